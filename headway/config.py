@@ -1,0 +1,109 @@
+"""How a scheduler is configured: six slots that hold policies, and six numbers.
+
+This file says what a policy may see (`World`), what a recipe may do (`Verbs`) and what each slot's
+function looks like. The functions themselves are in scheduler/policies.py and queues.py; ready
+combinations of them in scheduler/presets.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+from headway.errors import ConfigError
+from headway.request import Request, State
+
+
+class World(Protocol):
+    """What a policy may look at. Nothing here changes anything, and there is no clock."""
+
+    @property
+    def running(self) -> Iterable[Request]: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def pressure(self) -> float: ...  # recent preemptions, fading with every step
+    @property
+    def output_shares(self) -> Sequence[float]: ...  # generated / allowed of requests that ended
+    def service(self) -> dict[str, float]: ...  # tokens served to every group of a fair queue
+    def place(self, request: Request) -> Any: ...  # its sort key in the queue's order
+    def num_uncached(self, request: Request) -> int: ...  # tokens an admission would compute
+    def num_private_blocks(self, request: Request) -> int: ...  # held by nobody else
+
+
+class Verbs(Protocol):
+    """What a recipe may do with the step under construction, and what it may ask of it."""
+
+    def decode(self, at_most: int | None = None) -> None: ...
+    def prefill(self) -> None: ...
+    def admit(
+        self, only: State | None = None, *, leave: int = 0, charge_cached: bool = False
+    ) -> None: ...
+    @property
+    def is_idle(self) -> bool: ...  # the step has no work in it yet
+    @property
+    def tokens_left(self) -> int: ...
+    @property
+    def num_decoding(self) -> int: ...
+    @property
+    def num_due(self) -> int: ...  # blocks that the next decode step will take
+    @property
+    def prefill_streak(self) -> int: ...  # steps in a row, up to now, that decoded nobody
+
+
+class QueueRule(Protocol):
+    """Who is served first. `key` sorts; lower is sooner."""
+
+    @property
+    def patience(self) -> int: ...  # how often a blocked request may be overtaken; 0: never
+    @property
+    def drifts(self) -> bool: ...  # keys change while requests wait
+    @property
+    def preempts(self) -> bool: ...  # whether `outranks` is to be asked at all
+    def key(self, request: Request, world: World) -> Any: ...
+    def group(self, request: Request) -> str: ...  # requests of one group are served in turn
+    def outranks(self, waiting: Request, running: Request) -> bool: ...  # may it preempt?
+
+
+Recipe = Callable[[Verbs], None]
+ChunkRule = Callable[[int, int, bool], int]  # (tokens wanted, tokens left, first of its step)
+HeadroomRule = Callable[[Request, World], int]  # blocks an admission of `request` leaves free
+VictimRule = Callable[[Request, World], Any]  # a key; the largest goes first
+SwapRule = Callable[[Request, World], bool]  # True: keep its work on the host
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One scheduler, completely described."""
+
+    recipe: Recipe
+    queue: QueueRule
+    chunk: ChunkRule
+    headroom: HeadroomRule
+    victim: VictimRule
+    swap: SwapRule
+    max_requests: int = 256  # seats: requests that run at once
+    max_tokens: int = 8192  # computed by one step
+    decode_steps: int = 1  # decode steps per plan while nobody waits
+    block_size: int = 16  # tokens
+    num_blocks: int = 4096
+    num_host_blocks: int = 0
+    max_length: int = 1 << 20  # prompt and output together: the model's limit
+
+    def __post_init__(self) -> None:
+        least = {"num_host_blocks": 0, "max_length": 2}
+        for number in (f.name for f in fields(self) if f.default is not f.default_factory):
+            value, minimum = getattr(self, number), least.get(number, 1)
+            if not isinstance(value, int) or value < minimum:
+                raise ConfigError(f"{number} must be a whole number from {minimum} up, not {value}")
+        if self.max_tokens < self.max_requests and not getattr(self.recipe, "defers", False):
+            raise ConfigError(
+                f"max_tokens ({self.max_tokens}) is below max_requests ({self.max_requests}): "
+                "a step could not give every running request its next token; "
+                "raise max_tokens or lower max_requests"
+            )

@@ -1,0 +1,54 @@
+"""Every exception a user of Headway can meet.
+
+    HeadwayError
+    ├── ConfigError          numbers that contradict each other, unknown preset, slot or profile
+    ├── RequestError         one request is at fault; the others go on
+    │   ├── InvalidRequest   it makes no sense: empty prompt, max_tokens 0, an id already in use
+    │   └── RequestTooLong   it makes sense but can never run here; carries need and limit
+    ├── FormatError          a workload, profile or trace file cannot be read; names file and line
+    ├── ReplayMismatch       a replay took another decision than the recorded run
+    └── ExecutorError        a step failed; the requests in flight were failed with its reason
+"""
+
+from __future__ import annotations
+
+
+class HeadwayError(Exception):
+    """Anything Headway raises on purpose."""
+
+
+class ConfigError(HeadwayError, ValueError):
+    """The configuration cannot work; the message says which value and why."""
+
+
+class RequestError(HeadwayError, ValueError):
+    """One request was refused at the door."""
+
+
+class InvalidRequest(RequestError):
+    """The request makes no sense, here or anywhere."""
+
+
+class RequestTooLong(RequestError):
+    """The request could never run under these limits."""
+
+    def __init__(self, message: str, *, need: int, limit: int) -> None:
+        super().__init__(message)
+        self.need = need
+        self.limit = limit
+
+
+class FormatError(HeadwayError, ValueError):
+    """A file does not hold what it should; names the file and, where there is one, the line."""
+
+    def __init__(self, path: object, line: int | None, problem: str) -> None:
+        where = f"{path}:{line}" if line is not None else f"{path}"
+        super().__init__(f"{where}: {problem}")
+
+
+class ReplayMismatch(HeadwayError):
+    """A replay parted from the recorded run."""
+
+
+class ExecutorError(HeadwayError):
+    """The executor failed a step."""

@@ -1,0 +1,70 @@
+"""Which block holds which content: keys of prefixes, and an index from key to block.
+
+A key names everything up to the end of a full block: it is a hash over the block's tokens and the
+key before it, starting from the request's salt. Knows nothing of who uses a block or which are
+free. The index is closed under prefixes: if a key is there, so are the keys before it (blocks are
+given up tail first, and equal blocks are all registered), so the longest match is a binary search.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from xxhash import xxh3_128_digest
+
+
+def extend_keys(keys: list[bytes], tokens: array[int], block_size: int, salt: str) -> None:
+    """Append the keys of all full blocks of `tokens` that `keys` does not have yet."""
+    known = len(keys)
+    data = tokens[known * block_size : len(tokens) // block_size * block_size].tobytes()
+    parent = keys[-1] if keys else xxh3_128_digest(salt.encode())
+    stride = block_size * tokens.itemsize
+    for start in range(0, len(data), stride):
+        parent = xxh3_128_digest(parent + data[start : start + stride])
+        keys.append(parent)
+
+
+class PrefixIndex:
+    """Key to block and back. Equal blocks are kept as twins: any of them can serve a match."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.key_of: list[bytes | None] = [None] * num_blocks
+        self.block_of: dict[bytes, int] = {}
+        self._twins: dict[bytes, list[int]] = {}
+        self.version = 0  # rises whenever a match could have become longer
+
+    def add(self, block: int, key: bytes) -> None:
+        """Record what a block holds; nobody's block table changes when another holds the same."""
+        self.key_of[block] = key
+        if self.block_of.setdefault(key, block) != block:
+            self._twins.setdefault(key, []).append(block)
+        else:
+            self.version += 1
+
+    def forget(self, block: int) -> None:
+        """The block is about to hold something else; a twin takes over its key."""
+        key = self.key_of[block]
+        if key is None:
+            return
+        self.key_of[block] = None
+        twins = self._twins.get(key)
+        if twins is None:
+            del self.block_of[key]
+            return
+        if self.block_of[key] == block:
+            self.block_of[key] = twins.pop()
+        else:
+            twins.remove(block)
+        if not twins:
+            del self._twins[key]
+
+    def match(self, keys: list[bytes]) -> int:
+        """How many leading keys are present."""
+        low, high, block_of = 0, len(keys), self.block_of
+        while low < high:
+            middle = (low + high + 1) // 2
+            if keys[middle - 1] in block_of:
+                low = middle
+            else:
+                high = middle - 1
+        return low

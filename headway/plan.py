@@ -1,0 +1,138 @@
+"""One step as data: what the scheduler decided, what the executor made, what came of it.
+
+Contract with every executor: plans run in the order they were launched. Within a plan the copies
+out come first, then the copies in, then one forward pass that stores all its keys and values
+before it reads any. So a plan may use blocks that an earlier plan, still running, gives up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from headway.request import Request
+
+Reason = Literal["seats", "tokens", "blocks", "headroom", "order", "back-off"]
+
+
+class Chunk(NamedTuple):
+    """Compute tokens [start, end) of a request; store keys and values from `store_from` on."""
+
+    request: Request
+    start: int
+    end: int
+    store_from: int  # past `start` only where a full cache hit computes its last token again
+    is_last: bool  # the known tokens end here, so a next token is sampled
+
+
+class Admission(NamedTuple):
+    """A request given a seat, and the tokens it need not compute."""
+
+    request: Request
+    num_cached: int
+    num_swapped: int
+    is_resume: bool
+
+
+class Preemption(NamedTuple):
+    """A request sent back to wait, and how many of its tokens left the device."""
+
+    request: Request
+    is_swap: bool
+    num_lost: int
+    is_bump: bool  # for a higher priority, not for lack of blocks
+
+
+class Blocked(NamedTuple):
+    """Why a waiting request was not taken: `need` of something of which `have` was there."""
+
+    request: Request
+    reason: Reason
+    need: int
+    have: int
+
+
+class Behind(NamedTuple):
+    """The waiting requests a step did not even look at, and the reason they share."""
+
+    reason: Reason
+    num_requests: int
+
+
+class Copy(NamedTuple):
+    """One block from one pool to the other; `source` and `target` are block numbers."""
+
+    source: int
+    target: int
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """All that one step does. Sized by what changes; only `decodes` lists everybody."""
+
+    step: int
+    decodes: list[Request] = field(default_factory=list)
+    num_steps: int = 1  # tokens for each of `decodes`, made without the host in between
+    decode_context: int = 0  # tokens in the cache that the first decode step reads, summed
+    grown: list[tuple[Request, int]] = field(default_factory=list)  # new block for a decode
+    deferred: list[Request] = field(default_factory=list)  # decodes the token budget left out
+    chunks: list[Chunk] = field(default_factory=list)
+    copies_out: list[Copy] = field(default_factory=list)  # device to host
+    copies_in: list[Copy] = field(default_factory=list)  # host to device
+    added: list[Request] = field(default_factory=list)  # new since the plan before
+    aborted: list[Request] = field(default_factory=list)
+    admitted: list[Admission] = field(default_factory=list)
+    preempted: list[Preemption] = field(default_factory=list)
+    blocked: list[Blocked] = field(default_factory=list)
+    behind: Behind | None = None
+    num_free: int = 0  # blocks, after this plan
+    num_running: int = 0
+    num_waiting: int = 0
+    planned_at: float = 0.0  # stamped by the engine: the scheduler reads no clock
+    # Settling: who reaches its length with which of the steps, and who takes fewer tokens.
+    ending: list[list[Request]] = field(default_factory=list)
+    cut: dict[Request, int] = field(default_factory=dict)
+    puts: list[Callable[[int], None]] = field(default_factory=list)  # tokens.append of `decodes`
+
+    @property
+    def is_empty(self) -> bool:
+        """True if an executor would have nothing to do."""
+        return not (self.decodes or self.chunks or self.copies_out or self.copies_in)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens one forward pass of this plan computes."""
+        return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What the executor sampled. Times are seconds on the engine's clock."""
+
+    columns: list[list[int]] = field(default_factory=list)  # [step][decode]; rows as in `decodes`
+    firsts: list[int] = field(default_factory=list)  # one for every chunk with is_last
+    started: float = 0.0
+    ended: float = 0.0
+    extra: object = None  # logprobs and the like, for whoever asked
+
+
+@dataclass(slots=True)
+class StepReport:
+    """A settled step: the one thing that streams, metrics, traces and pages read."""
+
+    plan: Plan
+    result: StepResult
+    finished: list[Request]
+
+    def outputs(self) -> Iterator[tuple[Request, list[int]]]:
+        """The tokens each request gained in this step."""
+        plan, columns = self.plan, self.result.columns
+        for row, request in enumerate(plan.decodes):
+            kept = plan.cut.get(request, plan.num_steps)
+            if kept:
+                yield request, [column[row] for column in columns[:kept]]
+        sampled = (c.request for c in plan.chunks if c.is_last)
+        for request, token in zip(sampled, self.result.firsts, strict=True):
+            if plan.cut.get(request, 1):
+                yield request, [token]

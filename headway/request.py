@@ -1,0 +1,162 @@
+"""A request: what the user asked for, what is known of it, and where it stands.
+
+Knows nothing of queues, pools or policies. The scheduler moves it between states, the KV cache
+keeps its blocks here. Lengths are derived: `tokens` is the one record of what is known, and
+`num_computed` the one record of what the plans made so far have put into the KV cache.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+NO_TOKENS: frozenset[int] = frozenset()
+
+
+class State(Enum):
+    """Where a request stands."""
+
+    WAITING = "waiting"  # holds nothing on the device
+    PREFILL = "prefill"  # seated; part of its known tokens is not computed yet
+    DECODING = "decoding"  # seated; one token a step
+    SWAPPED = "swapped"  # waiting, with its computed tokens kept on the host
+    FINISHED = "finished"
+
+    __hash__ = object.__hash__  # members are single objects; Enum's own hash runs in Python
+
+
+TRANSITIONS: dict[State, frozenset[State]] = {
+    State.WAITING: frozenset({State.PREFILL, State.FINISHED}),
+    State.PREFILL: frozenset({State.DECODING, State.WAITING, State.SWAPPED, State.FINISHED}),
+    State.DECODING: frozenset({State.WAITING, State.SWAPPED, State.FINISHED}),
+    State.SWAPPED: frozenset({State.PREFILL, State.FINISHED}),
+    State.FINISHED: frozenset(),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Params:
+    """What a user may ask of one request. `sampling` is carried to the executor unread."""
+
+    max_tokens: int | None = 128  # None: as far as the model's length allows
+    min_tokens: int = 0  # no stop token ends the request before this many
+    eos_ids: frozenset[int] = NO_TOKENS
+    stop_ids: frozenset[int] = NO_TOKENS
+    ignore_eos: bool = False
+    priority: int = 0  # lower is sooner
+    client: str = ""  # who pays, for fair queueing
+    deadline: float | None = None  # on the engine's clock, seconds
+    salt: str = ""  # prefixes are shared only between equal salts
+    reads_cache: bool = True  # False: compute the whole prompt even if it is cached
+    n: int = 1  # samples of one prompt
+    sampling: object = None
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """Every token id that ends the request once min_tokens are there."""
+        return self.stop_ids if self.ignore_eos else self.stop_ids | self.eos_ids
+
+
+class Pace:
+    """A counter that many requests share, so that advancing all of them is one addition."""
+
+    __slots__ = ("tick",)
+
+    def __init__(self) -> None:
+        self.tick = 0
+
+
+STANDING = Pace()  # the pace of everyone who is not decoding; its tick stays 0
+
+
+@dataclass(slots=True)
+class HostCopy:
+    """Blocks [first, first + len(blocks)) of a swapped request, holding `num_tokens` in all."""
+
+    first: int
+    blocks: list[int]
+    num_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Holding:
+    """What a request holds in the KV cache; written by headway.kv alone."""
+
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)  # prefix keys of its full blocks, as known
+    host: HostCopy | None = None
+
+
+@dataclass(slots=True, eq=False)
+class History:
+    """What has happened to a request; written by the scheduler, read by policies and reports."""
+
+    serial: int = -1  # place in the order of arrival; ties are broken by it
+    admission: int = -1  # serial number of its latest admission
+    num_cached: int = 0  # prompt tokens its first admission found in the cache
+    num_recomputed: int = 0
+    num_preemptions: int = 0
+    num_bumped: int = 0  # preemptions in favour of a higher priority
+    num_overtaken: int = 0
+    furthest: int = 0  # most tokens ever computed; anything below computed again is waste
+
+
+class Request:
+    """One sequence of tokens on its way from prompt to finish."""
+
+    __slots__ = (
+        "arrival", "base", "error", "finish_reason", "held", "history", "id", "leader", "limit",
+        "num_prompt", "pace", "params", "prefill_end", "row", "state", "stop_token", "stops",
+        "tokens",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt: Iterable[int],
+        params: Params,
+        *,
+        arrival: float = 0.0,
+        leader: Request | None = None,
+    ) -> None:
+        self.id = id
+        self.params = params
+        self.stops = params.stops
+        self.arrival = arrival
+        self.leader = leader  # the sample of the same prompt that computes it for all
+        self.tokens: array[int] = array("i", prompt)
+        self.num_prompt = len(self.tokens)
+        self.limit = 0  # length at which it ends; set when it is added
+        self.state = State.WAITING
+        self.row = -1  # its seat while it runs
+        self.base = 0
+        self.pace = STANDING
+        self.prefill_end = 0  # tokens to compute before it decodes; fixed at admission
+        self.held = Holding()
+        self.history = History()
+        self.finish_reason: str | None = None  # stop, length, abort or error
+        self.stop_token: int | None = None
+        self.error: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<Request {self.id} {self.state.value} {self.num_computed}/{len(self.tokens)}>"
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose keys and values are in the cache once the plans made so far have run."""
+        return self.base + self.pace.tick
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    def move(self, state: State) -> None:
+        """Change state; anything but a listed transition is our bug."""
+        assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
+        self.state = state

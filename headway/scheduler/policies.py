@@ -1,0 +1,193 @@
+"""Ready-made functions for five of the six slots; the queue's are in queues.py.
+
+A policy without a number is a function. One with numbers is a frozen dataclass that can be called,
+so that it compares, prints itself as it is written on the command line, and keeps no state.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from headway.config import HeadroomRule, Verbs, World
+from headway.request import Request, State
+
+# recipe: which verbs, in which order
+
+
+def mixed(step: Verbs) -> None:
+    """Decodes first, then cut prompts, then newcomers, all in one batch."""
+    step.decode()
+    step.prefill()
+    step.admit()
+
+
+def swapped_first(step: Verbs) -> None:
+    """As mixed, but who was swapped out is brought back before anything else."""
+    step.admit(State.SWAPPED, leave=step.num_due)
+    mixed(step)
+
+
+MOST_PREFILL_STEPS = 16  # in a row, while somebody waits for its next token
+
+
+def prefill_first(step: Verbs) -> None:
+    """All prompts or all decodes, prompts first; decodes get a turn after 16 prompt steps."""
+    if step.num_decoding and step.prefill_streak >= MOST_PREFILL_STEPS:
+        step.decode()
+        return
+    step.prefill()
+    step.admit()
+    if step.is_idle:
+        step.decode()
+
+
+def charged_in_full(step: Verbs) -> None:
+    """As prefill_first, but cached tokens cost budget too, and decodes wait when it runs out."""
+    if not (step.num_decoding and step.prefill_streak >= MOST_PREFILL_STEPS):
+        step.prefill()
+        step.admit(charge_cached=True)
+    if step.is_idle:
+        step.decode(at_most=step.tokens_left)
+
+
+charged_in_full.defers = True  # type: ignore[attr-defined]  # a budget below the seats is fine
+
+
+def static(step: Verbs) -> None:
+    """Fill a batch, drain it completely, fill the next."""
+    step.prefill()
+    if not step.num_decoding or step.prefill_streak:
+        step.admit()
+    if step.is_idle:
+        step.decode()
+
+
+# chunk: how much of a prompt now, given (tokens wanted, tokens left, first of its step)
+
+
+def whole(want: int, left: int, is_first: bool) -> int:
+    """All of it or nothing."""
+    return want if want <= left else 0
+
+
+def split_first(want: int, left: int, is_first: bool) -> int:
+    """Cut only the first prompt of a step."""
+    return min(want, left) if is_first or want <= left else 0
+
+
+def split_any(want: int, left: int, is_first: bool) -> int:
+    """Cut whatever does not fit."""
+    return min(want, left)
+
+
+@dataclass(frozen=True)
+class at_most:
+    """Cut, and never more than `tokens` of one prompt in a step."""
+
+    tokens: int = 512
+
+    def __call__(self, want: int, left: int, is_first: bool) -> int:
+        return min(want, left, self.tokens)
+
+
+# headroom: blocks an admission must leave free
+
+
+@dataclass(frozen=True)
+class watermark:
+    """A fixed share of all blocks."""
+
+    share: float = 0.01
+
+    def __call__(self, request: Request, world: World) -> int:
+        return int(self.share * world.num_blocks)
+
+
+def _num_left(request: Request) -> int:
+    """Tokens a request may still store; the last one sampled never is."""
+    return request.limit - 1 - max(request.num_computed, request.prefill_end, len(request.tokens))
+
+
+@dataclass(frozen=True)
+class reserve_outputs:
+    """Enough for this share of all the output that the batch and the newcomer may still make."""
+
+    ratio: float = 1.0
+
+    def __call__(self, request: Request, world: World) -> int:
+        size = world.block_size
+        batch = sum(-(-_num_left(r) // size) for r in (*world.running, request))
+        return math.ceil(self.ratio * batch)
+
+
+@dataclass(frozen=True)
+class back_off:
+    """What `base` asks, and `share` of all blocks more for every recent preemption."""
+
+    base: HeadroomRule = watermark()
+    share: float = 0.01
+
+    def __call__(self, request: Request, world: World) -> int:
+        return self.base(request, world) + int(self.share * world.num_blocks * world.pressure)
+
+
+# victim: a key; the largest is preempted first
+
+
+def newest(request: Request, world: World) -> Any:
+    """Last in, first out."""
+    return request.history.admission
+
+
+def least_work(request: Request, world: World) -> Any:
+    """Fewest tokens computed so far."""
+    return -request.num_computed, request.history.serial
+
+
+def lowest_priority(request: Request, world: World) -> Any:
+    """The largest priority number; among equals the latest arrival."""
+    return request.params.priority, request.history.serial
+
+
+def fewest_lost(request: Request, world: World) -> Any:
+    """Fewest tokens that nobody else keeps in the cache."""
+    return -world.num_private_blocks(request), request.history.serial
+
+
+def served_last(request: Request, world: World) -> Any:
+    """Whoever the queue would serve last."""
+    return world.place(request)
+
+
+# swap: keep the victim's work on the host?
+
+
+def recompute(request: Request, world: World) -> bool:
+    """Drop it; the prompt and all that was generated are computed again."""
+    return False
+
+
+def swap(request: Request, world: World) -> bool:
+    """Copy it out, as long as the host has room."""
+    return True
+
+
+@dataclass(frozen=True)
+class cheaper:
+    """Swap if copying out and in takes less time than computing again. Seconds.
+
+    The defaults are of a 70B model over PCIe 4: 2,048 tokens in 2 ms one way, or in 50 ms computed.
+    """
+
+    copy: float = 1e-6  # one token, one way
+    compute: float = 2.4e-5  # one token
+    start: float = 1e-4  # a copy, whatever its size
+
+    def __call__(self, request: Request, world: World) -> bool:
+        private = world.num_private_blocks(request) * world.block_size
+        tokens = min(private, request.num_computed)
+        return 2 * (self.start + self.copy * tokens) < self.compute * tokens

@@ -1,0 +1,178 @@
+"""Who is served first: the waiting requests, kept in the order of a rule, and the ready-made rules.
+
+A rule is a sort key, so the order costs a bisection and not a ranking of everybody at every step.
+Rules whose keys drift while requests wait are sorted again before they are walked.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from headway.config import QueueRule, World
+from headway.request import Request
+
+
+class WaitingQueue:
+    """Waiting, preempted and swapped requests, each in its own place."""
+
+    def __init__(self, rule: QueueRule, world: World) -> None:
+        self.rule = rule
+        self._world = world
+        self._groups: dict[str, list[tuple[Any, Request]]] = {}
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Request]:
+        """Everyone, group by group; `walk` gives the order of service."""
+        return (request for group in self._groups.values() for _, request in group)
+
+    def _entry(self, request: Request) -> tuple[Any, Request]:
+        return (self.rule.key(request, self._world), request.history.serial), request
+
+    def place(self, request: Request) -> Any:
+        """Sorts requests, waiting or running, as this queue would serve them."""
+        key, group = self._entry(request)[0], self.rule.group(request)
+        return key if group == ALL else (self._world.service().get(group, 0.0), key)
+
+    def push(self, request: Request) -> None:
+        group = self._groups.setdefault(self.rule.group(request), [])
+        entry = self._entry(request)
+        if group and entry[0] < group[-1][0]:
+            insort(group, entry, key=_sort_key)
+        else:
+            group.append(entry)
+        self._length += 1
+
+    def remove(self, request: Request) -> None:
+        name = self.rule.group(request)
+        group = self._groups[name]
+        place = bisect_left(group, self._entry(request)[0], key=_sort_key)
+        if not (place < len(group) and group[place][1] is request):  # its key has drifted
+            place = next(i for i, (_, other) in enumerate(group) if other is request)
+        del group[place]
+        self._length -= 1
+        if not group:
+            del self._groups[name]
+
+    def walk(self) -> Iterator[Request]:
+        """The order of service; the request just yielded may be removed before the next."""
+        if self.rule.drifts:
+            for group in self._groups.values():
+                group[:] = sorted((self._entry(r) for _, r in group), key=_sort_key)
+        passed = dict.fromkeys(self._groups, 0)
+        while name := self._next_group(passed):
+            length = self._length
+            yield self._groups[name][passed[name]][1]
+            passed[name] += self._length == length  # it was not taken
+
+    def _next_group(self, passed: dict[str, int]) -> str | None:
+        """The group served least, of those with a request not yet looked at."""
+        groups = [n for n, group in self._groups.items() if passed[n] < len(group)]
+        if len(groups) < 2:
+            return groups[0] if groups else None
+        service = self._world.service()
+        return min(groups, key=lambda n: (service.get(n, 0.0), self._groups[n][passed[n]][0]))
+
+
+def _sort_key(entry: tuple[Any, Request]) -> Any:
+    return entry[0]
+
+
+ALL = "all"  # the one group of rules that do not serve groups in turn
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What the ready-made rules share: one group, keys that stay, nobody preempted."""
+
+    patience: int = 0
+    drifts = False
+    preempts = False
+
+    def group(self, request: Request) -> str:
+        return ALL
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class fcfs(Rule):
+    """First come, first served. With patience, a blocked head lets that many others past."""
+
+    def key(self, request: Request, world: World) -> Any:
+        return request.arrival
+
+
+@dataclass(frozen=True)
+class priority(Rule):
+    """Lower numbers first; `aging` seconds of waiting are worth one level (0: no aging).
+
+    With `preempts`, a blocked request may send running ones of a lower priority back, each of
+    them at most `max_bumps` times.
+    """
+
+    aging: float = 0.0
+    preempts: bool = False
+    max_bumps: int = 2
+
+    def key(self, request: Request, world: World) -> Any:
+        if self.aging:
+            return request.params.priority * self.aging + request.arrival
+        return request.params.priority, request.arrival
+
+    def outranks(self, waiting: Request, running: Request) -> bool:
+        return (
+            self.preempts
+            and waiting.params.priority < running.params.priority
+            and running.history.num_bumped < self.max_bumps
+        )
+
+
+@dataclass(frozen=True)
+class shortest_first(Rule):
+    """Least left to compute first, after cache hits; a token more is worth `aging` seconds."""
+
+    aging: float = 0.01
+    drifts = True
+
+    def key(self, request: Request, world: World) -> Any:
+        return world.num_uncached(request) * self.aging + request.arrival
+
+
+@dataclass(frozen=True)
+class deadline(Rule):
+    """Earliest deadline first; a request without one counts as due `slack` seconds on."""
+
+    slack: float = 60.0
+
+    def key(self, request: Request, world: World) -> Any:
+        due = request.params.deadline
+        return request.arrival + self.slack if due is None else due
+
+
+@dataclass(frozen=True)
+class fair(Rule):
+    """The client served least first, by virtual token counters; within a client by arrival."""
+
+    def group(self, request: Request) -> str:
+        return f"client {request.params.client}"
+
+    def key(self, request: Request, world: World) -> Any:
+        return request.arrival
+
+
+@dataclass(frozen=True)
+class custom(Rule):
+    """A user's own function (request, world) -> sort key, asked again at every step."""
+
+    function: Callable[[Request, World], Any] = lambda request, world: request.arrival
+    drifts = True
+
+    def key(self, request: Request, world: World) -> Any:
+        return self.function(request, world)

@@ -1,0 +1,334 @@
+"""The scheduler: what runs next, as a plan, and what became of it.
+
+Holds who waits, who runs and who is in flight; the verbs that fill a plan are in step.py, what
+systems do differently is in the slots of the config. Reads no clock, does no I/O, and is the same
+object above a GPU, a CPU, the simulator and the tests.
+
+One plan may be in flight while the next is made. Then `num_computed` runs ahead of `tokens`: the
+values are still on the device. Blocks that a finished, aborted or preempted request gives up are
+free at once, because plans run in order; its tokens in flight are dropped or kept in `complete`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Any
+
+from headway.config import Config
+from headway.errors import InvalidRequest
+from headway.kv.manager import KVCache, Survey
+from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
+from headway.request import Request, State
+from headway.scheduler import door
+from headway.scheduler.ledger import OUTPUT_WEIGHT, Ledger
+from headway.scheduler.lockstep import Lockstep
+from headway.scheduler.queues import WaitingQueue
+from headway.scheduler.step import Step
+
+FADE = 0.97  # of `pressure` per step: a preemption is half forgotten after 23
+NUM_SHARES = 256  # finished outputs remembered for estimates
+
+
+class Scheduler:
+    """Decides every step: add, abort, schedule, complete."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.queue = WaitingQueue(config.queue, self)
+        self.ledger = Ledger()
+        self.lockstep = Lockstep(config.block_size)
+        self.requests: dict[str, Request] = {}  # everyone not finished
+        self.running: dict[Request, None] = {}  # everyone with a seat, in the order of admission
+        self.prefilling: dict[Request, None] = {}
+        self.swapped: dict[Request, None] = {}
+        self.unsettled: set[Request] = set()  # preempted, perhaps with a token still in flight
+        self.in_flight: deque[Plan] = deque()
+        self.pressure = 0.0
+        self.prefill_streak = 0
+        self.output_shares: deque[float] = deque(maxlen=NUM_SHARES)
+        self.last_plan = Plan(-1)
+        self._rows = list(range(config.max_requests))[::-1]
+        self._watched: Counter[int] = Counter()  # stop tokens of everyone not finished
+        self._num_added = self._num_admitted = self._num_steps = 0
+        self._news = Plan(-1)  # what happened since the last plan that was not empty
+        self._finished: list[Request] = []
+        self._service: dict[str, float] | None = None  # kept until somebody comes, goes or steps
+
+    def add(self, request: Request) -> None:
+        """Take a request, or raise a RequestError that says why it can never run."""
+        if request.id in self.requests:
+            raise InvalidRequest(f"request {request.id!r}: this id is in use")
+        request.limit = door.check(request, self.config)
+        request.history.serial = self._num_added
+        self._num_added += 1
+        self.requests[request.id] = request
+        self._watched.update(request.stops)
+        self.ledger.arrive(self.config.queue.group(request))
+        self.queue.push(request)
+        self._news.added.append(request)
+
+    def abort(self, id: str, reason: str = "abort", error: str | None = None) -> bool:
+        """End a request at once, wherever it is; False if there is none of that id."""
+        request = self.requests.get(id)
+        if request is None:
+            return False
+        request.error = error
+        self._retire(request, reason)
+        self._news.aborted.append(request)
+        return True
+
+    def schedule(self) -> Plan:
+        """Make the next plan. With work present it is empty only while another is in flight."""
+        assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
+        self.last_plan = plan = Plan(self._num_steps)
+        step = Step(self, plan)
+        self.pressure *= FADE
+        self._service = None
+        if self.config.queue.preempts and self.queue:
+            self._make_way()
+        self.config.recipe(step)
+        if plan.is_empty and self.requests and not self.in_flight:
+            step.force()
+        self.kv.settle_host()
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                self._start_decoding(chunk.request, plan)
+        plan.num_free = self.kv.num_free
+        plan.num_running, plan.num_waiting = len(self.running), len(self.queue)
+        if not plan.is_empty:
+            self._launch(plan)
+        return plan
+
+    def complete(self, plan: Plan, result: StepResult) -> StepReport:
+        """Settle the oldest plan in flight: hand out its tokens, finish who is done."""
+        oldest = self.in_flight.popleft()
+        assert plan is oldest, "plans are completed in the order they were made"
+        self.unsettled.clear()
+        sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
+        if sampled:
+            puts = [request.tokens.append for request in sampled]
+            self._deliver(plan, 0, sampled, puts, result.firsts)
+        for step, column in enumerate(result.columns):
+            self._deliver(plan, step, plan.decodes, plan.puts, column)
+            self._end(plan, step)
+        if not result.columns:
+            self._end(plan, 0)
+        return StepReport(plan, result, self.take_finished())
+
+    def take_finished(self) -> list[Request]:
+        """Who finished since this was last asked; `complete` asks for its report."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def fail(self, reason: str) -> list[Request]:
+        """The executor failed: end what was in flight with the reason, distrust the device."""
+        plans = list(self.in_flight)
+        self.in_flight.clear()
+        touched = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
+        failed = [r for r in self.requests.values() if r in touched]
+        for request in failed:
+            self.abort(request.id, "error", reason)
+        for preemption in (p for plan in plans for p in plan.preempted):
+            self.kv.discard_host_copy(preemption.request)
+        self.unsettled.clear()
+        self.reset_cache(force=True)
+        self.kv.settle_host()
+        return failed
+
+    def reset_cache(self, *, force: bool = False) -> bool:
+        """Forget all cached prefixes. Refuses while blocks are held; `force` recomputes them."""
+        if self.in_flight or (self.running and not force):
+            return False
+        for request in reversed(self.running.copy()):
+            self.preempt(request, may_swap=False)
+        self.unsettled.clear()
+        self.kv.pool.forget_all()
+        return True
+
+    # What policies may look at (config.World).
+
+    @property
+    def num_blocks(self) -> int:
+        return self.config.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self.kv.num_free
+
+    @property
+    def block_size(self) -> int:
+        return self.config.block_size
+
+    def service(self) -> dict[str, float]:
+        """Weighted tokens served to every group, what is being generated now included."""
+        if self._service is None:
+            self._service, group = self.ledger.served.copy(), self.config.queue.group
+            for request in self.running:
+                self._service[group(request)] += OUTPUT_WEIGHT * _num_sampled(request)
+        return self._service
+
+    def place(self, request: Request) -> Any:
+        return self.queue.place(request)
+
+    def num_uncached(self, request: Request) -> int:
+        return len(request.tokens) - self.kv.survey(request).num_computed
+
+    def num_private_blocks(self, request: Request) -> int:
+        return self.kv.num_private_blocks(request)
+
+    # Seats: how requests come, go and are sent back.
+
+    def seat(self, request: Request, survey: Survey) -> None:
+        """Out of the queue, into a seat, with blocks for all its known tokens."""
+        self.queue.remove(request)
+        self.swapped.pop(request, None)
+        self.last_plan.copies_in += self.kv.reserve(request, survey)
+        request.move(State.PREFILL)
+        request.base, request.prefill_end = survey.num_computed, len(request.tokens)
+        request.row = self._rows.pop()
+        self.running[request] = self.prefilling[request] = self._service = None
+        num_hit = min(survey.num_hits * self.config.block_size, survey.num_computed)
+        is_resume = request.history.admission >= 0
+        if not is_resume:
+            request.history.num_cached = num_hit
+            self.ledger.charge(self.config.queue.group(request), request.num_prompt, 0)
+        request.history.admission = self._num_admitted
+        self._num_admitted += 1
+        num_swapped = survey.num_computed - num_hit
+        self.last_plan.admitted.append(Admission(request, num_hit, num_swapped, is_resume))
+
+    def preempt(self, request: Request, *, may_swap: bool = True, is_bump: bool = False) -> None:
+        """Send a running request back to its place in the queue; its tokens stay its own."""
+        num_computed = request.num_computed
+        wants_swap = may_swap and self.config.swap(request, self)
+        self._unseat(request)
+        copies = self.kv.swap_out(request) if wants_swap else None
+        if copies is None:
+            self.kv.release(request)
+            request.move(State.WAITING)
+        else:
+            self.last_plan.copies_out += copies
+            request.move(State.SWAPPED)
+            self.swapped[request] = None
+        request.base = 0
+        request.history.num_preemptions += 1
+        request.history.num_bumped += is_bump
+        self.pressure += not is_bump
+        self.unsettled.add(request)
+        self.queue.push(request)
+        is_swap = copies is not None
+        self._news.preempted.append(Preemption(request, is_swap, num_computed, is_bump))
+
+    def _unseat(self, request: Request) -> None:
+        """Out of the seat; the caller gives back its blocks."""
+        self.ledger.charge(self.config.queue.group(request), 0, _num_sampled(request))
+        request.history.furthest = max(request.history.furthest, request.num_computed)
+        if request in self.lockstep.members:
+            self.lockstep.leave(request)
+        self.prefilling.pop(request, None)
+        del self.running[request]
+        self._service = None
+        self._rows.append(request.row)
+        request.row = -1
+
+    def _retire(self, request: Request, reason: str) -> None:
+        """The end of a request, running or waiting; what is in flight for it will be dropped."""
+        if request in self.running:
+            self._unseat(request)
+            self.kv.release(request)
+        else:
+            self.queue.remove(request)
+            self.swapped.pop(request, None)
+            self.kv.discard_host_copy(request)
+        for plan in self.in_flight:
+            plan.cut.setdefault(request, 0)
+        request.move(State.FINISHED)
+        request.finish_reason = reason
+        del self.requests[request.id]
+        for token in request.stops:
+            self._watched[token] -= 1
+            if not self._watched[token]:
+                del self._watched[token]
+        self.ledger.depart(self.config.queue.group(request))
+        if reason in ("stop", "length"):
+            allowed = request.limit - request.num_prompt
+            self.output_shares.append(request.num_generated / allowed)
+        self._finished.append(request)
+
+    def _make_way(self) -> None:
+        """If the first in line cannot be seated and outranks running ones, send some back."""
+        head, outranks = next(self.queue.walk()), self.config.queue.outranks
+        running = (*self.prefilling, *self.lockstep.members)
+        inferior = [r for r in running if outranks(head, r)]
+        need = self.kv.num_taken(head, self.kv.survey(head)) + len(self.lockstep.due)
+        need += max(0, self.config.headroom(head, self))
+        inferior.sort(key=lambda r: self.config.victim(r, self))
+        chosen: list[Request] = []
+        free, seats = self.kv.num_free, self.config.max_requests - len(self.running)
+        while inferior and (free < need or seats < 1):
+            chosen.append(inferior.pop())
+            free += self.kv.num_private_blocks(chosen[-1])
+            seats += 1
+        if free >= need and seats:
+            for request in chosen:
+                self.preempt(request, is_bump=True)
+
+    # The two ends of a plan's life.
+
+    def _start_decoding(self, request: Request, plan: Plan) -> None:
+        """The known tokens are planned to their end: the next plan may decode."""
+        request.move(State.DECODING)
+        if request.num_computed + 1 < request.limit:
+            self.lockstep.join(request)
+        else:  # the token this plan samples is its last
+            if not plan.ending:
+                plan.ending.append([])
+            plan.ending[0].append(request)
+
+    def _launch(self, plan: Plan) -> None:
+        """The plan has work in it: give it the news, and count it as in flight."""
+        news, self._news = self._news, Plan(-1)
+        plan.added, plan.aborted, plan.preempted = news.added, news.aborted, news.preempted
+        self.prefill_streak = 0 if plan.decodes else self.prefill_streak + 1
+        self._num_steps += 1
+        self.in_flight.append(plan)
+
+    def _deliver(
+        self,
+        plan: Plan,
+        step: int,
+        requests: list[Request],
+        puts: list[Callable[[int], None]],
+        column: list[int],
+    ) -> None:
+        """Hand one sampled token to each request whose part in the plan is not over."""
+        cut = plan.cut
+        if cut:
+            for request, put, token in zip(requests, puts, column, strict=True):
+                if request not in cut:
+                    put(token)
+        else:
+            for put, token in zip(puts, column, strict=True):
+                put(token)
+        if self._watched.keys().isdisjoint(column):
+            return
+        for request, token in zip(requests, column, strict=True):
+            if token in request.stops and request not in cut:
+                if request.num_generated >= request.params.min_tokens:
+                    request.stop_token = token
+                    cut[request] = step + 1
+                    self._retire(request, "stop")
+
+    def _end(self, plan: Plan, step: int) -> None:
+        """Finish who reaches its length with this step of the plan."""
+        for request in plan.ending[step] if step < len(plan.ending) else ():
+            if request not in plan.cut:
+                plan.cut[request] = step + 1
+                self._retire(request, "length")
+
+
+def _num_sampled(request: Request) -> int:
+    """Tokens sampled, or planned to be, since the request took its seat."""
+    return max(0, request.num_computed + 1 - request.prefill_end)

@@ -1,0 +1,226 @@
+"""One step under construction: the three verbs that fill a plan, called by a recipe in its order.
+
+Room is made before anything is granted, so a plan never takes back what it gave. A waiting request
+that is not taken leaves its reason, with what it needed and what was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from headway.plan import Behind, Blocked, Chunk, Plan, Reason
+from headway.request import Request, State
+
+if TYPE_CHECKING:
+    from headway.scheduler.scheduler import Scheduler
+
+UNCOMPUTED = frozenset({State.WAITING, State.PREFILL, State.SWAPPED})
+
+
+class Step:
+    """The verbs of a recipe, over the scheduler whose next plan this is."""
+
+    __slots__ = ("_ran_short", "_scheduler", "plan", "tokens_left")
+
+    def __init__(self, scheduler: Scheduler, plan: Plan) -> None:
+        self.plan = plan
+        self.tokens_left = scheduler.config.max_tokens
+        self._scheduler = scheduler
+        self._ran_short = False
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.plan.decodes or self.plan.chunks)
+
+    @property
+    def num_decoding(self) -> int:
+        return len(self._scheduler.lockstep.members)
+
+    @property
+    def num_due(self) -> int:
+        return len(self._scheduler.lockstep.due)
+
+    @property
+    def prefill_streak(self) -> int:
+        return self._scheduler.prefill_streak
+
+    def decode(self, at_most: int | None = None) -> None:
+        """Advance everyone past the prompt, making room first."""
+        plan, lockstep = self.plan, self._scheduler.lockstep
+        if plan.decodes or not lockstep.members:
+            return
+        if at_most is not None and at_most < len(lockstep.members):
+            plan.deferred = list(lockstep.members)[at_most:]
+            for request in plan.deferred:
+                lockstep.leave(request)
+        while len(lockstep.due) > self._scheduler.kv.num_free:
+            self._ran_short = True
+            self._scheduler.preempt(self._choose_victim())
+        if lockstep.members:
+            plan.decodes, plan.puts = list(lockstep.members), list(lockstep.members.values())
+            plan.decode_context = lockstep.context
+            self.tokens_left -= len(plan.decodes)
+            self._advance()
+            if self._scheduler.config.decode_steps > 1:
+                self._advance_further()
+        for request in plan.deferred:
+            if request in self._scheduler.running:
+                lockstep.join(request)
+
+    def prefill(self) -> None:
+        """Continue prompts that an earlier step cut."""
+        if not self._scheduler.prefilling:
+            return
+        given = {chunk.request for chunk in self.plan.chunks}
+        for request in list(self._scheduler.prefilling):
+            granted = self._granted(request.prefill_end - request.num_computed)
+            if granted and request not in given:
+                self._compute(request, granted)
+                self.tokens_left -= granted
+
+    def admit(
+        self, only: State | None = None, *, leave: int = 0, charge_cached: bool = False
+    ) -> None:
+        """Seat waiting requests in the queue's order, until one does not fit."""
+        scheduler, plan = self._scheduler, self.plan
+        if not scheduler.queue:
+            return
+        plan.blocked = []
+        patience, passed = scheduler.config.queue.patience, list[Request]()
+        closed = self._closed()
+        for request in () if closed else self._candidates(only):
+            blocked = self._try(request, leave, charge_cached)
+            if blocked is None:
+                for other in passed:
+                    other.history.num_overtaken += 1
+                closed = self._closed()
+            else:
+                plan.blocked.append(blocked)
+                if blocked.reason == "order":  # it waits for its leader, not for room
+                    continue
+                passed.append(request)
+            if closed or (blocked and blocked.reason == "tokens") or len(passed) > patience:
+                break
+            if any(other.history.num_overtaken >= patience for other in passed):
+                break
+        rest = len(scheduler.queue) - len(plan.blocked)
+        plan.behind = Behind(closed or "order", rest) if rest else None
+
+    def _closed(self) -> Reason | None:
+        """Why nobody at all can be admitted any more in this step."""
+        if self._ran_short:
+            return "back-off"  # newcomers would only fight those just sent back for room
+        if len(self._scheduler.running) >= self._scheduler.config.max_requests:
+            return "seats"
+        return "tokens" if self.tokens_left <= 0 else None
+
+    def force(self) -> None:
+        """The policies left the step empty with work at hand: do the first thing there is."""
+        scheduler = self._scheduler
+        self.decode()
+        if self.plan.is_empty and scheduler.prefilling:
+            request = next(iter(scheduler.prefilling))
+            want = request.prefill_end - request.num_computed
+            self._compute(request, min(want, scheduler.config.max_tokens))
+        if self.plan.is_empty:
+            request = next(scheduler.queue.walk())
+            survey = scheduler.kv.survey(request)
+            scheduler.seat(request, survey)
+            want = len(request.tokens) - survey.num_computed
+            self._compute(request, min(want, scheduler.config.max_tokens))
+            self.plan.blocked = [b for b in self.plan.blocked if b.request is not request]
+            rest = len(scheduler.queue) - len(self.plan.blocked)
+            self.plan.behind = Behind("order", rest) if rest else None
+
+    def _candidates(self, only: State | None) -> Iterator[Request]:
+        scheduler = self._scheduler
+        if only is State.SWAPPED:
+            return iter(sorted(scheduler.swapped, key=scheduler.place))
+        return scheduler.queue.walk()
+
+    def _advance(self) -> None:
+        """One token for everybody who decodes; blocks for those who cross into a new one."""
+        lockstep = self._scheduler.lockstep
+        due = lockstep.due
+        if due:
+            blocks = self._scheduler.kv.pool.take(len(due))
+            for put, block in zip(due.values(), blocks, strict=True):
+                put(block)
+            self.plan.grown += zip(due, blocks, strict=True)
+        self.plan.ending.append(lockstep.advance())
+
+    def _advance_further(self) -> None:
+        """More steps in one plan, as long as nobody waits and nobody must be preempted for it."""
+        scheduler, plan, lockstep = self._scheduler, self.plan, self._scheduler.lockstep
+        if scheduler.queue or scheduler.prefilling or plan.chunks or plan.deferred:
+            return
+        while (
+            plan.num_steps < scheduler.config.decode_steps
+            and lockstep.members
+            and len(lockstep.due) <= scheduler.kv.num_free
+        ):
+            self._advance()
+            plan.num_steps += 1
+
+    def _choose_victim(self) -> Request:
+        """Who goes first, of those this plan has given nothing to."""
+        scheduler, given = self._scheduler, {chunk.request for chunk in self.plan.chunks}
+        running = (*scheduler.prefilling, *scheduler.lockstep.members, *self.plan.deferred)
+        candidates = [r for r in running if r not in given and r in scheduler.running]
+        return max(candidates, key=lambda r: scheduler.config.victim(r, scheduler))
+
+    def _granted(self, want: int) -> int:
+        """Tokens of `want` that the chunk rule allows now."""
+        left = self.tokens_left
+        if left <= 0:
+            return 0
+        chunk = self._scheduler.config.chunk(want, left, not self.plan.chunks)
+        return max(0, min(chunk, want, left))
+
+    def _compute(self, request: Request, num_tokens: int) -> None:
+        """Put the next tokens of a prompt into the plan."""
+        scheduler, history = self._scheduler, request.history
+        start, size = request.num_computed, scheduler.config.block_size
+        end = request.base = start + num_tokens
+        # Only a full hit starts in a block with known content: it is shared, so not written again.
+        is_stored = scheduler.kv.pool.index.key_of[request.held.blocks[start // size]] is not None
+        is_last = end == request.prefill_end
+        self.plan.chunks.append(Chunk(request, start, end, end if is_stored else start, is_last))
+        scheduler.kv.publish(request, start // size, end // size)
+        history.num_recomputed += max(0, min(end, history.furthest) - start)
+        if is_last:
+            del scheduler.prefilling[request]
+
+    def _try(self, request: Request, leave: int, charge_cached: bool) -> Blocked | None:
+        """Seat a request if tokens and blocks allow; otherwise say what is missing."""
+        scheduler, kv, leader = self._scheduler, self._scheduler.kv, request.leader
+        if leader is not None and not leader.num_generated and leader.state in UNCOMPUTED:
+            return Blocked(request, "order", 1, 0)  # the leader computes the prompt for both
+        if request in scheduler.unsettled:
+            return Blocked(request, "back-off", 1, 0)
+        survey = kv.survey(request)
+        want = len(request.tokens) - survey.num_computed
+        charge = self._granted(len(request.tokens) if charge_cached else want)
+        if not charge:
+            return Blocked(request, "tokens", want, self.tokens_left)
+        free, need = kv.num_free, survey.num_blocks - survey.num_hits
+        if need <= free:  # otherwise too much already, whoever holds the hits
+            need = kv.num_taken(request, survey)
+        if need > free:
+            return Blocked(request, "blocks", need, free)
+        if scheduler.running or scheduler.in_flight:  # alone, it may always run
+            room = leave + max(0, scheduler.config.headroom(request, scheduler))
+            if need + room > free:
+                return Blocked(request, self._why_headroom(request, need), need + room, free)
+        self.tokens_left -= charge
+        scheduler.seat(request, survey)
+        self._compute(request, min(want, charge))
+        return None
+
+    def _why_headroom(self, request: Request, need: int) -> Literal["headroom", "back-off"]:
+        """Back-off, if the rule it is built on would have let the request in."""
+        base = getattr(self._scheduler.config.headroom, "base", None)
+        free = self._scheduler.kv.num_free
+        fits = base is not None and need + base(request, self._scheduler) <= free
+        return "back-off" if fits else "headroom"
