@@ -1,13 +1,13 @@
 """Every exception a user of Headway can meet.
 
-    HeadwayError
-    ├── ConfigError          numbers that contradict each other, unknown preset, slot or profile
-    ├── RequestError         one request is at fault; the others go on
-    │   ├── InvalidRequest   it makes no sense: empty prompt, max_tokens 0, an id already in use
-    │   └── RequestTooLong   it makes sense but can never run here; carries need and limit
-    ├── FormatError          a workload, profile or trace file cannot be read; names file and line
-    ├── ReplayMismatch       a replay took another decision than the recorded run
-    └── ExecutorError        a step failed; the requests in flight were failed with its reason
+HeadwayError
+├── ConfigError          numbers that contradict each other, unknown preset, slot or profile
+├── RequestError         one request is at fault; the others go on
+│   ├── InvalidRequest   it makes no sense: empty prompt, max_tokens 0, an id already in use
+│   └── RequestTooLong   it makes sense but can never run here; carries need and limit
+├── FormatError          a workload, profile or trace file cannot be read; names file and line
+├── ReplayMismatch       a replay took another decision than the recorded run
+└── ExecutorError        a step failed; the requests in flight were failed with its reason
 """
 
 from __future__ import annotations

@@ -7,12 +7,18 @@ before it reads any. So a plan may use blocks that an earlier plan, still runnin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from headway.request import Request
 
+Rows = npt.NDArray[np.intp]
+NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
+Column = npt.NDArray[np.intc] | Sequence[int]
 Reason = Literal["seats", "tokens", "blocks", "headroom", "order", "back-off"]
 
 
@@ -73,6 +79,7 @@ class Plan:
 
     step: int
     decodes: list[Request] = field(default_factory=list)
+    rows: Rows = field(default_factory=lambda: NO_ROWS)  # of `decodes`: where each one sits
     num_steps: int = 1  # tokens for each of `decodes`, made without the host in between
     decode_context: int = 0  # tokens in the cache that the first decode step reads, summed
     grown: list[tuple[Request, int]] = field(default_factory=list)  # new block for a decode
@@ -93,7 +100,6 @@ class Plan:
     # Settling: who reaches its length with which of the steps, and who takes fewer tokens.
     ending: list[list[Request]] = field(default_factory=list)
     cut: dict[Request, int] = field(default_factory=dict)
-    puts: list[Callable[[int], None]] = field(default_factory=list)  # tokens.append of `decodes`
 
     @property
     def is_empty(self) -> bool:
@@ -110,7 +116,7 @@ class Plan:
 class StepResult:
     """What the executor sampled. Times are seconds on the engine's clock."""
 
-    columns: list[list[int]] = field(default_factory=list)  # [step][decode]; rows as in `decodes`
+    columns: list[Column] = field(default_factory=list)  # [step][decode], as in `decodes`
     firsts: list[int] = field(default_factory=list)  # one for every chunk with is_last
     started: float = 0.0
     ended: float = 0.0
@@ -131,7 +137,7 @@ class StepReport:
         for row, request in enumerate(plan.decodes):
             kept = plan.cut.get(request, plan.num_steps)
             if kept:
-                yield request, [column[row] for column in columns[:kept]]
+                yield request, [int(column[row]) for column in columns[:kept]]
         sampled = (c.request for c in plan.chunks if c.is_last)
         for request, token in zip(sampled, self.result.firsts, strict=True):
             if plan.cut.get(request, 1):

@@ -1,8 +1,8 @@
 """A request: what the user asked for, what is known of it, and where it stands.
 
 Knows nothing of queues, pools or policies. The scheduler moves it between states, the KV cache
-keeps its blocks here. Lengths are derived: `tokens` is the one record of what is known, and
-`num_computed` the one record of what the plans made so far have put into the KV cache.
+keeps its blocks here. Lengths are derived: prompt and output are the one record of what is known,
+`num_computed` is the one record of what the plans made so far have put into the KV cache.
 """
 
 from __future__ import annotations
@@ -60,12 +60,22 @@ class Params:
 
 
 class Pace:
-    """A counter that many requests share, so that advancing all of them is one addition."""
+    """A counter that many requests share, so that advancing all of them is one addition.
+
+    Sampled tokens may be kept here, a column for all, until somebody reads them.
+    """
 
     __slots__ = ("tick",)
 
     def __init__(self) -> None:
         self.tick = 0
+
+    def num_kept(self, request: Request) -> int:
+        """Tokens of the request that are kept here and not yet written to it."""
+        return 0
+
+    def write(self, request: Request) -> None:
+        """Write them to it."""
 
 
 STANDING = Pace()  # the pace of everyone who is not decoding; its tick stays 0
@@ -108,8 +118,8 @@ class Request:
 
     __slots__ = (
         "arrival", "base", "error", "finish_reason", "held", "history", "id", "leader", "limit",
-        "num_prompt", "pace", "params", "prefill_end", "row", "state", "stop_token", "stops",
-        "tokens",
+        "num_prompt", "pace", "params", "prefill_end", "prompt", "row", "state", "stop_token", "stops",
+        "written", "written_to",
     )  # fmt: skip
 
     def __init__(
@@ -126,8 +136,10 @@ class Request:
         self.stops = params.stops
         self.arrival = arrival
         self.leader = leader  # the sample of the same prompt that computes it for all
-        self.tokens: array[int] = array("i", prompt)
-        self.num_prompt = len(self.tokens)
+        self.prompt: array[int] = array("i", prompt)
+        self.num_prompt = len(self.prompt)
+        self.written: array[int] = array("i")  # read `output`, which is up to date
+        self.written_to = 0  # the tick of its pace up to which it is
         self.limit = 0  # length at which it ends; set when it is added
         self.state = State.WAITING
         self.row = -1  # its seat while it runs
@@ -141,7 +153,18 @@ class Request:
         self.error: str | None = None
 
     def __repr__(self) -> str:
-        return f"<Request {self.id} {self.state.value} {self.num_computed}/{len(self.tokens)}>"
+        return f"<Request {self.id} {self.state.value} {self.num_computed}/{self.num_known}>"
+
+    @property
+    def output(self) -> array[int]:
+        """What has been generated, as far as it is known."""
+        self.pace.write(self)
+        return self.written
+
+    @property
+    def tokens(self) -> array[int]:
+        """Prompt and output in one; made anew at every call."""
+        return self.prompt + self.output
 
     @property
     def num_computed(self) -> int:
@@ -150,7 +173,12 @@ class Request:
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return len(self.written) + self.pace.num_kept(self)
+
+    @property
+    def num_known(self) -> int:
+        """Length of prompt and output; tokens still in flight are not known."""
+        return self.num_prompt + self.num_generated
 
     @property
     def is_finished(self) -> bool:

@@ -1,1 +1,1 @@
-""""""
+"""The loop around the scheduler, and what reads its reports."""

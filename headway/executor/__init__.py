@@ -1,1 +1,1 @@
-""""""
+"""What carries out a plan: a simulator here, devices beside it."""

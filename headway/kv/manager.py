@@ -41,9 +41,9 @@ class KVCache:
 
     def survey(self, request: Request) -> Survey:
         """Look up the longest prefix on the device, and what the host can add to it."""
-        held, num_tokens = request.held, len(request.tokens)
+        held, num_tokens = request.held, request.num_known
         if len(held.keys) < num_tokens // self.block_size:
-            extend_keys(held.keys, request.tokens, self.block_size, request.params.salt)
+            extend_keys(held.keys, request, self.block_size)
         reads = request.params.reads_cache or request.history.admission >= 0
         num_hits = self.pool.index.match(held.keys) if reads else 0
         num_computed, host = num_hits * self.block_size, held.host
@@ -64,8 +64,7 @@ class KVCache:
         """Give the request blocks for every known token; the copies that bring in host blocks."""
         held, pool = request.held, self.pool
         hits = [pool.index.block_of[key] for key in held.keys[: survey.num_hits]]
-        for block in hits:  # before taking any, so that no hit is evicted for its own request
-            pool.share(block)
+        pool.share(hits)  # before taking any, so that no hit is evicted for its own request
         held.blocks += hits
         held.blocks += pool.take(survey.num_blocks - survey.num_hits)
         copies: list[Copy] = []
@@ -91,9 +90,9 @@ class KVCache:
     def release(self, request: Request) -> None:
         """Give back every block; what is full and known stays matchable until it is taken."""
         held = request.held
-        num_known = min(request.num_computed, len(request.tokens)) // self.block_size
+        num_known = min(request.num_computed, request.num_known) // self.block_size
         if num_known > len(held.keys):
-            extend_keys(held.keys, request.tokens, self.block_size, request.params.salt)
+            extend_keys(held.keys, request, self.block_size)
         self.publish(request, 0, num_known)
         for block in reversed(held.blocks):  # tail first, so that a prefix outlives its tail
             self.pool.drop(block)

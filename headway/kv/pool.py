@@ -38,11 +38,13 @@ class BlockPool:
             refs[block] = 1
         return taken
 
-    def share(self, block: int) -> None:
-        """One more holder of a block with known content, held by somebody or by nobody."""
-        if not self.refs[block]:
-            del self._cached[block]
-        self.refs[block] += 1
+    def share(self, blocks: list[int]) -> None:
+        """One more holder of blocks with known content, held by somebody or by nobody."""
+        refs, cached = self.refs, self._cached
+        for block in blocks:
+            if not refs[block]:
+                del cached[block]
+            refs[block] += 1
 
     def drop(self, block: int) -> None:
         """One holder fewer; the last one frees the block."""

@@ -8,19 +8,20 @@ given up tail first, and equal blocks are all registered), so the longest match 
 
 from __future__ import annotations
 
-from array import array
+from struct import iter_unpack
 
 from xxhash import xxh3_128_digest
 
+from headway.request import Request
 
-def extend_keys(keys: list[bytes], tokens: array[int], block_size: int, salt: str) -> None:
-    """Append the keys of all full blocks of `tokens` that `keys` does not have yet."""
-    known = len(keys)
-    data = tokens[known * block_size : len(tokens) // block_size * block_size].tobytes()
-    parent = keys[-1] if keys else xxh3_128_digest(salt.encode())
-    stride = block_size * tokens.itemsize
-    for start in range(0, len(data), stride):
-        parent = xxh3_128_digest(parent + data[start : start + stride])
+
+def extend_keys(keys: list[bytes], request: Request, block_size: int) -> None:
+    """Append the keys of all full blocks of known tokens that `keys` does not have yet."""
+    tokens = request.tokens
+    data = tokens[len(keys) * block_size : len(tokens) // block_size * block_size].tobytes()
+    parent = keys[-1] if keys else xxh3_128_digest(request.params.salt.encode())
+    for (block,) in iter_unpack(f"{block_size * tokens.itemsize}s", data):
+        parent = xxh3_128_digest(parent + block)
         keys.append(parent)
 
 

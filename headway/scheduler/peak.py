@@ -56,10 +56,14 @@ class future_peak:
 
     def __call__(self, request: Request, world: World) -> int:
         rows: list[tuple[int, int, int]] = [
-            (r.num_computed if r.num_computed > r.prefill_end else r.prefill_end, r.num_prompt, r.limit)
+            (
+                r.num_computed if r.num_computed > r.prefill_end else r.prefill_end,
+                r.num_prompt,
+                r.limit,
+            )
             for r in world.running
         ]
-        rows.append((len(request.tokens), request.num_prompt, request.limit))
+        rows.append((request.num_known, request.num_prompt, request.limit))
         held, prompt, limits = np.array(rows, dtype=np.float64).T
         allowed = limits - prompt
         outputs = self.estimate(np.maximum(held - prompt, 0.0), allowed, world.output_shares)

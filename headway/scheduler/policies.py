@@ -109,7 +109,9 @@ class watermark:
 
 def _num_left(request: Request) -> int:
     """Tokens a request may still store; the last one sampled never is."""
-    return request.limit - 1 - max(request.num_computed, request.prefill_end, len(request.tokens))
+    if request.row < 0:
+        return request.limit - 1 - request.num_known
+    return request.limit - 1 - max(request.num_computed, request.prefill_end)
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ free at once, because plans run in order; its tokens in flight are dropped or ke
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 from headway.config import Config
 from headway.errors import InvalidRequest
 from headway.kv.manager import KVCache, Survey
-from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
+from headway.plan import Admission, Column, Plan, Preemption, StepReport, StepResult
 from headway.request import Request, State
 from headway.scheduler import door
 from headway.scheduler.ledger import OUTPUT_WEIGHT, Ledger
@@ -38,7 +39,7 @@ class Scheduler:
         self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks)
         self.queue = WaitingQueue(config.queue, self)
         self.ledger = Ledger()
-        self.lockstep = Lockstep(config.block_size)
+        self.lockstep = Lockstep(config.block_size, config.max_requests)
         self.requests: dict[str, Request] = {}  # everyone not finished
         self.running: dict[Request, None] = {}  # everyone with a seat, in the order of admission
         self.prefilling: dict[Request, None] = {}
@@ -107,14 +108,15 @@ class Scheduler:
         assert plan is oldest, "plans are completed in the order they were made"
         self.unsettled.clear()
         sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
-        if sampled:
-            puts = [request.tokens.append for request in sampled]
-            self._deliver(plan, 0, sampled, puts, result.firsts)
+        for request, token in zip(sampled, result.firsts, strict=True):
+            if request not in plan.cut:
+                request.written.append(token)
+        self._stop(plan, 0, sampled, result.firsts)
         for step, column in enumerate(result.columns):
-            self._deliver(plan, step, plan.decodes, plan.puts, column)
-            self._end(plan, step)
+            self._deliver(plan, step, column)
         if not result.columns:
             self._end(plan, 0)
+        self.lockstep.strayed.clear()
         return StepReport(plan, result, self.take_finished())
 
     def take_finished(self) -> list[Request]:
@@ -173,7 +175,7 @@ class Scheduler:
         return self.queue.place(request)
 
     def num_uncached(self, request: Request) -> int:
-        return len(request.tokens) - self.kv.survey(request).num_computed
+        return request.num_known - self.kv.survey(request).num_computed
 
     def num_private_blocks(self, request: Request) -> int:
         return self.kv.num_private_blocks(request)
@@ -186,7 +188,7 @@ class Scheduler:
         self.swapped.pop(request, None)
         self.last_plan.copies_in += self.kv.reserve(request, survey)
         request.move(State.PREFILL)
-        request.base, request.prefill_end = survey.num_computed, len(request.tokens)
+        request.base, request.prefill_end = survey.num_computed, request.num_known
         request.row = self._rows.pop()
         self.running[request] = self.prefilling[request] = self._service = None
         num_hit = min(survey.num_hits * self.config.block_size, survey.num_computed)
@@ -295,31 +297,33 @@ class Scheduler:
         self._num_steps += 1
         self.in_flight.append(plan)
 
-    def _deliver(
-        self,
-        plan: Plan,
-        step: int,
-        requests: list[Request],
-        puts: list[Callable[[int], None]],
-        column: list[int],
-    ) -> None:
-        """Hand one sampled token to each request whose part in the plan is not over."""
-        cut = plan.cut
-        if cut:
-            for request, put, token in zip(requests, puts, column, strict=True):
-                if request not in cut:
-                    put(token)
-        else:
-            for put, token in zip(puts, column, strict=True):
-                put(token)
-        if self._watched.keys().isdisjoint(column):
-            return
-        for request, token in zip(requests, column, strict=True):
-            if token in request.stops and request not in cut:
+    def _deliver(self, plan: Plan, step: int, column: Column) -> None:
+        """Hand one token to each decode: those in lockstep together, those who left it singly."""
+        self.lockstep.deliver(plan.rows, column)
+        for request in self.lockstep.strayed.union(*plan.ending):
+            if request not in plan.cut and request in plan.decodes:
+                request.written.append(int(column[plan.decodes.index(request)]))
+        self._stop(plan, step, plan.decodes, column)
+        self._end(plan, step)
+
+    def _stop(self, plan: Plan, step: int, requests: list[Request], column: Column) -> None:
+        """Finish those whose token of this step is one of their stop tokens."""
+        for place in self._watch(column):
+            request, token = requests[place], int(column[place])
+            if token in request.stops and request not in plan.cut:
                 if request.num_generated >= request.params.min_tokens:
                     request.stop_token = token
-                    cut[request] = step + 1
+                    plan.cut[request] = step + 1
                     self._retire(request, "stop")
+
+    def _watch(self, column: Column) -> list[int]:
+        """The places of a column that hold a token somebody may stop at."""
+        if not self._watched or not len(column):
+            return []
+        tokens, watched = np.asarray(column), list(self._watched)
+        found = tokens == watched[0] if len(watched) == 1 else np.isin(tokens, watched)
+        places: list[int] = np.flatnonzero(found).tolist()
+        return places
 
     def _end(self, plan: Plan, step: int) -> None:
         """Finish who reaches its length with this step of the plan."""

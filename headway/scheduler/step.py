@@ -51,14 +51,14 @@ class Step:
         if plan.decodes or not lockstep.members:
             return
         if at_most is not None and at_most < len(lockstep.members):
-            plan.deferred = list(lockstep.members)[at_most:]
+            plan.deferred = sorted(lockstep.members, key=lambda r: r.history.admission)[at_most:]
             for request in plan.deferred:
                 lockstep.leave(request)
         while len(lockstep.due) > self._scheduler.kv.num_free:
             self._ran_short = True
             self._scheduler.preempt(self._choose_victim())
         if lockstep.members:
-            plan.decodes, plan.puts = list(lockstep.members), list(lockstep.members.values())
+            plan.decodes, plan.rows = lockstep.lend()
             plan.decode_context = lockstep.context
             self.tokens_left -= len(plan.decodes)
             self._advance()
@@ -127,7 +127,7 @@ class Step:
             request = next(scheduler.queue.walk())
             survey = scheduler.kv.survey(request)
             scheduler.seat(request, survey)
-            want = len(request.tokens) - survey.num_computed
+            want = request.num_known - survey.num_computed
             self._compute(request, min(want, scheduler.config.max_tokens))
             self.plan.blocked = [b for b in self.plan.blocked if b.request is not request]
             rest = len(scheduler.queue) - len(self.plan.blocked)
@@ -200,8 +200,8 @@ class Step:
         if request in scheduler.unsettled:
             return Blocked(request, "back-off", 1, 0)
         survey = kv.survey(request)
-        want = len(request.tokens) - survey.num_computed
-        charge = self._granted(len(request.tokens) if charge_cached else want)
+        want = request.num_known - survey.num_computed
+        charge = self._granted(request.num_known if charge_cached else want)
         if not charge:
             return Blocked(request, "tokens", want, self.tokens_left)
         free, need = kv.num_free, survey.num_blocks - survey.num_hits

@@ -1,0 +1,205 @@
+"""What the scheduler itself costs: no model, no simulator, one steady decode step after the other.
+
+    python bench/scheduler_step.py            prints one JSON object
+
+step_us          schedule + complete with that many running, context about 1000, blocks of 16
+plain_step_us    the same work by the plain model of nano-vLLM in tests/plain_nano.py
+admit_cold_us    add + schedule of a 4096-token prompt that nobody has seen
+admit_hit_us     the same, with all of it in the prefix cache
+finish_us        the step that ends a request of 1000 prompt and 512 output tokens, less a plain one
+blocked_us       what a waiting request with a cached 4096-token prefix that does not fit adds
+policy_overhead  step_us at 256 with another policy, over the default's
+All are medians over interleaved rounds, so that a slow moment of the machine hits everybody.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+
+from headway.plan import Plan, StepResult
+from headway.request import Params, Request
+from headway.scheduler import Scheduler, preset
+from tests import plain_nano
+
+CONTEXT, BLOCK, SIZES, PROMPT = 1000, 16, (64, 256, 1024), 4096
+EOS = frozenset({2})
+NUM_STEPS, NUM_ROUNDS = 64, 9
+OTHERS = {
+    "priority": {"queue": "priority(aging=30)"},
+    "fair": {"queue": "fair"},
+    "shortest_first": {"queue": "shortest_first"},
+    "deadline": {"queue": "deadline"},
+    "prefill_first": {"recipe": "prefill_first"},
+    "back_off": {"headroom": "back_off(watermark(0.01))"},
+    "reserve_outputs": {"headroom": "reserve_outputs"},
+    "least_work": {"victim": "least_work"},
+    "swap": {"swap": "swap", "num_host_blocks": 1024},
+}
+
+
+class Ours:
+    """A scheduler with requests that decode for ever."""
+
+    def __init__(self, num_running: int, **changes: Any) -> None:
+        blocks = (CONTEXT + NUM_STEPS * (NUM_ROUNDS + 4)) // BLOCK + 2
+        numbers = {"max_requests": num_running + 8, "max_tokens": 1 << 20, "block_size": BLOCK}
+        num_blocks = num_running * blocks + 2 * PROMPT // BLOCK + 64
+        self.scheduler = Scheduler(preset(**{**numbers, "num_blocks": num_blocks, **changes}))
+        for i in range(num_running):
+            prompt = range(i * 2000, i * 2000 + CONTEXT - i % BLOCK)
+            params = Params(eos_ids=EOS, max_tokens=num_blocks * BLOCK // max(1, num_running) - CONTEXT)
+            self.scheduler.add(Request(str(i), prompt, params))
+        self.step()
+        self.step()
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.scheduler.complete(plan, tokens_for(plan))
+
+    def timed(self) -> float:
+        """Microseconds per schedule + complete; making the tokens is the executor's work."""
+        scheduler, total = self.scheduler, 0.0
+        for _ in range(NUM_STEPS):
+            start = perf_counter()
+            plan = scheduler.schedule()
+            total += perf_counter() - start
+            result = tokens_for(plan)
+            start = perf_counter()
+            scheduler.complete(plan, result)
+            total += perf_counter() - start
+        return total / NUM_STEPS * 1e6
+
+
+def tokens_for(plan: Plan) -> StepResult:
+    sampled = sum(chunk.is_last for chunk in plan.chunks)
+    columns = [np.full(len(plan.decodes), 7, np.intc)] * plan.num_steps if plan.decodes else []
+    return StepResult(columns, [7] * sampled)
+
+
+class Plain:
+    """The same with the plain model."""
+
+    def __init__(self, num_running: int) -> None:
+        blocks = (CONTEXT + NUM_STEPS * (NUM_ROUNDS + 4)) // BLOCK + 2
+        self.scheduler = plain_nano.Scheduler(num_running, 1 << 30, num_running * blocks, BLOCK)
+        for i in range(num_running):
+            prompt = list(range(i * 2000, i * 2000 + CONTEXT - i % BLOCK))
+            self.scheduler.add(plain_nano.Sequence(str(i), prompt, 1 << 20))
+        for _ in range(2):
+            batch, _ = self.scheduler.schedule()
+            self.scheduler.postprocess([7] * len(batch))
+
+    def timed(self) -> float:
+        scheduler, total = self.scheduler, 0.0
+        for _ in range(NUM_STEPS):
+            start = perf_counter()
+            batch, _ = scheduler.schedule()
+            total += perf_counter() - start
+            tokens = [7] * len(batch)
+            start = perf_counter()
+            scheduler.postprocess(tokens)
+            total += perf_counter() - start
+        return total / NUM_STEPS * 1e6
+
+
+def admission_us(scheduler: Scheduler, id: str, prompt: list[int]) -> float:
+    request = Request(id, prompt, Params(max_tokens=4))
+    start = perf_counter()
+    scheduler.add(request)
+    plan = scheduler.schedule()
+    took = perf_counter() - start
+    assert plan.admitted[0].request is request
+    scheduler.complete(plan, tokens_for(plan))
+    while scheduler.requests:
+        plan = scheduler.schedule()
+        scheduler.complete(plan, tokens_for(plan))
+    return took * 1e6
+
+
+def admissions() -> dict[str, float]:
+    cold, hit = [], []
+    for i in range(2 * NUM_ROUNDS):
+        numbers = {"num_blocks": 2048, "max_tokens": 8192, "block_size": BLOCK}
+        scheduler = Scheduler(preset(**numbers))
+        prompt = list(range(i * PROMPT, (i + 1) * PROMPT))
+        admission_us(scheduler, "warm", [1, 2, 3])
+        cold.append(admission_us(scheduler, "cold", prompt))
+        hit.append(admission_us(scheduler, "hit", prompt))
+    return {"admit_cold_us": statistics.median(cold), "admit_hit_us": statistics.median(hit)}
+
+
+def finish_us() -> float:
+    """How much longer the step takes in which one of 16 requests ends."""
+    extra = []
+    for _ in range(NUM_ROUNDS):
+        ours = Ours(16, num_blocks=4096)
+        ours.scheduler.add(Request("end", range(1 << 20, (1 << 20) + 1000), Params(max_tokens=512)))
+        times = []
+        while "end" in ours.scheduler.requests:
+            start = perf_counter()
+            ours.step()
+            times.append(perf_counter() - start)
+        extra.append(times[-1] - statistics.median(times))
+    return statistics.median(extra) * 1e6
+
+
+def blocked_us() -> float:
+    """A head that has its prefix cached, but no room for the rest, beside 64 that run."""
+    extra = []
+    for _ in range(3):
+        ours = Ours(64, queue="fcfs", headroom="watermark(0.0)")
+        prompt = list(range(1 << 20, (1 << 20) + PROMPT))
+        admission_us_in_company(ours, prompt)
+        free = ours.timed()
+        num_more = (ours.scheduler.kv.num_free + 1) * BLOCK
+        tail = range(1 << 24, (1 << 24) + num_more)
+        ours.scheduler.add(Request("head", [*prompt, *tail], Params(max_tokens=1)))
+        blocked = ours.timed()
+        assert ours.scheduler.last_plan.blocked[0].reason == "blocks"
+        extra.append(blocked - free)
+    return statistics.median(extra)
+
+
+def admission_us_in_company(ours: Ours, prompt: list[int]) -> None:
+    ours.scheduler.add(Request("first", prompt, Params(max_tokens=1)))
+    ours.step()
+
+
+def main() -> None:
+    gc.disable()
+    runs: dict[str, Any] = {f"step {n}": Ours(n) for n in SIZES}
+    runs |= {f"plain {n}": Plain(n) for n in SIZES}
+    runs |= {name: Ours(256, **changes) for name, changes in OTHERS.items()}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(NUM_ROUNDS):
+        for name, run in runs.items():
+            times[name].append(run.timed())
+    base = times["step 256"]
+    overhead = {
+        name: statistics.median(a / b for a, b in zip(times[name], base, strict=True)) - 1
+        for name in OTHERS
+    }
+    median = {name: round(statistics.median(values), 1) for name, values in times.items()}
+    result = {
+        "step_us": {str(n): median[f"step {n}"] for n in SIZES},
+        "plain_step_us": {str(n): median[f"plain {n}"] for n in SIZES},
+        **{name: round(value, 1) for name, value in admissions().items()},
+        "finish_us": round(finish_us(), 1),
+        "blocked_us": round(blocked_us(), 1),
+        "policy_overhead": {name: round(value, 3) for name, value in overhead.items()},
+    }
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

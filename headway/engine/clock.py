@@ -1,0 +1,36 @@
+"""What time it is: really, or virtually."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds since some fixed moment."""
+        ...
+
+
+class RealClock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def now(self) -> float:
+        return time.perf_counter() - self._start
+
+
+class VirtualClock:
+    """Time that passes only when somebody moves it; never backwards."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def advance_to(self, time: float) -> None:
+        if time > self._now:
+            self._now = time

@@ -1,0 +1,133 @@
+"""The loop: plan, launch, settle, report. Everything that watches a run reads the reports.
+
+With depth 0 a plan is settled before the next is made; with depth 1 the next is made and launched
+while one is in flight. Knows no tokens' meaning, no device and no network.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from headway.engine.clock import Clock
+from headway.engine.explain import explain
+from headway.errors import ConfigError, ExecutorError, InvalidRequest
+from headway.executor.base import Executor, Handle
+from headway.plan import Plan, StepReport, StepResult
+from headway.request import Params, Request
+from headway.scheduler import Scheduler
+
+Observer = Callable[[StepReport], None]
+MOST_FAULTS = 3  # steps in a row that may fail before the engine gives up
+
+
+class Engine:
+    """A scheduler, an executor and a clock, stepped together."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        *,
+        depth: int = 0,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        if depth not in (0, 1):
+            raise ConfigError(f"depth (plans in flight while the next is made) is 0 or 1: {depth}")
+        self.scheduler = scheduler
+        self.executor = executor
+        self.clock = clock
+        self.depth = depth
+        self.observers = list(observers)
+        self.fault: str | None = None  # why the latest step failed; None once one succeeds
+        self._num_faults = 0
+        self._flight: deque[tuple[Plan, Handle]] = deque()
+        self._last_progress = clock.now()
+
+    @property
+    def is_healthy(self) -> bool:
+        return self.fault is None
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.scheduler.requests or self._flight)
+
+    def add(
+        self, id: str, prompt: Iterable[int], params: Params, arrival: float | None = None
+    ) -> list[Request]:
+        """Take a request; n samples of it become n requests that share the prompt's blocks."""
+        if self._num_faults >= MOST_FAULTS:
+            raise ExecutorError(f"the engine has stopped: {self.fault}")
+        if params.n < 1:
+            raise InvalidRequest(f"request {id!r}: n must be at least 1, not {params.n}")
+        arrival = self.clock.now() if arrival is None else arrival
+        if not self.has_work:
+            self._last_progress = self.clock.now()
+        leader = Request(id, prompt, params, arrival=arrival)
+        samples = [leader] + [
+            Request(f"{id}/{i}", leader.prompt, params, arrival=arrival, leader=leader)
+            for i in range(1, params.n)
+        ]
+        taken = next((r.id for r in samples if r.id in self.scheduler.requests), None)
+        if taken is not None:
+            raise InvalidRequest(f"request {taken!r}: this id is in use")
+        for request in samples:  # one is like the other, so the first is refused or none
+            self.scheduler.add(request)
+        return samples
+
+    def abort(self, id: str) -> bool:
+        """End a request at once; the next report says so. False if there is none of that id."""
+        return self.scheduler.abort(id)
+
+    def step(self) -> StepReport | None:
+        """Make and launch the next plan, settle the oldest; None if nothing was settled."""
+        plan = self.scheduler.schedule()
+        plan.planned_at = self.clock.now()
+        result: StepResult | None = None
+        try:  # whatever an executor may raise ends requests, not the engine
+            if not plan.is_empty:
+                self._flight.append((plan, self.executor.launch(plan)))
+            if self._flight and (plan.is_empty or len(self._flight) > self.depth):
+                result = self._flight[0][1].wait()
+        except Exception as error:
+            return self._fail(error)
+        if result is not None:
+            plan, _ = self._flight.popleft()
+            return self._report(self.scheduler.complete(plan, result))
+        finished = self.scheduler.take_finished()
+        if finished:  # aborted while nothing was left to run
+            news = Plan(-1, aborted=finished, planned_at=self.clock.now())
+            return self._report(StepReport(news, StepResult(), finished))
+        return None
+
+    def run(self) -> None:
+        """Step until there is nothing left to do."""
+        while self.has_work:
+            self.step()
+
+    def why(self) -> str:
+        """Why things stand as they stand, for a person to read; at any time, from any state."""
+        idle = self.clock.now() - self._last_progress
+        return explain(self.scheduler, len(self._flight), idle, self.fault)
+
+    def _report(self, report: StepReport) -> StepReport:
+        self._last_progress = self.clock.now()
+        if report.plan.step >= 0:
+            self.fault, self._num_faults = None, 0
+        for observe in self.observers:
+            observe(report)
+        return report
+
+    def _fail(self, error: Exception) -> StepReport:
+        """End what was in flight; after too many failures in a row, end everything."""
+        self.fault = f"{type(error).__name__}: {error}"
+        self._num_faults += 1
+        self._flight.clear()
+        self.scheduler.fail(self.fault)
+        if self._num_faults >= MOST_FAULTS:
+            for id in list(self.scheduler.requests):
+                self.scheduler.abort(id, "error", self.fault)
+        finished = self.scheduler.take_finished()
+        news = Plan(-1, aborted=finished, planned_at=self.clock.now())
+        return self._report(StepReport(news, StepResult(), finished))

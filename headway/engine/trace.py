@@ -1,0 +1,180 @@
+"""Every decision as a line of JSON: write it, read it back. The format is in docs/trace.md.
+
+The first line is a header with the whole configuration; every other line is one step, sized by
+what changed. A line holds all that metrics, replay, diff and the step-through page need.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from headway.config import Config
+from headway.errors import FormatError
+from headway.plan import Plan, StepReport
+from headway.request import Params, Request
+from headway.scheduler.presets import describe
+
+VERSION = 1
+Line = dict[str, Any]
+TIMES = frozenset({"t", "start", "end"})  # what a decision log leaves out
+
+
+def header(config: Config, depth: int, **more: Any) -> Line:
+    """The first line of a trace."""
+    return {"headway_trace": VERSION, "config": describe(config), "depth": depth, **more}
+
+
+def describe_step(report: StepReport) -> Line:
+    """One settled step as plain data; empty fields are left out."""
+    plan, result = report.plan, report.result
+    line: Line = {
+        "step": plan.step, "t": plan.planned_at, "start": result.started, "end": result.ended,
+        "running": plan.num_running, "waiting": plan.num_waiting, "free": plan.num_free,
+        "added": [describe_request(r) for r in plan.added],
+        "aborted": [r.id for r in plan.aborted],
+        "preempted": [
+            [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_bump)]
+            for p in plan.preempted
+        ],
+        "admitted": [
+            [a.request.id, a.num_cached, a.num_swapped, int(a.is_resume)] for a in plan.admitted
+        ],
+        "chunks": [[c.request.id, c.start, c.end, int(c.is_last)] for c in plan.chunks],
+        "decodes": len(plan.decodes), "context": plan.decode_context, "grown": len(plan.grown),
+        "dropped": _num_dropped(plan),
+        "deferred": [r.id for r in plan.deferred],
+        "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
+        "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
+        "behind": list(plan.behind) if plan.behind else [],
+        "finished": [_describe_end(r) for r in report.finished],
+    }  # fmt: skip
+    if plan.num_steps > 1:
+        line["steps"] = plan.num_steps
+    return {key: value for key, value in line.items() if value or key in KEPT}
+
+
+def _num_dropped(plan: Plan) -> int:
+    """Tokens sampled for decodes that were over by then, or that went past their end."""
+    cut = plan.cut
+    return sum(plan.num_steps - cut[r] for r in plan.decodes if r in cut) if cut else 0
+
+
+KEPT = frozenset({"step", "t", "start", "end", "running", "waiting", "free", "decodes"})
+
+
+def describe_request(request: Request) -> Line:
+    """All that a replay needs to ask for the same thing again."""
+    params, line = request.params, {"id": request.id, "arrival": request.arrival}
+    line["prompt"] = runs(request.prompt)
+    line["max_tokens"] = params.max_tokens
+    optional = {
+        "min_tokens": params.min_tokens, "priority": params.priority, "client": params.client,
+        "deadline": params.deadline, "salt": params.salt, "stops": sorted(request.stops),
+        "leader": request.leader.id if request.leader else None,
+    }  # fmt: skip
+    line.update({key: value for key, value in optional.items() if value})
+    if not params.reads_cache:
+        line["reads_cache"] = False
+    return line
+
+
+def request_of(line: Line, known: dict[str, Request], sampling: object) -> Request:
+    """The request that a trace line describes."""
+    params = Params(
+        max_tokens=line["max_tokens"], min_tokens=line.get("min_tokens", 0),
+        stop_ids=frozenset(line.get("stops", ())), priority=line.get("priority", 0),
+        client=line.get("client", ""), deadline=line.get("deadline"), salt=line.get("salt", ""),
+        reads_cache=line.get("reads_cache", True), sampling=sampling,
+    )  # fmt: skip
+    leader = known.get(line.get("leader", ""))
+    return Request(
+        line["id"], unruns(line["prompt"]), params, arrival=line["arrival"], leader=leader
+    )
+
+
+def _describe_end(request: Request) -> Line:
+    history = request.history
+    line: Line = {
+        "id": request.id, "reason": request.finish_reason,
+        "output": runs(request.output),
+        "cached": history.num_cached, "recomputed": history.num_recomputed,
+        "preemptions": history.num_preemptions, "stop": request.stop_token,
+        "error": request.error,
+    }  # fmt: skip
+    return {key: value for key, value in line.items() if value or key in ("id", "reason", "output")}
+
+
+def runs(tokens: array[int]) -> list[Any]:
+    """Tokens, with three or more equal or consecutive ones as [first, count, 0 or 1]."""
+    strides = np.diff(np.frombuffer(tokens, dtype=np.intc)) if len(tokens) > 2 else np.zeros(0)
+    changes = np.flatnonzero(strides[1:] != strides[:-1]) + 1
+    packed: list[Any] = []
+    place = 0
+    for last in (*changes.tolist(), len(strides)):  # strides are equal from `place` to `last`
+        if last - place >= 2 and strides[place] in (0, 1):
+            packed.append([tokens[place], last - place + 1, int(strides[place])])
+            place = last + 1
+        elif last > place:  # the token at `last` may begin the next run
+            packed.extend(tokens[place:last])
+            place = last
+    packed.extend(tokens[place:])
+    return packed
+
+
+def unruns(packed: Iterable[Any]) -> array[int]:
+    """The tokens that `runs` packed."""
+    tokens = array("i")
+    for item in packed:
+        if isinstance(item, int):
+            tokens.append(item)
+        else:
+            first, count, stride = item
+            tokens.extend(range(first, first + count) if stride else [first] * count)
+    return tokens
+
+
+def decisions(line: Line) -> Line:
+    """A step without its times: what two runs must have in common to be the same run."""
+    return {key: value for key, value in line.items() if key not in TIMES}
+
+
+class TraceWriter:
+    """An observer that writes every step to a file."""
+
+    def __init__(self, file: IO[str], config: Config, depth: int, **more: Any) -> None:
+        self._file = file
+        self._write(header(config, depth, **more))
+
+    def __call__(self, report: StepReport) -> None:
+        self._write(describe_step(report))
+
+    def _write(self, line: Line) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+def read_trace(path: Path) -> Iterator[Line]:
+    """The header, then the steps; raises FormatError with the line that cannot be read."""
+    try:
+        file = path.open(encoding="utf-8")
+    except OSError as error:
+        raise FormatError(path, None, error.strerror or str(error)) from None
+    with file:
+        for number, text in enumerate(file, start=1):
+            try:
+                line = json.loads(text)
+            except ValueError as error:
+                raise FormatError(path, number, f"not JSON: {error}") from None
+            if number == 1 and (not isinstance(line, dict) or "headway_trace" not in line):
+                raise FormatError(path, 1, "not a Headway trace: the header line is missing")
+            if number == 1 and line["headway_trace"] != VERSION:
+                version = line["headway_trace"]
+                raise FormatError(path, 1, f"trace version {version}; this reads {VERSION}")
+            if number > 1 and (not isinstance(line, dict) or "step" not in line):
+                raise FormatError(path, number, "not a step: it has no field 'step'")
+            yield line

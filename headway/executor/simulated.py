@@ -1,0 +1,101 @@
+"""An executor that computes nothing: a plan takes as long as a cost function says.
+
+Time is virtual: a plan starts when the one before has ended, and waiting for it moves the clock.
+Sampled tokens follow the script of each request: a filler of its own, then its end token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.plan import Column, Plan, StepResult
+from headway.request import Request
+
+
+class Timeline(Protocol):
+    """The part of a virtual clock that an executor needs."""
+
+    def now(self) -> float: ...
+    def advance_to(self, time: float) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What a simulated request says; carried in `Params.sampling`."""
+
+    num_output: int  # tokens it generates if nothing else stops it, the end token included
+    filler: int
+    end: int  # the token it generates last
+
+
+@dataclass(slots=True)
+class SimulatedHandle:
+    """A plan with a known end."""
+
+    clock: Timeline
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        self.clock.advance_to(self.result.ended)
+        return self.result
+
+
+class SimulatedExecutor:
+    """Takes `seconds(plan)` for a plan, and `host_seconds` of the host's time to make it."""
+
+    def __init__(
+        self, clock: Timeline, seconds: Callable[[Plan], float], host_seconds: float = 0.0
+    ) -> None:
+        self._clock = clock
+        self._seconds = seconds
+        self._host_seconds = host_seconds
+        self._free_at = 0.0
+        self._fillers = np.zeros(1, dtype=np.intc)  # by row
+        self._column = 0  # decode steps so far
+        self._ends: dict[int, list[tuple[Request, int]]] = {}  # who ends in which, if still seated
+
+    def launch(self, plan: Plan) -> SimulatedHandle:
+        self._clock.advance_to(self._clock.now() + self._host_seconds)
+        started = max(self._clock.now(), self._free_at)
+        self._free_at = started + self._seconds(plan)
+        num_columns = plan.num_steps if plan.decodes else 0
+        columns: list[Column] = [self._sample_decodes(plan) for _ in range(num_columns)]
+        firsts = [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
+        return SimulatedHandle(self._clock, StepResult(columns, firsts, started, self._free_at))
+
+    def _sample_decodes(self, plan: Plan) -> npt.NDArray[np.intc]:
+        column = self._fillers[plan.rows]
+        for request, admission in self._ends.pop(self._column, ()):
+            if request.history.admission != admission or request.is_finished:
+                continue  # preempted since: it is counted anew from its next admission
+            if request in plan.deferred:
+                self._end_in(self._column + 1, request)
+            elif request in plan.decodes:
+                column[plan.decodes.index(request)] = _script(request).end
+        self._column += 1
+        return column
+
+    def _sample_first(self, request: Request, num_known: int) -> int:
+        """The token after the last known one; from it, count to the script's end."""
+        script, row = _script(request), request.row
+        if row >= len(self._fillers):
+            self._fillers = np.resize(self._fillers, 2 * row + 1)
+        self._fillers[row] = script.filler
+        num_left = script.num_output - (num_known - request.num_prompt) - 1
+        if num_left > 0 and script.num_output < request.limit - request.num_prompt:
+            self._end_in(self._column + num_left - 1, request)
+        return script.end if num_left == 0 else script.filler
+
+    def _end_in(self, column: int, request: Request) -> None:
+        self._ends.setdefault(column, []).append((request, request.history.admission))
+
+
+def _script(request: Request) -> Script:
+    script = request.params.sampling
+    assert isinstance(script, Script), f"{request} has no script to simulate"
+    return script
