@@ -84,13 +84,13 @@ def describe_request(request: Request) -> Line:
     return line
 
 
-def request_of(line: Line, known: dict[str, Request], sampling: object) -> Request:
+def request_of(line: Line, known: dict[str, Request]) -> Request:
     """The request that a trace line describes."""
     params = Params(
         max_tokens=line["max_tokens"], min_tokens=line.get("min_tokens", 0),
         stop_ids=frozenset(line.get("stops", ())), priority=line.get("priority", 0),
         client=line.get("client", ""), deadline=line.get("deadline"), salt=line.get("salt", ""),
-        reads_cache=line.get("reads_cache", True), sampling=sampling,
+        reads_cache=line.get("reads_cache", True),
     )  # fmt: skip
     leader = known.get(line.get("leader", ""))
     return Request(
@@ -149,12 +149,12 @@ class TraceWriter:
 
     def __init__(self, file: IO[str], config: Config, depth: int, **more: Any) -> None:
         self._file = file
-        self._write(header(config, depth, **more))
+        self.write(header(config, depth, **more))
 
     def __call__(self, report: StepReport) -> None:
-        self._write(describe_step(report))
+        self.write(describe_step(report))
 
-    def _write(self, line: Line) -> None:
+    def write(self, line: Line) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 

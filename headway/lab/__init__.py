@@ -1,1 +1,1 @@
-""""""
+"""Study and tune: workloads, cost models, simulation, comparison, replay."""

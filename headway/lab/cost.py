@@ -117,10 +117,7 @@ class Profile:
         """One forward pass: tokens computed, sampled, read from the cache; and attended pairs."""
         weights, token, sample, read, pair, fixed, least = self.rates
         dense = tokens * token + samples * sample
-        reading, attending = reads * read, pairs * pair
-        if reading < attending:
-            reading = attending
-        return fixed + (dense if dense > weights else weights) + max(reading, least)
+        return fixed + max(dense, weights) + max(reads * read, pairs * pair, least)
 
     def prefill_seconds(self, num_tokens: int) -> float:
         """A prompt computed whole, alone in its step."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, TypeVar
 from headway.errors import FormatError
 from headway.lab.jobs import MOST_TOKENS
 
+MOST_SECONDS = 1e15
 T = TypeVar("T")
 ALIASES = {
     "arrival_s": "arrival", "prompt_tokens": "prompt", "output_tokens": "output",
@@ -56,7 +56,7 @@ class Row:
         if isinstance(value, timedelta):
             return value.total_seconds()
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 <= value < math.inf):
+        if not (is_number and 0 <= value < MOST_SECONDS):
             raise ValueError(f"{name} must be a number from 0 up, not {value!r}")
         return value / 1000 if name == "timestamp" else float(value)
 
@@ -110,7 +110,7 @@ def each(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
                 yield make(row)
         except UnicodeDecodeError:
             raise FormatError(path, lines.number + 1, "not UTF-8 text") from None
-        except (ValueError, csv.Error) as error:
+        except (ValueError, csv.Error, RecursionError) as error:
             raise FormatError(path, lines.number, str(error)) from None
 
 

@@ -1,4 +1,4 @@
-"""Workloads out of distributions: arrivals x lengths x shared prefixes x clients, by a seed.
+"""Workloads out of distributions: arrivals, lengths, shared prefixes, clients. Knows no files.
 
 Text form, words in any order and all optional:
     requests=256          how many
@@ -12,8 +12,7 @@ Text form, words in any order and all optional:
     slack=uniform(1.0,5)  seconds from arrival to deadline
     n=1, seed=0           samples of each prompt, and the seed
 uniform(lo,hi) of two whole numbers draws whole numbers, both ends included; a length below 1 is 1.
-Every word has its own random stream: changing one leaves what the others draw as it was. Knows
-nothing of files.
+Every word has its own random stream: changing one leaves what the others draw as it was.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 from headway.errors import ConfigError
 from headway.lab.jobs import MOST_TOKENS, Job, Pieces, TokenSpace, join
@@ -54,9 +53,8 @@ def lognormal(mean: float, sigma: float, low: float = 1, high: float = 32_768) -
 
 
 def mix(parts: list[tuple[float, Draw]]) -> Draw:
-    draws = [draw for _, draw in parts]
     weights = [_positive("the weight of a part", weight) for weight, _ in parts]
-    return lambda random: random.choices(draws, weights)[0](random)
+    return lambda random: random.choices(parts, weights)[0][1](random)
 
 
 def poisson(rate: float) -> Draw:
@@ -71,9 +69,8 @@ def steady(rate: float) -> Draw:
 
 def bursty(rate: float, cv: float) -> Draw:
     """Gamma gaps with a coefficient of variation: 1 is Poisson, more comes in bursts."""
-    shape = _positive("cv", cv) ** -2
-    scale = 1 / (_positive("rate", rate) * shape)
-    return lambda random: random.gammavariate(shape, scale)
+    shape, mean = _positive("cv", cv) ** -2, 1 / _positive("rate", rate)
+    return lambda random: random.gammavariate(shape, mean / shape)
 
 
 def zipf(exponent: float) -> Weights:
@@ -93,6 +90,9 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
+AT_ONCE, PROMPT, OUTPUT, EVEN = fixed(0), fixed(512), fixed(128), zipf(0)
+
+
 @dataclass(frozen=True)
 class Prefixes:
     """`number` prefixes of `tokens` each; a request starts with one with chance `share`."""
@@ -107,13 +107,13 @@ class Synthetic:
     """A workload described; `jobs()` makes it, the same every time."""
 
     requests: int = 256
-    arrivals: Draw = fixed(0)
-    prompt: Draw = fixed(512)
-    output: Draw = fixed(128)
+    arrivals: Draw = AT_ONCE
+    prompt: Draw = PROMPT
+    output: Draw = OUTPUT
     max_tokens: int | None = None
     prefix: Prefixes = Prefixes()
     clients: int = 1
-    skew: Weights = zipf(0)
+    skew: Weights = EVEN
     priorities: int = 1
     slack: Draw | None = None
     n: int = 1
@@ -127,7 +127,8 @@ class Synthetic:
 
     def jobs(self) -> list[Job]:
         """The jobs, in order of arrival; the first comes at 0."""
-        space, random = TokenSpace(), {f.name: self._stream(f.name) for f in fields(self)}
+        space = TokenSpace()
+        random = {field.name: Random(f"{self.seed} {field.name}") for field in fields(self)}
         weights, names = self.skew(self.clients), [f"client-{i}" for i in range(self.clients)]
         jobs: list[Job] = []
         arrival = 0.0
@@ -145,9 +146,6 @@ class Synthetic:
             arrival += max(0.0, self.arrivals(random["arrivals"]))
         return jobs
 
-    def _stream(self, name: str) -> Random:
-        return Random(f"{self.seed} {name}")
-
     def _pieces(self, random: dict[str, Random], space: TokenSpace) -> Pieces:
         own = space.take(_length(self.prompt(random["prompt"])))
         if not self.prefix.number:
@@ -161,13 +159,12 @@ def _length(drawn: float) -> int:
     return min(max(1, round(drawn)), MOST_TOKENS)
 
 
-DRAWS: dict[str, Callable[..., Draw]] = {
-    "fixed": fixed, "uniform": uniform, "lognormal": lognormal,
-}  # fmt: skip
-ARRIVALS: dict[str, Callable[..., Draw]] = {
+Kinds = dict[str, Callable[..., Any]]
+DRAWS: Kinds = {"fixed": fixed, "uniform": uniform, "lognormal": lognormal}
+ARRIVALS: Kinds = {
     "at_once": partial(fixed, 0), "poisson": poisson, "uniform": steady, "bursty": bursty,
 }  # fmt: skip
-SKEWS: dict[str, Callable[..., Weights]] = {"even": partial(zipf, 0), "zipf": zipf, "heavy": heavy}
+SKEWS: Kinds = {"even": partial(zipf, 0), "zipf": zipf, "heavy": heavy}
 
 
 def parse_synthetic(text: str) -> Synthetic:
@@ -186,18 +183,18 @@ def parse_synthetic(text: str) -> Synthetic:
 
 
 def _number(text: str) -> float:
-    if not re.fullmatch(r"\s*\d+(\.\d*)?\s*", text):
+    if not re.fullmatch(r"\s*[0-9]{1,15}(\.[0-9]*)?\s*", text):
         raise ConfigError(f"synthetic workload: {text!r} is not a number from 0 up")
     return float(text) if "." in text else int(text)
 
 
 def _whole(text: str) -> int:
-    if not text.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,15}", text):
         raise ConfigError(f"synthetic workload: {text!r} is not a whole number")
     return int(text)
 
 
-def _called(kinds: dict[str, Callable[..., Any]], text: str) -> Any:
+def _called(kinds: Kinds, text: str) -> Any:
     """What `name(number,...)` stands for."""
     match = re.fullmatch(r"(\w+)(?:\((.*)\))?", text.strip())
     if match is None or match[1] not in kinds:
@@ -211,16 +208,16 @@ def _called(kinds: dict[str, Callable[..., Any]], text: str) -> Any:
 
 
 def _draw(text: str) -> Draw:
-    if re.fullmatch(r"[\d.]+", text):
+    if re.fullmatch(r"[0-9.]+", text):
         return fixed(_number(text))
     if "*" not in text:
-        return cast(Draw, _called(DRAWS, text))
+        return _called(DRAWS, text)  # type: ignore[no-any-return]
     parts = [part.partition("*") for part in text.split("+")]
     return mix([(_number(weight), _called(DRAWS, draw)) for weight, _, draw in parts])
 
 
 def _prefixes(text: str) -> Prefixes:
-    match = re.fullmatch(r"(\d+)x(\d+)(?:@(\d*\.?\d+))?", text)
+    match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})(?:@(0?\.[0-9]+|1))?", text)
     if match is None:
         raise ConfigError(f"synthetic workload: prefix is like 4x512 or 4x512@0.5, not {text!r}")
     return Prefixes(int(match[1]), min(int(match[2]), MOST_TOKENS), float(match[3] or 1))

@@ -1,0 +1,48 @@
+"""`headway presets` and `headway profiles`: what there is to choose from."""
+
+from __future__ import annotations
+
+import json
+
+from rich.console import Console
+from rich.table import Table
+
+from headway.cli.options import Json
+from headway.lab.cost import known_profiles, load_profile
+from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, describe, preset
+
+
+def presets_command(json_: Json = False) -> None:
+    """Every preset as its six slots and its numbers."""
+    described = {name: describe(preset(name)) for name in PRESETS}
+    if json_:
+        print(json.dumps(described, indent=2))
+        return
+    table = Table(title="Presets", header_style="bold")
+    table.add_column("")
+    for name in described:
+        table.add_column(name, overflow="fold")
+    for field in (*SLOTS, *NUMBERS):
+        table.add_row(field, *(str(config[field]) for config in described.values()))
+    Console().print(table)
+    ready = Table(title="Ready-made policies", header_style="bold")
+    for column in ("slot", "policy", "what it does"):
+        ready.add_column(column)
+    for slot, policies in SLOTS.items():
+        for policy in policies:
+            ready.add_row(slot, policy.__name__, (policy.__doc__ or "").strip().split("\n")[0])
+    Console().print(ready)
+
+
+def profiles_command(json_: Json = False) -> None:
+    """Every ready-made profile: a model on a machine."""
+    profiles = [load_profile(name) for name in known_profiles()]
+    if json_:
+        print(json.dumps({p.name: {"kv_tokens": p.kv_tokens} for p in profiles}, indent=2))
+        return
+    table = Table(title="Profiles", header_style="bold", show_lines=True)
+    for column in ("name", "KV tokens", "description"):
+        table.add_column(column)
+    for profile in profiles:
+        table.add_row(profile.name, f"{profile.kv_tokens:,}", profile.description)
+    Console().print(table)

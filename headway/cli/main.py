@@ -1,0 +1,54 @@
+"""`headway`: gathers the commands, and turns errors a user can cause into one clear sentence."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from headway import __version__
+from headway.cli import compare, demo, lists, simulate, trace
+from headway.errors import HeadwayError
+
+app = typer.Typer(
+    name="headway",
+    help="An LLM inference engine built around its scheduler.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command("simulate")(simulate.simulate_command)
+app.command("compare")(compare.compare_command)
+app.command("trace")(trace.trace_command)
+app.command("demo")(demo.demo_command)
+app.command("presets")(lists.presets_command)
+app.command("profiles")(lists.profiles_command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """An LLM inference engine built around its scheduler."""
+
+
+def main() -> None:
+    """Entry point of the `headway` command."""
+    try:
+        app()
+    except HeadwayError as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        sys.stderr.close()
+        sys.exit(0)

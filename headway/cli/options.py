@@ -1,0 +1,119 @@
+"""Options that several commands share, and how they become a workload, a profile and a config."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from headway.config import Config
+from headway.lab.cost import Profile, load_profile
+from headway.lab.jobs import Job
+from headway.lab.synthetic import parse_synthetic
+from headway.lab.workloads import read_jobs
+from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, preset
+
+SCHEDULER, WORKLOAD = "Scheduler", "Workload"
+DEFAULT_WORKLOAD = (
+    "requests=200,arrivals=poisson(10),prompt=lognormal(600,0.8),output=lognormal(150,0.7)"
+)
+
+
+def _slot(name: str) -> Any:
+    known = ", ".join(f.__name__ for f in SLOTS[name])
+    return typer.Option(
+        help=f"{known}, or module:function.", rich_help_panel=SCHEDULER, show_default="preset's"
+    )
+
+
+def _number(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=SCHEDULER, show_default="preset's")
+
+
+Workload = Annotated[
+    str,
+    typer.Argument(
+        help="A trace file (Azure .csv, Mooncake .jsonl, Headway .jsonl) or a synthetic workload, "
+        "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
+    ),
+]
+Limit = Annotated[
+    int | None, typer.Option(help="Only the first so many requests.", rich_help_panel=WORKLOAD)
+]
+Speed = Annotated[
+    float, typer.Option(help="Arrivals so many times as fast.", rich_help_panel=WORKLOAD)
+]
+AllowedTokens = Annotated[
+    int,
+    typer.Option(
+        help="max_tokens of requests in a trace file that does not say: above the real output, "
+        "the scheduler does not know when they end.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+ProfileName = Annotated[str, typer.Option("--profile", help="A profile's name or a .json file.")]
+Preset = Annotated[
+    str, typer.Option("--preset", help=f"{', '.join(PRESETS)}.", rich_help_panel=SCHEDULER)
+]
+Recipe = Annotated[str | None, _slot("recipe")]
+Queue = Annotated[str | None, _slot("queue")]
+Chunk = Annotated[str | None, _slot("chunk")]
+Headroom = Annotated[str | None, _slot("headroom")]
+Victim = Annotated[str | None, _slot("victim")]
+Swap = Annotated[str | None, _slot("swap")]
+MaxRequests = Annotated[int | None, _number("Seats: requests that run at once.")]
+MaxTokens = Annotated[int | None, _number("Tokens computed by one step.")]
+DecodeSteps = Annotated[int | None, _number("Decode steps per plan while nobody waits.")]
+BlockSize = Annotated[int | None, _number("Tokens in a KV block.")]
+NumBlocks = Annotated[
+    int | None,
+    typer.Option(
+        help="KV blocks on the device.", rich_help_panel=SCHEDULER, show_default="what fits"
+    ),
+]
+NumHostBlocks = Annotated[int | None, _number("KV blocks on the host, for swap.")]
+MaxLength = Annotated[int | None, _number("Longest prompt and output together.")]
+Depth = Annotated[
+    int,
+    typer.Option(help="Plans in flight while the next is made: 0 or 1.", rich_help_panel=SCHEDULER),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+def load_workload(text: str, limit: int | None, speed: float, max_tokens: int) -> list[Job]:
+    """Jobs from a file, or from a synthetic workload's text."""
+    if "=" in text and not Path(text).exists():
+        jobs = parse_synthetic(text).jobs()
+        return jobs if limit is None else jobs[:limit]
+    return read_jobs(text, limit=limit, speed=speed, max_tokens=max_tokens)
+
+
+def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
+    """A preset with what the command line changes; as many blocks as the profile has room for."""
+    sys.path.insert(0, "")  # module:function policies live where the user is
+    changes = {k: v for k, v in changes.items() if v is not None and k in (*SLOTS, *NUMBERS)}
+    config = preset(name, **changes)
+    if "num_blocks" not in changes:
+        config = preset(name, **changes, num_blocks=profile.num_blocks(config.block_size))
+    return config
+
+
+def load(profile: str) -> Profile:
+    return load_profile(profile)
+
+
+@contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Any]:
+    """A bar on stderr, gone when it is done; yields a function that advances it."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)
