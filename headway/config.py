@@ -27,12 +27,15 @@ class World(Protocol):
     @property
     def block_size(self) -> int: ...
     @property
+    def max_tokens(self) -> int: ...
+    @property
     def pressure(self) -> float: ...  # recent preemptions, fading with every step
     @property
     def output_shares(self) -> Sequence[float]: ...  # generated / allowed of requests that ended
     def service(self) -> dict[str, float]: ...  # tokens served to every group of a fair queue
     def place(self, request: Request) -> Any: ...  # its sort key in the queue's order
     def num_uncached(self, request: Request) -> int: ...  # tokens an admission would compute
+    def blocks_of(self, request: Request) -> list[int]: ...  # held, or found in the cache
     def num_private_blocks(self, request: Request) -> int: ...  # held by nobody else
 
 
@@ -41,17 +44,14 @@ class Verbs(Protocol):
 
     def decode(self, at_most: int | None = None) -> None: ...
     def prefill(self) -> None: ...
-    def admit(
-        self, only: State | None = None, *, leave: int = 0, charge_cached: bool = False
-    ) -> None: ...
+    def admit(self, only: State | None = None, *, charge_cached: bool = False) -> None: ...
+    def admit_swapped(self) -> None: ...  # leaving the decodes what they will need
     @property
     def is_idle(self) -> bool: ...  # the step has no work in it yet
     @property
     def tokens_left(self) -> int: ...
     @property
     def num_decoding(self) -> int: ...
-    @property
-    def num_due(self) -> int: ...  # blocks that the next decode step will take
     @property
     def prefill_streak(self) -> int: ...  # steps in a row, up to now, that decoded nobody
 

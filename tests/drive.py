@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from headway.plan import Plan, StepReport, StepResult
+from headway.plan import Column, Plan, StepReport, StepResult
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
 
@@ -47,7 +47,7 @@ def row(plan: Plan) -> Row:
 
 def result(plan: Plan, sample: Sample = count_up) -> StepResult:
     """What an executor would return; to be asked when the plans before are complete."""
-    columns = [
+    columns: list[Column] = [
         [sample(r, len(r.tokens) + step) for r in plan.decodes]
         for step in range(plan.num_steps if plan.decodes else 0)
     ]

@@ -261,9 +261,7 @@ class ShadowExecutor:
         for position in range(store_from, end):
             self._store(row, position, stores)
 
-    def _store_token(
-        self, row: Row, stores: dict[tuple[int, int], tuple[Request, int]]
-    ) -> None:
+    def _store_token(self, row: Row, stores: dict[tuple[int, int], tuple[Request, int]]) -> None:
         request, position = row.owner, len(row.path)
         if row.token is None:
             raise ShadowError(f"{request} decodes before its prompt is computed")
@@ -293,9 +291,10 @@ class ShadowExecutor:
         for (block, offset), (request, position) in stores.items():
             node = self._row(request).path[position]
             for other, place, held in holders:
-                if held == block and other is not request:
-                    if self._expected(other, place * self._size + offset) != node:
-                        raise ShadowError(f"{request} stores into block {block} of {other}")
+                if held != block or other is request:
+                    continue
+                if self._expected(other, place * self._size + offset) != node:
+                    raise ShadowError(f"{request} stores into block {block} of {other}")
             self.device[block][offset] = node
 
     def _expected(self, request: Request, position: int) -> int | None:

@@ -323,6 +323,17 @@ def test_no_step_computes_more_than_its_token_budget(name: str) -> None:
             assert plan.num_tokens <= 6, f"seed {seed} step {plan.step}: {world.table[-1]}"
 
 
+def test_a_swapped_prompt_comes_back_with_the_tokens_that_decodes_leave() -> None:
+    world = drive(
+        "vllm", swap="swap", num_blocks=6, num_host_blocks=6, max_tokens=4, max_requests=3
+    )
+    for name, prompt, max_tokens in (("a", 4, 4), ("c", 4, 4), ("b", 12, 2)):
+        world.add(name, prompt, max_tokens)
+    world.steps(4)  # b is swapped out after the first 2 tokens of its prompt; then a ends
+    assert world.table[3] == Row("", "a c", (), "b", ())
+    assert world.steps(1) == [Row("b", "c", (("b", 2, 5),))]  # 3 and 1 of a budget of 4
+
+
 # The prefix cache
 
 
@@ -414,7 +425,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_even_if_preempt
     world.run()  # 4 blocks are cached
     b = world.add("b", range(16), 1, reads_cache=False)
     computed: set[int] = set()
-    preempted_at = []
+    preempted_at: list[int] = []
     while not b.is_finished:
         plan = world.step()
         computed |= {p for c in plan.chunks if c.request is b for p in range(c.start, c.end)}
@@ -598,7 +609,9 @@ def random_world(seed: int) -> Drive:
         headroom=rng.choice(
             ("watermark(0.1)", "reserve_outputs(0.5)", "future_peak", "back_off(share=0.2)")
         ),
-        victim=rng.choice(("newest", "least_work", "lowest_priority", "fewest_lost", "served_last")),
+        victim=rng.choice(
+            ("newest", "least_work", "lowest_priority", "fewest_lost", "served_last")
+        ),
         swap=rng.choice(("recompute", "swap", "cheaper")),
         block_size=rng.choice((1, 2, 4)), num_blocks=24, num_host_blocks=rng.choice((0, 9, 40)),
         max_requests=5, max_tokens=rng.choice((5, 12, 40)), decode_steps=rng.choice((1, 1, 3)),

@@ -60,7 +60,9 @@ def make_world(rng: random.Random) -> World:
 def make_stream(rng: random.Random) -> World:
     """Prompts keep coming at every step, so that decodes have to be given their turn."""
     jobs = [
-        Job(step, [rng.randrange(50) for _ in range(rng.randrange(1, 6))], rng.randrange(1, 6), True)
+        Job(
+            step, [rng.randrange(50) for _ in range(rng.randrange(1, 6))], rng.randrange(1, 6), True
+        )
         for step in range(60)
     ]
     return World(jobs, rng.choice((1, 2, 4)), rng.choice((40, 400)), 200, 200, 50)
@@ -158,6 +160,12 @@ def test_random_workloads_give_the_same_batches_step_by_step(part: int) -> None:
             SEEN.update(compare(world, seed))
         except AssertionError as error:
             raise AssertionError(f"workload {seed}: {world}") from error
+
+
+def test_sequences_that_stop_in_one_step_give_their_blocks_up_in_the_order_of_admission() -> None:
+    """Otherwise other blocks are least recently used, and a later prompt finds another prefix."""
+    seed = 1256
+    compare(make_world(random.Random(seed)), seed)
 
 
 def test_the_workloads_made_every_case_happen() -> None:

@@ -14,7 +14,13 @@ from headway.plan import Behind, Blocked, Plan
 from headway.request import Params, Request, State
 from headway.scheduler import PRESETS
 from headway.scheduler.policies import (
-    at_most, cheaper, recompute, split_any, split_first, swap, whole,
+    at_most,
+    cheaper,
+    recompute,
+    split_any,
+    split_first,
+    swap,
+    whole,
 )  # fmt: skip
 from tests.drive import Drive, Row
 
@@ -181,7 +187,7 @@ def test_vllm_swaps_the_youngest_out_and_brings_it_back_before_new_prompts() -> 
     assert world.steps(3) == [
         Row("a b", "", (("a", 0, 10), ("b", 0, 10))),  # 3 blocks each: none is left
         Row("", "a b"),
-        Row("", "a b"),  # 12 tokens stored: both blocks rows are full
+        Row("", "a b"),  # 12 tokens stored each: their blocks are full
     ]
     plan = world.step()  # both need a block; copying 12 tokens is cheaper than computing them
     assert world.table[-1] == Row("", "a", (), "b", ())
@@ -233,7 +239,8 @@ def test_vllm_backs_off_after_a_preemption_and_then_relaxes() -> None:
         max_tokens=512,
     )  # fmt: skip
     world.add("a", 96, 60)
-    b = world.add("c", 30, 3) and world.add("b", 100, 8)
+    world.add("c", 30, 3)
+    b = world.add("b", 100, 8)
     assert world.steps(3) == [
         Row("a c b", "", (("a", 0, 96), ("c", 0, 30), ("b", 0, 100))),  # 3 + 1 + 4 blocks: full
         Row("", "a c", (), "b"),  # a needs a fifth
@@ -335,7 +342,7 @@ def test_static_goes_on_filling_its_batch_over_several_prefill_steps() -> None:
 
 
 def utilisation(name: str, outputs: list[int], seats: int) -> float:
-    """Mean share of seats in use over the steps, up to the last admission's end if static."""
+    """Mean share of seats in use; for continuous batching, while there is somebody to fill them."""
     world = Drive(name, num_blocks=4096, max_requests=seats, headroom="watermark(0.0)")
     for number, output in enumerate(outputs):
         world.add(str(number), 8, output)
@@ -427,23 +434,26 @@ def test_chunk_rules_in_a_step(chunk: str, first_step: tuple[tuple[str, int, int
 
 def test_fcfs_serves_by_arrival_and_ties_in_the_order_added() -> None:
     assert order_of_service(
-        "fcfs", dict(id="a", arrival=2.0), dict(id="b", arrival=1.0), dict(id="c", arrival=1.0)
+        "fcfs",
+        {"id": "a", "arrival": 2.0},
+        {"id": "b", "arrival": 1.0},
+        {"id": "c", "arrival": 1.0},
     ) == ["b", "c", "a"]
 
 
 def test_priority_serves_lower_numbers_first_and_ties_by_arrival() -> None:
     assert order_of_service(
-        "priority", dict(id="a", priority=1), dict(id="b", priority=0, arrival=5.0),
-        dict(id="c", priority=0, arrival=4.0), dict(id="d", priority=-1, arrival=9.0),
+        "priority", {"id": "a", "priority": 1}, {"id": "b", "priority": 0, "arrival": 5.0},
+        {"id": "c", "priority": 0, "arrival": 4.0}, {"id": "d", "priority": -1, "arrival": 9.0},
     ) == ["d", "c", "b", "a"]  # fmt: skip
 
 
 def test_priority_with_aging_lets_a_long_wait_outweigh_a_level() -> None:
-    late = dict(id="late", priority=0, arrival=21.0)
-    later_still = dict(id="early", priority=2, arrival=0.0)
-    assert order_of_service("priority(aging=10.0)", late, later_still) == ["early", "late"]
-    assert order_of_service("priority(aging=11.0)", late, later_still) == ["late", "early"]
-    assert order_of_service("priority", late, later_still) == ["late", "early"]
+    late = {"id": "late", "priority": 0, "arrival": 21.0}
+    early = {"id": "early", "priority": 2, "arrival": 0.0}
+    assert order_of_service("priority(aging=10.0)", late, early) == ["early", "late"]
+    assert order_of_service("priority(aging=11.0)", late, early) == ["late", "early"]
+    assert order_of_service("priority", late, early) == ["late", "early"]
 
 
 def test_shortest_first_counts_what_is_left_after_cache_hits() -> None:
@@ -459,22 +469,22 @@ def test_shortest_first_counts_what_is_left_after_cache_hits() -> None:
 
 def test_shortest_first_does_not_starve_a_long_prompt() -> None:
     assert order_of_service(
-        "shortest_first(aging=0.5)", dict(id="long", prompt=24), dict(id="a", arrival=9.0),
-        dict(id="b", arrival=11.0),
+        "shortest_first(aging=0.5)", {"id": "long", "prompt": 24}, {"id": "a", "arrival": 9.0},
+        {"id": "b", "arrival": 11.0},
     ) == ["a", "long", "b"]  # fmt: skip  # 12, 9 + 2, 11 + 2
 
 
 def test_fair_serves_the_client_that_had_least() -> None:
-    heavy = [dict(id=f"h{n}", client="heavy", prompt=12) for n in range(3)]
-    light = [dict(id=f"l{n}", client="light", prompt=4, arrival=1.0) for n in range(3)]
+    heavy = [{"id": f"h{n}", "client": "heavy", "prompt": 12} for n in range(3)]
+    light = [{"id": f"l{n}", "client": "light", "prompt": 4, "arrival": 1.0} for n in range(3)]
     # A turn costs prompt + 2 for its output token: heavy 14, then light 6, 12, 18, heavy 28.
     assert order_of_service("fair", *heavy, *light) == ["h0", "l0", "l1", "l2", "h1", "h2"]
 
 
 def test_deadline_serves_the_earliest_and_gives_others_some_slack() -> None:
     assert order_of_service(
-        "deadline(slack=60.0)", dict(id="none", arrival=0.0), dict(id="soon", deadline=10.0),
-        dict(id="late", deadline=90.0),
+        "deadline(slack=60.0)", {"id": "none", "arrival": 0.0}, {"id": "soon", "deadline": 10.0},
+        {"id": "late", "deadline": 90.0},
     ) == ["soon", "none", "late"]  # fmt: skip
 
 

@@ -12,11 +12,11 @@ from functools import cache
 
 import pytest
 
-from headway.config import Config
+from headway.config import Config, Verbs
 from headway.config import World as View
 from headway.plan import Plan
 from headway.request import Params, Request
-from headway.scheduler import Scheduler, policies, preset, queues
+from headway.scheduler import PRESETS, Scheduler, preset, queues
 from tests.shadow import ShadowError, oracle
 from tests.worlds import Tamper, World, any_world, run
 
@@ -38,26 +38,28 @@ def run_batch(number: int, depth: int) -> Counter[str]:
 
 @pytest.mark.parametrize("number", range(NUM_BATCHES))
 def test_output_never_depends_on_policy(number: int) -> None:
-    assert run_batch(number, depth=0)
+    assert run_batch(number, 0)
 
 
 @pytest.mark.parametrize("number", range(NUM_BATCHES))
 def test_output_never_depends_on_a_plan_in_flight(number: int) -> None:
-    assert run_batch(number, depth=1)
+    assert run_batch(number, 1)
 
 
 LEAST = {
-    "preempted, recomputed": 500, "preempted, swapped": 100, "bumps": 100,
-    "cache hits": 1000, "full hits": 100, "full hits not stored again": 100,
-    "resumed from cache": 100, "resumed from host": 100, "resumed from cache and host": 50,
-    "aborts": 300, "aborts in flight": 50, "stops in flight": 500, "crashes": 50,
-    "resets while running": 100, "refused": 100, "cut prompts": 1000, "mixed batches": 500,
-    "multi-step plans": 500, "ends within a multi-step plan": 50, "deferred decodes": 100,
-    "samples of one prompt": 500, "plans while another is in flight": 5000,
-    "blocked: tokens": 100, "blocked: blocks": 500, "blocked: headroom": 500,
-    "blocked: order": 500, "blocked: back-off": 100,
-    "behind: seats": 500, "behind: tokens": 100, "behind: order": 500, "behind: back-off": 50,
-    "finish: stop": 1000, "finish: length": 1000, "finish: abort": 300, "finish: error": 20,
+    "preempted, recomputed": 1000, "preempted, swapped": 500, "bumps": 300,
+    "cache hits": 3000, "full hits": 500, "full hits not stored again": 500,
+    "resumed from cache": 500, "resumed from host": 500, "resumed from cache and host": 200,
+    "swapped in vain": 5, "swaps both ways": 15, "deferred decodes": 1000,
+    "deferred, then preempted": 50, "cut prompts": 5000, "mixed batches": 1000,
+    "aborts": 500, "aborts in flight": 100, "stops in flight": 1000, "refused": 500,
+    "resets while running": 200, "crashes": 100, "crashes while swapping": 3,
+    "multi-step plans": 1000, "ends within a multi-step plan": 50,
+    "samples of one prompt": 3000, "plans while another is in flight": 10000,
+    "blocked: tokens": 500, "blocked: blocks": 5000, "blocked: headroom": 5000,
+    "blocked: order": 5000, "blocked: back-off": 300,
+    "behind: seats": 5000, "behind: tokens": 1000, "behind: order": 5000, "behind: back-off": 200,
+    "finish: stop": 3000, "finish: length": 5000, "finish: abort": 500, "finish: error": 100,
 }  # fmt: skip
 
 
@@ -117,17 +119,77 @@ def test_requests_that_all_outrank_each_other_still_end(chunk: str, depth: int) 
 
 def test_a_sample_whose_leader_never_comes_still_ends() -> None:
     leader, other = make("0", 3, 2), make("1", 3, 4)
-    follower = Request("2", leader.tokens, replace(leader.params, sampling=2), leader=leader)
+    follower = Request("2", leader.prompt, replace(leader.params, sampling=2), leader=leader)
     run(World(tight(num_blocks=8), 0, {0: [follower, other]}))
 
 
-def test_many_steady_steps_hand_out_every_token() -> None:
+@pytest.mark.parametrize("depth", (0, 1))
+def test_a_decode_put_off_and_then_forced_gains_one_token(depth: int) -> None:
+    """The first decode takes the budget, finds no block and is sent back: the other one decodes."""
+    config = tight(
+        recipe="charged_in_full", victim="lowest_priority", swap="recompute", num_blocks=4,
+        max_requests=2, max_tokens=1,
+    )  # fmt: skip
+    seen = run(World(config, depth, {0: [make("0", 1, 4, priority=1), make("1", 1, 3)]}))
+    assert seen["deferred decodes"] and seen["preempted, recomputed"]
+
+
+def never(step: Verbs) -> None:
+    """Put off every decode, and then have one all the same."""
+    step.prefill()
+    step.admit()
+    if step.is_idle:
+        step.decode(at_most=0)
+        step.decode()
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+def test_a_decode_may_be_asked_for_twice(depth: int) -> None:
+    config = tight(recipe=never, num_blocks=8, max_requests=2, max_tokens=4)
+    run(World(config, depth, {0: [make("0", 1, 4), make("1", 1, 3)]}))
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("decode_steps", (1, 3))
+def test_nothing_is_lost_by_who_comes_after_a_crash(depth: int, decode_steps: int) -> None:
+    config = tight(num_blocks=16, max_requests=4, max_tokens=4, decode_steps=decode_steps)
+    arrivals = {0: [make("0", 2, 6), make("1", 6, 6)], 4: [make("2", 2, 6)]}
+    seen = run(World(config, depth, arrivals, crash=3))
+    assert seen["crashes"] and seen["finish: error"] and seen["finish: length"]
+
+
+@dataclass(frozen=True)
+class by_client(queues.Rule):
+    """Groups named by the client, whose name may well be empty."""
+
+    preempts = True
+
+    def key(self, request: Request, world: View) -> float:
+        return request.arrival
+
+    def group(self, request: Request) -> str:
+        return request.params.client
+
+
+def test_a_group_without_a_name_is_served() -> None:
+    config = tight(queue=by_client(), num_blocks=8, max_requests=1, max_tokens=4)
+    run(World(config, 0, {0: [make("0", 1, 4), make("1", 1, 3, client="a")]}))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_whoever_waits_is_told_why(name: str) -> None:
+    """Also in steps that admit nobody, and those that send somebody back after admitting."""
+    config = preset(name, block_size=1, num_blocks=6, max_requests=4, max_tokens=4)
+    run(World(config, 0, {0: [make(str(i), 1, 5) for i in range(4)]}))
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("decode_steps", (1, 3))
+def test_many_steady_steps_hand_out_every_token(depth: int, decode_steps: int) -> None:
     """Long enough for whatever is kept back between steps to be written more than once."""
-    requests = [make(str(i), 2 + i, 90, ignore_eos=True) for i in range(3)]
-    for depth, decode_steps in ((0, 1), (1, 1), (0, 3), (1, 3)):
-        config = preset(num_blocks=40, block_size=8, decode_steps=decode_steps)
-        fresh = [make(r.id, r.num_prompt, 90, ignore_eos=True) for r in requests]
-        run(World(config, depth, {0: fresh}))
+    config = preset(num_blocks=60, block_size=8, max_requests=4, decode_steps=decode_steps)
+    requests = [make(str(i), 2 + i, 140 + i, ignore_eos=True) for i in range(3)]
+    run(World(config, depth, {0: requests[:2], 70: requests[2:]}))
 
 
 # The proof, put to the proof: plans with one thing wrong.

@@ -2,7 +2,7 @@
 
 A world is made from its seed alone. `run` drives it to its end, with or without a plan in flight
 while the next is made, checks the scheduler's laws after every event, and counts what happened, so
-that a test can tell that the laws were put under strain. Knows the scheduler's fields, not its ways.
+that a test can tell the laws were put under strain. Knows the scheduler's fields, not its ways.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def wild_recipe(rng: random.Random) -> Callable[[Verbs], None]:
         lambda step: step.admit(),
         lambda step: step.decode(at_most=rng.randrange(-2, 4)),
         lambda step: step.decode(at_most=step.tokens_left),
-        lambda step: step.admit(State.SWAPPED, leave=step.num_due),
-        lambda step: step.admit(leave=rng.choice((0, 1, 1000))),
+        lambda step: step.admit_swapped(),
+        lambda step: step.admit(State.SWAPPED),
         lambda step: step.admit(charge_cached=True),
     ]
     fixed = rng.choices(acts, k=rng.randrange(4)) if rng.random() < 0.5 else None
@@ -147,17 +147,46 @@ def any_slots(rng: random.Random) -> dict[str, Any]:
     }
 
 
+def greedy(step: Verbs) -> None:
+    """Grant first, and let the decodes find room where they can."""
+    step.prefill()
+    step.admit()
+    step.decode(at_most=step.tokens_left)
+
+
+greedy.defers = True  # type: ignore[attr-defined]
+
+
+def storm(rng: random.Random) -> dict[str, Any]:
+    """What makes for the most coming and going between device and host."""
+    recipes = (greedy, greedy, policies.charged_in_full, *SLOTS["recipe"][:2])
+    return {
+        "recipe": rng.choice(recipes),
+        "chunk": rng.choice((policies.split_any, policies.at_most(2))),
+        "headroom": policies.watermark(0.0),
+        "swap": policies.swap,
+        "max_requests": rng.randrange(3, 6),
+        "block_size": rng.choice((1, 2, 4)),
+        "num_blocks": rng.randrange(4, 9),
+        "num_host_blocks": rng.choice((1, 2, 3, 8)),
+    }
+
+
 def any_config(rng: random.Random) -> Config:
-    slots, max_requests = any_slots(rng), rng.randrange(1, 7)
-    least = 1 if getattr(slots["recipe"], "defers", False) else max_requests
+    values: dict[str, Any] = {
+        **any_slots(rng),
+        "max_requests": rng.randrange(1, 7),
+        "block_size": rng.choice((1, 2, 3, 4, 8)),
+        "num_blocks": rng.randrange(4, rng.choice((8, 25))),
+        "num_host_blocks": rng.choice((0, rng.randrange(1, 17))),
+    }
+    if rng.random() < 0.3:
+        values |= storm(rng)
+    least = 1 if getattr(values["recipe"], "defers", False) else values["max_requests"]
     return Config(
-        **slots,
-        max_requests=max_requests,
+        **values,
         max_tokens=rng.choice((least, least + rng.randrange(8), least + 12, 64)),
         decode_steps=rng.choice((1, 1, 2, 3, 4)),
-        block_size=rng.choice((1, 2, 3, 4, 8)),
-        num_blocks=rng.randrange(4, rng.choice((8, 25))),
-        num_host_blocks=rng.choice((0, rng.randrange(1, 17))),
         max_length=rng.choice((1 << 20, 1 << 20, rng.randrange(8, 30))),
     )
 
@@ -241,9 +270,9 @@ def any_world(seed: int, depth: int) -> World:
         if rng.random() < 0.12:
             key = rng.randrange(30), rng.choice(MOMENTS)
             world.aborts.setdefault(key, []).append(request.id)
-    if rng.random() < 0.15:
+    if rng.random() < 0.2:
         world.resets = frozenset(rng.choices(range(30), k=2))
-    if rng.random() < 0.05:
+    if rng.random() < 0.1:
         world.crash = rng.randrange(20)
     if rng.random() < 0.5:
         world.peeks = frozenset(rng.choices(range(60), k=rng.choice((3, 20))))
@@ -264,6 +293,7 @@ class Run:
         self.outputs: dict[Request, list[int]] = {}
         self.finished: list[Request] = []
         self.seen: Counter[str] = Counter()
+        self.swapped: set[Request] = set()  # by their last preemption
         self._tamper = tamper
 
     def to_the_end(self) -> Counter[str]:
@@ -334,12 +364,15 @@ class Run:
             self.seen["stops in flight"] += in_flight and request.finish_reason == "stop"
             self.seen[f"finish: {request.finish_reason}"] += 1
         self.finished += report.finished
+        assert not self.scheduler.unsettled and not self.scheduler.lockstep.strayed
         self.check_now()
 
     def _abort(self, step: int, moment: str) -> None:
         for id in self.world.aborts.get((step, moment), ()):
             request = self.scheduler.requests.get(id)
-            in_flight = {r for p, _ in self.pending for r in (*p.decodes, *(c[0] for c in p.chunks))}
+            in_flight = {
+                r for p, _ in self.pending for r in (*p.decodes, *(c[0] for c in p.chunks))
+            }
             assert self.scheduler.abort(id) == (request is not None)
             if request is not None:
                 self.seen["aborts"] += 1
@@ -355,8 +388,10 @@ class Run:
         self.check_now()
 
     def _crash(self) -> None:
-        self.executor.crash(plan for plan, _ in self.pending)
+        plans = [plan for plan, _ in self.pending]
+        self.executor.crash(plans)
         self.pending.clear()
+        self.seen["crashes while swapping"] += any(plan.copies_out for plan in plans)
         self.scheduler.fail("it fell over")
         self.seen["crashes"] += 1
         self.check_now()
@@ -435,13 +470,19 @@ class Run:
         for preemption in plan.preempted:
             seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
             seen["bumps"] += preemption.is_bump
+            seen["deferred, then preempted"] += preemption.request in plan.deferred
+            if preemption.is_swap:
+                self.swapped.add(preemption.request)
         for request, num_cached, num_swapped, is_resume in plan.admitted:
             seen["cache hits"] += num_cached > 0
             seen["resumed from cache and host"] += bool(num_cached and num_swapped)
             seen["resumed from host"] += num_swapped > 0
+            seen["swapped in vain"] += request in self.swapped and not num_cached + num_swapped
+            self.swapped.discard(request)
             seen["resumed from cache"] += is_resume and num_cached > 0
             seen["full hits"] += num_cached == request.num_prompt - 1 and num_cached % size > 0
         seen["full hits not stored again"] += sum(c.store_from > c.start for c in plan.chunks)
+        seen["swaps both ways"] += bool(plan.copies_out and plan.copies_in)
         seen["cut prompts"] += sum(not chunk.is_last for chunk in plan.chunks)
         seen["multi-step plans"] += plan.num_steps > 1
         seen["ends within a multi-step plan"] += any(plan.ending[: plan.num_steps - 1])

@@ -71,7 +71,10 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
 
 
 def _pair(times: dict[str, float]) -> str:
-    return f"{seconds(times['p50'])} / {seconds(times['p99'])}"
+    """p50 and p99 in the unit of the larger."""
+    low, high = times["p50"], times["p99"]
+    unit, scale = ("s", 1.0) if high >= 1 else ("ms", 1e3)
+    return f"{low * scale:.1f} / {high * scale:.1f} {unit}"
 
 
 COLUMNS: dict[str, Callable[[Summary], str]] = {
@@ -92,7 +95,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 def comparison(title: str, summaries: dict[str, Summary]) -> Group:
     """Several runs, a row each; columns that are zero for everybody are left out."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("scheduler", style="bold")
+    table.add_column("scheduler", style="bold", no_wrap=True)
     shown = {
         name: show
         for name, show in COLUMNS.items()

@@ -32,5 +32,4 @@ class VirtualClock:
         return self._now
 
     def advance_to(self, time: float) -> None:
-        if time > self._now:
-            self._now = time
+        self._now = max(self._now, time)

@@ -44,8 +44,9 @@ class KVCache:
         held, num_tokens = request.held, request.num_known
         if len(held.keys) < num_tokens // self.block_size:
             extend_keys(held.keys, request, self.block_size)
-        reads = request.params.reads_cache or request.history.admission >= 0
-        num_hits = self.pool.index.match(held.keys) if reads else 0
+        num_hits = self.pool.index.match(held.keys)
+        if not request.params.reads_cache:  # but what it has computed itself it may read again
+            num_hits = min(num_hits, request.history.furthest // self.block_size)
         num_computed, host = num_hits * self.block_size, held.host
         uses_host = host is not None and host.first <= num_hits and host.num_tokens > num_computed
         if host is not None and uses_host:
@@ -130,6 +131,11 @@ class KVCache:
         for block in self._leaving_host:
             self.host.drop(block)
         self._leaving_host.clear()
+
+    def blocks_of(self, request: Request) -> list[int]:
+        """Blocks it holds or, while it waits, would find in the cache."""
+        keys, index = request.held.keys, self.pool.index
+        return request.held.blocks or [index.block_of[key] for key in keys[: index.match(keys)]]
 
     def num_private_blocks(self, request: Request) -> int:
         """Blocks that would become free if the request left."""

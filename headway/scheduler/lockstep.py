@@ -8,8 +8,7 @@ nobody but those few. Knows nothing of pools, queues or policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt

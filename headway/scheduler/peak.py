@@ -1,14 +1,14 @@
 """The headroom that looks ahead: the most blocks the batch will hold at once, from who ends when.
 
 Just before a request ends, everybody who ends later has grown by as many tokens as it had left;
-the batch holds most at one of these moments. If the most fits, nobody will be preempted.
+the batch holds most at one of these moments. If the most fits, nobody will be preempted, as far as
+the estimate of the outputs is right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ from headway.config import World
 from headway.request import Request
 
 Floats = npt.NDArray[np.float64]
+Estimate = Callable[[Floats, Floats, Sequence[float]], Floats]  # (generated, allowed, seen)
 FEWEST_SHARES = 16  # requests that must have ended before their outputs tell anything
 CLOSEST = 8  # moments near the peak that are counted block by block
 
@@ -30,7 +31,7 @@ def limit(generated: Floats, allowed: Floats, shares: Sequence[float]) -> Floats
 class learned:
     """Outputs end like those seen so far: this quantile of them, among those that got as far."""
 
-    quantile: float = 0.6
+    quantile: float = 0.5
 
     def __call__(self, generated: Floats, allowed: Floats, shares: Sequence[float]) -> Floats:
         if len(shares) < FEWEST_SHARES:
@@ -44,9 +45,6 @@ class learned:
         return estimate
 
 
-Estimate = Callable[[Floats, Floats, Sequence[float]], Floats]
-
-
 @dataclass(frozen=True)
 class future_peak:
     """What the batch will take beyond what it holds now, at its fullest moment to come."""
@@ -55,30 +53,55 @@ class future_peak:
     margin: float = 0.0  # share of all blocks kept free on top
 
     def __call__(self, request: Request, world: World) -> int:
-        rows: list[tuple[int, int, int]] = [
-            (
-                r.num_computed if r.num_computed > r.prefill_end else r.prefill_end,
-                r.num_prompt,
-                r.limit,
-            )
-            for r in world.running
-        ]
-        rows.append((request.num_known, request.num_prompt, request.limit))
+        batch = [*world.running, request]
+        rows = [(max(r.num_computed, r.prefill_end), r.num_prompt, r.limit) for r in batch]
+        rows[-1] = (request.num_known, request.num_prompt, request.limit)
         held, prompt, limits = np.array(rows, dtype=np.float64).T
-        allowed = limits - prompt
-        outputs = self.estimate(np.maximum(held - prompt, 0.0), allowed, world.output_shares)
+        generated = np.maximum(held - prompt, 0.0)
+        outputs = self.estimate(generated, limits - prompt, world.output_shares)
         left = np.maximum(prompt + outputs - 1 - held, 0.0)
-        size = world.block_size
-        now = np.ceil(held / size).sum()
-        return int(_peak(held, left, size) - now) + int(self.margin * world.num_blocks)
+        early, late = _delays(batch, world)
+        order = np.argsort(-(left + late), kind="stable")
+        shared = _shared([batch[i] for i in order], held[order], world)
+        growth = _growth(held[order], left[order], early[order], late[order], shared, world)
+        return growth + int(self.margin * world.num_blocks)
 
 
-def _peak(held: Floats, left: Floats, size: int) -> Any:
-    """The most blocks held at once, if request i holds held[i] tokens and ends left[i] later."""
-    order = np.argsort(-left)
-    held, left = held[order], left[order]
-    tokens = np.cumsum(held) + left * np.arange(1, len(left) + 1)
-    peak = 0.0
+def _delays(batch: list[Request], world: World) -> tuple[Floats, Floats]:
+    """Steps until each prompt is computed, at the earliest and at the latest."""
+    todo = np.array([max(0, r.prefill_end - r.num_computed) for r in batch], dtype=np.float64)
+    todo[-1] = world.num_uncached(batch[-1])
+    if todo.sum() <= world.max_tokens - len(batch):  # all of it fits into a step or is in this one
+        late = np.where(todo > 0, 1.0, 0.0)
+        late[-1] = 0.0
+        return np.zeros_like(todo), late
+    rate = max(1, world.max_tokens - len(batch))
+    return np.zeros_like(todo), np.where(todo > 0, np.ceil(np.cumsum(todo) / rate) + 1, 0.0)
+
+
+def _shared(batch: list[Request], held: Floats, world: World) -> Floats:
+    """Blocks of each request that one ending later holds too; they outlive it."""
+    shared, num_blocks = np.zeros(len(batch)), np.ceil(held / world.block_size)
+    blocks = [world.blocks_of(r) for r in batch]
+    if sum(map(len, blocks)) == world.num_blocks - world.num_free:
+        return shared  # nobody shares anything
+    seen: set[int] = set()
+    for place, own in enumerate(blocks):
+        num_seen = len(seen)
+        seen.update(own)
+        shared[place] = len(own) - (len(seen) - num_seen)
+    return np.minimum(shared, num_blocks)
+
+
+def _growth(
+    held: Floats, left: Floats, early: Floats, late: Floats, shared: Floats, world: World
+) -> int:
+    """Blocks more than now at the fullest moment; rows sorted by their end, latest first."""
+    size, ends = world.block_size, left + late
+    tokens = np.cumsum(held - shared * size) + ends * np.arange(1, len(held) + 1)
+    now = (np.ceil(held / size) - shared).sum()
+    peak = now
     for i in np.argsort(tokens)[-CLOSEST:]:
-        peak = max(peak, np.ceil((held[: i + 1] + left[i]) / size).sum())
-    return peak
+        grown = np.minimum(left, np.maximum(ends[i] - early, 0.0))[: i + 1]
+        peak = max(peak, (np.ceil((held[: i + 1] + grown) / size) - shared[: i + 1]).sum())
+    return int(peak - now)

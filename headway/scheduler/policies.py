@@ -7,13 +7,11 @@ so that it compares, prints itself as it is written on the command line, and kee
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from headway.config import HeadroomRule, Verbs, World
-from headway.request import Request, State
+from headway.request import Request
 
 # recipe: which verbs, in which order
 
@@ -27,7 +25,7 @@ def mixed(step: Verbs) -> None:
 
 def swapped_first(step: Verbs) -> None:
     """As mixed, but who was swapped out is brought back before anything else."""
-    step.admit(State.SWAPPED, leave=step.num_due)
+    step.admit_swapped()
     mixed(step)
 
 

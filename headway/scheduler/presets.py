@@ -119,7 +119,7 @@ def _text(value: Any) -> str:
 
 
 def _parse(name: str, text: str) -> Any:
-    known = {f.__name__: f for f in (*SLOTS[name], *PARTS)}
+    known = {f.__name__: f for f in (*SLOTS[name], *(PARTS if name == "headroom" else ()))}
     try:
         return _evaluate(ast.parse(text, mode="eval").body, known, name)
     except SyntaxError:

@@ -61,6 +61,8 @@ class Scheduler:
         """Take a request, or raise a RequestError that says why it can never run."""
         if request.id in self.requests:
             raise InvalidRequest(f"request {request.id!r}: this id is in use")
+        if request.state is not State.WAITING or request.num_generated:
+            raise InvalidRequest(f"request {request.id!r} has run before; make a new one")
         request.limit = door.check(request, self.config)
         request.history.serial = self._num_added
         self._num_added += 1
@@ -92,6 +94,7 @@ class Scheduler:
         self.config.recipe(step)
         if plan.is_empty and self.requests and not self.in_flight:
             step.force()
+        step.account()
         self.kv.settle_host()
         for chunk in plan.chunks:
             if chunk.is_last:
@@ -137,6 +140,7 @@ class Scheduler:
         self.unsettled.clear()
         self.reset_cache(force=True)
         self.kv.settle_host()
+        self.lockstep = Lockstep(self.config.block_size, self.config.max_requests)
         return failed
 
     def reset_cache(self, *, force: bool = False) -> bool:
@@ -163,6 +167,10 @@ class Scheduler:
     def block_size(self) -> int:
         return self.config.block_size
 
+    @property
+    def max_tokens(self) -> int:
+        return self.config.max_tokens
+
     def service(self) -> dict[str, float]:
         """Weighted tokens served to every group, what is being generated now included."""
         if self._service is None:
@@ -176,6 +184,9 @@ class Scheduler:
 
     def num_uncached(self, request: Request) -> int:
         return request.num_known - self.kv.survey(request).num_computed
+
+    def blocks_of(self, request: Request) -> list[int]:
+        return self.kv.blocks_of(request)
 
     def num_private_blocks(self, request: Request) -> int:
         return self.kv.num_private_blocks(request)
@@ -308,7 +319,7 @@ class Scheduler:
 
     def _stop(self, plan: Plan, step: int, requests: list[Request], column: Column) -> None:
         """Finish those whose token of this step is one of their stop tokens."""
-        for place in self._watch(column):
+        for place in sorted(self._watch(column), key=lambda i: requests[i].history.admission):
             request, token = requests[place], int(column[place])
             if token in request.stops and request not in plan.cut:
                 if request.num_generated >= request.params.min_tokens:

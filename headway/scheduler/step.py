@@ -7,7 +7,7 @@ that is not taken leaves its reason, with what it needed and what was there.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from headway.plan import Behind, Blocked, Chunk, Plan, Reason
 from headway.request import Request, State
@@ -21,13 +21,15 @@ UNCOMPUTED = frozenset({State.WAITING, State.PREFILL, State.SWAPPED})
 class Step:
     """The verbs of a recipe, over the scheduler whose next plan this is."""
 
-    __slots__ = ("_ran_short", "_scheduler", "plan", "tokens_left")
+    __slots__ = ("_closed", "_kept_blocks", "_ran_short", "_scheduler", "plan", "tokens_left")
 
     def __init__(self, scheduler: Scheduler, plan: Plan) -> None:
         self.plan = plan
         self.tokens_left = scheduler.config.max_tokens
         self._scheduler = scheduler
-        self._ran_short = False
+        self._ran_short = False  # somebody had to be preempted
+        self._closed: Reason | None = None  # why nobody can be admitted any more
+        self._kept_blocks = 0  # for decodes yet to come
 
     @property
     def is_idle(self) -> bool:
@@ -79,35 +81,48 @@ class Step:
                 self._compute(request, granted)
                 self.tokens_left -= granted
 
-    def admit(
-        self, only: State | None = None, *, leave: int = 0, charge_cached: bool = False
-    ) -> None:
+    def admit(self, only: State | None = None, *, charge_cached: bool = False) -> None:
         """Seat waiting requests in the queue's order, until one does not fit."""
         scheduler, plan = self._scheduler, self.plan
-        if not scheduler.queue:
-            return
         plan.blocked = []
+        self._closed = self._reason_to_close()
+        if self._closed or not scheduler.queue:
+            return
         patience, passed = scheduler.config.queue.patience, list[Request]()
-        closed = self._closed()
-        for request in () if closed else self._candidates(only):
-            blocked = self._try(request, leave, charge_cached)
+        for request in self._candidates(only):
+            blocked = self._try(request, charge_cached)
             if blocked is None:
                 for other in passed:
                     other.history.num_overtaken += 1
-                closed = self._closed()
+                self._closed = self._reason_to_close()
             else:
                 plan.blocked.append(blocked)
                 if blocked.reason == "order":  # it waits for its leader, not for room
                     continue
                 passed.append(request)
-            if closed or (blocked and blocked.reason == "tokens") or len(passed) > patience:
+            if self._closed or (blocked and blocked.reason == "tokens") or len(passed) > patience:
                 break
             if any(other.history.num_overtaken >= patience for other in passed):
                 break
-        rest = len(scheduler.queue) - len(plan.blocked)
-        plan.behind = Behind(closed or "order", rest) if rest else None
 
-    def _closed(self) -> Reason | None:
+    def admit_swapped(self) -> None:
+        """Bring back who was swapped out, leaving the decodes what they will need."""
+        if not self._scheduler.swapped:
+            return
+        self._kept_blocks, kept_tokens = self.num_due, min(self.num_decoding, self.tokens_left)
+        self.tokens_left -= kept_tokens
+        self.admit(State.SWAPPED)
+        self.tokens_left += kept_tokens
+        self._kept_blocks = 0
+
+    def account(self) -> None:
+        """Everyone who still waits and was not looked at shares one reason."""
+        rest = len(self._scheduler.queue) - len(self.plan.blocked)
+        if rest:
+            reason = "back-off" if self._ran_short else self._closed
+            self.plan.behind = Behind(reason or "order", rest)
+
+    def _reason_to_close(self) -> Reason | None:
         """Why nobody at all can be admitted any more in this step."""
         if self._ran_short:
             return "back-off"  # newcomers would only fight those just sent back for room
@@ -130,8 +145,6 @@ class Step:
             want = request.num_known - survey.num_computed
             self._compute(request, min(want, scheduler.config.max_tokens))
             self.plan.blocked = [b for b in self.plan.blocked if b.request is not request]
-            rest = len(scheduler.queue) - len(self.plan.blocked)
-            self.plan.behind = Behind("order", rest) if rest else None
 
     def _candidates(self, only: State | None) -> Iterator[Request]:
         scheduler = self._scheduler
@@ -192,7 +205,7 @@ class Step:
         if is_last:
             del scheduler.prefilling[request]
 
-    def _try(self, request: Request, leave: int, charge_cached: bool) -> Blocked | None:
+    def _try(self, request: Request, charge_cached: bool) -> Blocked | None:
         """Seat a request if tokens and blocks allow; otherwise say what is missing."""
         scheduler, kv, leader = self._scheduler, self._scheduler.kv, request.leader
         if leader is not None and not leader.num_generated and leader.state in UNCOMPUTED:
@@ -201,16 +214,17 @@ class Step:
             return Blocked(request, "back-off", 1, 0)
         survey = kv.survey(request)
         want = request.num_known - survey.num_computed
-        charge = self._granted(request.num_known if charge_cached else want)
+        price = request.num_known if charge_cached else want
+        charge = self._granted(price)
         if not charge:
-            return Blocked(request, "tokens", want, self.tokens_left)
+            return Blocked(request, "tokens", price, self.tokens_left)
         free, need = kv.num_free, survey.num_blocks - survey.num_hits
         if need <= free:  # otherwise too much already, whoever holds the hits
             need = kv.num_taken(request, survey)
         if need > free:
             return Blocked(request, "blocks", need, free)
         if scheduler.running or scheduler.in_flight:  # alone, it may always run
-            room = leave + max(0, scheduler.config.headroom(request, scheduler))
+            room = self._kept_blocks + max(0, scheduler.config.headroom(request, scheduler))
             if need + room > free:
                 return Blocked(request, self._why_headroom(request, need), need + room, free)
         self.tokens_left -= charge
@@ -218,7 +232,7 @@ class Step:
         self._compute(request, min(want, charge))
         return None
 
-    def _why_headroom(self, request: Request, need: int) -> Literal["headroom", "back-off"]:
+    def _why_headroom(self, request: Request, need: int) -> Reason:
         """Back-off, if the rule it is built on would have let the request in."""
         base = getattr(self._scheduler.config.headroom, "base", None)
         free = self._scheduler.kv.num_free

@@ -1,0 +1,77 @@
+"""How good the decisions are: steps, preemptions and recomputed tokens on the field's workload.
+
+    python bench/scheduler_quality.py         prints one JSON object
+
+256 requests, input and output each uniform in 100-1024, all there at the start, 512 seats, 16,384
+tokens per step, 16-token blocks, pools of 65,536 and 32,768 tokens. `known`: every request makes
+max_tokens. `unknown`: it ends at random below. `vllm_measured` is what vLLM V1 itself did on the
+known lengths; rows named vllm_v1 are our preset of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from headway.lab.cost import load_profile
+from headway.lab.simulate import simulate
+from headway.lab.summary import summarize
+from headway.lab.synthetic import field_workload
+from headway.scheduler import preset
+
+POOLS = (65_536, 32_768)
+NUMBERS = {"max_requests": 512, "max_tokens": 16_384, "block_size": 16}
+LEARNED = "future_peak(learned(0.5))"
+SCHEDULERS: dict[str, dict[str, Any]] = {
+    "nano_vllm": {"name": "nano_vllm"},
+    "vllm_v1": {"name": "vllm_v1"},
+    "vllm_v1 watermark 0.01": {"name": "vllm_v1", "headroom": "watermark(0.01)"},
+    "vllm_v1 watermark 0.05": {"name": "vllm_v1", "headroom": "watermark(0.05)"},
+    "vllm_v1 back_off": {"name": "vllm_v1", "headroom": "back_off(watermark(0.01))"},
+    "vllm_v1 least_work": {"name": "vllm_v1", "victim": "least_work"},
+    "vllm_v1 fewest_lost": {"name": "vllm_v1", "victim": "fewest_lost"},
+    "vllm_v1 served_last": {"name": "vllm_v1", "victim": "served_last"},
+    "vllm_v1 swap": {"name": "vllm_v1", "swap": "swap", "num_host_blocks": 4096},
+    "reserve_outputs": {"name": "vllm_v1", "headroom": "reserve_outputs(1.0)"},
+    "future_peak limit": {"name": "vllm_v1", "headroom": "future_peak(limit)"},
+    "future_peak learned": {"name": "vllm_v1", "headroom": LEARNED},
+    "future_peak learned least_work": {
+        "name": "vllm_v1", "headroom": LEARNED, "victim": "least_work",
+    },
+    "headway": {"name": "headway"},
+}  # fmt: skip
+VLLM_MEASURED = {
+    "65536": {"plain": [2510, 161, 66447], "0.01": [2519, 60, 29310], "0.05": [2570, 18, 11527]},
+    "32768": {"plain": [4406, 198, 70153], "0.05": [4481, 17, 10253]},
+}
+
+
+def row(changes: dict[str, Any], num_tokens: int, is_unknown: bool) -> dict[str, int]:
+    config = preset(**{**NUMBERS, "num_blocks": num_tokens // 16, **changes})
+    run = simulate(field_workload(is_unknown), config, load_profile("qwen3-0.6b-h200"))
+    summary = summarize(run.metrics)
+    return {
+        "steps": summary["steps"],
+        "preemptions": summary["preemptions"],
+        "recomputed": summary["recomputed_tokens"],
+        "swapped_blocks": summary["swapped_blocks"]["out"],
+    }
+
+
+def main() -> None:
+    result: dict[str, Any] = {"columns": ["steps", "preemptions", "recomputed"]}
+    for kind, is_unknown in (("known", False), ("unknown", True)):
+        result[kind] = {
+            str(pool): {name: row(c, pool, is_unknown) for name, c in SCHEDULERS.items()}
+            for pool in POOLS
+        }
+    result["vllm_measured"] = VLLM_MEASURED
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
