@@ -29,6 +29,8 @@ class World(Protocol):
     @property
     def max_tokens(self) -> int: ...
     @property
+    def tokens_left(self) -> int: ...  # of this step's budget
+    @property
     def pressure(self) -> float: ...  # recent preemptions, fading with every step
     @property
     def output_shares(self) -> Sequence[float]: ...  # generated / allowed of requests that ended

@@ -70,13 +70,10 @@ class future_peak:
 def _delays(batch: list[Request], world: World) -> tuple[Floats, Floats]:
     """Steps until each prompt is computed, at the earliest and at the latest."""
     todo = np.array([max(0, r.prefill_end - r.num_computed) for r in batch], dtype=np.float64)
-    todo[-1] = world.num_uncached(batch[-1])
-    if todo.sum() <= world.max_tokens - len(batch):  # all of it fits into a step or is in this one
-        late = np.where(todo > 0, 1.0, 0.0)
-        late[-1] = 0.0
-        return np.zeros_like(todo), late
-    rate = max(1, world.max_tokens - len(batch))
-    return np.zeros_like(todo), np.where(todo > 0, np.ceil(np.cumsum(todo) / rate) + 1, 0.0)
+    todo[-1] = max(0, world.num_uncached(batch[-1]) - world.tokens_left)
+    rate = max(1, world.max_tokens - len(batch))  # the others may all decode by then
+    late: Floats = np.where(todo > 0, np.ceil(np.cumsum(todo) / rate), 0.0)
+    return np.where(todo > 0, 1.0, 0.0), late
 
 
 def _shared(batch: list[Request], held: Floats, world: World) -> Floats:

@@ -55,6 +55,7 @@ class Scheduler:
         self._num_added = self._num_admitted = self._num_steps = 0
         self._news = Plan(-1)  # what happened since the last plan that was not empty
         self._finished: list[Request] = []
+        self._step = Step(self, self.last_plan)
         self._service: dict[str, float] | None = None  # kept until somebody comes, goes or steps
 
     def add(self, request: Request) -> None:
@@ -86,7 +87,7 @@ class Scheduler:
         """Make the next plan. With work present it is empty only while another is in flight."""
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         self.last_plan = plan = Plan(self._num_steps)
-        step = Step(self, plan)
+        self._step = step = Step(self, plan)
         self.pressure *= FADE
         self._service = None
         if self.config.queue.preempts and self.queue:
@@ -170,6 +171,10 @@ class Scheduler:
     @property
     def max_tokens(self) -> int:
         return self.config.max_tokens
+
+    @property
+    def tokens_left(self) -> int:
+        return self._step.tokens_left
 
     def service(self) -> dict[str, float]:
         """Weighted tokens served to every group, what is being generated now included."""
