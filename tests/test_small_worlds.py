@@ -33,10 +33,11 @@ def request(number: int, shape: tuple[int, int], step: int) -> Request:
 
 
 def workloads() -> Iterator[dict[int, list[Request]]]:
-    """All sequences of shapes (of four, without the shortest), at once or one a step."""
+    """All sequences of shapes, at once or one a step; four at once, and without the shortest."""
     for length in range(1, MOST_REQUESTS + 1):
-        choices = SHAPES[:3] if length == MOST_REQUESTS else SHAPES
-        for shapes, gap in product(product(choices, repeat=length), (0, 1)):
+        is_most = length == MOST_REQUESTS
+        choices, gaps = (SHAPES[:3], (0,)) if is_most else (SHAPES, (0, 1))
+        for shapes, gap in product(product(choices, repeat=length), gaps):
             arrivals: dict[int, list[Request]] = {}
             for number, shape in enumerate(shapes):
                 step = number * gap

@@ -95,6 +95,10 @@ class Lockstep(Pace):
             self.leave(request)
         return ended
 
+    def awaits(self, request: Request) -> bool:
+        """Whether the next column delivered is kept for it; one who left and came back may not."""
+        return request in self.members and request.written_to <= self._num_delivered
+
     def deliver(self, rows: Rows, column: npt.ArrayLike) -> None:
         """Keep what the next tick sampled; the rows of those who left take it too, unread."""
         self._kept[self._num_delivered - self._first, rows] = column

@@ -65,7 +65,7 @@ class WaitingQueue:
             for group in self._groups.values():
                 group[:] = sorted((self._entry(r) for _, r in group), key=_sort_key)
         passed = dict.fromkeys(self._groups, 0)
-        while name := self._next_group(passed):
+        while (name := self._next_group(passed)) is not None:
             length = self._length
             yield self._groups[name][passed[name]][1]
             passed[name] += self._length == length  # it was not taken

@@ -28,6 +28,7 @@ from headway.scheduler.queues import WaitingQueue
 from headway.scheduler.step import Step
 
 FADE = 0.97  # of `pressure` per step: a preemption is half forgotten after 23
+MOST_BUMPS = 16  # of one request, whatever the queue's rule allows
 NUM_SHARES = 256  # finished outputs remembered for estimates
 
 
@@ -279,7 +280,7 @@ class Scheduler:
         """If the first in line cannot be seated and outranks running ones, send some back."""
         head, outranks = next(self.queue.walk()), self.config.queue.outranks
         running = (*self.prefilling, *self.lockstep.members)
-        inferior = [r for r in running if outranks(head, r)]
+        inferior = [r for r in running if r.history.num_bumped < MOST_BUMPS and outranks(head, r)]
         need = self.kv.num_taken(head, self.kv.survey(head)) + len(self.lockstep.due)
         need += max(0, self.config.headroom(head, self))
         inferior.sort(key=lambda r: self.config.victim(r, self))
@@ -315,8 +316,10 @@ class Scheduler:
 
     def _deliver(self, plan: Plan, step: int, column: Column) -> None:
         """Hand one token to each decode: those in lockstep together, those who left it singly."""
-        self.lockstep.deliver(plan.rows, column)
-        for request in self.lockstep.strayed.union(*plan.ending):
+        lockstep = self.lockstep
+        singly = [r for r in lockstep.strayed.union(*plan.ending) if not lockstep.awaits(r)]
+        lockstep.deliver(plan.rows, column)
+        for request in singly:
             if request not in plan.cut and request in plan.decodes:
                 request.written.append(int(column[plan.decodes.index(request)]))
         self._stop(plan, step, plan.decodes, column)

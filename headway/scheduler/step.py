@@ -52,8 +52,12 @@ class Step:
         plan, lockstep = self.plan, self._scheduler.lockstep
         if plan.decodes or not lockstep.members:
             return
+        if plan.chunks:  # the budget is for all of them together
+            at_most = self.tokens_left if at_most is None else min(at_most, self.tokens_left)
+        plan.deferred = []
         if at_most is not None and at_most < len(lockstep.members):
-            plan.deferred = sorted(lockstep.members, key=lambda r: r.history.admission)[at_most:]
+            plan.deferred = sorted(lockstep.members, key=lambda r: r.history.admission)
+            plan.deferred = plan.deferred[max(0, at_most) :]
             for request in plan.deferred:
                 lockstep.leave(request)
         while len(lockstep.due) > self._scheduler.kv.num_free:
