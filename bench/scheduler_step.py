@@ -57,7 +57,9 @@ class Ours:
         self.scheduler = Scheduler(preset(**{**numbers, "num_blocks": num_blocks, **changes}))
         for i in range(num_running):
             prompt = range(i * 2000, i * 2000 + CONTEXT - i % BLOCK)
-            params = Params(eos_ids=EOS, max_tokens=num_blocks * BLOCK // max(1, num_running) - CONTEXT)
+            params = Params(
+                eos_ids=EOS, max_tokens=num_blocks * BLOCK // max(1, num_running) - CONTEXT
+            )
             self.scheduler.add(Request(str(i), prompt, params))
         self.step()
         self.step()

@@ -210,5 +210,5 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 def test_a_token_space_begins_again_without_leaving_32_bits() -> None:
     space = TokenSpace()
     runs = [space.take(100_000_000) for _ in range(60)]
-    assert all(FIRST_TOKEN <= run.start and run.stop - 1 <= LAST_TOKEN for run in runs)
+    assert all(run.start >= FIRST_TOKEN and run.stop - 1 <= LAST_TOKEN for run in runs)
     assert len({run.start for run in runs}) == len(runs)

@@ -17,6 +17,7 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.scheduler.presets import NUMBERS, PRESETS
 
+ALL_PRESETS = ",".join(PRESETS)
 Presets = Annotated[str, typer.Option(help="Comma-separated presets.")]
 Variants = Annotated[
     list[str] | None,
@@ -29,7 +30,7 @@ Variants = Annotated[
 
 def compare_command(
     workload: options.Workload = options.DEFAULT_WORKLOAD,
-    presets: Presets = ",".join(PRESETS),
+    presets: Presets = ALL_PRESETS,
     variant: Variants = None,
     profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     json_: options.Json = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 from rich.console import Console
 
@@ -76,6 +77,6 @@ def strip(values: list[float], longest: int) -> str:
     """A row of bars, one for every stretch of steps; as wide as its share of the longest run."""
     width = max(1, round(WIDTH * len(values) / longest))
     bounds = [round(i * len(values) / width) for i in range(width + 1)]
-    means = [sum(values[a:b]) / max(1, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    means = [sum(values[a:b]) / max(1, b - a) for a, b in pairwise(bounds)]
     bars = (SHADES[round(mean / NUM_SEATS * (len(SHADES) - 1))] for mean in means)
     return "".join(bars).ljust(WIDTH)

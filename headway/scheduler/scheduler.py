@@ -329,11 +329,11 @@ class Scheduler:
         """Finish those whose token of this step is one of their stop tokens."""
         for place in sorted(self._watch(column), key=lambda i: requests[i].history.admission):
             request, token = requests[place], int(column[place])
-            if token in request.stops and request not in plan.cut:
-                if request.num_generated >= request.params.min_tokens:
-                    request.stop_token = token
-                    plan.cut[request] = step + 1
-                    self._retire(request, "stop")
+            is_over = request in plan.cut or request.num_generated < request.params.min_tokens
+            if token in request.stops and not is_over:
+                request.stop_token = token
+                plan.cut[request] = step + 1
+                self._retire(request, "stop")
 
     def _watch(self, column: Column) -> list[int]:
         """The places of a column that hold a token somebody may stop at."""

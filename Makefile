@@ -1,0 +1,39 @@
+# Everything a fresh machine needs is made here: a virtual environment, then the package in it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+$(READY): pyproject.toml requirements.lock
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+run: $(READY)  ## compare static with continuous batching and all presets
+	@$(BIN)/headway demo
+
+test: $(READY) check  ## all checks and all tests
+	$(BIN)/python -m pytest -n 2
+
+check: $(READY)  ## formatting, lint and types
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy --no-error-summary
+
+format: $(READY)  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)  ## what the scheduler costs, and how good its decisions are
+	$(BIN)/python bench/scheduler_step.py
+	$(BIN)/python bench/scheduler_quality.py
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+.PHONY: help run test check format bench clean
