@@ -94,7 +94,7 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 
 def comparison(title: str, summaries: dict[str, Summary]) -> Group:
     """Several runs, a row each; columns that are zero for everybody are left out."""
-    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("scheduler", style="bold", no_wrap=True)
     shown = {
         name: show
