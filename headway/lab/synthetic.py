@@ -233,8 +233,8 @@ WORDS: dict[str, Callable[[str], Any]] = {
 def field_workload(unknown_lengths: bool = False) -> list[Job]:
     """The benchmark of the field: 256 requests at once, input and output each 100 to 1024 tokens.
 
-    Lengths are those that nano-vLLM's bench draws after seed(0). With `unknown_lengths` the drawn
-    output is only what users allow; what is generated is anything from 1 token to that.
+    Lengths are those that nano-vLLM's bench draws after seed(0). With `unknown_lengths` the same is
+    generated, but every user allows 1024 tokens: the end token comes at random below that.
     """
     random, space = Random(0), TokenSpace()
     prompts: list[range] = []
@@ -242,9 +242,11 @@ def field_workload(unknown_lengths: bool = False) -> list[Job]:
         prompts.append(space.take(random.randint(100, 1024)))
         for _ in prompts[-1]:
             random.randint(0, 10_000)  # the bench draws a token here
-    allowed = [random.randint(100, 1024) for _ in prompts]
-    real = [random.randint(1, most) if unknown_lengths else most for most in allowed]
+    outputs = [random.randint(100, 1024) for _ in prompts]
     return [
-        Job(id=str(place), pieces=(prompt,), num_output=output, max_tokens=most)
-        for place, (prompt, output, most) in enumerate(zip(prompts, real, allowed, strict=True))
-    ]
+        Job(
+            id=str(place), pieces=(prompt,), num_output=output,
+            max_tokens=1024 if unknown_lengths else output,
+        )
+        for place, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]  # fmt: skip

@@ -41,8 +41,8 @@ NUMBERS = tuple(f.name for f in fields(Config) if f.default is not MISSING)
 
 PRESETS: dict[str, dict[str, str | int]] = {
     "headway": {
-        "recipe": "swapped_first", "queue": "fcfs(8)", "chunk": "split_any",
-        "headroom": "future_peak", "victim": "served_last", "swap": "cheaper",
+        "recipe": "swapped_first", "queue": "shortest_first", "chunk": "split_any",
+        "headroom": "future_peak(learned)", "victim": "served_last", "swap": "cheaper",
     },
     "nano_vllm": {
         "recipe": "prefill_first", "queue": "fcfs", "chunk": "split_first",

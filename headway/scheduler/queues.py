@@ -14,6 +14,8 @@ from typing import Any
 from headway.config import QueueRule, World
 from headway.request import Request
 
+FRONT = 64  # requests whose drifting keys are looked at in every step
+
 
 class WaitingQueue:
     """Waiting, preempted and swapped requests, each in its own place."""
@@ -23,6 +25,7 @@ class WaitingQueue:
         self._world = world
         self._groups: dict[str, list[tuple[Any, Request]]] = {}
         self._length = 0
+        self._num_walks = 0
 
     def __len__(self) -> int:
         return self._length
@@ -62,13 +65,19 @@ class WaitingQueue:
     def walk(self) -> Iterator[Request]:
         """The order of service; the request just yielded may be removed before the next."""
         if self.rule.drifts:
-            for group in self._groups.values():
-                group[:] = sorted((self._entry(r) for _, r in group), key=_sort_key)
+            self._sort_again()
         passed = dict.fromkeys(self._groups, 0)
         while (name := self._next_group(passed)) is not None:
             length = self._length
             yield self._groups[name][passed[name]][1]
             passed[name] += self._length == length  # it was not taken
+
+    def _sort_again(self) -> None:
+        """Ask for drifted keys again: every time of those in front, now and then of everybody."""
+        self._num_walks += 1
+        count = FRONT if self._num_walks % FRONT else self._length
+        for group in self._groups.values():
+            group[:count] = sorted((self._entry(r) for _, r in group[:count]), key=_sort_key)
 
     def _next_group(self, passed: dict[str, int]) -> str | None:
         """The group served least, of those with a request not yet looked at."""
@@ -138,7 +147,7 @@ class priority(Rule):
 class shortest_first(Rule):
     """Least left to compute first, after cache hits; a token more is worth `aging` seconds."""
 
-    aging: float = 0.01
+    aging: float = 0.001
     drifts = True
 
     def key(self, request: Request, world: World) -> Any:
