@@ -1,0 +1,247 @@
+"""Laws of the configuration: what cannot work is refused in one clear sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.config import Config, Verbs, World
+from headway.errors import ConfigError
+from headway.request import Params, Request
+from headway.scheduler import PRESETS, Scheduler, peak, policies, preset, queues
+from headway.scheduler.presets import NUMBERS, SLOTS, describe, slot
+from tests.drive import Drive
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        preset(**changes)
+    text = str(caught.value)
+    assert "\n" not in text and len(text) < 400
+    return text
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("value", [-1, 1.5, "7", None, "many"])
+def test_a_number_that_is_none_names_itself_and_the_value(number: str, value: Any) -> None:
+    text = refusal(**{number: value})
+    assert number in text and str(value) in text and "whole number" in text
+
+
+@pytest.mark.parametrize("number", [n for n in NUMBERS if n != "num_host_blocks"])
+def test_zero_is_too_little_of_anything_but_host_blocks(number: str) -> None:
+    assert number in refusal(**{number: 0})
+    assert preset(num_host_blocks=0).num_host_blocks == 0
+
+
+def test_a_token_budget_below_the_seats_names_both() -> None:
+    text = refusal(max_tokens=100, max_requests=200)
+    assert "max_tokens (100)" in text and "max_requests (200)" in text and "raise" in text
+    assert preset("minivllm", max_tokens=100, max_requests=200).max_tokens == 100  # it defers
+
+
+WRONG_POLICIES = {
+    "headroom": [
+        "watermark(1.5)", "watermark(-0.1)", "reserve_outputs(-1.0)", "back_off(watermark(2.0))",
+        "back_off(watermark, -0.1)", "future_peak(learned(1.5))", "future_peak(learned(-0.5))",
+        "watermark('much')",
+    ],
+    "chunk": ["at_most(0)", "at_most(-5)", "at_most(1.5)"],
+    "queue": ["fcfs(-1)", "priority(aging=-1.0)", "fcfs('x')"],
+    "swap": ["cheaper(copy=-1.0)"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [(name, text) for name, texts in WRONG_POLICIES.items() for text in texts]
+)
+def test_a_policys_number_out_of_range_is_refused(name: str, text: str) -> None:
+    assert name in refusal(**{name: text})
+
+
+# Names.
+
+
+def test_an_unknown_preset_lists_the_known_ones_and_suggests_one() -> None:
+    with pytest.raises(ConfigError) as caught:
+        preset("vlm")
+    text = str(caught.value)
+    assert "unknown preset 'vlm'" in text and "did you mean vllm?" in text
+    assert all(name in text for name in PRESETS)
+
+
+def test_an_unknown_slot_or_number_lists_the_known_ones_and_suggests_one() -> None:
+    text = refusal(num_block=7)
+    assert "'num_block'" in text and "did you mean num_blocks?" in text
+    assert all(name in text for name in (*SLOTS, *NUMBERS))
+    with pytest.raises(ConfigError, match=r"did you mean victim\?"):
+        slot("victims", "newest")
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_an_unknown_policy_lists_the_known_ones_and_suggests_one(name: str) -> None:
+    known = [policy.__name__ for policy in SLOTS[name]]
+    text = refusal(**{name: known[0] + "x"})
+    assert f"did you mean {known[0]}?" in text and all(k in text for k in known)
+    assert known[0] in refusal(**{name: "zzzzzz"})
+
+
+def test_sentences_with_and_without_a_hint_are_punctuated() -> None:
+    assert "'zzzzzz'. Known: " in refusal(queue="zzzzzz")
+    assert "'fcfsx'; did you mean fcfs? Known: " in refusal(queue="fcfsx")
+
+
+# Texts.
+
+
+def test_texts_become_policies() -> None:
+    assert slot("queue", "fcfs") == queues.fcfs()
+    assert slot("queue", "fcfs(8)") == queues.fcfs(patience=8)
+    assert slot("queue", "priority(aging=2.5, preempts=True)") == queues.priority(0, 2.5, True)
+    assert slot("chunk", "whole") is policies.whole
+    assert slot("chunk", "at_most") == policies.at_most()
+    assert slot("chunk", "at_most(64)") == policies.at_most(64)
+    assert slot("headroom", "watermark(0.05)") == policies.watermark(0.05)
+    nested = policies.back_off(policies.watermark(0.02))
+    assert slot("headroom", "back_off(watermark(0.02))") == nested
+    assert slot("headroom", "back_off(base=watermark(share=0.02))") == nested
+    assert slot("headroom", " back_off( watermark(0.02) ) ") == nested
+    assert slot("headroom", "back_off(future_peak)") == policies.back_off(peak.future_peak())
+    assert slot("headroom", "back_off(base=watermark)") == policies.back_off(policies.watermark())
+    assert slot("headroom", "future_peak(learned(0.7))") == peak.future_peak(peak.learned(0.7))
+    assert slot("headroom", "future_peak(limit)") == peak.future_peak(peak.limit)
+    assert slot("headroom", "future_peak(learned)") == peak.future_peak(peak.learned())
+    assert slot("headroom", "future_peak(margin=0.01)") == peak.future_peak(margin=0.01)
+    assert slot("swap", "cheaper") == policies.cheaper()
+
+
+def work(config: Config) -> None:
+    """Whatever is in the slots, a few requests come through."""
+    Scheduler(config)
+    drive = Drive()
+    drive.scheduler = Scheduler(config)
+    for i in range(4):
+        drive.add(f"r{i}", 9, 3)
+    drive.run()
+    drive.check_empty()
+
+
+OWN = """
+def by_length(request, world):
+    return request.num_prompt
+
+class Policies:
+    @staticmethod
+    def small(want, left, is_first):
+        return min(want, left, 2)
+
+half = lambda request, world: world.num_blocks // 2
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of one's own, on the path."""
+    (tmp_path / "my_own_policies.py").write_text(OWN, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_own_policies"
+
+
+def test_ones_own_functions_are_found_by_module_and_name(own: str) -> None:
+    config = preset(queue=f"{own}:by_length", headroom=f"{own}:half")
+    assert isinstance(config.queue, queues.custom) and config.queue.drifts
+    assert describe(config)["queue"] == f"{own}:by_length"
+    again = preset(**describe(preset(queue=f"{own}:by_length")))
+    assert again.queue == config.queue
+    work(config)
+
+
+def test_ones_own_function_may_live_in_a_class(own: str) -> None:
+    config = preset(chunk=f"{own}:Policies.small")
+    assert config.chunk(9, 9, True) == 2
+    assert preset(**describe(config)).chunk is config.chunk
+
+
+@pytest.mark.parametrize("text", ["{}:nobody", "no_such_module_here:f", ":f", "{}:", "a b:c", ":"])
+def test_ones_own_function_that_is_not_there_is_named(own: str, text: str) -> None:
+    text = text.format(own)
+    assert text in refusal(victim=text)
+
+
+def test_functions_and_lambdas_are_policies() -> None:
+    def victim(request: Request, world: World) -> Any:
+        return request.num_prompt
+
+    def recipe(step: Verbs) -> None:
+        step.admit()
+        step.decode()
+
+    config = preset(
+        queue=lambda request, world: -request.num_prompt, victim=victim, recipe=recipe,
+        headroom=lambda request, world: 0, chunk=lambda want, left, is_first: min(want, left),
+        swap=lambda request, world: False,
+    )  # fmt: skip
+    work(config)
+    long, short = (Request(str(n), range(n), Params()) for n in (9, 3))
+    world = Scheduler(config)
+    assert config.queue.key(long, world) < config.queue.key(short, world)
+
+
+@pytest.mark.parametrize("value", [7, None, 0.5, [], {}])
+@pytest.mark.parametrize("name", SLOTS)
+def test_what_cannot_be_called_is_no_policy(name: str, value: Any) -> None:
+    assert name in refusal(**{name: value})
+
+
+MALICE = [
+    "__import__('os').system('true')", "__import__('os')", "().__class__", "fcfs.__class__",
+    "[x for x in (1,)]", "lambda r, w: 0", "open('/etc/passwd')", "eval('1')", "fcfs(print)",
+    "fcfs(*[1])", "fcfs(**{'patience': 1})", "fcfs()()", "watermark(1)(2, 3)", "fcfs if 1 else 0",
+    "f'{1}'", "fcfs; fcfs", "fcfs\nfcfs", "(fcfs", "", " ", "7", "'fcfs'", "None", "fcfs(1, 2, 3)",
+    "fcfs(nothing=1)", "(" * 300, "fcfs(" * 120 + ")" * 120, "whole(5, 5, True)",
+    "-" * 5000 + "1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MALICE, ids=lambda text: repr(text[:24]))
+@pytest.mark.parametrize("name", SLOTS)
+def test_a_text_can_do_nothing_but_name_policies(name: str, text: str) -> None:
+    with pytest.raises(ConfigError):
+        slot(name, text)
+
+
+# Round trips.
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_described_is_the_same_preset(name: str) -> None:
+    config = preset(name)
+    described = describe(config)
+    assert preset(**described) == config and describe(preset(**described)) == described
+    assert set(described) == {*SLOTS, *NUMBERS}
+    assert all(isinstance(described[number], int) for number in NUMBERS)
+
+
+VARIATIONS: list[dict[str, Any]] = [
+    {"queue": "priority(3, 0.5, True, 7)"},
+    {"queue": "shortest_first(aging=0.25)"},
+    {"queue": "fair(2)", "chunk": "at_most(64)", "victim": "fewest_lost"},
+    {"queue": "deadline(slack=5.0)", "swap": "cheaper(1e-07, 2e-06)"},
+    {"headroom": "back_off(future_peak(learned(0.7), 0.03), 0.5)"},
+    {"headroom": "back_off(back_off(watermark(0.02)))"},
+    {"recipe": "charged_in_full", "max_tokens": 3, "max_requests": 9, "decode_steps": 4},
+    {"num_blocks": 7, "block_size": 1, "num_host_blocks": 3, "max_length": 99},
+]
+
+
+@pytest.mark.parametrize("changes", VARIATIONS, ids=lambda changes: "-".join(changes))
+@pytest.mark.parametrize("name", ["headway", "static"])
+def test_a_variation_described_is_the_same_variation(name: str, changes: dict[str, Any]) -> None:
+    config = preset(name, **changes)
+    assert preset(**describe(config)) == config
+    assert preset("minivllm", **describe(config)) == config  # the preset leaves no trace

@@ -1,0 +1,178 @@
+"""The public surface, frozen: names that users, scripts and files rely on.
+
+A test here that fails means that somebody's code, script or file breaks: change on purpose, in the
+same commit as the CHANGELOG line that says so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import json
+from dataclasses import fields
+
+import typer.main
+
+import headway
+from headway import errors
+from headway.cli.main import app
+from headway.engine.trace import VERSION, Line
+from headway.lab.cost import known_profiles, load_profile
+from headway.lab.simulate import simulate
+from headway.lab.synthetic import WORDS, parse_synthetic
+from headway.request import Params, State
+from headway.scheduler import PRESETS, preset
+from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
+
+EXPORTS = {
+    "PRESETS", "Config", "Engine", "Params", "Plan", "RealClock", "Request", "Scheduler", "State",
+    "StepReport", "StepResult", "VirtualClock", "World", "preset",
+}  # fmt: skip
+PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
+POLICIES = {
+    "recipe": ["mixed", "swapped_first", "prefill_first", "charged_in_full", "static"],
+    "queue": ["fcfs", "priority", "shortest_first", "fair", "deadline", "custom"],
+    "chunk": ["whole", "split_first", "split_any", "at_most"],
+    "headroom": ["watermark", "reserve_outputs", "future_peak", "back_off"],
+    "victim": ["served_last", "newest", "least_work", "lowest_priority", "fewest_lost"],
+    "swap": ["recompute", "swap", "cheaper"],
+}
+NUMBER_NAMES = [
+    "max_requests", "max_tokens", "decode_steps", "block_size", "num_blocks", "num_host_blocks",
+    "max_length",
+]  # fmt: skip
+PARAM_NAMES = [
+    "max_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
+    "deadline", "salt", "reads_cache", "n", "sampling",
+]  # fmt: skip
+ERRORS = {
+    "HeadwayError": ["Exception"],
+    "ConfigError": ["HeadwayError", "ValueError"],
+    "RequestError": ["HeadwayError", "ValueError"],
+    "InvalidRequest": ["RequestError"],
+    "RequestTooLong": ["RequestError"],
+    "FormatError": ["HeadwayError", "ValueError"],
+    "ReplayMismatch": ["HeadwayError"],
+    "ExecutorError": ["HeadwayError"],
+}
+SCHEDULER_FLAGS = {
+    "--recipe", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-requests",
+    "--max-tokens", "--decode-steps", "--block-size", "--num-blocks", "--num-host-blocks",
+    "--max-length", "--depth",
+}  # fmt: skip
+RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens"}
+COMMANDS = {
+    "simulate": {"workload", "--preset", "--trace-out", *RUN_FLAGS},
+    "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
+    "trace": {"file", "--perfetto", "--diff", "--replay", "--json"},
+    "demo": {"--json"},
+    "presets": {"--json"},
+    "profiles": {"--json"},
+}
+STEP_KEYS = {
+    "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
+    "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
+    "copied_in", "blocked", "behind", "finished", "steps",
+}  # fmt: skip
+ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
+REQUEST_KEYS = {
+    "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
+    "salt", "stops", "leader", "reads_cache",
+}  # fmt: skip
+END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
+
+
+def test_the_package_exports_what_it_did() -> None:
+    assert set(headway.__all__) == EXPORTS
+    assert all(hasattr(headway, name) for name in EXPORTS)
+
+
+def test_presets_slots_policies_and_numbers_have_their_names() -> None:
+    assert list(PRESETS) == PRESET_NAMES
+    assert {name: [p.__name__ for p in group] for name, group in SLOTS.items()} == POLICIES
+    assert [part.__name__ for part in PARTS] == ["limit", "learned"]
+    assert list(NUMBERS) == NUMBER_NAMES
+
+
+def test_every_ready_made_policy_says_what_it_does_in_one_line() -> None:
+    for group in (*SLOTS.values(), PARTS):
+        for policy in group:
+            first = (policy.__doc__ or "").strip().split("\n")[0]
+            assert first.endswith((".", ":")) or first, policy
+            assert not first.startswith(policy.__name__ + "("), (
+                f"{policy.__name__} has no docstring"
+            )
+
+
+def test_a_request_is_asked_for_with_the_same_words() -> None:
+    assert [field.name for field in fields(Params)] == PARAM_NAMES
+    assert {s.value for s in State} == {"waiting", "prefill", "decoding", "swapped", "finished"}
+
+
+def test_the_tree_of_errors_stands() -> None:
+    found = {
+        name: [base.__name__ for base in kind.__bases__]
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, Exception)
+    }
+    assert found == ERRORS
+    assert all(name in (errors.__doc__ or "") for name in ERRORS)
+
+
+def test_commands_have_their_flags() -> None:
+    command = typer.main.get_command(app)
+    found = {
+        name: {option for parameter in sub.params for option in parameter.opts} - {"--help"}
+        for name, sub in command.commands.items()  # type: ignore[attr-defined]
+    }
+    assert found == COMMANDS
+
+
+def test_a_synthetic_workload_is_written_with_the_same_words() -> None:
+    assert list(WORDS) == [
+        "requests", "arrivals", "prompt", "output", "max_tokens", "prefix", "clients", "skew",
+        "priorities", "slack", "n", "seed",
+    ]  # fmt: skip
+
+
+def test_profiles_have_their_names() -> None:
+    assert known_profiles() == ["llama3-70b-4xa100", "llama3.1-8b-a100-80gb", "qwen3-0.6b-h200"]
+
+
+def strained() -> list[Line]:
+    """Traces in which everything happens that has a key."""
+    text = (
+        "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(2,30),"
+        "max_tokens=30,prefix=2x16@0.5,clients=2,priorities=2,slack=uniform(0.1,1),n=2"
+    )
+    small = {"block_size": 4, "num_blocks": 36, "max_requests": 6, "max_tokens": 64}
+    runs = [
+        preset("vllm_v1", **small),
+        preset("vllm_v1", **{**small, "num_blocks": 200}, decode_steps=3),
+        preset("vllm_v1", **small, swap="swap", num_host_blocks=36),
+        preset("minivllm", **{**small, "max_tokens": 5, "num_blocks": 200}, chunk="split_any"),
+    ]
+    lines: list[Line] = []
+    for config in runs:
+        file = io.StringIO()
+        profile = load_profile("qwen3-0.6b-h200")
+        simulate(parse_synthetic(text).jobs(), config, profile, depth=1, trace=file)
+        lines += map(json.loads, file.getvalue().splitlines())
+    return lines
+
+
+def test_a_trace_is_written_with_the_same_keys() -> None:
+    lines = strained()
+    heads = [line for line in lines if "headway_trace" in line]
+    steps = [line for line in lines if "headway_trace" not in line]
+    assert VERSION == 1 and all(line["headway_trace"] == 1 for line in heads)
+    assert all(set(line) == {"headway_trace", "config", "depth", "profile"} for line in heads)
+    assert all(set(line) >= ALWAYS for line in steps)
+    seen = set().union(*steps)
+    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted"}, STEP_KEYS ^ seen
+    asked = set().union(*(a for line in steps for a in line.get("added", ())))
+    assert {"id", "arrival", "prompt", "max_tokens"} <= asked <= REQUEST_KEYS
+    ended = set().union(*(e for line in steps for e in line.get("finished", ())))
+    assert {"id", "reason", "output", "recomputed", "stop"} <= ended <= END_KEYS
+    kinds = {b[1] for line in steps for b in line.get("blocked", ())}
+    assert kinds <= {"seats", "tokens", "blocks", "headroom", "order", "back-off"}
