@@ -1,4 +1,4 @@
-"""How a scheduler is configured: six slots that hold policies, and six numbers.
+"""How a scheduler is configured: six slots that hold policies, and a few numbers.
 
 This file says what a policy may see (`World`), what a recipe may do (`Verbs`) and what each slot's
 function looks like. The functions themselves are in scheduler/policies.py and queues.py; ready
@@ -7,12 +7,13 @@ combinations of them in scheduler/presets.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Protocol
 
 from headway.errors import ConfigError
-from headway.request import Request, State
+from headway.request import Request
 
 
 class World(Protocol):
@@ -46,7 +47,7 @@ class Verbs(Protocol):
 
     def decode(self, at_most: int | None = None) -> None: ...
     def prefill(self) -> None: ...
-    def admit(self, only: State | None = None, *, charge_cached: bool = False) -> None: ...
+    def admit(self, *, charge_cached: bool = False) -> None: ...
     def admit_swapped(self) -> None: ...  # leaving the decodes what they will need
     @property
     def is_idle(self) -> bool: ...  # the step has no work in it yet
@@ -70,6 +71,19 @@ class QueueRule(Protocol):
     def key(self, request: Request, world: World) -> Any: ...
     def group(self, request: Request) -> str: ...  # requests of one group are served in turn
     def outranks(self, waiting: Request, running: Request) -> bool: ...  # may it preempt?
+
+
+def check_number(name: str, value: object, low: float, high: float = math.inf) -> None:
+    """ConfigError unless a policy's number is one, and in its range."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        limits = f"from {low:g} up" if high == math.inf else f"from {low:g} to {high:g}"
+        raise ConfigError(f"{name} must be a number {limits}, not {value!r}")
+
+
+def check_whole(name: str, value: object, low: int) -> None:
+    """ConfigError unless it is a whole number of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be a whole number from {low} up, not {value!r}")
 
 
 Recipe = Callable[[Verbs], None]
@@ -99,10 +113,8 @@ class Config:
 
     def __post_init__(self) -> None:
         least = {"num_host_blocks": 0, "max_length": 2}
-        for number in (f.name for f in fields(self) if f.default is not f.default_factory):
-            value, minimum = getattr(self, number), least.get(number, 1)
-            if not isinstance(value, int) or value < minimum:
-                raise ConfigError(f"{number} must be a whole number from {minimum} up, not {value}")
+        for number in (f.name for f in fields(self) if f.default is not MISSING):
+            check_whole(number, getattr(self, number), least.get(number, 1))
         if self.max_tokens < self.max_requests and not getattr(self.recipe, "defers", False):
             raise ConfigError(
                 f"max_tokens ({self.max_tokens}) is below max_requests ({self.max_requests}): "

@@ -88,7 +88,8 @@ class Plan:
     copies_out: list[Copy] = field(default_factory=list)  # device to host
     copies_in: list[Copy] = field(default_factory=list)  # host to device
     added: list[Request] = field(default_factory=list)  # new since the plan before
-    aborted: list[Request] = field(default_factory=list)
+    aborted: list[Request] = field(default_factory=list)  # since then, with nothing in flight
+    interrupted: list[Request] = field(default_factory=list)  # aborted while this was in flight
     admitted: list[Admission] = field(default_factory=list)
     preempted: list[Preemption] = field(default_factory=list)
     blocked: list[Blocked] = field(default_factory=list)
@@ -96,6 +97,7 @@ class Plan:
     num_free: int = 0  # blocks, after this plan
     num_running: int = 0
     num_waiting: int = 0
+    num_in_flight: int = 0  # plans not settled when this one was made
     planned_at: float = 0.0  # stamped by the engine: the scheduler reads no clock
     # Settling: who reaches its length with which of the steps, and who takes fewer tokens.
     ending: list[list[Request]] = field(default_factory=list)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from headway.errors import InvalidRequest
+
 NO_TOKENS: frozenset[int] = frozenset()
 
 
@@ -136,7 +138,12 @@ class Request:
         self.stops = params.stops
         self.arrival = arrival
         self.leader = leader  # the sample of the same prompt that computes it for all
-        self.prompt: array[int] = array("i", prompt)
+        try:
+            self.prompt: array[int] = array("i", prompt)
+        except (TypeError, OverflowError) as error:
+            raise InvalidRequest(
+                f"request {id!r}: a prompt is a list of token ids: {error}"
+            ) from None
         self.num_prompt = len(self.prompt)
         self.written: array[int] = array("i")  # read `output`, which is up to date
         self.written_to = 0  # the tick of its pace up to which it is

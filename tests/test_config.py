@@ -48,7 +48,7 @@ def test_a_token_budget_below_the_seats_names_both() -> None:
 WRONG_POLICIES = {
     "headroom": [
         "watermark(1.5)", "watermark(-0.1)", "reserve_outputs(-1.0)", "back_off(watermark(2.0))",
-        "back_off(watermark, -0.1)", "future_peak(learned(1.5))", "future_peak(learned(-0.5))",
+        "back_off(watermark, -0.1)", "future_peak(learned(-0.5))",
         "watermark('much')",
     ],
     "chunk": ["at_most(0)", "at_most(-5)", "at_most(1.5)"],

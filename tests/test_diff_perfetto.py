@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter, defaultdict
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def test_times_rise_on_every_track(name: str, depth: int, changes: dict[str, Any
     assert len(tracks) == 20 + 4 + 1
     for times in tracks.values():
         assert times == sorted(times)
-    for (_, end), (start, _) in zip(ends, ends[1:], strict=False):
+    for (_, end), (start, _) in pairwise(ends):
         assert end <= start + 1e-3  # a step starts when the one before has ended
 
 

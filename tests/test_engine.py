@@ -199,7 +199,9 @@ def test_what_can_never_run_is_refused_and_nothing_is_half_added() -> None:
         engine.add("a", [1] * 90, params(max_tokens=50, n=3))
     with pytest.raises(InvalidRequest, match="empty prompt"):
         engine.add("b", [], params(n=3))
-    with pytest.raises(InvalidRequest, match="max_tokens must be at least 1, not 0"):
+    with pytest.raises(
+        InvalidRequest, match="max_tokens must be a whole number of at least 1, not 0"
+    ):
         engine.add("c", [1], params(max_tokens=0, n=3))
     assert not engine.has_work and not engine.scheduler.queue
     check_no_leaks(engine.scheduler)
@@ -368,7 +370,7 @@ def test_why_names_the_tokens_of_a_prompt_that_may_not_be_cut() -> None:
 
 
 def test_why_names_a_token_budget_that_is_used_up() -> None:
-    engine, _ = make()
+    engine, _ = make(name="vllm_v1")
     engine.add("a", [1] * 40, params())
     engine.add("b", [2] * 5, params())
     engine.step()

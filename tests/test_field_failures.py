@@ -124,7 +124,11 @@ def test_a_prompt_over_the_budget_is_cut_or_refused_but_never_waits_for_ever() -
 
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
-    [(0, 4, "empty prompt"), (4, 0, "max_tokens must be at least 1"), (4, -1, "max_tokens")],
+    [
+        (0, 4, "empty prompt"),
+        (4, 0, "max_tokens must be a whole number of at least 1"),
+        (4, -1, "max_tokens"),
+    ],
 )
 def test_what_makes_no_sense_is_refused_with_a_clear_error(
     prompt: int, max_tokens: int, message: str
@@ -638,10 +642,10 @@ def test_an_executor_failure_ends_what_was_in_flight_and_nothing_else() -> None:
     c = world.add("c", 4, 4)
     world.step()
     world.plan()
-    failed = world.scheduler.fail("device lost")
-    assert failed == [a, b]
-    assert all(r.finish_reason == "error" and r.error == "device lost" for r in failed)
-    assert world.scheduler.take_finished() == failed
+    world.scheduler.fail("device lost")
+    news = world.scheduler.take_news()
+    assert news is not None and news.finished == [a, b]
+    assert all(r.finish_reason == "error" and r.error == "device lost" for r in (a, b))
     assert not c.is_finished and world.scheduler.num_free == 8
     world.run()
     assert c.finish_reason == "length"

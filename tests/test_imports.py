@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOUNS = ("errors", "request", "plan", "config")
+NOUNS = ("errors", "request", "plan", "config", "slots")
 # What each part of the package may import of it; a part is the longest prefix that is listed.
 MAY_SEE: dict[str, tuple[str, ...]] = {
-    "": NOUNS + ("kv", "scheduler", "executor", "engine", "lab"),  # the package's own exports
+    "": (*NOUNS, "kv", "scheduler", "executor", "engine", "lab"),  # the package's own exports
     "errors": (),
-    "request": (),
+    "request": ("errors",),
+    "slots": ("errors",),
     "plan": ("request",),
     "config": ("errors", "request", "plan"),
     "kv": (*NOUNS, "kv"),

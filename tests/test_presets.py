@@ -597,9 +597,9 @@ def test_served_last_follows_arrival_under_fcfs_even_after_a_resume() -> None:
 # headroom
 
 
-def headroom_asked(headroom: str, *, num_preemptions: int = 0) -> int:
+def headroom_asked(headroom: str, *, num_preemptions: int = 0, num_blocks: int = 100) -> int:
     """What the rule asks for a newcomer of 5 tokens that may store 4 more, beside one running."""
-    world = drive("vllm_v1", headroom=headroom, num_blocks=100)
+    world = drive("vllm_v1", headroom=headroom, num_blocks=num_blocks)
     world.add("running", 8, 9)  # 16 stored in the end; 8 now
     world.plan()
     world.scheduler.pressure = float(num_preemptions)
@@ -615,13 +615,18 @@ def headroom_asked(headroom: str, *, num_preemptions: int = 0) -> int:
         ("watermark(0.05)", 5),
         ("reserve_outputs(1.0)", 2 + 1),  # 8 more tokens, and 4 more
         ("reserve_outputs(0.5)", 2),  # half of three, rounded up
-        ("future_peak", 2),  # 4 steps on: 12 and 9 tokens, 6 blocks; the 4 of now are there
-        ("future_peak(margin=0.1)", 2 + 10),
         ("back_off(watermark(0.05), share=0.02)", 5),
     ],
 )
 def test_headroom_rules(headroom: str, asked: int) -> None:
     assert headroom_asked(headroom) == asked
+
+
+def test_future_peak_asks_for_the_fullest_moment_to_come() -> None:
+    # 4 steps on: 12 and 9 tokens, 6 blocks; the 4 of now are there.
+    assert headroom_asked("future_peak", num_blocks=7) == 2
+    assert headroom_asked("future_peak(margin=0.3)", num_blocks=7) == 2 + 2
+    assert 2 <= headroom_asked("future_peak") <= 100 - 4  # where all could ever fit, an upper bound
 
 
 def test_back_off_asks_its_share_for_every_recent_preemption() -> None:

@@ -271,7 +271,7 @@ def test_a_run_in_real_time_takes_the_same_decisions_again(
 
 
 @each_depth
-def test_a_run_in_which_a_step_failed_takes_the_same_decisions_again(depth: int) -> None:
+def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(depth: int) -> None:
     engine, file = simulated(preset(**SMALL), depth)
     launch = engine.executor.launch
     failing = {6}
@@ -287,7 +287,8 @@ def test_a_run_in_which_a_step_failed_takes_the_same_decisions_again(depth: int)
     drive(engine, jobs, {}, num_at_once=14)
     lines = lines_of(file)
     assert any(e["reason"] == "error" for line in lines for e in line.get("finished", ()))
-    check_replay(lines)
+    with pytest.raises(ReplayMismatch, match="a step of the recorded run failed"):
+        check_replay(lines)
 
 
 # What a replay notices.

@@ -142,16 +142,21 @@ def test_what_the_writer_writes_is_what_the_reader_reads(tmp_path: Path) -> None
     assert steps == json.loads(json.dumps([describe_step(report) for report in reports]))
 
 
+HEADER = '{"headway_trace":1,"config":{},"depth":0}\n'
+STEP = '{"step":0,"t":0,"start":0,"end":0,"running":0,"waiting":0,"free":0,"decodes":0}\n'
+
+
 BAD_FILES = {
     "": None,
     "nonsense\n": "1: not JSON",
     "[1]\n": "1: not a Headway trace",
     '{"step":0}\n': "1: not a Headway trace",
     '{"headway_trace":99}\n': "1: trace version 99",
-    '{"headway_trace":1}\n{"step":0\n': "2: not JSON",
-    '{"headway_trace":1}\n{"a":0}\n': "2: not a step",
-    '{"headway_trace":1}\n{"step":0}\n7\n': "3: not a step",
-    '{"headway_trace":1}\n\n': "2: not JSON",
+    HEADER + '{"step":0\n': "2: not JSON",
+    HEADER + '{"a":0}\n': "2: not a step",
+    HEADER + STEP + "7\n": "3: not a step",
+    HEADER + "\n": "2: not JSON",
+    '{"headway_trace":1}\n': "1: the header needs",
 }
 
 

@@ -55,7 +55,7 @@ def wild_recipe(rng: random.Random) -> Callable[[Verbs], None]:
         lambda step: step.decode(at_most=rng.randrange(-2, 4)),
         lambda step: step.decode(at_most=step.tokens_left),
         lambda step: step.admit_swapped(),
-        lambda step: step.admit(State.SWAPPED),
+        lambda step: step.admit_swapped(),
         lambda step: step.admit(charge_cached=True),
     ]
     fixed = rng.choices(acts, k=rng.randrange(4)) if rng.random() < 0.5 else None
@@ -305,7 +305,8 @@ class Run:
             self.step(step)
             step += 1
             assert step <= last_event + 100 + 20 * work, "this never ends"
-        self.finished += self.scheduler.take_finished()
+        news = self.scheduler.take_news()
+        self.finished += news.finished if news else []
         plan = self.scheduler.schedule()
         assert plan.is_empty and not self.scheduler.in_flight
         self.check_end()
@@ -456,7 +457,10 @@ class Run:
 
     def _check_output(self, request: Request, reported: list[int]) -> None:
         prompt = request.tokens[: request.num_prompt]
-        output, reason = oracle(prompt, request.params, self.world.config.max_length)
+        longest = self.world.config.max_length
+        if request.params.max_tokens is None:  # then it goes on as far as the cache allows
+            longest = request.limit
+        output, reason = oracle(prompt, request.params, longest)
         assert request.is_finished and request.row == -1 and not request.held.blocks
         if request.finish_reason in ("abort", "error"):
             assert reported == output[: len(reported)]

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from headway import slots
 from headway.cli import options, render
 from headway.config import Config
 from headway.errors import ConfigError
@@ -15,8 +16,9 @@ from headway.lab.cost import Profile
 from headway.lab.jobs import Job
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
-from headway.scheduler.presets import NUMBERS, PRESETS
+from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
 
+KNOWN = (*SLOTS, *NUMBERS)
 ALL_PRESETS = ",".join(PRESETS)
 Presets = Annotated[str, typer.Option(help="Comma-separated presets.")]
 Variants = Annotated[
@@ -58,8 +60,12 @@ def compare_command(
         name: options.make_config(name, chosen, changes)
         for name in filter(None, map(str.strip, presets.split(",")))
     }
+    if not configs and not variant:
+        raise ConfigError(f"nothing to compare; presets: {ALL_PRESETS}")
     for text in variant or ():
         name, base, own = parse_variant(text)
+        if name in configs:
+            raise ConfigError(f"variant {name!r}: this name is taken")
         configs[name] = options.make_config(base, chosen, {**changes, **own})
     jobs = options.load_workload(workload, limit, speed, allowed_tokens)
     summaries = run_all(jobs, configs, chosen, depth)
@@ -89,6 +95,8 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
     if not colon or not name.strip() or not all(equals for _, equals, _ in pairs):
         raise ConfigError(f"variant {text!r} is not 'name: preset; slot=value; number=value'")
     values: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
+    for key in values:
+        slots.find(f"slot or number in variant {name.strip()!r}", key, dict.fromkeys(KNOWN))
     for key in NUMBERS:
         if key in values:
             try:

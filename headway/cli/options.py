@@ -22,7 +22,7 @@ from headway.config import Config
 from headway.lab.cost import Profile, load_profile
 from headway.lab.jobs import Job
 from headway.lab.synthetic import parse_synthetic
-from headway.lab.workloads import read_jobs
+from headway.lab.workloads import adjust, read_jobs
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, preset
 
 SCHEDULER, WORKLOAD = "Scheduler", "Workload"
@@ -95,8 +95,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 def load_workload(text: str, limit: int | None, speed: float, max_tokens: int) -> list[Job]:
     """Jobs from a file, or from a synthetic workload's text."""
     if "=" in text and not Path(text).exists():
-        jobs = parse_synthetic(text).jobs()
-        return jobs if limit is None else jobs[:limit]
+        return adjust(parse_synthetic(text).jobs(), limit, speed)
     return read_jobs(text, limit=limit, speed=speed, max_tokens=max_tokens)
 
 

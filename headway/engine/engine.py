@@ -13,7 +13,7 @@ from headway.engine.clock import Clock
 from headway.engine.explain import explain
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.executor.base import Executor, Handle
-from headway.plan import Plan, StepReport, StepResult
+from headway.plan import Plan, StepReport
 from headway.request import Params, Request
 from headway.scheduler import Scheduler
 
@@ -51,7 +51,11 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests or self._flight)
+        return bool(self.scheduler.requests or self._flight or self.scheduler.has_news)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._flight)
 
     def add(
         self, id: str, prompt: Iterable[int], params: Params, arrival: float | None = None
@@ -77,29 +81,26 @@ class Engine:
         return samples
 
     def abort(self, id: str) -> bool:
-        """End a request at once; the next report says so. False if there is none of that id."""
-        return self.scheduler.abort(id)
+        """End a request and its samples at once; a report says so. False if there is none."""
+        samples = [r.id for r in self.scheduler.requests.values() if r.leader and r.leader.id == id]
+        return sum(self.scheduler.abort(each) for each in (id, *samples)) > 0
 
     def step(self) -> StepReport | None:
         """Make and launch the next plan, settle the oldest; None if nothing was settled."""
-        plan = self.scheduler.schedule()
-        plan.planned_at = self.clock.now()
-        result: StepResult | None = None
-        try:  # whatever an executor may raise ends requests, not the engine
+        try:  # whatever a policy or an executor may raise ends requests, not the engine
+            plan = self.scheduler.schedule()
+            plan.planned_at = self.clock.now()
             if not plan.is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
+            report = None
             if self._flight and (plan.is_empty or len(self._flight) > self.depth):
-                result = self._flight[0][1].wait()
+                oldest, handle = self._flight[0]
+                report = self.scheduler.complete(oldest, handle.wait())
+                self._flight.popleft()
         except Exception as error:
             return self._fail(error)
-        if result is not None:
-            plan, _ = self._flight.popleft()
-            return self._report(self.scheduler.complete(plan, result))
-        finished = self.scheduler.take_finished()
-        if finished:  # aborted while nothing was left to run
-            news = Plan(-1, aborted=finished, planned_at=self.clock.now())
-            return self._report(StepReport(news, StepResult(), finished))
-        return None
+        report = report or self.scheduler.take_news()
+        return self._report(report) if report else None
 
     def run(self) -> None:
         """Step until there is nothing left to do."""
@@ -115,11 +116,13 @@ class Engine:
         self._last_progress = self.clock.now()
         if report.plan.step >= 0:
             self.fault, self._num_faults = None, 0
+        else:
+            report.plan.planned_at = self._last_progress
         for observe in self.observers:
             observe(report)
         return report
 
-    def _fail(self, error: Exception) -> StepReport:
+    def _fail(self, error: Exception) -> StepReport | None:
         """End what was in flight; after too many failures in a row, end everything."""
         self.fault = f"{type(error).__name__}: {error}"
         self._num_faults += 1
@@ -128,6 +131,5 @@ class Engine:
         if self._num_faults >= MOST_FAULTS:
             for id in list(self.scheduler.requests):
                 self.scheduler.abort(id, "error", self.fault)
-        finished = self.scheduler.take_finished()
-        news = Plan(-1, aborted=finished, planned_at=self.clock.now())
-        return self._report(StepReport(news, StepResult(), finished))
+        report = self.scheduler.take_news()
+        return self._report(report) if report else None

@@ -111,14 +111,15 @@ class Metrics:
         now, num_steps = line["end"], line.get("steps", 1)
         deferred = set(line.get("deferred", ()))
         late = [id for id in self._fresh if id not in deferred]
-        num_tokens = line["decodes"] * num_steps - line.get("dropped", 0)
-        num_rows = min(line["decodes"], num_tokens)
+        num_idle, num_unused = line.get("dropped", (0, 0))
+        num_rows, num_tokens = line["decodes"] - num_idle, line["decodes"] * num_steps - num_unused
         for id in late:
             self._gap(now - self._fresh.pop(id), 1)
         self._gap(now - self._last_decode, num_rows - len(late))
         self._gap(0.0, num_tokens - num_rows)  # the others of a multi-step come with the first
         for id in deferred:
-            self._fresh.setdefault(id, self._last_decode)
+            if id not in self._parked and self.lives[id].finished < 0:
+                self._fresh.setdefault(id, self._last_decode)
         self._last_decode = now
 
     def _gap(self, seconds: float, count: int) -> None:

@@ -38,6 +38,7 @@ def describe_step(report: StepReport) -> Line:
         "running": plan.num_running, "waiting": plan.num_waiting, "free": plan.num_free,
         "added": [describe_request(r) for r in plan.added],
         "aborted": [r.id for r in plan.aborted],
+        "interrupted": [r.id for r in plan.interrupted],
         "preempted": [
             [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_bump)]
             for p in plan.preempted
@@ -47,7 +48,7 @@ def describe_step(report: StepReport) -> Line:
         ],
         "chunks": [[c.request.id, c.start, c.end, int(c.is_last)] for c in plan.chunks],
         "decodes": len(plan.decodes), "context": plan.decode_context, "grown": len(plan.grown),
-        "dropped": _num_dropped(plan),
+        "dropped": _dropped(plan), "in_flight": plan.num_in_flight,
         "deferred": [r.id for r in plan.deferred],
         "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
         "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
@@ -56,32 +57,32 @@ def describe_step(report: StepReport) -> Line:
     }  # fmt: skip
     if plan.num_steps > 1:
         line["steps"] = plan.num_steps
-    return {key: value for key, value in line.items() if value or key in KEPT}
+    return {key: value for key, value in line.items() if value or key in STEP_FIELDS}
 
 
-def _num_dropped(plan: Plan) -> int:
-    """Tokens sampled for decodes that were over by then, or that went past their end."""
-    cut = plan.cut
-    return sum(plan.num_steps - cut[r] for r in plan.decodes if r in cut) if cut else 0
+def _dropped(plan: Plan) -> list[int]:
+    """Decodes that took nothing, and tokens sampled in vain: they were over, or past their end."""
+    kept = [plan.cut[r] for r in plan.decodes if r in plan.cut] if plan.cut else []
+    unused = sum(plan.num_steps - count for count in kept)
+    return [kept.count(0), unused] if unused else []
 
 
-KEPT = frozenset({"step", "t", "start", "end", "running", "waiting", "free", "decodes"})
+STEP_FIELDS = ("step", "t", "start", "end", "running", "waiting", "free", "decodes")
 
 
 def describe_request(request: Request) -> Line:
     """All that a replay needs to ask for the same thing again."""
-    params, line = request.params, {"id": request.id, "arrival": request.arrival}
+    params, line = request.params, dict[str, Any](id=request.id, arrival=request.arrival)
     line["prompt"] = runs(request.prompt)
     line["max_tokens"] = params.max_tokens
-    optional = {
-        "min_tokens": params.min_tokens, "priority": params.priority, "client": params.client,
-        "deadline": params.deadline, "salt": params.salt, "stops": sorted(request.stops),
-        "leader": request.leader.id if request.leader else None,
-    }  # fmt: skip
-    line.update({key: value for key, value in optional.items() if value})
-    if not params.reads_cache:
-        line["reads_cache"] = False
-    return line
+    leader = request.leader.id if request.leader else None
+    optional: list[tuple[str, Any, Any]] = [  # left out if they are the default
+        ("min_tokens", params.min_tokens, 0), ("priority", params.priority, 0),
+        ("client", params.client, ""), ("deadline", params.deadline, None),
+        ("salt", params.salt, ""), ("stops", sorted(request.stops), []),
+        ("leader", leader, None), ("reads_cache", params.reads_cache, True),
+    ]  # fmt: skip
+    return line | {key: value for key, value, default in optional if value != default}
 
 
 def request_of(line: Line, known: dict[str, Request]) -> Request:
@@ -99,15 +100,14 @@ def request_of(line: Line, known: dict[str, Request]) -> Request:
 
 
 def _describe_end(request: Request) -> Line:
-    history = request.history
-    line: Line = {
-        "id": request.id, "reason": request.finish_reason,
-        "output": runs(request.output),
-        "cached": history.num_cached, "recomputed": history.num_recomputed,
-        "preemptions": history.num_preemptions, "stop": request.stop_token,
-        "error": request.error,
-    }  # fmt: skip
-    return {key: value for key, value in line.items() if value or key in ("id", "reason", "output")}
+    history, line = request.history, {"id": request.id, "reason": request.finish_reason}
+    optional: list[tuple[str, Any, Any]] = [
+        ("cached", history.num_cached, 0), ("recomputed", history.num_recomputed, 0),
+        ("preemptions", history.num_preemptions, 0), ("stop", request.stop_token, None),
+        ("error", request.error, None),
+    ]  # fmt: skip
+    known = {key: value for key, value, default in optional if value != default}
+    return {**line, "output": runs(request.output), **known}
 
 
 def runs(tokens: array[int]) -> list[Any]:
@@ -161,20 +161,32 @@ class TraceWriter:
 def read_trace(path: Path) -> Iterator[Line]:
     """The header, then the steps; raises FormatError with the line that cannot be read."""
     try:
-        file = path.open(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            number = 0
+            for number, text in enumerate(file, start=1):
+                yield _checked(path, number, text)
     except OSError as error:
         raise FormatError(path, None, error.strerror or str(error)) from None
-    with file:
-        for number, text in enumerate(file, start=1):
-            try:
-                line = json.loads(text)
-            except ValueError as error:
-                raise FormatError(path, number, f"not JSON: {error}") from None
-            if number == 1 and (not isinstance(line, dict) or "headway_trace" not in line):
-                raise FormatError(path, 1, "not a Headway trace: the header line is missing")
-            if number == 1 and line["headway_trace"] != VERSION:
-                version = line["headway_trace"]
-                raise FormatError(path, 1, f"trace version {version}; this reads {VERSION}")
-            if number > 1 and (not isinstance(line, dict) or "step" not in line):
-                raise FormatError(path, number, "not a step: it has no field 'step'")
-            yield line
+    except UnicodeDecodeError:
+        raise FormatError(path, None, "not a Headway trace: not UTF-8 text") from None
+    if not number:
+        raise FormatError(path, 1, "not a Headway trace: the file is empty")
+
+
+def _checked(path: Path, number: int, text: str) -> Line:
+    try:
+        line = json.loads(text)
+    except ValueError as error:
+        raise FormatError(path, number, f"not JSON: {error}") from None
+    if number > 1:
+        missing = [f for f in STEP_FIELDS if not isinstance(line, dict) or f not in line]
+        if missing:
+            raise FormatError(path, number, f"not a step: it has no field {missing[0]!r}")
+    elif not isinstance(line, dict) or "headway_trace" not in line:
+        raise FormatError(path, 1, "not a Headway trace: the header line is missing")
+    elif line["headway_trace"] != VERSION:
+        problem = f"trace version {line['headway_trace']}; this reads version {VERSION}"
+        raise FormatError(path, 1, problem)
+    elif not isinstance(line.get("config"), dict) or line.get("depth") not in (0, 1):
+        raise FormatError(path, 1, "the header needs the fields 'config' and 'depth'")
+    return dict(line)

@@ -57,7 +57,8 @@ class SimulatedExecutor:
         self._free_at = 0.0
         self._fillers = np.zeros(1, dtype=np.intc)  # by row
         self._column = 0  # decode steps so far
-        self._ends: dict[int, list[tuple[Request, int]]] = {}  # who ends in which, if still seated
+        self._ends: dict[int, list[Request]] = {}  # who ends in which of them, as far as known
+        self._end_of: dict[Request, int] = {}
 
     def launch(self, plan: Plan) -> SimulatedHandle:
         self._clock.advance_to(self._clock.now() + self._host_seconds)
@@ -70,12 +71,14 @@ class SimulatedExecutor:
 
     def _sample_decodes(self, plan: Plan) -> npt.NDArray[np.intc]:
         column = self._fillers[plan.rows]
-        for request, admission in self._ends.pop(self._column, ()):
-            if request.history.admission != admission or request.is_finished:
-                continue  # preempted since: it is counted anew from its next admission
-            if request in plan.deferred:
-                self._end_in(self._column + 1, request)
-            elif request in plan.decodes:
+        for request in plan.deferred:
+            if request in self._end_of:
+                self._end_in(self._end_of[request] + 1, request)
+        for request in self._ends.pop(self._column, ()):
+            if self._end_of.get(request) != self._column:
+                continue  # put off
+            del self._end_of[request]
+            if not request.is_finished and request in plan.decodes:
                 column[plan.decodes.index(request)] = _script(request).end
         self._column += 1
         return column
@@ -86,13 +89,15 @@ class SimulatedExecutor:
         if row >= len(self._fillers):
             self._fillers = np.resize(self._fillers, 2 * row + 1)
         self._fillers[row] = script.filler
+        self._end_of.pop(request, None)  # if it was preempted, its end is counted anew
         num_left = script.num_output - (num_known - request.num_prompt) - 1
         if num_left > 0 and script.num_output < request.limit - request.num_prompt:
             self._end_in(self._column + num_left - 1, request)
         return script.end if num_left == 0 else script.filler
 
     def _end_in(self, column: int, request: Request) -> None:
-        self._ends.setdefault(column, []).append((request, request.history.admission))
+        self._ends.setdefault(column, []).append(request)
+        self._end_of[request] = column
 
 
 def _script(request: Request) -> Script:

@@ -1,7 +1,8 @@
 """Feed a recorded run back: the same requests, the same step times, the same decisions.
 
 The scheduler decides anew; only times and sampled tokens come from the trace. If the decision logs
-agree, the simulator's scheduling error is exactly zero. Works for any recorded run, real or not.
+agree, the simulator's scheduling error is exactly zero. Works for any recorded run, real or not, in
+which no step failed.
 """
 
 from __future__ import annotations
@@ -76,6 +77,9 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
     engine.observers.append(lambda report: lines.append(describe_step(report)))
     known: dict[str, Request] = {}
     for line in steps:
+        _refuse_faults(line)
+        while engine.num_in_flight > line.get("in_flight", 0):
+            engine.step()  # nothing new had come when the recorded run settled it
         clock.advance_to(line["t"])
         for asked in line.get("added", ()):
             known[asked["id"]] = request_of(asked, known)
@@ -83,12 +87,20 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
         for id in line.get("aborted", ()):
             scheduler.abort(id)
         engine.step()
+        for id in line.get("interrupted", ()):
+            scheduler.abort(id)
         yield from lines
         lines.clear()
     while engine.has_work:
         engine.step()
         yield from lines
         lines.clear()
+
+
+def _refuse_faults(line: Line) -> None:
+    """A fault is no decision: it cannot be decided again."""
+    if any(end["reason"] == "error" for end in line.get("finished", ())):
+        raise ReplayMismatch("a step of the recorded run failed; only runs without faults replay")
 
 
 def check_replay(trace: Iterable[Line]) -> int:

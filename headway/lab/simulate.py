@@ -15,7 +15,7 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine, Observer
 from headway.engine.metrics import Metrics
 from headway.engine.trace import TraceWriter, describe_step, header
-from headway.errors import RequestError
+from headway.errors import ConfigError, RequestError
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import Profile
 from headway.lab.jobs import Job
@@ -88,6 +88,8 @@ def serve(
             coming = next(jobs, None)
         if engine.has_work:
             engine.step()
+            if engine.fault:  # a policy of the user's; nothing else can fail here
+                raise ConfigError(f"the simulation failed: {engine.fault}")
         elif coming is not None:
             clock.advance_to(coming.arrival)
 

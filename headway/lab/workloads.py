@@ -33,7 +33,7 @@ from headway.errors import ConfigError, FormatError
 from headway.lab.jobs import EOS, LAST_TOKEN, MOST_TOKENS, Job, Pieces, TokenSpace, join
 from headway.lab.rows import Row, each, whole
 
-__all__ = ["EOS", "Job", "Reuse", "TokenSpace", "block_reuse", "read_jobs", "write_jobs"]
+__all__ = ["EOS", "Job", "Reuse", "TokenSpace", "adjust", "block_reuse", "read_jobs", "write_jobs"]
 
 MOONCAKE_BLOCK = 512  # tokens behind one hash id
 
@@ -57,15 +57,21 @@ def read_jobs(
     Arrivals are divided by `speed`; the time from arrival to deadline stays. Where the file does
     not say what a user allowed, it is `max_tokens` or, if that is more, the real output.
     """
+    jobs = adjust(_jobs(Path(path), max_tokens), limit, speed)
+    if not jobs:
+        raise FormatError(path, None, "there are no requests in it")
+    return jobs
+
+
+def adjust(jobs: Iterable[Job], limit: int | None, speed: float) -> list[Job]:
+    """The first `limit` of the jobs, by arrival, `speed` times as fast."""
     if limit is not None and limit < 1:
         raise ConfigError(f"limit must be at least 1, not {limit}")
     if not 0 < speed < math.inf:
         raise ConfigError(f"speed must be a number above 0, not {speed}")
-    jobs = sorted(islice(_jobs(Path(path), max_tokens), limit), key=lambda job: job.arrival)
-    if not jobs:
-        raise FormatError(path, None, "there are no requests in it")
-    first = min(0.0, jobs[0].arrival)  # below 0 only where dates are not in order
-    return [_move(job, (job.arrival - first) / speed) for job in jobs]
+    chosen = sorted(islice(jobs, limit), key=lambda job: job.arrival)
+    first = min(0.0, chosen[0].arrival) if chosen else 0.0  # below 0 where dates are not in order
+    return [_move(job, (job.arrival - first) / speed) for job in chosen]
 
 
 def _move(job: Job, arrival: float) -> Job:

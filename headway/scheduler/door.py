@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong
 from headway.request import Request
@@ -10,12 +12,7 @@ from headway.request import Request
 def check(request: Request, config: Config) -> int:
     """The length at which the request ends; raises a RequestError if it can never get there."""
     params, name = request.params, f"request {request.id!r}"
-    if request.num_prompt == 0:
-        raise InvalidRequest(f"{name} has an empty prompt; at least one token is needed")
-    if params.max_tokens is not None and params.max_tokens < 1:
-        raise InvalidRequest(f"{name}: max_tokens must be at least 1, not {params.max_tokens}")
-    if params.min_tokens < 0:
-        raise InvalidRequest(f"{name}: min_tokens must not be negative, got {params.min_tokens}")
+    _check_params(request, name)
     if request.num_prompt >= config.max_length:
         raise RequestTooLong(
             f"{name} has {request.num_prompt} prompt tokens and needs room for one more; "
@@ -23,9 +20,12 @@ def check(request: Request, config: Config) -> int:
             need=request.num_prompt + 1,
             limit=config.max_length,
         )
-    length = config.max_length
-    if params.max_tokens is not None:
-        length = min(length, request.num_prompt + params.max_tokens)
+    length = min(config.max_length, request.num_prompt + (params.max_tokens or config.max_length))
+    if params.max_tokens is None:  # as far as it can run
+        length = min(length, config.num_blocks * config.block_size + 1)
+        if config.chunk(length, config.max_tokens, True) < 1:
+            length = min(length, config.max_tokens + 1)
+        length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
     num_blocks = -(-num_stored // config.block_size)
     if num_blocks > config.num_blocks:
@@ -44,3 +44,20 @@ def check(request: Request, config: Config) -> int:
             limit=config.max_tokens,
         )
     return length
+
+
+def _check_params(request: Request, name: str) -> None:
+    params = request.params
+    if request.num_prompt == 0:
+        raise InvalidRequest(f"{name} has an empty prompt; at least one token is needed")
+    if min(request.prompt) < 0:
+        raise InvalidRequest(f"{name}: a token id must not be negative, got {min(request.prompt)}")
+    for field, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1), ("priority", None)):
+        value = getattr(params, field)
+        if value is None and field == "max_tokens":
+            continue
+        if not isinstance(value, int) or (least is not None and value < least):
+            wanted = "a whole number" + (f" of at least {least}" if least is not None else "")
+            raise InvalidRequest(f"{name}: {field} must be {wanted}, not {value!r}")
+    if params.deadline is not None and not math.isfinite(params.deadline):
+        raise InvalidRequest(f"{name}: the deadline must be a time, not {params.deadline}")

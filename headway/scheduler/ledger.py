@@ -6,7 +6,7 @@ back from a pause starts level with the least served active one: idling saves up
 
 from __future__ import annotations
 
-from collections import Counter
+from heapq import nsmallest
 
 OUTPUT_WEIGHT = 2.0  # an output token costs about twice a prompt token
 MOST_IDLE = 1024  # idle clients remembered
@@ -17,18 +17,21 @@ class Ledger:
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
-        self._active: Counter[str] = Counter()
+        self._active: dict[str, int] = {}  # requests in the system
+        self._level = 0.0  # of the last one to leave an empty system
 
     def arrive(self, group: str) -> None:
-        if not self._active[group]:
-            floor = min((self.served[g] for g in self._active if self._active[g]), default=0.0)
+        if group not in self._active:
+            floor = min((self.served[g] for g in self._active), default=self._level)
             self.served[group] = max(self.served.get(group, 0.0), floor)
-        self._active[group] += 1
+        self._active[group] = self._active.get(group, 0) + 1
 
     def depart(self, group: str) -> None:
         self._active[group] -= 1
         if not self._active[group]:
             del self._active[group]
+            if not self._active:
+                self._level = max(self._level, self.served[group])
             if len(self.served) > len(self._active) + MOST_IDLE:
                 self._forget_idle()
 
@@ -36,8 +39,7 @@ class Ledger:
         self.served[group] += num_prompt + OUTPUT_WEIGHT * num_output
 
     def _forget_idle(self) -> None:
-        """Idle clients below the least served active one would start level with it anyway."""
-        floor = min((self.served[g] for g in self._active), default=0.0)
-        self.served = {
-            g: tokens for g, tokens in self.served.items() if g in self._active or tokens > floor
-        }
+        """The least served of the idle ones: they would start level with the active anyway."""
+        idle = [group for group in self.served if group not in self._active]
+        for group in nsmallest(MOST_IDLE // 2, idle, key=self.served.__getitem__):
+            del self.served[group]

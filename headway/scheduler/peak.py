@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import World
+from headway.config import World, check_number
+from headway.errors import ConfigError
 from headway.request import Request
 
 Floats = npt.NDArray[np.float64]
@@ -44,14 +45,24 @@ class future_peak:
     estimate: Estimate | None = None  # None: limit
     margin: float = 0.0  # share of all blocks kept free on top
 
+    def __post_init__(self) -> None:
+        check_number("future_peak: margin", self.margin, 0, 1)
+        if self.estimate is not None and not callable(self.estimate):
+            raise ConfigError(f"future_peak: {self.estimate!r} is no estimate: limit or learned")
+
     def __call__(self, request: Request, world: World) -> int:
         requests = [*world.running, request]
+        most = sum(r.limit - r.prefill_end for r in requests) // world.block_size + len(requests)
+        margin = int(self.margin * world.num_blocks)
+        if (
+            most + margin <= world.num_free
+        ):  # all that could ever come fits: no need to look closely
+            return most + margin - -(-request.num_known // world.block_size)
         rows = [(max(r.num_computed, r.prefill_end), r.num_prompt, r.limit) for r in requests]
         rows[-1] = (request.num_known, request.num_prompt, request.limit)
         held, prompt, limits = np.array(rows, dtype=np.float64).T
         batch = Batch(requests, held, prompt, limits - 1 - held, limits - prompt)
-        growth = (self.estimate or limit)(batch, world)
-        return growth + int(self.margin * world.num_blocks)
+        return (self.estimate or limit)(batch, world) + margin
 
 
 def limit(batch: Batch, world: World) -> int:
@@ -78,6 +89,9 @@ class learned:
 
     deviations: float = 2.5
 
+    def __post_init__(self) -> None:
+        check_number("learned: deviations", self.deviations, 0)
+
     def __call__(self, batch: Batch, world: World) -> int:
         goes_on = np.array([not request.stops for request in batch.requests])
         if goes_on.all():
@@ -89,10 +103,13 @@ class learned:
         outlived = np.searchsorted(seen, generated + moments / batch.allowed, side="right")
         chance = np.where(goes_on, 1.0, (len(seen) - outlived) / np.maximum(num_longer, 1))
         alive = chance * (moments <= batch.left)
-        blocks = (batch.held + moments) / world.block_size + 0.5
+        order = np.argsort(-batch.left, kind="stable")
+        shared = np.zeros(len(order))
+        shared[order] = _shared([batch.requests[i] for i in order], world)
+        blocks = (batch.held + moments) / world.block_size + 0.5 - shared
         spread = np.sqrt((alive * (1 - alive) * blocks**2).sum(axis=1))
         peak = ((alive * blocks).sum(axis=1) + self.deviations * spread).max()
-        return max(0, int(peak - np.ceil(batch.held / world.block_size).sum()))
+        return max(0, int(peak - (np.ceil(batch.held / world.block_size) - shared).sum()))
 
 
 def _delays(requests: list[Request], world: World) -> tuple[Floats, Floats]:

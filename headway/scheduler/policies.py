@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config import HeadroomRule, Verbs, World
+from headway.config import HeadroomRule, Verbs, World, check_number, check_whole
+from headway.errors import ConfigError
 from headway.request import Request
 
 # recipe: which verbs, in which order
@@ -88,6 +89,9 @@ class at_most:
 
     tokens: int = 512
 
+    def __post_init__(self) -> None:
+        check_whole("at_most: tokens", self.tokens, 1)
+
     def __call__(self, want: int, left: int, is_first: bool) -> int:
         return min(want, left, self.tokens)
 
@@ -100,6 +104,9 @@ class watermark:
     """A fixed share of all blocks."""
 
     share: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_number("watermark: share", self.share, 0, 1)
 
     def __call__(self, request: Request, world: World) -> int:
         return int(self.share * world.num_blocks)
@@ -118,6 +125,9 @@ class reserve_outputs:
 
     ratio: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_number("reserve_outputs: ratio", self.ratio, 0)
+
     def __call__(self, request: Request, world: World) -> int:
         size = world.block_size
         batch = sum(-(-_num_left(r) // size) for r in (*world.running, request))
@@ -130,6 +140,11 @@ class back_off:
 
     base: HeadroomRule = watermark()
     share: float = 0.01
+
+    def __post_init__(self) -> None:
+        check_number("back_off: share", self.share, 0, 1)
+        if not callable(self.base):
+            raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
 
     def __call__(self, request: Request, world: World) -> int:
         return self.base(request, world) + int(self.share * world.num_blocks * world.pressure)
@@ -186,6 +201,10 @@ class cheaper:
     copy: float = 1e-6  # one token, one way
     compute: float = 2.4e-5  # one token
     start: float = 1e-4  # a copy, whatever its size
+
+    def __post_init__(self) -> None:
+        for name in ("copy", "compute", "start"):
+            check_number(f"cheaper: {name}", getattr(self, name), 0)
 
     def __call__(self, request: Request, world: World) -> bool:
         private = world.num_private_blocks(request) * world.block_size

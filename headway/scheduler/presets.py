@@ -6,13 +6,10 @@ Any slot value can be written as text: `fcfs`, `watermark(0.05)`, `back_off(wate
 
 from __future__ import annotations
 
-import ast
-import difflib
-import importlib
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from typing import Any
 
+from headway import slots
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.scheduler import peak, policies, queues
@@ -78,87 +75,29 @@ DEFAULT = "headway"
 
 def preset(name: str = DEFAULT, **changes: Any) -> Config:
     """A preset's config, with any slot (a value or its text) or number replaced."""
-    values: dict[str, Any] = {**_find(name, PRESETS, "preset"), **changes}
+    values: dict[str, Any] = {**slots.find("preset", name, PRESETS), **changes}
     for field in values:
-        if field not in SLOTS and field not in NUMBERS:
-            raise ConfigError(_unknown(field, (*SLOTS, *NUMBERS), "slot or number"))
+        slots.find("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS)))
     return Config(**{k: slot(k, v) if k in SLOTS else v for k, v in values.items()})
 
 
 def slot(name: str, value: Any) -> Any:
     """A slot's value from its text; anything but text is taken as it is."""
-    if name not in SLOTS:
-        raise ConfigError(_unknown(name, tuple(SLOTS), "slot"))
+    ready_made = slots.find("slot", name, SLOTS)
     if isinstance(value, str):
-        value = _own(value) if ":" in value else _parse(name, value)
-    if isinstance(value, type):  # a rule with numbers, named without them
-        value = value()
-    if name == "queue" and not hasattr(value, "outranks"):
-        value = queues.custom(function=value)
-    if not hasattr(value, "outranks") and not callable(value):
+        parts = PARTS if name == "headroom" else ()
+        value = slots.read(name, value, {f.__name__: f for f in (*ready_made, *parts)})
+    value = slots.made(value)
+    is_rule = hasattr(value, "key") and hasattr(value, "outranks")
+    if not callable(value) and not (name == "queue" and is_rule):
         raise ConfigError(f"{name}: {value!r} is not a function")
-    return value
+    return queues.custom(function=value) if name == "queue" and not is_rule else value
 
 
 def describe(config: Config) -> dict[str, str | int]:
     """Every slot and number as text and integers; `preset(**describe(config))` gives it back."""
-    described = {f.name: _text(getattr(config, f.name)) for f in fields(config)}
-    return {k: v if k in SLOTS else int(v) for k, v in described.items()}
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, queues.custom):
-        return _text(value.function)
-    if is_dataclass(value) and not isinstance(value, type):
-        inner = ", ".join(f"{f.name}={_text(getattr(value, f.name))}" for f in fields(value))
-        return f"{type(value).__name__}({inner})"
-    if not callable(value):
-        return repr(value)
-    ready_made = any(value in group for group in (*SLOTS.values(), PARTS))
-    return value.__name__ if ready_made else f"{value.__module__}:{value.__qualname__}"
-
-
-def _parse(name: str, text: str) -> Any:
-    known = {f.__name__: f for f in (*SLOTS[name], *(PARTS if name == "headroom" else ()))}
-    try:
-        return _evaluate(ast.parse(text, mode="eval").body, known, name)
-    except SyntaxError:
-        raise ConfigError(f"{name}: cannot read {text!r}; write a name or name(number)") from None
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{name}: {text}: {error}") from None
-
-
-def _evaluate(node: ast.expr, known: Mapping[str, Any], name: str) -> Any:
-    """Names, calls of names and literals; nothing else is evaluated."""
-    if isinstance(node, ast.Name):
-        return _find(node.id, known, name)
-    if isinstance(node, ast.Call):
-        function = _evaluate(node.func, known, name)
-        positional = [_evaluate(arg, known, name) for arg in node.args]
-        named = {k.arg or "": _evaluate(k.value, known, name) for k in node.keywords}
-        arguments = [a() if isinstance(a, type) else a for a in positional]
-        return function(*arguments, **named)
-    return ast.literal_eval(node)
-
-
-def _own(text: str) -> Any:
-    """A user's own policy, `module:function`."""
-    module, _, attribute = text.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot load policy {text!r}: {error}") from None
-
-
-def _find(name: str, known: Mapping[str, Any], what: str) -> Any:
-    if name not in known:
-        raise ConfigError(_unknown(name, tuple(known), what))
-    return known[name]
-
-
-def _unknown(name: str, known: tuple[str, ...], what: str) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
-    return f"unknown {what} {name!r}{hint} Known: {', '.join(known)}"
+    known = [policy for group in (*SLOTS.values(), PARTS) for policy in group]
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    if isinstance(config.queue, queues.custom) and not config.queue.patience:
+        values["queue"] = config.queue.function
+    return {k: slots.write(v, known) if k in SLOTS else v for k, v in values.items()}

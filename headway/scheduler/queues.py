@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from heapq import heapify, heappop, heappush
 from typing import Any
 
-from headway.config import QueueRule, World
+from headway.config import QueueRule, World, check_number, check_whole
 from headway.request import Request
 
 FRONT = 64  # requests whose drifting keys are looked at in every step
@@ -25,7 +26,7 @@ class WaitingQueue:
         self._world = world
         self._groups: dict[str, list[tuple[Any, Request]]] = {}
         self._length = 0
-        self._num_walks = 0
+        self._turns: dict[str, int] = {}  # whose drifting keys are looked at next
 
     def __len__(self) -> int:
         return self._length
@@ -61,31 +62,45 @@ class WaitingQueue:
         self._length -= 1
         if not group:
             del self._groups[name]
+            self._turns.pop(name, None)
 
     def walk(self) -> Iterator[Request]:
         """The order of service; the request just yielded may be removed before the next."""
         if self.rule.drifts:
             self._sort_again()
-        passed = dict.fromkeys(self._groups, 0)
-        while (name := self._next_group(passed)) is not None:
-            length = self._length
-            yield self._groups[name][passed[name]][1]
-            passed[name] += self._length == length  # it was not taken
+        if len(self._groups) > 1:
+            yield from self._walk_in_turn()
+            return
+        for group in list(self._groups.values()):
+            passed = 0
+            while passed < len(group):
+                length = self._length
+                yield group[passed][1]
+                passed += self._length == length  # it was not taken
+
+    def _walk_in_turn(self) -> Iterator[Request]:
+        """The group served least first; taking a request adds to what its group was served."""
+        service = self._world.service
+        heap = [(service().get(n, 0.0), g[0][0], n, 0) for n, g in self._groups.items()]
+        heapify(heap)
+        while heap:
+            _, _, name, passed = heappop(heap)
+            group, length = self._groups[name], self._length
+            yield group[passed][1]
+            passed += self._length == length
+            if passed < len(group):
+                heappush(heap, (service().get(name, 0.0), group[passed][0], name, passed))
 
     def _sort_again(self) -> None:
-        """Ask for drifted keys again: every time of those in front, now and then of everybody."""
-        self._num_walks += 1
-        count = FRONT if self._num_walks % FRONT else self._length
-        for group in self._groups.values():
-            group[:count] = sorted((self._entry(r) for _, r in group[:count]), key=_sort_key)
-
-    def _next_group(self, passed: dict[str, int]) -> str | None:
-        """The group served least, of those with a request not yet looked at."""
-        groups = [n for n, group in self._groups.items() if passed[n] < len(group)]
-        if len(groups) < 2:
-            return groups[0] if groups else None
-        service = self._world.service()
-        return min(groups, key=lambda n: (service.get(n, 0.0), self._groups[n][passed[n]][0]))
+        """Ask for drifted keys again: of those in front every time, of the others in turn."""
+        for name, group in self._groups.items():
+            turn = self._turns[name] = self._turns.get(name, 0) + FRONT
+            if turn >= len(group):
+                turn = self._turns[name] = FRONT
+            fresh = [self._entry(r) for _, r in (*group[:FRONT], *group[turn : turn + FRONT])]
+            del group[turn : turn + FRONT], group[:FRONT]
+            for entry in fresh:
+                insort(group, entry, key=_sort_key)
 
 
 def _sort_key(entry: tuple[Any, Request]) -> Any:
@@ -102,6 +117,14 @@ class Rule:
     patience: int = 0
     drifts = False
     preempts = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, name = getattr(self, field.name), f"{type(self).__name__}: {field.name}"
+            if field.name in ("patience", "max_bumps"):
+                check_whole(name, value, 0)
+            elif field.name in ("aging", "slack"):
+                check_number(name, value, 0)
 
     def group(self, request: Request) -> str:
         return ALL
@@ -120,13 +143,13 @@ class fcfs(Rule):
 
 @dataclass(frozen=True)
 class priority(Rule):
-    """Lower numbers first; `aging` seconds of waiting are worth one level (0: no aging).
+    """Lower numbers first; `aging` seconds of waiting are worth one level (0: strictly by level).
 
     With `preempts`, a blocked request may send running ones of a lower priority back, each of
     them at most `max_bumps` times.
     """
 
-    aging: float = 0.0
+    aging: float = 60.0
     preempts: bool = False
     max_bumps: int = 2
 
@@ -178,7 +201,7 @@ class fair(Rule):
 
 @dataclass(frozen=True)
 class custom(Rule):
-    """A user's own function (request, world) -> sort key, asked again at every step."""
+    """A user's own function (request, world) -> sort key; those in front are asked every step."""
 
     function: Callable[[Request, World], Any] = lambda request, world: request.arrival
     drifts = True

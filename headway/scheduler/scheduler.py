@@ -12,6 +12,8 @@ free at once, because plans run in order; its tokens in flight are dropped or ke
 from __future__ import annotations
 
 from collections import Counter, deque
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from headway.scheduler.step import Step
 
 FADE = 0.97  # of `pressure` per step: a preemption is half forgotten after 23
 MOST_BUMPS = 16  # of one request, whatever the queue's rule allows
+MOST_COMPARED = 8  # stop tokens looked for one by one, which is faster for a few
 NUM_SHARES = 256  # finished outputs remembered for estimates
 
 
@@ -81,7 +84,10 @@ class Scheduler:
             return False
         request.error = error
         self._retire(request, reason)
-        self._news.aborted.append(request)
+        if self.in_flight and request not in self._news.added:
+            self.in_flight[-1].interrupted.append(request)
+        else:  # its end must not be told before its beginning
+            self._news.aborted.append(request)
         return True
 
     def schedule(self) -> Plan:
@@ -89,10 +95,10 @@ class Scheduler:
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         self.last_plan = plan = Plan(self._num_steps)
         self._step = step = Step(self, plan)
-        self.pressure *= FADE
+        plan.num_in_flight = len(self.in_flight)
         self._service = None
         if self.config.queue.preempts and self.queue:
-            self._make_way()
+            step.entitled = self._make_way()
         self.config.recipe(step)
         if plan.is_empty and self.requests and not self.in_flight:
             step.force()
@@ -122,28 +128,37 @@ class Scheduler:
         if not result.columns:
             self._end(plan, 0)
         self.lockstep.strayed.clear()
-        return StepReport(plan, result, self.take_finished())
+        finished, self._finished = [*plan.aborted, *plan.interrupted, *self._finished], []
+        return StepReport(plan, result, finished)
 
-    def take_finished(self) -> list[Request]:
-        """Who finished since this was last asked; `complete` asks for its report."""
-        finished, self._finished = self._finished, []
-        return finished
+    @property
+    def has_news(self) -> bool:
+        """Whether somebody was aborted whose end no report has told yet."""
+        return bool(self._news.aborted)
 
-    def fail(self, reason: str) -> list[Request]:
-        """The executor failed: end what was in flight with the reason, distrust the device."""
-        plans = list(self.in_flight)
+    def take_news(self) -> StepReport | None:
+        """What happened since the last plan, if there is none to report it with."""
+        news = self._news
+        if self.in_flight or not (news.added or news.aborted or news.preempted):
+            return None
+        self._news = Plan(-1)
+        return StepReport(news, StepResult(), news.aborted)
+
+    def fail(self, reason: str) -> None:
+        """A step failed: end what was in flight with the reason, distrust all that is cached."""
+        plans, news = list(self.in_flight), self._news
         self.in_flight.clear()
+        for plan in reversed(plans):  # what they would have reported is news again
+            news.added[:0], news.preempted[:0] = plan.added, plan.preempted
+            news.aborted[:0] = [*plan.aborted, *plan.interrupted]
         touched = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
-        failed = [r for r in self.requests.values() if r in touched]
-        for request in failed:
+        for request in [r for r in self.requests.values() if r in touched]:
             self.abort(request.id, "error", reason)
-        for preemption in (p for plan in plans for p in plan.preempted):
-            self.kv.discard_host_copy(preemption.request)
-        self.unsettled.clear()
+        for request in self.swapped:
+            self.kv.discard_host_copy(request)
         self.reset_cache(force=True)
         self.kv.settle_host()
         self.lockstep = Lockstep(self.config.block_size, self.config.max_requests)
-        return failed
 
     def reset_cache(self, *, force: bool = False) -> bool:
         """Forget all cached prefixes. Refuses while blocks are held; `force` recomputes them."""
@@ -207,12 +222,15 @@ class Scheduler:
         request.move(State.PREFILL)
         request.base, request.prefill_end = survey.num_computed, request.num_known
         request.row = self._rows.pop()
-        self.running[request] = self.prefilling[request] = self._service = None
+        self.running[request] = self.prefilling[request] = None
         num_hit = min(survey.num_hits * self.config.block_size, survey.num_computed)
         is_resume = request.history.admission >= 0
         if not is_resume:
             request.history.num_cached = num_hit
-            self.ledger.charge(self.config.queue.group(request), request.num_prompt, 0)
+            group = self.config.queue.group(request)
+            self.ledger.charge(group, request.num_prompt, 0)
+            if self._service is not None:
+                self._service[group] += request.num_prompt
         request.history.admission = self._num_admitted
         self._num_admitted += 1
         num_swapped = survey.num_computed - num_hit
@@ -274,15 +292,18 @@ class Scheduler:
         if reason in ("stop", "length"):
             allowed = request.limit - request.num_prompt
             self.output_shares.append(request.num_generated / allowed)
-        self._finished.append(request)
+            self._finished.append(request)
 
-    def _make_way(self) -> None:
-        """If the first in line cannot be seated and outranks running ones, send some back."""
-        head, outranks = next(self.queue.walk()), self.config.queue.outranks
+    def _make_way(self) -> Request | None:
+        """If the first in line outranks running requests, send back as many as it needs."""
+        head, rule = next(self.queue.walk()), self.config.queue
         running = (*self.prefilling, *self.lockstep.members)
-        inferior = [r for r in running if r.history.num_bumped < MOST_BUMPS and outranks(head, r)]
+        inferior = [
+            r for r in running if r.history.num_bumped < MOST_BUMPS and rule.outranks(head, r)
+        ]
+        if not inferior or not self._step.could_take(head):
+            return None
         need = self.kv.num_taken(head, self.kv.survey(head)) + len(self.lockstep.due)
-        need += max(0, self.config.headroom(head, self))
         inferior.sort(key=lambda r: self.config.victim(r, self))
         chosen: list[Request] = []
         free, seats = self.kv.num_free, self.config.max_requests - len(self.running)
@@ -290,9 +311,11 @@ class Scheduler:
             chosen.append(inferior.pop())
             free += self.kv.num_private_blocks(chosen[-1])
             seats += 1
-        if free >= need and seats:
-            for request in chosen:
-                self.preempt(request, is_bump=True)
+        if not chosen or free < need or not seats:
+            return None
+        for request in chosen:
+            self.preempt(request, is_bump=True)
+        return head
 
     # The two ends of a plan's life.
 
@@ -310,6 +333,7 @@ class Scheduler:
         """The plan has work in it: give it the news, and count it as in flight."""
         news, self._news = self._news, Plan(-1)
         plan.added, plan.aborted, plan.preempted = news.added, news.aborted, news.preempted
+        self.pressure *= FADE
         self.prefill_streak = 0 if plan.decodes else self.prefill_streak + 1
         self._num_steps += 1
         self.in_flight.append(plan)
@@ -340,7 +364,10 @@ class Scheduler:
         if not self._watched or not len(column):
             return []
         tokens, watched = np.asarray(column), list(self._watched)
-        found = tokens == watched[0] if len(watched) == 1 else np.isin(tokens, watched)
+        if len(watched) > MOST_COMPARED:
+            found = np.isin(tokens, watched)
+        else:
+            found = reduce(or_, (tokens == token for token in watched))
         places: list[int] = np.flatnonzero(found).tolist()
         return places
 

@@ -6,7 +6,7 @@ that is not taken leaves its reason, with what it needed and what was there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from headway.plan import Behind, Blocked, Chunk, Plan, Reason
@@ -21,7 +21,9 @@ UNCOMPUTED = frozenset({State.WAITING, State.PREFILL, State.SWAPPED})
 class Step:
     """The verbs of a recipe, over the scheduler whose next plan this is."""
 
-    __slots__ = ("_closed", "_kept_blocks", "_ran_short", "_scheduler", "plan", "tokens_left")
+    __slots__ = (
+        "_closed", "_kept_blocks", "_ran_short", "_scheduler", "entitled", "plan", "tokens_left",
+    )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, plan: Plan) -> None:
         self.plan = plan
@@ -30,6 +32,7 @@ class Step:
         self._ran_short = False  # somebody had to be preempted
         self._closed: Reason | None = None  # why nobody can be admitted any more
         self._kept_blocks = 0  # for decodes yet to come
+        self.entitled: Request | None = None  # way was made for it, so headroom is not asked
 
     @property
     def is_idle(self) -> bool:
@@ -38,10 +41,6 @@ class Step:
     @property
     def num_decoding(self) -> int:
         return len(self._scheduler.lockstep.members)
-
-    @property
-    def num_due(self) -> int:
-        return len(self._scheduler.lockstep.due)
 
     @property
     def prefill_streak(self) -> int:
@@ -85,15 +84,18 @@ class Step:
                 self._compute(request, granted)
                 self.tokens_left -= granted
 
-    def admit(self, only: State | None = None, *, charge_cached: bool = False) -> None:
+    def admit(self, *, charge_cached: bool = False) -> None:
         """Seat waiting requests in the queue's order, until one does not fit."""
+        self._admit(self._scheduler.queue.walk(), charge_cached)
+
+    def _admit(self, candidates: Iterable[Request], charge_cached: bool = False) -> None:
         scheduler, plan = self._scheduler, self.plan
         plan.blocked = []
         self._closed = self._reason_to_close()
         if self._closed or not scheduler.queue:
             return
         patience, passed = scheduler.config.queue.patience, list[Request]()
-        for request in self._candidates(only):
+        for request in candidates:
             blocked = self._try(request, charge_cached)
             if blocked is None:
                 for other in passed:
@@ -111,11 +113,14 @@ class Step:
 
     def admit_swapped(self) -> None:
         """Bring back who was swapped out, leaving the decodes what they will need."""
-        if not self._scheduler.swapped:
+        if not self._scheduler.swapped or self.entitled:  # whoever way was made for comes first
             return
-        self._kept_blocks, kept_tokens = self.num_due, min(self.num_decoding, self.tokens_left)
+        self._kept_blocks, kept_tokens = (
+            len(self._scheduler.lockstep.due),
+            min(self.num_decoding, self.tokens_left),
+        )
         self.tokens_left -= kept_tokens
-        self.admit(State.SWAPPED)
+        self._admit(sorted(self._scheduler.swapped, key=self._scheduler.place))
         self.tokens_left += kept_tokens
         self._kept_blocks = 0
 
@@ -149,12 +154,6 @@ class Step:
             want = request.num_known - survey.num_computed
             self._compute(request, min(want, scheduler.config.max_tokens))
             self.plan.blocked = [b for b in self.plan.blocked if b.request is not request]
-
-    def _candidates(self, only: State | None) -> Iterator[Request]:
-        scheduler = self._scheduler
-        if only is State.SWAPPED:
-            return iter(sorted(scheduler.swapped, key=scheduler.place))
-        return scheduler.queue.walk()
 
     def _advance(self) -> None:
         """One token for everybody who decodes; blocks for those who cross into a new one."""
@@ -209,13 +208,27 @@ class Step:
         if is_last:
             del scheduler.prefilling[request]
 
+    def could_take(self, request: Request) -> bool:
+        """Whether room is all that a request may lack."""
+        want = self._scheduler.num_uncached(request)
+        left = self.tokens_left - self.num_decoding
+        fits = self._scheduler.config.chunk(want, left, True) > 0
+        return fits and not self._must_wait(request)
+
+    def _must_wait(self, request: Request) -> Blocked | None:
+        """For its leader, who computes the prompt for both, or for a token still in flight."""
+        leader = request.leader
+        if leader is not None and not leader.num_generated and leader.state in UNCOMPUTED:
+            return Blocked(request, "order", 1, 0)
+        if request in self._scheduler.unsettled:
+            return Blocked(request, "back-off", 1, 0)
+        return None
+
     def _try(self, request: Request, charge_cached: bool) -> Blocked | None:
         """Seat a request if tokens and blocks allow; otherwise say what is missing."""
-        scheduler, kv, leader = self._scheduler, self._scheduler.kv, request.leader
-        if leader is not None and not leader.num_generated and leader.state in UNCOMPUTED:
-            return Blocked(request, "order", 1, 0)  # the leader computes the prompt for both
-        if request in scheduler.unsettled:
-            return Blocked(request, "back-off", 1, 0)
+        scheduler, kv = self._scheduler, self._scheduler.kv
+        if blocked := self._must_wait(request):
+            return blocked
         survey = kv.survey(request)
         want = request.num_known - survey.num_computed
         price = request.num_known if charge_cached else want
@@ -223,12 +236,14 @@ class Step:
         if not charge:
             return Blocked(request, "tokens", price, self.tokens_left)
         free, need = kv.num_free, survey.num_blocks - survey.num_hits
-        if need <= free:  # otherwise too much already, whoever holds the hits
+        if need <= free < survey.num_blocks:  # it depends on how many hits somebody holds
             need = kv.num_taken(request, survey)
         if need > free:
             return Blocked(request, "blocks", need, free)
-        if scheduler.running or scheduler.in_flight:  # alone, it may always run
-            room = self._kept_blocks + max(0, scheduler.config.headroom(request, scheduler))
+        if (scheduler.running or scheduler.in_flight) and request is not self.entitled:
+            room = self._kept_blocks + max(0, int(scheduler.config.headroom(request, scheduler)))
+            if survey.num_blocks + room > free:
+                need = kv.num_taken(request, survey)
             if need + room > free:
                 return Blocked(request, self._why_headroom(request, need), need + room, free)
         self.tokens_left -= charge

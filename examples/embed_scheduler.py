@@ -1,0 +1,69 @@
+"""The scheduler alone, above an executor of one's own: here a toy model with a real paged cache.
+
+The "model" makes its next token out of all tokens before it, read block by block from its cache, so
+a wrong block or a wrong slot would change the text. Run it from the root of the repository:
+    python examples/embed_scheduler.py
+"""
+
+from __future__ import annotations
+
+from headway import Params, Plan, Request, Scheduler, StepResult, preset
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 12
+LETTERS = "abcdefghijklmnopqrstuvwxyz "
+
+
+def continue_text(tokens: list[int]) -> int:
+    """The token after these; every one of them counts."""
+    state = 0
+    for token in tokens:
+        state = (31 * state + token + 7) % 1009
+    return state % len(LETTERS)
+
+
+class ToyExecutor:
+    """Stores and reads where the block tables say. One slot holds one token."""
+
+    def __init__(self) -> None:
+        self.cache = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
+
+    def store(self, request: Request, start: int, end: int) -> None:
+        tokens, blocks = request.tokens, request.held.blocks
+        for place in range(start, end):
+            self.cache[blocks[place // BLOCK_SIZE]][place % BLOCK_SIZE] = tokens[place]
+
+    def next_token(self, request: Request, length: int) -> int:
+        slots = [slot for block in request.held.blocks for slot in self.cache[block]]
+        return continue_text(slots[:length])
+
+    def run(self, plan: Plan) -> StepResult:
+        for chunk in plan.chunks:  # everything is stored before anything is read
+            self.store(chunk.request, chunk.store_from, chunk.end)
+        for request in plan.decodes:  # its newest token is its last known one
+            self.store(request, request.num_computed - 1, request.num_computed)
+        column = [self.next_token(r, r.num_computed) for r in plan.decodes]
+        firsts = [self.next_token(c.request, c.end) for c in plan.chunks if c.is_last]
+        return StepResult([column] if plan.decodes else [], firsts)
+
+
+def main() -> None:
+    config = preset("vllm_v1", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_requests=4)
+    scheduler, executor = Scheduler(config), ToyExecutor()
+    for text in ("hello world", "hello there", "hello world", "a", "quick brown fox"):
+        prompt = [LETTERS.index(letter) for letter in text]
+        id = f"{len(scheduler.requests)} {text!r}"
+        scheduler.add(Request(id, prompt, Params(max_tokens=12)))
+    while scheduler.requests:
+        plan = scheduler.schedule()
+        report = scheduler.complete(plan, executor.run(plan))
+        for admission in plan.admitted:
+            print(f"step {plan.step:2}  {admission.request.id}: {admission.num_cached} cached")
+        for preemption in plan.preempted:
+            print(f"step {plan.step:2}  {preemption.request.id}: preempted")
+        for request in report.finished:
+            text = "".join(LETTERS[token] for token in request.output)
+            print(f"step {plan.step:2}  {request.id}: {text!r}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Policies as text and back: `fcfs`, `watermark(0.05)`, `back_off(watermark(0.02))`, `module:name`.
+
+Reads names, calls of names and literals; evaluates nothing else. Which names there are is told by
+the caller; knows no policy itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from headway.errors import ConfigError
+
+
+def read(what: str, text: str, known: Mapping[str, Any]) -> Any:
+    """The policy that a text names; ConfigError with the known names if it names none."""
+    try:
+        if ":" in text:
+            return _own(what, text, known)
+        return made(_evaluate(ast.parse(text.strip(), mode="eval").body, known, what))
+    except (SyntaxError, RecursionError, MemoryError):
+        raise ConfigError(
+            f"{what}: cannot read {text[:60]!r}; write name or name(number)"
+        ) from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{what}: {text}: {error}") from None
+
+
+def write(value: Any, known: Iterable[Any]) -> str:
+    """The text that `read` takes for this policy; of what has no name, what Python shows."""
+    known = tuple(known)
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = ", ".join(f"{f.name}={write(getattr(value, f.name), known)}" for f in fields(value))
+        return f"{_name(type(value), known)}({inner})"
+    return _name(value, known) if callable(value) else repr(value)
+
+
+def made(value: Any) -> Any:
+    """A policy with numbers, named without them, is made with its defaults."""
+    return value() if isinstance(value, type) else value
+
+
+def find(what: str, name: str, known: Mapping[str, Any]) -> Any:
+    """What goes by a name; ConfigError that lists the known ones, the likely one first."""
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {close[0]}?" if close else "."
+    raise ConfigError(f"unknown {what} {name!r}{hint} Known: {', '.join(known)}")
+
+
+def _evaluate(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
+    if isinstance(node, ast.Name):
+        return find(what, node.id, known)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        arguments = [made(_evaluate(argument, known, what)) for argument in node.args]
+        named = {k.arg or "**": made(_evaluate(k.value, known, what)) for k in node.keywords}
+        return _call(find(what, node.func.id, known), arguments, named, what)
+    return ast.literal_eval(node)
+
+
+def _call(function: Any, arguments: list[Any], named: dict[str, Any], what: str) -> Any:
+    if not isinstance(function, type):
+        raise ConfigError(f"{what}: {function.__name__} takes no numbers")
+    try:
+        return function(*arguments, **named)
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None
+
+
+def _own(what: str, text: str, known: Mapping[str, Any]) -> Any:
+    """A user's own policy: `module:name`, or `module:name(number)` if it is a dataclass."""
+    place, bracket, rest = text.strip().partition("(")
+    module, _, attribute = place.partition(":")
+    try:
+        value = importlib.import_module(module)
+        for part in attribute.split("."):
+            value = getattr(value, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{what}: cannot load {text!r}: {error}") from None
+    if bracket:
+        return _evaluate(ast.parse(f"own({rest}", mode="eval").body, {**known, "own": value}, what)
+    return made(value)
+
+
+def _name(value: Any, known: tuple[Any, ...]) -> str:
+    name = getattr(value, "__qualname__", None)
+    if name is None:
+        return repr(value)
+    return str(name) if value in known else f"{value.__module__}:{name}"
