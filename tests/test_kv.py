@@ -68,7 +68,7 @@ def cached_pool(*keys: bytes) -> tuple[BlockPool, list[int]]:
     pool = BlockPool(len(keys) + 1)
     blocks = pool.take(len(keys))
     for block, key in zip(blocks, keys, strict=True):
-        pool.index.add(block, key)
+        pool.index.add([block], [key])
         pool.drop(block)
     return pool, blocks
 
@@ -116,7 +116,7 @@ def test_random_use_keeps_every_block_either_held_or_free() -> None:
         elif held:
             block = held.pop(rng.randrange(len(held)))
             if pool.index.key_of[block] is None and rng.random() < 0.5:
-                pool.index.add(block, b"%d" % turn)
+                pool.index.add([block], [b"%d" % turn])
             pool.drop(block)
         if held and rng.random() < 0.2:
             pool.share([held[0]])
@@ -162,15 +162,15 @@ def test_the_longest_prefix_is_matched() -> None:
         assert index.match(keys) == length
         assert index.match(keys[:2]) == min(length, 2)
         if length < 4:
-            index.add(length, keys[length])
+            index.add([length], [keys[length]])
     assert index.match([]) == 0
 
 
 def test_a_twin_survives_the_eviction_of_the_other() -> None:
     for evicted in ((0, 1), (1, 0)):
         index = PrefixIndex(2)
-        index.add(0, b"k")
-        index.add(1, b"k")
+        index.add([0], [b"k"])
+        index.add([1], [b"k"])
         index.forget(evicted[0])
         assert index.match([b"k"]) == 1 and index.block_of[b"k"] == evicted[1]
         index.forget(evicted[1])
@@ -181,7 +181,7 @@ def test_many_twins_are_forgotten_in_any_order() -> None:
     for seed in range(20):
         index, blocks = PrefixIndex(5), list(range(5))
         for block in blocks:
-            index.add(block, b"k")
+            index.add([block], [b"k"])
         random.Random(seed).shuffle(blocks)
         for number, block in enumerate(blocks):
             assert index.key_of[index.block_of[b"k"]] == b"k"

@@ -241,7 +241,7 @@ def publish_too_early(plan: Plan, scheduler: Scheduler) -> None:
     for request, block in plan.grown:
         for key in list(index.block_of):
             if index.key_of[block] is None and block in request.held.blocks:
-                index.add(block, key)
+                index.add([block], [key])
 
 
 def end_too_late(plan: Plan, scheduler: Scheduler) -> None:

@@ -64,7 +64,7 @@ class KVCache:
     def reserve(self, request: Request, survey: Survey) -> list[Copy]:
         """Give the request blocks for every known token; the copies that bring in host blocks."""
         held, pool = request.held, self.pool
-        hits = [pool.index.block_of[key] for key in held.keys[: survey.num_hits]]
+        hits = list(map(pool.index.block_of.__getitem__, held.keys[: survey.num_hits]))
         pool.share(hits)  # before taking any, so that no hit is evicted for its own request
         held.blocks += hits
         held.blocks += pool.take(survey.num_blocks - survey.num_hits)
@@ -72,21 +72,15 @@ class KVCache:
         if held.host is not None:
             if survey.uses_host:
                 sources = held.host.blocks[survey.num_hits - held.host.first :]
-                copies = [
-                    Copy(source, target)
-                    for source, target in zip(sources, held.blocks[survey.num_hits :], strict=False)
-                ]
+                copies = list(map(Copy, sources, held.blocks[survey.num_hits :]))
                 self.publish(request, survey.num_hits, survey.num_computed // self.block_size)
             self.discard_host_copy(request)
         return copies
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""
-        held, index = request.held, self.pool.index
-        for position in range(start, end):
-            block = held.blocks[position]
-            if index.key_of[block] is None:
-                index.add(block, held.keys[position])
+        held = request.held
+        self.pool.index.add(held.blocks[start:end], held.keys[start:end])
 
     def release(self, request: Request) -> None:
         """Give back every block; what is full and known stays matchable until it is taken."""
@@ -105,17 +99,14 @@ class KVCache:
         Leading blocks that others hold too are not copied: they are likely to stay.
         """
         held, refs = request.held, self.pool.refs
-        num_full = self.blocks_for(request.num_computed)
+        num_used = self.blocks_for(request.num_computed)
         first = 0
-        while first < num_full and refs[held.blocks[first]] > 1:
+        while first < num_used and refs[held.blocks[first]] > 1:
             first += 1
-        if not num_full > first or self.host.num_free < num_full - first:
+        if not num_used > first or self.host.num_free < num_used - first:
             return None
-        targets = self.host.take(num_full - first)
-        copies = [
-            Copy(source, target)
-            for source, target in zip(held.blocks[first:num_full], targets, strict=True)
-        ]
+        targets = self.host.take(num_used - first)
+        copies = list(map(Copy, held.blocks[first:num_used], targets))
         held.host = HostCopy(first, targets, request.num_computed)
         self.release(request)
         return copies
@@ -127,7 +118,7 @@ class KVCache:
             request.held.host = None
 
     def settle_host(self) -> None:
-        """The plan that reads the given-up host blocks is complete: later plans may write them."""
+        """The plan that may read the given-up host blocks is made: later plans may write them."""
         for block in self._leaving_host:
             self.host.drop(block)
         self._leaving_host.clear()

@@ -1,4 +1,4 @@
-"""A pool of blocks with reference counts. Every operation costs the same however large it is.
+"""A pool of blocks with reference counts. The cost of a block is the same however many there are.
 
 A block nobody holds is either blank or cached: cached ones keep their content, stay matchable, and
 are taken only when no blank one is left, least recently used first.

@@ -32,15 +32,15 @@ class PrefixIndex:
         self.key_of: list[bytes | None] = [None] * num_blocks
         self.block_of: dict[bytes, int] = {}
         self._twins: dict[bytes, list[int]] = {}
-        self.version = 0  # rises whenever a match could have become longer
 
-    def add(self, block: int, key: bytes) -> None:
-        """Record what a block holds; nobody's block table changes when another holds the same."""
-        self.key_of[block] = key
-        if self.block_of.setdefault(key, block) != block:
-            self._twins.setdefault(key, []).append(block)
-        else:
-            self.version += 1
+    def add(self, blocks: list[int], keys: list[bytes]) -> None:
+        """Record what blocks hold; nobody's block table changes when another holds the same."""
+        key_of, first_with = self.key_of, self.block_of.setdefault
+        for block, key in zip(blocks, keys, strict=True):
+            if key_of[block] is None:
+                key_of[block] = key
+                if first_with(key, block) != block:
+                    self._twins.setdefault(key, []).append(block)
 
     def forget(self, block: int) -> None:
         """The block is about to hold something else; a twin takes over its key."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong
 from headway.request import Request
@@ -50,8 +52,9 @@ def _check_params(request: Request, name: str) -> None:
     params = request.params
     if request.num_prompt == 0:
         raise InvalidRequest(f"{name} has an empty prompt; at least one token is needed")
-    if min(request.prompt) < 0:
-        raise InvalidRequest(f"{name}: a token id must not be negative, got {min(request.prompt)}")
+    least_token = np.frombuffer(request.prompt, dtype=np.intc).min()
+    if least_token < 0:
+        raise InvalidRequest(f"{name}: a token id must not be negative, got {least_token}")
     for field, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1), ("priority", None)):
         value = getattr(params, field)
         if value is None and field == "max_tokens":
