@@ -444,8 +444,8 @@ class Run:
         self.check_now()
         left = (
             scheduler.requests, scheduler.running, scheduler.prefilling, scheduler.swapped,
-            scheduler.queue, scheduler.in_flight, scheduler._watched, lockstep.members,
-            lockstep._ends, *lockstep._crossing, scheduler.queue._groups, scheduler._finished,
+            scheduler.queue, scheduler.in_flight, scheduler.watched, lockstep.members,
+            lockstep._ends, *lockstep._crossing, scheduler.queue._groups,
         )  # fmt: skip
         assert not any(left), f"left over: {left}"
         assert lockstep.context == 0 and not any(scheduler.kv.pool.refs)

@@ -1,8 +1,8 @@
 """The scheduler: what runs next, as a plan, and what became of it.
 
-Holds who waits, who runs and who is in flight; the verbs that fill a plan are in step.py, what
-systems do differently is in the slots of the config. Reads no clock, does no I/O, and is the same
-object above a GPU, a CPU, the simulator and the tests.
+Holds who waits, who runs and who is in flight. The verbs that fill a plan are in step.py, what a
+result means is in settle.py, what systems do differently is in the slots of the config. Reads no
+clock, does no I/O, and is the same object above a GPU, a CPU, the simulator and the tests.
 
 One plan may be in flight while the next is made. Then `num_computed` runs ahead of `tokens`: the
 values are still on the device. Blocks that a finished, aborted or preempted request gives up are
@@ -12,26 +12,21 @@ free at once, because plans run in order; its tokens in flight are dropped or ke
 from __future__ import annotations
 
 from collections import Counter, deque
-from functools import reduce
-from operator import or_
 from typing import Any
-
-import numpy as np
 
 from headway.config import Config
 from headway.errors import InvalidRequest
 from headway.kv.manager import KVCache, Survey
-from headway.plan import Admission, Column, Plan, Preemption, StepReport, StepResult
+from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
 from headway.request import Request, State
 from headway.scheduler import door
 from headway.scheduler.ledger import OUTPUT_WEIGHT, Ledger
 from headway.scheduler.lockstep import Lockstep
 from headway.scheduler.queues import WaitingQueue
+from headway.scheduler.settle import settle
 from headway.scheduler.step import Step
 
 FADE = 0.97  # of `pressure` per step: a preemption is half forgotten after 23
-MOST_BUMPS = 16  # of one request, whatever the queue's rule allows
-MOST_COMPARED = 8  # stop tokens looked for one by one, which is faster for a few
 NUM_SHARES = 256  # finished outputs remembered for estimates
 
 
@@ -55,10 +50,9 @@ class Scheduler:
         self.output_shares: deque[float] = deque(maxlen=NUM_SHARES)
         self.last_plan = Plan(-1)
         self._rows = list(range(config.max_requests))[::-1]
-        self._watched: Counter[int] = Counter()  # stop tokens of everyone not finished
+        self.watched: Counter[int] = Counter()  # stop tokens of everyone not finished
         self._num_added = self._num_admitted = self._num_steps = 0
         self._news = Plan(-1)  # what happened since the last plan that was not empty
-        self._finished: list[Request] = []
         self._step = Step(self, self.last_plan)
         self._service: dict[str, float] | None = None  # kept until somebody comes, goes or steps
 
@@ -72,7 +66,7 @@ class Scheduler:
         request.history.serial = self._num_added
         self._num_added += 1
         self.requests[request.id] = request
-        self._watched.update(request.stops)
+        self.watched.update(request.stops)
         self.ledger.arrive(self.config.queue.group(request))
         self.queue.push(request)
         self._news.added.append(request)
@@ -83,7 +77,7 @@ class Scheduler:
         if request is None:
             return False
         request.error = error
-        self._retire(request, reason)
+        self.retire(request, reason)
         if self.in_flight and request not in self._news.added:
             self.in_flight[-1].interrupted.append(request)
         else:  # its end must not be told before its beginning
@@ -98,7 +92,7 @@ class Scheduler:
         plan.num_in_flight = len(self.in_flight)
         self._service = None
         if self.config.queue.preempts and self.queue:
-            step.entitled = self._make_way()
+            step.make_way()
         self.config.recipe(step)
         if plan.is_empty and self.requests and not self.in_flight:
             step.force()
@@ -118,17 +112,8 @@ class Scheduler:
         oldest = self.in_flight.popleft()
         assert plan is oldest, "plans are completed in the order they were made"
         self.unsettled.clear()
-        sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
-        for request, token in zip(sampled, result.firsts, strict=True):
-            if request not in plan.cut:
-                request.written.append(token)
-        self._stop(plan, 0, sampled, result.firsts)
-        for step, column in enumerate(result.columns):
-            self._deliver(plan, step, column)
-        if not result.columns:
-            self._end(plan, 0)
+        finished = [*plan.aborted, *plan.interrupted, *settle(plan, result, self)]
         self.lockstep.strayed.clear()
-        finished, self._finished = [*plan.aborted, *plan.interrupted, *self._finished], []
         return StepReport(plan, result, finished)
 
     @property
@@ -270,7 +255,7 @@ class Scheduler:
         self._rows.append(request.row)
         request.row = -1
 
-    def _retire(self, request: Request, reason: str) -> None:
+    def retire(self, request: Request, reason: str) -> None:
         """The end of a request, running or waiting; what is in flight for it will be dropped."""
         if request in self.running:
             self._unseat(request)
@@ -285,37 +270,13 @@ class Scheduler:
         request.finish_reason = reason
         del self.requests[request.id]
         for token in request.stops:
-            self._watched[token] -= 1
-            if not self._watched[token]:
-                del self._watched[token]
+            self.watched[token] -= 1
+            if not self.watched[token]:
+                del self.watched[token]
         self.ledger.depart(self.config.queue.group(request))
         if reason in ("stop", "length"):
             allowed = request.limit - request.num_prompt
             self.output_shares.append(request.num_generated / allowed)
-            self._finished.append(request)
-
-    def _make_way(self) -> Request | None:
-        """If the first in line outranks running requests, send back as many as it needs."""
-        head, rule = next(self.queue.walk()), self.config.queue
-        running = (*self.prefilling, *self.lockstep.members)
-        inferior = [
-            r for r in running if r.history.num_bumped < MOST_BUMPS and rule.outranks(head, r)
-        ]
-        if not inferior or not self._step.could_take(head):
-            return None
-        need = self.kv.num_taken(head, self.kv.survey(head)) + len(self.lockstep.due)
-        inferior.sort(key=lambda r: self.config.victim(r, self))
-        chosen: list[Request] = []
-        free, seats = self.kv.num_free, self.config.max_requests - len(self.running)
-        while inferior and (free < need or seats < 1):
-            chosen.append(inferior.pop())
-            free += self.kv.num_private_blocks(chosen[-1])
-            seats += 1
-        if not chosen or free < need or not seats:
-            return None
-        for request in chosen:
-            self.preempt(request, is_bump=True)
-        return head
 
     # The two ends of a plan's life.
 
@@ -337,46 +298,6 @@ class Scheduler:
         self.prefill_streak = 0 if plan.decodes else self.prefill_streak + 1
         self._num_steps += 1
         self.in_flight.append(plan)
-
-    def _deliver(self, plan: Plan, step: int, column: Column) -> None:
-        """Hand one token to each decode: those in lockstep together, those who left it singly."""
-        lockstep = self.lockstep
-        singly = [r for r in lockstep.strayed.union(*plan.ending) if not lockstep.awaits(r)]
-        lockstep.deliver(plan.rows, column)
-        for request in singly:
-            if request not in plan.cut and request in plan.decodes:
-                request.written.append(int(column[plan.decodes.index(request)]))
-        self._stop(plan, step, plan.decodes, column)
-        self._end(plan, step)
-
-    def _stop(self, plan: Plan, step: int, requests: list[Request], column: Column) -> None:
-        """Finish those whose token of this step is one of their stop tokens."""
-        for place in sorted(self._watch(column), key=lambda i: requests[i].history.admission):
-            request, token = requests[place], int(column[place])
-            is_over = request in plan.cut or request.num_generated < request.params.min_tokens
-            if token in request.stops and not is_over:
-                request.stop_token = token
-                plan.cut[request] = step + 1
-                self._retire(request, "stop")
-
-    def _watch(self, column: Column) -> list[int]:
-        """The places of a column that hold a token somebody may stop at."""
-        if not self._watched or not len(column):
-            return []
-        tokens, watched = np.asarray(column), list(self._watched)
-        if len(watched) > MOST_COMPARED:
-            found = np.isin(tokens, watched)
-        else:
-            found = reduce(or_, (tokens == token for token in watched))
-        places: list[int] = np.flatnonzero(found).tolist()
-        return places
-
-    def _end(self, plan: Plan, step: int) -> None:
-        """Finish who reaches its length with this step of the plan."""
-        for request in plan.ending[step] if step < len(plan.ending) else ():
-            if request not in plan.cut:
-                plan.cut[request] = step + 1
-                self._retire(request, "length")
 
 
 def _num_sampled(request: Request) -> int:

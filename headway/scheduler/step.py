@@ -15,6 +15,7 @@ from headway.request import Request, State
 if TYPE_CHECKING:
     from headway.scheduler.scheduler import Scheduler
 
+MOST_BUMPS = 16  # of one request, whatever the queue's rule allows
 UNCOMPUTED = frozenset({State.WAITING, State.PREFILL, State.SWAPPED})
 
 
@@ -22,7 +23,7 @@ class Step:
     """The verbs of a recipe, over the scheduler whose next plan this is."""
 
     __slots__ = (
-        "_closed", "_kept_blocks", "_ran_short", "_scheduler", "entitled", "plan", "tokens_left",
+        "_closed", "_entitled", "_kept_blocks", "_ran_short", "_scheduler", "plan", "tokens_left",
     )  # fmt: skip
 
     def __init__(self, scheduler: Scheduler, plan: Plan) -> None:
@@ -32,7 +33,7 @@ class Step:
         self._ran_short = False  # somebody had to be preempted
         self._closed: Reason | None = None  # why nobody can be admitted any more
         self._kept_blocks = 0  # for decodes yet to come
-        self.entitled: Request | None = None  # way was made for it, so headroom is not asked
+        self._entitled: Request | None = None  # way was made for it, so headroom is not asked
 
     @property
     def is_idle(self) -> bool:
@@ -45,6 +46,27 @@ class Step:
     @property
     def prefill_streak(self) -> int:
         return self._scheduler.prefill_streak
+
+    def make_way(self) -> None:
+        """If the first in line outranks running requests, send back as many as it needs."""
+        scheduler, lockstep, kv = self._scheduler, self._scheduler.lockstep, self._scheduler.kv
+        head, outranks = next(scheduler.queue.walk()), scheduler.config.queue.outranks
+        running = (*scheduler.prefilling, *lockstep.members)
+        inferior = [r for r in running if r.history.num_bumped < MOST_BUMPS and outranks(head, r)]
+        if not inferior or not self._lacks_only_room(head):
+            return
+        inferior.sort(key=lambda r: scheduler.config.victim(r, scheduler))
+        need = kv.num_taken(head, kv.survey(head)) + len(lockstep.due)
+        free, seats = kv.num_free, scheduler.config.max_requests - len(scheduler.running)
+        chosen: list[Request] = []
+        while inferior and (free < need or seats < 1):
+            chosen.append(inferior.pop())
+            free += kv.num_private_blocks(chosen[-1])
+            seats += 1
+        if chosen and free >= need and seats > 0:
+            for request in chosen:
+                scheduler.preempt(request, is_bump=True)
+            self._entitled = head
 
     def decode(self, at_most: int | None = None) -> None:
         """Advance everyone past the prompt, making room first."""
@@ -113,12 +135,10 @@ class Step:
 
     def admit_swapped(self) -> None:
         """Bring back who was swapped out, leaving the decodes what they will need."""
-        if not self._scheduler.swapped or self.entitled:  # whoever way was made for comes first
+        if not self._scheduler.swapped or self._entitled:  # whoever way was made for comes first
             return
-        self._kept_blocks, kept_tokens = (
-            len(self._scheduler.lockstep.due),
-            min(self.num_decoding, self.tokens_left),
-        )
+        self._kept_blocks = len(self._scheduler.lockstep.due)
+        kept_tokens = min(self.num_decoding, self.tokens_left)
         self.tokens_left -= kept_tokens
         self._admit(sorted(self._scheduler.swapped, key=self._scheduler.place))
         self.tokens_left += kept_tokens
@@ -149,9 +169,8 @@ class Step:
             self._compute(request, min(want, scheduler.config.max_tokens))
         if self.plan.is_empty:
             request = next(scheduler.queue.walk())
-            survey = scheduler.kv.survey(request)
-            scheduler.seat(request, survey)
-            want = request.num_known - survey.num_computed
+            scheduler.seat(request, scheduler.kv.survey(request))
+            want = request.prefill_end - request.num_computed
             self._compute(request, min(want, scheduler.config.max_tokens))
             self.plan.blocked = [b for b in self.plan.blocked if b.request is not request]
 
@@ -208,8 +227,8 @@ class Step:
         if is_last:
             del scheduler.prefilling[request]
 
-    def could_take(self, request: Request) -> bool:
-        """Whether room is all that a request may lack."""
+    def _lacks_only_room(self, request: Request) -> bool:
+        """Whether blocks and a seat are all that a request may lack."""
         want = self._scheduler.num_uncached(request)
         left = self.tokens_left - self.num_decoding
         fits = self._scheduler.config.chunk(want, left, True) > 0
@@ -240,7 +259,7 @@ class Step:
             need = kv.num_taken(request, survey)
         if need > free:
             return Blocked(request, "blocks", need, free)
-        if (scheduler.running or scheduler.in_flight) and request is not self.entitled:
+        if (scheduler.running or scheduler.in_flight) and request is not self._entitled:
             room = self._kept_blocks + max(0, int(scheduler.config.headroom(request, scheduler)))
             if survey.num_blocks + room > free:
                 need = kv.num_taken(request, survey)
