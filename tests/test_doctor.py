@@ -41,7 +41,7 @@ SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "waiting": (
         {"per_step.waiting": 60.0, "queue_time.p90": 9.0}, "60 requests wait", "raise max_requests",
     ),
-    "idle seats": ({"per_step.seats_share": 0.2}, "only 20% of the seats", "KV blocks"),
+    "idle seats": ({"per_step.seats_share": 0.2}, "only 20% of the seats", "continuous recipe"),
     "idle budget": (
         {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "split_any",
     ),
@@ -85,12 +85,22 @@ def test_a_symptom_brings_its_finding_and_no_other(illness: str) -> None:
     ],
 )  # fmt: skip
 def test_the_remedy_for_waiting_follows_what_was_lacked_most(reason: str, remedy: str) -> None:
-    reasons = {"tokens": 1, "seats": 1, **({reason: 99} if reason else {})} if reason else {}
+    others = {"tokens": 1, "seats": 1} if reason not in ("", "order") else {}
+    reasons = {**others, **({reason: 99} if reason else {})}
     changes = {
         "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
     }  # fmt: skip
     (finding,) = examine(ill(changes), CONFIG)
     assert remedy in finding.remedy and (reason or "capacity") in finding.cause
+
+
+def test_standing_behind_somebody_is_no_lack_of_its_own() -> None:
+    reasons = {"order": 99, "blocks": 5}
+    changes = {
+        "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
+    }  # fmt: skip
+    (finding,) = examine(ill(changes), CONFIG)
+    assert "lack blocks" in finding.cause
 
 
 def test_swapping_without_host_memory_is_found() -> None:

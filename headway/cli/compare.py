@@ -39,7 +39,7 @@ def compare_command(
     depth: options.Depth = 0,
     limit: options.Limit = None,
     speed: options.Speed = 1.0,
-    allowed_tokens: options.AllowedTokens = 1,
+    allowed_tokens: options.AllowedTokens = None,
     recipe: options.Recipe = None,
     queue: options.Queue = None,
     chunk: options.Chunk = None,

@@ -18,20 +18,20 @@ def presets_command(json_: Json = False) -> None:
     if json_:
         print(json.dumps(described, indent=2))
         return
-    table = Table(title="Presets", header_style="bold")
-    table.add_column("")
-    for name in described:
-        table.add_column(name, overflow="fold")
-    for field in (*SLOTS, *NUMBERS):
-        table.add_row(field, *(str(config[field]) for config in described.values()))
-    Console().print(table)
-    ready = Table(title="Ready-made policies", header_style="bold")
+    console = Console()
+    for name, config in described.items():
+        shown = {**config, **PRESETS[name]}
+        slots = ", ".join(f"{slot} [cyan]{shown[slot]}[/]" for slot in SLOTS)
+        numbers = ", ".join(f"{number} {shown[number]}" for number in NUMBERS)
+        console.print(f"[bold]{name}[/]\n  {slots}\n  [dim]{numbers}[/]", highlight=False)
+    console.print()
+    ready = Table(title="Ready-made policies", header_style="bold", box=None)
     for column in ("slot", "policy", "what it does"):
         ready.add_column(column)
     for slot, policies in SLOTS.items():
         for policy in policies:
             ready.add_row(slot, policy.__name__, (policy.__doc__ or "").strip().split("\n")[0])
-    Console().print(ready)
+    console.print(ready)
 
 
 def profiles_command(json_: Json = False) -> None:

@@ -23,16 +23,18 @@ from headway.lab.cost import Profile, load_profile
 from headway.lab.jobs import Job
 from headway.lab.synthetic import parse_synthetic
 from headway.lab.workloads import adjust, read_jobs
+from headway.scheduler.policies import recompute
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, preset
+from headway.scheduler.queues import custom
 
 SCHEDULER, WORKLOAD = "Scheduler", "Workload"
 DEFAULT_WORKLOAD = (
-    "requests=200,arrivals=poisson(10),prompt=lognormal(600,0.8),output=lognormal(150,0.7)"
+    "requests=200,arrivals=poisson(10),prompt=lognormal(300,0.8),output=lognormal(250,0.7)"
 )
 
 
 def _slot(name: str) -> Any:
-    known = ", ".join(f.__name__ for f in SLOTS[name])
+    known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
     return typer.Option(
         help=f"{known}, or module:function.", rich_help_panel=SCHEDULER, show_default="preset's"
     )
@@ -56,11 +58,12 @@ Speed = Annotated[
     float, typer.Option(help="Arrivals so many times as fast.", rich_help_panel=WORKLOAD)
 ]
 AllowedTokens = Annotated[
-    int,
+    int | None,
     typer.Option(
         help="max_tokens of requests in a trace file that does not say: above the real output, "
         "the scheduler does not know when they end.",
         rich_help_panel=WORKLOAD,
+        show_default="the real output",
     ),
 ]
 ProfileName = Annotated[str, typer.Option("--profile", help="A profile's name or a .json file.")]
@@ -92,21 +95,26 @@ Depth = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-def load_workload(text: str, limit: int | None, speed: float, max_tokens: int) -> list[Job]:
+def load_workload(text: str, limit: int | None, speed: float, max_tokens: int | None) -> list[Job]:
     """Jobs from a file, or from a synthetic workload's text."""
     if "=" in text and not Path(text).exists():
         return adjust(parse_synthetic(text).jobs(), limit, speed)
-    return read_jobs(text, limit=limit, speed=speed, max_tokens=max_tokens)
+    return read_jobs(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
 
 
 def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
-    """A preset with what the command line changes; as many blocks as the profile has room for."""
+    """A preset with what the command line changes; as many blocks as the profile has room for.
+
+    Where the swap rule may use the host, as many there, unless told otherwise.
+    """
     sys.path.insert(0, "")  # module:function policies live where the user is
     changes = {k: v for k, v in changes.items() if v is not None and k in (*SLOTS, *NUMBERS)}
     config = preset(name, **changes)
     if "num_blocks" not in changes:
-        config = preset(name, **changes, num_blocks=profile.num_blocks(config.block_size))
-    return config
+        changes["num_blocks"] = profile.num_blocks(config.block_size)
+    if config.swap is not recompute:
+        changes.setdefault("num_host_blocks", changes["num_blocks"])
+    return preset(name, **changes)
 
 
 def load(profile: str) -> Profile:

@@ -29,7 +29,7 @@ def simulate_command(
     depth: options.Depth = 0,
     limit: options.Limit = None,
     speed: options.Speed = 1.0,
-    allowed_tokens: options.AllowedTokens = 1,
+    allowed_tokens: options.AllowedTokens = None,
     recipe: options.Recipe = None,
     queue: options.Queue = None,
     chunk: options.Chunk = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -47,7 +47,7 @@ def _choice(mine: Line, other: Line, names: tuple[str, str]) -> list[str]:
     for choice in CHOICES:
         if mine.get(choice) != other.get(choice):
             for name, line in zip(names, (mine, other), strict=True):
-                what = _short(line.get(choice, "nobody" if choice != "decodes" else 0))
+                what = _short(choice, line.get(choice, "nobody" if choice != "decodes" else 0))
                 lines.append(f"{name} {WORDS[choice].format(what)}")
     if not lines:
         fields = sorted(k for k in decisions(mine) | other if mine.get(k) != other.get(k))
@@ -80,14 +80,18 @@ def _settings(mine: dict[str, Any], other: dict[str, Any], names: tuple[str, str
     ]
 
 
-def _short(value: Any) -> str:
+def _short(choice: str, value: Any) -> str:
+    """The first few of those a choice concerns, each in words."""
     if not isinstance(value, list):
         return str(value)
-    parts = [_one(item) for item in value[:4]]
+    parts = [ONE[choice](item) for item in value[:4]]
     return ", ".join(parts) + (f" and {len(value) - 4} more" if len(value) > 4 else "")
 
 
-def _one(item: Any) -> str:
-    if isinstance(item, dict):
-        return f"{item['id']} ({item['reason']})"
-    return f"{item[0]} {item[1:]}" if isinstance(item, list) else str(item)
+ONE: dict[str, Callable[[Any], str]] = {
+    "preempted": lambda item: f"{item[0]} ({item[1]}, {item[2]} tokens)",
+    "admitted": lambda item: f"{item[0]} ({item[1]} tokens cached, {item[2]} swapped in)",
+    "chunks": lambda item: f"{item[0]} ({item[1]} to {item[2]})",
+    "deferred": str,
+    "finished": lambda item: f"{item['id']} ({item['reason']})",
+}

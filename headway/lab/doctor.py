@@ -23,9 +23,14 @@ def examine(summary: Summary, config: dict[str, Any]) -> list[Finding]:
     return [finding for check in checks if (finding := check(summary, config))]
 
 
+MEMORY = ("blocks", "headroom", "back-off")
+
+
 def _top_reason(summary: Summary) -> str:
+    """What the waiting lacked most often; standing behind somebody else is no lack of its own."""
     reasons = summary["waiting_steps_by_reason"]
-    return max(reasons, key=lambda reason: reasons[reason]) if reasons else ""
+    lacks = {reason: steps for reason, steps in reasons.items() if reason != "order"} or reasons
+    return max(lacks, key=lambda reason: lacks[reason]) if lacks else ""
 
 
 def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
@@ -63,18 +68,18 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 def _seats(summary: Summary, config: dict[str, Any]) -> Finding | None:
     share, waiting = summary["per_step"]["seats_share"], summary["per_step"]["waiting"]
-    if share >= 0.5 or waiting < 1:
-        return None
+    if share >= 0.5 or waiting < 1 or _top_reason(summary) in MEMORY:
+        return None  # where memory is the limit, that is said already
     return Finding(
         f"only {share:.0%} of the seats are taken while others wait",
-        f"memory pressure or the recipe; most often the waiting lack {_top_reason(summary)}",
-        "more KV blocks or a less cautious headroom; with static batching, a continuous recipe",
+        f"the recipe or the queue; most often the waiting lack {_top_reason(summary)}",
+        "a continuous recipe instead of static batching; chunk split_any; a larger max_tokens",
     )
 
 
 def _budget(summary: Summary, config: dict[str, Any]) -> Finding | None:
     share = summary["per_step"]["tokens_share"]
-    if share >= 0.1 or summary["per_step"]["waiting"] < 1:
+    if share >= 0.1 or summary["per_step"]["waiting"] < 1 or _top_reason(summary) in MEMORY:
         return None
     return Finding(
         f"a step computes {summary['per_step']['tokens']:.0f} tokens, {share:.1%} of its budget",
