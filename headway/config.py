@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
 from headway.errors import ConfigError
@@ -73,17 +73,33 @@ class QueueRule(Protocol):
     def outranks(self, waiting: Request, running: Request) -> bool: ...  # may it preempt?
 
 
-def check_number(name: str, value: object, low: float, high: float = math.inf) -> None:
-    """ConfigError unless a policy's number is one, and in its range."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+def number(default: float, low: float, high: float = math.inf) -> Any:
+    """A field of a policy that is a number in a range."""
+    return field(default=default, metadata={"kind": (int, float), "low": low, "high": high})
+
+
+def count(default: int, low: int) -> Any:
+    """A field of a policy that is a whole number of at least `low`."""
+    return field(default=default, metadata={"kind": int, "low": low, "high": math.inf})
+
+
+class Checked:
+    """For policies that are dataclasses: refuses numbers out of their range when it is made."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):  # type: ignore[arg-type]
+            if "kind" in entry.metadata:
+                name = f"{type(self).__name__}: {entry.name}"
+                check(name, getattr(self, entry.name), **entry.metadata)
+
+
+def check(name: str, value: object, kind: Any, low: float, high: float = math.inf) -> None:
+    """ConfigError, in one sentence, unless a value is of its kind and in its range."""
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:  # type: ignore[operator]
+        wanted = "a whole number" if kind is int else "a number"
         limits = f"from {low:g} up" if high == math.inf else f"from {low:g} to {high:g}"
-        raise ConfigError(f"{name} must be a number {limits}, not {value!r}")
-
-
-def check_whole(name: str, value: object, low: int) -> None:
-    """ConfigError unless it is a whole number of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} must be a whole number from {low} up, not {value!r}")
+        raise ConfigError(f"{name} must be {wanted} {limits}, not {value!r}")
 
 
 Recipe = Callable[[Verbs], None]
@@ -113,8 +129,8 @@ class Config:
 
     def __post_init__(self) -> None:
         least = {"num_host_blocks": 0, "max_length": 2}
-        for number in (f.name for f in fields(self) if f.default is not MISSING):
-            check_whole(number, getattr(self, number), least.get(number, 1))
+        for name in (f.name for f in fields(self) if f.default is not MISSING):
+            check(name, getattr(self, name), int, least.get(name, 1))
         if self.max_tokens < self.max_requests and not getattr(self.recipe, "defers", False):
             raise ConfigError(
                 f"max_tokens ({self.max_tokens}) is below max_requests ({self.max_requests}): "

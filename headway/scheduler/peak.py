@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import World, check_number
+from headway.config import Checked, World, number
 from headway.errors import ConfigError
 from headway.request import Request
 
@@ -39,14 +39,14 @@ Estimate = Callable[[Batch, World], int]  # blocks that the batch will take beyo
 
 
 @dataclass(frozen=True)
-class future_peak:
+class future_peak(Checked):
     """What the batch will take beyond what it holds now, at its fullest moment to come."""
 
     estimate: Estimate | None = None  # None: limit
-    margin: float = 0.0  # share of all blocks kept free on top
+    margin: float = number(0.0, 0, 1)  # share of all blocks kept free on top
 
     def __post_init__(self) -> None:
-        check_number("future_peak: margin", self.margin, 0, 1)
+        super().__post_init__()
         if self.estimate is not None and not callable(self.estimate):
             raise ConfigError(f"future_peak: {self.estimate!r} is no estimate: limit or learned")
 
@@ -81,16 +81,13 @@ def limit(batch: Batch, world: World) -> int:
 
 
 @dataclass(frozen=True)
-class learned:
+class learned(Checked):
     """Outputs that may stop end like those seen so far; the others go on to their limit.
 
     `deviations` above what is expected are kept free.
     """
 
-    deviations: float = 2.5
-
-    def __post_init__(self) -> None:
-        check_number("learned: deviations", self.deviations, 0)
+    deviations: float = number(2.5, 0)
 
     def __call__(self, batch: Batch, world: World) -> int:
         goes_on = np.array([not request.stops for request in batch.requests])

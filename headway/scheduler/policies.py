@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config import HeadroomRule, Verbs, World, check_number, check_whole
+from headway.config import Checked, HeadroomRule, Verbs, World, count, number
 from headway.errors import ConfigError
 from headway.request import Request
 
@@ -84,13 +84,10 @@ def split_any(want: int, left: int, is_first: bool) -> int:
 
 
 @dataclass(frozen=True)
-class at_most:
+class at_most(Checked):
     """Cut, and never more than `tokens` of one prompt in a step."""
 
-    tokens: int = 512
-
-    def __post_init__(self) -> None:
-        check_whole("at_most: tokens", self.tokens, 1)
+    tokens: int = count(512, 1)
 
     def __call__(self, want: int, left: int, is_first: bool) -> int:
         return min(want, left, self.tokens)
@@ -100,13 +97,10 @@ class at_most:
 
 
 @dataclass(frozen=True)
-class watermark:
+class watermark(Checked):
     """A fixed share of all blocks."""
 
-    share: float = 0.01
-
-    def __post_init__(self) -> None:
-        check_number("watermark: share", self.share, 0, 1)
+    share: float = number(0.01, 0, 1)
 
     def __call__(self, request: Request, world: World) -> int:
         return int(self.share * world.num_blocks)
@@ -120,13 +114,10 @@ def _num_left(request: Request) -> int:
 
 
 @dataclass(frozen=True)
-class reserve_outputs:
+class reserve_outputs(Checked):
     """Enough for this share of all the output that the batch and the newcomer may still make."""
 
-    ratio: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_number("reserve_outputs: ratio", self.ratio, 0)
+    ratio: float = number(1.0, 0)
 
     def __call__(self, request: Request, world: World) -> int:
         size = world.block_size
@@ -135,14 +126,14 @@ class reserve_outputs:
 
 
 @dataclass(frozen=True)
-class back_off:
+class back_off(Checked):
     """What `base` asks, and `share` of all blocks more for every recent preemption."""
 
     base: HeadroomRule = watermark()
-    share: float = 0.01
+    share: float = number(0.01, 0, 1)
 
     def __post_init__(self) -> None:
-        check_number("back_off: share", self.share, 0, 1)
+        super().__post_init__()
         if not callable(self.base):
             raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
 
@@ -192,19 +183,15 @@ def swap(request: Request, world: World) -> bool:
 
 
 @dataclass(frozen=True)
-class cheaper:
+class cheaper(Checked):
     """Swap if copying out and in takes less time than computing again. Seconds.
 
     The defaults are of a 70B model over PCIe 4: 2,048 tokens in 2 ms one way, or in 50 ms computed.
     """
 
-    copy: float = 1e-6  # one token, one way
-    compute: float = 2.4e-5  # one token
-    start: float = 1e-4  # a copy, whatever its size
-
-    def __post_init__(self) -> None:
-        for name in ("copy", "compute", "start"):
-            check_number(f"cheaper: {name}", getattr(self, name), 0)
+    copy: float = number(1e-6, 0)  # one token, one way
+    compute: float = number(2.4e-5, 0)  # one token
+    start: float = number(1e-4, 0)  # a copy, whatever its size
 
     def __call__(self, request: Request, world: World) -> bool:
         private = world.num_private_blocks(request) * world.block_size

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from headway.config import QueueRule, World, check_number, check_whole
+from headway.config import Checked, QueueRule, World, count, number
 from headway.request import Request
 
 FRONT = 64  # requests whose drifting keys are looked at in every step
@@ -111,20 +111,12 @@ ALL = "all"  # the one group of rules that do not serve groups in turn
 
 
 @dataclass(frozen=True)
-class Rule:
+class Rule(Checked):
     """What the ready-made rules share: one group, keys that stay, nobody preempted."""
 
-    patience: int = 0
+    patience: int = count(0, 0)
     drifts = False
     preempts = False
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value, name = getattr(self, field.name), f"{type(self).__name__}: {field.name}"
-            if field.name in ("patience", "max_bumps"):
-                check_whole(name, value, 0)
-            elif field.name in ("aging", "slack"):
-                check_number(name, value, 0)
 
     def group(self, request: Request) -> str:
         return ALL
@@ -149,9 +141,9 @@ class priority(Rule):
     them at most `max_bumps` times.
     """
 
-    aging: float = 60.0
+    aging: float = number(60.0, 0)
     preempts: bool = False
-    max_bumps: int = 2
+    max_bumps: int = count(2, 0)
 
     def key(self, request: Request, world: World) -> Any:
         if self.aging:
@@ -170,7 +162,7 @@ class priority(Rule):
 class shortest_first(Rule):
     """Least left to compute first, after cache hits; a token more is worth `aging` seconds."""
 
-    aging: float = 0.001
+    aging: float = number(0.001, 0)
     drifts = True
 
     def key(self, request: Request, world: World) -> Any:
@@ -181,7 +173,7 @@ class shortest_first(Rule):
 class deadline(Rule):
     """Earliest deadline first; a request without one counts as due `slack` seconds on."""
 
-    slack: float = 60.0
+    slack: float = number(60.0, 0)
 
     def key(self, request: Request, world: World) -> Any:
         due = request.params.deadline

@@ -36,6 +36,9 @@ class Scheduler:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks)
+        self.num_blocks, self.block_size = config.num_blocks, config.block_size
+        self.max_tokens = config.max_tokens
+        self.blocks_of, self.num_private_blocks = self.kv.blocks_of, self.kv.num_private_blocks
         self.queue = WaitingQueue(config.queue, self)
         self.ledger = Ledger()
         self.lockstep = Lockstep(config.block_size, config.max_requests)
@@ -158,20 +161,8 @@ class Scheduler:
     # What policies may look at (config.World).
 
     @property
-    def num_blocks(self) -> int:
-        return self.config.num_blocks
-
-    @property
     def num_free(self) -> int:
         return self.kv.num_free
-
-    @property
-    def block_size(self) -> int:
-        return self.config.block_size
-
-    @property
-    def max_tokens(self) -> int:
-        return self.config.max_tokens
 
     @property
     def tokens_left(self) -> int:
@@ -190,12 +181,6 @@ class Scheduler:
 
     def num_uncached(self, request: Request) -> int:
         return request.num_known - self.kv.survey(request).num_computed
-
-    def blocks_of(self, request: Request) -> list[int]:
-        return self.kv.blocks_of(request)
-
-    def num_private_blocks(self, request: Request) -> int:
-        return self.kv.num_private_blocks(request)
 
     # Seats: how requests come, go and are sent back.
 
