@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
+import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -44,6 +45,18 @@ def write(value: Any, known: Iterable[Any]) -> str:
 def made(value: Any) -> Any:
     """A policy with numbers, named without them, is made with its defaults."""
     return value() if isinstance(value, type) else value
+
+
+def check_arguments(what: str, function: Any, names: str) -> None:
+    """ConfigError if a policy cannot be called the way its slot calls it."""
+    try:
+        inspect.signature(function).bind(*names.split())
+    except TypeError:
+        raise ConfigError(
+            f"{what}: {_name(function, ())} must take ({', '.join(names.split())})"
+        ) from None
+    except ValueError:  # built in, without a signature to look at
+        pass
 
 
 def find(what: str, name: str, known: Mapping[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -245,3 +246,19 @@ def test_a_variation_described_is_the_same_variation(name: str, changes: dict[st
     config = preset(name, **changes)
     assert preset(**describe(config)) == config
     assert preset("minivllm", **describe(config)) == config  # the preset leaves no trace
+
+
+@pytest.mark.parametrize(
+    ("slot", "function", "wanted"),
+    [
+        ("victim", lambda request: 0, "(request, world)"),
+        ("chunk", lambda want, left: 0, "(want, left, is_first)"),
+        ("recipe", lambda: None, "(step)"),
+        ("queue", lambda request: 0, "(request, world)"),
+    ],
+)
+def test_a_function_that_a_slot_cannot_call_is_refused(
+    slot: str, function: Any, wanted: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(wanted)):
+        preset("vllm_v1", **{slot: function})

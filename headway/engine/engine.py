@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from headway.engine.clock import Clock
+from headway.engine.clock import Clock, RealClock
 from headway.engine.explain import explain
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.executor.base import Executor, Handle
@@ -18,6 +18,7 @@ from headway.request import Params, Request
 from headway.scheduler import Scheduler
 
 Observer = Callable[[StepReport], None]
+PLAIN = Params()
 MOST_FAULTS = 3  # steps in a row that may fail before the engine gives up
 
 
@@ -28,7 +29,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        clock: Clock,
+        clock: Clock | None = None,
         *,
         depth: int = 0,
         observers: Iterable[Observer] = (),
@@ -37,13 +38,13 @@ class Engine:
             raise ConfigError(f"depth (plans in flight while the next is made) is 0 or 1: {depth}")
         self.scheduler = scheduler
         self.executor = executor
-        self.clock = clock
+        self.clock = clock or RealClock()
         self.depth = depth
         self.observers = list(observers)
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self._num_faults = 0
         self._flight: deque[tuple[Plan, Handle]] = deque()
-        self._last_progress = clock.now()
+        self._last_progress = self.clock.now()
 
     @property
     def is_healthy(self) -> bool:
@@ -58,7 +59,7 @@ class Engine:
         return len(self._flight)
 
     def add(
-        self, id: str, prompt: Iterable[int], params: Params, arrival: float | None = None
+        self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
     ) -> list[Request]:
         """Take a request; n samples of it become n requests that share the prompt's blocks."""
         if self._num_faults >= MOST_FAULTS:

@@ -33,6 +33,9 @@ SLOTS: dict[str, tuple[Any, ...]] = {
     ),
     "swap": (policies.recompute, policies.swap, policies.cheaper),
 }  # fmt: skip
+ARGUMENTS = {"recipe": "step", "chunk": "want left is_first"} | dict.fromkeys(
+    ("queue", "headroom", "victim", "swap"), "request world"
+)
 PARTS: tuple[Any, ...] = (peak.limit, peak.learned)  # estimates, used inside future_peak
 NUMBERS = tuple(f.name for f in fields(Config) if f.default is not MISSING)
 
@@ -88,10 +91,12 @@ def slot(name: str, value: Any) -> Any:
         parts = PARTS if name == "headroom" else ()
         value = slots.read(name, value, {f.__name__: f for f in (*ready_made, *parts)})
     value = slots.made(value)
-    is_rule = hasattr(value, "key") and hasattr(value, "outranks")
-    if not callable(value) and not (name == "queue" and is_rule):
+    if name == "queue" and hasattr(value, "key") and hasattr(value, "outranks"):
+        return value
+    if not callable(value):
         raise ConfigError(f"{name}: {value!r} is not a function")
-    return queues.custom(function=value) if name == "queue" and not is_rule else value
+    slots.check_arguments(name, value, ARGUMENTS[name])
+    return queues.custom(function=value) if name == "queue" else value
 
 
 def describe(config: Config) -> dict[str, str | int]:
