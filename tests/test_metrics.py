@@ -228,16 +228,38 @@ def test_equal_clients_served_equally_are_fair() -> None:
     assert summary["clients"] == 4 and summary["fairness"] == pytest.approx(1.0)
 
 
-def life(client: str, pace: float) -> Life:
-    return Life(0.0, client, None, 50, 0.0, 0.1, 100.0 / pace, 50, "stop")
+def life(client: str, admitted: float, finished: float, arrival: float = 0.0) -> Life:
+    return Life(arrival, client, None, 50, admitted, admitted, finished, 50, "stop")
 
 
-def test_fairness_is_jains_index_of_the_clients_mean_paces() -> None:
+def test_where_nobody_queues_everybody_is_treated_alike() -> None:
     assert fairness([]) == 1.0
-    assert fairness([life("a", 7.0)]) == pytest.approx(1.0)
-    assert fairness([life("a", 1.0), life("b", 1e-9)]) == pytest.approx(0.5)
-    assert fairness([life("a", 3.0), life("a", 1.0), life("b", 2.0)]) == pytest.approx(1.0)
-    assert fairness([life("a", 1.0), life("b", 3.0)]) == pytest.approx(16 / 20)
+    assert fairness([life("a", 0.0, 1.0), life("b", 0.0, 50.0)]) == 1.0
+
+
+def test_fairness_is_jains_index_of_what_clients_get_while_they_queue() -> None:
+    # Both queue for 10 s. Meanwhile a is served 100 tokens and b 100: equal.
+    a, b = life("a", 0.0, 10.0), life("b", 0.0, 10.0)
+    queued = [life("a", 10.0, 20.0), life("b", 10.0, 20.0)]
+    assert fairness([a, b, *queued]) == pytest.approx(1.0)
+    # Now b gets nothing of its 10 s, or half of what a gets.
+    assert fairness([a, *queued]) == pytest.approx(0.5)
+    assert fairness([a, life("b", 0.0, 20.0), *queued]) == pytest.approx(1.5**2 / (2 * 1.25))
+
+
+def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
+    text = "requests=200,arrivals=poisson(60),prompt=200,output=60,clients=6,skew=heavy(0.7)"
+    fair, fcfs = (
+        summarize(
+            simulate(
+                parse_synthetic(text).jobs(),
+                preset("vllm_v1", queue=queue, num_blocks=400, max_requests=16),
+                load_profile("llama3.1-8b-a100-80gb"),
+            ).metrics
+        )
+        for queue in ("fair", "fcfs")
+    )
+    assert fair["fairness"] > fcfs["fairness"] + 0.1
 
 
 def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:

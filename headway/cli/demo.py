@@ -54,8 +54,8 @@ def demo_command(json_: options.Json = False) -> None:
     title = f"{len(jobs)} requests with shared prefixes, {profile.name}, a small KV cache"
     console.print(render.comparison(title, summaries))
     console.print(
-        "\n[dim]redone: tokens computed again after a preemption; between tokens: p50 / p99. Next:"
-        "[/]\n[bold]headway simulate --help[/], [bold]headway compare[/], [bold]headway presets[/], "
+        "\n[dim]redone: tokens computed again after a preemption; between tokens: p50/p99[/]"
+        "\nNext: [bold]headway simulate --help[/], [bold]headway presets[/], "
         "docs/policies.md"
     )
 

@@ -127,6 +127,8 @@ def progress_bar(title: str, total: int) -> Iterator[Any]:
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True)
+    is_hidden = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=is_hidden) as progress:
         task = progress.add_task(title, total=total)
         yield lambda count: progress.advance(task, count)

@@ -59,14 +59,41 @@ def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
     }
 
 
+LEAST_QUEUED = 0.01  # of the run: clients that queued less had all they asked for
+
+
 def fairness(lives: list[Life]) -> float:
-    """Jain's index over clients of the pace their requests are served at; 1 is equal."""
-    paces: dict[str, list[float]] = defaultdict(list)
+    """Jain's index over clients of the tokens a second they got while they had to queue.
+
+    1 means that all who had to queue were served alike, or that nobody had to.
+    """
+    by_client: dict[str, list[Life]] = defaultdict(list)
     for life in lives:
-        tokens = life.num_prompt + life.num_output
-        paces[life.client].append(tokens / max(life.finished - life.arrival, 1e-9))
-    means = np.array([np.mean(values) for values in paces.values()])
-    return _ratio(float(means.sum() ** 2), float(len(means) * (means**2).sum())) or 1.0
+        by_client[life.client].append(life)
+    span = max((x.finished for x in lives), default=0.0) - min(
+        (x.arrival for x in lives), default=0
+    )
+    rates = [_rate_while_queued(each, LEAST_QUEUED * span) for each in by_client.values()]
+    known = np.array([rate for rate in rates if rate is not None])
+    return _ratio(float(known.sum() ** 2), float(len(known) * (known**2).sum())) or 1.0
+
+
+def _rate_while_queued(lives: list[Life], least: float) -> float | None:
+    """Tokens a second served to one client while a request of its queued; None if hardly ever."""
+    times, queued, reached = [0.0], [0.0], 0.0  # seconds queued up to each of these times
+    for start, end in sorted((life.arrival, life.admitted) for life in lives):
+        start = max(start, reached)
+        if end > start:
+            times += [start, end]
+            queued += [queued[-1], queued[-1] + end - start]
+            reached = end
+    if queued[-1] <= least:
+        return None
+    admitted = np.array([life.admitted for life in lives])
+    finished = np.array([life.finished for life in lives])
+    tokens = np.array([life.num_prompt + life.num_output for life in lives])
+    within = np.interp(finished, times, queued) - np.interp(admitted, times, queued)
+    return float((tokens * within / np.maximum(finished - admitted, 1e-9)).sum() / queued[-1])
 
 
 def _per_step(metrics: Metrics) -> dict[str, float]:
