@@ -150,7 +150,7 @@ class Request:
         self.limit = 0  # length at which it ends; set when it is added
         self.state = State.WAITING
         self.row = -1  # its seat while it runs
-        self.base = 0
+        self.base = 0  # with the tick of its pace, what is computed: see num_computed
         self.pace = STANDING
         self.prefill_end = 0  # tokens to compute before it decodes; fixed at admission
         self.held = Holding()
