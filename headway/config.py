@@ -109,6 +109,9 @@ VictimRule = Callable[[Request, World], Any]  # a key; the largest goes first
 SwapRule = Callable[[Request, World], bool]  # True: keep its work on the host
 
 
+MOST = {"num_blocks": 1 << 26, "num_host_blocks": 1 << 26, "max_requests": 1 << 20}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One scheduler, completely described."""
@@ -130,7 +133,7 @@ class Config:
     def __post_init__(self) -> None:
         least = {"num_host_blocks": 0, "max_length": 2}
         for name in (f.name for f in fields(self) if f.default is not MISSING):
-            check(name, getattr(self, name), int, least.get(name, 1))
+            check(name, getattr(self, name), int, least.get(name, 1), MOST.get(name, math.inf))
         if self.max_tokens < self.max_requests and not getattr(self.recipe, "defers", False):
             raise ConfigError(
                 f"max_tokens ({self.max_tokens}) is below max_requests ({self.max_requests}): "

@@ -98,6 +98,7 @@ class Plan:
     num_running: int = 0
     num_waiting: int = 0
     num_in_flight: int = 0  # plans not settled when this one was made
+    num_early: tuple[int, int] = (0, 0)  # of `added` and `aborted`, seen by an empty plan before
     planned_at: float = 0.0  # stamped by the engine: the scheduler reads no clock
     # Settling: who reaches its length with which of the steps, and who takes fewer tokens.
     ending: list[list[Request]] = field(default_factory=list)

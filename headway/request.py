@@ -58,7 +58,8 @@ class Params:
     @property
     def stops(self) -> frozenset[int]:
         """Every token id that ends the request once min_tokens are there."""
-        return self.stop_ids if self.ignore_eos else self.stop_ids | self.eos_ids
+        stops = frozenset(self.stop_ids)
+        return stops if self.ignore_eos else stops | frozenset(self.eos_ids)
 
 
 class Pace:
@@ -135,14 +136,14 @@ class Request:
     ) -> None:
         self.id = id
         self.params = params
-        self.stops = params.stops
         self.arrival = arrival
         self.leader = leader  # the sample of the same prompt that computes it for all
         try:
             self.prompt: array[int] = array("i", prompt)
+            self.stops = params.stops
         except (TypeError, OverflowError) as error:
             raise InvalidRequest(
-                f"request {id!r}: a prompt is a list of token ids: {error}"
+                f"request {id!r}: tokens are lists of token ids: {error}"
             ) from None
         self.num_prompt = len(self.prompt)
         self.written: array[int] = array("i")  # read `output`, which is up to date

@@ -95,8 +95,9 @@ def _own(what: str, text: str, known: Mapping[str, Any]) -> Any:
         value = importlib.import_module(module)
         for part in attribute.split("."):
             value = getattr(value, part)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{what}: cannot load {text!r}: {error}") from None
+    except Exception as error:  # a module may raise anything when it is imported
+        problem = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{what}: cannot load {text!r}: {problem}") from None
     if bracket:
         return _evaluate(ast.parse(f"own({rest}", mode="eval").body, {**known, "own": value}, what)
     return made(value)

@@ -176,7 +176,7 @@ def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(depth: int) 
 @pytest.mark.parametrize("n", [0, -1])
 def test_fewer_than_one_sample_is_refused(n: int) -> None:
     engine, _ = make()
-    with pytest.raises(InvalidRequest, match=f"n must be at least 1, not {n}"):
+    with pytest.raises(InvalidRequest, match=f"n must be a whole number from 1 to 1024, not {n}"):
         engine.add("a", [1], params(n=n))
     assert not engine.has_work
 

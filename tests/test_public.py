@@ -72,7 +72,7 @@ COMMANDS = {
 STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
     "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
-    "copied_in", "blocked", "behind", "finished", "steps", "in_flight", "interrupted",
+    "copied_in", "blocked", "behind", "finished", "steps", "in_flight", "interrupted", "early",
 }  # fmt: skip
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {
@@ -169,7 +169,9 @@ def test_a_trace_is_written_with_the_same_keys() -> None:
     assert all(set(line) == {"headway_trace", "config", "depth", "profile"} for line in heads)
     assert all(set(line) >= ALWAYS for line in steps)
     seen = set().union(*steps)
-    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted", "interrupted"}, STEP_KEYS ^ seen
+    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted", "interrupted", "early"}, (
+        STEP_KEYS ^ seen
+    )
     asked = set().union(*(a for line in steps for a in line.get("added", ())))
     assert {"id", "arrival", "prompt", "max_tokens"} <= asked <= REQUEST_KEYS
     ended = set().union(*(e for line in steps for e in line.get("finished", ())))

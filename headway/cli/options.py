@@ -20,7 +20,7 @@ from rich.progress import (
 
 from headway.config import Config
 from headway.lab.cost import Profile, load_profile
-from headway.lab.jobs import Job
+from headway.lab.jobs import MOST_TOKENS, Job
 from headway.lab.synthetic import parse_synthetic
 from headway.lab.workloads import adjust, read_jobs
 from headway.scheduler.policies import recompute
@@ -64,6 +64,8 @@ AllowedTokens = Annotated[
         "the scheduler does not know when they end.",
         rich_help_panel=WORKLOAD,
         show_default="the real output",
+        min=1,
+        max=MOST_TOKENS,
     ),
 ]
 ProfileName = Annotated[str, typer.Option("--profile", help="A profile's name or a .json file.")]
@@ -107,7 +109,8 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
 
     Where the swap rule may use the host, as many there, unless told otherwise.
     """
-    sys.path.insert(0, "")  # module:function policies live where the user is
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # module:function policies live where the user is
     changes = {k: v for k, v in changes.items() if v is not None and k in (*SLOTS, *NUMBERS)}
     config = preset(name, **changes)
     if "num_blocks" not in changes:

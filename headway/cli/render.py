@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from headway.lab.doctor import Finding
@@ -29,7 +30,7 @@ def report(title: str, summary: Summary) -> Group:
     facts = Table(show_header=False, box=None, pad_edge=False)
     for name, value in _facts(summary):
         facts.add_row(name, value)
-    return Group(f"\n[bold]{title}[/]", facts, "", latencies)
+    return Group(f"\n[bold]{escape(title)}[/]", facts, "", latencies)
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
@@ -104,12 +105,12 @@ def comparison(title: str, summaries: dict[str, Summary]) -> Group:
     for name in shown:
         table.add_column(name, justify="right", no_wrap=True)
     for name, summary in summaries.items():
-        table.add_row(name, *(show(summary) for show in shown.values()))
-    return Group(f"[bold]{title}[/]", "", table)
+        table.add_row(escape(name), *(show(summary) for show in shown.values()))
+    return Group(f"[bold]{escape(title)}[/]", "", table)
 
 
 def settings(config: dict[str, Any]) -> str:
-    return "  ".join(f"[dim]{key}[/] {value}" for key, value in config.items())
+    return "  ".join(f"[dim]{key}[/] {escape(str(value))}" for key, value in config.items())
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:

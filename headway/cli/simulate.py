@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
@@ -49,13 +50,13 @@ def simulate_command(
     config = options.make_config(preset, chosen, locals())
     jobs = options.load_workload(workload, limit, speed, allowed_tokens)
     try:
-        file = trace_out.open("w", encoding="utf-8") if trace_out else None
+        with (
+            trace_out.open("w", encoding="utf-8") if trace_out else nullcontext() as file,
+            options.progress_bar(f"simulating {preset}", sum(job.n for job in jobs)) as progress,
+        ):
+            run = simulate(jobs, config, chosen, depth=depth, trace=file, progress=progress)
     except OSError as error:
         raise FormatError(trace_out, None, f"cannot be written: {error.strerror}") from None
-    with options.progress_bar(f"simulating {preset}", sum(job.n for job in jobs)) as progress:
-        run = simulate(jobs, config, chosen, depth=depth, trace=file, progress=progress)
-    if file:
-        file.close()
     summary = summarize(run.metrics, len(run.rejected))
     findings = examine(summary, run.metrics.config)
     if json_:

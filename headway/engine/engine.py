@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 
 from headway.engine.clock import Clock, RealClock
 from headway.engine.explain import explain
-from headway.errors import ConfigError, ExecutorError, InvalidRequest
+from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMismatch
 from headway.executor.base import Executor, Handle
 from headway.plan import Plan, StepReport
 from headway.request import Params, Request
@@ -19,6 +19,7 @@ from headway.scheduler import Scheduler
 
 Observer = Callable[[StepReport], None]
 PLAIN = Params()
+MOST_SAMPLES = 1024
 MOST_FAULTS = 3  # steps in a row that may fail before the engine gives up
 
 
@@ -64,8 +65,9 @@ class Engine:
         """Take a request; n samples of it become n requests that share the prompt's blocks."""
         if self._num_faults >= MOST_FAULTS:
             raise ExecutorError(f"the engine has stopped: {self.fault}")
-        if params.n < 1:
-            raise InvalidRequest(f"request {id!r}: n must be at least 1, not {params.n}")
+        if not isinstance(params.n, int) or not 1 <= params.n <= MOST_SAMPLES:
+            limits = f"a whole number from 1 to {MOST_SAMPLES}"
+            raise InvalidRequest(f"request {id!r}: n must be {limits}, not {params.n!r}")
         arrival = self.clock.now() if arrival is None else arrival
         if not self.has_work:
             self._last_progress = self.clock.now()
@@ -83,7 +85,12 @@ class Engine:
 
     def abort(self, id: str) -> bool:
         """End a request and its samples at once; a report says so. False if there is none."""
-        samples = [r.id for r in self.scheduler.requests.values() if r.leader and r.leader.id == id]
+        leader = self.scheduler.requests.get(id)
+        if leader is None:  # it has ended; samples of it may not have
+            alive = self.scheduler.requests.values()
+            samples = [r.id for r in alive if r.leader and r.leader.id == id]
+        else:
+            samples = [f"{id}/{i}" for i in range(1, leader.params.n if not leader.leader else 1)]
         return sum(self.scheduler.abort(each) for each in (id, *samples)) > 0
 
     def step(self) -> StepReport | None:
@@ -98,6 +105,8 @@ class Engine:
                 oldest, handle = self._flight[0]
                 report = self.scheduler.complete(oldest, handle.wait())
                 self._flight.popleft()
+        except ReplayMismatch:
+            raise  # nothing failed: a replay has no more to say
         except Exception as error:
             return self._fail(error)
         report = report or self.scheduler.take_news()

@@ -61,10 +61,10 @@ class Metrics:
                 sum(item[1] if isinstance(item, list) else 1 for item in asked["prompt"]),
             )  # fmt: skip
         for id, how, _, is_bump in line.get("preempted", ()):
-            self.totals["swaps" if how == "swap" else "recomputes"] += 1
-            self.totals["bumps"] += is_bump
-            if self.lives[id].first_token >= 0:
-                self._parked[id] = self._fresh.pop(id, self._last_decode)
+            self._preempt(id, how, is_bump)
+        gone = {*line.get("aborted", ()), *line.get("interrupted", ())}  # they took nothing of it
+        for id in gone:
+            self._fresh.pop(id, None)
         for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
             self._admit(line, id, num_cached, num_swapped, is_resume)
         if line["step"] >= 0:
@@ -72,10 +72,16 @@ class Metrics:
         if line["decodes"]:
             self._decode(line)
         for id, _, _, is_last in line.get("chunks", ()):
-            if is_last:
+            if is_last and id not in gone:
                 self._first_token(id, line["end"])
         for end in line.get("finished", ()):
             self._finish(end, line["end"] or line["t"])
+
+    def _preempt(self, id: str, how: str, is_bump: int) -> None:
+        self.totals["swaps" if how == "swap" else "recomputes"] += 1
+        self.totals["bumps"] += is_bump
+        if self.lives[id].first_token >= 0:  # twice in a row: the first token counts from before
+            self._parked.setdefault(id, self._fresh.pop(id, self._last_decode))
 
     def _admit(self, line: Line, id: str, cached: int, swapped: int, is_resume: int) -> None:
         life = self.lives[id]

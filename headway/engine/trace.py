@@ -49,6 +49,7 @@ def describe_step(report: StepReport) -> Line:
         "chunks": [[c.request.id, c.start, c.end, int(c.is_last)] for c in plan.chunks],
         "decodes": len(plan.decodes), "context": plan.decode_context, "grown": len(plan.grown),
         "dropped": _dropped(plan), "in_flight": plan.num_in_flight,
+        "early": list(plan.num_early) if any(plan.num_early) else [],
         "deferred": [r.id for r in plan.deferred],
         "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
         "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
@@ -161,7 +162,7 @@ class TraceWriter:
 def read_trace(path: Path) -> Iterator[Line]:
     """The header, then the steps; raises FormatError with the line that cannot be read."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             number = 0
             for number, text in enumerate(file, start=1):
                 yield _checked(path, number, text)

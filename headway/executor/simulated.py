@@ -74,12 +74,13 @@ class SimulatedExecutor:
         for request in plan.deferred:
             if request in self._end_of:
                 self._end_in(self._end_of[request] + 1, request)
-        for request in self._ends.pop(self._column, ()):
-            if self._end_of.get(request) != self._column:
-                continue  # put off
-            del self._end_of[request]
-            if not request.is_finished and request in plan.decodes:
-                column[plan.decodes.index(request)] = _script(request).end
+        now = self._column  # one that was put off is due in a later one
+        ending = [r for r in self._ends.pop(now, ()) if self._end_of.get(r) == now]
+        places = {request: place for place, request in enumerate(plan.decodes)} if ending else {}
+        for request in ending:
+            self._end_of.pop(request, None)  # it may be listed twice
+            if not request.is_finished and request in places:
+                column[places[request]] = _script(request).end
         self._column += 1
         return column
 

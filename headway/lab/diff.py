@@ -37,12 +37,13 @@ def diff(left: Iterable[Line], right: Iterable[Line], names: tuple[str, str]) ->
             step = (mine or other)["step"]
             return Parting(step, [f"{shorter} has ended; {longer} goes on.", *settings])
         if decisions(mine) != decisions(other):
-            lines = [*_choice(mine, other, names), *_reasons(mine, other, names)]
+            lines = [*choices(mine, other, names), *_reasons(mine, other, names)]
             return Parting(mine["step"], [*lines, *settings])
     return Parting(None, settings)
 
 
-def _choice(mine: Line, other: Line, names: tuple[str, str]) -> list[str]:
+def choices(mine: Line, other: Line, names: tuple[str, str]) -> list[str]:
+    """What the one run does in a step and the other does not."""
     lines = []
     for choice in CHOICES:
         if mine.get(choice) != other.get(choice):

@@ -1,38 +1,27 @@
 """Feed a recorded run back: the same requests, the same step times, the same decisions.
 
 The scheduler decides anew; only times and sampled tokens come from the trace. If the decision logs
-agree, the simulator's scheduling error is exactly zero. Works for any recorded run, real or not, in
-which no step failed.
+agree, the simulator's scheduling error is exactly zero. Works for any recorded run, real or not, that
+was recorded to its end and in which no step failed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.trace import Line, decisions, describe_step, request_of, unruns
 from headway.errors import ReplayMismatch
+from headway.executor.simulated import SimulatedHandle
+from headway.lab.diff import choices
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 from headway.scheduler import Scheduler, preset
 
 Output = dict[str, list[int]]
-
-
-@dataclass(slots=True)
-class RecordedHandle:
-    """A plan whose outcome is known."""
-
-    clock: VirtualClock
-    result: StepResult
-
-    def wait(self) -> StepResult:
-        self.clock.advance_to(self.result.ended)
-        return self.result
 
 
 class RecordedExecutor:
@@ -44,7 +33,7 @@ class RecordedExecutor:
         self._outputs = outputs
         self._num_sampled: dict[Request, int] = {}
 
-    def launch(self, plan: Plan) -> RecordedHandle:
+    def launch(self, plan: Plan) -> SimulatedHandle:
         if not self._times:
             raise ReplayMismatch(f"the recorded run ends before step {plan.step}")
         started, ended = self._times.popleft()
@@ -55,7 +44,7 @@ class RecordedExecutor:
             [self._next(request) for request in plan.decodes] for _ in range(num_columns)
         ]
         firsts = [self._next(c.request) for c in plan.chunks if c.is_last]
-        return RecordedHandle(self._clock, StepResult(columns, firsts, started, ended))
+        return SimulatedHandle(self._clock, StepResult(columns, firsts, started, ended))
 
     def _next(self, request: Request) -> int:
         """The recorded token; past the record's end anything will do, it is dropped."""
@@ -76,16 +65,22 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
     engine = Engine(scheduler, executor, clock, depth=header["depth"])
     engine.observers.append(lambda report: lines.append(describe_step(report)))
     known: dict[str, Request] = {}
-    for line in steps:
-        _refuse_faults(line)
-        while engine.num_in_flight > line.get("in_flight", 0):
-            engine.step()  # nothing new had come when the recorded run settled it
-        clock.advance_to(line["t"])
-        for asked in line.get("added", ()):
+
+    def tell(line: Line, start: tuple[int, int], end: tuple[int | None, int | None]) -> None:
+        for asked in line.get("added", ())[start[0] : end[0]]:
             known[asked["id"]] = request_of(asked, known)
             scheduler.add(known[asked["id"]])
-        for id in line.get("aborted", ()):
+        for id in line.get("aborted", ())[start[1] : end[1]]:
             scheduler.abort(id)
+
+    for line in steps:
+        _refuse_faults(line)
+        num_added, num_aborted = line.get("early", (0, 0))
+        tell(line, (0, 0), (num_added, num_aborted))
+        while engine.num_in_flight > line.get("in_flight", 0):
+            engine.step()
+        clock.advance_to(line["t"])
+        tell(line, (num_added, num_aborted), (None, None))
         engine.step()
         for id in line.get("interrupted", ()):
             scheduler.abort(id)
@@ -103,13 +98,20 @@ def _refuse_faults(line: Line) -> None:
         raise ReplayMismatch("a step of the recorded run failed; only runs without faults replay")
 
 
+def _sentence(recorded: Line | None, again: Line | None) -> str:
+    if recorded is None or again is None:
+        step, longer = (again or recorded or {})["step"], "replay" if recorded is None else "record"
+        return f"only the {longer} has a step {step}"
+    parting = "; ".join(choices(recorded, again, ("the record", "the replay")))
+    return f"step {recorded['step']}: {parting}"
+
+
 def check_replay(trace: Iterable[Line]) -> int:
     """Replay and compare; the number of equal steps, or ReplayMismatch with the first that differs."""
     lines = list(trace)
     num_equal = 0
     for recorded, again in zip_longest(lines[1:], replay(lines)):
         if recorded is None or again is None or decisions(recorded) != decisions(again):
-            step = (recorded or again or {}).get("step")
-            raise ReplayMismatch(f"step {step}: recorded {recorded}, replayed {again}")
+            raise ReplayMismatch(_sentence(recorded, again))
         num_equal += 1
     return num_equal

@@ -85,6 +85,8 @@ def serve(
                 run.rejected.append((coming.id, str(error)))
                 if progress:
                     progress(coming.n)
+            except Exception as error:  # a queue's key or a chunk rule of the user's
+                raise ConfigError(f"a policy failed: {type(error).__name__}: {error}") from None
             coming = next(jobs, None)
         if engine.has_work:
             engine.step()

@@ -23,7 +23,7 @@ def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
     seconds = metrics.ended_at - min((life.arrival for life in lives), default=0.0)
     preemptions = totals["swaps"] + totals["recomputes"]
     return {
-        "requests": len(lives),
+        "requests": len(lives) + rejected,
         "completed": len(ended),
         "rejected": rejected,
         "finish_reasons": {

@@ -102,6 +102,12 @@ class Prefixes:
     share: float = 1.0
 
 
+MOST = {
+    "requests": 10_000_000, "max_tokens": MOST_TOKENS, "clients": 1_000_000,
+    "priorities": 1_000_000, "n": 1024,
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
     """A workload described; `jobs()` makes it, the same every time."""
@@ -122,8 +128,10 @@ class Synthetic:
     def __post_init__(self) -> None:
         for name in ("requests", "max_tokens", "clients", "priorities", "n"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, not {value}")
+            if value is not None and not 1 <= value <= MOST[name]:
+                raise ConfigError(
+                    f"{name} must be at least 1 and at most {MOST[name]:,}, not {value}"
+                )
 
     def jobs(self) -> list[Job]:
         """The jobs, in order of arrival; the first comes at 0."""

@@ -29,6 +29,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from headway.engine.engine import MOST_SAMPLES
 from headway.errors import ConfigError, FormatError
 from headway.lab.jobs import EOS, LAST_TOKEN, MOST_TOKENS, Job, Pieces, TokenSpace, join
 from headway.lab.rows import Row, each, whole
@@ -124,6 +125,8 @@ def _jobs(path: Path, max_tokens: int) -> Iterator[Job]:
             raise ValueError(f"id {id!r} is used twice")
         ids.add(id)
         output = row.whole("output", 1)
+        if row.whole("n", 1, 1) > MOST_SAMPLES:
+            raise ValueError(f"n must be at most {MOST_SAMPLES}, not {row.whole('n', 1, 1)}")
         allowed = row.whole("max_tokens", 1, max(output, max_tokens))
         if allowed < output:
             raise ValueError(f"output ({output}) is more than max_tokens ({allowed}) allows")

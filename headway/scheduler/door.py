@@ -62,5 +62,10 @@ def _check_params(request: Request, name: str) -> None:
         if not isinstance(value, int) or (least is not None and value < least):
             wanted = "a whole number" + (f" of at least {least}" if least is not None else "")
             raise InvalidRequest(f"{name}: {field} must be {wanted}, not {value!r}")
-    if params.deadline is not None and not math.isfinite(params.deadline):
-        raise InvalidRequest(f"{name}: the deadline must be a time, not {params.deadline}")
+    for field, time in (("deadline", params.deadline), ("arrival", request.arrival)):
+        if time is not None and not (isinstance(time, int | float) and math.isfinite(time)):
+            raise InvalidRequest(f"{name}: {field} must be a time in seconds, not {time!r}")
+    if not all(isinstance(token, int) for token in request.stops):
+        raise InvalidRequest(f"{name}: stop and end tokens are token ids, not {params.stops}")
+    if not isinstance(params.salt, str) or not params.salt.isprintable():
+        raise InvalidRequest(f"{name}: salt must be printable text, not {params.salt!r}")

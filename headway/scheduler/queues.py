@@ -25,11 +25,11 @@ class WaitingQueue:
         self.rule = rule
         self._world = world
         self._groups: dict[str, list[tuple[Any, Request]]] = {}
-        self._length = 0
+        self._keys: dict[Request, tuple[str, Any]] = {}  # its group, and the key it is sorted by
         self._turns: dict[str, int] = {}  # whose drifting keys are looked at next
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._keys)
 
     def __iter__(self) -> Iterator[Request]:
         """Everyone, group by group; `walk` gives the order of service."""
@@ -44,22 +44,18 @@ class WaitingQueue:
         return key if group == ALL else (self._world.service().get(group, 0.0), key)
 
     def push(self, request: Request) -> None:
-        group = self._groups.setdefault(self.rule.group(request), [])
-        entry = self._entry(request)
+        entry, name = self._entry(request), self.rule.group(request)
+        group = self._groups.setdefault(name, [])
         if group and entry[0] < group[-1][0]:
             insort(group, entry, key=_sort_key)
         else:
             group.append(entry)
-        self._length += 1
+        self._keys[request] = name, entry[0]
 
     def remove(self, request: Request) -> None:
-        name = self.rule.group(request)
+        name, key = self._keys.pop(request)
         group = self._groups[name]
-        place = bisect_left(group, self._entry(request)[0], key=_sort_key)
-        if not (place < len(group) and group[place][1] is request):  # its key has drifted
-            place = next(i for i, (_, other) in enumerate(group) if other is request)
-        del group[place]
-        self._length -= 1
+        del group[bisect_left(group, key, key=_sort_key)]
         if not group:
             del self._groups[name]
             self._turns.pop(name, None)
@@ -74,9 +70,9 @@ class WaitingQueue:
         for group in list(self._groups.values()):
             passed = 0
             while passed < len(group):
-                length = self._length
+                length = len(self._keys)
                 yield group[passed][1]
-                passed += self._length == length  # it was not taken
+                passed += len(self._keys) == length  # it was not taken
 
     def _walk_in_turn(self) -> Iterator[Request]:
         """The group served least first; taking a request adds to what its group was served."""
@@ -85,9 +81,9 @@ class WaitingQueue:
         heapify(heap)
         while heap:
             _, _, name, passed = heappop(heap)
-            group, length = self._groups[name], self._length
+            group, length = self._groups[name], len(self._keys)
             yield group[passed][1]
-            passed += self._length == length
+            passed += len(self._keys) == length
             if passed < len(group):
                 heappush(heap, (service().get(name, 0.0), group[passed][0], name, passed))
 
@@ -101,6 +97,7 @@ class WaitingQueue:
             del group[turn : turn + FRONT], group[:FRONT]
             for entry in fresh:
                 insort(group, entry, key=_sort_key)
+                self._keys[entry[1]] = name, entry[0]
 
 
 def _sort_key(entry: tuple[Any, Request]) -> Any:

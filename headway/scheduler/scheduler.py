@@ -23,7 +23,7 @@ from headway.scheduler import door
 from headway.scheduler.ledger import OUTPUT_WEIGHT, Ledger
 from headway.scheduler.lockstep import Lockstep
 from headway.scheduler.queues import WaitingQueue
-from headway.scheduler.settle import settle
+from headway.scheduler.settle import check_result, settle
 from headway.scheduler.step import Step
 
 FADE = 0.97  # of `pressure` per step: a preemption is half forgotten after 23
@@ -67,11 +67,11 @@ class Scheduler:
             raise InvalidRequest(f"request {request.id!r} has run before; make a new one")
         request.limit = door.check(request, self.config)
         request.history.serial = self._num_added
+        self.queue.push(request)  # first: it may raise, if the key is a user's
+        self.ledger.arrive(self.config.queue.group(request))
         self._num_added += 1
         self.requests[request.id] = request
         self.watched.update(request.stops)
-        self.ledger.arrive(self.config.queue.group(request))
-        self.queue.push(request)
         self._news.added.append(request)
 
     def abort(self, id: str, reason: str = "abort", error: str | None = None) -> bool:
@@ -81,7 +81,8 @@ class Scheduler:
             return False
         request.error = error
         self.retire(request, reason)
-        if self.in_flight and request not in self._news.added:
+        first_new = self._news.added[0].history.serial if self._news.added else self._num_added
+        if self.in_flight and request.history.serial < first_new:
             self.in_flight[-1].interrupted.append(request)
         else:  # its end must not be told before its beginning
             self._news.aborted.append(request)
@@ -108,12 +109,15 @@ class Scheduler:
         plan.num_running, plan.num_waiting = len(self.running), len(self.queue)
         if not plan.is_empty:
             self._launch(plan)
+        elif self.in_flight:  # what has come so far was looked at, before the one in flight settles
+            self._news.num_early = len(self._news.added), len(self._news.aborted)
         return plan
 
     def complete(self, plan: Plan, result: StepResult) -> StepReport:
         """Settle the oldest plan in flight: hand out its tokens, finish who is done."""
-        oldest = self.in_flight.popleft()
-        assert plan is oldest, "plans are completed in the order they were made"
+        assert plan is self.in_flight[0], "plans are completed in the order they were made"
+        check_result(plan, result)
+        self.in_flight.popleft()
         self.unsettled.clear()
         finished = [*plan.aborted, *plan.interrupted, *settle(plan, result, self)]
         self.lockstep.strayed.clear()
@@ -144,6 +148,11 @@ class Scheduler:
             self.abort(request.id, "error", reason)
         for request in self.swapped:
             self.kv.discard_host_copy(request)
+        for request in reversed(self.running.copy()):
+            try:
+                self.preempt(request, may_swap=False)
+            except Exception:  # a user's queue key is what failed: it cannot be queued again
+                self.abort(request.id, "error", reason)
         self.reset_cache(force=True)
         self.kv.settle_host()
         self.lockstep = Lockstep(self.config.block_size, self.config.max_requests)
@@ -210,6 +219,7 @@ class Scheduler:
         """Send a running request back to its place in the queue; its tokens stay its own."""
         num_computed = request.num_computed
         wants_swap = may_swap and self.config.swap(request, self)
+        self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._unseat(request)
         copies = self.kv.swap_out(request) if wants_swap else None
         if copies is None:
@@ -224,7 +234,6 @@ class Scheduler:
         request.history.num_bumped += is_bump
         self.pressure += not is_bump
         self.unsettled.add(request)
-        self.queue.push(request)
         is_swap = copies is not None
         self._news.preempted.append(Preemption(request, is_swap, num_computed, is_bump))
 
@@ -279,6 +288,7 @@ class Scheduler:
         """The plan has work in it: give it the news, and count it as in flight."""
         news, self._news = self._news, Plan(-1)
         plan.added, plan.aborted, plan.preempted = news.added, news.aborted, news.preempted
+        plan.num_early = news.num_early
         self.pressure *= FADE
         self.prefill_streak = 0 if plan.decodes else self.prefill_streak + 1
         self._num_steps += 1

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from headway.errors import ExecutorError
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
     from headway.scheduler.scheduler import Scheduler
 
 MOST_COMPARED = 8  # stop tokens looked for one by one, which is faster for a few
+
+
+def check_result(plan: Plan, result: StepResult) -> None:
+    """ExecutorError unless the result has one token for everything that the plan samples."""
+    num_columns = plan.num_steps if plan.decodes else 0
+    num_firsts = sum(chunk.is_last for chunk in plan.chunks)
+    lengths = [len(column) for column in result.columns]
+    if lengths != [len(plan.decodes)] * num_columns or len(result.firsts) != num_firsts:
+        raise ExecutorError(
+            f"step {plan.step} samples {num_columns} x {len(plan.decodes)} decodes and "
+            f"{num_firsts} firsts; the executor gave columns of {lengths} and {len(result.firsts)}"
+        )
 
 
 def settle(plan: Plan, result: StepResult, scheduler: Scheduler) -> list[Request]:
@@ -39,9 +52,10 @@ def _deliver(plan: Plan, column: Column, scheduler: Scheduler) -> None:
     lockstep = scheduler.lockstep
     singly = [r for r in lockstep.strayed.union(*plan.ending) if not lockstep.awaits(r)]
     lockstep.deliver(plan.rows, column)
+    places = {request: place for place, request in enumerate(plan.decodes)} if singly else {}
     for request in singly:
-        if request not in plan.cut and request in plan.decodes:
-            request.written.append(int(column[plan.decodes.index(request)]))
+        if request not in plan.cut and request in places:
+            request.written.append(int(column[places[request]]))
 
 
 def _stop(
