@@ -113,6 +113,7 @@ class History:
     num_preemptions: int = 0
     num_bumped: int = 0  # preemptions in favour of a higher priority
     num_overtaken: int = 0
+    aborted_after: int = 0  # requests that had newly come when it was aborted
     furthest: int = 0  # most tokens ever computed; anything below computed again is waste
 
 

@@ -287,7 +287,7 @@ def full_line() -> dict[str, Any]:
         copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)],
         admitted=[Admission(request, 1, 1, True)], preempted=[Preemption(request, True, 1, True)],
         blocked=[Blocked(request, "blocks", 1, 0)], behind=Behind("order", 1), num_free=1,
-        num_running=1, num_waiting=1, num_in_flight=1, planned_at=1.0, ending=[[request]],
+        num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0), planned_at=1.0, ending=[[request]],
         cut={request: 0},
     )  # fmt: skip
     for field in fields(Plan):

@@ -62,7 +62,8 @@ class Metrics:
             )  # fmt: skip
         for id, how, _, is_bump in line.get("preempted", ()):
             self._preempt(id, how, is_bump)
-        gone = {*line.get("aborted", ()), *line.get("interrupted", ())}  # they took nothing of it
+        aborted = (*line.get("aborted", ()), *line.get("interrupted", ()))
+        gone = {id for id, _ in aborted}  # they took nothing of this step
         for id in gone:
             self._fresh.pop(id, None)
         for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):

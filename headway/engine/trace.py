@@ -37,8 +37,8 @@ def describe_step(report: StepReport) -> Line:
         "step": plan.step, "t": plan.planned_at, "start": result.started, "end": result.ended,
         "running": plan.num_running, "waiting": plan.num_waiting, "free": plan.num_free,
         "added": [describe_request(r) for r in plan.added],
-        "aborted": [r.id for r in plan.aborted],
-        "interrupted": [r.id for r in plan.interrupted],
+        "aborted": [[r.id, r.history.aborted_after] for r in plan.aborted],
+        "interrupted": [[r.id, r.history.aborted_after] for r in plan.interrupted],
         "preempted": [
             [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_bump)]
             for p in plan.preempted

@@ -66,26 +66,34 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
     engine.observers.append(lambda report: lines.append(describe_step(report)))
     known: dict[str, Request] = {}
 
-    def tell(line: Line, start: tuple[int, int], end: tuple[int | None, int | None]) -> None:
-        for asked in line.get("added", ())[start[0] : end[0]]:
-            known[asked["id"]] = request_of(asked, known)
-            scheduler.add(known[asked["id"]])
-        for id in line.get("aborted", ())[start[1] : end[1]]:
-            scheduler.abort(id)
+    interrupts: list[tuple[str, int]] = []  # came while the plan of the line before was in flight
+
+    def tell(added: list[Line], aborted: list[tuple[str, int]], num_told: int) -> None:
+        """Requests that come and go, in the order they did."""
+        for number, asked in enumerate([*added, None], start=num_told):
+            for id in [id for id, after in aborted if max(after, num_told) == number]:
+                scheduler.abort(id)
+            if asked is not None:
+                known[asked["id"]] = request_of(asked, known)
+                scheduler.add(known[asked["id"]])
 
     for line in steps:
         _refuse_faults(line)
+        added, aborted = line.get("added", []), line.get("aborted", [])
+        is_drained = engine.num_in_flight > line.get("in_flight", 0)
         num_added, num_aborted = line.get("early", (0, 0))
-        tell(line, (0, 0), (num_added, num_aborted))
-        while engine.num_in_flight > line.get("in_flight", 0):
+        if not is_drained:
+            num_added, num_aborted = len(added), len(aborted)
+        tell(added[:num_added], interrupts + aborted[:num_aborted], 0)
+        if is_drained:
             engine.step()
         clock.advance_to(line["t"])
-        tell(line, (num_added, num_aborted), (None, None))
+        tell(added[num_added:], aborted[num_aborted:], num_added)
         engine.step()
-        for id in line.get("interrupted", ()):
-            scheduler.abort(id)
+        interrupts = line.get("interrupted", [])
         yield from lines
         lines.clear()
+    tell([], interrupts, 0)
     while engine.has_work:
         engine.step()
         yield from lines

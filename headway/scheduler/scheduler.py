@@ -81,6 +81,7 @@ class Scheduler:
             return False
         request.error = error
         self.retire(request, reason)
+        request.history.aborted_after = len(self._news.added)
         first_new = self._news.added[0].history.serial if self._news.added else self._num_added
         if self.in_flight and request.history.serial < first_new:
             self.in_flight[-1].interrupted.append(request)
