@@ -37,7 +37,7 @@ class World(Protocol):
     def output_shares(self) -> Sequence[float]: ...  # generated / allowed of requests that ended
     def service(self) -> dict[str, float]: ...  # tokens served to every group of a fair queue
     def place(self, request: Request) -> Any: ...  # its sort key in the queue's order
-    def num_uncached(self, request: Request) -> int: ...  # tokens an admission would compute
+    def num_uncached(self, request: Request) -> int: ...  # tokens left to compute before it decodes
     def blocks_of(self, request: Request) -> list[int]: ...  # held, or found in the cache
     def num_private_blocks(self, request: Request) -> int: ...  # held by nobody else
 

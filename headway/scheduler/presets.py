@@ -42,7 +42,7 @@ NUMBERS = tuple(f.name for f in fields(Config) if f.default is not MISSING)
 PRESETS: dict[str, dict[str, str | int]] = {
     "headway": {
         "recipe": "swapped_first", "queue": "shortest_first", "chunk": "split_any",
-        "headroom": "future_peak(learned)", "victim": "served_last", "swap": "cheaper",
+        "headroom": "future_peak(learned)", "victim": "newest", "swap": "cheaper",
     },
     "nano_vllm": {
         "recipe": "prefill_first", "queue": "fcfs", "chunk": "split_first",

@@ -190,6 +190,8 @@ class Scheduler:
         return self.queue.place(request)
 
     def num_uncached(self, request: Request) -> int:
+        if request.row >= 0:
+            return max(0, request.prefill_end - request.num_computed)
         return request.num_known - self.kv.survey(request).num_computed
 
     # Seats: how requests come, go and are sent back.
