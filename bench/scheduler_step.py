@@ -8,6 +8,7 @@ admit_cold_us    add + schedule of a 4096-token prompt that nobody has seen
 admit_hit_us     the same, with all of it in the prefix cache
 finish_us        the step that ends a request of 1000 prompt and 512 output tokens, less a plain one
 blocked_us       what a waiting request with a cached 4096-token prefix that does not fit adds
+headroom_us      what one adds that the default headroom, future_peak, looks at and holds back
 policy_overhead  what another policy adds to step_us at 256, as a share of it: the most of them
 All are medians over interleaved rounds, so that a slow moment of the machine hits everybody.
 """
@@ -180,6 +181,20 @@ def blocked_us() -> float:
     return statistics.median(extra)
 
 
+def headroom_us() -> float:
+    """A head that the default's look ahead holds back at every step, beside 64 that run."""
+    extra = []
+    for _ in range(3):
+        ours = Ours(64, num_blocks=64 * 82)
+        ours.scheduler.output_shares.extend([1.0] * 256)
+        free = ours.timed()
+        ours.scheduler.add(Request("head", range(1 << 24, (1 << 24) + 64), Params(eos_ids=EOS)))
+        blocked = ours.timed()
+        assert ours.scheduler.last_plan.blocked[0].reason == "headroom"
+        extra.append(blocked - free)
+    return statistics.median(extra)
+
+
 def admission_us_in_company(ours: Ours, prompt: list[int]) -> None:
     ours.scheduler.add(Request("first", prompt, Params(max_tokens=1)))
     ours.step()
@@ -208,6 +223,7 @@ def main() -> None:
         **{name: round(value, 1) for name, value in admissions().items()},
         "finish_us": round(finish_us(), 1),
         "blocked_us": round(blocked_us(), 1),
+        "headroom_us": round(headroom_us(), 1),
         "policy_overhead": round(max(overhead.values()), 3),
         "overhead_by_policy": {name: round(value, 3) for name, value in overhead.items()},
     }

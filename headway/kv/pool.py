@@ -42,9 +42,10 @@ class BlockPool:
         """One more holder of blocks with known content, held by somebody or by nobody."""
         refs, cached = self.refs, self._cached
         for block in blocks:
-            if not refs[block]:
+            held = refs[block]
+            if not held:
                 del cached[block]
-            refs[block] += 1
+            refs[block] = held + 1
 
     def drop(self, block: int) -> None:
         """One holder fewer; the last one frees the block."""

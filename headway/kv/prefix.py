@@ -17,12 +17,13 @@ from headway.request import Request
 
 def extend_keys(keys: list[bytes], request: Request, block_size: int) -> None:
     """Append the keys of all full blocks of known tokens that `keys` does not have yet."""
-    tokens = request.tokens
+    tokens = request.tokens if request.num_generated else request.prompt
     data = tokens[len(keys) * block_size : len(tokens) // block_size * block_size].tobytes()
     parent = keys[-1] if keys else xxh3_128_digest(request.params.salt.encode())
+    digest, append = xxh3_128_digest, keys.append
     for (block,) in iter_unpack(f"{block_size * tokens.itemsize}s", data):
-        parent = xxh3_128_digest(parent + block)
-        keys.append(parent)
+        parent = digest(parent + block)
+        append(parent)
 
 
 class PrefixIndex:

@@ -15,7 +15,7 @@ from typing import Any
 from headway.config import Checked, QueueRule, World, count, number
 from headway.request import Request
 
-FRONT = 64  # requests whose drifting keys are looked at in every step
+FRONT = 16  # requests whose drifting keys are looked at in every step
 
 
 class WaitingQueue:
