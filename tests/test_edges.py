@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -158,6 +159,23 @@ def test_a_queue_key_that_begins_to_raise_ends_requests_and_not_the_engine(depth
     assert any(request.error and "no more" in request.error for request in requests)
     scheduler = engine.scheduler
     assert not engine.has_work and scheduler.kv.num_free == 64 and not any(scheduler.kv.pool.refs)
+
+
+@each_depth
+def test_a_queue_key_that_cannot_be_compared_any_more_loses_nobody(depth: int) -> None:
+    asked = Counter[str]()
+
+    def key(request: Request, world: Any) -> Any:
+        asked[request.id] += 1
+        is_late = asked[request.id] > 2 and int(request.id) % 2
+        return request.id if is_late else request.arrival
+
+    engine = engine_with(depth=depth, queue=key)
+    requests = [ask(engine, str(i)) for i in range(7)]
+    for _ in range(200):
+        engine.step()
+    assert all(request.is_finished for request in requests)
+    assert not engine.has_work and not len(engine.scheduler.queue)
 
 
 NONSENSE: list[dict[str, Any]] = [

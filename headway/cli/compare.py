@@ -12,7 +12,7 @@ from headway import slots
 from headway.cli import options, render
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.lab.cost import Profile
+from headway.lab.cost import Profile, load_profile
 from headway.lab.jobs import Job
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
@@ -55,7 +55,7 @@ def compare_command(
     max_length: options.MaxLength = None,
 ) -> None:
     """Run one workload under several presets and variants, and show them side by side."""
-    chosen, changes = options.load(profile), locals().copy()
+    chosen, changes = load_profile(profile), locals().copy()
     configs = {
         name: options.make_config(name, chosen, changes)
         for name in filter(None, map(str.strip, presets.split(",")))

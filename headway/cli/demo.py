@@ -11,6 +11,7 @@ from rich.console import Console
 from headway.cli import options, render
 from headway.cli.compare import run_all
 from headway.engine.metrics import Metrics
+from headway.lab.cost import load_profile
 from headway.lab.jobs import Job, TokenSpace
 from headway.lab.simulate import simulate
 from headway.lab.synthetic import parse_synthetic
@@ -29,7 +30,7 @@ SHADES = " ▁▂▃▄▅▆▇█"
 
 def demo_command(json_: options.Json = False) -> None:
     """Compare static with continuous batching and the presets, on small workloads."""
-    console, profile = Console(), options.load(PROFILE)
+    console, profile = Console(), load_profile(PROFILE)
     seats = {name: seats_in_use(name) for name in ("static", "vllm_v1", "headway")}
     shares = {name: sum(used[:LONG]) / LONG / NUM_SEATS for name, used in seats.items()}
     jobs = parse_synthetic(WORKLOAD).jobs()
@@ -67,7 +68,7 @@ def seats_in_use(name: str) -> list[float]:
         Job(id=str(i), pieces=(space.take(16),), num_output=length, max_tokens=length)
         for i, length in enumerate(lengths)
     ]
-    profile = options.load(PROFILE)
+    profile = load_profile(PROFILE)
     config = replace(options.make_config(name, profile, {}), max_requests=NUM_SEATS)
     metrics: Metrics = simulate(jobs, config, profile).metrics
     return list(metrics.steps["running"])

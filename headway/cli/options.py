@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from headway.config import Config
-from headway.lab.cost import Profile, load_profile
+from headway.lab.cost import Profile
 from headway.lab.jobs import MOST_TOKENS, Job
 from headway.lab.synthetic import parse_synthetic
 from headway.lab.workloads import adjust, read_jobs
@@ -118,10 +118,6 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     if config.swap is not recompute:
         changes.setdefault("num_host_blocks", changes["num_blocks"])
     return preset(name, **changes)
-
-
-def load(profile: str) -> Profile:
-    return load_profile(profile)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headway.cli import options, render
 from headway.errors import FormatError
+from headway.lab.cost import load_profile
 from headway.lab.doctor import examine
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
@@ -46,7 +47,7 @@ def simulate_command(
     max_length: options.MaxLength = None,
 ) -> None:
     """Run a workload through the scheduler on a virtual clock, and say how it went."""
-    chosen = options.load(profile)
+    chosen = load_profile(profile)
     config = options.make_config(preset, chosen, locals())
     jobs = options.load_workload(workload, limit, speed, allowed_tokens)
     try:

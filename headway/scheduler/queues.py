@@ -45,11 +45,12 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         entry, name = self._entry(request), self.rule.group(request)
-        group = self._groups.setdefault(name, [])
+        group = self._groups.get(name, [])
         if group and entry[0] < group[-1][0]:
             insort(group, entry, key=_sort_key)
         else:
             group.append(entry)
+        self._groups[name] = group
         self._keys[request] = name, entry[0]
 
     def remove(self, request: Request) -> None:
@@ -94,10 +95,15 @@ class WaitingQueue:
             if turn >= len(group):
                 turn = self._turns[name] = FRONT
             fresh = [self._entry(r) for _, r in (*group[:FRONT], *group[turn : turn + FRONT])]
+            before = group.copy()
             del group[turn : turn + FRONT], group[:FRONT]
-            for entry in fresh:
-                insort(group, entry, key=_sort_key)
-                self._keys[entry[1]] = name, entry[0]
+            try:
+                for entry in fresh:
+                    insort(group, entry, key=_sort_key)
+            except Exception:  # a user's keys that do not compare: nobody is lost for it
+                group[:] = before
+                raise
+            self._keys.update((request, (name, key)) for key, request in fresh)
 
 
 def _sort_key(entry: tuple[Any, Request]) -> Any:
