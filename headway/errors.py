@@ -5,6 +5,7 @@ HeadwayError
 ├── RequestError         one request is at fault; the others go on
 │   ├── InvalidRequest   it makes no sense: empty prompt, max_tokens 0, an id already in use
 │   └── RequestTooLong   it makes sense but can never run here; carries need and limit
+├── ModelError           a model cannot be found, fetched or loaded; says what was tried
 ├── FormatError          a workload, profile or trace file cannot be read; names file and line
 ├── ReplayMismatch       a replay took another decision than the recorded run
 └── ExecutorError        a step failed; the requests in flight were failed with its reason
@@ -44,6 +45,10 @@ class FormatError(HeadwayError, ValueError):
     def __init__(self, path: object, line: int | None, problem: str) -> None:
         where = f"{path}:{line}" if line is not None else f"{path}"
         super().__init__(f"{where}: {problem}")
+
+
+class ModelError(HeadwayError):
+    """A model cannot be found, fetched or loaded; the message says what was tried and what to do."""
 
 
 class ReplayMismatch(HeadwayError):

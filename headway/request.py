@@ -122,8 +122,8 @@ class Request:
 
     __slots__ = (
         "arrival", "base", "error", "finish_reason", "held", "history", "id", "leader", "limit",
-        "num_prompt", "pace", "params", "prefill_end", "prompt", "row", "state", "stop_token", "stops",
-        "written", "written_to",
+        "num_prompt", "pace", "params", "prefill_end", "prompt", "row", "sample", "state", "stop_token",
+        "stops", "written", "written_to",
     )  # fmt: skip
 
     def __init__(
@@ -134,11 +134,13 @@ class Request:
         *,
         arrival: float = 0.0,
         leader: Request | None = None,
+        sample: int = 0,
     ) -> None:
         self.id = id
         self.params = params
         self.arrival = arrival
         self.leader = leader  # the sample of the same prompt that computes it for all
+        self.sample = sample  # which of the n samples of its prompt it is
         try:
             self.prompt: array[int] = array("i", prompt)
             self.stops = params.stops

@@ -73,7 +73,7 @@ class Engine:
             self._last_progress = self.clock.now()
         leader = Request(id, prompt, params, arrival=arrival)
         samples = [leader] + [
-            Request(f"{id}/{i}", leader.prompt, params, arrival=arrival, leader=leader)
+            Request(f"{id}/{i}", leader.prompt, params, arrival=arrival, leader=leader, sample=i)
             for i in range(1, params.n)
         ]
         taken = next((r.id for r in samples if r.id in self.scheduler.requests), None)
@@ -93,6 +93,10 @@ class Engine:
             samples = [f"{id}/{i}" for i in range(1, leader.params.n if not leader.leader else 1)]
         return sum(self.scheduler.abort(each) for each in (id, *samples)) > 0
 
+    def stop(self, id: str) -> bool:
+        """End one sample where it stands, as one that has stopped; False if there is none."""
+        return self.scheduler.abort(id, "stop")
+
     def step(self) -> StepReport | None:
         """Make and launch the next plan, settle the oldest; None if nothing was settled."""
         try:  # whatever a policy or an executor may raise ends requests, not the engine
@@ -109,6 +113,10 @@ class Engine:
             raise  # nothing failed: a replay has no more to say
         except Exception as error:
             return self._fail(error)
+        except BaseException:  # interrupted: nothing may be left half done, and nothing is broken
+            self._flight.clear()
+            self.scheduler.fail("interrupted")
+            raise
         report = report or self.scheduler.take_news()
         return self._report(report) if report else None
 

@@ -59,6 +59,7 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
     header, *steps = trace
     ends = [end for line in steps for end in line.get("finished", ())]
     outputs = {end["id"]: list(unruns(end["output"])) for end in ends}
+    reasons = {end["id"]: end["reason"] for end in ends}  # who is ended from outside: abort, stop
     clock, lines = VirtualClock(), deque[Line]()
     scheduler = Scheduler(preset(**header["config"]))
     executor = RecordedExecutor(clock, steps, outputs)
@@ -72,7 +73,7 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
         """Requests that come and go, in the order they did."""
         for number, asked in enumerate([*added, None], start=num_told):
             for id in [id for id, after in aborted if max(after, num_told) == number]:
-                scheduler.abort(id)
+                scheduler.abort(id, reasons.get(id, "abort"))
             if asked is not None:
                 known[asked["id"]] = request_of(asked, known)
                 scheduler.add(known[asked["id"]])
