@@ -1,0 +1,1 @@
+"""What a model is: its sizes, its weights, where they come from, and how they compute."""

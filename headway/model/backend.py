@@ -1,0 +1,72 @@
+"""What a decoder asks of the machine it runs on. Two answers: plain.py (torch) and native/ (C).
+
+A backend keeps weights in the layout it likes and multiplies by them. A `Pass` does what depends on
+one batch: it is made once for a forward pass and asked once for every layer.
+
+Shapes: T tokens, K inputs, N outputs, H query heads, G key-value heads, D head size, B blocks,
+L layers, P positions in a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from headway.model.batch import Batch
+from headway.model.checkpoint import Checkpoint
+from headway.model.config import ModelConfig
+
+
+class Weight(Protocol):
+    """A matrix [N, K] with its bias, as some backend stores it."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows as float tensors: the embedding of tokens."""
+        ...
+
+
+class Pass(Protocol):
+    """Attention and its inputs, for one batch."""
+
+    def rotate_and_store(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> None:
+        """Normalize (if asked) and rotate q and k in place, store k and v in their slots."""
+        ...
+
+    def attention(self, layer: int, qkv: Tensor) -> Tensor:
+        """[T, H * D]: every token over all tokens of its sequence up to itself."""
+        ...
+
+
+class Backend(Protocol):
+    """Weights, the products with them, and what lies between the products."""
+
+    name: str
+
+    def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> Weight:
+        """Matrices of the checkpoint, one below the other; names are without `.weight`."""
+        ...
+
+    def vector(self, checkpoint: Checkpoint, name: str) -> Tensor: ...
+    def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
+    def add_linear(self, residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
+        """residual + x w; may be done in place."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
+    def silu_multiply(self, x: Tensor) -> Tensor:
+        """silu of the first half of every row, times the second half."""
+        ...
+
+    def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
+        """[B, L, 2, G, P, D], not initialized: a block is one piece of memory, all layers of it."""
+        ...
+
+    def begin(
+        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> Pass: ...

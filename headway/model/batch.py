@@ -1,0 +1,23 @@
+"""One forward pass as data: what the decoder and its attention are given, and nothing hidden.
+
+Legend: T tokens in the flat batch, S sequences, W blocks that the longest table has, N samples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Batch:
+    """Tokens of many sequences end to end; each sequence reads its earlier tokens by its table."""
+
+    tokens_t: Tensor  # int64
+    positions_t: Tensor  # int64
+    slots_t: Tensor  # int64: block * block_size + offset to store at; negative: nowhere
+    tables_sw: Tensor  # int32: the blocks of each sequence, in order
+    starts_s: Tensor  # int32, S + 1 of them: the rows of sequence s are [starts[s], starts[s + 1])
+    ends_s: Tensor  # int32: tokens sequence s has in the cache once this pass has stored its own
+    sampled_n: Tensor  # int64: rows whose logits are wanted

@@ -1,0 +1,251 @@
+"""What a model is in numbers, read from a Hugging Face config.json or a GGUF file's metadata.
+
+Knows names and sizes, not weights: no torch here, so that a config costs nothing to read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ModelError
+from headway.model.fields import Fields
+from headway.model.frequencies import Rope, rope_from_gguf, rope_from_hf
+
+__all__ = ["ModelConfig", "Rope", "from_gguf", "from_hf", "load_hf", "read_json"]
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+MOST_LAYERS = 10_000  # a wrong number must not become a table of billions of tensors
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama: the same layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Sizes and habits of one decoder; every tensor's name and shape follow from it."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_length: int
+    norm_eps: float
+    rope: Rope
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    bos_id: int | None
+    eos_ids: frozenset[int]
+
+    @property
+    def num_params(self) -> int:
+        """Numbers in all tensors."""
+        return sum(math.prod(shape) for shape in self.shapes().values())
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes that one token's keys and values take in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor by its Hugging Face name; matrices are [out, in]."""
+        table = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        found: dict[str, tuple[int, ...]] = dict(table)
+        for layer in range(self.num_layers):
+            for name, shape in self._layer_shapes().items():
+                found[f"model.layers.{layer}.{name}"] = shape
+        found["model.norm.weight"] = (self.hidden_size,)
+        if not self.tie_embeddings:
+            found["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return found
+
+    def _layer_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, inner = self.hidden_size, self.intermediate_size
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        matrices = {
+            "self_attn.q_proj": (queries, hidden, self.qkv_bias),
+            "self_attn.k_proj": (keys, hidden, self.qkv_bias),
+            "self_attn.v_proj": (keys, hidden, self.qkv_bias),
+            "self_attn.o_proj": (hidden, queries, self.output_bias),
+            "mlp.gate_proj": (inner, hidden, self.mlp_bias),
+            "mlp.up_proj": (inner, hidden, self.mlp_bias),
+            "mlp.down_proj": (hidden, inner, self.mlp_bias),
+        }
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if self.qk_norm:
+            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        shapes: dict[str, tuple[int, ...]] = {f"{n}.weight": (s,) for n, s in norms.items()}
+        for name, (rows, columns, has_bias) in matrices.items():
+            shapes[f"{name}.weight"] = (rows, columns)
+            if has_bias:
+                shapes[f"{name}.bias"] = (rows,)
+        return shapes
+
+
+def load_hf(path: Path) -> ModelConfig:
+    """The config of a folder with config.json, or of a config.json; end tokens of both files."""
+    file = path / "config.json" if path.is_dir() else path
+    values = read_json(file)
+    beside = file.with_name("generation_config.json")
+    if beside.exists():
+        ends = Fields(read_json(beside), str(beside)).ids("eos_token_id")
+        values["eos_token_id"] = sorted(ends | Fields(values, str(file)).ids("eos_token_id"))
+    return from_hf(values, str(file))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds."""
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelError(f"{path}: holds a {type(values).__name__}; it must be a JSON object")
+    return values
+
+
+def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """The config that a config.json's values describe; where names the file in errors."""
+    fields = Fields(values, where)
+    architecture = _architecture(fields)
+    if values.get("hidden_act", "silu") != "silu":
+        raise fields.refuse(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
+    if values.get("quantization_config"):
+        raise fields.refuse("quantization_config: quantized weights are supported only as GGUF")
+    _refuse_window(fields, architecture)
+    hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    has_bias = fields.flag("attention_bias") and architecture in ("llama", "qwen3")
+    config = ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.count("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.count("intermediate_size"),
+        num_layers=fields.count("num_hidden_layers", most=MOST_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=fields.count("num_key_value_heads", num_heads),
+        head_dim=fields.count("head_dim", 128 if architecture == "qwen3" else hidden // num_heads),
+        max_length=fields.count("max_position_embeddings"),
+        norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope=rope_from_hf(fields),
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        qkv_bias=has_bias or architecture == "qwen2",
+        output_bias=has_bias,
+        mlp_bias=fields.flag("mlp_bias") and architecture == "llama",
+        qk_norm=architecture == "qwen3",
+        bos_id=next(iter(fields.ids("bos_token_id")), None),
+        eos_ids=fields.ids("eos_token_id"),
+    )
+    return _checked(config, fields)
+
+
+def _architecture(fields: Fields) -> str:
+    listed, kind = fields.values.get("architectures"), fields.values.get("model_type")
+    named = [str(name) for name in listed] if isinstance(listed, list) else []
+    for name in named:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    if not named and kind in tuple(ARCHITECTURES.values()):
+        return str(kind)
+    what = ", ".join(named) or f"model_type {kind!r}"
+    raise fields.refuse(f"{what} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_window(fields: Fields, architecture: str) -> None:
+    """Sliding windows that hide no token, or that the model's own switch turns off, are fine."""
+    values, layers = fields.values, fields.count("num_hidden_layers")
+    # A Mistral file that does not name its window has transformers' default.
+    is_stated = "sliding_window" in values or architecture == "mistral"
+    if architecture == "llama" or not is_stated or values.get("sliding_window", 4096) is None:
+        return
+    if architecture != "mistral":
+        kinds, full = values.get("layer_types"), fields.count("max_window_layers", 28, least=0)
+        is_any = "sliding_attention" in kinds if isinstance(kinds, list) else full < layers
+        if not fields.flag("use_sliding_window") or not is_any:
+            return
+    window, length = fields.count("sliding_window", 4096), fields.count("max_position_embeddings")
+    if window < length:
+        raise fields.refuse(
+            f"sliding_window {window} is below max_position_embeddings {length}: "
+            "sliding-window attention is not supported yet"
+        )
+
+
+def from_gguf(
+    metadata: Mapping[str, Any],
+    where: str,
+    *,
+    tensors: Collection[str],
+    divisors: tuple[float, ...] | None = None,
+) -> ModelConfig:
+    """The config that a GGUF file's metadata and the names of its tensors describe."""
+    kind = metadata.get("general.architecture")
+    if kind not in GGUF_ARCHITECTURES:
+        supported = ", ".join(GGUF_ARCHITECTURES)
+        raise ModelError(f"{where}: architecture {kind!r} is not supported; supported: {supported}")
+    own = {k[len(kind) + 1 :]: v for k, v in metadata.items() if k.startswith(f"{kind}.")}
+    fields, tokens = Fields(own, where), Fields(metadata, where)
+    _refuse_gguf(fields)
+    num_heads = fields.count("attention.head_count")
+    head_dim = _gguf_head_dim(fields, num_heads)
+    vocabulary = metadata.get("tokenizer.ggml.tokens")
+    config = ModelConfig(
+        architecture=kind,
+        vocab_size=len(vocabulary) if isinstance(vocabulary, list) else fields.count("vocab_size"),
+        hidden_size=fields.count("embedding_length"),
+        intermediate_size=fields.count("feed_forward_length"),
+        num_layers=fields.count("block_count", most=MOST_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=fields.count("attention.head_count_kv", num_heads),
+        head_dim=head_dim,
+        max_length=fields.count("context_length"),
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        rope=rope_from_gguf(fields, head_dim, divisors),
+        tie_embeddings="output.weight" not in tensors,
+        qkv_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
+        qk_norm=kind == "qwen3",
+        bos_id=next(iter(tokens.ids("tokenizer.ggml.bos_token_id")), None),
+        eos_ids=tokens.ids(*(f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))),
+    )
+    return _checked(config, fields)
+
+
+def _refuse_gguf(fields: Fields) -> None:
+    if fields.values.get("expert_count"):
+        raise fields.refuse("it has experts (expert_count): mixtures are not supported yet")
+    length = fields.count("context_length")
+    window = fields.count("attention.sliding_window", length, least=0) or length
+    if window < length:
+        raise fields.refuse(f"window {window}: sliding-window attention is not supported yet")
+
+
+def _gguf_head_dim(fields: Fields, num_heads: int) -> int:
+    head_dim = fields.count("attention.key_length", fields.count("embedding_length") // num_heads)
+    if fields.count("attention.value_length", head_dim) != head_dim:
+        raise fields.refuse(f"values of another length than keys ({head_dim}) are not supported")
+    return head_dim
+
+
+def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
+    """The config, unless its numbers contradict each other."""
+    if config.num_heads % config.num_kv_heads:
+        raise fields.refuse(
+            f"{config.num_heads} heads cannot share {config.num_kv_heads} key-value heads evenly"
+        )
+    if config.head_dim % 2:
+        raise fields.refuse(f"head_dim {config.head_dim} is odd; rotary positions need pairs")
+    return config

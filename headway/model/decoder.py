@@ -1,0 +1,105 @@
+"""One decoder for the whole family: Llama, Mistral, Qwen2 and Qwen3 differ by their config alone.
+
+The batch is an argument; nothing about it is kept between passes. Knows no requests, no scheduler
+and no device: all arithmetic is the backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.model.backend import Backend, Weight
+from headway.model.batch import Batch
+from headway.model.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The weights of one layer."""
+
+    input_norm: Tensor
+    qkv: Weight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Weight
+    post_norm: Tensor
+    gate_up: Weight
+    down: Weight
+
+
+class Decoder:
+    """Embedding, layers, head."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        backend: Backend,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.config = checkpoint.config
+        self.backend = backend
+        self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
+        self.layers: list[Layer] = []
+        for number in range(self.config.num_layers):
+            self.layers.append(self._layer(checkpoint, f"model.layers.{number}"))
+            if progress:
+                progress(number + 1, self.config.num_layers)
+        self.norm = backend.vector(checkpoint, "model.norm.weight")
+        tied = self.config.tie_embeddings
+        self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
+        frequencies = self.config.rope.inverse_frequencies(self.config.head_dim)
+        self._frequencies = torch.from_numpy(frequencies).to(self.norm.device)
+
+    def _layer(self, checkpoint: Checkpoint, prefix: str) -> Layer:
+        weight, vector = self.backend.weight, self.backend.vector
+        attention, mlp, has_norms = f"{prefix}.self_attn", f"{prefix}.mlp", self.config.qk_norm
+        return Layer(
+            input_norm=vector(checkpoint, f"{prefix}.input_layernorm.weight"),
+            qkv=weight(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"]),
+            q_norm=vector(checkpoint, f"{attention}.q_norm.weight") if has_norms else None,
+            k_norm=vector(checkpoint, f"{attention}.k_norm.weight") if has_norms else None,
+            output=weight(checkpoint, [f"{attention}.o_proj"]),
+            post_norm=vector(checkpoint, f"{prefix}.post_attention_layernorm.weight"),
+            gate_up=weight(checkpoint, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
+            down=weight(checkpoint, [f"{mlp}.down_proj"]),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all weights as they are stored."""
+        kept = [self.embedding, *([] if self.config.tie_embeddings else [self.head])]
+        kept += [
+            w for each in self.layers for w in (each.qkv, each.output, each.gate_up, each.down)
+        ]
+        return sum(weight.num_bytes for weight in kept)
+
+    def forward(
+        self, batch: Batch, blocks: Tensor, watch: Callable[[int, Tensor], None] | None = None
+    ) -> Tensor:
+        """Hidden states [T, hidden] before the last norm; `watch` sees them after every layer."""
+        ops, epsilon = self.backend, self.config.norm_eps
+        x = self.embedding.rows(batch.tokens_t)
+        step = ops.begin(self.config, batch, blocks, *self._rotation(batch.positions_t))
+        for number, layer in enumerate(self.layers):
+            qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
+            step.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
+            x = ops.add_linear(x, step.attention(number, qkv), layer.output)
+            inner = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
+            x = ops.add_linear(x, ops.silu_multiply(inner), layer.down)
+            if watch:
+                watch(number, x)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, vocabulary] float32 of hidden states [N, hidden]."""
+        normed = self.backend.rms_norm(hidden, self.norm, self.config.norm_eps)
+        return self.backend.linear(normed, self.head).float()
+
+    def _rotation(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions_t[:, None].float() * self._frequencies
+        scale = self.config.rope.scale
+        return angles.cos() * scale, angles.sin() * scale

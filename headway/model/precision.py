@@ -1,0 +1,116 @@
+"""Which arithmetic a model runs in: chosen by the user, or by a short probe of this machine.
+
+Never by a type's name: on some CPUs half floats are a hundred times slower than float32, on others
+several times faster. A probe multiplies by the matrices of one layer, for one row and for many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from headway.errors import ConfigError
+from headway.model.backend import Backend
+from headway.model.checkpoint import DummyCheckpoint
+from headway.model.config import ModelConfig
+from headway.model.native import backend as native
+from headway.model.native.build import Unavailable, load
+from headway.model.plain import PlainBackend
+
+PRECISIONS = ("float32", "fast", "quantized", "bfloat16", "float16")
+MANY = 32  # rows
+HOPELESS = 4.0  # times the best for one row: not tried with many
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds for the matrices of one layer; None for many rows where one was too slow."""
+
+    precision: str
+    one: float
+    many: float | None
+
+
+def choose_backend(config: ModelConfig, precision: str) -> Backend:
+    """The backend for a precision; native kernels where they can be built and fit the model."""
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision {precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+    if precision == "fast":
+        precision = fastest(probe(config))
+    if precision in ("bfloat16", "float16"):
+        return PlainBackend(getattr(torch, precision))
+    reason = why_not_native(config)
+    if reason is None:
+        return native.NativeBackend(is_quantized=precision == "quantized")
+    if precision == "quantized":
+        raise ConfigError(f"precision quantized needs the native kernels: {reason}")
+    return PlainBackend()
+
+
+def use_threads(count: int) -> None:
+    """So many threads for everything from now on, torch's and ours: they are the same ones."""
+    torch.set_num_threads(count)
+
+
+def why_not_native(config: ModelConfig | None = None) -> str | None:
+    """Why the native kernels cannot be used; None if they can."""
+    try:
+        load()
+    except Unavailable as reason:
+        return str(reason)
+    return native.refusal(config) if config else None
+
+
+def fastest(speeds: list[Speed]) -> str:
+    """The one that loses least to the best, over one row and over many."""
+    whole = [speed for speed in speeds if speed.many is not None]
+    one, many = min(s.one for s in whole), min(s.many for s in whole if s.many is not None)
+    return min(whole, key=lambda s: s.one / one + (s.many or 0.0) / many).precision
+
+
+def probe(config: ModelConfig) -> list[Speed]:
+    """Time what this machine can do; a fraction of a second."""
+    layer = DummyCheckpoint(replace(config, num_layers=1, vocab_size=64, eos_ids=frozenset()))
+    names = ["float32", "bfloat16", "float16"]
+    if why_not_native(config) is None:
+        names.insert(1, "quantized")
+    speeds: list[Speed] = []
+    best = float("inf")
+    for name in names:
+        multiply = _layer(layer, choose_backend(config, name))
+        one = _seconds(multiply, 1)
+        best = min(best, one)
+        many = None if one > HOPELESS * best else _seconds(multiply, MANY)
+        speeds.append(Speed(name, one, many))
+    return speeds
+
+
+def _layer(layer: DummyCheckpoint, backend: Backend) -> Callable[[int], None]:
+    prefix, config = "model.layers.0", layer.config
+    weights = [
+        backend.weight(layer, [f"{prefix}.{name}_proj"])
+        for name in ("mlp.gate", "mlp.up", "mlp.down", "self_attn.o")
+    ]
+    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    widths = (hidden, hidden, config.intermediate_size, queries)
+    kind = backend.kv_blocks(config, 0, 1).dtype
+
+    def multiply(rows: int) -> None:
+        for weight, width in zip(weights, widths, strict=True):
+            backend.linear(torch.ones(rows, width, dtype=kind), weight)
+
+    return multiply
+
+
+def _seconds(multiply: Callable[[int], None], rows: int) -> float:
+    """The best of a few tries."""
+    multiply(rows)
+    best = float("inf")
+    for _ in range(3):
+        begun = time.perf_counter()
+        multiply(rows)
+        best = min(best, time.perf_counter() - begun)
+    return best

@@ -1,0 +1,44 @@
+"""The tensors a model is made of: which a config calls for, and how one looks in groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headway.errors import ModelError
+from headway.model.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """A matrix as whole numbers: w = scale * q + minimum in groups of 32 along a row."""
+
+    q: torch.Tensor  # uint8 [out, in]
+    scale: torch.Tensor  # float32 [out, in / 32]
+    minimum: torch.Tensor  # float32 [out, in / 32]
+    bits: int  # 4, 5 or 8: q is below 2 ** bits
+
+
+class Expected:
+    """What a config calls for; says what is wrong with what a file holds."""
+
+    def __init__(self, config: ModelConfig, path: Path | None) -> None:
+        self.architecture = config.architecture
+        self.path = path
+        self.shapes = config.shapes()
+
+    def check(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
+        """The tensor's shape; ModelError if the file has none (None) or another one."""
+        if name not in self.shapes:
+            raise ModelError(f"{self.path}: this {self.architecture} model has no tensor {name}")
+        if found is None:
+            raise ModelError(f"{self.path}: tensor {name} is missing")
+        if tuple(found) != self.shapes[name]:
+            raise ModelError(
+                f"{self.path}: tensor {name} has shape {list(found)}; "
+                f"the config says {list(self.shapes[name])}"
+            )
+        return self.shapes[name]
