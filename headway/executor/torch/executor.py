@@ -1,0 +1,152 @@
+"""Runs plans on a real model: copies, then one forward pass over everything the plan computes.
+
+Finishes a plan before it returns from `launch`. Knows rows and blocks, no queues and no policies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.config import Config
+from headway.executor.torch.rows import RowTable
+from headway.executor.torch.sampler import Sampler, prompt_logprobs
+from headway.model.batch import Batch
+from headway.model.decoder import Decoder
+from headway.plan import Chunk, Column, Copy, Plan, StepResult
+from headway.request import Request
+from headway.sampling import Sampling, TokenLogprobs
+
+SLICE = 256  # prompt positions whose logits are there at once
+NO_CHUNKS: list[Chunk] = []
+
+
+@dataclass(slots=True)
+class Extra:
+    """What a step found out beyond its tokens, for the requests that asked."""
+
+    logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)  # by place
+
+
+@dataclass(slots=True)
+class Done:
+    """A plan that has run."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class TorchExecutor:
+    """A decoder, its blocks on device and host, and the rows of those who are seated."""
+
+    def __init__(
+        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        sizes = config.block_size
+        self.decoder = decoder
+        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, sizes)
+        self.host_blocks = torch.empty(
+            (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
+        )
+        self.rows = RowTable(config.max_requests, sizes, config.max_length)
+        self.sampler = Sampler(
+            config.max_requests, decoder.config.vocab_size, self.device_blocks.device
+        )
+        self.model_seconds = 0.0  # spent in forward passes and products with the head
+        self.now = now
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Done:
+        started = self.now()
+        _copy(self.device_blocks, self.host_blocks, plan.copies_out)
+        _copy(self.host_blocks, self.device_blocks, plan.copies_in)
+        for admission in plan.admitted:
+            self.rows.seat(admission.request)
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                request = chunk.request
+                self.sampler.seat(request.row, request, request.tokens)
+        self.rows.grow(plan)
+        result, extra = StepResult(started=started), Extra()
+        self._run(plan, plan.chunks, result, extra)
+        for _ in range(1, plan.num_steps if plan.decodes else 1):
+            self._run(plan, NO_CHUNKS, result, extra)
+        if extra.logprobs or extra.prompt:
+            result.extra = extra
+        result.ended = self.now()
+        return Done(result)
+
+    def _run(self, plan: Plan, chunks: list[Chunk], result: StepResult, extra: Extra) -> None:
+        """One forward pass, and the tokens that come of it."""
+        if not (plan.decodes or chunks):
+            return
+        batch = self.rows.batch(plan.rows, chunks)
+        begun = time.perf_counter()
+        hidden = self.decoder.forward(batch, self.device_blocks)
+        logits = self.decoder.logits(hidden[batch.sampled_n]) if len(batch.sampled_n) else None
+        self.model_seconds += time.perf_counter() - begun
+        last = [chunk for chunk in chunks if chunk.is_last]
+        firsts = np.array([chunk.request.row for chunk in last], dtype=np.intp)
+        seats = np.concatenate([plan.rows, firsts])
+        tokens = self._sample(logits, seats)
+        if plan.decodes:
+            column: Column = tokens[: len(plan.decodes)]
+            result.columns.append(column)
+            self.rows.advance(plan.rows, tokens[: len(plan.decodes)])
+        self._finish_chunks(chunks, tokens[len(plan.decodes) :], result)
+        self._keep_extra(plan, last, extra)
+        self._score_prompts(chunks, batch, hidden, len(plan.decodes), extra)
+
+    def _sample(self, logits: Tensor | None, seats: np.ndarray) -> np.ndarray:
+        if logits is None:
+            return np.zeros(0, dtype=np.intc)
+        tokens: np.ndarray = self.sampler.sample(logits, seats).to(torch.int32).cpu().numpy()
+        return tokens
+
+    def _finish_chunks(self, chunks: list[Chunk], tokens: np.ndarray, result: StepResult) -> None:
+        sampled = iter(tokens.tolist())
+        for chunk in chunks:
+            self.rows.lengths[chunk.request.row] = chunk.end
+            if chunk.is_last:
+                result.firsts.append(next(sampled))
+                self.rows.last[chunk.request.row] = result.firsts[-1]
+
+    def _keep_extra(self, plan: Plan, last: list[Chunk], extra: Extra) -> None:
+        found = self.sampler.take_logprobs()
+        if found:
+            for request in (*plan.decodes, *(chunk.request for chunk in last)):
+                if request.row in found:
+                    extra.logprobs.setdefault(request, []).append(found[request.row])
+
+    def _score_prompts(
+        self, chunks: list[Chunk], batch: Batch, hidden: Tensor, first: int, extra: Extra
+    ) -> None:
+        """How likely each prompt token was after those before it, for whoever asked."""
+        starts = batch.starts_s.tolist()
+        for place, chunk in enumerate(chunks, start=first):
+            sampling, request = chunk.request.params.sampling, chunk.request
+            if not isinstance(sampling, Sampling) or sampling.prompt_logprobs is None:
+                continue
+            end = min(chunk.end, request.num_prompt - 1)  # what follows the last is not prompt
+            for begin in range(chunk.start, end, SLICE):
+                stop, row = min(begin + SLICE, end), starts[place] + begin - chunk.start
+                logits = self.decoder.logits(hidden[row : row + stop - begin])
+                targets = torch.tensor(request.prompt[begin + 1 : stop + 1], device=logits.device)
+                scores = prompt_logprobs(logits, targets, sampling.prompt_logprobs)
+                extra.prompt.setdefault(request, []).extend(enumerate(scores, start=begin + 1))
+
+
+def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:
+    """Whole blocks; each is one piece of memory on both sides."""
+    if copies:
+        sources = torch.tensor([copy.source for copy in copies], device=source.device)
+        targets = torch.tensor([copy.target for copy in copies], device=target.device)
+        target[targets] = source[sources].to(target.device)

@@ -1,0 +1,85 @@
+"""The seats as an executor keeps them: block table, length and last token of every row.
+
+Changed only by what a plan says (who was admitted, who grew), so a step costs what changed plus a
+few array operations over those who take part.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from headway.model.batch import Batch
+from headway.plan import Chunk, Plan, Rows
+from headway.request import Request
+
+
+class RowTable:
+    """Rows by seat number; blocks and positions count from zero."""
+
+    def __init__(self, num_rows: int, block_size: int, max_length: int) -> None:
+        self.block_size = block_size
+        width = -(-max_length // block_size)
+        self.tables = np.zeros((num_rows, width), dtype=np.int32)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens computed
+        self.limits = np.zeros(num_rows, dtype=np.int64)  # of `lengths`: nothing beyond is wanted
+        self.last = np.zeros(num_rows, dtype=np.int64)  # sampled, and the next input
+
+    def seat(self, request: Request) -> None:
+        row, blocks = request.row, request.held.blocks
+        self.tables[row, : len(blocks)] = blocks
+        self.num_blocks[row] = len(blocks)
+        self.limits[row] = request.limit - 1
+
+    def grow(self, plan: Plan) -> None:
+        for request, block in plan.grown:
+            row = request.row
+            self.tables[row, self.num_blocks[row]] = block
+            self.num_blocks[row] += 1
+
+    def batch(self, rows: Rows, chunks: list[Chunk]) -> Batch:
+        """Decodes first, one token each, then the chunks.
+
+        A row at its limit decodes once more with the others; what it would store goes nowhere.
+        """
+        size, lengths = self.block_size, self.lengths[rows]
+        positions = np.minimum(lengths, self.limits[rows] - 1)
+        slots = self.tables[rows, positions // size].astype(np.int64) * size + positions % size
+        slots[lengths >= self.limits[rows]] = -1
+        parts = [(self.last[rows], positions, slots)] + [self._chunk(chunk) for chunk in chunks]
+        tokens, where, homes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        counts = [1] * len(rows) + [chunk.end - chunk.start for chunk in chunks]
+        starts = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        ends = _joined(positions + 1, [chunk.end for chunk in chunks], np.int32)
+        seats = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
+        width = -(-int(ends.max()) // size)
+        wanted = [True] * len(rows) + [chunk.is_last for chunk in chunks]
+        return Batch(
+            tokens_t=torch.from_numpy(tokens),
+            positions_t=torch.from_numpy(where),
+            slots_t=torch.from_numpy(homes),
+            tables_sw=torch.from_numpy(self.tables[seats, :width]),
+            starts_s=torch.from_numpy(starts),
+            ends_s=torch.from_numpy(ends),
+            sampled_n=torch.from_numpy(starts[1:][np.array(wanted)].astype(np.int64) - 1),
+        )
+
+    def _chunk(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        request, size = chunk.request, self.block_size
+        positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
+        slots = self.tables[request.row, positions // size].astype(np.int64) * size
+        slots += positions % size
+        slots[: chunk.store_from - chunk.start] = -1  # a shared block: its content is there
+        tokens = np.array(request.tokens[chunk.start : chunk.end], dtype=np.int64)
+        return tokens, positions, slots
+
+    def advance(self, rows: Rows, sampled: np.ndarray) -> None:
+        """Every decode is one token further, but for those at their limit."""
+        self.lengths[rows] = np.minimum(self.lengths[rows] + 1, self.limits[rows])
+        self.last[rows] = sampled
+
+
+def _joined(first: np.ndarray, second: list[int], kind: type) -> np.ndarray:
+    return np.concatenate([first, np.array(second, dtype=kind)]).astype(kind, copy=False)
