@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOUNS = ("errors", "request", "plan", "config", "slots")
+NOUNS = ("errors", "request", "plan", "config", "slots", "sampling")
 # What each part of the package may import of it; a part is the longest prefix that is listed.
 MAY_SEE: dict[str, tuple[str, ...]] = {
-    "": (*NOUNS, "kv", "scheduler", "executor", "engine", "lab"),  # the package's own exports
+    "": (*NOUNS, "kv", "scheduler", "executor", "engine", "lab", "llm"),  # the package's exports
     "errors": (),
     "request": ("errors",),
     "slots": ("errors",),
+    "sampling": ("errors",),
     "plan": ("request",),
     "config": ("errors", "request", "plan"),
     "kv": (*NOUNS, "kv"),
@@ -26,9 +27,14 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "executor.torch": (*NOUNS, "executor", "model"),
     "model": (*NOUNS, "model"),
     "engine": (*NOUNS, "kv", "scheduler", "executor.base", "engine"),
+    "loading": (*NOUNS, "scheduler", "model", "engine"),
+    "llm": (*NOUNS, "scheduler", "executor", "model", "engine", "loading"),
     "lab": (*NOUNS, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "lab"),
     "server": (*NOUNS, "kv", "scheduler", "executor", "model", "engine", "lab", "server"),
-    "cli": (*NOUNS, "kv", "scheduler", "executor", "model", "engine", "lab", "server", "cli"),
+    "cli": (
+        *NOUNS, "kv", "scheduler", "executor", "model", "engine", "loading", "llm", "lab", "server",
+        "cli",
+    ),  # fmt: skip
     "__main__": ("cli",),
 }
 # Foreign modules, and the only parts that may import them.

@@ -25,8 +25,8 @@ from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
 
 EXPORTS = {
-    "PRESETS", "Config", "Engine", "Params", "Plan", "RealClock", "Request", "Scheduler", "State",
-    "StepReport", "StepResult", "VirtualClock", "World", "preset",
+    "LLM", "PRESETS", "Config", "Engine", "Params", "Plan", "RealClock", "Request",
+    "SamplingParams", "Scheduler", "State", "StepReport", "StepResult", "VirtualClock", "World", "preset",
 }  # fmt: skip
 PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
 POLICIES = {
@@ -51,6 +51,7 @@ ERRORS = {
     "RequestError": ["HeadwayError", "ValueError"],
     "InvalidRequest": ["RequestError"],
     "RequestTooLong": ["RequestError"],
+    "ModelError": ["HeadwayError"],
     "FormatError": ["HeadwayError", "ValueError"],
     "ReplayMismatch": ["HeadwayError"],
     "ExecutorError": ["HeadwayError"],

@@ -1,0 +1,149 @@
+"""A conversation as one text, by the model's own chat template (Jinja), as transformers does it.
+
+Templates come with models, so they run in a sandbox. Knows nothing of tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from headway.errors import InvalidRequest, ModelError
+
+Message = Mapping[str, Any]
+PROBE = "a text to look for"
+
+
+def render_chat(
+    template: str | None, messages: Sequence[Message], *, bos: str = "", eos: str = "",
+    add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
+    **more: Any,
+) -> str:  # fmt: skip
+    """The prompt for these messages; `more` are further variables that the template may read."""
+    if not template:
+        raise ModelError(
+            "the model has no chat template, so it cannot be sent messages; send it a plain prompt"
+        )
+    _check(messages)
+    if not _reads_parts(template):  # transformers would fail, or show the model a Python list
+        messages = [_with_plain_content(message) for message in messages]
+    return _render(template, {
+        "documents": None, **more, "messages": [dict(message) for message in messages],
+        "tools": tools, "add_generation_prompt": add_generation_prompt,
+        "bos_token": bos, "eos_token": eos,
+    })  # fmt: skip
+
+
+def _render(template: str, variables: Mapping[str, Any]) -> str:
+    compiled = _compile(template)
+    try:
+        return compiled.render(variables)
+    except SecurityError as error:
+        raise ModelError(f"the chat template does what no template may: {error}") from error
+    except jinja2.TemplateError as error:
+        raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
+    except Exception as error:  # a template is a program: it may fail in any way one can
+        problem = f"{type(error).__name__}: {error}"
+        raise InvalidRequest(f"the chat template fails on these messages: {problem}") from error
+
+
+def _check(messages: Sequence[Message]) -> None:
+    """Refuse what no template can render, naming message and field."""
+    if not messages:
+        raise InvalidRequest("messages is empty; a conversation needs at least one message")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise InvalidRequest(f"{where} is {message!r}; a message has a role and content")
+        if not isinstance(message.get("role"), str) or not message["role"]:
+            raise InvalidRequest(f"{where}.role is {message.get('role')!r}; it must be a text")
+        _check_content(message.get("content"), where, is_optional=bool(message.get("tool_calls")))
+
+
+def _check_content(content: Any, where: str, is_optional: bool) -> None:
+    if isinstance(content, str) or (content is None and is_optional):
+        return
+    if content is None:
+        raise InvalidRequest(f"{where}.content is missing; only a message of tool calls needs none")
+    if not isinstance(content, list | tuple):
+        raise InvalidRequest(f"{where}.content is {content!r}; it must be a text or text parts")
+    for number, part in enumerate(content):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text"
+        if not is_text or not isinstance(part.get("text"), str):
+            raise InvalidRequest(
+                f"{where}.content[{number}] is {part!r};"
+                ' only text parts are taken: {"type": "text", "text": "..."}'
+            )
+
+
+def _with_plain_content(message: Message) -> Message:
+    """A message whose text parts are one text, line by line."""
+    content = message.get("content")
+    if content is None or isinstance(content, str):
+        return message
+    return {**message, "content": "\n".join(part["text"] for part in content)}
+
+
+@lru_cache(maxsize=32)
+def _reads_parts(template: str) -> bool:
+    """Whether a template knows content in parts; one that does not prints the list, or fails."""
+    parts = [{"type": "text", "text": PROBE}]
+    variables = {"messages": [{"role": "user", "content": parts}], "tools": None}
+    try:
+        found = _render(template, {**variables, "bos_token": "", "eos_token": ""})
+    except (InvalidRequest, ModelError):
+        return False
+    return PROBE in found and f"{PROBE}'" not in found
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the model wrote, for training; here it marks nothing."""
+
+    tags = {"generation"}  # noqa: RUF012  (Jinja's own attribute, which is no ClassVar)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+@lru_cache(maxsize=32)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _now
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise ModelError(f"the chat template is broken in line {error.lineno}: {error}") from error
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None,
+    separators: tuple[str, str] | None = None, sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """JSON as it is: Jinja's own filter writes HTML escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

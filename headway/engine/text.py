@@ -1,0 +1,167 @@
+"""Tokens to text as they come: nothing is shown that a later token could change or take back.
+
+`Detokenizer` holds back half characters, `StopScanner` what may become a stop string, `TextStream`
+is both for one request. Works on ids and text only; knows nothing of engines or servers.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING
+
+from headway.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from headway.engine.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """One stream of tokens as text; all that push and finish return is decode() of all ids."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._spell = tokenizer.spell
+        self._skipped = tokenizer.special_ids if skip_special else frozenset()
+        self._num_to_strip = tokenizer.num_stripped or 0  # leading spaces still to be dropped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._run = bytearray()  # byte-fallback tokens whose run has not ended
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All the text returned so far."""
+        return "".join(self._parts)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text these tokens settle: whole characters, and no run of bytes that may go on."""
+        parts: list[str] = []
+        for id in ids:
+            if id in self._skipped:
+                continue
+            spelled, is_fallback = self._spell(id)
+            if is_fallback:
+                self._run += spelled
+            else:
+                parts += self._end_run(), self._utf8.decode(spelled)
+        return self._keep("".join(parts))
+
+    def finish(self) -> str:
+        """The rest: what was held back is now known to stay a fragment."""
+        return self._keep(self._end_run() + self._utf8.decode(b"", final=True))
+
+    def _end_run(self) -> str:
+        """A run of bytes is read as a whole: if any part of it is no UTF-8, none of it is."""
+        if not self._run:
+            return ""
+        run, self._run = self._run, bytearray()
+        try:
+            return run.decode("utf-8")
+        except UnicodeDecodeError:
+            return "\N{REPLACEMENT CHARACTER}" * len(run)
+
+    def _keep(self, text: str) -> str:
+        while self._num_to_strip and text:
+            if text[0] == " ":
+                text, self._num_to_strip = text[1:], self._num_to_strip - 1
+            else:
+                self._num_to_strip = 0
+        self._parts.append(text)
+        return text
+
+
+class StopScanner:
+    """Watches a text for stop strings; the cut into pushes never changes what is found or shown.
+
+    The stop that is complete first wins; of several complete at the same character, the longest.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        for index, stop in enumerate(stops):
+            if not isinstance(stop, str) or not stop:
+                raise InvalidRequest(f"stop[{index}] is {stop!r}; a stop is a text, not empty")
+        self.hit: str | None = None
+        self._stops = sorted(stops, key=len, reverse=True)
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._matched = [0] * len(stops)  # of each stop: how much of its beginning ends the text
+        self._include = include
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that may be shown now; a stop that is hit ends it, and what follows is dropped."""
+        if self.hit is not None:
+            return ""
+        text = self._held + text
+        for index in range(len(self._held), len(text)):
+            if (hit := self._advance(text[index])) is not None:
+                self.hit, self._held = hit, ""
+                end = index + 1
+                return text[: end if self._include else end - len(hit)]
+        num_shown = len(text) - max(self._matched, default=0)
+        self._held = text[num_shown:]
+        return text[:num_shown]
+
+    def finish(self) -> str:
+        """What was held back: no stop came of it."""
+        held, self._held = self._held, ""
+        return held
+
+    def _advance(self, letter: str) -> str | None:
+        """Match one more letter against every stop (Knuth, Morris and Pratt); the stop that is hit."""
+        hit = None
+        for number, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            length = self._matched[number]
+            while length and stop[length] != letter:
+                length = borders[length - 1]
+            length += stop[length] == letter
+            self._matched[number] = length
+            if length == len(stop):
+                hit = hit or stop
+        return hit
+
+
+def _borders(stop: str) -> list[int]:
+    """For each beginning of a stop: the longest shorter beginning it also ends with."""
+    borders, length = [0] * len(stop), 0
+    for index in range(1, len(stop)):
+        while length and stop[index] != stop[length]:
+            length = borders[length - 1]
+        length += stop[index] == stop[length]
+        borders[index] = length
+    return borders
+
+
+class TextStream:
+    """One request's text: its tokens without the hidden ones, up to a stop string."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), include_stop: bool = False,
+        skip_special: bool = True, hidden_ids: Set[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
+        self._scanner = StopScanner(stops, include_stop)
+        self._hidden_ids = hidden_ids
+        self._parts: list[str] = []
+
+    @property
+    def hit(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._scanner.hit
+
+    @property
+    def text(self) -> str:
+        """All the text returned so far."""
+        return "".join(self._parts)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that may be shown after these tokens."""
+        shown = [id for id in ids if id not in self._hidden_ids]
+        return self._keep(self._scanner.push(self._detokenizer.push(shown)))
+
+    def finish(self) -> str:
+        """The rest; it may still complete a stop."""
+        shown = self._scanner.push(self._detokenizer.finish())
+        return self._keep(shown + self._scanner.finish())
+
+    def _keep(self, text: str) -> str:
+        self._parts.append(text)
+        return text

@@ -1,0 +1,325 @@
+"""The offline API: a model, a scheduler and an engine in one object.
+
+    llm = LLM("smollm2-135m")
+    for result in llm.generate(["Hello, my name is"], SamplingParams(temperature=0)):
+        print(result.text)
+
+One thread; calls do not overlap. Everything the scheduler does can be set, watched and recorded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from headway.engine.chat import render_chat
+from headway.engine.engine import Engine, Observer
+from headway.engine.outputs import Delta, Gathering, Result
+from headway.engine.tokenizer import Tokenizer
+from headway.engine.trace import TraceWriter
+from headway.errors import ExecutorError, InvalidRequest, RequestError
+from headway.executor.torch.executor import Extra, TorchExecutor
+from headway.loading import Loaded, Progress, load
+from headway.plan import StepReport
+from headway.request import Params, Request
+from headway.sampling import SamplingParams, check_tokens, token_level
+from headway.scheduler import Scheduler
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+GREEDY = SamplingParams(temperature=0.0)
+
+
+class LLM:
+    """A model that answers prompts, many at a time.
+
+    `precision` is float32 (exact, the default), fast (what a probe of this machine finds fastest:
+    see `headway models`), quantized, bfloat16 or float16. `kv_memory` is in bytes, or a text such
+    as "2GiB". `settings` are the scheduler's: slots and numbers, as in `headway.preset`.
+    """
+
+    def __init__(
+        self,
+        model: str = "smollm2-135m",
+        *,
+        precision: str = "float32",
+        preset: str = "headway",
+        load_format: str = "auto",
+        kv_memory: int | str | None = None,
+        threads: int | None = None,
+        depth: int = 0,
+        trace_out: str | Path | None = None,
+        progress: Progress | None = None,
+        observers: Iterable[Observer] = (),
+        **settings: Any,
+    ) -> None:
+        self.loaded: Loaded = load(
+            model, precision=precision, load_format=load_format, preset_name=preset,
+            kv_memory=kv_memory, threads=threads, progress=progress, settings=settings,
+        )  # fmt: skip
+        self.model_name = model
+        self.tokenizer = self.loaded.tokenizer
+        self.config = self.loaded.config
+        self.executor = TorchExecutor(self.loaded.decoder, self.config)
+        self.engine = Engine(Scheduler(self.config), self.executor, depth=depth)
+        self.executor.now = self.engine.clock.now
+        self._trace: IO[str] | None = None
+        if trace_out is not None:
+            self._trace = Path(trace_out).open("w", encoding="utf-8")  # noqa: SIM115: until close
+            self.engine.observers.append(TraceWriter(self._trace, self.config, depth))
+        self.engine.observers += [self._gather, *observers]
+        self._gatherings: dict[Request, Gathering] = {}
+        self._deltas: list[tuple[str, Delta]] = []  # with the id of the result they belong to
+        self._kept: dict[Request, int] = {}  # tokens before a stop string, of those that hit one
+        self._numbers = count()
+
+    # What a user asks.
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        on_finish: Callable[[Result], None] | None = None,
+    ) -> list[Result]:
+        """Results in the order of the prompts. `on_finish` is told of each as soon as it is done.
+
+        Of several prompts, one that is refused has its error in its result and the others go on;
+        a single one raises it.
+        """
+        is_single = isinstance(prompts, str) or _is_tokens(prompts)
+        asked: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item,arg-type]
+        results: list[Result] = []
+        gatherings = self._open(asked, params, is_watched=False, results=results)
+        if is_single and results and results[0].error:
+            raise results[0].error
+        waiting = list(gatherings)
+        for _ in self._run(gatherings):
+            if on_finish:
+                for gathering in [g for g in waiting if not g.num_open]:
+                    waiting.remove(gathering)
+                    on_finish(gathering.result)
+        return results
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: Any,
+    ) -> list[Result]:
+        """Answers to one conversation, or to several; `options` go to the model's template."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        talks: Sequence[Any] = [messages] if is_one else messages
+        return self.generate([self.chat_tokens(talk, **options) for talk in talks], params)
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Delta]:
+        """New text as it is generated. Leaving the loop early ends the requests."""
+        is_single = isinstance(prompts, str) or _is_tokens(prompts)
+        asked: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item,arg-type]
+        results: list[Result] = []
+        gatherings = self._open(asked, params, is_watched=True, results=results)
+        refused = next((result.error for result in results if result.error), None)
+        if refused:
+            self._close(gatherings)
+            raise refused
+        places = {gathering.result.id: place for place, gathering in enumerate(gatherings)}
+        for _ in self._run(gatherings):
+            deltas, self._deltas = self._deltas, []
+            for id, delta in deltas:
+                delta.index = places[id]
+                yield delta
+
+    def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """A conversation as the model's template writes it, up to where the answer begins."""
+        tokenizer = self._need_tokenizer()
+        text = render_chat(
+            tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
+        )
+        return tokenizer.encode(text, special=False)
+
+    def reset_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests hold some."""
+        return self.engine.scheduler.reset_cache()
+
+    def close(self) -> None:
+        """End what runs and close the trace file."""
+        for gathering in set(self._gatherings.values()):
+            self._close([gathering])
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # From prompts to requests.
+
+    def _open(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        is_watched: bool,
+        results: list[Result],
+    ) -> list[Gathering]:
+        """Hand every prompt to the engine; what is refused leaves its error in its result."""
+        each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else params
+        if len(each) != len(prompts):
+            raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
+        gatherings: list[Gathering] = []
+        for prompt, asked in zip(prompts, each, strict=True):
+            text = prompt if isinstance(prompt, str) else None
+            result = Result(id=str(next(self._numbers)), prompt=text, prompt_token_ids=[])
+            results.append(result)
+            try:
+                result.prompt_token_ids = self._tokens(prompt)
+                requests = self.engine.add(
+                    result.id, result.prompt_token_ids, self._params(asked, result.id)
+                )
+            except RequestError as error:
+                result.error = error
+                continue
+            gathering = Gathering(result, requests, asked, self.tokenizer, is_watched=is_watched)
+            gatherings.append(gathering)
+            self._gatherings.update(dict.fromkeys(requests, gathering))
+        return gatherings
+
+    def _tokens(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self._need_tokenizer().encode(prompt)
+        limit, tokens = self.loaded.decoder.config.vocab_size, list(prompt)
+        wrong = next((t for t in tokens if not isinstance(t, int) or not 0 <= t < limit), None)
+        if wrong is not None:
+            raise InvalidRequest(f"prompt: token id {wrong!r} is not a whole number below {limit}")
+        return tokens
+
+    def _params(self, asked: SamplingParams, id: str) -> Params:
+        model = self.loaded.decoder.config
+        try:
+            check_tokens(asked, model.vocab_size)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"request {id!r}: {error}") from None
+        seed = random.getrandbits(63) if asked.seed is None else asked.seed
+        bad_words = self._bad_words(asked.bad_words)
+        return Params(
+            max_tokens=asked.max_tokens, min_tokens=asked.min_tokens, eos_ids=self.loaded.eos_ids,
+            stop_ids=frozenset(asked.stop_token_ids), ignore_eos=asked.ignore_eos,
+            priority=asked.priority, client=asked.client, deadline=asked.deadline, salt=asked.salt,
+            reads_cache=asked.prompt_logprobs is None, n=asked.n,
+            sampling=token_level(asked, seed=seed, bad_words=bad_words),
+        )  # fmt: skip
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at a text's start and after a space."""
+        if not words:
+            return ()
+        encode = self._need_tokenizer().encode
+        spelled = [
+            encode(lead + word.lstrip(), special=False) for word in words for lead in ("", " ")
+        ]
+        return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled))
+
+    def _need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer here: give token ids instead of text")
+        return self.tokenizer
+
+    # The loop.
+
+    def _run(self, gatherings: Sequence[Gathering]) -> Iterator[None]:
+        """Step until all of these are done; whatever interrupts it ends those that are not."""
+        try:
+            while any(gathering.num_open for gathering in gatherings):
+                self.engine.step()
+                for request in [r for r in self._kept if not r.is_finished]:
+                    self.engine.stop(request.id)
+                yield
+        finally:
+            self._close(gatherings)
+
+    def _close(self, gatherings: Sequence[Gathering]) -> None:
+        for gathering in gatherings:
+            if gathering.num_open:
+                with suppress(ExecutorError):
+                    self.engine.abort(gathering.result.id)
+        while self.engine.has_work and any(gathering.num_open for gathering in gatherings):
+            self.engine.step()
+        self._deltas = []
+
+    def _gather(self, report: StepReport) -> None:
+        """An observer: hands every report's tokens, times and ends to the results they belong to."""
+        now, extra = report.result.ended, report.result.extra
+        for admission in report.plan.admitted:
+            timings = self._gatherings[admission.request].result.timings
+            if not timings.queue:
+                timings.queue = report.plan.planned_at - admission.request.arrival
+        for chunk in report.plan.chunks:
+            timings = self._gatherings[chunk.request].result.timings
+            if chunk.is_last and not timings.first_token:
+                timings.first_token = now - chunk.request.arrival
+        if isinstance(extra, Extra):
+            self._keep_extra(extra)
+        if any(gathering.streams for gathering in self._gatherings.values()):
+            self._push(report)
+        for request in report.finished:
+            self._finish(request, now)
+
+    def _push(self, report: StepReport) -> None:
+        for request, tokens in report.outputs():
+            gathering = self._gatherings[request]
+            if gathering.hit(request) is not None:
+                continue
+            text, num_kept = gathering.push(request, tokens)
+            if gathering.hit(request) is not None:
+                num_before = request.num_generated - len(tokens)
+                self._kept[request] = num_before + num_kept
+            delta = Delta(index=0, sample=request.sample, text=text, token_ids=tokens[:num_kept])
+            self._deltas.append((gathering.result.id, delta))
+
+    def _keep_extra(self, extra: Extra) -> None:
+        for request, found in extra.logprobs.items():
+            sample = self._gatherings[request].result.samples[request.sample]
+            if sample.logprobs is not None:
+                sample.logprobs += found
+        for request, scores in extra.prompt.items():
+            kept = self._gatherings[request].result.prompt_logprobs
+            if kept is not None:
+                for place, score in scores:
+                    kept[place] = score
+
+    def _finish(self, request: Request, now: float) -> None:
+        gathering = self._gatherings.pop(request)
+        num_kept = self._kept.pop(request, request.num_generated)
+        rest = gathering.finish(request, num_kept)
+        ended = now or self.engine.clock.now()
+        gathering.result.timings.total = ended - request.arrival
+        if gathering.streams:
+            sample = gathering.result.samples[request.sample]
+            delta = Delta(
+                index=0, sample=request.sample, text=rest, token_ids=[],
+                finish_reason=sample.finish_reason,
+            )  # fmt: skip
+            self._deltas.append((gathering.result.id, delta))
+
+
+def _is_tokens(prompts: object) -> bool:
+    """Whether this is one prompt of token ids, not a list of prompts."""
+    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+    return is_list and all(isinstance(item, int) for item in prompts) and len(prompts) > 0  # type: ignore[attr-defined,arg-type]
