@@ -1,7 +1,7 @@
 """What a decoder asks of the machine it runs on. Two answers: plain.py (torch) and native/ (C).
 
-A backend keeps weights in the layout it likes and multiplies by them. A `Pass` does what depends on
-one batch: it is made once for a forward pass and asked once for every layer.
+A backend keeps weights in the layout it likes and multiplies by them. A `Pass` takes one batch through
+the layers: it is made once for a forward pass and asked once for every layer.
 
 Shapes: T tokens, K inputs, N outputs, H query heads, G key-value heads, D head size, B blocks,
 L layers, P positions in a block.
@@ -10,6 +10,7 @@ L layers, P positions in a block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -29,8 +30,30 @@ class Weight(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """The weights of one layer."""
+
+    input_norm: Tensor
+    qkv: Weight
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    output: Weight
+    post_norm: Tensor
+    gate_up: Weight
+    down: Weight
+
+
 class Pass(Protocol):
-    """Attention and its inputs, for one batch."""
+    """One batch on its way through the layers."""
+
+    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+        """Hidden states [T, hidden] after a layer; may be done in place."""
+        ...
+
+
+class Attention(Protocol):
+    """What of a layer depends on the batch, for backends that go through it step by step."""
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
@@ -70,3 +93,14 @@ class Backend(Protocol):
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> Pass: ...
+
+
+def step_through(
+    ops: Backend, attention: Attention, number: int, layer: Layer, x: Tensor, epsilon: float
+) -> Tensor:
+    """A layer, one operation after the other."""
+    qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
+    attention.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
+    x = ops.add_linear(x, attention.attention(number, qkv), layer.output)
+    inner = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
+    return ops.add_linear(x, ops.silu_multiply(inner), layer.down)

@@ -16,7 +16,10 @@ from headway.model.config import ModelConfig, load_hf, read_json
 from headway.model.gguf_checkpoint import GgufCheckpoint
 from headway.model.tensors import Expected, Groups
 
-__all__ = ["Checkpoint", "DummyCheckpoint", "GgufCheckpoint", "Groups", "open_checkpoint"]
+__all__ = [
+    "Checkpoint", "DummyCheckpoint", "GgufCheckpoint", "Groups", "SafetensorsCheckpoint",
+    "open_checkpoint",
+]  # fmt: skip
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 FLOATS = ("F64", "F32", "F16", "BF16")

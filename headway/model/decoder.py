@@ -7,28 +7,13 @@ and no device: all arithmetic is the backend's.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from headway.model.backend import Backend, Weight
+from headway.model.backend import Backend, Layer
 from headway.model.batch import Batch
 from headway.model.checkpoint import Checkpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """The weights of one layer."""
-
-    input_norm: Tensor
-    qkv: Weight
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    output: Weight
-    post_norm: Tensor
-    gate_up: Weight
-    down: Weight
 
 
 class Decoder:
@@ -81,15 +66,11 @@ class Decoder:
         self, batch: Batch, blocks: Tensor, watch: Callable[[int, Tensor], None] | None = None
     ) -> Tensor:
         """Hidden states [T, hidden] before the last norm; `watch` sees them after every layer."""
-        ops, epsilon = self.backend, self.config.norm_eps
         x = self.embedding.rows(batch.tokens_t)
-        step = ops.begin(self.config, batch, blocks, *self._rotation(batch.positions_t))
+        rotation = self._rotation(batch.positions_t)
+        through = self.backend.begin(self.config, batch, blocks, *rotation)
         for number, layer in enumerate(self.layers):
-            qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
-            step.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
-            x = ops.add_linear(x, step.attention(number, qkv), layer.output)
-            inner = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-            x = ops.add_linear(x, ops.silu_multiply(inner), layer.down)
+            x = through.layer(number, layer, x)
             if watch:
                 watch(number, x)
         return x

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headway.model.backend import Pass, Weight
+from headway.model.backend import Layer, Pass, Weight, step_through
 from headway.model.batch import Batch
 from headway.model.checkpoint import Checkpoint
 from headway.model.config import ModelConfig
@@ -83,7 +83,7 @@ class PlainBackend:
 
 
 class PlainPass:
-    """Attention of one batch, sequence by sequence."""
+    """One batch: attention takes its sequences one by one."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class PlainPass:
         cosine_td: Tensor,
         sine_td: Tensor,
     ) -> None:
-        self._norm = backend.rms_norm
+        self._backend = backend
         self._config = config
         self._blocks = blocks
         self._tables = batch.tables_sw.long()
@@ -105,12 +105,19 @@ class PlainPass:
         slots = batch.slots_t[self._rows]
         self._homes = slots // blocks.shape[4], slots % blocks.shape[4]
 
+    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+        return step_through(self._backend, self, number, layer, x, self._config.norm_eps)
+
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
         q_thd, k_tgd, v_tgd = self._split(qkv)
         for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
-            turned = heads if norm is None else self._norm(heads, norm, self._config.norm_eps)
+            turned = (
+                heads
+                if norm is None
+                else self._backend.rms_norm(heads, norm, self._config.norm_eps)
+            )
             heads.copy_(self._rotated(turned))
         block, offset = self._homes
         self._blocks[block, layer, 0, :, offset] = k_tgd[self._rows]

@@ -55,6 +55,11 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
+def num_threads() -> int:
+    """Threads that a product may use."""
+    return torch.get_num_threads()
+
+
 def why_not_native(config: ModelConfig | None = None) -> str | None:
     """Why the native kernels cannot be used; None if they can."""
     try:

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.model.backend import Pass, Weight
+from headway.model.backend import Layer, Pass, Weight
 from headway.model.batch import Batch
 from headway.model.checkpoint import Checkpoint
 from headway.model.config import ModelConfig
+from headway.model.native import structs
 from headway.model.native import weights as packing
 from headway.model.native.build import load
 from headway.model.native.weights import GROUP, NativeWeight, layout
@@ -25,6 +26,7 @@ from headway.model.tensors import Groups
 
 MOST_QUERIES = 32  # rows of queries in one task of the attention
 MOST_HEAD = 256
+ROUNDED = 8  # rows that the quantized product rounds to bytes side by side
 
 
 def refusal(config: ModelConfig) -> str | None:
@@ -43,7 +45,8 @@ class NativeBackend:
     """Weights as floats, or as the file's own groups and 8-bit ones where it has none."""
 
     def __init__(self, *, is_quantized: bool = False) -> None:
-        self._library = load()
+        self.library = load()
+        self._structs: dict[int, structs.Layer] = {}  # by the layer's number, made when first used
         self._is_quantized = is_quantized
         self.name = "native quantized" if is_quantized else "native float32"
 
@@ -75,36 +78,43 @@ class NativeBackend:
         bias = 0 if weight.bias is None else weight.bias.data_ptr()
         rows, width = len(x), weight.num_inputs
         if weight.bits == 32:
-            self._library.linear(
+            self.library.linear(
                 x.data_ptr(), rows, width, weight.pointer, weight.num_outputs, bias,
                 out.data_ptr(), adds,
             )  # fmt: skip
         else:
-            scratch = torch.empty(rows * width)  # bytes, a step and a sum for every group
-            self._library.quantized_linear(
+            scratch = torch.empty(rows + ROUNDED - 1, width)  # bytes, steps and sums
+            self.library.quantized_linear(
                 x.data_ptr(), rows, width, weight.pointer, weight.num_outputs, weight.bits, bias,
                 out.data_ptr(), adds, scratch.data_ptr(),
             )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         out = torch.empty_like(x)
-        self._library.rms_norm(x.data_ptr(), weight.data_ptr(), *x.shape, epsilon, out.data_ptr())
+        self.library.rms_norm(x.data_ptr(), weight.data_ptr(), *x.shape, epsilon, out.data_ptr())
         return out
 
     def silu_multiply(self, x: Tensor) -> Tensor:
         rows, width = x.shape
         out = torch.empty(rows, width // 2)
-        self._library.silu_multiply(x.data_ptr(), rows, width // 2, out.data_ptr())
+        self.library.silu_multiply(x.data_ptr(), rows, width // 2, out.data_ptr())
         return out
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.empty((num_blocks, *shape))
 
+    def struct_of(self, number: int, layer: Layer) -> int:
+        """The address of a layer's weights as a struct."""
+        if number not in self._structs:
+            self._structs[number] = structs.struct_of(layer, self._epsilon)
+        return ctypes.addressof(self._structs[number])
+
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> Pass:
-        return NativePass(self._library, config, batch, blocks, cosine, sine)
+        self._epsilon = config.norm_eps
+        return NativePass(self, config, batch, blocks, cosine, sine)
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> Groups:
@@ -116,66 +126,79 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> Groups:
     return packing.stack(kept) if len(kept) > 1 else kept[0]
 
 
-class Cache(ctypes.Structure):
-    """Where the kernels find keys and values; as in kernels.c."""
-
-    _fields_ = (
-        ("blocks", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in (
-            "block_stride", "layer_offset", "value_offset", "block_size", "heads", "head_size",
-        )),
-    )  # fmt: skip
-
-
 class NativePass:
-    """Attention of one batch: its tasks are made once, and every layer uses them."""
+    """One batch: its tasks and the room it needs are made once, and every layer uses them."""
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        backend: NativeBackend,
         config: ModelConfig,
         batch: Batch,
         blocks: Tensor,
         cosine: Tensor,
         sine: Tensor,
     ) -> None:
-        self._library = library
-        self._config = config
-        self._batch, self._blocks = batch, blocks  # kept, so that the pointers stay good
-        self._cosine, self._sine = cosine, sine
-        self._cache = Cache(
+        self._backend, self._config = backend, config
+        self._blocks = blocks
+        group, size = config.num_heads // config.num_kv_heads, config.head_dim
+        tokens = MOST_QUERIES // group
+        tasks = tasks_of(batch.starts_s.numpy(), tokens)
+        is_few = len(tasks) * config.num_kv_heads < 4 * torch.get_num_threads()
+        cache = structs.Cache(
             blocks.data_ptr(), blocks.stride(0), 0, blocks.stride(2), blocks.shape[4],
-            config.num_kv_heads, config.head_dim,
+            config.num_kv_heads, size,
         )  # fmt: skip
-        self._cache_pointer = ctypes.addressof(self._cache)
-        group = config.num_heads // config.num_kv_heads
-        self._tokens = MOST_QUERIES // group
-        self._tasks = tasks_of(batch.starts_s.numpy(), self._tokens)
-        is_few = len(self._tasks) * config.num_kv_heads < 4 * torch.get_num_threads()
-        self._split = group if is_few else 1
+        rows, self._room = len(batch.tokens_t), _room(config, len(batch.tokens_t))
+        self._struct = structs.Pass(
+            cache, rows, config.num_heads, cosine.data_ptr(), sine.data_ptr(),
+            batch.slots_t.data_ptr(), batch.tables_sw.data_ptr(), batch.starts_s.data_ptr(),
+            batch.ends_s.data_ptr(), tasks.ctypes.data, batch.tables_sw.stride(0), len(tasks),
+            tokens, group if is_few else 1, 1 / math.sqrt(size),
+            *(part.data_ptr() for part in self._room),
+        )  # fmt: skip
+        self._kept = (batch, cosine, sine, tasks)  # so that the pointers stay good
+        self._cache = ctypes.addressof(self._struct)  # it comes first
+        self._pointer = ctypes.addressof(self._struct)
+
+    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+        self._struct.cache.layer_offset = number * self._blocks.stride(1)
+        self._backend.library.layer(
+            self._backend.struct_of(number, layer), self._pointer, x.data_ptr()
+        )
+        return x
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
-        self._cache.layer_offset = layer * self._blocks.stride(1)
-        self._library.rotate_and_store(
-            qkv.data_ptr(), len(qkv), self._config.num_heads,
-            self._cosine.data_ptr(), self._sine.data_ptr(),
-            0 if q_norm is None else q_norm.data_ptr(), 0 if k_norm is None else k_norm.data_ptr(),
-            self._config.norm_eps, self._batch.slots_t.data_ptr(), self._cache_pointer,
+        """One step of a layer by itself, in place; what `layer` does among others."""
+        step = self._struct
+        step.cache.layer_offset = layer * self._blocks.stride(1)
+        self._backend.library.rotate_and_store(
+            qkv.data_ptr(), len(qkv), step.heads, step.cosine, step.sine,
+            structs.address(q_norm), structs.address(k_norm), self._config.norm_eps, step.slots,
+            self._cache,
         )  # fmt: skip
 
     def attention(self, layer: int, qkv: Tensor) -> Tensor:
-        config, batch = self._config, self._batch
+        step, config = self._struct, self._config
         out = torch.empty(len(qkv), config.num_heads * config.head_dim)
-        self._cache.layer_offset = layer * self._blocks.stride(1)
-        self._library.attention(
-            qkv.data_ptr(), config.num_heads, self._cache_pointer,
-            batch.tables_sw.data_ptr(), batch.tables_sw.stride(0),
-            batch.starts_s.data_ptr(), batch.ends_s.data_ptr(), 1 / math.sqrt(config.head_dim),
-            self._tasks.ctypes.data, len(self._tasks), self._tokens, self._split, out.data_ptr(),
+        step.cache.layer_offset = layer * self._blocks.stride(1)
+        self._backend.library.attention(
+            qkv.data_ptr(), step.heads, self._cache, step.tables, step.table_width, step.starts,
+            step.ends, step.scale, step.tasks, step.num_tasks, step.tokens, step.split,
+            out.data_ptr(),
         )  # fmt: skip
         return out
+
+
+def _room(config: ModelConfig, rows: int) -> list[Tensor]:
+    """Buffers for what passes between the products of a layer."""
+    heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+    widest = max(config.hidden_size, config.intermediate_size, config.num_heads * size)
+    widths = (config.hidden_size, heads * size, config.num_heads * size)
+    widths_inside = (2 * config.intermediate_size, config.intermediate_size)
+    room = [torch.empty(rows, width) for width in (*widths, *widths_inside)]
+    return [*room, torch.empty(rows + ROUNDED - 1, widest)]
 
 
 def tasks_of(starts_s: np.ndarray, tokens: int) -> np.ndarray:

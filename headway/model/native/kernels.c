@@ -32,6 +32,7 @@
 #endif
 #define PANEL (LANES * VECS) /* outputs computed together */
 #define ROWS_IN_CACHE 96
+#define AHEAD 64 /* inputs for which weights are fetched before they are needed */
 #define GROUP 32 /* inputs that share a scale, where weights are quantized */
 #define KEYS 64  /* positions attended to at a time, counted from the sequence's start */
 #define MOST_QUERIES 32
@@ -98,8 +99,8 @@ ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w,
         vec b[VECS];
 #pragma GCC unroll 4
         for (int v = 0; v < VECS; v++) b[v] = load(w + k * PANEL + v * LANES);
-        __builtin_prefetch(w + (k + 16) * PANEL);
-        __builtin_prefetch(w + (k + 16) * PANEL + 16);
+#pragma GCC unroll 4
+        for (int i = 0; i < PANEL; i += 16) __builtin_prefetch(w + (k + AHEAD) * PANEL + i);
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -157,7 +158,14 @@ void linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N, con
 /* Weights are scale * q + minimum over groups of 32 inputs, q of 4 or 8 bits. Inputs are rounded to
    8 bits a group: x = s * i. Then w.x = scale * s * (q.i) + minimum * (s * sum of i), and q.i is a
    dot product of bytes. A panel holds LANES outputs; of each group first the q, four inputs of an
-   output side by side (4-bit: two such quads share a byte, low half first), then the halves. */
+   output side by side (4-bit: two such quads share a byte, low half first), then the halves.
+   `dot` adds the products of four inputs of a row, one of QUANT_ROWS whose quads lie side by side. */
+
+ALWAYS int32_t four(const int8_t *x) {
+    int32_t together;
+    memcpy(&together, x, 4);
+    return together;
+}
 
 #if defined(__AVX512VNNI__)
 #define SIGNED 0
@@ -165,10 +173,8 @@ typedef __m512i bytes;
 ALWAYS bytes load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
 ALWAYS bytes low(bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
 ALWAYS bytes high(bytes b) { return low(_mm512_srli_epi16(b, 4)); }
-ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, q, _mm512_set1_epi32(four));
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *quads, const int row) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, q, _mm512_set1_epi32(four(quads + 4 * row)));
 }
 ALWAYS vec load_halves(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -179,11 +185,9 @@ typedef __m256i bytes;
 ALWAYS bytes load_bytes(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
 ALWAYS bytes low(bytes b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
 ALWAYS bytes high(bytes b) { return low(_mm256_srli_epi16(b, 4)); }
-ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q),
-                                         _mm256_sign_epi8(_mm256_set1_epi32(four), q));
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *quads, const int row) {
+    __m256i x = _mm256_set1_epi32(four(quads + 4 * row));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q));
     return sums + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
 ALWAYS vec load_halves(const uint16_t *p) {
@@ -195,11 +199,14 @@ typedef uint8x16_t bytes;
 ALWAYS bytes load_bytes(const uint8_t *p) { return vld1q_u8(p); }
 ALWAYS bytes low(bytes b) { return vandq_u8(b, vdupq_n_u8(15)); }
 ALWAYS bytes high(bytes b) { return vshrq_n_u8(b, 4); }
-ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x) {
-    int32_t four;
-    memcpy(&four, x, 4);
-    return (ivec)vdotq_s32((int32x4_t)sums, vreinterpretq_s8_u8(q),
-                           vreinterpretq_s8_s32(vdupq_n_s32(four)));
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *quads, const int row) {
+    int8x16_t w = vreinterpretq_s8_u8(q), x = vld1q_s8(quads + row / 4 * 16); /* of four rows */
+    switch (row % 4) {
+    case 0: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, x, 0);
+    case 1: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, x, 1);
+    case 2: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, x, 2);
+    default: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, x, 3);
+    }
 }
 ALWAYS vec load_halves(const uint16_t *p) {
     return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
@@ -210,9 +217,9 @@ typedef struct { uint8_t b[LANES * 4]; } bytes;
 ALWAYS bytes load_bytes(const uint8_t *p) { bytes b; memcpy(&b, p, sizeof b); return b; }
 ALWAYS bytes low(bytes b) { for (int i = 0; i < LANES * 4; i++) b.b[i] &= 15; return b; }
 ALWAYS bytes high(bytes b) { for (int i = 0; i < LANES * 4; i++) b.b[i] >>= 4; return b; }
-ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x) {
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *quads, const int row) {
     for (int i = 0; i < LANES; i++)
-        for (int j = 0; j < 4; j++) sums[i] += (int8_t)q.b[4 * i + j] * x[j];
+        for (int j = 0; j < 4; j++) sums[i] += (int8_t)q.b[4 * i + j] * quads[4 * row + j];
     return sums;
 }
 ALWAYS vec load_halves(const uint16_t *p) {
@@ -230,20 +237,25 @@ ALWAYS vec load_halves(const uint16_t *p) {
 
 #define GROUP_BYTES(bits) (LANES * GROUP * (bits) / 8 + LANES * 4)
 #define QUANT_ROWS 8
+#define FETCHED 4096 /* bytes ahead that quantized weights are fetched */
 #define QUANT_PANELS 4 /* outputs of a task: so many panels */
 
 void layout(int64_t *out) { out[0] = LANES, out[1] = PANEL, out[2] = SIGNED; }
 
-/* Rows to 8 bits: i, and for every group its step s and s * sum of i. */
+/* A row to 8 bits: i, and for every group its step s and s * sum of i. QUANT_ROWS rows lie turned
+   side by side: quads of them, steps of them, sums of them. */
 static void quantize_row(const float *x, int64_t K, int8_t *q, float *steps, float *sums) {
-    for (int64_t g = 0; g < K / GROUP; g++, x += GROUP, q += GROUP) {
+    for (int64_t g = 0; g < K / GROUP; g++, x += GROUP) {
         float most = 0;
         for (int i = 0; i < GROUP; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
         float inverse = most > 0 ? 127.0f / most : 0;
         int total = 0;
-        for (int i = 0; i < GROUP; i++) total += q[i] = (int8_t)lrintf(x[i] * inverse);
-        steps[g] = most / 127.0f;
-        sums[g] = steps[g] * (float)total;
+        int8_t rounded[GROUP];
+        for (int i = 0; i < GROUP; i++) rounded[i] = (int8_t)lrintf(x[i] * inverse);
+        for (int i = 0; i < GROUP; i++) total += rounded[i];
+        for (int i = 0; i < GROUP; i += 4) memcpy(q + (g * GROUP + i) * QUANT_ROWS, rounded + i, 4);
+        steps[g * QUANT_ROWS] = most / 127.0f;
+        sums[g * QUANT_ROWS] = steps[g * QUANT_ROWS] * (float)total;
     }
 }
 
@@ -263,19 +275,24 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) dots[r][p] = (ivec){0};
         const uint8_t *group = w + g * GROUP_BYTES(bits);
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+#pragma GCC unroll 16
+            for (int i = 0; i < GROUP_BYTES(bits); i += 64)
+                __builtin_prefetch(group + p * panel + FETCHED + i);
 #pragma GCC unroll 8
         for (int j = 0; j < bits; j++) {
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) {
                 bytes b = load_bytes(group + p * panel + j * LANES * 4);
-                const int8_t *from = x + g * GROUP + j * (32 / bits);
+                const int8_t *from = x + (g * GROUP + j * (32 / bits)) * QUANT_ROWS;
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
                     if (bits == 4) {
-                        dots[r][p] = dot(dots[r][p], low(b), from + r * K);
-                        dots[r][p] = dot(dots[r][p], high(b), from + r * K + 4);
+                        dots[r][p] = dot(dots[r][p], low(b), from, r);
+                        dots[r][p] = dot(dots[r][p], high(b), from + QUANT_ROWS * 4, r);
                     } else
-                        dots[r][p] = dot(dots[r][p], b, from + r * K);
+                        dots[r][p] = dot(dots[r][p], b, from, r);
                 }
             }
         }
@@ -285,9 +302,9 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
             vec scale = load_halves(halves), minimum = load_halves(halves + LANES);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                vec part = __builtin_convertvector(dots[r][p], vec) * steps[r * groups + g];
+                vec part = __builtin_convertvector(dots[r][p], vec) * steps[g * QUANT_ROWS + r];
                 sums[r][p] += part * scale;
-                sums[r][p] += minimum * totals[r * groups + g];
+                sums[r][p] += minimum * totals[g * QUANT_ROWS + r];
             }
         }
     }
@@ -320,18 +337,23 @@ static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, int64_t
 }
 
 /* As `linear`, with quantized weights; panels are a multiple of QUANT_PANELS. The scratch is as
-   large as one row of floats for each of M, twice over. */
+   large as x, with M rounded up to QUANT_ROWS. */
 void quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N, int64_t bits,
                       const float *bias, float *y, int64_t adds, float *scratch) {
     const int64_t groups = K / GROUP, panel = groups * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
     const int64_t tasks = (N + width - 1) / width;
-    float *steps = scratch, *totals = steps + M * groups;
-    int8_t *q = (int8_t *)(totals + M * groups);
+    const int64_t whole = (M + QUANT_ROWS - 1) / QUANT_ROWS * QUANT_ROWS;
+    float *steps = scratch, *totals = steps + whole * groups;
+    int8_t *q = (int8_t *)(totals + whole * groups);
 #pragma omp parallel
     {
 #pragma omp for schedule(static)
         for (int64_t m = 0; m < M; m++)
-            quantize_row(x + m * K, K, q + m * K, steps + m * groups, totals + m * groups);
+        {
+            const int64_t tile = m / QUANT_ROWS * QUANT_ROWS, row = m % QUANT_ROWS;
+            quantize_row(x + m * K, K, q + tile * K + row * 4, steps + tile * groups + row,
+                         totals + tile * groups + row);
+        }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < tasks; task++) {
             float out[QUANT_ROWS][QUANT_PANELS * LANES];
@@ -611,4 +633,54 @@ void attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *t
             }
         attend(&queries, cache, part / split, tables + s * table_width, (float)scale);
     }
+}
+
+/* ---- A whole layer, in one call --------------------------------------------------------------- */
+
+typedef struct {
+    const void *panels;
+    const float *bias;
+    int64_t outputs, inputs, bits; /* 32: floats */
+} Weight;
+
+typedef struct {
+    const float *input_norm, *post_norm, *q_norm, *k_norm;
+    Weight qkv, output, gate_up, down;
+    double epsilon;
+} Layer;
+
+/* What all layers of one forward pass share, and room for what passes between the products. */
+typedef struct {
+    Cache cache;
+    int64_t rows, heads;
+    const float *cosine, *sine;
+    const int64_t *slots;
+    const int32_t *tables, *starts, *ends, *tasks;
+    int64_t table_width, num_tasks, tokens, split;
+    double scale;
+    float *normed, *qkv, *attended, *inner, *active, *scratch;
+} Pass;
+
+static void multiply(const float *x, int64_t M, const Weight *w, float *y, int64_t adds,
+                     float *scratch) {
+    if (w->bits == 32)
+        linear(x, M, w->inputs, w->panels, w->outputs, w->bias, y, adds);
+    else
+        quantized_linear(x, M, w->inputs, w->panels, w->outputs, w->bits, w->bias, y, adds, scratch);
+}
+
+/* x[M, hidden] goes through one layer, in place. */
+void layer(const Layer *l, const Pass *p, float *x) {
+    const int64_t M = p->rows, hidden = l->output.outputs;
+    rms_norm(x, l->input_norm, M, hidden, l->epsilon, p->normed);
+    multiply(p->normed, M, &l->qkv, p->qkv, 0, p->scratch);
+    rotate_and_store(p->qkv, M, p->heads, p->cosine, p->sine, l->q_norm, l->k_norm, l->epsilon,
+                     p->slots, &p->cache);
+    attention(p->qkv, p->heads, &p->cache, p->tables, p->table_width, p->starts, p->ends, p->scale,
+              p->tasks, p->num_tasks, p->tokens, p->split, p->attended);
+    multiply(p->attended, M, &l->output, x, 1, p->scratch);
+    rms_norm(x, l->post_norm, M, hidden, l->epsilon, p->normed);
+    multiply(p->normed, M, &l->gate_up, p->inner, 0, p->scratch);
+    silu_multiply(p->inner, M, l->down.inputs, p->active);
+    multiply(p->active, M, &l->down, x, 1, p->scratch);
 }
