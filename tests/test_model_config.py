@@ -1,0 +1,405 @@
+"""Laws of a model's config: it says what transformers says, or it says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from headway.errors import ModelError
+from headway.model.config import ModelConfig, Rope, from_gguf, from_hf, load_hf
+
+torch.set_num_threads(1)
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SMALL),
+    "llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
+    "llama, biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "llama, wide heads": LlamaConfig(**SMALL, head_dim=32),
+    "mistral": MistralConfig(**SMALL, sliding_window=None),
+    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
+    "qwen3": Qwen3Config(**SMALL, head_dim=24),
+    "qwen3, biases": Qwen3Config(**SMALL, head_dim=16, attention_bias=True),
+}
+SLIDING: dict[str, Any] = {"sliding_window": 128, "use_sliding_window": True}
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.5},
+    "llama3": {
+        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "llama3, other": {
+        "factor": 32.0, "low_freq_factor": 1.5, "high_freq_factor": 5.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32768},
+    "yarn, betas": {
+        "factor": 4.0, "original_max_position_embeddings": 32768, "beta_fast": 16, "beta_slow": 2,
+    },
+    "yarn, ends unrounded": {
+        "factor": 4.0, "original_max_position_embeddings": 32768, "truncate": False,
+    },
+    "yarn, own scale": {
+        "factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": 0.7,
+    },
+    "yarn, two scales": {
+        "factor": 4.0, "original_max_position_embeddings": 32768, "mscale": 1.3,
+        "mscale_all_dim": 0.8,
+    },
+}  # fmt: skip
+
+
+def read(**changes: Any) -> ModelConfig:
+    """The config of a small Llama's config.json with some values changed."""
+    return from_hf({**LlamaConfig(**SMALL).to_dict(), **changes}, "config.json")
+
+
+def refused(**changes: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        read(**changes)
+    assert "config.json" in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tensors_are_those_of_transformers(name: str) -> None:
+    config = from_hf(CONFIGS[name].to_dict(), name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    theirs = {key: tuple(value.shape) for key, value in model.named_parameters()}
+    assert config.shapes() == theirs
+    assert config.num_params == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_numbers_are_those_of_transformers(name: str) -> None:
+    theirs = CONFIGS[name]
+    config = from_hf(theirs.to_dict(), name)
+    assert config.architecture == theirs.model_type
+    assert config.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // 4)
+    assert config.norm_eps == theirs.rms_norm_eps
+    assert config.max_length == theirs.max_position_embeddings
+    assert config.tie_embeddings == theirs.tie_word_embeddings
+    assert config.bos_id == theirs.bos_token_id
+    assert config.eos_ids == ({theirs.eos_token_id} - {None})
+    assert config.kv_bytes(2) == 2 * 3 * 2 * config.head_dim * 2
+
+
+def test_architecture_is_read_from_architectures_before_model_type() -> None:
+    config = from_hf(
+        {**SMALL, "architectures": ["Qwen3ForCausalLM"], "model_type": "?"}, "config.json"
+    )
+    assert config.architecture == "qwen3" and config.qk_norm and config.head_dim == 128
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("theta", [10_000.0, 100_000.0, 500_000.0, 1_000_000.0])
+@pytest.mark.parametrize("name", ROPES)
+def test_rope_is_that_of_transformers(name: str, theta: float, head_dim: int) -> None:
+    kind = name.partition(",")[0]
+    parameters = {"rope_type": kind, "rope_theta": theta, **ROPES[name]}
+    long = {**SMALL, "max_position_embeddings": 131072, "head_dim": head_dim}
+    theirs = LlamaConfig(**long, rope_parameters=parameters)
+    rope = from_hf(theirs.to_dict(), name).rope
+    if kind == "default":
+        frequencies, scale = LlamaRotaryEmbedding(theirs).inv_freq, 1.0
+    else:
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
+    ours = rope.inverse_frequencies(head_dim)
+    assert ours.dtype == np.float32 and ours.shape == (head_dim // 2,)
+    # A few last bits: torch's own float32 pow is not rounded in the same way everywhere.
+    np.testing.assert_allclose(ours, frequencies.numpy(), rtol=5e-7, atol=0)
+    assert rope.scale == pytest.approx(scale, rel=1e-12)
+    assert rope.theta == theta
+
+
+@pytest.mark.parametrize("theta", [10.0, 1e4])
+@pytest.mark.parametrize("betas", [{}, {"beta_fast": 4, "beta_slow": 4}])
+@pytest.mark.parametrize("length", [16, 512, 32768])
+def test_yarn_is_that_of_transformers_at_its_ends(
+    theta: float, betas: dict[str, Any], length: int
+) -> None:
+    parameters = {"rope_type": "yarn", "rope_theta": theta, "factor": 4.0, "truncate": False}
+    parameters |= {"original_max_position_embeddings": length, **betas}
+    long = {**SMALL, "max_position_embeddings": 4 * length}
+    theirs = LlamaConfig(**long, rope_parameters=parameters)
+    rope = from_hf(theirs.to_dict(), "x").rope
+    frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    np.testing.assert_allclose(rope.inverse_frequencies(16), frequencies.numpy(), rtol=5e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_old_and_new_files_give_one_rope(name: str) -> None:
+    kind = name.partition(",")[0]
+    long = {"max_position_embeddings": 131072}
+    new = read(**long, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **ROPES[name]})
+    for key in ("type", "rope_type"):
+        scaling = None if kind == "default" else {key: kind, **ROPES[name]}
+        old = read(**long, rope_parameters=None, rope_scaling=scaling, rope_theta=5e5)
+        assert old.rope == new.rope
+    assert from_hf({**SMALL, "model_type": "llama"}, "x").rope == Rope(theta=10000.0)
+
+
+def test_length_beside_the_rope_parameters_counts_first() -> None:
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert read(rope_parameters=parameters).rope.original_max_length == 128
+    beside = read(rope_parameters=parameters, original_max_position_embeddings=256)
+    assert beside.rope.original_max_length == 256
+    assert (
+        read(rope_parameters={"rope_type": "yarn", "factor": 4.0}).rope.original_max_length == 512
+    )
+    missing = {"rope_type": "yarn", "original_max_position_embeddings": 128}
+    assert read(rope_parameters=missing).rope.factor == 512 / 128
+
+
+def test_rope_divisors_divide() -> None:
+    plain = Rope(theta=10000.0).inverse_frequencies(8)
+    divided = Rope(theta=10000.0, divisors=(1.0, 2.0, 4.0, 8.0)).inverse_frequencies(8)
+    np.testing.assert_array_equal(divided, plain / np.float32([1, 2, 4, 8]))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "is_in_force"),
+    [
+        (MistralConfig(**SMALL, sliding_window=128), True),
+        (MistralConfig(**SMALL, sliding_window=512), False),
+        (MistralConfig(**SMALL, sliding_window=None), False),
+        (Qwen2Config(**SMALL, sliding_window=128), False),
+        (Qwen2Config(**SMALL, sliding_window=128, use_sliding_window=True), False),
+        (Qwen2Config(**SMALL, **SLIDING, max_window_layers=3), False),
+        (
+            Qwen2Config(**SMALL, sliding_window=128, use_sliding_window=True, max_window_layers=2),
+            True,
+        ),
+        (
+            Qwen3Config(**SMALL, sliding_window=512, use_sliding_window=True, max_window_layers=0),
+            False,
+        ),
+    ],
+)
+def test_only_a_window_in_force_is_refused(theirs: PreTrainedConfig, is_in_force: bool) -> None:
+    for values in (theirs.to_dict(), {**theirs.to_dict(), "layer_types": None}):
+        if is_in_force:
+            with pytest.raises(ModelError, match="sliding-window attention is not supported yet"):
+                from_hf(values, "config.json")
+        else:
+            from_hf(values, "config.json")
+
+
+def test_mistral_without_a_stated_window_has_the_usual_one() -> None:
+    values = {**SMALL, "model_type": "mistral"}
+    assert from_hf(values, "x").architecture == "mistral"  # 4096 hides nothing here
+    with pytest.raises(ModelError, match="sliding_window 4096 is below"):
+        from_hf({**values, "max_position_embeddings": 8192}, "x")
+
+
+def test_what_is_not_supported_is_named_with_what_is() -> None:
+    text = refused(architectures=["GPT2LMHeadModel"])
+    assert "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
+    assert "'bert'" in refused(architectures=None, model_type="bert")
+    assert "'gelu'" in refused(hidden_act="gelu") and "silu" in refused(hidden_act="gelu")
+    text = refused(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+    assert "'longrope'" in text and "llama3" in text
+    assert "partial_rotary_factor" in refused(partial_rotary_factor=0.5)
+    assert "each kind of layer" in refused(rope_parameters={"full_attention": {"rope_theta": 1e4}})
+    assert "GGUF" in refused(quantization_config={"quant_method": "gptq"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": -3}, "vocab_size is -3; it must be a whole number from 1 to"),
+        ({"num_hidden_layers": 1 << 30}, "it must be a whole number from 1 to 10000"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
+        ({"num_attention_heads": [4, 4]}, "num_attention_heads is [4, 4]"),
+        ({"num_key_value_heads": 3}, "4 heads cannot share 3 key-value heads"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
+        ({"eos_token_id": [1, "2"]}, "eos_token_id is [1, '2']"),
+        (
+            {"rope_parameters": {"rope_theta": 1.0}},
+            "rope_theta is 1.0; it must be a number above 1",
+        ),
+        ({"rope_parameters": {"rope_type": "linear"}}, "factor is missing"),
+        (
+            {"rope_parameters": {**ROPES["llama3"], "rope_type": "llama3", "low_freq_factor": 4.0}},
+            "high_freq_factor 4.0 must be above low_freq_factor 4.0",
+        ),
+        ({"rope_scaling": "linear"}, "rope parameters are 'linear'"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_named(changes: dict[str, Any], said: str) -> None:
+    assert said in refused(**changes)
+
+
+JUNK = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 9)
+    | st.just(10**400)
+    | st.floats()
+    | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=9), inner),
+    max_leaves=3,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(base=st.sampled_from(sorted(CONFIGS)), junk=st.data())
+def test_junk_in_any_field_is_read_or_refused(base: str, junk: st.DataObject) -> None:
+    values = CONFIGS[base].to_dict()
+    names = [*values, "rope_scaling", "quantization_config", "original_max_position_embeddings"]
+    values[junk.draw(st.sampled_from(sorted(names)))] = junk.draw(JUNK)
+    rope = {"rope_type": junk.draw(st.sampled_from(("linear", "llama3", "yarn")))}
+    rope |= junk.draw(st.dictionaries(st.sampled_from(sorted({*ROPES["llama3"], "mscale"})), JUNK))
+    for changed in (values, {**values, "rope_parameters": rope}):
+        try:
+            assert from_hf(changed, "x").num_params > 0
+        except ModelError as error:
+            assert str(error).startswith("x: ")
+
+
+def test_end_tokens_come_from_both_files(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**SMALL, "model_type": "llama", "eos_token_id": 7}))
+    assert load_hf(tmp_path).eos_ids == {7} and load_hf(tmp_path) == load_hf(file)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert load_hf(tmp_path).eos_ids == {7, 9}
+    (tmp_path / "generation_config.json").write_text("{}")
+    assert load_hf(tmp_path).eos_ids == {7}
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\udcff"])
+def test_a_broken_config_file_is_named(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text, errors="surrogateescape")
+    with pytest.raises(ModelError, match=str(file)):
+        load_hf(tmp_path)
+
+
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.embedding_length": 64,
+    "llama.block_count": 3,
+    "llama.feed_forward_length": 112,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.context_length": 512,
+    "llama.rope.freq_base": 5e5,
+    "llama.rope.dimension_count": 16,
+    "tokenizer.ggml.tokens": [str(n) for n in range(96)],
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 5,
+}
+
+
+def read_gguf(*tensors: str, **changes: Any) -> ModelConfig:
+    """The config of a small GGUF file; names of keys have `__` for the dot."""
+    values = {**GGUF, **{f"llama.{k.replace('__', '.')}": v for k, v in changes.items()}}
+    return from_gguf(values, "m.gguf", tensors=tensors)
+
+
+def test_gguf_says_what_config_json_says() -> None:
+    theirs = LlamaConfig(**SMALL, eos_token_id=[2, 5], rope_theta=5e5).to_dict()
+    assert read_gguf("output.weight") == from_hf(theirs, "x")
+
+
+def test_gguf_embeddings_are_tied_and_biases_are_there_as_its_tensors_say() -> None:
+    plain = read_gguf()
+    assert plain.tie_embeddings and not (plain.qkv_bias or plain.output_bias or plain.mlp_bias)
+    full = read_gguf(
+        "output.weight", "blk.0.attn_q.bias", "blk.0.attn_output.bias", "blk.0.ffn_gate.bias"
+    )
+    assert not full.tie_embeddings and full.qkv_bias and full.output_bias and full.mlp_bias
+
+
+def test_gguf_rope_scaling() -> None:
+    assert read_gguf(rope__scaling__type="none").rope == Rope(theta=5e5)
+    linear = Rope(theta=5e5, kind="linear", factor=4.0)
+    assert read_gguf(rope__scaling__type="linear", rope__scaling__factor=4.0).rope == linear
+    assert read_gguf(rope__scale_linear=4.0).rope == linear
+    yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+    rope = read_gguf(**yarn, rope__scaling__original_context_length=128).rope
+    theirs = Rope(theta=5e5, kind="yarn", factor=4.0, original_max_length=128)
+    assert rope.scale == theirs.scale > 1
+    np.testing.assert_array_equal(rope.inverse_frequencies(16), theirs.inverse_frequencies(16))
+    stretched = read_gguf(**yarn, rope__scaling__attn_factor=2.0).rope
+    assert stretched.scale == pytest.approx(2 * theirs.scale)
+
+
+def test_gguf_rope_divisors_are_kept() -> None:
+    divisors = tuple(float(n) for n in range(1, 9))
+    config = from_gguf(GGUF, "m.gguf", tensors=(), divisors=divisors)
+    assert config.rope == Rope(theta=5e5, divisors=divisors)
+    with pytest.raises(ModelError, match="rope_freqs has 3 numbers, not 8"):
+        from_gguf(GGUF, "m.gguf", tensors=(), divisors=(1.0, 2.0, 3.0))
+    with pytest.raises(ModelError, match="together with rope.scaling"):
+        scaled = {**GGUF, "llama.rope.scaling.factor": 2.0}
+        from_gguf(scaled, "m.gguf", tensors=(), divisors=divisors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"block_count": None}, "block_count is missing"),
+        ({"block_count": 1 << 30}, "it must be a whole number from 1 to 10000"),
+        ({"attention__head_count": [4, 4, 4]}, "head_count is [4, 4, 4]"),
+        ({"expert_count": 8}, "mixtures are not supported"),
+        ({"attention__sliding_window": 128}, "sliding-window attention is not supported yet"),
+        ({"attention__value_length": 8}, "values of another length than keys (16)"),
+        ({"rope__dimension_count": 8}, "only 8 of 16 dimensions turn"),
+        ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
+        ({"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier is not supported"),
+        ({"context_length": 0}, "context_length is 0"),
+    ],
+)
+def test_a_gguf_that_cannot_run_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ModelError) as error:
+        read_gguf(**changes)
+    assert said in str(error.value) and str(error.value).startswith("m.gguf: ")
+
+
+def test_an_unknown_gguf_architecture_is_named_with_the_known() -> None:
+    with pytest.raises(ModelError, match=r"'gemma3' is not supported; supported: llama, qwen2"):
+        from_gguf({**GGUF, "general.architecture": "gemma3"}, "m.gguf", tensors=())
+
+
+@settings(max_examples=200, deadline=None)
+@given(key=st.sampled_from(sorted(GGUF)), value=JUNK)
+def test_junk_in_any_gguf_key_is_read_or_refused(key: str, value: Any) -> None:
+    try:
+        assert from_gguf({**GGUF, key: value}, "m.gguf", tensors=()).num_params >= 0
+    except ModelError as error:
+        assert str(error).startswith("m.gguf: ")
