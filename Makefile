@@ -14,10 +14,14 @@ $(READY): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-run: $(READY)  ## compare static with continuous batching and all presets
+run: $(READY)  ## serve a few prompts with the default model, and watch the scheduler
+	@$(BIN)/headway run
+
+demo: $(READY)  ## compare static with continuous batching and all presets, simulated
 	@$(BIN)/headway demo
 
 test: $(READY) check  ## all checks and all tests
+	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest -n 2
 
 check: $(READY)  ## formatting, lint and types
@@ -29,11 +33,12 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## what the scheduler costs, and how good its decisions are
+bench: $(READY)  ## what the scheduler costs, how good its decisions are, and the model's speed
 	$(BIN)/python bench/scheduler_step.py
 	$(BIN)/python bench/scheduler_quality.py
+	$(BIN)/python bench/cpu_compare.py --skip-peers
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help run test check format bench clean
+.PHONY: help run demo test check format bench clean

@@ -505,8 +505,9 @@ typedef struct {
 
 static const float nothing[MOST_HEAD];
 
-ALWAYS void score(const float *q, const float *const *keys, int64_t D, float scale, float *out) {
-    for (int first = 0; first < KEYS; first += LANES) {
+ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D, float scale,
+                  float *out) {
+    for (int first = 0; first < count; first += LANES) {
         vec sums[LANES];
 #pragma GCC unroll 16
         for (int i = 0; i < LANES; i++) sums[i] = (vec){0};
@@ -568,9 +569,20 @@ ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float 
     for (int64_t d = 0; d < D; d += LANES) store(out + d, load(out + d) * shrink);
 }
 
+/* Where the keys of positions [first, first + count) lie. */
+static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t first, int count,
+                 const float **keys) {
+    const int64_t size = cache->block_size, D = cache->head_size;
+    int64_t place = first / size, offset = first % size;
+    for (int j = 0; j < count; place++, offset = 0) {
+        const float *key = key_of(cache, table[place], head, offset);
+        for (; j < count && offset < size; j++, offset++, key += D) keys[j] = key;
+    }
+}
+
 static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
                    float scale) {
-    const int64_t D = cache->head_size, size = cache->block_size;
+    const int64_t D = cache->head_size;
     float scores[MOST_QUERIES][KEYS], out[MOST_QUERIES][MOST_HEAD];
     float most[MOST_QUERIES], total[MOST_QUERIES];
     for (int r = 0; r < queries->rows; r++) {
@@ -579,23 +591,24 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
     }
     for (int64_t first = 0; first < queries->last; first += KEYS) {
         const float *keys[KEYS], *values[KEYS];
-        int count = queries->last - first < KEYS ? (int)(queries->last - first) : KEYS;
-        for (int j = 0; j < KEYS; j++) {
-            int64_t at = first + j;
-            keys[j] = j < count ? key_of(cache, table[at / size], head, at % size) : nothing;
-            values[j] = keys[j] + (j < count ? cache->value_offset : 0);
-        }
-        for (int64_t at = first + KEYS; at < first + 2 * KEYS && at < queries->last; at++) {
-            const float *key = key_of(cache, table[at / size], head, at % size);
-            for (int64_t d = 0; d < D; d += 16) {
-                __builtin_prefetch(key + d);
-                __builtin_prefetch(key + d + cache->value_offset);
-            }
-        }
+        const int count = queries->last - first < KEYS ? (int)(queries->last - first) : KEYS;
+        for (int j = 0; j < KEYS; j++) keys[j] = nothing;
+        find(cache, head, table, first, count, keys);
+        for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
+        const int64_t rest = queries->last - first - KEYS;
+        const int next = rest < 0 ? 0 : rest < KEYS ? (int)rest : KEYS;
+        const float *later[KEYS];
+        find(cache, head, table, first + KEYS, next, later);
         int started = 0; /* rows before it end before these keys; later rows see further */
         while (queries->end[started] <= first) started++;
-        for (int r = started; r < queries->rows; r++) {
-            score(queries->q[r], keys, D, scale, scores[r]);
+        for (int r = started, fetched = 0; r < queries->rows; r++) {
+            const int upto = next * (r - started + 1) / (queries->rows - started);
+            for (; fetched < upto; fetched++) /* some before every row: memory works meanwhile */
+                for (int64_t d = 0; d < D; d += 16) {
+                    __builtin_prefetch(later[fetched] + d);
+                    __builtin_prefetch(later[fetched] + d + cache->value_offset);
+                }
+            score(queries->q[r], keys, count, D, scale, scores[r]);
             weigh(scores[r], queries->end[r] - first, &most[r], &total[r], out[r], D);
         }
         int r = started;
