@@ -10,6 +10,7 @@ import inspect
 import io
 import json
 from dataclasses import fields
+from typing import Any
 
 import typer.main
 
@@ -62,14 +63,41 @@ SCHEDULER_FLAGS = {
     "--max-length", "--depth",
 }  # fmt: skip
 RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens"}
+MODEL_FLAGS = {
+    *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--precision", "--load-format", "--kv-memory",
+    "--threads", "--trace-out",
+}  # fmt: skip
+SAMPLING_FLAGS = {
+    "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
+    "--seed", "--stop",
+}  # fmt: skip
 COMMANDS = {
+    "run": {"--max-new-tokens", "--json", *MODEL_FLAGS},
+    "generate": {
+        "prompt", "--file", "--out", "--json", "--ignore-eos", "--samples", "-n", "--logprobs",
+        *MODEL_FLAGS, *SAMPLING_FLAGS,
+    },
+    "chat": {"--system", *MODEL_FLAGS, *SAMPLING_FLAGS},
+    "bench throughput": {
+        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset", "--json",
+        *MODEL_FLAGS,
+    },
+    "bench latency": {
+        "--batch-size", "--input-len", "--output-len", "--num-iters", "--num-iters-warmup",
+        "--seed", "--json", *MODEL_FLAGS,
+    },
+    "models": {"--fetch", "--json"},
+    "profile": {
+        "model", "--json", "--kv-memory", "--load-format", "--name", "--out", "--precision",
+        "--quick", "--threads",
+    },
     "simulate": {"workload", "--preset", "--trace-out", *RUN_FLAGS},
     "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
     "trace": {"file", "--perfetto", "--diff", "--replay", "--json"},
     "demo": {"--json"},
     "presets": {"--json"},
     "profiles": {"--json"},
-}
+}  # fmt: skip
 STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
     "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
@@ -121,12 +149,15 @@ def test_the_tree_of_errors_stands() -> None:
 
 
 def test_commands_have_their_flags() -> None:
-    command = typer.main.get_command(app)
-    found = {
-        name: {option for parameter in sub.params for option in parameter.opts} - {"--help"}
-        for name, sub in command.commands.items()  # type: ignore[attr-defined]
-    }
-    assert found == COMMANDS
+    assert flags_of("", typer.main.get_command(app)) == COMMANDS
+
+
+def flags_of(name: str, command: Any) -> dict[str, set[str]]:
+    """The flags of a command, or of all commands below a group."""
+    if not hasattr(command, "commands"):
+        return {name.strip(): {o for p in command.params for o in p.opts} - {"--help"}}
+    inner = (flags_of(f"{name} {each}", sub) for each, sub in command.commands.items())
+    return {key: flags for found in inner for key, flags in found.items()}
 
 
 def test_a_synthetic_workload_is_written_with_the_same_words() -> None:

@@ -10,8 +10,22 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway import __version__
-from headway.cli import compare, demo, lists, simulate, trace
+from headway.cli import (
+    bench,
+    chat,
+    compare,
+    demo,
+    generate,
+    lists,
+    models,
+    profile,
+    run,
+    simulate,
+    trace,
+)
 from headway.errors import HeadwayError
+
+EXTRAS = ("torch", "tokenizers", "safetensors", "gguf", "jinja2")  # what a real model needs
 
 app = typer.Typer(
     name="headway",
@@ -20,6 +34,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+app.command("run")(run.run_command)
+app.command("generate")(generate.generate_command)
+app.command("chat")(chat.chat_command)
+app.add_typer(bench.app, name="bench")
+app.command("models")(models.models_command)
+app.command("profile")(profile.profile_command)
 app.command("simulate")(simulate.simulate_command)
 app.command("compare")(compare.compare_command)
 app.command("trace")(trace.trace_command)
@@ -50,6 +70,13 @@ def main() -> None:
     except HeadwayError as error:
         text = f"[bold red]error:[/] {escape(str(error))}"
         Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except ModuleNotFoundError as error:  # a base install has scheduler and simulator only
+        if error.name not in EXTRAS:
+            raise
+        print(
+            f"error: {error.name} is not installed: pip install 'headway[torch]'", file=sys.stderr
+        )
         sys.exit(2)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()

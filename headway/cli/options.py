@@ -109,8 +109,7 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
 
     Where the swap rule may use the host, as many there, unless told otherwise.
     """
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # module:function policies live where the user is
+    see_own_policies()
     changes = {k: v for k, v in changes.items() if v is not None and k in (*SLOTS, *NUMBERS)}
     config = preset(name, **changes)
     if "num_blocks" not in changes:
@@ -118,6 +117,12 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     if config.swap is not recompute:
         changes.setdefault("num_host_blocks", changes["num_blocks"])
     return preset(name, **changes)
+
+
+def see_own_policies() -> None:
+    """module:function policies live where the user is."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
 
 
 @contextmanager
