@@ -70,7 +70,7 @@ class LLM:
         self.executor.now = self.engine.clock.now
         self._trace: IO[str] | None = None
         if trace_out is not None:
-            self._trace = Path(trace_out).open("w", encoding="utf-8")  # noqa: SIM115: until close
+            self._trace = Path(trace_out).open("w", encoding="utf-8")  # noqa: SIM115
             self.engine.observers.append(TraceWriter(self._trace, self.config, depth))
         self.engine.observers += [self._gather, *observers]
         self._gatherings: dict[Request, Gathering] = {}

@@ -98,7 +98,7 @@ def run_command(command: str) -> str | None:
     program, *arguments = shlex.split(command)
     if program == "headway":
         return run_headway(arguments)
-    if command == "make run":
+    if command == "make demo":
         return run_headway(["demo"])
     if program == "python" and arguments[0].startswith("examples/"):
         example = [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]

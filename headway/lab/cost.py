@@ -1,20 +1,21 @@
 """What a step costs: a roofline model of one language model on one machine.
 
 A forward pass takes its fixed time, then the longer of reading the weights and the matrix
-products, then the longer of reading keys and values and the attention products. Knows lengths and
-blocks, not tokens; scheduling itself is `host_seconds`, which overlap hides, and is no part of a
-step's time here.
+products, then the longer of reading keys and values and the attention products. Where a machine
+cannot read and compute at once, a part of the shorter comes on top. Knows lengths and blocks, not
+tokens; scheduling itself is `host_seconds`, which depth 1 hides, and is no part of a step's time
+here.
 
 A profile is a JSON file, ours in profiles/ or your own, with exactly the fields of `Profile`,
 `Model` and `Machine` below: {"name": ..., "description": ..., "kv_tokens": ..., "model": {...},
-"machine": {...}}.
+"machine": {...}}. A field with a default may be left out.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -53,6 +54,7 @@ class Machine:
     host_seconds: float  # of every plan: scheduling and bookkeeping
     copy_bandwidth: float  # bytes a second between device and host, one way
     copy_seconds: float  # of every batch of copies in one direction, whatever its size
+    overlap: float = 1.0  # of reading and computing: 1 hides the shorter wholly, 0 not at all
 
 
 class Rates(NamedTuple):
@@ -65,6 +67,7 @@ class Rates(NamedTuple):
     pair: float
     fixed: float
     least: float
+    overlap: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,7 @@ class Profile:
             pair=model.attention_flops / flops,
             fixed=machine.fixed_seconds,
             least=machine.attention_seconds,
+            overlap=machine.overlap,
         )
 
     def step_seconds(self, plan: Plan, block_size: int = 16) -> float:
@@ -115,9 +119,13 @@ class Profile:
 
     def pass_seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
         """One forward pass: tokens computed, sampled, read from the cache; and attended pairs."""
-        weights, token, sample, read, pair, fixed, least = self.rates
-        dense = tokens * token + samples * sample
-        return fixed + max(dense, weights) + max(reads * read, pairs * pair, least)
+        weights, token, sample, read, pair, fixed, least, overlap = self.rates
+        dense, reading, computing = tokens * token + samples * sample, reads * read, pairs * pair
+        linear, attention = max(dense, weights), max(reading, computing)
+        if overlap < 1:
+            linear += (1 - overlap) * min(dense, weights)
+            attention += (1 - overlap) * min(reading, computing)
+        return fixed + linear + max(attention, least)
 
     def prefill_seconds(self, num_tokens: int) -> float:
         """A prompt computed whole, alone in its step."""
@@ -183,14 +191,15 @@ def _filled(kind: type[T], values: Any, where: str) -> T:
     is_object = isinstance(values, dict)
     if not is_object:
         raise ValueError(f"{where.rstrip('.') or 'a profile'} must be a JSON object")
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    for name in names:
-        if name not in values:
-            raise ValueError(f"the field {where}{name} is missing")
+    known = fields(kind)  # type: ignore[arg-type]
+    names = [f.name for f in known]
+    for field in known:
+        if field.name not in values and field.default is MISSING:
+            raise ValueError(f"the field {where}{field.name} is missing")
     for name in values:
         if name not in names:
             raise ValueError(f"unknown field {where}{name}; known: {', '.join(names)}")
-    return kind(**{name: _value(name, values[name], where) for name in names})
+    return kind(**{name: _value(name, value, where) for name, value in values.items()})
 
 
 def _value(name: str, value: Any, where: str) -> Any:
@@ -202,8 +211,10 @@ def _value(name: str, value: Any, where: str) -> Any:
         is_good, wanted = type(value) is int and value > 0, "a whole number above 0"
     else:
         is_number = type(value) in (int, float) and 0 <= value < math.inf
-        may_be_0 = name.endswith("_seconds") or name == "head_flops"
+        may_be_0 = name.endswith("_seconds") or name in ("head_flops", "overlap")
         is_good, wanted = is_number and (value > 0 or may_be_0), "a number above 0"
+    if name == "overlap":
+        is_good, wanted = is_good and value <= 1, "a number from 0 to 1"
     if name.endswith("_share"):
         is_good, wanted = is_good and value <= 1, "a number above 0 and at most 1"
     if not is_good:

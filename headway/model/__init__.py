@@ -2,6 +2,9 @@
 
 import os
 
-# torch's own switch for huge pages: weights and keys are read end to end, and small pages cost a
-# tenth of that. Only counts if torch has not allocated anything yet.
+# Switches of torch and its threads; they count only if torch has not been loaded before.
+# Weights and keys are read end to end, and small pages cost a tenth of that.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+# Threads that wait must sleep: spinning, they keep a busy machine from the very work they wait for,
+# and a step that takes 80 ms then takes seconds.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -146,7 +146,5 @@ class TorchExecutor:
 
 def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:
     """Whole blocks; each is one piece of memory on both sides."""
-    if copies:
-        sources = torch.tensor([copy.source for copy in copies], device=source.device)
-        targets = torch.tensor([copy.target for copy in copies], device=target.device)
-        target[targets] = source[sources].to(target.device)
+    for copy in copies:
+        target[copy.target].copy_(source[copy.source], non_blocking=True)
