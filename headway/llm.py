@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
+import numpy as np
+
 from headway.engine.chat import render_chat
 from headway.engine.engine import Engine, Observer
 from headway.engine.outputs import Delta, Gathering, Result
@@ -74,7 +76,6 @@ class LLM:
             self.engine.observers.append(TraceWriter(self._trace, self.config, depth))
         self.engine.observers += [self._gather, *observers]
         self._gatherings: dict[Request, Gathering] = {}
-        self._deltas: list[tuple[str, Delta]] = []  # with the id of the result they belong to
         self._kept: dict[Request, int] = {}  # tokens before a stop string, of those that hit one
         self._numbers = count()
 
@@ -92,11 +93,9 @@ class LLM:
         Of several prompts, one that is refused has its error in its result and the others go on;
         a single one raises it.
         """
-        is_single = isinstance(prompts, str) or _is_tokens(prompts)
-        asked: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item,arg-type]
         results: list[Result] = []
-        gatherings = self._open(asked, params, is_watched=False, results=results)
-        if is_single and results and results[0].error:
+        gatherings = self._open(_listed(prompts), params, is_watched=False, results=results)
+        if _is_one(prompts) and results[0].error:
             raise results[0].error
         waiting = list(gatherings)
         for _ in self._run(gatherings):
@@ -123,20 +122,18 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Delta]:
         """New text as it is generated. Leaving the loop early ends the requests."""
-        is_single = isinstance(prompts, str) or _is_tokens(prompts)
-        asked: list[Prompt] = [prompts] if is_single else list(prompts)  # type: ignore[list-item,arg-type]
         results: list[Result] = []
-        gatherings = self._open(asked, params, is_watched=True, results=results)
+        gatherings = self._open(_listed(prompts), params, is_watched=True, results=results)
         refused = next((result.error for result in results if result.error), None)
         if refused:
             self._close(gatherings)
             raise refused
-        places = {gathering.result.id: place for place, gathering in enumerate(gatherings)}
         for _ in self._run(gatherings):
-            deltas, self._deltas = self._deltas, []
-            for id, delta in deltas:
-                delta.index = places[id]
-                yield delta
+            for place, gathering in enumerate(gatherings):
+                deltas, gathering.deltas = gathering.deltas, []
+                for delta in deltas:
+                    delta.index = place
+                    yield delta
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """A conversation as the model's template writes it, up to where the answer begins."""
@@ -204,11 +201,15 @@ class LLM:
     def _tokens(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._need_tokenizer().encode(prompt)
-        limit, tokens = self.loaded.decoder.config.vocab_size, list(prompt)
-        wrong = next((t for t in tokens if not isinstance(t, int) or not 0 <= t < limit), None)
-        if wrong is not None:
-            raise InvalidRequest(f"prompt: token id {wrong!r} is not a whole number below {limit}")
-        return tokens
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
+        limit, tokens = self.loaded.decoder.config.vocab_size, [_plain(token) for token in prompt]
+        wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < limit]
+        if wrong:
+            raise InvalidRequest(
+                f"prompt: token id {wrong[0]!r} is not a whole number of at least 0 and below {limit}"
+            )
+        return tokens  # type: ignore[return-value]
 
     def _params(self, asked: SamplingParams, id: str) -> Params:
         model = self.loaded.decoder.config
@@ -218,6 +219,8 @@ class LLM:
             raise InvalidRequest(f"request {id!r}: {error}") from None
         seed = random.getrandbits(63) if asked.seed is None else asked.seed
         bad_words = self._bad_words(asked.bad_words)
+        if asked.stop_strings:
+            self._need_tokenizer()
         return Params(
             max_tokens=asked.max_tokens, min_tokens=asked.min_tokens, eos_ids=self.loaded.eos_ids,
             stop_ids=frozenset(asked.stop_token_ids), ignore_eos=asked.ignore_eos,
@@ -261,48 +264,46 @@ class LLM:
                     self.engine.abort(gathering.result.id)
         while self.engine.has_work and any(gathering.num_open for gathering in gatherings):
             self.engine.step()
-        self._deltas = []
+        while self.engine.has_work and not self._gatherings:
+            self.engine.step()  # a plan in flight that nobody waits for any more
 
     def _gather(self, report: StepReport) -> None:
         """An observer: hands every report's tokens, times and ends to the results they belong to."""
         now, extra = report.result.ended, report.result.extra
-        for admission in report.plan.admitted:
-            timings = self._gatherings[admission.request].result.timings
-            if not timings.queue:
-                timings.queue = report.plan.planned_at - admission.request.arrival
-        for chunk in report.plan.chunks:
-            timings = self._gatherings[chunk.request].result.timings
-            if chunk.is_last and not timings.first_token:
-                timings.first_token = now - chunk.request.arrival
+        for request in (admission.request for admission in report.plan.admitted):
+            gathering = self._gatherings.get(request)  # None: it ended before it was reported
+            if gathering and not gathering.result.timings.queue:
+                gathering.result.timings.queue = report.plan.planned_at - request.arrival
+        for request in (chunk.request for chunk in report.plan.chunks if chunk.is_last):
+            gathering = self._gatherings.get(request)
+            if gathering and not gathering.result.timings.first_token:
+                gathering.result.timings.first_token = now - request.arrival
         if isinstance(extra, Extra):
             self._keep_extra(extra)
-        if any(gathering.streams for gathering in self._gatherings.values()):
+        if any(gathering.is_read for gathering in self._gatherings.values()):
             self._push(report)
         for request in report.finished:
             self._finish(request, now)
 
     def _push(self, report: StepReport) -> None:
         for request, tokens in report.outputs():
-            gathering = self._gatherings[request]
-            if gathering.hit(request) is not None:
+            gathering = self._gatherings.get(request)
+            if gathering is None or not gathering.is_read or gathering.hit(request) is not None:
                 continue
             text, num_kept = gathering.push(request, tokens)
             if gathering.hit(request) is not None:
                 num_before = request.num_generated - len(tokens)
                 self._kept[request] = num_before + num_kept
-            delta = Delta(index=0, sample=request.sample, text=text, token_ids=tokens[:num_kept])
-            self._deltas.append((gathering.result.id, delta))
+            gathering.tell(request, text, tokens[:num_kept])
 
     def _keep_extra(self, extra: Extra) -> None:
         for request, found in extra.logprobs.items():
-            sample = self._gatherings[request].result.samples[request.sample]
-            if sample.logprobs is not None:
-                sample.logprobs += found
+            if gathering := self._gatherings.get(request):  # else it ended while this was in flight
+                gathering.result.samples[request.sample].logprobs += found  # type: ignore[operator]
         for request, scores in extra.prompt.items():
-            kept = self._gatherings[request].result.prompt_logprobs
-            if kept is not None:
+            if gathering := self._gatherings.get(request):
                 for place, score in scores:
-                    kept[place] = score
+                    gathering.result.prompt_logprobs[place] = score  # type: ignore[index]
 
     def _finish(self, request: Request, now: float) -> None:
         gathering = self._gatherings.pop(request)
@@ -310,16 +311,23 @@ class LLM:
         rest = gathering.finish(request, num_kept)
         ended = now or self.engine.clock.now()
         gathering.result.timings.total = ended - request.arrival
-        if gathering.streams:
-            sample = gathering.result.samples[request.sample]
-            delta = Delta(
-                index=0, sample=request.sample, text=rest, token_ids=[],
-                finish_reason=sample.finish_reason,
-            )  # fmt: skip
-            self._deltas.append((gathering.result.id, delta))
+        if gathering.is_read:
+            gathering.tell(
+                request, rest, [], gathering.result.samples[request.sample].finish_reason
+            )
 
 
-def _is_tokens(prompts: object) -> bool:
-    """Whether this is one prompt of token ids, not a list of prompts."""
-    is_list = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-    return is_list and all(isinstance(item, int) for item in prompts) and len(prompts) > 0  # type: ignore[attr-defined,arg-type]
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    return [prompts] if _is_one(prompts) else list(prompts)
+
+
+def _is_one(prompts: object) -> bool:
+    """Whether this is one prompt, text or token ids, and not a list of prompts."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
+    return len(prompts) > 0 and not any(isinstance(p, Sequence | np.ndarray) for p in prompts)
+
+
+def _plain(token: object) -> object:
+    """numpy's whole numbers as Python's."""
+    return int(token) if isinstance(token, np.integer) else token

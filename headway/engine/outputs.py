@@ -95,8 +95,11 @@ class Gathering:
                 sample.logprobs = []
         if params.prompt_logprobs is not None:
             result.prompt_logprobs = [None] * len(result.prompt_token_ids)
-        is_read = tokenizer is not None and (is_watched or bool(params.stop_strings))
-        self.streams = [self._stream(r) for r in self.requests] if is_read else []
+        self.is_read = is_watched or bool(params.stop_strings)  # as it is generated
+        self.deltas: list[Delta] = []
+        has_text = self.is_read and tokenizer is not None
+        self.streams = [self._stream(r) for r in self.requests] if has_text else []
+        self._is_watched = is_watched
 
     def _stream(self, request: Request) -> TextStream:
         assert self._tokenizer is not None
@@ -116,6 +119,17 @@ class Gathering:
                 return text, number - 1
             text += stream.push([token])
         return text, len(tokens)
+
+    def tell(
+        self, request: Request, text: str, tokens: list[int], finish_reason: str | None = None
+    ) -> None:
+        """Keep what a watched sample gained until somebody takes it."""
+        if self._is_watched:
+            gained = Delta(
+                index=0, sample=request.sample, text=text, token_ids=tokens,
+                finish_reason=finish_reason,
+            )  # fmt: skip
+            self.deltas.append(gained)
 
     def hit(self, request: Request) -> str | None:
         """The stop string that a sample has run into."""

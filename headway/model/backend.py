@@ -30,7 +30,7 @@ class Weight(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
     """The weights of one layer."""
 

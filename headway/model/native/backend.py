@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -46,7 +47,7 @@ class NativeBackend:
 
     def __init__(self, *, is_quantized: bool = False) -> None:
         self.library = load()
-        self._structs: dict[int, structs.Layer] = {}  # by the layer's number, made when first used
+        self._structs = WeakKeyDictionary[Layer, structs.Layer]()  # made when first used
         self._is_quantized = is_quantized
         self.name = "native quantized" if is_quantized else "native float32"
 
@@ -104,16 +105,15 @@ class NativeBackend:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.empty((num_blocks, *shape))
 
-    def struct_of(self, number: int, layer: Layer) -> int:
-        """The address of a layer's weights as a struct."""
-        if number not in self._structs:
-            self._structs[number] = structs.struct_of(layer, self._epsilon)
-        return ctypes.addressof(self._structs[number])
+    def struct_of(self, layer: Layer, epsilon: float) -> int:
+        """The address of a layer's weights as a struct; good while the layer lives."""
+        if layer not in self._structs:
+            self._structs[layer] = structs.struct_of(layer, epsilon)
+        return ctypes.addressof(self._structs[layer])
 
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> Pass:
-        self._epsilon = config.norm_eps
         return NativePass(self, config, batch, blocks, cosine, sine)
 
 
@@ -162,9 +162,8 @@ class NativePass:
 
     def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
         self._struct.cache.layer_offset = number * self._blocks.stride(1)
-        self._backend.library.layer(
-            self._backend.struct_of(number, layer), self._pointer, x.data_ptr()
-        )
+        weights = self._backend.struct_of(layer, self._config.norm_eps)
+        self._backend.library.layer(weights, self._pointer, x.data_ptr())
         return x
 
     def rotate_and_store(
