@@ -8,6 +8,8 @@
    Letters: M rows (tokens), K inputs, N outputs, H query heads, G key-value heads, D head size. */
 
 #include <math.h>
+#include <omp.h>
+#include <sched.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -37,6 +39,14 @@
 #define KEYS 64  /* positions attended to at a time, counted from the sequence's start */
 #define MOST_QUERIES 32
 #define MOST_HEAD 256
+#define SPINS 2000
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() ((void)0)
+#endif
 #define ALWAYS static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(LANES * 4)));
@@ -80,6 +90,23 @@ ALWAYS vec exponential(vec x) {
     p = p * (r * r) + r + 1.0f;
     ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
     return (vec)((ivec)(p * (vec)power) & ~vanishes);
+}
+
+/* Threads that do a piece of work together meet between its steps. They spin only for a moment: on a
+   busy machine the one they wait for needs the core. */
+typedef struct {
+    int32_t arrived, round;
+} Meeting;
+
+static void meet(Meeting *m) {
+    const int32_t all = omp_get_num_threads(), round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == all) {
+        m->arrived = 0;
+        __atomic_store_n(&m->round, round + 1, __ATOMIC_RELEASE);
+    } else
+        for (int i = 0; __atomic_load_n(&m->round, __ATOMIC_ACQUIRE) == round; i++)
+            if (i < SPINS) PAUSE();
+            else sched_yield();
 }
 
 /* What Python must know to lay weights out: lanes, panel, whether 8-bit weights are stored signed. */
@@ -132,25 +159,32 @@ ALWAYS void put(float *y, const float *from, const float *bias, int count, int a
     }
 }
 
-/* y[M, N] = x[M, K] w + bias, or added to y; w in panels [ceil(N / PANEL), K, PANEL]. */
-void linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N, const float *bias,
-            float *y, int64_t adds) {
-    int64_t panels = (N + PANEL - 1) / PANEL;
+/* y[M, N] = x[M, K] w + bias, or added to y; w in panels [ceil(N / PANEL), K, PANEL]. The share_...
+   functions are done by all threads of a team together; the others start a team. */
+static void share_linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N,
+                         const float *bias, float *y, int64_t adds) {
+    const int64_t panels = (N + PANEL - 1) / PANEL;
     for (int64_t from = 0; from < M; from += ROWS_IN_CACHE) {
-        int64_t to = from + ROWS_IN_CACHE < M ? from + ROWS_IN_CACHE : M;
-#pragma omp parallel for schedule(dynamic, 3)
+        const int64_t to = from + ROWS_IN_CACHE < M ? from + ROWS_IN_CACHE : M;
+#pragma omp for schedule(dynamic, 3) nowait
         for (int64_t p = 0; p < panels; p++) {
             float out[MOST_ROWS][PANEL];
-            int64_t first = p * PANEL;
-            int width = N - first < PANEL ? (int)(N - first) : PANEL;
+            const int64_t first = p * PANEL;
+            const int width = N - first < PANEL ? (int)(N - first) : PANEL;
             for (int64_t m = from; m < to; m += MOST_ROWS) {
-                int rows = to - m < MOST_ROWS ? (int)(to - m) : MOST_ROWS;
+                const int rows = to - m < MOST_ROWS ? (int)(to - m) : MOST_ROWS;
                 tile_of(rows, x + m * K, K, w + p * K * PANEL, K, out);
                 for (int r = 0; r < rows; r++)
                     put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);
             }
         }
     }
+}
+
+void linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N, const float *bias,
+            float *y, int64_t adds) {
+#pragma omp parallel
+    share_linear(x, M, K, w, N, bias, y, adds);
 }
 
 /* ---- Matrix products with quantized weights ------------------------------------------------- */
@@ -338,36 +372,41 @@ static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, int64_t
 
 /* As `linear`, with quantized weights; panels are a multiple of QUANT_PANELS. The scratch is as
    large as x, with M rounded up to QUANT_ROWS. */
-void quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N, int64_t bits,
-                      const float *bias, float *y, int64_t adds, float *scratch) {
+static void share_quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N,
+                                   int64_t bits, const float *bias, float *y, int64_t adds,
+                                   float *scratch, Meeting *meeting) {
     const int64_t groups = K / GROUP, panel = groups * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
     const int64_t tasks = (N + width - 1) / width;
     const int64_t whole = (M + QUANT_ROWS - 1) / QUANT_ROWS * QUANT_ROWS;
     float *steps = scratch, *totals = steps + whole * groups;
     int8_t *q = (int8_t *)(totals + whole * groups);
-#pragma omp parallel
-    {
-#pragma omp for schedule(static)
-        for (int64_t m = 0; m < M; m++)
-        {
-            const int64_t tile = m / QUANT_ROWS * QUANT_ROWS, row = m % QUANT_ROWS;
-            quantize_row(x + m * K, K, q + tile * K + row * 4, steps + tile * groups + row,
-                         totals + tile * groups + row);
-        }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t task = 0; task < tasks; task++) {
-            float out[QUANT_ROWS][QUANT_PANELS * LANES];
-            const int64_t first = task * width;
-            const int count = N - first < width ? (int)(N - first) : (int)width;
-            for (int64_t m = 0; m < M; m += QUANT_ROWS) {
-                int rows = M - m < QUANT_ROWS ? (int)(M - m) : QUANT_ROWS;
-                quantized_tiles_of(rows, bits, w + task * QUANT_PANELS * panel, K, q + m * K,
-                                   steps + m * groups, totals + m * groups, out);
-                for (int r = 0; r < rows; r++)
-                    put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, count, (int)adds);
-            }
+#pragma omp for schedule(static) nowait
+    for (int64_t m = 0; m < M; m++) {
+        const int64_t tile = m / QUANT_ROWS * QUANT_ROWS, row = m % QUANT_ROWS;
+        quantize_row(x + m * K, K, q + tile * K + row * 4, steps + tile * groups + row,
+                     totals + tile * groups + row);
+    }
+    meet(meeting);
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t task = 0; task < tasks; task++) {
+        float out[QUANT_ROWS][QUANT_PANELS * LANES];
+        const int64_t first = task * width;
+        const int count = N - first < width ? (int)(N - first) : (int)width;
+        for (int64_t m = 0; m < M; m += QUANT_ROWS) {
+            const int rows = M - m < QUANT_ROWS ? (int)(M - m) : QUANT_ROWS;
+            quantized_tiles_of(rows, bits, w + task * QUANT_PANELS * panel, K, q + m * K,
+                               steps + m * groups, totals + m * groups, out);
+            for (int r = 0; r < rows; r++)
+                put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, count, (int)adds);
         }
     }
+}
+
+void quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N, int64_t bits,
+                      const float *bias, float *y, int64_t adds, float *scratch) {
+    Meeting meeting = {0, 0};
+#pragma omp parallel
+    share_quantized_linear(x, M, K, w, N, bits, bias, y, adds, scratch, &meeting);
 }
 
 /* Rows `ids` of quantized weights, as floats: the embedding of tokens. */
@@ -404,19 +443,30 @@ ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsi
 }
 
 /* y[M, N] = x / root mean square of its row * weight. */
-void rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon, float *y) {
-#pragma omp parallel for schedule(static) if (M > 4)
+static void share_rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon,
+                           float *y) {
+#pragma omp for schedule(static) nowait
     for (int64_t m = 0; m < M; m++) normalize(x + m * N, weight, N, (float)epsilon, y + m * N);
 }
 
+void rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon, float *y) {
+#pragma omp parallel if (M > 4)
+    share_rms_norm(x, weight, M, N, epsilon, y);
+}
+
 /* y[M, N] = silu(x[M, :N]) * x[M, N:]. N is a multiple of LANES. */
+static void share_silu_multiply(const float *x, int64_t M, int64_t N, float *y) {
+#pragma omp for schedule(static) nowait
+    for (int64_t v = 0; v < M * N / LANES; v++) {
+        const int64_t m = v / (N / LANES), i = v % (N / LANES) * LANES;
+        vec gate = load(x + m * 2 * N + i), up = load(x + m * 2 * N + N + i);
+        store(y + m * N + i, gate / (1.0f + exponential(-gate)) * up);
+    }
+}
+
 void silu_multiply(const float *x, int64_t M, int64_t N, float *y) {
-#pragma omp parallel for schedule(static) if (M > 1)
-    for (int64_t m = 0; m < M; m++)
-        for (int64_t i = 0; i < N; i += LANES) {
-            vec gate = load(x + m * 2 * N + i), up = load(x + m * 2 * N + N + i);
-            store(y + m * N + i, gate / (1.0f + exponential(-gate)) * up);
-        }
+#pragma omp parallel if (M > 4)
+    share_silu_multiply(x, M, N, y);
 }
 
 /* Where one token of one head lies: block [layers, 2, G, block_size, D]. */
@@ -440,11 +490,11 @@ ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t hal
 
 /* Rows qkv[M, (H + 2 G) D]: normalize q and k if there are weights for it, rotate them in place,
    store k and v in their slots (block * block_size + offset; negative: nowhere). */
-void rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine, const float *sine,
-                      const float *q_norm, const float *k_norm, double epsilon,
-                      const int64_t *slots, const Cache *cache) {
+static void share_rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine,
+                                   const float *sine, const float *q_norm, const float *k_norm,
+                                   double epsilon, const int64_t *slots, const Cache *cache) {
     const int64_t G = cache->heads, D = cache->head_size, half = D / 2;
-#pragma omp parallel for schedule(static) if (M > 2)
+#pragma omp for schedule(static) nowait
     for (int64_t m = 0; m < M; m++) {
         float *row = qkv + m * (H + 2 * G) * D;
         for (int64_t h = 0; h < H + G; h++) {
@@ -459,6 +509,13 @@ void rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine, con
             memcpy(key + cache->value_offset, row + (H + G + g) * D, (size_t)D * 4);
         }
     }
+}
+
+void rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine, const float *sine,
+                      const float *q_norm, const float *k_norm, double epsilon,
+                      const int64_t *slots, const Cache *cache) {
+#pragma omp parallel if (M > 4)
+    share_rotate_and_store(qkv, M, H, cosine, sine, q_norm, k_norm, epsilon, slots, cache);
 }
 
 /* ---- Attention through block tables ---------------------------------------------------------- */
@@ -627,12 +684,13 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
    whose last row is its token number ends[s] - 1, sees all its tokens up to itself. A task is
    (sequence, first row): at most `tokens` rows from there on; each is done a key-value head at a
    time, or with `split` a part of the query heads of one. */
-void attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
-               int64_t table_width, const int32_t *starts, const int32_t *ends, double scale,
-               const int32_t *tasks, int64_t num_tasks, int64_t tokens, int64_t split, float *out) {
+static void share_attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
+                            int64_t table_width, const int32_t *starts, const int32_t *ends,
+                            double scale, const int32_t *tasks, int64_t num_tasks, int64_t tokens,
+                            int64_t split, float *out) {
     const int64_t G = cache->heads, D = cache->head_size, group = H / G / split;
     const int64_t stride = (H + 2 * G) * D;
-#pragma omp parallel for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t task = 0; task < num_tasks * G * split; task++) {
         const int64_t s = tasks[2 * (task / (G * split))], part = task % (G * split);
         const int64_t begin = tasks[2 * (task / (G * split)) + 1], rows = starts[s + 1];
@@ -646,6 +704,14 @@ void attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *t
             }
         attend(&queries, cache, part / split, tables + s * table_width, (float)scale);
     }
+}
+
+void attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
+               int64_t table_width, const int32_t *starts, const int32_t *ends, double scale,
+               const int32_t *tasks, int64_t num_tasks, int64_t tokens, int64_t split, float *out) {
+#pragma omp parallel
+    share_attention(qkv, H, cache, tables, table_width, starts, ends, scale, tasks, num_tasks,
+                    tokens, split, out);
 }
 
 /* ---- A whole layer, in one call --------------------------------------------------------------- */
@@ -674,26 +740,39 @@ typedef struct {
     float *normed, *qkv, *attended, *inner, *active, *scratch;
 } Pass;
 
-static void multiply(const float *x, int64_t M, const Weight *w, float *y, int64_t adds,
-                     float *scratch) {
+static void share_multiply(const float *x, int64_t M, const Weight *w, float *y, int64_t adds,
+                           float *scratch, Meeting *meeting) {
     if (w->bits == 32)
-        linear(x, M, w->inputs, w->panels, w->outputs, w->bias, y, adds);
+        share_linear(x, M, w->inputs, w->panels, w->outputs, w->bias, y, adds);
     else
-        quantized_linear(x, M, w->inputs, w->panels, w->outputs, w->bits, w->bias, y, adds, scratch);
+        share_quantized_linear(x, M, w->inputs, w->panels, w->outputs, w->bits, w->bias, y, adds,
+                               scratch, meeting);
+    meet(meeting);
 }
 
-/* x[M, hidden] goes through one layer, in place. */
-void layer(const Layer *l, const Pass *p, float *x) {
+static void share_layer(const Layer *l, const Pass *p, float *x, Meeting *meeting) {
     const int64_t M = p->rows, hidden = l->output.outputs;
-    rms_norm(x, l->input_norm, M, hidden, l->epsilon, p->normed);
-    multiply(p->normed, M, &l->qkv, p->qkv, 0, p->scratch);
-    rotate_and_store(p->qkv, M, p->heads, p->cosine, p->sine, l->q_norm, l->k_norm, l->epsilon,
-                     p->slots, &p->cache);
-    attention(p->qkv, p->heads, &p->cache, p->tables, p->table_width, p->starts, p->ends, p->scale,
-              p->tasks, p->num_tasks, p->tokens, p->split, p->attended);
-    multiply(p->attended, M, &l->output, x, 1, p->scratch);
-    rms_norm(x, l->post_norm, M, hidden, l->epsilon, p->normed);
-    multiply(p->normed, M, &l->gate_up, p->inner, 0, p->scratch);
-    silu_multiply(p->inner, M, l->down.inputs, p->active);
-    multiply(p->active, M, &l->down, x, 1, p->scratch);
+    share_rms_norm(x, l->input_norm, M, hidden, l->epsilon, p->normed);
+    meet(meeting);
+    share_multiply(p->normed, M, &l->qkv, p->qkv, 0, p->scratch, meeting);
+    share_rotate_and_store(p->qkv, M, p->heads, p->cosine, p->sine, l->q_norm, l->k_norm, l->epsilon,
+                           p->slots, &p->cache);
+    meet(meeting);
+    share_attention(p->qkv, p->heads, &p->cache, p->tables, p->table_width, p->starts, p->ends,
+                    p->scale, p->tasks, p->num_tasks, p->tokens, p->split, p->attended);
+    meet(meeting);
+    share_multiply(p->attended, M, &l->output, x, 1, p->scratch, meeting);
+    share_rms_norm(x, l->post_norm, M, hidden, l->epsilon, p->normed);
+    meet(meeting);
+    share_multiply(p->normed, M, &l->gate_up, p->inner, 0, p->scratch, meeting);
+    share_silu_multiply(p->inner, M, l->down.inputs, p->active);
+    meet(meeting);
+    share_multiply(p->active, M, &l->down, x, 1, p->scratch, meeting);
+}
+
+/* x[M, hidden] goes through one layer, in place, by one team of threads. */
+void layer(const Layer *l, const Pass *p, float *x) {
+    Meeting meeting = {0, 0};
+#pragma omp parallel
+    share_layer(l, p, x, &meeting);
 }
