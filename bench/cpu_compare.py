@@ -1,0 +1,412 @@
+"""Our engine beside transformers' generate and llama.cpp on this CPU: same model, same prompts.
+
+    python bench/cpu_compare.py                       prints one JSON object, progress to stderr
+    python bench/cpu_compare.py --quick --out FILE    fewer tokens, one round; also to a file
+
+headway ... llama_cpp_q4_1   output tok/s while decoding, by batch; 128 prompt and 128 output tokens
+prefill    prompt tok/s by engine and batch
+total      output tok/s by engine and batch, prefill included
+mixed      output tok/s of 64 requests of 16-256 prompt and 16-256 output tokens, 32 at a time
+host_share percent of decoding that our engine spends outside the model, by batch
+machine    bandwidth_gb_s (reads) and gemm_gflop_s (fp32) are measured ceilings, and
+           floor_ms_per_token is the time to read fp32 weights once; load is that of others
+agreement  leading greedy tokens of the first prompt that equal those of transformers
+ratios     the goals: median over rounds of ours / theirs, and whether it is reached
+Every engine runs in a process of its own, one after the other, in rounds of changing order, so
+that a slow moment of the machine does not always hit the same one. The peers get a virtual
+environment in the cache folder ($HEADWAY_CACHE); one that cannot run is skipped with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+from cpu_peers import Rates, gather, rates
+from rich.console import Console
+
+from headway import SamplingParams
+from headway.loading import find_tokenizer
+from headway.model.checkpoint import open_checkpoint
+from headway.model.names import cache_root, resolve
+
+NUM_PROMPT, MOST = 128, 32
+PRECISIONS = {"headway": "float32", "headway_fast": "fast"}
+WEIGHTS = {"llama_cpp": "f32", "llama_cpp_q4_0": "q4_0", "llama_cpp_q4_1": None}  # None: as shipped
+PACKAGES = {
+    "transformers": ["torch==2.13.0", "transformers==5.22.0", "accelerate==1.15.0", "gguf==0.19.0"],
+    "llama_cpp": ["--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", "numpy"],
+}
+NEEDED = {
+    "transformers": "import torch, transformers, accelerate, gguf",
+    "llama_cpp": "import llama_cpp",
+}
+BUILD = {
+    "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF",
+    "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count()),
+    # GCC 12 takes the stores of llama.cpp's AMX tile config for dead, and it dies on a tile load.
+    "CXXFLAGS": "-fno-tree-dse -fno-dse",
+}
+GOALS = [  # ours, theirs, figure, ratio to reach: for all batch sizes, or for those with their own
+    ("headway", "transformers", "decode", {"": 2.0}),
+    ("headway", "llama_cpp", "decode", {"": 1.0, "32": 1.7}),
+    ("headway", "transformers", "mixed", {"": 3.0}),
+    ("headway_fast", "llama_cpp_q4_0", "decode", {"": 1.0}),
+    ("headway_fast", "llama_cpp_q4_0", "prefill", {"": 1.0}),
+]
+MOST_HOST_SHARE = 5.0  # percent of decoding at the largest batch
+MOST_PERPLEXITY_COST = 5.0  # percent that the fast path may lose
+NUM_SCORED = 1500  # tokens of the licence's text, for perplexity
+console = Console(stderr=True)
+
+
+# The task: the same token ids for everybody.
+
+
+def make_task(model: Path, threads: int, *, is_quick: bool) -> Rates:
+    """Prompts are slices of the licence's text, each from another place."""
+    tokenizer = find_tokenizer(model)
+    assert tokenizer is not None, "a GGUF file brings its tokenizer"
+    text = tokenizer.encode((HERE.parent / "LICENSE").read_text())
+    dice = random.Random(0)
+    lengths = [(dice.randint(16, 256), dice.randint(16, 256)) for _ in range(8 if is_quick else 64)]
+    return {
+        "model": str(model),
+        "threads": threads,
+        "num_output": 32 if is_quick else 128,
+        "batches": [1, 8, MOST],
+        "scored": text[:NUM_SCORED],
+        "prompts": [text[start : start + NUM_PROMPT] for start in range(0, 61 * MOST, 61)],
+        "mixed": [
+            (text[29 * i : 29 * i + num_prompt], n) for i, (num_prompt, n) in enumerate(lengths)
+        ],
+    }
+
+
+# Our engine.
+
+
+def run_headway(
+    llm: Any, prompts: list[list[int]], nums_output: list[int]
+) -> tuple[float, float, list[list[int]]]:
+    """Seconds for all prompts from an empty prefix cache, seconds in the model, the outputs."""
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in nums_output]
+    llm.reset_cache()
+    start, in_model = perf_counter(), llm.executor.model_seconds
+    results = llm.generate(prompts, params)
+    took = perf_counter() - start
+    outputs = [result.samples[0].token_ids for result in results]
+    assert list(map(len, outputs)) == nums_output, "an output ended early"
+    return took, llm.executor.model_seconds - in_model, outputs
+
+
+def headway_rates(task: Rates, precision: str) -> Rates:
+    """What bench/cpu_peers.py measures, of our engine."""
+    from headway import LLM
+
+    llm = LLM(task["model"], precision=precision, threads=task["threads"], max_requests=MOST)
+    by_batch: dict[str, Rates] = {}
+    tokens: list[int] = []
+    for batch in task["batches"]:
+        prompts, num_output = task["prompts"][:batch], task["num_output"]
+        run_headway(llm, prompts, [2] * batch)  # untimed
+        first, first_in_model, _ = run_headway(llm, prompts, [1] * batch)
+        whole, in_model, outputs = run_headway(llm, prompts, [num_output] * batch)
+        tokens = tokens or outputs[0]
+        share = 100 * (1 - (in_model - first_in_model) / (whole - first))
+        figures = rates(batch, NUM_PROMPT, num_output, first, whole)
+        by_batch[str(batch)] = figures | {"host_share": share}
+    prompts, nums_output = ([each[i] for each in task["mixed"]] for i in (0, 1))
+    mixed = sum(nums_output) / run_headway(llm, prompts, nums_output)[0]
+    return {**gather(by_batch), "mixed": mixed, "tokens": tokens, "nll": nll(llm, task["scored"])}
+
+
+def nll(llm: Any, tokens: list[int]) -> float:
+    """Mean negative log likelihood of a text."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    scores = llm.generate(tokens, params)[0].prompt_logprobs[1:]
+    return -statistics.fmean(score.logprob for score in scores)
+
+
+# What the machine can do.
+
+
+def machine_ceilings(threads: int) -> Rates:
+    """Read bandwidth over a buffer that no cache holds, and the speed of a large fp32 product."""
+    import torch
+
+    torch.set_num_threads(threads)
+    rows = torch.ones(1 << 15, 1 << 14)  # 2 GiB
+    vector, square = torch.ones(1 << 14), torch.ones(3072, 3072)
+    read = min(seconds(lambda: rows.sum()), seconds(lambda: rows @ vector))
+    multiply = seconds(lambda: square @ square)
+    return {
+        "bandwidth_gb_s": round(rows.numel() * 4 / read / 1e9, 2),
+        "gemm_gflop_s": round(2 * len(square) ** 3 / multiply / 1e9, 1),
+    }
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """The best of a few: a ceiling is what the machine can do, not what it did."""
+    times = []
+    for _ in range(6):
+        start = perf_counter()
+        work()
+        times.append(perf_counter() - start)
+    return min(times)
+
+
+def describe_machine(model: Path, threads: int) -> Rates:
+    load = os.getloadavg()[0]
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    ceilings = run_json([sys.executable, __file__, "--worker", "machine", str(threads)], threads)
+    if "skipped" not in ceilings:
+        num_bytes = open_checkpoint(model).config.num_params * 4
+        ceilings["floor_ms_per_token"] = round(num_bytes / ceilings["bandwidth_gb_s"] / 1e6, 2)
+    cpu = named[0] if named else platform.processor() or platform.machine()
+    return {"cpu": cpu, "cores": os.cpu_count(), "threads": threads, "load": load, **ceilings}
+
+
+# Processes, and the peers' environment.
+
+
+def run_json(command: list[str], threads: int) -> Rates:
+    """The last line of a process's output; {"skipped": why} if it fails."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if ended.returncode:
+        return {"skipped": last_line(ended.stderr) or f"ended with status {ended.returncode}"}
+    result: Rates = json.loads(last_line(ended.stdout))
+    return result
+
+
+def last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2]
+
+
+def peers_python() -> str:
+    return str(cache_root() / "peers" / "bin" / "python")
+
+
+def install_peer(name: str) -> str | None:
+    """Have a peer in the peers' environment; the reason if it cannot be."""
+    if not Path(peers_python()).exists():
+        folder = str(cache_root() / "peers")
+        made = subprocess.run(
+            [sys.executable, "-m", "venv", folder], capture_output=True, text=True
+        )
+        if made.returncode:
+            return last_line(made.stderr or made.stdout)
+    if not subprocess.run([peers_python(), "-c", NEEDED[name]], capture_output=True).returncode:
+        return None
+    console.print(f"installing {name}: downloads, and for llama.cpp minutes of compiling")
+    quietly = ["nice", "-n", "19"] if shutil.which("nice") else []
+    command = [*quietly, peers_python(), "-m", "pip", "install", *PACKAGES[name]]
+    ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | BUILD)
+    return last_line(ended.stderr) or "pip failed" if ended.returncode else None
+
+
+def weights_file(model: Path, kind: str | None) -> Rates:
+    """The model with other weights, made once by llama.cpp's own quantizer."""
+    if kind is None:
+        return {"path": str(model)}
+    target = cache_root() / "peers" / f"{model.stem}-{model.stat().st_size}.{kind}.gguf"
+    if not target.exists():
+        part = target.with_suffix(".part")
+        script = str(HERE / "cpu_peers.py")
+        made = run_json([peers_python(), script, "quantize", str(model), str(part), kind], 1)
+        if "skipped" in made:
+            return made
+        part.rename(target)
+    return {"path": str(target)}
+
+
+# Rounds.
+
+
+def engines_to_run(*, skip_peers: bool) -> tuple[list[str], Rates]:
+    """Who can run, and why the others cannot."""
+    engines = list(PRECISIONS)
+    reasons: Rates = {}
+    for peer, names in {"transformers": ["transformers"], "llama_cpp": list(WEIGHTS)}.items():
+        reason = "--skip-peers" if skip_peers else install_peer(peer)
+        if reason:
+            reasons |= {name: {"skipped": reason} for name in names}
+        else:
+            engines += names
+    return engines, reasons
+
+
+def run_engine(name: str, task: Rates, earlier: list[Rates]) -> Rates:
+    """One round of one engine in a process of its own."""
+    if name in WEIGHTS:
+        weights = weights_file(Path(task["model"]), WEIGHTS[name])
+        if "skipped" in weights:
+            return weights
+        # What the first round found the fastest stays.
+        task = task | {"settings": earlier[0]["settings"] if earlier else {}}
+        task["batches"] = task["batches"] if WEIGHTS[name] else [1]
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(task, file)
+        file.flush()
+        script = str(HERE / "cpu_peers.py")
+        if name in PRECISIONS:
+            command = [sys.executable, __file__, "--worker", name, file.name]
+        elif name in WEIGHTS:
+            command = [peers_python(), script, "llama_cpp", file.name, weights["path"]]
+        else:
+            command = [peers_python(), script, name, file.name]
+        return run_json(command, task["threads"])
+
+
+def run_rounds(engines: list[str], task: Rates, num_rounds: int) -> dict[str, list[Rates]]:
+    """{engine: one result per round}; an engine that fails is not asked again."""
+    found: dict[str, list[Rates]] = {name: [] for name in engines}
+    for i in range(num_rounds):
+        for name in engines if i % 2 == 0 else engines[::-1]:
+            if found[name] and "skipped" in found[name][-1]:
+                continue
+            with console.status(f"round {i + 1} of {num_rounds}: {name}"):
+                result = run_engine(name, task, found[name])
+            found[name].append(result)
+            said = result.get("skipped") or rounded(result["decode"])
+            console.print(f"round {i + 1} of {num_rounds}: {name}: {said}", highlight=False)
+    return found
+
+
+# The report.
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    return {key: round(value, 2) for key, value in values.items()}
+
+
+def medians(results: list[Rates], figure: str) -> Any:
+    """Over the rounds: one number, or one for each batch; the reason if a round failed."""
+    if "skipped" in results[-1]:
+        return results[-1]
+    values = [result[figure] for result in results]
+    if not isinstance(values[0], dict):
+        return round(statistics.median(values), 2)
+    return rounded({key: statistics.median(each[key] for each in values) for key in values[0]})
+
+
+def goals(found: dict[str, list[Rates]]) -> Rates:
+    """Every goal that both engines have figures for: the median of the rounds' ratios."""
+    reached: Rates = {}
+    for ours, theirs, figure, wanted in GOALS:
+        pairs = list(zip(found.get(ours, []), found.get(theirs, []), strict=False))
+        if not pairs or any("skipped" in each for pair in pairs for each in pair):
+            continue
+        figures = [[by_key(result[figure]) for result in pair] for pair in pairs]
+        for key in figures[0][0]:
+            ratio = round(statistics.median(a[key] / b[key] for a, b in figures), 3)
+            name, goal = f"{ours} / {theirs}: {figure} {key}".rstrip(), wanted.get(key, wanted[""])
+            reached[name] = {"ratio": ratio, "goal": goal, "reached": ratio >= goal}
+    return reached
+
+
+def by_key(figure: Any) -> dict[str, float]:
+    return figure if isinstance(figure, dict) else {"": figure}
+
+
+def agreement(found: dict[str, list[Rates]]) -> Rates:
+    outputs = {name: results[0].get("tokens", []) for name, results in found.items()}
+    reference = outputs.pop("transformers", [])
+    same = {
+        name: [a == b for a, b in zip(tokens, reference, strict=False)] + [False]
+        for name, tokens in outputs.items()
+    }
+    return {name: each.index(False) for name, each in same.items()} if reference else {}
+
+
+def perplexity(found: dict[str, list[Rates]]) -> Rates:
+    """Of a fixed text, and what the fast path's rounding costs of it, in percent."""
+    exact, fast = (math.exp(found[name][0]["nll"]) for name in PRECISIONS)
+    cost = 100 * (fast / exact - 1)
+    return {
+        "headway": round(exact, 4), "headway_fast": round(fast, 4), "cost_percent": round(cost, 3),
+        "goal": MOST_PERPLEXITY_COST, "reached": cost <= MOST_PERPLEXITY_COST,
+    }  # fmt: skip
+
+
+def report(machine: Rates, found: dict[str, list[Rates]], reasons: Rates) -> Rates:
+    details = ("version", "settings", "weights", "cpu")
+    with_mixed = [*PRECISIONS, "transformers"]
+    return {
+        "machine": machine,
+        **{name: medians(results, "decode") for name, results in found.items()},
+        **reasons,
+        "prefill": {name: medians(results, "prefill") for name, results in found.items()},
+        "total": {name: medians(results, "total") for name, results in found.items()},
+        "mixed": {name: medians(found[name], "mixed") for name in with_mixed if name in found},
+        "host_share": {name: medians(found[name], "host_share") for name in PRECISIONS}
+        | {"goal at 32": MOST_HOST_SHARE},
+        "perplexity": perplexity(found),
+        "agreement": agreement(found),
+        "peers": {
+            name: {key: results[0][key] for key in details if key in results[0]}
+            for name, results in found.items()
+            if name not in PRECISIONS
+        },
+        "ratios": goals(found),
+    }
+
+
+def worker(name: str, argument: str) -> Rates:
+    """One measurement in this process, which was started for it."""
+    if name == "machine":
+        return machine_ceilings(int(argument))
+    return headway_rates(json.loads(Path(argument).read_text()), PRECISIONS[name])
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m", help="a name, or a GGUF file's path")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--repeat", type=int, default=3, help="rounds; figures are medians")
+    parser.add_argument("--quick", action="store_true", help="32 output tokens, one round")
+    parser.add_argument("--skip-peers", action="store_true", help="our engine alone")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parse()
+    if options.worker:
+        print(json.dumps(worker(*options.worker)))
+        return
+    model = resolve(options.model)
+    if model.suffix != ".gguf":
+        raise SystemExit(f"{model}: llama.cpp reads GGUF files only; give one with --model")
+    engines, reasons = engines_to_run(skip_peers=options.skip_peers)
+    task = make_task(model, options.threads, is_quick=options.quick)
+    machine = describe_machine(model, options.threads)
+    found = run_rounds(engines, task, 1 if options.quick else options.repeat)
+    text = json.dumps(report(machine, found, reasons), indent=2)
+    if options.out:
+        options.out.write_text(text + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
