@@ -32,9 +32,18 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "lab": (*NOUNS, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "lab"),
     "server": (*NOUNS, "kv", "scheduler", "executor", "model", "engine", "lab", "server"),
     "cli": (
-        *NOUNS, "kv", "scheduler", "executor", "model", "engine", "loading", "llm", "lab", "server",
+        *NOUNS,
+        "kv",
+        "scheduler",
+        "executor",
+        "model",
+        "engine",
+        "loading",
+        "llm",
+        "lab",
+        "server",
         "cli",
-    ),  # fmt: skip
+    ),
     "__main__": ("cli",),
 }
 # Foreign modules, and the only parts that may import them.
