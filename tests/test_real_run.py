@@ -7,15 +7,19 @@ no matter here; that it says the same under all circumstances is.
 from __future__ import annotations
 
 import gc
+import random
+import sys
 from collections import Counter, defaultdict
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headway import LLM, Request, SamplingParams, StepReport
+from headway import LLM, PRESETS, Request, SamplingParams, StepReport
 from headway.engine.outputs import Gathering, Result
 from headway.engine.trace import read_trace
 from headway.errors import ConfigError, InvalidRequest, RequestError, RequestTooLong
@@ -200,6 +204,53 @@ def test_an_interrupt_between_steps_leaves_nothing_behind(
                 llm.generate(PROMPTS, drawn(), on_finish=wanted)
         check_idle(llm)
         assert outcome(llm.generate(PROMPTS, drawn())) == before
+
+
+class Lines:
+    """Counts the lines of the package that run, and interrupts at the nth."""
+
+    def __init__(self, interrupt_at: int = 0) -> None:
+        self.num_seen, self._at = 0, interrupt_at
+        self.where = "nowhere"
+
+    def __enter__(self) -> Lines:
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _enter(self, frame: FrameType, event: str, value: object) -> Any:
+        return self._line if frame.f_globals.get("__name__", "").startswith("headway.") else None
+
+    def _line(self, frame: FrameType, event: str, value: object) -> Any:
+        self.num_seen += event == "line"
+        if event == "line" and self.num_seen == self._at:
+            self.where = f"{frame.f_globals['__name__']}:{frame.f_lineno}"
+            raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, depth: int) -> None:
+    """As a key press may come anywhere in a step, between two of them, or before the first."""
+    chance, asked, wrong = random.Random(depth), (PROMPTS[:8], drawn(8)), []
+    with open_llm(tiny, depth=depth, **CRAMPED) as llm:
+        before = outcome(llm.generate(*asked))
+        with Lines() as lines:
+            llm.generate(*asked)
+    for _ in range(12):
+        llm, at = open_llm(tiny, depth=depth, **CRAMPED), Lines(chance.randint(1, lines.num_seen))
+        llm.generate(*asked)
+        try:
+            with at, suppress(KeyboardInterrupt):
+                llm.generate(*asked)
+            check_idle(llm)
+            assert outcome(llm.generate(*asked)) == before
+            llm.close()
+        except Exception as error:
+            wrong.append((at.where, repr(error)[:60]))
+    assert not wrong
 
 
 @MODES
@@ -400,7 +451,10 @@ def test_a_conversation_goes_on_from_the_cache_as_without_it(
     ):
         turns = [fresh.loaded.tokenizer.encode(p) for p in PROMPTS]  # type: ignore[union-attr]
         for turn, length in enumerate((6, 11, 17)):
-            params = drawn(max_tokens=length, ignore_eos=True)
+            params = [  # of all lengths, so that some end within a plan of several steps
+                SamplingParams(seed=s, max_tokens=length + s % 5, ignore_eos=True)
+                for s in range(len(PROMPTS))
+            ]
             assert fresh.reset_cache()
             expected, results = fresh.generate(turns, params), llm.generate(turns, params)
             assert outcome(results) == outcome(expected)
@@ -430,6 +484,43 @@ def test_a_seed_says_the_same_under_all_circumstances(tiny: str) -> None:
             results = llm.generate(PROMPTS, wanted)
             assert outcome(results) == alone, more
             assert sum(result.preemptions for result in results) >= 5, more
+
+
+def mix(chance: random.Random) -> dict[str, Any]:
+    """Settings at random, cramped so that much happens; none may fail for lack of room."""
+    size, seats = chance.choice((1, 2, 5, 16, 64)), chance.choice((1, 3, 8, 16))
+    length = 220  # the longest prompt and its output
+    return {
+        "preset": chance.choice(list(PRESETS)), "block_size": size, "depth": chance.choice((0, 1)),
+        "num_blocks": -(-length // size) + chance.choice((0, 1, 100 // size)),
+        "max_requests": seats, "decode_steps": chance.choice((1, 1, 3, 4)),
+        "num_host_blocks": chance.choice((0, 3, 50, 400)),
+        "queue": chance.choice(("fcfs", "priority", "shortest_first", "fair")),
+        "swap": chance.choice(("recompute", "swap", "cheaper(start=0.0)")),
+        "victim": chance.choice(("newest", "least_work", "lowest_priority", "fewest_lost")),
+        "max_length": length,
+        **chance.choice(({}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_tokens": 17})),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_mix_of_settings_changes_what_is_said(tiny: str, seed: int) -> None:
+    chance = random.Random(seed)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0}, {"n": 2}, {"top_p": 0.9, "repetition_penalty": 1.2}, {"min_tokens": 9, "max_tokens": 20},
+        {"logprobs": 1, "presence_penalty": 0.5}, {"max_tokens": None}, {"prompt_logprobs": 0},
+        {"priority": 1, "client": "b", "bad_words": ["ong"]}, {"stop": "e", "min_p": 0.01},
+    ]  # fmt: skip
+    params = [
+        SamplingParams(**{"seed": s, "max_tokens": chance.randint(1, 40), **chance.choice(kinds)})
+        for s in range(len(PROMPTS))
+    ]
+    with open_llm(tiny, max_length=220) as llm:
+        expected = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, params, strict=True)])
+    settings = mix(chance)
+    with open_llm(tiny, **settings) as llm:
+        assert outcome(llm.generate(PROMPTS, params)) == expected, settings
+        check_idle(llm)
 
 
 def test_samples_of_one_prompt_differ_and_keep_their_seeds(tiny: str) -> None:
