@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -94,15 +94,16 @@ class LLM:
         a single one raises it.
         """
         results: list[Result] = []
-        gatherings = self._open(_listed(prompts), params, is_watched=False, results=results)
-        if _is_one(prompts) and results[0].error:
-            raise results[0].error
-        waiting = list(gatherings)
-        for _ in self._run(gatherings):
-            if on_finish:
-                for gathering in [g for g in waiting if not g.num_open]:
-                    waiting.remove(gathering)
-                    on_finish(gathering.result)
+        with self._interruptible():
+            gatherings = self._open(_listed(prompts), params, is_watched=False, results=results)
+            if _is_one(prompts) and results[0].error:
+                raise results[0].error
+            waiting = list(gatherings)
+            for _ in self._run(gatherings):
+                if on_finish:
+                    for gathering in [g for g in waiting if not g.num_open]:
+                        waiting.remove(gathering)
+                        on_finish(gathering.result)
         return results
 
     def chat(
@@ -123,17 +124,18 @@ class LLM:
     ) -> Iterator[Delta]:
         """New text as it is generated. Leaving the loop early ends the requests."""
         results: list[Result] = []
-        gatherings = self._open(_listed(prompts), params, is_watched=True, results=results)
-        refused = next((result.error for result in results if result.error), None)
-        if refused:
-            self._close(gatherings)
-            raise refused
-        for _ in self._run(gatherings):
-            for place, gathering in enumerate(gatherings):
-                deltas, gathering.deltas = gathering.deltas, []
-                for delta in deltas:
-                    delta.index = place
-                    yield delta
+        with self._interruptible():
+            gatherings = self._open(_listed(prompts), params, is_watched=True, results=results)
+            refused = next((result.error for result in results if result.error), None)
+            if refused:
+                self._close(gatherings)
+                raise refused
+            for _ in self._run(gatherings):
+                for place, gathering in enumerate(gatherings):
+                    deltas, gathering.deltas = gathering.deltas, []
+                    for delta in deltas:
+                        delta.index = place
+                        yield delta
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """A conversation as the model's template writes it, up to where the answer begins."""
@@ -256,6 +258,25 @@ class LLM:
                 yield
         finally:
             self._close(gatherings)
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """A key press may come at any line: whatever it breaks off is ended, or thrown away."""
+        try:
+            yield
+        except (Exception, GeneratorExit):
+            raise  # these end requests, but break nothing off
+        except BaseException:
+            try:
+                self._close(list(set(self._gatherings.values())))
+                is_sound = not self.engine.has_work and self.engine.scheduler.is_idle
+            except Exception:
+                is_sound = False
+            if not is_sound:
+                self.engine.restart()
+            self._gatherings.clear()
+            self._kept.clear()
+            raise
 
     def _close(self, gatherings: Sequence[Gathering]) -> None:
         for gathering in gatherings:

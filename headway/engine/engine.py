@@ -125,6 +125,11 @@ class Engine:
         while self.has_work:
             self.step()
 
+    def restart(self) -> None:
+        """Begin anew with nothing: no requests, no cache. For when a step was broken off midway."""
+        self._flight.clear()
+        self.scheduler = Scheduler(self.scheduler.config)
+
     def why(self) -> str:
         """Why things stand as they stand, for a person to read; at any time, from any state."""
         idle = self.clock.now() - self._last_progress

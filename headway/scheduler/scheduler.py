@@ -171,6 +171,13 @@ class Scheduler:
     # What policies may look at (config.World).
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing is left of any request but what is cached."""
+        holds = self.requests or self.running or self.queue or self.swapped or self.in_flight
+        blocks = self.kv.num_free, self.kv.host.num_free
+        return not holds and blocks == (self.config.num_blocks, self.config.num_host_blocks)
+
+    @property
     def num_free(self) -> int:
         return self.kv.num_free
 
