@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -211,11 +212,21 @@ class Terminal:
         self._process.wait()
         os.close(self._file)
 
-    def wait_for(self, pattern: str, seconds: float = 120) -> None:
-        """Read until this is shown, after what was waited for before."""
-        deadline = time.monotonic() + seconds
+    def wait_for(self, pattern: str, *, again: str = "", seconds: float = 120) -> None:
+        """Read until this is shown, after what was waited for before.
+
+        A key pressed just as a prompt appears may come before anybody listens: `again` is pressed
+        once more every few seconds, as a person would.
+        """
+        begun = pressed = time.monotonic()
         while not (found := re.search(pattern, self.shown)):
-            assert time.monotonic() < deadline, self.shown
+            now = time.monotonic()
+            assert now - begun < seconds, f"no {pattern!r} in {self.shown!r}"
+            if again and now - pressed > 3:
+                self.type(again)
+                pressed = now
+            if not select.select([self._file], [], [], 0.5)[0]:
+                continue
             try:
                 self.shown += os.read(self._file, 4096).decode(errors="replace")
             except OSError:
@@ -241,12 +252,12 @@ def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_leaves(tmp_path: Path) -> None:
         terminal.wait_for("Ctrl-D leaves")
         terminal.wait_for("> ")
         terminal.type("half a line\x03")
-        terminal.wait_for("leaves\\)")
+        terminal.wait_for("leaves\\)", again="\x03")
         terminal.wait_for("> ")
         terminal.type("hello\n")
         terminal.wait_for("hello\r\n.")
         terminal.type("\x03")
-        terminal.wait_for("\\(stopped\\)")
+        terminal.wait_for("\\(stopped\\)", again="\x03")
         terminal.wait_for("> ")
         terminal.type("/stats\n")
         terminal.wait_for("last answer")
