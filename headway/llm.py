@@ -256,8 +256,10 @@ class LLM:
                 for request in [r for r in self._kept if not r.is_finished]:
                     self.engine.stop(request.id)
                 yield
-        finally:
+        except (Exception, GeneratorExit):  # a key press is for `_interruptible`
             self._close(gatherings)
+            raise
+        self._close(gatherings)
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:

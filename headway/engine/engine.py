@@ -115,7 +115,10 @@ class Engine:
             return self._fail(error)
         except BaseException:  # interrupted: nothing may be left half done, and nothing is broken
             self._flight.clear()
-            self.scheduler.fail("interrupted")
+            try:
+                self.scheduler.fail("interrupted")
+            except Exception:  # broken off in the middle of a change
+                self.restart()
             raise
         report = report or self.scheduler.take_news()
         return self._report(report) if report else None
