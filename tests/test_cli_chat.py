@@ -191,6 +191,12 @@ def test_no_text_is_held_back_from_a_pipe() -> None:
     assert written(["half a wo"], None) == "half a wo"
 
 
+def _hear_keys() -> None:
+    """Ctrl-C is a signal of the terminal, also where whoever started the tests ignores it."""
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Terminal:
     """A command on a terminal, read and typed to as a person would."""
 
@@ -199,7 +205,7 @@ class Terminal:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headway", *command],
             stdin=inner, stdout=inner, stderr=inner, cwd=ROOT, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C is a signal
+            preexec_fn=_hear_keys,
         )  # fmt: skip
         os.close(inner)
         self.shown = ""
