@@ -208,7 +208,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Inputs as the quantized product rounds them: 8 bits in groups of 32, and their steps."""
     grouped = x.view(len(x), -1, packing.GROUP)
     most = grouped.abs().amax(2, keepdim=True)
-    inverse = torch.where(most > 0, 127 / most, 0)
+    inverse = torch.where(most > 0, torch.tensor(127.0) / most, 0)  # 127 / most would round twice
     return (grouped * inverse).round(), most / 127
 
 
@@ -226,8 +226,8 @@ def quantized_product(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("num_outputs", [1, 63, 65, 130])
 def test_quantized_products_are_exact_but_for_rounding(num_outputs: int, bits: int) -> None:
     random_numbers = _generator(num_outputs + bits)
-    for num_rows in (*range(1, 18), 24, 33, 40):
-        for num_inputs in (32, 160):
+    for num_rows in (*range(1, 18), 24, 32, 33, 40):
+        for num_inputs in (32, 64, 160):
             x = torch.randn(num_rows, num_inputs, generator=random_numbers)
             x[0, :32] = 0  # a group without a step
             matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
@@ -240,6 +240,28 @@ def test_quantized_products_are_exact_but_for_rounding(num_outputs: int, bits: i
             onto = torch.ones(num_rows, num_outputs)
             added = multiplied(packing.pack_groups(groups, None), x, onto)
             assert ((added - exact - 1).abs() <= most + 4 * EPSILON * (1 + exact.abs())).all()
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8, 32])
+@pytest.mark.parametrize("num_outputs", [1, 65, 130])
+def test_a_row_of_a_product_is_the_same_alone_and_among_many(num_outputs: int, bits: int) -> None:
+    """To the bit, whichever instructions the number of rows calls for."""
+    random_numbers = _generator(num_outputs + bits)
+    for num_inputs in (32, 64, 160, 576):
+        matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
+        bias = torch.randn(num_outputs, generator=random_numbers)
+        if bits == 32:
+            weight = packing.pack_floats(matrix, bias)
+        else:
+            groups = packing.quantize(matrix) if bits == 8 else four_bits(matrix, bits)
+            weight = packing.pack_groups(groups, bias)
+        x = torch.randn(100, num_inputs, generator=random_numbers)
+        x[1] *= 1e-30
+        onto = torch.randn(100, num_outputs, generator=random_numbers)
+        alone = [multiplied(weight, x[i : i + 1], onto[i : i + 1]) for i in range(100)]
+        for num_rows in (2, 8, 16, 31, 32, 33, 47, 48, 64, 100):
+            together = multiplied(weight, x[:num_rows], onto[:num_rows])
+            assert torch.equal(together, torch.cat(alone[:num_rows])), (num_inputs, num_rows)
 
 
 @pytest.mark.parametrize("bits", [4, 5, 8, 32])

@@ -27,7 +27,7 @@ from headway.model.tensors import Groups
 
 MOST_QUERIES = 32  # rows of queries in one task of the attention
 MOST_HEAD = 256
-ROUNDED = 8  # rows that the quantized product rounds to bytes side by side
+ROUNDED = 16  # rows, at most, that the quantized product rounds to bytes side by side
 
 
 def refusal(config: ModelConfig) -> str | None:
@@ -44,6 +44,8 @@ def refusal(config: ModelConfig) -> str | None:
 
 class NativeBackend:
     """Weights as floats, or as the file's own groups and 8-bit ones where it has none."""
+
+    looks_up_turns = False
 
     def __init__(self, *, is_quantized: bool = False) -> None:
         self.library = load()
@@ -63,6 +65,9 @@ class NativeBackend:
 
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
         return checkpoint.read(name).float().contiguous()
+
+    def prepared(self, layer: Layer) -> Layer:
+        return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
         assert isinstance(weight, NativeWeight)

@@ -1,4 +1,6 @@
-"""Compile kernels.c for this machine, once, and load it. No compiler, no library: torch does it all.
+"""Compile kernels.c, with the parts it includes, for this machine, once, and load it.
+
+No compiler, no library: torch does it all.
 
 The library is kept in the cache folder under a name made of the source, the compiler and the CPU's
 features, so that a shared home folder never gives one machine the code of another.
@@ -76,7 +78,8 @@ def _fingerprint(compiler: str) -> str:
         lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines()
         kinds = ("flags", "Features", "model name", "CPU part", "CPU implementer")
         features += "".join(sorted({line for line in lines if line.startswith(kinds)}))
-    parts = (SOURCE.read_bytes(), version, features.encode(), " ".join(FLAGS).encode(),
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c")))
+    parts = (sources, version, features.encode(), " ".join(FLAGS).encode(),
              torch.__version__.encode())  # fmt: skip
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 

@@ -1,0 +1,285 @@
+/* What a layer does between its products: norms, gates, rotation, attention through block tables. */
+
+#define KEYS 64 /* positions attended to at a time, counted from the sequence's start */
+#define MOST_QUERIES 32
+#define MOST_HEAD 256
+
+ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsilon, float *y) {
+    vec squares = {0};
+    float rest = 0;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i < n; i++) rest += x[i] * x[i];
+    float factor = 1.0f / sqrtf((sum(squares) + rest) / (float)n + epsilon);
+    for (i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
+}
+
+/* y[M, N] = x / root mean square of its row * weight. */
+static void share_rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon,
+                           float *y) {
+#pragma omp for schedule(static) nowait
+    for (int64_t m = 0; m < M; m++) normalize(x + m * N, weight, N, (float)epsilon, y + m * N);
+}
+
+void rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon, float *y) {
+#pragma omp parallel if (M > 4)
+    share_rms_norm(x, weight, M, N, epsilon, y);
+}
+
+/* y[M, N] = silu(x[M, :N]) * x[M, N:]. N is a multiple of LANES. */
+static void share_silu_multiply(const float *x, int64_t M, int64_t N, float *y) {
+#pragma omp for schedule(static) nowait
+    for (int64_t v = 0; v < M * N / LANES; v++) {
+        const int64_t m = v / (N / LANES), i = v % (N / LANES) * LANES;
+        vec gate = load(x + m * 2 * N + i), up = load(x + m * 2 * N + N + i);
+        store(y + m * N + i, gate / (1.0f + exponential(-gate)) * up);
+    }
+}
+
+void silu_multiply(const float *x, int64_t M, int64_t N, float *y) {
+#pragma omp parallel if (M > 4)
+    share_silu_multiply(x, M, N, y);
+}
+
+/* Where one token of one head lies: block [layers, 2, G, block_size, D]. */
+typedef struct {
+    float *blocks;
+    int64_t block_stride, layer_offset, value_offset, block_size, heads, head_size;
+} Cache;
+
+ALWAYS float *key_of(const Cache *c, int64_t block, int64_t head, int64_t offset) {
+    return c->blocks + block * c->block_stride + c->layer_offset +
+           (head * c->block_size + offset) * c->head_size;
+}
+
+ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t half) {
+    for (int64_t i = 0; i < half; i++) {
+        float a = x[i], b = x[i + half];
+        x[i] = a * cosine[i] - b * sine[i];
+        x[i + half] = b * cosine[i] + a * sine[i];
+    }
+}
+
+/* Rows qkv[M, (H + 2 G) D]: normalize q and k if there are weights for it, rotate them in place,
+   store k and v in their slots (block * block_size + offset; negative: nowhere). */
+static void share_rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine,
+                                   const float *sine, const float *q_norm, const float *k_norm,
+                                   double epsilon, const int64_t *slots, const Cache *cache) {
+    const int64_t G = cache->heads, D = cache->head_size, half = D / 2;
+#pragma omp for schedule(static) nowait
+    for (int64_t m = 0; m < M; m++) {
+        float *row = qkv + m * (H + 2 * G) * D;
+        for (int64_t h = 0; h < H + G; h++) {
+            const float *norm = h < H ? q_norm : k_norm;
+            if (norm) normalize(row + h * D, norm, D, (float)epsilon, row + h * D);
+            rotate(row + h * D, cosine + m * half, sine + m * half, half);
+        }
+        if (slots[m] < 0) continue;
+        for (int64_t g = 0; g < G; g++) {
+            float *key = key_of(cache, slots[m] / cache->block_size, g, slots[m] % cache->block_size);
+            memcpy(key, row + (H + g) * D, (size_t)D * 4);
+            memcpy(key + cache->value_offset, row + (H + G + g) * D, (size_t)D * 4);
+        }
+    }
+}
+
+void rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine, const float *sine,
+                      const float *q_norm, const float *k_norm, double epsilon,
+                      const int64_t *slots, const Cache *cache) {
+#pragma omp parallel if (M > 4)
+    share_rotate_and_store(qkv, M, H, cosine, sine, q_norm, k_norm, epsilon, slots, cache);
+}
+
+/* Lanes of a and b, each folded onto half as many: in every 2 * half lanes, first a's, then b's. */
+#define AT(j, half, by) ((j) % (2 * (half)) < (half) ? (j) : (j) - (half) + LANES) + by
+#define FOUR(j, half, by) AT(j, half, by), AT(j + 1, half, by), AT(j + 2, half, by), AT(j + 3, half, by)
+#if LANES == 16
+#define ALL(half, by) FOUR(0, half, by), FOUR(4, half, by), FOUR(8, half, by), FOUR(12, half, by)
+#elif LANES == 8
+#define ALL(half, by) FOUR(0, half, by), FOUR(4, half, by)
+#else
+#define ALL(half, by) FOUR(0, half, by)
+#endif
+#define FOLD(half)                                                                         \
+    for (int i = 0; i < half; i++)                                                         \
+        v[i] = __builtin_shufflevector(v[i], v[i + half], ALL(half, 0)) +                  \
+               __builtin_shufflevector(v[i], v[i + half], ALL(half, half));
+
+/* Sums of the lanes of LANES vectors, as one vector. */
+ALWAYS vec sums_of(vec v[LANES]) {
+#if LANES == 16
+#pragma GCC unroll 8
+    FOLD(8)
+#endif
+#if LANES >= 8
+#pragma GCC unroll 8
+    FOLD(4)
+#endif
+#pragma GCC unroll 8
+    FOLD(2)
+    FOLD(1)
+    return v[0];
+}
+
+/* Some query rows of one sequence that share a key-value head. */
+typedef struct {
+    const float *q[MOST_QUERIES];
+    float *out[MOST_QUERIES];
+    int64_t end[MOST_QUERIES]; /* positions each may see */
+    int rows;
+    int64_t last; /* the largest of them */
+} Queries;
+
+static const float nothing[MOST_HEAD];
+
+ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D, float scale,
+                  float *out) {
+    for (int first = 0; first < count; first += LANES) {
+        vec sums[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) sums[i] = (vec){0};
+        for (int64_t d = 0; d < D; d += LANES) {
+            vec part = load(q + d);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) sums[i] += part * load(keys[first + i] + d);
+        }
+        store(out + first, sums_of(sums) * scale);
+    }
+}
+
+/* out[rows, D] += weights[rows, count] values, a few vectors of D at a time. */
+ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const float *const *values,
+                   int count, int64_t d, float (*out)[MOST_HEAD]) {
+    vec sums[4][4];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) sums[r][v] = load(out[r] + d + v * LANES);
+    for (int j = 0; j < count; j++) {
+        const float *from = values[j] + d;
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) {
+            vec value = load(from + v * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) sums[r][v] += weights[r][j] * value;
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int v = 0; v < vecs; v++) store(out[r] + d + v * LANES, sums[r][v]);
+}
+
+ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *values, int count,
+                       int64_t D, float (*out)[MOST_HEAD]) {
+    int64_t d = 0;
+    for (; d + 4 * LANES <= D; d += 4 * LANES) gather(rows, 4, weights, values, count, d, out);
+    for (; d < D; d += LANES) gather(rows, 1, weights, values, count, d, out);
+}
+
+/* Softmax over the keys seen so far, corrected as larger scores come: one tile of keys. */
+ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float *out, int64_t D) {
+    for (int64_t j = seen < 0 ? 0 : seen; j < KEYS; j++) scores[j] = -INFINITY;
+    vec top = load(scores);
+    for (int j = LANES; j < KEYS; j += LANES) top = larger(top, load(scores + j));
+    float now = largest(top);
+    now = now > *most ? now : *most;
+    float shrink = exponential(splat(*most - now))[0];
+    vec sums = {0};
+    for (int j = 0; j < KEYS; j += LANES) {
+        vec weight = exponential(load(scores + j) - now);
+        store(scores + j, weight);
+        sums += weight;
+    }
+    *total = *total * shrink + sum(sums);
+    *most = now;
+    for (int64_t d = 0; d < D; d += LANES) store(out + d, load(out + d) * shrink);
+}
+
+/* Where the keys of positions [first, first + count) lie. */
+static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t first, int count,
+                 const float **keys) {
+    const int64_t size = cache->block_size, D = cache->head_size;
+    int64_t place = first / size, offset = first % size;
+    for (int j = 0; j < count; place++, offset = 0) {
+        const float *key = key_of(cache, table[place], head, offset);
+        for (; j < count && offset < size; j++, offset++, key += D) keys[j] = key;
+    }
+}
+
+static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
+                   float scale) {
+    const int64_t D = cache->head_size;
+    float scores[MOST_QUERIES][KEYS], out[MOST_QUERIES][MOST_HEAD];
+    float most[MOST_QUERIES], total[MOST_QUERIES];
+    for (int r = 0; r < queries->rows; r++) {
+        most[r] = -INFINITY, total[r] = 0;
+        memset(out[r], 0, (size_t)D * 4);
+    }
+    for (int64_t first = 0; first < queries->last; first += KEYS) {
+        const float *keys[KEYS], *values[KEYS];
+        const int count = queries->last - first < KEYS ? (int)(queries->last - first) : KEYS;
+        for (int j = 0; j < KEYS; j++) keys[j] = nothing;
+        find(cache, head, table, first, count, keys);
+        for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
+        const int64_t rest = queries->last - first - KEYS;
+        const int next = rest < 0 ? 0 : rest < KEYS ? (int)rest : KEYS;
+        const float *later[KEYS];
+        find(cache, head, table, first + KEYS, next, later);
+        int started = 0; /* rows before it end before these keys; later rows see further */
+        while (queries->end[started] <= first) started++;
+        for (int r = started, fetched = 0; r < queries->rows; r++) {
+            const int upto = next * (r - started + 1) / (queries->rows - started);
+            for (; fetched < upto; fetched++) /* some before every row: memory works meanwhile */
+                for (int64_t d = 0; d < D; d += 16) {
+                    __builtin_prefetch(later[fetched] + d);
+                    __builtin_prefetch(later[fetched] + d + cache->value_offset);
+                }
+            score(queries->q[r], keys, count, D, scale, scores[r]);
+            weigh(scores[r], queries->end[r] - first, &most[r], &total[r], out[r], D);
+        }
+        int r = started;
+        for (; r + 4 <= queries->rows; r += 4) gather_all(4, scores + r, values, count, D, out + r);
+        switch (queries->rows - r) {
+        case 3: gather_all(3, scores + r, values, count, D, out + r); break;
+        case 2: gather_all(2, scores + r, values, count, D, out + r); break;
+        case 1: gather_all(1, scores + r, values, count, D, out + r); break;
+        }
+    }
+    for (int r = 0; r < queries->rows; r++)
+        for (int64_t d = 0; d < D; d++) queries->out[r][d] = out[r][d] / total[r];
+}
+
+/* out[M, H D] of the q in qkv rows: row i of sequence s, whose rows are [starts[s], starts[s + 1]) and
+   whose last row is its token number ends[s] - 1, sees all its tokens up to itself. A task is
+   (sequence, first row): at most `tokens` rows from there on; each is done a key-value head at a
+   time, or with `split` a part of the query heads of one. */
+static void share_attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
+                            int64_t table_width, const int32_t *starts, const int32_t *ends,
+                            double scale, const int32_t *tasks, int64_t num_tasks, int64_t tokens,
+                            int64_t split, float *out) {
+    const int64_t G = cache->heads, D = cache->head_size, group = H / G / split;
+    const int64_t stride = (H + 2 * G) * D;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t task = 0; task < num_tasks * G * split; task++) {
+        const int64_t s = tasks[2 * (task / (G * split))], part = task % (G * split);
+        const int64_t begin = tasks[2 * (task / (G * split)) + 1], rows = starts[s + 1];
+        const int64_t end = begin + tokens < rows ? begin + tokens : rows;
+        Queries queries = {.rows = 0};
+        for (int64_t m = begin; m < end; m++)
+            for (int64_t h = part * group; h < (part + 1) * group; h++) {
+                queries.q[queries.rows] = qkv + m * stride + h * D;
+                queries.out[queries.rows] = out + m * H * D + h * D;
+                queries.end[queries.rows++] = queries.last = ends[s] - (rows - 1 - m);
+            }
+        attend(&queries, cache, part / split, tables + s * table_width, (float)scale);
+    }
+}
+
+void attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
+               int64_t table_width, const int32_t *starts, const int32_t *ends, double scale,
+               const int32_t *tasks, int64_t num_tasks, int64_t tokens, int64_t split, float *out) {
+#pragma omp parallel
+    share_attention(qkv, H, cache, tables, table_width, starts, ends, scale, tasks, num_tasks,
+                    tokens, split, out);
+}

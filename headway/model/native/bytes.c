@@ -1,0 +1,103 @@
+/* Bytes: how quantized weights and rounded inputs lie, and dot products of them; half floats.
+
+   Weights are scale * q + minimum over groups of 32 inputs, q of 4 or 8 bits. A panel holds LANES
+   outputs; of each group first the q, four inputs of an output side by side (4-bit: two such quads
+   share a byte, low half first), then the halves. `dot` adds products of four inputs of a row. */
+
+#define GROUP 32 /* inputs that share a scale */
+#define GROUP_BYTES(bits) (LANES * GROUP * (bits) / 8 + LANES * 4)
+#if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
+#define TILES 1
+#define BESIDE 16 /* rows whose groups of bytes lie side by side */
+#else
+#define TILES 0
+#define BESIDE 8
+#endif
+
+/* Where four inputs of a row lie in such a group: as tiles want them, or as `dot` does. */
+ALWAYS int quad_of(const int row, const int quad) {
+    return TILES ? row * GROUP + quad * 4 : (quad * BESIDE + row) * 4;
+}
+
+ALWAYS int32_t four(const int8_t *x) {
+    int32_t together;
+    memcpy(&together, x, 4);
+    return together;
+}
+
+#if defined(__AVX512VNNI__)
+#define SIGNED 0
+typedef __m512i bytes;
+ALWAYS bytes load_bytes(const uint8_t *p) { return _mm512_loadu_si512(p); }
+ALWAYS bytes low(bytes b) { return _mm512_and_si512(b, _mm512_set1_epi8(15)); }
+ALWAYS bytes high(bytes b) { return low(_mm512_srli_epi16(b, 4)); }
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
+                const int quad) {
+    return (ivec)_mm512_dpbusd_epi32((__m512i)sums, q, _mm512_set1_epi32(four(x + quad_of(row, quad))));
+}
+ALWAYS vec load_halves(const uint16_t *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define SIGNED 1
+typedef __m256i bytes;
+ALWAYS bytes load_bytes(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+ALWAYS bytes low(bytes b) { return _mm256_and_si256(b, _mm256_set1_epi8(15)); }
+ALWAYS bytes high(bytes b) { return low(_mm256_srli_epi16(b, 4)); }
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
+                const int quad) {
+    __m256i quads = _mm256_set1_epi32(four(x + quad_of(row, quad)));
+    __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(quads, q));
+    return sums + (ivec)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+}
+ALWAYS vec load_halves(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define SIGNED 1
+typedef uint8x16_t bytes;
+ALWAYS bytes load_bytes(const uint8_t *p) { return vld1q_u8(p); }
+ALWAYS bytes low(bytes b) { return vandq_u8(b, vdupq_n_u8(15)); }
+ALWAYS bytes high(bytes b) { return vshrq_n_u8(b, 4); }
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
+                const int quad) {
+    int8x16_t w = vreinterpretq_s8_u8(q);
+    int8x16_t quads = vld1q_s8(x + quad_of(row / 4 * 4, quad)); /* of four rows */
+    switch (row % 4) {
+    case 0: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, quads, 0);
+    case 1: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, quads, 1);
+    case 2: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, quads, 2);
+    default: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, quads, 3);
+    }
+}
+ALWAYS vec load_halves(const uint16_t *p) {
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+#else
+#define SIGNED 1
+typedef struct { uint8_t b[LANES * 4]; } bytes;
+ALWAYS bytes load_bytes(const uint8_t *p) { bytes b; memcpy(&b, p, sizeof b); return b; }
+ALWAYS bytes low(bytes b) { for (int i = 0; i < LANES * 4; i++) b.b[i] &= 15; return b; }
+ALWAYS bytes high(bytes b) { for (int i = 0; i < LANES * 4; i++) b.b[i] >>= 4; return b; }
+ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
+                const int quad) {
+    for (int i = 0; i < LANES; i++)
+        for (int j = 0; j < 4; j++)
+            sums[i] += (int8_t)q.b[4 * i + j] * x[quad_of(row, quad) + j];
+    return sums;
+}
+ALWAYS vec load_halves(const uint16_t *p) {
+    vec v;
+    for (int i = 0; i < LANES; i++) { /* normal halves and zero; smaller ones are as good as zero */
+        uint32_t bits = (uint32_t)(p[i] & 0x8000) << 16, rest = p[i] & 0x7fff;
+        if (rest >= 0x400) bits |= (rest << 13) + ((127 - 15) << 23);
+        float f;
+        memcpy(&f, &bits, 4);
+        v[i] = f;
+    }
+    return v;
+}
+#endif
+
+/* What Python must know to lay weights out: lanes, panel, whether 8-bit weights are signed. */
+void layout(int64_t *out) { out[0] = LANES, out[1] = PANEL, out[2] = SIGNED; }

@@ -1,0 +1,197 @@
+/* Products with quantized weights.
+
+   Inputs are rounded to 8 bits a group: x = s * i. Then w.x = scale * s * (q.i) + minimum * s * sum
+   of i, and q.i is a dot product of bytes: whole numbers, exact however they are added up. */
+
+#define QUANT_ROWS 8   /* at most, computed in registers */
+#define QUANT_PANELS 4 /* outputs of a task: so many panels */
+#define FETCHED 4096   /* bytes ahead that quantized weights are fetched */
+
+/* Rows of inputs: i, and for every group its step s and s * sum of i. Of BESIDE rows, groups lie
+   side by side, then the next groups. */
+typedef struct {
+    int8_t *q;
+    float *steps, *totals;
+    int64_t K;
+} Rounded;
+
+/* From row m on: to be used as far as rows lie side by side. */
+ALWAYS Rounded from_row(Rounded x, int64_t m) {
+    const int64_t before = m / BESIDE * BESIDE, scales = before * (x.K / GROUP) + m % BESIDE;
+    x.q += before * x.K + quad_of((int)(m % BESIDE), 0);
+    x.steps += scales, x.totals += scales;
+    return x;
+}
+
+static void round_row(const float *x, Rounded to) {
+    for (int64_t g = 0; g < to.K / GROUP; g++, x += GROUP, to.q += GROUP * BESIDE) {
+        vec most = {0}, total = {0};
+        for (int i = 0; i < GROUP; i += LANES)
+            most = larger(larger(load(x + i), -load(x + i)), most);
+        const float top = largest(most), inverse = top > 0 ? 127.0f / top : 0;
+        float whole[GROUP];
+        int8_t rounded[GROUP];
+        for (int i = 0; i < GROUP; i++) whole[i] = rintf(x[i] * inverse);
+        for (int i = 0; i < GROUP; i++) rounded[i] = (int8_t)(int32_t)whole[i];
+        for (int i = 0; i < GROUP; i += LANES) total += load(whole + i);
+        for (int i = 0; i < GROUP / 4; i++) memcpy(to.q + quad_of(0, i), rounded + 4 * i, 4);
+        to.steps[g * BESIDE] = top / 127.0f;
+        to.totals[g * BESIDE] = top / 127.0f * sum(total);
+    }
+}
+
+/* A group's part of some outputs of a row: the order of it, however the dots were made. */
+ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, Rounded x, int64_t at) {
+    vec part = dots * x.steps[at];
+    sums += part * scale;
+    sums += minimum * x.totals[at];
+    return sums;
+}
+
+ALWAYS void quantized_tile(const int rows, const int panels, const int bits, const uint8_t *w,
+                           Rounded x, float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
+    const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);
+    vec sums[QUANT_ROWS][QUANT_PANELS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) sums[r][p] = (vec){0};
+    for (int64_t g = 0; g < groups; g++) {
+        ivec dots[QUANT_ROWS][QUANT_PANELS];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) dots[r][p] = (ivec){0};
+        const uint8_t *group = w + g * GROUP_BYTES(bits);
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++)
+#pragma GCC unroll 16
+            for (int i = 0; i < GROUP_BYTES(bits); i += 64)
+                __builtin_prefetch(group + p * panel + FETCHED + i);
+#pragma GCC unroll 8
+        for (int j = 0; j < bits; j++) {
+#pragma GCC unroll 4
+            for (int p = 0; p < panels; p++) {
+                bytes b = load_bytes(group + p * panel + j * LANES * 4);
+                const int8_t *from = x.q + g * GROUP * BESIDE;
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; r++) {
+                    if (bits == 4) {
+                        dots[r][p] = dot(dots[r][p], low(b), from, r, 2 * j);
+                        dots[r][p] = dot(dots[r][p], high(b), from, r, 2 * j + 1);
+                    } else
+                        dots[r][p] = dot(dots[r][p], b, from, r, j);
+                }
+            }
+        }
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) {
+            const uint16_t *halves = (const uint16_t *)(group + p * panel + LANES * 4 * bits);
+            vec scale = load_halves(halves), minimum = load_halves(halves + LANES);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                vec whole = __builtin_convertvector(dots[r][p], vec);
+                sums[r][p] = add_group(sums[r][p], whole, scale, minimum, x, g * BESIDE + r);
+            }
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int p = 0; p < panels; p++) store(out[r] + p * LANES, sums[r][p]);
+}
+
+/* QUANT_PANELS panels for some rows, in pieces that fit the registers. */
+ALWAYS void quantized_tiles(const int rows, const int bits, const uint8_t *w, Rounded x,
+                            float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
+    const int together = rows == 1 ? 4 : rows <= 4 ? 2 : 1;
+    for (int p = 0; p < QUANT_PANELS; p += together)
+        quantized_tile(rows, together, bits, w + p * (x.K / GROUP) * GROUP_BYTES(bits), x,
+                       (float(*)[QUANT_PANELS * LANES])(out[0] + p * LANES));
+}
+
+static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, Rounded x,
+                               float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
+#define CASE(n)                                            \
+    case n:                                                \
+        if (bits == 4) quantized_tiles(n, 4, w, x, out);   \
+        else quantized_tiles(n, 8, w, x, out);             \
+        break;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
+}
+
+/* Where outputs go is fetched while they are computed: often it has left the caches. */
+ALWAYS void fetch(float *y, int count) {
+    for (int i = 0; i < count; i += 16) __builtin_prefetch(y + i, 1);
+}
+
+/* A task: all rows, and the outputs of QUANT_PANELS panels. */
+static void share_panels(Rounded x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
+                         const float *bias, float *y, int64_t adds) {
+    const int64_t panel = x.K / GROUP * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int64_t task = 0; task < (N + width - 1) / width; task++) {
+        float out[QUANT_ROWS][QUANT_PANELS * LANES];
+        const int64_t first = task * width;
+        const int count = N - first < width ? (int)(N - first) : (int)width;
+        for (int64_t m = 0; m < M; m += QUANT_ROWS) {
+            const int rows = M - m < QUANT_ROWS ? (int)(M - m) : QUANT_ROWS;
+            for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + first, count);
+            quantized_tiles_of(rows, bits, w + task * QUANT_PANELS * panel, from_row(x, m), out);
+            for (int r = 0; r < rows; r++)
+                put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, count, (int)adds);
+        }
+    }
+}
+
+#if TILES
+#include "tiles.c"
+#else
+#define TILES_WANT(M, K) 0
+#define share_tiles share_panels
+#endif
+
+/* As `linear`, with quantized weights; panels are a multiple of QUANT_PANELS. The scratch is as
+   large as x, with M rounded up to BESIDE. */
+static void share_quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N,
+                                   int64_t bits, const float *bias, float *y, int64_t adds,
+                                   float *scratch, Meeting *meeting) {
+    const int64_t whole = (M + BESIDE - 1) / BESIDE * BESIDE, scales = whole * (K / GROUP);
+    Rounded to = {(int8_t *)(scratch + 2 * scales), scratch, scratch + scales, K};
+    const int has_many = TILES_WANT(M, K);
+#pragma omp for schedule(static) nowait
+    for (int64_t m = 0; m < (has_many ? whole : M); m++) /* tiles are filled with the last row */
+        round_row(x + (m < M ? m : M - 1) * K, from_row(to, m));
+    meet(meeting);
+    if (has_many) share_tiles(to, M, w, N, bits, bias, y, adds);
+    else share_panels(to, M, w, N, bits, bias, y, adds);
+}
+
+void quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N, int64_t bits,
+                      const float *bias, float *y, int64_t adds, float *scratch) {
+    Meeting meeting = {0, 0};
+#pragma omp parallel
+    share_quantized_linear(x, M, K, w, N, bits, bias, y, adds, scratch, &meeting);
+}
+
+/* Rows `ids` of quantized weights, as floats: the embedding of tokens. */
+void quantized_rows(const int64_t *ids, int64_t M, int64_t K, const uint8_t *w, int64_t bits,
+                    float *y) {
+    const int64_t groups = K / GROUP;
+    for (int64_t m = 0; m < M; m++) {
+        const uint8_t *panel = w + ids[m] / LANES * groups * GROUP_BYTES(bits);
+        const int lane = (int)(ids[m] % LANES);
+        for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits)) {
+            const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * bits);
+            const float scale = load_halves(halves)[lane], minimum = load_halves(halves + LANES)[lane];
+            for (int i = 0; i < GROUP; i++) {
+                const int quad = bits == 4 ? i / 8 : i / 4;
+                int q = panel[quad * LANES * 4 + lane * 4 + i % 4];
+                if (bits == 4) q = i / 4 % 2 ? q >> 4 : q & 15;
+                else if (SIGNED) q = (int8_t)q;
+                y[m * K + g * GROUP + i] = scale * (float)q + minimum;
+            }
+        }
+    }
+}

@@ -1,0 +1,116 @@
+/* Vectors of floats, and what is done with them everywhere; threads that meet. */
+
+#include <math.h>
+#include <omp.h>
+#include <sched.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define VECS 2      /* vectors in a panel of weights */
+#define MOST_ROWS 12 /* of a tile: rows x vectors accumulators, and what they need, fill the registers */
+#elif defined(__AVX2__)
+#define LANES 8
+#define VECS 2
+#define MOST_ROWS 6
+#else
+#define LANES 4
+#define VECS 4
+#define MOST_ROWS 6
+#endif
+#define PANEL (LANES * VECS) /* outputs computed together */
+#define SPINS 2000
+#if defined(__x86_64__)
+#define PAUSE() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define PAUSE() __asm__ volatile("yield")
+#else
+#define PAUSE() ((void)0)
+#endif
+#define ALWAYS static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(LANES * 4)));
+typedef float loose __attribute__((vector_size(LANES * 4), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
+
+ALWAYS vec load(const float *p) { return *(const loose *)p; }
+ALWAYS void store(float *p, vec v) { *(loose *)p = v; }
+ALWAYS vec splat(float x) { return x - (vec){0}; }
+ALWAYS vec either(ivec which, vec a, vec b) { return (vec)((which & (ivec)a) | (~which & (ivec)b)); }
+#if defined(__AVX512F__)
+ALWAYS vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX2__)
+ALWAYS vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b); }
+#else
+ALWAYS vec larger(vec a, vec b) { return either(a > b, a, b); }
+#endif
+
+/* Lanes turned by so many places. */
+#define TWO(j) (j) % LANES, ((j) + 1) % LANES
+#define EIGHT(j) TWO(j), TWO(j + 2), TWO(j + 4), TWO(j + 6)
+#if LANES == 16
+#define TURN(v, by) __builtin_shufflevector(v, v, EIGHT(by), EIGHT(by + 8))
+#elif LANES == 8
+#define TURN(v, by) __builtin_shufflevector(v, v, EIGHT(by))
+#else
+#define TURN(v, by) __builtin_shufflevector(v, v, TWO(by), TWO(by + 2))
+#endif
+
+ALWAYS float sum(vec v) {
+    if (LANES > 8) v += TURN(v, 8);
+    if (LANES > 4) v += TURN(v, 4);
+    v += TURN(v, 2);
+    v += TURN(v, 1);
+    return v[0];
+}
+
+ALWAYS float largest(vec v) {
+    if (LANES > 8) v = larger(v, TURN(v, 8));
+    if (LANES > 4) v = larger(v, TURN(v, 4));
+    v = larger(v, TURN(v, 2));
+    v = larger(v, TURN(v, 1));
+    return v[0];
+}
+
+/* e^x to about one unit in the last place; 0 below e^-87, so that a masked score weighs nothing. */
+ALWAYS vec exponential(vec x) {
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    ivec vanishes = x < splat(-87.0f);
+    vec t = larger(either(x < splat(88.0f), x, splat(88.0f)), splat(-87.0f));
+    vec whole = (t * 1.44269504f + magic) - magic;
+    vec r = t - whole * 0.693359375f;
+    r = r - whole * -2.12194440e-4f;
+    vec p = splat(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
+    return (vec)((ivec)(p * (vec)power) & ~vanishes);
+}
+
+/* Threads that do a piece of work together meet between its steps. They spin only for a moment: on a
+   busy machine the one they wait for needs the core. */
+typedef struct {
+    int32_t arrived, round;
+} Meeting;
+
+static void meet(Meeting *m) {
+    const int32_t all = omp_get_num_threads(), round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == all) {
+        m->arrived = 0;
+        __atomic_store_n(&m->round, round + 1, __ATOMIC_RELEASE);
+    } else
+        for (int i = 0; __atomic_load_n(&m->round, __ATOMIC_ACQUIRE) == round; i++)
+            if (i < SPINS) PAUSE();
+            else sched_yield();
+}
