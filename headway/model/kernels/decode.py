@@ -1,0 +1,280 @@
+"""Attention of one new token for each of many sequences, over their blocks.
+
+The same launch normalizes and rotates the new token's queries and key, and stores its key and
+value, unless that was done before. A program takes one sequence, one key-value head and all query
+heads of it, so each key is read once. Where sequences are few or long, several programs share one
+of them, and a second, small kernel joins what they found.
+
+Shapes: S sequences, H query heads, G key-value heads, D head size, C parts of a sequence; blocks
+are [B, L, 2, G, P, D], tables [R, W].
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.model.kernels.launch import begin, launch_options
+
+LOG2_E = 1.4426950408889634
+
+
+class Cut(NamedTuple):
+    """How the work is cut: programs that share a sequence at most, and what each of them takes."""
+
+    parts: int
+    least: int  # positions for a program, unless the sequence has fewer
+    tile: int  # positions at a time
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Where the programs that share a sequence leave what they found."""
+
+    sums: Tensor  # [S, H, C, D] float32
+    tops: Tensor  # [S, H, C] float32: the greatest score, to base 2
+    weights: Tensor  # [S, H, C] float32: of exp2(score - top), summed
+
+    @staticmethod
+    def room(shape: tuple[int, int, int], head_dim: int, device: torch.device) -> Parts:
+        """For S sequences, H heads and C parts."""
+        sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
+        return Parts(sums, *(torch.empty(shape, dtype=torch.float32, device=device) for _ in "tw"))
+
+
+@triton.jit
+def _weighted(x, norm, is_inside, dtype: tl.constexpr):
+    """A norm's rounding and weight, as torch does it."""
+    weight = tl.load(norm, mask=is_inside, other=0.0).to(tl.float32)
+    return (x.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _turned(
+    place, norm, cosine, sine, d, is_inside, epsilon, D: tl.constexpr, HAS_NORM: tl.constexpr
+):
+    """Heads [.., D] at `place`, normalized and rotated, rounded; d, cosine and sine are [1, D]."""
+    half: tl.constexpr = D // 2
+    dtype: tl.constexpr = place.dtype.element_ty
+    other = tl.where(d < half, d + half, d - half)
+    x = tl.load(place + d, mask=is_inside, other=0.0).to(tl.float32)
+    y = tl.load(place + other, mask=is_inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        rms = tl.rsqrt(tl.sum(x * x, 1) / D + epsilon)[:, None]
+        x = _weighted(x * rms, norm + d, d < D, dtype)
+        y = _weighted(y * rms, norm + other, d < D, dtype)
+    return (x * cosine + tl.where(d < half, -y, y) * sine).to(dtype)
+
+
+@triton.jit
+def _over_cache(
+    q, keys, values, table, top, weight, total, start, end, d, scale, block_stride,
+    D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Positions [start, end), added to the greatest score, the weights and the weighted values."""
+    p = tl.arange(0, TILE)
+    numbers = tl.load(table + (start + p) // BLOCK_SIZE, mask=p < end - start, other=0)
+    for at in range(start, end, TILE):
+        is_cached = p < end - at
+        home = numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D
+        # A tile ahead: keys can be asked for early only if it is known where they are.
+        soon = at + TILE + p
+        numbers = tl.load(table + soon // BLOCK_SIZE, mask=soon < end, other=0)
+        is_read = is_cached[:, None] & (d < D)
+        k = tl.load(keys + home[:, None] + d, mask=is_read, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.where(is_cached[None, :], scores, -float("inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        fade = tl.exp2(top - new_top)
+        scores = tl.exp2(scores - new_top[:, None])
+        weight = weight * fade + tl.sum(scores, 1)
+        v = tl.load(values + home[:, None] + d, mask=is_read, other=0.0).to(q.dtype)
+        total = tl.dot(scores.to(q.dtype), v, total * fade[:, None], input_precision="ieee")
+        top = new_top
+    return top, weight, total
+
+
+@triton.jit
+def _share(num_cached, PARTS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr):
+    """Positions that each program of a sequence takes."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_cached, PARTS), TILE) * TILE, LEAST)
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _attend(
+    qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_s, slots_s,
+    blocks, tables, seats_s, out, sums, tops, weights,
+    layer, epsilon, scale, qkv_stride, out_stride, block_stride, layer_stride, table_width,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr, HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
+    IS_NEW: tl.constexpr, HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """A part of one sequence, with one key-value head; the first part has the new token too."""
+    begin(CHAINED)
+    group: tl.constexpr = H // G
+    part, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions_s + sequence).to(tl.int32)
+    num_cached = position if IS_NEW else position + 1
+    share = _share(num_cached, PARTS, LEAST, TILE) if PARTS > 1 else num_cached
+    start = part * share
+    if (part > 0) & (start >= num_cached):
+        return
+    seat = tl.load(seats_s + sequence).to(tl.int64)
+    head = tl.arange(0, HEADS)[:, None]
+    d = tl.arange(0, D_ROOM)[None, :]
+    is_head = (head < group) & (d < D)
+    row = qkv + sequence.to(tl.int64) * qkv_stride
+    q_place = row + (kv_head * group + head) * D
+    keys = blocks + layer.to(tl.int64) * layer_stride + kv_head * (BLOCK_SIZE * D)
+    values = keys + G * BLOCK_SIZE * D
+    top = tl.full((HEADS,), -float("inf"), tl.float32)
+    weight = tl.zeros((HEADS,), tl.float32)
+    total = tl.zeros((HEADS, D_ROOM), tl.float32)
+    if IS_NEW:
+        turn = position * (D // 2) + tl.where(d < D // 2, d, d - D // 2)
+        cosine = tl.load(cosine_pd + turn, mask=d < D, other=0.0)
+        sine = tl.load(sine_pd + turn, mask=d < D, other=0.0)
+        q = _turned(q_place, q_norm, cosine, sine, d, is_head, epsilon, D, HAS_NORM)
+        if part == 0:
+            k_place = row + (H + kv_head) * D + tl.zeros((1, 1), tl.int32)
+            k_new = _turned(k_place, k_norm, cosine, sine, d, d < D, epsilon, D, HAS_NORM)
+            k_new = k_new.to(blocks.dtype.element_ty)
+            v_new = tl.load(row + (H + G + kv_head) * D + d, mask=d < D, other=0.0)
+            v_new = v_new.to(blocks.dtype.element_ty)
+            slot = tl.load(slots_s + sequence).to(tl.int64)
+            if slot >= 0:
+                home = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * D + d
+                tl.store(keys + home, k_new, mask=d < D)
+                tl.store(values + home, v_new, mask=d < D)
+            # The new token is the first that is seen, as it will be read from the cache later on.
+            top = tl.sum(q.to(tl.float32) * k_new.to(q.dtype).to(tl.float32), 1) * scale
+            weight += 1.0
+            total += v_new.to(q.dtype).to(tl.float32)
+    else:
+        q = tl.load(q_place + d, mask=is_head, other=0.0)
+    top, weight, total = _over_cache(
+        q, keys, values, tables + seat * table_width, top, weight, total,
+        start, tl.minimum(num_cached, start + share), d, scale, block_stride, D, BLOCK_SIZE, TILE,
+    )  # fmt: skip
+    if PARTS == 1:
+        home = out + sequence.to(tl.int64) * out_stride + (kv_head * group + head) * D + d
+        tl.store(home, (total / weight[:, None]).to(out.dtype.element_ty), mask=is_head)
+    else:
+        is_here = tl.arange(0, HEADS) < group
+        place = (sequence * H + kv_head * group + tl.arange(0, HEADS)) * PARTS + part
+        tl.store(sums + place[:, None] * D + d, total, mask=is_head)
+        tl.store(tops + place, top, mask=is_here)
+        tl.store(weights + place, weight, mask=is_here)
+
+
+@triton.jit
+def _join(
+    out, sums, tops, weights, positions_s, out_stride,
+    D: tl.constexpr, D_ROOM: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
+    TILE: tl.constexpr, IS_NEW: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """All parts of one sequence and query head."""
+    begin(CHAINED)
+    head, sequence = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions_s + sequence).to(tl.int32)
+    num_cached = position if IS_NEW else position + 1
+    num_parts = tl.maximum(tl.cdiv(num_cached, _share(num_cached, PARTS, LEAST, TILE)), 1)
+    c, d = tl.arange(0, PARTS), tl.arange(0, D_ROOM)
+    place = (sequence * tl.num_programs(0) + head) * PARTS + c
+    tops_c = tl.load(tops + place, mask=c < num_parts, other=-float("inf"))
+    weights_c = tl.load(weights + place, mask=c < num_parts, other=0.0)
+    shares = tl.exp2(tops_c - tl.max(tops_c, 0))
+    is_inside = (c[:, None] < num_parts) & (d[None, :] < D)
+    found = tl.load(sums + place[:, None] * D + d[None, :], mask=is_inside, other=0.0)
+    total = tl.sum(found * shares[:, None], 0) / tl.sum(weights_c * shares, 0)
+    home = sequence.to(tl.int64) * out_stride + head * D + d
+    tl.store(out + home, total.to(out.dtype.element_ty), mask=d < D)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turn:
+    """What turns a new token's heads into what attention takes; norms: both, or neither."""
+
+    q_norm: Tensor | None  # [D]
+    k_norm: Tensor | None
+    epsilon: float
+    cosine_pd: Tensor  # float32 [positions, D / 2]
+    sine_pd: Tensor
+
+
+def decode_attention(
+    qkv: Tensor,
+    out: Tensor,
+    *,
+    num_heads: int,
+    blocks: Tensor,
+    layer: int,
+    tables: Tensor,
+    seats_s: Tensor,
+    positions_s: Tensor,
+    slots_s: Tensor | None = None,
+    turn: Turn | None = None,
+    longest: int = 0,
+    cut: Cut | None = None,
+) -> None:
+    """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
+
+    With `turn` the token is new: see above; `slots_s` says where it is stored, negative: nowhere,
+    but it always sees itself. Without, queries and cache are ready. `longest` is about the longest
+    sequence: it decides how the work is cut, and so the speed, never the outcome.
+    """
+    _, _, _, num_kv_heads, block_size, head_dim = blocks.shape
+    num_sequences = len(seats_s)
+    if not num_sequences:
+        return
+    cut = cut or cut_for(num_sequences * num_kv_heads, longest, head_dim * blocks.element_size())
+    parts: tuple[Tensor | None, ...] = (None, None, None)
+    if cut.parts > 1:
+        room = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)
+        parts = (room.sums, room.tops, room.weights)
+    norms = (turn.q_norm, turn.k_norm, turn.cosine_pd, turn.sine_pd) if turn else (None,) * 4
+    heads_room = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
+    dim_room, is_new = triton.next_power_of_2(head_dim), turn is not None
+    _attend[(cut.parts, num_kv_heads, num_sequences)](
+        qkv, *norms, positions_s, slots_s, blocks, tables, seats_s, out, *parts,
+        layer, turn.epsilon if turn else 0.0, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),
+        blocks.stride(0), blocks.stride(1), tables.shape[1],
+        num_heads, num_kv_heads, head_dim, dim_room, heads_room, block_size,
+        cut.tile, cut.parts, cut.least, is_new, turn is not None and turn.q_norm is not None,
+        **launch_options(cut.warps, cut.stages),
+    )  # fmt: skip
+    if cut.parts > 1:
+        _join[(num_heads, num_sequences)](
+            out, *parts, positions_s, out.stride(0), head_dim, dim_room,
+            cut.parts, cut.least, cut.tile, is_new, **launch_options(2, 1),
+        )  # fmt: skip
+
+
+LONG = 4096  # positions that one program reads in a time that others would not wait for
+
+
+def cut_for(num_programs: int, longest: int, row_bytes: int) -> Cut:
+    """For so many programs if none were shared. Found by trying on an H200.
+
+    Many: one for each sequence, longest first, unless one is so long that all would wait for it.
+    Few: as many as fill the device, but none with next to nothing to do.
+    """
+    depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
+    if num_programs >= 384:
+        parts = 8 if longest > LONG else 1
+        if num_programs >= 1200:
+            return Cut(parts, LONG, 16, 1, max(2, 4 // depth))
+        return Cut(parts, LONG, max(16, 64 // depth), 4, 3)
+    parts = min(64, triton.next_power_of_2(1056 // num_programs))
+    if num_programs > 32:
+        return Cut(parts, 128, 16, 1, max(2, 3 // depth))
+    return Cut(parts, 64, max(16, 64 // depth), 4, 2)

@@ -1,0 +1,229 @@
+"""Products of few rows with a big matrix, with what comes before and after them in the same launch.
+
+For decoding: so few rows that reading the matrix is all the time there is. Before the product: an
+RMS norm of the rows, which is one number for each, so their sum of squares is all it needs. After
+it: a bias, silu of one half times the other, or the residual it is added to. Prefills, whose
+products are bound by arithmetic, do better with a library's. Knows no layer and no norm's weight.
+
+Shapes: M rows, N outputs, K inputs, J parts of a sum of squares.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.model.kernels.launch import begin, launch_options
+from headway.model.kernels.tiles import Tile, tile_for
+
+
+@triton.jit
+def _paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
+    """Gates and ups side by side, each pair become one output: silu(gate) * up."""
+    gate, up = tl.split(tl.reshape(total_mn, (ROWS, OUTPUTS // 2, 2)))
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def _product(
+    x_mk, weight_nk, near_m, near_n, k, x_stride, K: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Some rows times some outputs, float32."""
+    x = x_mk + near_m[:, None] * x_stride + k[None, :]
+    weight = weight_nk + near_n[None, :] * K + k[:, None]
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    for start in range(0, K, INPUTS):
+        if K % INPUTS == 0:
+            a, b = tl.load(x + start), tl.load(weight + start)
+        else:
+            a = tl.load(x + start, mask=k[None, :] < K - start, other=0.0)
+            b = tl.load(weight + start, mask=k[:, None] < K - start, other=0.0)
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _sliced_product(
+    x_mk, weight_nk, near_m, near_n, k, x_stride, K: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """The same, but warps sum different inputs of the same outputs at the same time."""
+    SLICE: tl.constexpr = K // SLICES
+    s = tl.arange(0, SLICES) * SLICE
+    x = x_mk + s[:, None, None] + near_m[None, :, None] * x_stride + k[None, None, :]
+    weight = weight_nk + s[:, None, None] + near_n[None, None, :] * K + k[None, :, None]
+    totals = tl.zeros((SLICES, ROWS, OUTPUTS), tl.float32)
+    for start in range(0, SLICE, INPUTS):
+        a, b = tl.load(x + start), tl.load(weight + start)
+        totals = tl.dot(a, b, totals, input_precision="ieee")
+    return tl.sum(totals, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear(
+    x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+    num_rows, num_outputs, epsilon, x_stride, out_stride,
+    K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr, LEAVES_SQUARES: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One tile; tiles of the same outputs follow each other, so the matrix is read once."""
+    num_row_tiles = tl.cdiv(num_rows, ROWS)
+    row_tile, output_tile = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
+    m = row_tile * ROWS + tl.arange(0, ROWS)
+    n = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, INPUTS)
+    is_row, is_output = m < num_rows, n < num_outputs
+    near_m, near_n = tl.where(is_row, m, 0), tl.where(is_output, n, 0).to(tl.int64)
+    begin(CHAINED)
+    if SLICES == 1:
+        total = _product(x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS)
+    else:
+        total = _sliced_product(
+            x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS, SLICES
+        )
+    if HAS_NORM:
+        j = tl.arange(0, SQUARES_ROOM)
+        squares = tl.load(
+            squares_mj + near_m[:, None] * NUM_SQUARES + j[None, :],
+            mask=j[None, :] < NUM_SQUARES, other=0.0,
+        )  # fmt: skip
+        total *= tl.rsqrt(tl.sum(squares, 1) / K + epsilon)[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias_n + near_n)[None, :].to(tl.float32)
+    if IS_GATED:
+        total = _paired(total, ROWS, OUTPUTS)
+        n = output_tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        is_output = n < num_outputs // 2
+    place = near_m[:, None] * out_stride + n[None, :]
+    is_inside = is_row[:, None] & is_output[None, :]
+    if HAS_RESIDUAL:
+        total += tl.load(residual_mn + place, mask=is_inside, other=0.0).to(tl.float32)
+    rounded = total.to(out_mn.dtype.element_ty)
+    tl.store(out_mn + place, rounded, mask=is_inside)
+    if LEAVES_SQUARES:
+        wide = tl.where(is_inside, rounded.to(tl.float32), 0.0)
+        home = squares_out_mj + near_m * tl.cdiv(num_outputs, OUTPUTS) + output_tile
+        tl.store(home, tl.sum(wide * wide, 1), mask=is_row)
+
+
+@triton.jit
+def _vector(
+    x_mk, weight_nk, bias_n, residual_mn, out_mn,
+    num_outputs, epsilon, x_stride, out_stride,
+    K: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One row; no matrix units. The first part of the matrix is asked for before x is there."""
+    row = tl.program_id(1)
+    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, INPUTS)
+    is_output = n < num_outputs
+    weight = weight_nk + tl.where(is_output, n, 0).to(tl.int64)[:, None] * K + k[None, :]
+    x = x_mk + row * x_stride + k
+    b = tl.load(weight, mask=k[None, :] < K, other=0.0)
+    begin(CHAINED)
+    total = tl.zeros((OUTPUTS,), tl.float32)
+    squares = tl.zeros((INPUTS,), tl.float32)
+    for start in tl.static_range(0, K, INPUTS):
+        a = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
+        squares += a * a
+        total += tl.sum(b.to(tl.float32) * a[None, :], 1)
+        if start + INPUTS < K:
+            b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
+    if HAS_NORM:
+        total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
+    if HAS_BIAS:
+        total += tl.load(bias_n + n, mask=is_output, other=0.0).to(tl.float32)
+    if IS_GATED:
+        total = tl.reshape(_paired(total[None, :], 1, OUTPUTS), (OUTPUTS // 2,))
+        n = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        is_output = n < num_outputs // 2
+    place = row * out_stride + n
+    if HAS_RESIDUAL:
+        total += tl.load(residual_mn + place, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out_mn + place, total.to(out_mn.dtype.element_ty), mask=is_output)
+
+
+def linear(
+    x_mk: Tensor,
+    weight_nk: Tensor,
+    *,
+    bias_n: Tensor | None = None,
+    epsilon: float | None = None,
+    squares_mj: Tensor | None = None,
+    is_gated: bool = False,
+    residual_mn: Tensor | None = None,
+    out_mn: Tensor | None = None,
+    squares_out_mj: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """x weight^T, in this order: over the root mean square of x if `epsilon` is given; plus bias;
+    gated: pairs of outputs become silu(first) * second; plus residual, which may be `out_mn`.
+
+    With more than one row, the squares for a norm come from whoever made x, in `squares_mj`, and
+    the squares of the output are left in `squares_out_mj`: in any number of parts.
+    """
+    num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
+    if out_mn is None:
+        out_mn = x_mk.new_empty((num_rows, num_outputs // 2 if is_gated else num_outputs))
+    if not num_rows:
+        return out_mn
+    assert x_mk.stride(1) == 1 and weight_nk.is_contiguous(), "a row's inputs lie side by side"
+    strides = (x_mk.stride(0), out_mn.stride(0))
+    is_alike = residual_mn is None or num_rows == 1 or residual_mn.stride(0) == strides[1]
+    assert is_alike, "a residual's rows lie as far apart as the output's"
+    tile = tile or tile_for(num_rows, num_outputs, num_inputs, x_mk.dtype)
+    num_tiles = triton.cdiv(num_outputs, tile.outputs)
+    flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
+    options = launch_options(tile.warps, tile.stages)
+    if tile.rows == 1:
+        _vector[(num_tiles, num_rows)](
+            x_mk, weight_nk, bias_n, residual_mn, out_mn, num_outputs, epsilon or 0.0, *strides,
+            num_inputs, *flags, tile.outputs, tile.inputs, **options,
+        )  # fmt: skip
+        return out_mn
+    assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
+    assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "a part a tile"
+    num_parts = squares_mj.shape[1] if squares_mj is not None else 1
+    _linear[(num_tiles * triton.cdiv(num_rows, tile.rows),)](
+        x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+        num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
+        triton.next_power_of_2(num_parts), *flags, squares_out_mj is not None,
+        tile.rows, tile.outputs, tile.inputs, tile.slices, **options,
+    )  # fmt: skip
+    return out_mn
+
+
+def num_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+    """Parts in which a product of this shape leaves the squares of its output."""
+    return -(-num_outputs // tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
+
+
+@triton.jit
+def _row_squares(x_mk, out_m, x_stride, K: tl.constexpr, ROOM: tl.constexpr, CHAINED: tl.constexpr):
+    """One row."""
+    begin(CHAINED)
+    row, k = tl.program_id(0), tl.arange(0, ROOM)
+    x = tl.load(x_mk + row.to(tl.int64) * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
+    tl.store(out_m + row, tl.sum(x * x, 0))
+
+
+def row_squares(x_mk: Tensor) -> Tensor:
+    """[M, 1] float32: the sum of squares of every row, for a `linear` that takes their norm."""
+    num_rows, width = x_mk.shape
+    out = torch.empty((num_rows, 1), dtype=torch.float32, device=x_mk.device)
+    if num_rows:
+        room, options = triton.next_power_of_2(width), launch_options(4, 1)
+        _row_squares[(num_rows,)](x_mk, out, x_mk.stride(0), width, room, **options)
+    return out

@@ -1,0 +1,71 @@
+"""RMS norms, alone and after an addition: one program for each row, which it reads once.
+
+Knows rows and a weight, not what they mean to a model. A sum is rounded to the rows' type before its
+norm is taken, and the norm before it is weighted: the roundings of torch and of transformers.
+
+Legend: T rows, K numbers in a row; any K whose row a program can hold.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rms_norm(
+    out_tk, x_tk, update_tk, weight_k, x_stride, update_stride, epsilon,
+    WIDTH: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """One row; where `update` is None, nothing is added to it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, PADDED)
+    is_here = column < WIDTH
+    x_at = x_tk + row * x_stride + column
+
+    weight = tl.load(weight_k + column, mask=is_here, other=0.0).to(tl.float32)
+    x = tl.load(x_at, mask=is_here, other=0.0)
+    if update_tk is not None:
+        update = tl.load(update_tk + row * update_stride + column, mask=is_here, other=0.0)
+        x = (x.to(tl.float32) + update.to(tl.float32)).to(x_tk.dtype.element_ty)
+        tl.store(x_at, x, mask=is_here)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
+    normed = (wide * scale).to(x_tk.dtype.element_ty).to(tl.float32)
+    out = (normed * weight).to(out_tk.dtype.element_ty)
+    tl.store(out_tk + row * WIDTH + column, out, mask=is_here)
+
+
+def rms_norm(x_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
+    """Rows over their root mean square, rounded to their type, times a weight per column."""
+    return _normed(x_tk, None, weight_k, epsilon)
+
+
+def add_rms_norm(x_tk: Tensor, update_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
+    """Add an update to x in place; return the norm of the sum as x now holds it."""
+    assert update_tk.shape == x_tk.shape and update_tk.stride(1) == 1, "an update is like x"
+    return _normed(x_tk, update_tk, weight_k, epsilon)
+
+
+def _normed(x_tk: Tensor, update_tk: Tensor | None, weight_k: Tensor, epsilon: float) -> Tensor:
+    num_rows, width = x_tk.shape
+    assert x_tk.stride(1) == 1, "the numbers of a row lie side by side"
+    out_tk = torch.empty((num_rows, width), dtype=x_tk.dtype, device=x_tk.device)
+    if num_rows == 0:
+        return out_tk
+    padded = triton.next_power_of_2(width)
+    update_stride = 0 if update_tk is None else update_tk.stride(0)
+    _rms_norm[(num_rows,)](
+        out_tk, x_tk, update_tk, weight_k, x_tk.stride(0), update_stride, epsilon,
+        WIDTH=width, PADDED=padded, num_warps=_num_warps(padded),
+    )  # fmt: skip
+    return out_tk
+
+
+def _num_warps(padded: int) -> int:
+    """A thread holds 16 numbers: two wide loads in flight, and the sum over a row stays short."""
+    return min(max(padded // 512, 1), 16)

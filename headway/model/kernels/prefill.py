@@ -1,0 +1,187 @@
+"""Attention of many new tokens a sequence, over the paged cache: ragged, causal, grouped heads.
+
+The keys and values of every token, this pass's own included, are in the cache before it runs.
+It does not know where queries come from, how blocks are given out, or what comes after.
+
+A tile is `tile_rows` queries of one sequence and one key-value head against `tile_keys` positions
+at a time. Its rows are the (token, query head) pairs of the group in that order, so keys and
+values are read once for the whole group, and a group of 3 or 7 wastes nothing.
+
+Legend: T tokens, H query heads, G key-value heads, group = H / G, D head size, S sequences,
+B blocks, L layers, P positions in a block, R seats, W blocks of the longest table.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.model.kernels.launch import begin, launch_options
+
+LOG2_E = 1.4426950408889634
+
+
+class Shape(NamedTuple):
+    """How a tile is cut, and how many warps and loads in flight it is given."""
+
+    tile_rows: int
+    tile_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def shape_of(head_dim: int, dtype: torch.dtype, num_rows: int) -> Shape:
+    """The tile for queries of this head size and type; num_rows: (token, head) pairs, at most."""
+    is_wide = head_dim > 128
+    if dtype == torch.float32:  # no tensor cores at full precision: what fits the registers
+        return Shape(16 if num_rows <= 16 else 32, 32, 8 if is_wide else 4, 2)
+    if num_rows <= 16:  # a few tokens: memory is the limit, not arithmetic
+        return Shape(16, 32 if is_wide else 64, 4, 3)
+    return Shape(64, 32, 4, 2) if is_wide else Shape(64, 64, 4, 3)
+
+
+def prefill_attention(
+    q_thd: Tensor,
+    out_thd: Tensor,
+    *,
+    blocks: Tensor,
+    layer: int,
+    tables: Tensor,
+    seats_s: Tensor,
+    starts_s: Tensor,
+    ends_s: Tensor,
+    longest: int,
+) -> None:
+    """Write to out_thd what each query finds among the tokens up to its own.
+
+    Sequence s has the rows [starts_s[s], starts_s[s + 1]), the last of its ends_s[s] tokens, and
+    row seats_s[s] of tables; none has more rows than longest.
+    """
+    (num_tokens, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
+    if num_tokens == 0 or num_sequences == 0:
+        return
+    kv_heads, block_size = blocks.shape[3:5]
+    group = num_heads // kv_heads
+    shape = shape_of(head_dim, q_thd.dtype, longest * group)
+    assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "rows lie end to end"
+    assert blocks.is_contiguous(), "the offsets in a block follow from its shape"
+    num_slots = num_tokens * group // shape.tile_rows + num_sequences  # enough: see _sequence_at
+    _prefill[(num_slots * kv_heads,)](
+        q_thd, out_thd, blocks, tables, seats_s, starts_s, ends_s,
+        layer, num_sequences, head_dim**-0.5 * LOG2_E,
+        q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1),
+        tables.stride(0), blocks.stride(0), block_size,
+        kv_heads, group, head_dim, triton.next_power_of_2(head_dim),
+        shape.tile_rows, shape.tile_keys, **launch_options(shape.num_warps, shape.num_stages),
+    )  # fmt: skip
+
+
+# Not specialized: one build serves every layer and every number of sequences.
+@triton.jit(do_not_specialize=["layer", "num_sequences"])
+def _prefill(
+    q, out, blocks, tables, seats_s, starts_s, ends_s,
+    layer, num_sequences, scale,
+    q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
+    BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """One tile: ROWS queries of one sequence and key-value head, all the keys they see."""
+    begin(CHAINED)
+    slot, kv_head = tl.program_id(0) // G, tl.program_id(0) % G
+    sequence = _sequence_at(slot, starts_s, num_sequences, GROUP, ROWS)
+    start, num_cached = tl.load(starts_s + sequence), tl.load(ends_s + sequence)
+    seat = tl.load(seats_s + sequence).to(tl.int64)
+    num_tokens = tl.load(starts_s + sequence + 1) - start
+    turn = slot - (start * GROUP // ROWS + sequence)
+    tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - turn  # the last sees the most: it goes first
+    if tile < 0:
+        return
+
+    row = tile * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, D_ROOM)[None, :]
+    token, head = (start + row // GROUP).to(tl.int64), kv_head * GROUP + row % GROUP
+    is_held = (row < num_tokens * GROUP)[:, None] & (d < D)
+    q_at = token * q_token_stride + head * q_head_stride
+    query = tl.load(q + q_at[:, None] + d, mask=is_held, other=0.0)
+
+    num_earlier = num_cached - num_tokens
+    all_see = num_earlier + tile * ROWS // GROUP + 1  # positions that even the first row sees
+    end = tl.minimum(num_cached, num_earlier + (tile * ROWS + ROWS - 1) // GROUP + 1)
+    keys = blocks + (layer.to(tl.int64) * 2 * G + kv_head) * BLOCK_SIZE * D
+    found = _attend(
+        query, num_earlier + row // GROUP, keys, tables + seat * table_stride, all_see, end,
+        scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, ROWS, KEYS,
+    )  # fmt: skip
+    out_at = token * out_token_stride + head * out_head_stride
+    tl.store(out + out_at[:, None] + d, found.to(out.dtype.element_ty), mask=is_held)
+
+
+@triton.jit
+def _sequence_at(slot, starts_s, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """The sequence whose tiles this slot is among.
+
+    Sequence s begins at slot starts[s] * GROUP // ROWS + s. Up to the next one's beginning there
+    are at least as many slots as s has tiles, and how many there are in all is known to the host.
+    """
+    sequence = -1
+    for base in range(0, num_sequences, 256):
+        s = base + tl.arange(0, 256)
+        first = tl.load(starts_s + s, mask=s < num_sequences, other=0) * GROUP // ROWS + s
+        sequence += tl.sum(((first <= slot) & (s < num_sequences)).to(tl.int32))
+    return sequence
+
+
+@triton.jit
+def _attend(
+    query, position, keys, table, all_see, end, scale,
+    BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """What queries find among positions [0, end), each up to its own; all see the first `all_see`."""
+    d = tl.arange(0, D_ROOM)[None, :]
+    top = tl.full((ROWS,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, D_ROOM), tl.float32)
+    lane = tl.arange(0, KEYS)
+    index, offset = _home(0, lane, BLOCK_SIZE, KEYS)
+    block = tl.load(table + index, mask=lane < end, other=0)
+    for tile in range(tl.cdiv(end, KEYS)):
+        place = keys + (block.to(tl.int64) * BLOCK_STRIDE + offset * D)[:, None] + d
+        left = end - tile * KEYS
+        is_key = (lane < left)[:, None] if D == D_ROOM else (lane < left)[:, None] & (d < D)
+        # The next tile's blocks are read a tile ahead, or each load would wait for its address.
+        index, offset = _home(tile + 1, lane, BLOCK_SIZE, KEYS)
+        block = tl.load(table + index, mask=lane < left - KEYS, other=0)
+        key = tl.load(place, mask=is_key, other=0.0).to(query.dtype)
+        score = tl.dot(query, tl.trans(key), input_precision="ieee")
+        if (tile + 1) * KEYS > all_see:
+            seen = lane[None, :] <= (position - tile * KEYS)[:, None]
+            score = tl.where(seen, score, -float("inf"))
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)  # finite: position 0 is seen by all
+        weight = tl.exp2(score * scale - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weight, 1)
+        value = tl.load(place + G * BLOCK_SIZE * D, mask=is_key, other=0.0).to(query.dtype)
+        weight = weight.to(query.dtype)
+        mixed = tl.dot(weight, value, mixed * fade[:, None], input_precision="ieee")
+        top = new_top
+    return mixed / total[:, None]
+
+
+@triton.jit
+def _home(tile, lane, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Where in its table, and where in that block, each position of a tile lies."""
+    if KEYS % BLOCK_SIZE == 0:  # then only the first changes from tile to tile
+        index = tile * (KEYS // BLOCK_SIZE) + lane // BLOCK_SIZE
+        offset = lane % BLOCK_SIZE
+    else:
+        index = (tile * KEYS + lane) // BLOCK_SIZE
+        offset = (tile * KEYS + lane) % BLOCK_SIZE
+    return index, offset

@@ -1,0 +1,165 @@
+"""From logits to tokens in three launches: cut what a row must not say, draw in parts, choose.
+
+A row's token depends on its own logits, seed, index and settings alone. Its noise is a function of
+seed, index and token id (see the twin for which), and a maximum is the same in any order: nothing
+here depends on the batch or the grid. Nothing is allocated by what the logits hold, so a CUDA graph
+can replay it. Does not know requests, masks, penalties or log probabilities.
+
+Legend: n rows, v tokens of the vocabulary; a row has a seat, and a seat its place in the columns.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.model.kernels.floors import COLD, INFINITY, LOG2E, find_floors
+from headway.model.kernels.twins.floors import Columns
+from headway.model.kernels.twins.sampling import LAST, ROUNDS, WIDTH
+
+__all__ = ["Columns", "Workspace", "sample", "workspace"]
+
+NUM_ROUNDS, RUN, LAST_CHANCE = tl.constexpr(ROUNDS), tl.constexpr(WIDTH), tl.constexpr(LAST)
+NO_TOKEN = tl.constexpr(2**31 - 1)
+NUM_PROCESSORS = 132  # that a draw should keep busy; with more or fewer it is only slower
+
+
+@triton.jit
+def _log2(x, ROUGH: tl.constexpr):
+    """A logarithm; if rough, to 22 bits and in one instruction, where a fine one takes many."""
+    return tl.extra.cuda.libdevice.fast_log2f(x) if ROUGH else tl.log2(x)
+
+
+@triton.jit
+def _noise(bits, ROUGH: tl.constexpr):
+    """Gumbel noise in units of log 2, but for a constant that all tokens share."""
+    chance = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, LAST_CHANCE)
+    # -log2(1 - chance), near 0 by its series: a logarithm is rough there, and little ones win.
+    series = tl.fma(chance, tl.fma(chance, tl.fma(chance, 1 / 4, 1 / 3), 1 / 2), 1.0)
+    wait = tl.where(chance < 1 / 16, series * (chance * LOG2E), -_log2(1 - chance, ROUGH))
+    return -_log2(wait, ROUGH)
+
+
+@triton.jit
+def _noises(seed, index, counter, ROUGH: tl.constexpr):
+    """The noise of the four tokens that share a counter."""
+    zero = counter * 0
+    bits0, bits1, bits2, bits3 = tl.philox(seed, counter, zero + index, zero, zero, NUM_ROUNDS)
+    return _noise(bits0, ROUGH), _noise(bits1, ROUGH), _noise(bits2, ROUGH), _noise(bits3, ROUGH)
+
+
+@triton.jit
+def _first(scores, tokens):
+    """The lowest token of those with the best score, and that score."""
+    best = tl.max(scores)
+    return tl.min(tl.where(scores == best, tokens, NO_TOKEN)), best
+
+
+@triton.jit
+def _best(
+    line, first, end, floor, scale, seed, index,
+    GREEDY: tl.constexpr, ROUGH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The best score of a slice, and whose it is. A lane has four tokens of a tile."""
+    lane = tl.arange(0, LANES)
+    best, chosen = tl.full([LANES], -INFINITY, tl.float32), tl.zeros([LANES], tl.int32)
+    for start in range(first, end, 4 * LANES):
+        if not GREEDY:
+            noises = _noises(seed, index, start // 4 + lane, ROUGH)
+        for word in tl.static_range(4):
+            token = start + lane // RUN * (4 * RUN) + lane % RUN + word * RUN
+            score = tl.load(line + token, mask=token < end, other=-INFINITY).to(tl.float32)
+            if not GREEDY:
+                score = tl.where(score >= floor, tl.fma(score, scale, noises[word]), -INFINITY)
+            is_better = score > best  # so the first of equals stays
+            best = tl.where(is_better, score, best)
+            chosen = tl.where(is_better, token, chosen)
+    return _first(best, chosen)
+
+
+@triton.jit
+def _draw_kernel(
+    scores, tokens, logits_nv, seats_n, floors_n, temperature, seed, num_generated,
+    vocab_size, stride, slice_size, ROUGH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The best score in a slice of one row, and whose it is."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    seat, line = tl.load(seats_n + row), logits_nv + row * stride
+    heat, floor = tl.load(temperature + seat), tl.load(floors_n + row)
+    key, index = tl.load(seed + seat), tl.load(num_generated + seat)
+    scale = LOG2E / tl.maximum(heat, COLD)
+    first, end = part * slice_size, tl.minimum((part + 1) * slice_size, vocab_size)
+    if heat < COLD:
+        token, score = _best(line, first, end, floor, scale, key, index, True, ROUGH, LANES)
+    else:
+        token, score = _best(line, first, end, floor, scale, key, index, False, ROUGH, LANES)
+    at = row * tl.num_programs(1) + part
+    tl.store(scores + at, score)
+    tl.store(tokens + at, token)
+
+
+@triton.jit
+def _choose_kernel(out_n, scores, tokens, num_slices, SLICES: tl.constexpr):
+    """The best of one row's slices."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, SLICES)
+    at, is_there = row * num_slices + part, part < num_slices
+    score = tl.load(scores + at, mask=is_there, other=-INFINITY)
+    token, _ = _first(score, tl.load(tokens + at, mask=is_there, other=NO_TOKEN))
+    tl.store(out_n + row, token)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Workspace:
+    """Device memory for `sample`, the same for any batch that fits."""
+
+    floors: Tensor  # [n] float32
+    scores: Tensor  # [n * slices] float32
+    tokens: Tensor  # [n * slices] int32
+
+
+def workspace(max_rows: int, vocab_size: int, device: torch.device | str) -> Workspace:
+    """Room for batches of up to so many rows."""
+    most_slices = max_rows * triton.cdiv(vocab_size, 4 * WIDTH)
+    return Workspace(
+        floors=torch.empty(max_rows, dtype=torch.float32, device=device),
+        scores=torch.empty(most_slices, dtype=torch.float32, device=device),
+        tokens=torch.empty(most_slices, dtype=torch.int32, device=device),
+    )
+
+
+def sample(
+    logits_nv: Tensor, seats_n: Tensor, columns: Columns, out_n: Tensor,
+    space: Workspace | None = None,
+) -> None:  # fmt: skip
+    """Choose a token for each row as its seat asks. NaN counts as -inf. Makes a space if None."""
+    num_rows, vocab_size = logits_nv.shape
+    if num_rows == 0:
+        return
+    space = space or workspace(num_rows, vocab_size, logits_nv.device)
+    assert len(space.floors) >= num_rows, "a workspace has room for the batch"
+    find_floors(logits_nv, seats_n, columns, space.floors)
+    num_lanes, slice_size = _slices(num_rows, vocab_size)
+    num_slices = triton.cdiv(vocab_size, slice_size)
+    _draw_kernel[(num_rows, num_slices)](
+        space.scores, space.tokens, logits_nv, seats_n, space.floors, columns.temperature,
+        columns.seed, columns.num_generated, vocab_size, logits_nv.stride(0), slice_size,
+        ROUGH=logits_nv.is_cuda and not torch.version.hip, LANES=num_lanes, num_warps=4,
+    )  # fmt: skip
+    most_slices = triton.next_power_of_2(triton.cdiv(vocab_size, 4 * WIDTH))
+    _choose_kernel[(num_rows,)](
+        out_n, space.scores, space.tokens, num_slices, SLICES=most_slices, num_warps=1
+    )
+
+
+def _slices(num_rows: int, vocab_size: int) -> tuple[int, int]:
+    """Lanes of a program and tokens of its slice: short slices if rows are few, long if many."""
+    num_lanes = 4 * WIDTH if num_rows * vocab_size >= NUM_PROCESSORS * 16 * WIDTH else WIDTH
+    num_tiles = triton.cdiv(vocab_size, 4 * num_lanes)
+    num_slices = min(num_tiles, triton.cdiv(16 * NUM_PROCESSORS, num_rows))
+    return num_lanes, triton.cdiv(num_tiles, num_slices) * 4 * num_lanes

@@ -1,0 +1,53 @@
+"""How products of few rows are cut into tiles. Knows shapes and the device's limits, no kernel."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """How a product is cut: what a program takes, and in how many slices it sums the inputs."""
+
+    rows: int
+    outputs: int
+    inputs: int
+    slices: int
+    warps: int
+    stages: int
+
+
+@cache
+def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tile:
+    """About one tile for each multiprocessor, and as many stages as its memory holds.
+
+    Found by trying on an H200, with bfloat16.
+    """
+    if num_rows == 1:
+        return Tile(1, 4, 512, 1, 1, 1) if num_inputs <= 1024 else Tile(1, 4, 2048, 1, 4, 1)
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    processors, memory = device_limits()
+    outputs, num_row_tiles = 8 if rows == 16 else 16, -(-num_rows // rows)
+    while outputs < 128 and num_row_tiles * num_outputs > 1.4 * outputs * processors:
+        outputs *= 2
+    num_large = num_outputs // 128 * num_rows // 128  # tiles of 128 rows and 128 outputs
+    if num_rows > 128 and outputs == 128 and num_large >= 0.7 * processors:
+        rows = 128
+    slices = 4 if outputs == 8 and num_inputs % 512 == 0 else 1
+    inputs = 64 if rows + outputs > 160 else 128
+    inputs = inputs * 2 // dtype.itemsize
+    stage = (rows + outputs) * inputs * slices * dtype.itemsize
+    stages = max(1, min(6, memory // stage))
+    return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
+
+
+@cache
+def device_limits() -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory that a program's tiles may have."""
+    if not torch.cuda.is_available():
+        return 132, 200 * 1024
+    found = torch.cuda.get_device_properties()
+    memory = getattr(found, "shared_memory_per_block_optin", 100 * 1024)
+    return found.multi_processor_count, memory - 20 * 1024
