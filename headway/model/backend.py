@@ -1,4 +1,4 @@
-"""What a decoder asks of the machine it runs on. Two answers: plain.py (torch) and native/ (C).
+"""What a decoder asks of the machine it runs on. Answers: plain.py (torch), native/ (C), gpu.py.
 
 A backend keeps weights in the layout it likes and multiplies by them. A `Pass` takes one batch through
 the layers: it is made once for a forward pass and asked once for every layer.
@@ -70,6 +70,11 @@ class Backend(Protocol):
     """Weights, the products with them, and what lies between the products."""
 
     name: str
+    looks_up_turns: bool  # wants cosine and sine [positions, D / 2], not [T, D / 2] of a batch
+
+    def prepared(self, layer: Layer) -> Layer:
+        """A layer as the backend likes it, once it is whole."""
+        ...
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> Weight:
         """Matrices of the checkpoint, one below the other; names are without `.weight`."""

@@ -1,6 +1,6 @@
 """One forward pass as data: what the decoder and its attention are given, and nothing hidden.
 
-Legend: T tokens in the flat batch, S sequences, W blocks that the longest table has, N samples.
+Legend: T tokens in the flat batch, S sequences, W blocks that a table has room for, N samples.
 """
 
 from __future__ import annotations
@@ -21,3 +21,9 @@ class Batch:
     starts_s: Tensor  # int32, S + 1 of them: the rows of sequence s are [starts[s], starts[s + 1])
     ends_s: Tensor  # int32: tokens sequence s has in the cache once this pass has stored its own
     sampled_n: Tensor  # int64: rows whose logits are wanted
+    # For backends with kernels of their own for decodes, which come first in the batch; `starts_s`
+    # and `ends_s` are then of the other sequences alone:
+    seats_s: Tensor | None = None  # int32: the row of `tables` of each sequence; None: its own
+    num_decodes: int = 0
+    longest_decode: int = 0  # positions of the longest of them, or more
+    longest: int = 0  # rows of the longest sequence that is no decode

@@ -82,11 +82,13 @@ class SafetensorsCheckpoint:
 
 
 class DummyCheckpoint:
-    """Random weights, the same on every run: for measuring without the model."""
+    """Random weights, the same on every run of a kind of device: for measuring without the model."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
+        """`device` is where they are made: on a GPU, billions of them take seconds."""
         self.config = config
         self.path: Path | None = None
+        self._device = torch.device(device)
         self._expected = Expected(config, None)
 
     def has(self, name: str) -> bool:
@@ -95,9 +97,9 @@ class DummyCheckpoint:
     def read(self, name: str) -> torch.Tensor:
         shape = self._expected.check(name, self._expected.shapes.get(name))
         if name.endswith("norm.weight"):
-            return torch.ones(shape)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        return torch.empty(shape).normal_(0.0, 0.02, generator=generator)
+            return torch.ones(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator)
 
     def read_groups(self, name: str) -> Groups | None:
         return None

@@ -38,11 +38,12 @@ class Decoder:
         self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
         frequencies = self.config.rope.inverse_frequencies(self.config.head_dim)
         self._frequencies = torch.from_numpy(frequencies).to(self.norm.device)
+        self._table: tuple[Tensor, Tensor] | None = None
 
     def _layer(self, checkpoint: Checkpoint, prefix: str) -> Layer:
         weight, vector = self.backend.weight, self.backend.vector
         attention, mlp, has_norms = f"{prefix}.self_attn", f"{prefix}.mlp", self.config.qk_norm
-        return Layer(
+        layer = Layer(
             input_norm=vector(checkpoint, f"{prefix}.input_layernorm.weight"),
             qkv=weight(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"]),
             q_norm=vector(checkpoint, f"{attention}.q_norm.weight") if has_norms else None,
@@ -52,6 +53,7 @@ class Decoder:
             gate_up=weight(checkpoint, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
             down=weight(checkpoint, [f"{mlp}.down_proj"]),
         )
+        return self.backend.prepared(layer)
 
     @property
     def num_bytes(self) -> int:
@@ -67,8 +69,7 @@ class Decoder:
     ) -> Tensor:
         """Hidden states [T, hidden] before the last norm; `watch` sees them after every layer."""
         x = self.embedding.rows(batch.tokens_t)
-        rotation = self._rotation(batch.positions_t)
-        through = self.backend.begin(self.config, batch, blocks, *rotation)
+        through = self.backend.begin(self.config, batch, blocks, *self._turns(batch))
         for number, layer in enumerate(self.layers):
             x = through.layer(number, layer, x)
             if watch:
@@ -76,9 +77,18 @@ class Decoder:
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, vocabulary] float32 of hidden states [N, hidden]."""
+        """[N, vocabulary] of hidden states [N, hidden]."""
         normed = self.backend.rms_norm(hidden, self.norm, self.config.norm_eps)
-        return self.backend.linear(normed, self.head).float()
+        return self.backend.linear(normed, self.head)
+
+    def _turns(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines: of every token, or of every position for who looks them up."""
+        if not self.backend.looks_up_turns:
+            return self._rotation(batch.positions_t)
+        if self._table is None:
+            positions = torch.arange(self.config.max_length, device=self._frequencies.device)
+            self._table = self._rotation(positions)
+        return self._table
 
     def _rotation(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions_t[:, None].float() * self._frequencies

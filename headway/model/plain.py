@@ -37,6 +37,8 @@ class PlainWeight:
 class PlainBackend:
     """torch's own operations, in one float type."""
 
+    looks_up_turns = False
+
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype = dtype
         self.device = torch.device(device)
@@ -55,6 +57,9 @@ class PlainBackend:
         if len(names) == 1:
             return checkpoint.read(names[0]).to(self.device, self.dtype).contiguous()
         return torch.cat([checkpoint.read(n).to(self.device, self.dtype) for n in names])
+
+    def prepared(self, layer: Layer) -> Layer:
+        return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
         assert isinstance(weight, PlainWeight)
@@ -97,7 +102,8 @@ class PlainPass:
         self._backend = backend
         self._config = config
         self._blocks = blocks
-        self._tables = batch.tables_sw.long()
+        tables = batch.tables_sw if batch.seats_s is None else batch.tables_sw[batch.seats_s.long()]
+        self._tables = tables.long()
         self._starts, self._ends = batch.starts_s.tolist(), batch.ends_s.tolist()
         self._cosine, self._sine = cosine_td[:, None], sine_td[:, None]
         stored = batch.slots_t >= 0

@@ -1,14 +1,17 @@
 """Which arithmetic a model runs in: chosen by the user, or by a short probe of this machine.
 
-Never by a type's name: on some CPUs half floats are a hundred times slower than float32, on others
-several times faster. A probe multiplies by the matrices of one layer, for one row and for many.
+On a CPU never by a type's name: on some half floats are a hundred times slower than float32, on
+others several times faster. A probe multiplies by the matrices of one layer, for one row and for
+many.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 import torch
 
@@ -16,11 +19,20 @@ from headway.errors import ConfigError
 from headway.model.backend import Backend
 from headway.model.checkpoint import DummyCheckpoint
 from headway.model.config import ModelConfig
+from headway.model.devices import why_no_cuda
 from headway.model.native import backend as native
 from headway.model.native.build import Unavailable, load
 from headway.model.plain import PlainBackend
 
-PRECISIONS = ("float32", "fast", "quantized", "bfloat16", "float16")
+PRECISIONS = ("auto", "float32", "fast", "quantized", "bfloat16", "float16")
+ON_CUDA = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "fp8")
+# Libraries of attention, as modules and as packages.
+ATTENTIONS = {
+    "flashinfer": ("flashinfer", "flashinfer-python"),
+    "flash-attn": ("flash_attn", "flash-attn"),
+}
+FP8_SINCE = (8, 9)  # compute capability
 MANY = 32  # rows
 TRIES = 8
 HOPELESS = 4.0  # times the best for one row: not tried with many
@@ -35,10 +47,19 @@ class Speed:
     many: float | None
 
 
-def choose_backend(config: ModelConfig, precision: str) -> Backend:
-    """The backend for a precision; native kernels where they can be built and fit the model."""
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+def choose_backend(
+    config: ModelConfig,
+    precision: str,
+    device: torch.device | str = "cpu",
+    kv_dtype: torch.dtype | None = None,
+) -> Backend:
+    """The backend for a precision; on a CPU, native kernels where they can be built and fit."""
+    device = torch.device(device)
+    precision = resolved(precision, device)
+    if device.type == "cuda":
+        from headway.model.gpu import GpuBackend  # needs triton
+
+        return GpuBackend(getattr(torch, precision), str(device), kv_dtype)
     if precision == "fast":
         precision = fastest(probe(config))
     if precision in ("bfloat16", "float16"):
@@ -49,6 +70,63 @@ def choose_backend(config: ModelConfig, precision: str) -> Backend:
     if precision == "quantized":
         raise ConfigError(f"precision quantized needs the native kernels: {reason}")
     return PlainBackend()
+
+
+def resolved(precision: str, device: torch.device) -> str:
+    """The precision, auto replaced by what it means on a device; ConfigError if it has none such."""
+    if precision not in PRECISIONS:
+        raise ConfigError(f"precision {precision!r} is unknown; there are {', '.join(PRECISIONS)}")
+    if device.type == "cuda" and precision not in ON_CUDA:
+        raise ConfigError(
+            f"precision {precision} is for CPUs: a GPU has {', '.join(ON_CUDA)}; "
+            "give one of these, or --device cpu"
+        )
+    if precision == "auto":
+        return "bfloat16" if device.type == "cuda" else "float32"
+    return precision
+
+
+def weight_bytes(config: ModelConfig, backend: Backend) -> int:
+    """What a model's weights take as a backend in one float type keeps them."""
+    assert isinstance(backend, PlainBackend), "others keep weights in groups"
+    return sum(map(math.prod, config.shapes().values())) * backend.dtype.itemsize
+
+
+def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:
+    """The type of keys and values, None for the model's own; ConfigError if the device has none."""
+    if name not in KV_DTYPES:
+        known = ", ".join(KV_DTYPES)
+        raise ConfigError(f"kv_cache_dtype {name!r} is unknown; there are {known}")
+    if name == "auto":
+        return None
+    if device.type != "cuda":
+        reason = why_no_cuda() or "this runs on the CPU; give --device cuda"
+        raise ConfigError(f"kv_cache_dtype {name} needs a GPU: {reason}")
+    capability = torch.cuda.get_device_capability(device)
+    if not torch.version.hip and capability < FP8_SINCE:
+        raise ConfigError(
+            f"kv_cache_dtype {name} needs a GPU of compute capability 8.9 or later; "
+            f"{torch.cuda.get_device_name(device)} has {capability[0]}.{capability[1]}"
+        )
+    return torch.float8_e4m3fn
+
+
+def check_attention(name: str, device: torch.device) -> None:
+    """ConfigError unless this attention can be used on the device."""
+    if name == "triton":
+        return
+    if name not in ATTENTIONS:
+        known = ", ".join(("triton", *ATTENTIONS))
+        raise ConfigError(f"attention {name!r} is unknown; there are {known}")
+    if device.type != "cuda":
+        raise ConfigError(f"attention {name} needs a GPU: this runs on the CPU")
+    module, package = ATTENTIONS[name]
+    if find_spec(module) is None:
+        raise ConfigError(
+            f"attention {name} needs the package {package}, which is not installed: "
+            f"pip install {package}, or --attention triton"
+        )
+    raise ConfigError(f"attention {name} is not supported yet: give --attention triton")
 
 
 def use_threads(count: int) -> None:

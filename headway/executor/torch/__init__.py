@@ -1,3 +1,39 @@
 """Runs plans with torch."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
 import headway.model  # noqa: F401  # sets torch's switches before torch is loaded
+from headway.config import Config
+
+if TYPE_CHECKING:
+    from headway.executor.torch.device import DeviceExecutor
+    from headway.executor.torch.executor import TorchExecutor
+    from headway.model.decoder import Decoder
+
+Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+
+
+def make_executor(
+    decoder: Decoder, config: Config, progress: Progress | None = None
+) -> TorchExecutor | DeviceExecutor:
+    """The executor for where a decoder's weights are, ready to run."""
+    if not decoder.norm.is_cuda:
+        from headway.executor.torch.executor import TorchExecutor
+
+        return TorchExecutor(decoder, config)
+    from headway.executor.torch.device import DeviceExecutor  # needs triton
+    from headway.executor.torch.memory import ADVICE
+    from headway.model.devices import explaining
+
+    def tell(done: int, total: int) -> None:
+        if progress is not None:
+            progress("warming up", done, total)
+
+    with explaining("the KV cache does not fit on the GPU", ADVICE):
+        executor = DeviceExecutor(decoder, config)
+        if warm_up := getattr(executor, "warm_up", None):
+            warm_up(tell)
+    return executor

@@ -7,31 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from headway.config import Config
+from headway.executor.torch.extra import Extra
 from headway.executor.torch.rows import RowTable
-from headway.executor.torch.sampler import Sampler, prompt_logprobs
-from headway.model.batch import Batch
+from headway.executor.torch.sampler import Sampler
 from headway.model.decoder import Decoder
 from headway.plan import Chunk, Column, Copy, Plan, StepResult
-from headway.request import Request
-from headway.sampling import Sampling, TokenLogprobs
 
-SLICE = 256  # prompt positions whose logits are there at once
 NO_CHUNKS: list[Chunk] = []
-
-
-@dataclass(slots=True)
-class Extra:
-    """What a step found out beyond its tokens, for the requests that asked."""
-
-    logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)  # by place
 
 
 @dataclass(slots=True)
@@ -79,7 +68,7 @@ class TorchExecutor:
         self._run(plan, plan.chunks, result, extra)
         for _ in range(1, plan.num_steps if plan.decodes else 1):
             self._run(plan, NO_CHUNKS, result, extra)
-        if extra.logprobs or extra.prompt:
+        if extra:
             result.extra = extra
         result.ended = self.now()
         return Done(result)
@@ -102,8 +91,10 @@ class TorchExecutor:
             result.columns.append(column)
             self.rows.advance(plan.rows, tokens[: len(plan.decodes)])
         self._finish_chunks(chunks, tokens[len(plan.decodes) :], result)
-        self._keep_extra(plan, last, extra)
-        self._score_prompts(chunks, batch, hidden, len(plan.decodes), extra)
+        requests = (*plan.decodes, *(chunk.request for chunk in last))
+        extra.keep(self.sampler.take_logprobs(), requests)
+        starts = batch.starts_s[len(plan.decodes) : -1].tolist()
+        extra.score_prompts(self.decoder, chunks, hidden, starts)
 
     def _sample(self, logits: Tensor | None, seats: np.ndarray) -> np.ndarray:
         if logits is None:
@@ -118,30 +109,6 @@ class TorchExecutor:
             if chunk.is_last:
                 result.firsts.append(next(sampled))
                 self.rows.last[chunk.request.row] = result.firsts[-1]
-
-    def _keep_extra(self, plan: Plan, last: list[Chunk], extra: Extra) -> None:
-        found = self.sampler.take_logprobs()
-        if found:
-            for request in (*plan.decodes, *(chunk.request for chunk in last)):
-                if request.row in found:
-                    extra.logprobs.setdefault(request, []).append(found[request.row])
-
-    def _score_prompts(
-        self, chunks: list[Chunk], batch: Batch, hidden: Tensor, first: int, extra: Extra
-    ) -> None:
-        """How likely each prompt token was after those before it, for whoever asked."""
-        starts = batch.starts_s.tolist()
-        for place, chunk in enumerate(chunks, start=first):
-            sampling, request = chunk.request.params.sampling, chunk.request
-            if not isinstance(sampling, Sampling) or sampling.prompt_logprobs is None:
-                continue
-            end = min(chunk.end, request.num_prompt - 1)  # what follows the last is not prompt
-            for begin in range(chunk.start, end, SLICE):
-                stop, row = min(begin + SLICE, end), starts[place] + begin - chunk.start
-                logits = self.decoder.logits(hidden[row : row + stop - begin])
-                targets = torch.tensor(request.prompt[begin + 1 : stop + 1], device=logits.device)
-                scores = prompt_logprobs(logits, targets, sampling.prompt_logprobs)
-                extra.prompt.setdefault(request, []).extend(enumerate(scores, start=begin + 1))
 
 
 def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:

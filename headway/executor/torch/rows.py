@@ -34,9 +34,11 @@ class RowTable:
 
     def grow(self, plan: Plan) -> None:
         for request, block in plan.grown:
-            row = request.row
-            self.tables[row, self.num_blocks[row]] = block
-            self.num_blocks[row] += 1
+            self.grow_one(request.row, block)
+
+    def grow_one(self, row: int, block: int) -> None:
+        self.tables[row, self.num_blocks[row]] = block
+        self.num_blocks[row] += 1
 
     def batch(self, rows: Rows, chunks: list[Chunk]) -> Batch:
         """Decodes first, one token each, then the chunks.
@@ -54,7 +56,7 @@ class RowTable:
         np.cumsum(counts, out=starts[1:])
         ends = _joined(positions + 1, [chunk.end for chunk in chunks], np.int32)
         seats = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
-        width = -(-int(ends.max()) // size)
+        width = -(-int(ends.max(initial=1)) // size)
         wanted = [True] * len(rows) + [chunk.is_last for chunk in chunks]
         return Batch(
             tokens_t=torch.from_numpy(tokens),
@@ -77,8 +79,11 @@ class RowTable:
 
     def advance(self, rows: Rows, sampled: np.ndarray) -> None:
         """Every decode is one token further, but for those at their limit."""
-        self.lengths[rows] = np.minimum(self.lengths[rows] + 1, self.limits[rows])
+        self.advance_lengths(rows)
         self.last[rows] = sampled
+
+    def advance_lengths(self, rows: Rows) -> None:
+        self.lengths[rows] = np.minimum(self.lengths[rows] + 1, self.limits[rows])
 
 
 def _joined(first: np.ndarray, second: list[int], kind: type) -> np.ndarray:

@@ -9,7 +9,7 @@ Shapes: n rows of a batch, t places of a prompt, v tokens of the vocabulary.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,16 @@ GREEDY = Sampling(temperature=0.0)
 class Sampler:
     """The choosing of tokens for requests that are seated in rows."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: str | torch.device = "cpu") -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: str | torch.device = "cpu",
+        choose: Callable[[Tensor, Rows], Tensor] | None = None,
+    ) -> None:
+        """`choose` draws the tokens of rows from logits [n, v], if the device has its own way."""
         self.vocab_size = vocab_size
+        self._choose = choose or self._choose_by_seat
         self.device = torch.device(device)
         self.seats: Seats = np.zeros(num_rows, dtype=SEAT)
         self.edits: dict[int, Edits] = {}  # by row, of those that have any
@@ -64,17 +72,24 @@ class Sampler:
         """The next token of each row, taken note of as generated. [n] int64."""
         seats = self.seats[rows]
         edited = np.flatnonzero(seats["has_edits"])
-        choice_nv = logits_nv.float()
+        choice_nv = logits_nv
         if edited.size:
             choice_nv = logits_nv.to(torch.float32, copy=True)
             for at, row in zip(edited.tolist(), rows[edited].tolist(), strict=True):
                 self.edits[row].apply(choice_nv[at], int(seats["num_generated"][at]))
-        chosen_n = choose(choice_nv, seats)
+        chosen_n = self._choose(choice_nv, rows).long()
         self.seats["num_generated"][rows] += 1
         if edited.size:
             self._remember(rows[edited], chosen_n[index(edited, chosen_n)])
         self._keep_logprobs(logits_nv, chosen_n, rows, seats["num_logprobs"])
         return chosen_n
+
+    def _choose_by_seat(self, logits_nv: Tensor, rows: Rows) -> Tensor:
+        return choose(logits_nv.float(), self.seats[rows])
+
+    def needs_host(self, row: int) -> bool:
+        """Whether the next token of a row cannot be drawn from its logits and seat alone."""
+        return bool(self.seats["has_edits"][row] or self.seats["num_logprobs"][row] >= 0)
 
     def take_logprobs(self) -> dict[int, TokenLogprobs]:
         """Of the latest call, by row, for the rows that want them."""

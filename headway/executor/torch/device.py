@@ -1,0 +1,243 @@
+"""Runs plans on a device that works by itself: the host only says what comes next.
+
+The state of every seat lives on the device, so a decode step needs nothing from the host, and the
+next one can be launched before it is done. Only sampled tokens come back. Requests that need the
+host for their next token (penalties, logprobs and the like) are waited for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.config import Config
+from headway.executor.torch.extra import Extra
+from headway.executor.torch.graphs import Graphs, padded_rows
+from headway.executor.torch.rows import RowTable
+from headway.executor.torch.sampler import Sampler
+from headway.executor.torch.seats import DeviceSeats, upload
+from headway.executor.torch.swapping import Swapper
+from headway.model.batch import Batch
+from headway.model.decoder import Decoder
+from headway.model.kernels.decode import LONG
+from headway.model.kernels.rows import finish, start
+from headway.model.kernels.sampling import sample, workspace
+from headway.plan import Chunk, Plan, Rows, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A plan that the device works on."""
+
+    owner: DeviceExecutor
+    plan: Plan
+    result: StepResult
+    columns: list[tuple[Tensor, Rows | None]] = field(default_factory=list)  # on their way, order
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> StepResult:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        result, num_decodes = self.result, len(self.plan.decodes)
+        for column, order in self.columns:
+            tokens = column.numpy() if order is None else column.numpy()[order]
+            if num_decodes:
+                result.columns.append(tokens[:num_decodes])
+            result.firsts += tokens[num_decodes:].tolist()
+        result.started = max(result.started, self.owner.free_at)
+        result.ended = self.owner.free_at = self.owner.now()
+        return result
+
+
+class DeviceExecutor:
+    """A decoder on a device, its blocks there and on the host, and the seats there."""
+
+    def __init__(
+        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.decoder, self.now = decoder, now
+        self.free_at = 0.0  # when the device was last known to have nothing to do
+        self.model_seconds = 0.0
+        size, seats = config.block_size, config.max_requests
+        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
+        self.device = self.device_blocks.device
+        self.swapper = Swapper(self.device_blocks, config.num_host_blocks)
+        self.rows = RowTable(seats, size, config.max_length)
+        self.seats = DeviceSeats(seats, self.rows.tables.shape[1], self.device)
+        vocab_size, most = decoder.config.vocab_size, padded_rows(seats)
+        self.sampler = Sampler(seats, vocab_size, self.device, choose=self._choose)
+        self._is_slow = np.zeros(seats, dtype=bool)  # seats that need the host for a token
+        self._workspace = workspace(most, vocab_size, self.device)
+        self._inputs = torch.zeros((3, most), dtype=torch.int64, device=self.device)
+        self._decoding = torch.full(
+            (most,), self.seats.spare, dtype=torch.int32, device=self.device
+        )
+        self._sampled = torch.zeros(most, dtype=torch.int32, device=self.device)
+        self._sent: Rows | None = None  # what `_decoding` holds, in another order
+        self._order: Rows | None = None  # where each of `_sent` is
+        self.graphs = Graphs(self._decode_step, self.device)
+
+    @property
+    def host_blocks(self) -> Tensor:
+        return self.swapper.host_blocks
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Flight:
+        flight = Flight(self, plan, StepResult(started=self.now()))
+        self.swapper.run(plan)
+        self._update(plan)
+        if plan.decodes and not plan.chunks and not self._is_slow[plan.rows].any():
+            self._decode(plan, flight)
+        elif plan.decodes or plan.chunks:
+            extra = Extra()
+            self._mixed(plan, plan.chunks, flight, extra)
+            for _ in range(1, plan.num_steps if plan.decodes else 1):
+                self._mixed(plan, [], flight, extra)
+            flight.result.extra = extra or None
+        if self.device.type == "cuda":
+            flight.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            flight.arrived.record()
+        return flight
+
+    @torch.inference_mode()
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Capture every size of batch ahead of use."""
+        if self.device.type != "cuda":
+            return
+        most = len(self.rows.lengths)
+        sizes = sorted({padded_rows(count) for count in range(1, most + 1)}, reverse=True)
+        for done, num_rows in enumerate(sizes, start=1):
+            self._capture(num_rows, 0)
+            if progress:
+                progress(done, len(sizes))
+        torch.cuda.synchronize()
+
+    def _capture(self, num_rows: int, longest: int) -> None:
+        self._decoding.fill_(self.seats.spare)
+        self._sent = None
+        self.graphs.capture(num_rows, longest)
+
+    def _update(self, plan: Plan) -> None:
+        """Tell the device's seats what changed."""
+        seats = self.seats
+        for request, block in plan.grown:
+            seats.set_blocks(request.row, int(self.rows.num_blocks[request.row]), [block])
+            self.rows.grow_one(request.row, block)
+        for admission in plan.admitted:
+            request = admission.request
+            self.rows.seat(request)
+            seats.set_blocks(request.row, 0, request.held.blocks)
+            seats.set_limit(request.row, request.limit - 1)
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                request, row = chunk.request, chunk.request.row
+                self.sampler.seat(row, request, request.tokens)
+                self._is_slow[row] = self.sampler.needs_host(row)
+                seats.set_sampling(row, self.sampler.seats[row])
+                seats.set_length(row, chunk.end)
+        seats.send()
+
+    def _decode(self, plan: Plan, flight: Flight) -> None:
+        """Steps that need nothing from the host."""
+        count = len(plan.decodes)
+        num_rows, longest = padded_rows(count), self._longest(plan.rows)
+        if not self.graphs.has(num_rows, longest):
+            self._capture(num_rows, longest)
+        if self._sent is None or not np.array_equal(self._sent, plan.rows):
+            self._send_rows(plan.rows)
+        for _ in range(plan.num_steps):
+            self.graphs.run(num_rows, longest)
+            self._bring_back(self._sampled[:count], flight, self._order)
+            self.rows.advance_lengths(plan.rows)
+            self.sampler.seats["num_generated"][plan.rows] += 1
+
+    def _send_rows(self, rows: Rows) -> None:
+        """Longest first, as they will be until another comes or goes: so no long one ends last."""
+        order = np.argsort(-self.rows.lengths[rows], kind="stable")
+        self._decoding[len(rows) :].fill_(self.seats.spare)
+        sent = upload(rows[order].astype(np.int32), self.device)
+        self._decoding[: len(rows)].copy_(sent)
+        self._sent, self._order = rows.copy(), np.argsort(order)
+
+    def _longest(self, rows: Rows) -> int:
+        """0 for all that are not long: a rough number, so that graphs are few."""
+        return LONG + 1 if len(rows) and self.rows.lengths[rows].max() > LONG else 0
+
+    def _decode_step(self, num_rows: int, longest: int) -> None:
+        """From the seats' latest tokens to their next ones, all on the device."""
+        seats, (tokens, positions, slots) = self._decoding[:num_rows], self._inputs[:, :num_rows]
+        start(seats, self.seats.tensors, self.rows.block_size, tokens, positions, slots)
+        batch = Batch(
+            tokens_t=tokens, positions_t=positions, slots_t=slots, seats_s=seats,
+            tables_sw=self.seats.tensors.tables, starts_s=tokens, ends_s=tokens, sampled_n=tokens,
+            num_decodes=num_rows, longest_decode=longest,
+        )  # fmt: skip
+        logits = self.decoder.logits(self.decoder.forward(batch, self.device_blocks))
+        sample(logits, seats, self.seats.columns, self._sampled[:num_rows], self._workspace)
+        finish(seats, self._sampled[:num_rows], self.seats.tensors)
+
+    def _mixed(self, plan: Plan, chunks: list[Chunk], flight: Flight, extra: Extra) -> None:
+        """One pass over decodes and pieces of prompts."""
+        count, last = len(plan.decodes), [chunk for chunk in chunks if chunk.is_last]
+        batch = self._batch(plan.rows, chunks)
+        hidden = self.decoder.forward(batch, self.device_blocks)
+        self.rows.advance_lengths(plan.rows)
+        for chunk in chunks:
+            self.rows.lengths[chunk.request.row] = chunk.end
+        rows = np.concatenate([plan.rows, np.array([c.request.row for c in last], dtype=np.intp)])
+        if len(rows):
+            logits = self.decoder.logits(hidden[batch.sampled_n])
+            tokens = self.sampler.sample(logits, rows)
+            finish(upload(rows.astype(np.int32), self.device), tokens, self.seats.tensors)
+            self._bring_back(tokens, flight)
+        requests = (*plan.decodes, *(chunk.request for chunk in last))
+        extra.keep(self.sampler.take_logprobs(), requests)
+        starts = np.cumsum([count, *(chunk.end - chunk.start for chunk in chunks)])
+        extra.score_prompts(self.decoder, chunks, hidden, starts[:-1].tolist())
+
+    def _batch(self, rows: Rows, chunks: list[Chunk]) -> Batch:
+        count, device = len(rows), self.device
+        of_chunks = self.rows.batch(rows[:0], chunks)
+        seats = np.concatenate([rows, [chunk.request.row for chunk in chunks]]).astype(np.int32)
+        ints = upload(np.concatenate([
+            seats, of_chunks.starts_s.numpy() + count, of_chunks.ends_s.numpy(),
+        ]).astype(np.int32), device)  # fmt: skip
+        seats_s, starts_s, ends_s = torch.split(ints, [len(seats), len(chunks) + 1, len(chunks)])
+        sampled = np.concatenate([np.arange(count), of_chunks.sampled_n.numpy() + count])
+        columns = (of_chunks.tokens_t, of_chunks.positions_t, of_chunks.slots_t)
+        num_tokens = len(of_chunks.tokens_t)
+        sent = upload(np.concatenate([*(c.numpy() for c in columns), sampled]), device)
+        sent, sampled_n = sent[: 3 * num_tokens].view(3, -1), sent[3 * num_tokens :]
+        inputs = sent
+        if count:
+            inputs = torch.empty((3, count + num_tokens), dtype=torch.int64, device=device)
+            start(seats_s[:count], self.seats.tensors, self.rows.block_size, *inputs[:, :count])
+            inputs[:, count:] = sent
+        return Batch(
+            tokens_t=inputs[0], positions_t=inputs[1], slots_t=inputs[2], seats_s=seats_s,
+            tables_sw=self.seats.tensors.tables, starts_s=starts_s, ends_s=ends_s,
+            sampled_n=sampled_n, num_decodes=count, longest_decode=self._longest(rows),
+            longest=max((chunk.end - chunk.start for chunk in chunks), default=0),
+        )  # fmt: skip
+
+    def _choose(self, logits: Tensor, rows: Rows) -> Tensor:
+        out = torch.empty(len(rows), dtype=torch.int32, device=self.device)
+        room = self._workspace
+        if len(rows) > len(self._sampled):
+            room = workspace(len(rows), logits.shape[1], self.device)
+        sample(logits, upload(rows.astype(np.int32), self.device), self.seats.columns, out, room)
+        return out
+
+    def _bring_back(self, tokens: Tensor, flight: Flight, order: Rows | None = None) -> None:
+        """Start the way of sampled tokens to the host."""
+        if self.device.type == "cpu":
+            flight.columns.append((tokens.clone(), order))
+            return
+        column = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
+        column.copy_(tokens, non_blocking=True)
+        flight.columns.append((column, order))

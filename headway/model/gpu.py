@@ -1,0 +1,193 @@
+"""The decoder's arithmetic on a GPU: our kernels, and the library's products where rows are many.
+
+A batch of few rows, all of them decodes, takes five launches a layer. Norm weights are multiplied
+into the matrices that follow them when the model is loaded, so that a norm is one number for each
+row; gates and ups lie side by side, so that a tile of outputs has both.
+
+Shapes as in backend.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from headway.model.backend import Layer, Pass, Weight
+from headway.model.batch import Batch
+from headway.model.config import ModelConfig
+from headway.model.kernels.activation import silu_multiply
+from headway.model.kernels.decode import Turn, decode_attention
+from headway.model.kernels.linear import linear, num_squares, row_squares
+from headway.model.kernels.norm import rms_norm
+from headway.model.kernels.prefill import prefill_attention
+from headway.model.kernels.rotary import rotate_and_store
+from headway.model.plain import PlainBackend, PlainWeight
+
+FEW_ROWS = 256  # up to here reading a matrix is what a product waits for
+
+
+class GpuBackend(PlainBackend):
+    """Weights as torch keeps them, but for the norms in them; keys and values may be narrower."""
+
+    looks_up_turns = True
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        device: str = "cuda",
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(dtype, device)
+        self.kv_dtype = kv_dtype or dtype
+        self.name = f"gpu {dtype}".replace("torch.", "")
+
+    def prepared(self, layer: Layer) -> Layer:
+        ones = torch.ones_like(layer.input_norm)
+        return replace(
+            layer,
+            input_norm=ones,
+            post_norm=ones,
+            qkv=_scaled(layer.qkv, layer.input_norm),
+            gate_up=_paired(_scaled(layer.gate_up, layer.post_norm)),
+        )
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        return rms_norm(x, weight, epsilon)
+
+    def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
+        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        return torch.empty((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
+
+    def begin(
+        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> Pass:
+        if batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS:
+            return NarrowPass(config, batch, blocks, cosine, sine)
+        return WidePass(config, batch, blocks, cosine, sine)
+
+
+def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
+    """norm(x) * n times W is norm(x) times W with its columns multiplied by n."""
+    assert isinstance(weight, PlainWeight)
+    for rows in torch.split(weight.matrix, 4096):  # a few at a time: float32 copies are large
+        rows.copy_(rows.float() * norm.float())
+    return weight
+
+
+def _paired(weight: PlainWeight) -> PlainWeight:
+    """Rows of gates and ups by turns."""
+
+    def woven(stacked: Tensor) -> Tensor:
+        return torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)
+
+    return PlainWeight(woven(weight.matrix), None if weight.bias is None else woven(weight.bias))
+
+
+class NarrowPass:
+    """Decodes alone, and few of them."""
+
+    def __init__(
+        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine_pd: Tensor, sine_pd: Tensor
+    ) -> None:
+        self._config, self._batch, self._blocks = config, batch, blocks
+        self._turns = cosine_pd, sine_pd
+        self._squares: Tensor | None = None
+
+    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+        epsilon = self._config.norm_eps
+        if self._squares is None and len(x) > 1:
+            self._squares = row_squares(x)
+        qkv = _multiply(x, layer.qkv, epsilon=epsilon, squares_mj=self._squares)
+        seen = self._attention(number, layer, qkv)
+        self._add(x, seen, layer.output)
+        inner = _multiply(
+            x, layer.gate_up, epsilon=epsilon, squares_mj=self._squares, is_gated=True
+        )
+        self._add(x, inner, layer.down)
+        return x
+
+    def _attention(self, number: int, layer: Layer, qkv: Tensor) -> Tensor:
+        batch, config = self._batch, self._config
+        assert batch.seats_s is not None
+        out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
+        decode_attention(
+            qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
+            tables=batch.tables_sw, seats_s=batch.seats_s, positions_s=batch.positions_t,
+            slots_s=batch.slots_t, longest=batch.longest_decode,
+            turn=Turn(layer.q_norm, layer.k_norm, config.norm_eps, *self._turns),
+        )  # fmt: skip
+        return out
+
+    def _add(self, x: Tensor, inner: Tensor, weight: Weight) -> None:
+        """x += inner w, in place, and the squares of it for the norm that follows."""
+        assert isinstance(weight, PlainWeight)
+        if len(x) > 1:
+            num_outputs, num_inputs = weight.matrix.shape
+            count = num_squares(len(x), num_outputs, num_inputs, x.dtype)
+            self._squares = torch.empty((len(x), count), dtype=torch.float32, device=x.device)
+        _multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
+
+
+def _multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
+    assert isinstance(weight, PlainWeight)
+    return linear(x, weight.matrix, bias_n=weight.bias, **options)  # type: ignore[arg-type]
+
+
+class WidePass:
+    """Any batch: decodes first, then pieces of prompts."""
+
+    def __init__(
+        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine_pd: Tensor, sine_pd: Tensor
+    ) -> None:
+        self._config, self._batch, self._blocks = config, batch, blocks
+        self._turns = cosine_pd, sine_pd
+
+    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+        epsilon = self._config.norm_eps
+        qkv = _wide(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
+        rotate_and_store(
+            qkv, num_heads=self._config.num_heads, num_kv_heads=self._config.num_kv_heads,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=epsilon, cosine_pd=self._turns[0],
+            sine_pd=self._turns[1], positions_t=self._batch.positions_t,
+            slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
+        )  # fmt: skip
+        _wide_add(x, self._attention(number, qkv), layer.output)
+        inner = _wide(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
+        _wide_add(x, silu_multiply(inner), layer.down)
+        return x
+
+    def _attention(self, number: int, qkv: Tensor) -> Tensor:
+        batch, config, count = self._batch, self._config, self._batch.num_decodes
+        assert batch.seats_s is not None
+        out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
+        if count:
+            decode_attention(
+                qkv[:count], out[:count], num_heads=config.num_heads, blocks=self._blocks,
+                layer=number, tables=batch.tables_sw, seats_s=batch.seats_s[:count],
+                positions_s=batch.positions_t[:count], longest=batch.longest_decode,
+            )  # fmt: skip
+        if batch.longest:
+            heads = config.num_heads + 2 * config.num_kv_heads
+            prefill_attention(
+                qkv.view(-1, heads, config.head_dim)[:, : config.num_heads],
+                out.view(-1, config.num_heads, config.head_dim), blocks=self._blocks,
+                layer=number, tables=batch.tables_sw, seats_s=batch.seats_s[count:],
+                starts_s=batch.starts_s, ends_s=batch.ends_s, longest=batch.longest,
+            )  # fmt: skip
+        return out
+
+
+def _wide(x: Tensor, weight: Weight) -> Tensor:
+    assert isinstance(weight, PlainWeight)
+    return F.linear(x, weight.matrix, weight.bias)
+
+
+def _wide_add(x: Tensor, inner: Tensor, weight: Weight) -> None:
+    """x += inner w, in place."""
+    assert isinstance(weight, PlainWeight)
+    x.addmm_(inner, weight.matrix.t())
+    if weight.bias is not None:
+        x += weight.bias
