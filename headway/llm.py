@@ -25,8 +25,10 @@ from headway.engine.outputs import Delta, Gathering, Result
 from headway.engine.tokenizer import Tokenizer
 from headway.engine.trace import TraceWriter
 from headway.errors import ExecutorError, InvalidRequest, RequestError
-from headway.executor.torch.executor import Extra, TorchExecutor
-from headway.loading import Loaded, Progress, load
+from headway.executor.torch import make_executor
+from headway.executor.torch.extra import Extra
+from headway.executor.torch.memory import num_blocks_for
+from headway.loading import Loaded, Progress, Wishes, load
 from headway.plan import StepReport
 from headway.request import Params, Request
 from headway.sampling import SamplingParams, check_tokens, token_level
@@ -40,34 +42,46 @@ GREEDY = SamplingParams(temperature=0.0)
 class LLM:
     """A model that answers prompts, many at a time.
 
-    `precision` is float32 (exact, the default), fast (what a probe of this machine finds fastest:
-    see `headway models`), quantized, bfloat16 or float16. `kv_memory` is in bytes, or a text such
-    as "2GiB". `settings` are the scheduler's: slots and numbers, as in `headway.preset`.
+    `device` is auto (a GPU if one can be used), cpu, cuda or cuda:1. `precision` is auto (float32 on
+    a CPU, which is exact, bfloat16 on a GPU), float32, bfloat16 or float16, and on a CPU quantized
+    or fast (what a probe finds fastest: see `headway models`). `kv_memory` is in bytes, or a text
+    such as "2GiB". `depth` is 1 on a GPU and 0 on a CPU, unless given. `settings` are the
+    scheduler's: slots and numbers, as in `headway.preset`.
     """
 
     def __init__(
         self,
         model: str = "smollm2-135m",
         *,
-        precision: str = "float32",
+        device: str = "auto",
+        precision: str = "auto",
         preset: str = "headway",
         load_format: str = "auto",
+        kv_cache_dtype: str = "auto",
+        attention: str = "triton",
         kv_memory: int | str | None = None,
+        gpu_memory_utilization: float = 0.9,
         threads: int | None = None,
-        depth: int = 0,
+        depth: int | None = None,
         trace_out: str | Path | None = None,
         progress: Progress | None = None,
         observers: Iterable[Observer] = (),
         **settings: Any,
     ) -> None:
+        wishes = Wishes(
+            device=device, precision=precision, load_format=load_format, attention=attention,
+            kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory, threads=threads,
+            gpu_memory_utilization=gpu_memory_utilization,
+        )  # fmt: skip
         self.loaded: Loaded = load(
-            model, precision=precision, load_format=load_format, preset_name=preset,
-            kv_memory=kv_memory, threads=threads, progress=progress, settings=settings,
+            model, wishes, preset_name=preset, settings=settings, progress=progress,
+            measure=num_blocks_for,
         )  # fmt: skip
         self.model_name = model
         self.tokenizer = self.loaded.tokenizer
         self.config = self.loaded.config
-        self.executor = TorchExecutor(self.loaded.decoder, self.config)
+        self.executor = make_executor(self.loaded.decoder, self.config, progress)
+        depth = int(self.loaded.is_on_gpu) if depth is None else depth
         self.engine = Engine(Scheduler(self.config), self.executor, depth=depth)
         self.executor.now = self.engine.clock.now
         self._trace: IO[str] | None = None

@@ -5,29 +5,67 @@ Weighs memory: the weights first, then as many KV blocks as the budget allows.
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headway.config import Config
 from headway.engine.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from headway.errors import ConfigError
-from headway.model.checkpoint import open_checkpoint
+from headway.model.backend import Backend
+from headway.model.checkpoint import Checkpoint, DummyCheckpoint, open_checkpoint
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
+from headway.model.devices import (
+    Device,
+    free_device_memory,
+    free_memory,
+    parse_size,
+    room_for_weights,
+    size,
+    use_device,
+)
 from headway.model.gguf import read_metadata
 from headway.model.names import resolve
-from headway.model.precision import choose_backend, use_threads
+from headway.model.precision import (
+    check_attention,
+    choose_backend,
+    kv_dtype_for,
+    resolved,
+    use_threads,
+    weight_bytes,
+)
 from headway.scheduler import preset
 from headway.scheduler.policies import recompute
 
 Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+Steps = Callable[[int, int], None]  # (done, total)
+Measure = Callable[[Decoder, Config, float], int]  # blocks that fit into a share of a GPU's memory
 SHARE = 0.1  # of the memory that is free, for keys and values, unless told otherwise
+PINNED = 0.25  # of the host's memory that is free, for blocks swapped out of a GPU, at most
 SEATS, STEP_TOKENS = 64, 512  # more of either only makes a CPU's steps longer
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """Where and how a model is to run, as a user says it."""
+
+    device: str = "auto"
+    precision: str = "auto"
+    load_format: str = "auto"
+    kv_cache_dtype: str = "auto"
+    attention: str = "triton"
+    kv_memory: int | str | None = None
+    gpu_memory_utilization: float = 0.9
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        share, threads = self.gpu_memory_utilization, self.threads
+        if not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
+        if threads is not None and threads < 1:
+            raise ConfigError(f"threads must be a whole number from 1 up, not {threads}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,45 +73,82 @@ class Loaded:
     """A model ready to run, and the scheduler's config that goes with it."""
 
     path: Path
+    device: str  # cpu, or cuda:0 and so on
+    precision: str
     decoder: Decoder
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     config: Config
     kv_bytes: int  # of all device blocks
 
+    @property
+    def is_on_gpu(self) -> bool:
+        return self.device != "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRoom:
+    """What a GPU has left for blocks."""
+
+    free: int  # bytes
+    measure: Callable[[Config], int]  # blocks that fit beside the steps of such a config
+
 
 def load(
     model: str,
+    wishes: Wishes,
     *,
-    precision: str,
-    load_format: str,
     preset_name: str,
-    kv_memory: int | str | None,
-    threads: int | None,
-    progress: Progress | None,
     settings: Mapping[str, Any],
+    progress: Progress | None,
+    measure: Measure,
 ) -> Loaded:
     """Find, fetch if need be, and load a model; ModelError or ConfigError if that cannot be."""
-    if threads is not None:
-        if threads < 1:
-            raise ConfigError(f"threads must be a whole number from 1 up, not {threads}")
-        use_threads(threads)
+    if wishes.threads is not None:
+        use_threads(wishes.threads)
+    device = use_device(wishes.device)
+    precision = resolved(wishes.precision, device)
+    kv_dtype = kv_dtype_for(wishes.kv_cache_dtype, device)
+    check_attention(wishes.attention, device)
     path = resolve(model, progress=_titled(progress, f"fetching {model}"))
-    checkpoint = open_checkpoint(path, load_format)
-    backend = choose_backend(checkpoint.config, precision)
-    decoder = Decoder(checkpoint, backend, _titled(progress, f"loading {model}"))
+    checkpoint = _checkpoint(path, wishes.load_format, device)
+    backend = choose_backend(checkpoint.config, precision, device, kv_dtype)
+    decoder = _decoder(checkpoint, backend, device, _titled(progress, f"loading {model}"))
     tokenizer = find_tokenizer(path)
-    itemsize = backend.kv_blocks(checkpoint.config, 0, 1).element_size()
-    config = fit(checkpoint.config, itemsize, preset_name, kv_memory, settings)
-    ends = checkpoint.config.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
-    kv_bytes = config.num_blocks * config.block_size * checkpoint.config.kv_bytes(itemsize)
+    itemsize = backend.kv_blocks(decoder.config, 0, 1).element_size()
+    room = _gpu_room(decoder, device, wishes.gpu_memory_utilization, measure)
+    config = fit(decoder.config, itemsize, preset_name, wishes.kv_memory, settings, room)
+    ends = decoder.config.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
+    kv_bytes = config.num_blocks * config.block_size * decoder.config.kv_bytes(itemsize)
     return Loaded(
-        path=path, decoder=decoder, tokenizer=tokenizer, eos_ids=ends, config=config,
-        kv_bytes=kv_bytes,
+        path=path, device=str(device), precision=precision, decoder=decoder, tokenizer=tokenizer,
+        eos_ids=ends, config=config, kv_bytes=kv_bytes,
     )  # fmt: skip
 
 
-def _titled(progress: Progress | None, title: str) -> Callable[[int, int], None] | None:
+def _checkpoint(path: Path, load_format: str, device: Device) -> Checkpoint:
+    opened = open_checkpoint(path, load_format)
+    # Random weights are made where they are wanted.
+    return DummyCheckpoint(opened.config, device) if load_format == "dummy" else opened
+
+
+def _decoder(
+    checkpoint: Checkpoint, backend: Backend, device: Device, progress: Steps | None
+) -> Decoder:
+    if device.type != "cuda":
+        return Decoder(checkpoint, backend, progress)
+    with room_for_weights(weight_bytes(checkpoint.config, backend), device):
+        return Decoder(checkpoint, backend, progress)
+
+
+def _gpu_room(decoder: Decoder, device: Device, share: float, measure: Measure) -> GpuRoom | None:
+    if device.type != "cuda":
+        return None
+    free = free_device_memory(device)
+    return GpuRoom(free=free, measure=lambda config: measure(decoder, config, share))
+
+
+def _titled(progress: Progress | None, title: str) -> Steps | None:
     return None if progress is None else lambda done, total: progress(title, done, total)
 
 
@@ -96,64 +171,77 @@ def fit(
     preset_name: str,
     kv_memory: int | str | None,
     settings: Mapping[str, Any],
+    room: GpuRoom | None = None,
 ) -> Config:
     """A preset with these settings, and with blocks and lengths that model and memory allow."""
     changes = {name: value for name, value in settings.items() if value is not None}
-    changes.setdefault("max_requests", min(SEATS, changes.get("max_tokens", SEATS)))
     changes["max_length"] = min(changes.get("max_length", model.max_length), model.max_length)
-    if "max_tokens" not in changes:
-        wanted = max(STEP_TOKENS, changes["max_requests"])
-        can_cut = preset(preset_name, **changes).chunk(changes["max_length"], wanted, True) > 0
-        changes["max_tokens"] = wanted if can_cut else max(wanted, changes["max_length"])
+    _set_limits(changes, preset_name, is_gpu=room is not None)
     config = preset(preset_name, **changes)
     block = config.block_size * model.kv_bytes(itemsize)
+    can_swap = config.swap is not recompute and "num_host_blocks" not in changes
+    if can_swap and room is not None:
+        config = replace(config, num_host_blocks=_pinnable(block))
     if "num_blocks" not in changes:
-        changes["num_blocks"] = _num_blocks(config, block, kv_memory)
-    if config.swap is not recompute:
-        changes.setdefault("num_host_blocks", changes["num_blocks"])
-    asked = (changes["num_blocks"] + changes.get("num_host_blocks", 0)) * block
-    if asked > (free := free_memory()):
-        raise ConfigError(
-            f"the KV cache needs {_size(asked)} and {_size(free)} of memory are free; "
-            "lower --kv-memory, --num-blocks or --num-host-blocks"
-        )
-    return preset(preset_name, **changes)
+        changes["num_blocks"] = _num_blocks(config, block, kv_memory, room)
+    if can_swap:
+        most = changes["num_blocks"] if room is None else config.num_host_blocks
+        changes["num_host_blocks"] = min(most, changes["num_blocks"])
+    config = preset(preset_name, **changes)
+    _check_memory(config.num_blocks * block, config.num_host_blocks * block, room)
+    return config
 
 
-def _num_blocks(config: Config, block: int, kv_memory: int | str | None) -> int:
-    """Blocks for the budget; without one, a share of what is free, but no more than can be used."""
+def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> None:
+    """Seats and tokens of a step, where they are not set: a GPU takes what the preset has."""
+    own = preset(preset_name)
+    seats, tokens = (own.max_requests, own.max_tokens) if is_gpu else (SEATS, STEP_TOKENS)
+    changes.setdefault("max_requests", min(seats, changes.get("max_tokens", seats)))
+    if "max_tokens" not in changes:
+        wanted = max(tokens, changes["max_requests"])
+        chunk = preset(preset_name, **changes, max_tokens=wanted).chunk
+        can_cut = chunk(changes["max_length"], wanted, True) > 0
+        changes["max_tokens"] = wanted if can_cut else max(wanted, changes["max_length"])
+
+
+def _num_blocks(
+    config: Config, block: int, kv_memory: int | str | None, room: GpuRoom | None
+) -> int:
+    """Blocks for the budget; without one, what there is to give, but no more than can be used."""
     if kv_memory is None:
         most = config.max_requests * -(-config.max_length // config.block_size)
+        if room is not None:
+            return min(most, room.measure(config))
         return max(1, min(most, int(free_memory() * SHARE) // block))
     budget = parse_size(kv_memory)
     if budget < block:
         raise ConfigError(
-            f"kv_memory: {_size(budget)} holds no block of {config.block_size} tokens, "
-            f"which takes {_size(block)}; raise --kv-memory or lower --block-size"
+            f"kv_memory: {size(budget)} holds no block of {config.block_size} tokens, "
+            f"which takes {size(block)}; raise --kv-memory or lower --block-size"
         )
     return budget // block
 
 
-def parse_size(size: int | str) -> int:
-    """Bytes of a number, or of a text such as 512MiB, 2GiB or 1.5G."""
-    match = re.fullmatch(r"([0-9.]+) ?([kmg]i?|)b?", str(size).strip().lower())
-    try:
-        value = float(match[1]) if match else -1.0
-    except ValueError:
-        value = -1.0
-    if match is None or value < 0:
-        raise ConfigError(f"kv_memory must be bytes, or a text such as 512MiB or 2GiB: {size!r}")
-    return int(value * UNITS[match[2]])
+def _pinnable(block: int) -> int:
+    """Host blocks that a GPU can reach by itself: torch rounds their size up to a power of two."""
+    most = max(1, int(free_memory() * PINNED))
+    return (1 << most.bit_length() - 1) // block
 
 
-def free_memory() -> int:
-    """Bytes that can be had without swapping, as far as the system tells."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+def _check_memory(on_device: int, on_host: int, room: GpuRoom | None) -> None:
+    """ConfigError if blocks of so many bytes cannot be had."""
+    if room is None:
+        needs = [("the KV cache", on_device + on_host, free_memory(), "memory")]
+    else:
+        pinned = 1 << (on_host - 1).bit_length() if on_host else 0
+        needs = [
+            ("the KV cache", on_device, room.free, "the GPU's memory"),
+            ("the KV cache on the host", pinned, free_memory(), "memory"),
+        ]
+    for what, asked, free, where in needs:
+        if asked > free:
+            raise ConfigError(
+                f"{what} needs {size(asked)} and {size(free)} of {where} are free: "
+                f"{size(asked - free)} too little; "
+                "lower --kv-memory, --num-blocks or --num-host-blocks"
+            )

@@ -46,6 +46,11 @@ PARAM_NAMES = [
     "max_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
     "deadline", "salt", "reads_cache", "n", "sampling",
 ]  # fmt: skip
+LLM_NAMES = [
+    "model", "device", "precision", "preset", "load_format", "kv_cache_dtype", "attention",
+    "kv_memory", "gpu_memory_utilization", "threads", "depth", "trace_out", "progress", "observers",
+    "settings",
+]  # fmt: skip
 ERRORS = {
     "HeadwayError": ["Exception"],
     "ConfigError": ["HeadwayError", "ValueError"],
@@ -64,8 +69,9 @@ SCHEDULER_FLAGS = {
 }  # fmt: skip
 RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens"}
 MODEL_FLAGS = {
-    *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--precision", "--load-format", "--kv-memory",
-    "--threads", "--trace-out",
+    *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--device", "--precision", "--load-format",
+    "--kv-cache-dtype", "--attention", "--kv-memory", "--gpu-memory-utilization", "--threads",
+    "--trace-out",
 }  # fmt: skip
 SAMPLING_FLAGS = {
     "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
@@ -88,8 +94,8 @@ COMMANDS = {
     },
     "models": {"--fetch", "--json"},
     "profile": {
-        "model", "--json", "--kv-memory", "--load-format", "--name", "--out", "--precision",
-        "--quick", "--threads",
+        "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
+        "--precision", "--quick", "--threads",
     },
     "simulate": {"workload", "--preset", "--trace-out", *RUN_FLAGS},
     "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
@@ -136,6 +142,10 @@ def test_every_ready_made_policy_says_what_it_does_in_one_line() -> None:
 def test_a_request_is_asked_for_with_the_same_words() -> None:
     assert [field.name for field in fields(Params)] == PARAM_NAMES
     assert {s.value for s in State} == {"waiting", "prefill", "decoding", "swapped", "finished"}
+
+
+def test_a_model_is_asked_for_with_the_same_words() -> None:
+    assert list(inspect.signature(headway.LLM).parameters) == LLM_NAMES
 
 
 def test_the_tree_of_errors_stands() -> None:

@@ -169,7 +169,11 @@ def _answer(llm: LLM, work: Work) -> None:
 
 def _setting(llm: LLM, model: ModelOptions) -> dict[str, Any]:
     """What was measured."""
-    named = {"model": model.model, "precision": model.precision, "load_format": model.load_format}
+    named = {
+        "model": model.model,
+        "precision": llm.loaded.precision,
+        "load_format": model.load_format,
+    }
     return named | {"config": header(llm.config, llm.engine.depth)["config"]}
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from headway.llm import LLM
 
 MODEL, SAMPLING = "Model", "Sampling"
+GPUS_SEATS, GPUS_TOKENS = "64; on a GPU the preset's", "512; on a GPU the preset's"
 RENAMED = {"max_new_tokens": "max_tokens", "samples": "n"}  # options with a name of their own
 
 
@@ -68,6 +69,16 @@ def _scheduler(text: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=options.SCHEDULER, **more)
 
 
+Device = Annotated[str, _model("auto: a GPU if one can be used; cpu, cuda, cuda:1.")]
+Precision = Annotated[
+    str,
+    _model(
+        "auto: bfloat16 on a GPU, else float32, which is exact. Also float16, and on a CPU fast "
+        "(what this machine does best) and quantized."
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     """Which model, how it computes, and how it is scheduled."""
@@ -76,25 +87,35 @@ class ModelOptions:
         str,
         _model("A bundled name, a model's folder, a .gguf file or a hub id.", "--model", "-m"),
     ] = "smollm2-135m"
-    precision: Annotated[
-        str,
-        _model(
-            "float32 (exact), fast (what this machine does best), quantized, bfloat16, float16."
-        ),
-    ] = "float32"
+    device: Device = "auto"
+    precision: Precision = "auto"
     load_format: Annotated[
         str, _model("auto, safetensors, gguf, or dummy: random weights, a config.json is enough.")
     ] = "auto"
+    kv_cache_dtype: Annotated[
+        str, _model("auto: as the model computes; fp8: half of that, GPU only.")
+    ] = "auto"
+    attention: Annotated[
+        str, _model("Of a GPU: triton, or flashinfer or flash-attn, which are not supported yet.")
+    ] = "triton"
     kv_memory: Annotated[
         str | None,
         _model("Memory for keys and values, e.g. 2GiB.", show_default="a share of what is free"),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float, _model("Share of a GPU's memory that may be in use, by all there is in it.")
+    ] = 0.9
     threads: Annotated[int | None, _model("CPU threads.", show_default="torch's choice")] = None
     trace_out: Annotated[
         Path | None, _model("Write every decision to this file; see `headway trace`.")
     ] = None
     preset: options.Preset = "headway"
-    depth: options.Depth = 0
+    depth: Annotated[
+        int | None,
+        _scheduler(
+            "Plans in flight while the next is made: 0 or 1.", show_default="1 on a GPU, else 0"
+        ),
+    ] = None
     recipe: options.Recipe = None
     queue: options.Queue = None
     chunk: options.Chunk = None
@@ -102,10 +123,10 @@ class ModelOptions:
     victim: options.Victim = None
     swap: options.Swap = None
     max_requests: Annotated[
-        int | None, _scheduler("Seats: requests that run at once.", show_default="64")
+        int | None, _scheduler("Seats: requests that run at once.", show_default=GPUS_SEATS)
     ] = None
     max_tokens: Annotated[
-        int | None, _scheduler("Tokens computed by one step.", show_default="512")
+        int | None, _scheduler("Tokens computed by one step.", show_default=GPUS_TOKENS)
     ] = None
     decode_steps: options.DecodeSteps = None
     block_size: options.BlockSize = None
@@ -125,8 +146,10 @@ class ModelOptions:
         settings = defaults | {name: value for name, value in given.items() if value is not None}
         with _loading_bar() as progress:
             return _llm_class()(
-                self.model, precision=self.precision, load_format=self.load_format,
-                preset=self.preset, kv_memory=self.kv_memory, threads=self.threads,
+                self.model, device=self.device, precision=self.precision,
+                load_format=self.load_format, preset=self.preset, attention=self.attention,
+                kv_cache_dtype=self.kv_cache_dtype, kv_memory=self.kv_memory,
+                gpu_memory_utilization=self.gpu_memory_utilization, threads=self.threads,
                 depth=self.depth, trace_out=self.trace_out, progress=progress, **settings,
             )  # fmt: skip
 
@@ -160,15 +183,29 @@ def check_writable(path: Path) -> None:
         raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
 
 
+def resolved(precision: str, device: str) -> str:
+    """The precision that auto means on a device, given as its text."""
+    with _needing_torch():
+        from headway.model import devices
+        from headway.model import precision as precisions
+    return precisions.resolved(precision, devices.use_device(device))
+
+
 def _llm_class() -> type[LLM]:
-    try:
+    with _needing_torch():
         from headway.llm import LLM
+    return LLM
+
+
+@contextmanager
+def _needing_torch() -> Iterator[None]:
+    try:
+        yield
     except ModuleNotFoundError as error:
         raise ModelError(
             f"running a model needs {error.name}, which is not installed: "
             "pip install 'headway[torch]'"
         ) from None
-    return LLM
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -19,7 +20,7 @@ Fetch = Annotated[str | None, typer.Option(help="Fetch this model into the cache
 
 
 def models_command(fetch: Fetch = None, json_: Json = False) -> None:
-    """Bundled and cached models, and what --precision fast means on this machine."""
+    """Bundled and cached models, the GPUs here, and what --precision fast means on this CPU."""
     if fetch is not None:
         with progress_bar(f"fetching {fetch}", 1) as advance:
             resolve(fetch, progress=fractions(advance))
@@ -46,14 +47,16 @@ def fractions(advance: Callable[[float], None]) -> Callable[[int, int], None]:
 
 
 def _machine() -> dict[str, Any]:
-    """How fast this machine multiplies by one layer of the default model, in each precision."""
+    """The GPUs, and how fast the CPU multiplies by one layer of the default model."""
     try:
         from headway.model.checkpoint import open_checkpoint
+        from headway.model.devices import gpus, why_no_cuda
         from headway.model.precision import fastest, num_threads, probe, why_not_native
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed: pip install 'headway[torch]'"}
     default = next((m.path for m in known() if m.path is not None), None)
     found: dict[str, Any] = {"threads": num_threads(), "native_kernels": why_not_native() or "yes"}
+    found |= {"cuda": why_no_cuda() or "yes", "gpus": [asdict(gpu) for gpu in gpus()]}
     if default is None:
         return found | {"error": "no model has been fetched yet: try --fetch smollm2-135m"}
     try:
@@ -81,6 +84,11 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
             cells = ["[dim]too slow[/]" if t is None else f"{t:,.3f} ms" for t in shown]
             table.add_row(f"[bold]{name}[/] (fast)" if name == machine["fast"] else name, *cells)
         console.print(table)
+    for gpu in machine.get("gpus", ()):
+        memory = f"{gpu['num_bytes'] / 2**30:.1f} GiB"
+        console.print(f"GPU {gpu['device']}: {escape(gpu['name'])}, {memory}", highlight=False)
+    if machine.get("cuda", "yes") != "yes":
+        console.print(f"no GPU is used: {escape(machine['cuda'])}")
     if machine.get("native_kernels", "yes") != "yes":
         console.print(f"native kernels are not used: {escape(machine['native_kernels'])}")
     if "error" in machine:

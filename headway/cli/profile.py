@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headway.cli.model_options import ModelOptions
+from headway.cli.model_options import ModelOptions, resolved
 from headway.cli.options import Json, progress_bar
 from headway.engine.trace import Line, describe_step
 from headway.errors import ExecutorError, FormatError
@@ -38,6 +38,7 @@ Out = Annotated[
 Name = Annotated[
     str | None, typer.Option(help="The profile's name.", show_default="model and precision")
 ]
+Device = Annotated[str, typer.Option(help="As for `headway run`.")]
 Precision = Annotated[str, typer.Option(help="As for `headway run`.")]
 LoadFormat = Annotated[str, typer.Option(help="As for `headway run`.")]
 KvMemory = Annotated[
@@ -66,7 +67,8 @@ def profile_command(
     model: ModelName = "smollm2-135m",
     out: Out = None,
     name: Name = None,
-    precision: Precision = "float32",
+    device: Device = "auto",
+    precision: Precision = "auto",
     threads: Threads = None,
     load_format: LoadFormat = "auto",
     kv_memory: KvMemory = None,
@@ -78,12 +80,13 @@ def profile_command(
     Requests of many lengths are run in batches of many sizes. Then a run that was not used for the
     fit is foretold from its requests alone: the error of that is the error to expect.
     """
+    precision = resolved(precision, device)
     name = name or f"{Path(model).name.lower().removesuffix('.gguf')}-{precision}"
     out = out or Path(f"{name}.json")
     _check_writable(out)
     chosen = ModelOptions(
-        model=model, precision=precision, threads=threads, load_format=load_format,
-        kv_memory=kv_memory,
+        model=model, device=device, precision=precision, threads=threads, load_format=load_format,
+        kv_memory=kv_memory, depth=0,  # so that what lies between steps can be seen
     )  # fmt: skip
     with chosen.load(max_requests=SEATS) as llm:
         profile, found = measure(llm, name, is_quick=quick)
