@@ -236,11 +236,12 @@ def decode_attention(
     num_sequences = len(seats_s)
     if not num_sequences:
         return
-    cut = cut or cut_for(num_sequences * num_kv_heads, longest, head_dim * blocks.element_size())
+    room, row_bytes = tables.shape[1] * block_size, head_dim * blocks.element_size()
+    cut = cut or cut_for(num_sequences * num_kv_heads, longest, room, row_bytes)
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if cut.parts > 1:
-        room = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)
-        parts = (room.sums, room.tops, room.weights)
+        left = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)
+        parts = (left.sums, left.tops, left.weights)
     norms = (turn.q_norm, turn.k_norm, turn.cosine_pd, turn.sine_pd) if turn else (None,) * 4
     heads_room = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
     dim_room, is_new = triton.next_power_of_2(head_dim), turn is not None
@@ -262,8 +263,10 @@ def decode_attention(
 LONG = 4096  # positions that one program reads in a time that others would not wait for
 
 
-def cut_for(num_programs: int, longest: int, row_bytes: int) -> Cut:
-    """For so many programs if none were shared. Found by trying on an H200.
+def cut_for(num_programs: int, longest: int, room: int, row_bytes: int) -> Cut:
+    """For so many programs if none were shared, and sequences of up to `room` positions.
+
+    Found by trying on an H200.
 
     Many: one for each sequence, longest first, unless one is so long that all would wait for it.
     Few: as many as fill the device, but none with next to nothing to do.
@@ -274,7 +277,8 @@ def cut_for(num_programs: int, longest: int, row_bytes: int) -> Cut:
         if num_programs >= 1200:
             return Cut(parts, LONG, 16, 1, max(2, 4 // depth))
         return Cut(parts, LONG, max(16, 64 // depth), 4, 3)
-    parts = min(64, triton.next_power_of_2(1056 // num_programs))
+    least = 128 if num_programs > 32 else 64
+    parts = triton.next_power_of_2(min(1056 // num_programs, triton.cdiv(room, least), 64))
     if num_programs > 32:
-        return Cut(parts, 128, 16, 1, max(2, 3 // depth))
-    return Cut(parts, 64, max(16, 64 // depth), 4, 2)
+        return Cut(parts, least, 16, 1, max(2, 3 // depth))
+    return Cut(parts, least, max(16, 64 // depth), 4, 2)

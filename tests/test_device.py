@@ -1,0 +1,209 @@
+"""The device executor: the tokens of the plain path, whatever the scheduler does on the way.
+
+Where there is no GPU the kernels run under Triton's interpreter, so models and runs are tiny.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headway.config import Config
+from headway.engine.engine import Engine
+from headway.executor.base import Executor
+from headway.executor.torch.executor import TorchExecutor
+from headway.executor.torch.extra import Extra
+from headway.executor.torch.graphs import padded_rows
+from headway.model.checkpoint import DummyCheckpoint
+from headway.model.config import ModelConfig, from_hf
+from headway.model.decoder import Decoder
+from headway.model.plain import PlainBackend
+from headway.plan import Copy, Plan, StepReport
+from headway.request import Params, Request
+from headway.sampling import Sampling
+from headway.scheduler import Scheduler, preset
+
+pytest.importorskip("triton")
+from headway.executor.torch.device import DeviceExecutor
+from headway.executor.torch.seats import DeviceSeats
+from headway.model.gpu import GpuBackend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARY = 61
+
+
+class Loud(DummyCheckpoint):
+    """Random weights large enough for clear choices, and norms that matter."""
+
+    def read(self, name: str) -> Tensor:
+        quiet = super().read(name)
+        if name.endswith("norm.weight"):
+            noise = torch.randn(quiet.shape, generator=torch.Generator().manual_seed(len(name)))
+            return quiet + 0.3 * noise
+        return quiet * 10
+
+
+def model(kind: str = "Qwen3", **more: object) -> ModelConfig:
+    numbers = {
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return from_hf(numbers | more, "tiny")
+
+
+def settings(name: str = "headway", **more: object) -> Config:
+    numbers: dict[str, object] = {
+        "block_size": 4, "max_requests": 4, "max_length": 64, "max_tokens": 24, "num_blocks": 60,
+    }  # fmt: skip
+    return preset(name, **(numbers | more))
+
+
+def plain(config: Config, about: ModelConfig) -> TorchExecutor:
+    return TorchExecutor(Decoder(Loud(about), PlainBackend()), config)
+
+
+def on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
+    return DeviceExecutor(Decoder(Loud(about), GpuBackend(torch.float32, DEVICE)), config)
+
+
+def answers(
+    make: Callable[[Config, ModelConfig], Executor],
+    config: Config,
+    about: ModelConfig,
+    *,
+    depth: int = 0,
+    samplings: list[Sampling | None] | None = None,
+    count: int = 4,
+    watch: Callable[[StepReport], None] | None = None,
+) -> list[list[int]]:
+    """The outputs of a few requests, of which every second begins alike."""
+    engine = Engine(Scheduler(config), make(config, about), depth=depth)
+    if watch:
+        engine.observers.append(watch)
+    source = random.Random(7)
+    shared = [source.randrange(VOCABULARY) for _ in range(9)]
+    requests: list[Request] = []
+    for number in range(count):
+        own = [source.randrange(VOCABULARY) for _ in range(source.randint(1, 8))]
+        sampling = samplings[number % len(samplings)] if samplings else None
+        params = Params(max_tokens=2 + number % 4, sampling=sampling)
+        requests += engine.add(str(number), (shared if number % 2 else []) + own, params)
+    engine.run()
+    assert engine.fault is None, engine.fault
+    return [request.tokens[request.num_prompt :] for request in requests]
+
+
+FAMILIES = {
+    "norms of heads": model(),
+    "seven heads, biases": model("Qwen2", num_attention_heads=7, num_key_value_heads=1),
+    "its own head": model("Llama", tie_word_embeddings=False, num_attention_heads=4),
+}
+
+
+@pytest.mark.parametrize("about", FAMILIES.values(), ids=list(FAMILIES))
+def test_every_family_says_what_it_says_in_plain_torch(about: ModelConfig) -> None:
+    config = settings()
+    assert answers(on_device, config, about, depth=1) == answers(plain, config, about)
+
+
+WAYS: dict[str, tuple[Config, int]] = {
+    "alone in flight": (settings(), 0),
+    "short pieces": (settings(max_tokens=5, chunk="at_most(3)"), 1),
+    "recomputed": (settings(num_blocks=7, headroom="watermark(0)"), 1),
+    "swapped": (settings("vllm", num_blocks=7, num_host_blocks=40, swap="swap"), 1),
+    "several steps": (settings(decode_steps=3), 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_what_the_scheduler_does(way: str) -> None:
+    config, depth = WAYS[way]
+    seen: list[StepReport] = []
+    found = answers(on_device, config, FAMILIES["norms of heads"], depth=depth, watch=seen.append)
+    assert found == answers(plain, settings(), FAMILIES["norms of heads"])
+    preempted = [each for report in seen for each in report.plan.preempted]
+    if way in ("recomputed", "swapped"):
+        assert any(each.is_swap == (way == "swapped") for each in preempted)
+    if way == "several steps":
+        assert any(report.plan.num_steps > 1 for report in seen)
+
+
+def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
+    asked = [
+        Sampling(temperature=0.0, repetition_penalty=1.8, logprobs=2),
+        Sampling(temperature=0.0, prompt_logprobs=1),
+        Sampling(temperature=0.0, logit_bias={3: 50.0}),
+        None,
+    ]
+    extras: dict[str, dict[str, list[float]]] = {"plain": {}, "device": {}}
+
+    def keep(name: str) -> Callable[[StepReport], None]:
+        def watch(report: StepReport) -> None:
+            if isinstance(report.result.extra, Extra):
+                for request, found in report.result.extra.logprobs.items():
+                    extras[name].setdefault(request.id, []).extend(one.logprob for one in found)
+                for request, places in report.result.extra.prompt.items():
+                    scores = [one.logprob for _, one in places]
+                    extras[name].setdefault(f"{request.id} prompt", []).extend(scores)
+
+        return watch
+
+    about, config = FAMILIES["norms of heads"], settings()
+    expected = answers(plain, config, about, samplings=asked, watch=keep("plain"))
+    found = answers(on_device, config, about, depth=1, samplings=asked, watch=keep("device"))
+    assert found == expected
+    assert extras["plain"].keys() == extras["device"].keys() == {"0", "1 prompt"}
+    for name, scores in extras["plain"].items():
+        np.testing.assert_allclose(extras["device"][name], scores, atol=2e-4)
+
+
+def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> None:
+    about, config = FAMILIES["norms of heads"], settings()
+    drawn = Sampling(temperature=1.0, seed=5)
+    together = answers(on_device, config, about, depth=1, samplings=[drawn])
+    beside = [replace(drawn, logprobs=0), drawn, replace(drawn, logit_bias={1: 0.0}), drawn]
+    assert answers(on_device, config, about, samplings=beside) == together
+    others = answers(on_device, config, about, samplings=[replace(drawn, seed=6)])
+    assert others != together
+
+
+def test_blocks_that_left_come_back_as_they_were() -> None:
+    executor = on_device(settings(num_blocks=6, num_host_blocks=6), FAMILIES["norms of heads"])
+    blocks = executor.device_blocks
+    blocks.copy_(torch.randn(blocks.shape))
+    before = blocks.clone()
+    executor.launch(Plan(0, copies_out=[Copy(1, 4), Copy(3, 0)])).wait()
+    blocks.zero_()
+    executor.launch(Plan(1, copies_in=[Copy(4, 5), Copy(0, 2)])).wait()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(blocks[5], before[1]) and torch.equal(blocks[2], before[3])
+    assert not blocks[[0, 1, 3, 4]].any()
+
+
+def test_the_latest_of_two_words_for_a_place_is_kept() -> None:
+    seats = DeviceSeats(3, 5, torch.device(DEVICE))
+    seats.set_blocks(1, 0, [7, 8, 9])
+    seats.set_blocks(1, 1, [4])
+    seats.set_length(2, 11)
+    seats.set_limit(2, 12)
+    seats.send()
+    assert seats.tensors.tables[1].tolist() == [7, 4, 9, 0, 0]
+    assert seats.tensors.lengths.tolist() == [0, 0, 11, 0]
+    assert seats.tensors.limits.tolist() == [0, 0, 12, 0]
+
+
+def test_a_batch_is_padded_a_little_and_never_cut() -> None:
+    for count in range(1, 2000):
+        padded = padded_rows(count)
+        assert count <= padded <= count + max(3, count // 8 + 8)
+        assert padded_rows(padded) == padded
