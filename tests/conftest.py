@@ -1,8 +1,9 @@
-"""What several tests share: the bundled model's file, fetched once, and quiet threads."""
+"""What several tests share: the bundled model's file, quiet threads, and kernels without a GPU."""
 
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ import pytest
 from headway.model.names import resolve
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run side by side; set before torch loads
+if shutil.which("nvidia-smi") is None:  # known before triton loads, and without loading torch
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # its kernels run on the CPU
 
 
 @pytest.fixture(scope="session")

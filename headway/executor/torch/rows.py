@@ -65,7 +65,9 @@ class RowTable:
             tables_sw=torch.from_numpy(self.tables[seats, :width]),
             starts_s=torch.from_numpy(starts),
             ends_s=torch.from_numpy(ends),
-            sampled_n=torch.from_numpy(starts[1:][np.array(wanted, dtype=bool)].astype(np.int64) - 1),
+            sampled_n=torch.from_numpy(
+                starts[1:][np.array(wanted, dtype=bool)].astype(np.int64) - 1
+            ),
         )
 
     def _chunk(self, chunk: Chunk) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -236,7 +236,8 @@ def decode_attention(
     num_sequences = len(seats_s)
     if not num_sequences:
         return
-    room, row_bytes = tables.shape[1] * block_size, head_dim * blocks.element_size()
+    dim_room, is_new = triton.next_power_of_2(head_dim), turn is not None
+    room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
     cut = cut or cut_for(num_sequences * num_kv_heads, longest, room, row_bytes)
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if cut.parts > 1:
@@ -244,7 +245,6 @@ def decode_attention(
         parts = (left.sums, left.tops, left.weights)
     norms = (turn.q_norm, turn.k_norm, turn.cosine_pd, turn.sine_pd) if turn else (None,) * 4
     heads_room = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
-    dim_room, is_new = triton.next_power_of_2(head_dim), turn is not None
     _attend[(cut.parts, num_kv_heads, num_sequences)](
         qkv, *norms, positions_s, slots_s, blocks, tables, seats_s, out, *parts,
         layer, turn.epsilon if turn else 0.0, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),

@@ -58,7 +58,7 @@ def decode_attention(
 def _turned(
     qkv: Tensor, num_heads: int, blocks: Tensor, positions_s: Tensor, turn: Turn
 ) -> tuple[Tensor, Tensor]:
-    """Rows with turned queries, and [S, 2, G, D]: keys, turned, and values as the cache has them."""
+    """Rows with queries turned, and [S, 2, G, D]: keys and values as the cache will have them."""
     _, _, _, num_kv_heads, _, head_dim = blocks.shape
     rows = qkv.clone()
     own = blocks.new_empty((len(qkv), 1, 2, num_kv_heads, 1, head_dim))  # a block for each
