@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+GPU_PYTHON ?= $(PYTHON)
 READY := $(VENV)/.ready
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -23,6 +24,10 @@ demo: $(READY)  ## compare static with continuous batching and all presets, simu
 test: $(READY) check  ## all checks and all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest -n 2
+
+test-gpu:  ## kernels and executor on a GPU; GPU_PYTHON is a python with torch for it, and pytest
+	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
+	$(GPU_PYTHON) -m pytest -W ignore tests/test_device.py tests/test_kernels_*.py
 
 check: $(READY)  ## formatting, lint and types
 	$(BIN)/ruff format --check --quiet .
@@ -41,4 +46,4 @@ bench: $(READY)  ## what the scheduler costs, how good its decisions are, and th
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help run demo test check format bench clean
+.PHONY: help run demo test test-gpu check format bench clean
