@@ -4,7 +4,8 @@ HeadwayError
 ├── ConfigError          numbers that contradict each other, unknown preset, slot or profile
 ├── RequestError         one request is at fault; the others go on
 │   ├── InvalidRequest   it makes no sense: empty prompt, max_tokens 0, an id already in use
-│   └── RequestTooLong   it makes sense but can never run here; carries need and limit
+│   ├── RequestTooLong   it makes sense but can never run here; carries need and limit
+│   └── Overloaded       too much waits already; it may be sent again later
 ├── ModelError           a model cannot be found, fetched or loaded; says what was tried
 ├── FormatError          a workload, profile or trace file cannot be read; names file and line
 ├── ReplayMismatch       a replay took another decision than the recorded run
@@ -37,6 +38,14 @@ class RequestTooLong(RequestError):
         super().__init__(message)
         self.need = need
         self.limit = limit
+
+
+class Overloaded(RequestError):
+    """The request was not taken because too much waits; it may come again."""
+
+    def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after  # seconds
 
 
 class FormatError(HeadwayError, ValueError):

@@ -9,9 +9,9 @@ One thread; calls do not overlap. Everything the scheduler does can be set, watc
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -19,23 +19,24 @@ from typing import IO, Any
 
 import numpy as np
 
-from headway.engine.chat import render_chat
+from headway.config import Config
+from headway.engine.asking import Asking, Message, Prompt
+from headway.engine.clock import RealClock
 from headway.engine.engine import Engine, Observer
 from headway.engine.outputs import Delta, Gathering, Result
-from headway.engine.tokenizer import Tokenizer
 from headway.engine.trace import TraceWriter
 from headway.errors import ExecutorError, InvalidRequest, RequestError
 from headway.executor.torch import make_executor
 from headway.executor.torch.extra import Extra
 from headway.executor.torch.memory import num_blocks_for
+from headway.executor.torch.rates import Timed, measured
 from headway.loading import Loaded, Progress, Wishes, load
 from headway.plan import StepReport
-from headway.request import Params, Request
-from headway.sampling import SamplingParams, check_tokens, token_level
+from headway.request import Request
+from headway.sampling import SamplingParams
 from headway.scheduler import Scheduler
+from headway.scheduler.policies import cheaper
 
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
 GREEDY = SamplingParams(temperature=0.0)
 
 
@@ -79,11 +80,18 @@ class LLM:
         )  # fmt: skip
         self.model_name = model
         self.tokenizer = self.loaded.tokenizer
+        self.asking = Asking(
+            tokenizer=self.tokenizer, vocab_size=self.loaded.decoder.config.vocab_size,
+            eos_ids=self.loaded.eos_ids,
+        )  # fmt: skip
         self.config = self.loaded.config
         self.executor = make_executor(self.loaded.decoder, self.config, progress)
+        clock = RealClock()
+        self.executor.now = clock.now
+        if self.loaded.is_on_gpu:
+            self.config = with_measured_swap(self.config, self.executor)
         depth = int(self.loaded.is_on_gpu) if depth is None else depth
-        self.engine = Engine(Scheduler(self.config), self.executor, depth=depth)
-        self.executor.now = self.engine.clock.now
+        self.engine = Engine(Scheduler(self.config), self.executor, clock, depth=depth)
         self._trace: IO[str] | None = None
         if trace_out is not None:
             self._trace = Path(trace_out).open("w", encoding="utf-8")  # noqa: SIM115
@@ -153,11 +161,7 @@ class LLM:
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """A conversation as the model's template writes it, up to where the answer begins."""
-        tokenizer = self._need_tokenizer()
-        text = render_chat(
-            tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
-        )
-        return tokenizer.encode(text, special=False)
+        return self.asking.chat_tokens(messages, **options)
 
     def reset_cache(self) -> bool:
         """Forget all cached prefixes; False while requests hold some."""
@@ -202,9 +206,9 @@ class LLM:
             result = Result(id=str(next(self._numbers)), prompt=text, prompt_token_ids=[])
             results.append(result)
             try:
-                result.prompt_token_ids = self._tokens(prompt)
+                result.prompt_token_ids = self.asking.tokens(prompt)
                 requests = self.engine.add(
-                    result.id, result.prompt_token_ids, self._params(asked, result.id)
+                    result.id, result.prompt_token_ids, self.asking.params(asked, result.id)
                 )
             except RequestError as error:
                 result.error = error
@@ -213,52 +217,6 @@ class LLM:
             gatherings.append(gathering)
             self._gatherings.update(dict.fromkeys(requests, gathering))
         return gatherings
-
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            return self._need_tokenizer().encode(prompt)
-        if not isinstance(prompt, Sequence | np.ndarray):
-            raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
-        limit, tokens = self.loaded.decoder.config.vocab_size, [_plain(token) for token in prompt]
-        wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < limit]
-        if wrong:
-            raise InvalidRequest(
-                f"prompt: token id {wrong[0]!r} is not a whole number of at least 0 and below {limit}"
-            )
-        return tokens  # type: ignore[return-value]
-
-    def _params(self, asked: SamplingParams, id: str) -> Params:
-        model = self.loaded.decoder.config
-        try:
-            check_tokens(asked, model.vocab_size)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"request {id!r}: {error}") from None
-        seed = random.getrandbits(63) if asked.seed is None else asked.seed
-        bad_words = self._bad_words(asked.bad_words)
-        if asked.stop_strings:
-            self._need_tokenizer()
-        return Params(
-            max_tokens=asked.max_tokens, min_tokens=asked.min_tokens, eos_ids=self.loaded.eos_ids,
-            stop_ids=frozenset(asked.stop_token_ids), ignore_eos=asked.ignore_eos,
-            priority=asked.priority, client=asked.client, deadline=asked.deadline, salt=asked.salt,
-            reads_cache=asked.prompt_logprobs is None, n=asked.n,
-            sampling=token_level(asked, seed=seed, bad_words=bad_words),
-        )  # fmt: skip
-
-    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as tokens, at a text's start and after a space."""
-        if not words:
-            return ()
-        encode = self._need_tokenizer().encode
-        spelled = [
-            encode(lead + word.lstrip(), special=False) for word in words for lead in ("", " ")
-        ]
-        return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled))
-
-    def _need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise InvalidRequest("this model has no tokenizer here: give token ids instead of text")
-        return self.tokenizer
 
     # The loop.
 
@@ -354,6 +312,13 @@ class LLM:
             )
 
 
+def with_measured_swap(config: Config, executor: Timed) -> Config:
+    """The default swap rule `cheaper` with this device's times; any other is left as it is."""
+    if config.swap != cheaper() or not config.num_host_blocks:
+        return config
+    return replace(config, swap=cheaper(**measured(executor, config)._asdict()))
+
+
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [prompts] if _is_one(prompts) else list(prompts)
 
@@ -363,8 +328,3 @@ def _is_one(prompts: object) -> bool:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
     return len(prompts) > 0 and not any(isinstance(p, Sequence | np.ndarray) for p in prompts)
-
-
-def _plain(token: object) -> object:
-    """numpy's whole numbers as Python's."""
-    return int(token) if isinstance(token, np.integer) else token

@@ -1,0 +1,93 @@
+"""From what a user writes to what an engine takes: prompts become tokens, wishes become Params.
+
+Needs a model's tokenizer and sizes, not the model: a process that only answers clients has these.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from headway.engine.chat import render_chat
+from headway.engine.tokenizer import Tokenizer
+from headway.errors import InvalidRequest
+from headway.request import Params
+from headway.sampling import SamplingParams, check_tokens, token_level
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asking:
+    """What prompts and params are checked against."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos_ids: frozenset[int]
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model."""
+        if isinstance(prompt, str):
+            return self.need_tokenizer().encode(prompt)
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
+        tokens = [_plain(token) for token in prompt]
+        wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < self.vocab_size]
+        if wrong:
+            raise InvalidRequest(
+                f"prompt: token id {wrong[0]!r} is not a whole number of at least 0 and below "
+                f"{self.vocab_size}"
+            )
+        return tokens  # type: ignore[return-value]
+
+    def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """A conversation as the model's template writes it, up to where the answer begins."""
+        tokenizer = self.need_tokenizer()
+        text = render_chat(
+            tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
+        )
+        return tokenizer.encode(text, special=False)
+
+    def params(self, asked: SamplingParams, id: str) -> Params:
+        """What the engine reads of a request."""
+        try:
+            check_tokens(asked, self.vocab_size)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"request {id!r}: {error}") from None
+        seed = random.getrandbits(63) if asked.seed is None else asked.seed
+        bad_words = self._bad_words(asked.bad_words)
+        if asked.stop_strings:
+            self.need_tokenizer()
+        return Params(
+            max_tokens=asked.max_tokens, min_tokens=asked.min_tokens, eos_ids=self.eos_ids,
+            stop_ids=frozenset(asked.stop_token_ids), ignore_eos=asked.ignore_eos,
+            priority=asked.priority, client=asked.client, deadline=asked.deadline, salt=asked.salt,
+            reads_cache=asked.prompt_logprobs is None, n=asked.n,
+            sampling=token_level(asked, seed=seed, bad_words=bad_words),
+        )  # fmt: skip
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer; InvalidRequest where the model has none."""
+        if self.tokenizer is None:
+            raise InvalidRequest("this model has no tokenizer here: give token ids instead of text")
+        return self.tokenizer
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as tokens, at a text's start and after a space."""
+        if not words:
+            return ()
+        encode = self.need_tokenizer().encode
+        spelled = [
+            encode(lead + word.lstrip(), special=False) for word in words for lead in ("", " ")
+        ]
+        return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled))
+
+
+def _plain(token: object) -> object:
+    """numpy's whole numbers as Python's."""
+    return int(token) if isinstance(token, np.integer) else token

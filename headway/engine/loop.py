@@ -1,0 +1,217 @@
+"""An engine that runs by itself: takes messages from any thread, steps while there is work.
+
+What the engine reports becomes messages again, one batch for each step, handed to `deliver` on the
+loop's own thread. Knows no sockets, no text and no asyncio.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from headway.engine.engine import Engine
+from headway.engine.messages import (
+    Ask,
+    Cancel,
+    End,
+    FromLoop,
+    Gone,
+    Refusal,
+    Reply,
+    Submit,
+    ToLoop,
+    Update,
+)  # fmt: skip
+from headway.errors import ExecutorError, Overloaded, RequestError
+from headway.plan import StepReport
+from headway.request import Request
+from headway.sampling import TokenLogprobs
+
+Deliver = Callable[[list[FromLoop]], None]
+Answer = Callable[[Any], Any]
+
+
+class Scores(Protocol):
+    """What an executor may add to a step's tokens."""
+
+    logprobs: Mapping[Request, list[TokenLogprobs]]
+    prompt: Mapping[Request, list[tuple[int, TokenLogprobs]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What may wait before newcomers are refused; None: any number."""
+
+    max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
+    max_per_client: int | None = None  # requests of one client, running or waiting
+
+
+@dataclass(slots=True)
+class Times:
+    """When a request came, was seated and had its first token, on the engine's clock."""
+
+    arrival: float
+    seated: float | None = None
+    first_token: float | None = None
+
+
+class EngineLoop:
+    """Runs an engine on the thread that calls `run`, until `stop`."""
+
+    def __init__(self, engine: Engine, deliver: Deliver, limits: Limits | None = None) -> None:
+        self.engine = engine
+        self.limits = limits or Limits()
+        self.answers: dict[str, Answer] = {"why": lambda _: engine.why()}
+        self.ended: str | None = None  # why the loop is over; None while it runs
+        self._deliver = deliver
+        self._inbox: deque[ToLoop] = deque()
+        self._wake = threading.Condition()
+        self._is_stopping = False
+        self._times: dict[Request, Times] = {}
+        self._outbox: list[FromLoop] = []
+        engine.observers.append(self._observe)
+
+    # From any thread.
+
+    def post(self, messages: Iterable[ToLoop]) -> None:
+        """Hand messages to the loop; they are read before its next step."""
+        with self._wake:
+            self._inbox.extend(messages)
+            self._wake.notify()
+
+    def stop(self) -> None:
+        """End the loop after the step it is in. What is open is told that it is gone."""
+        with self._wake:
+            self._is_stopping = True
+            self._wake.notify()
+
+    # On the loop's thread.
+
+    def run(self) -> None:
+        """Until `stop`, or until something breaks that no step may break."""
+        try:
+            while self._wait_for_work():
+                self._read()
+                if self.engine.has_work:
+                    self.engine.step()
+                self._flush()
+            self.ended = "the engine was stopped"
+        except BaseException as error:
+            self.ended = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            self._outbox.append(Gone(self.ended or "the engine has ended"))
+            self._flush()
+
+    def _wait_for_work(self) -> bool:
+        """True once there is something to do; False if the loop is to end."""
+        if self.engine.has_work:
+            return not self._is_stopping
+        with self._wake:
+            while not (self._inbox or self._is_stopping):
+                self._wake.wait()
+        return not self._is_stopping
+
+    def _read(self) -> None:
+        while self._inbox:
+            message = self._inbox.popleft()
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Cancel):
+                self._cancel(message)
+            else:
+                self._outbox.append(self._reply(message))
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            self._check_room(message)
+            requests = self.engine.add(message.id, message.prompt, message.params)
+        except (RequestError, ExecutorError) as error:
+            kind, numbers = type(error).__name__, dict(vars(error))
+            self._outbox.append(Refusal(message.id, kind, str(error), numbers))
+            return
+        for request in requests:
+            self._times[request] = Times(request.arrival)
+
+    def _check_room(self, message: Submit) -> None:
+        """Overloaded if the queue, or the client's part of it, is full."""
+        scheduler, limits = self.engine.scheduler, self.limits
+        num_waiting = len(scheduler.queue)
+        if limits.max_waiting is not None and num_waiting >= limits.max_waiting:
+            raise Overloaded(f"{num_waiting} requests wait, and no more than that may")
+        if limits.max_waiting_tokens is not None:
+            waiting = sum(request.num_known for request in scheduler.queue.walk())
+            if num_waiting and waiting + len(message.prompt) > limits.max_waiting_tokens:
+                raise Overloaded(
+                    f"{waiting} tokens wait; with {len(message.prompt)} more they would be over "
+                    f"{limits.max_waiting_tokens}"
+                )
+        if limits.max_per_client is not None:
+            client = message.params.client
+            open_ = sum(r.params.client == client for r in scheduler.requests.values())
+            if open_ >= limits.max_per_client:
+                raise Overloaded(f"client {client!r} has {open_} requests open, which is the most")
+
+    def _cancel(self, message: Cancel) -> None:
+        if message.sample is None:
+            self.engine.abort(message.id)
+        else:
+            self.engine.stop(f"{message.id}/{message.sample}" if message.sample else message.id)
+
+    def _reply(self, message: Ask) -> Reply:
+        try:
+            return Reply(message.number, self.answers[message.what](message.details))
+        except Exception as error:  # a question that fails must not end the loop
+            return Reply(message.number, None, f"{type(error).__name__}: {error}")
+
+    def _flush(self) -> None:
+        if self._outbox:
+            messages, self._outbox = self._outbox, []
+            self._deliver(messages)
+
+    def _observe(self, report: StepReport) -> None:
+        """One update for every sample that gained something or ended."""
+        now = report.result.ended or self.engine.clock.now()
+        for admission in report.plan.admitted:
+            times = self._times.get(admission.request)
+            if times and times.seated is None:
+                times.seated = report.plan.planned_at
+        gained = dict(report.outputs()) if report.plan.step >= 0 else {}
+        for chunk in report.plan.chunks:
+            times = self._times.get(chunk.request)
+            if times and times.first_token is None and chunk.is_last:
+                times.first_token = now
+        extra: Scores | None = report.result.extra  # type: ignore[assignment]
+        ended = {request: self._end(request, now) for request in report.finished}
+        for request in gained | ended:
+            self._outbox.append(self._update(request, gained.get(request), extra, ended))
+        for request in extra.prompt if extra else ():
+            if request not in gained and request not in ended:
+                self._outbox.append(self._update(request, None, extra, ended))
+
+    def _update(
+        self,
+        request: Request,
+        tokens: list[int] | None,
+        extra: Scores | None,
+        ended: Mapping[Request, End],
+    ) -> Update:
+        id = request.leader.id if request.leader else request.id
+        if extra is None:
+            return Update(id, request.sample, tokens or [], None, None, ended.get(request))
+        found = extra.logprobs.get(request)
+        scores = extra.prompt.get(request)
+        return Update(id, request.sample, tokens or [], found, scores, ended.get(request))
+
+    def _end(self, request: Request, now: float) -> End:
+        times = self._times.pop(request, None) or Times(request.arrival)
+        seated, first = times.seated or now, times.first_token or now
+        return End(
+            request.finish_reason or "abort", request.stop_token, request.error,
+            request.history.num_cached, request.history.num_preemptions,
+            seated - times.arrival, first - times.arrival, now - times.arrival,
+        )  # fmt: skip

@@ -1,0 +1,95 @@
+"""What passes between an engine's loop and those who ask it, in one process or between several.
+
+Plain and picklable. A request is known by its id; its n samples by their number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from headway.request import Params
+from headway.sampling import TokenLogprobs
+
+# To the loop.
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Take a request. Answered by updates, or by one that refuses it."""
+
+    id: str
+    prompt: Sequence[int]
+    params: Params
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End a request, or one sample of it where it stands, as one that has stopped."""
+
+    id: str
+    sample: int | None = None  # None: all of it, aborted
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A question that `EngineLoop.answers` has a function for; answered by a Reply."""
+
+    number: int
+    what: str
+    details: Any = None
+
+
+# From the loop.
+
+
+class End(NamedTuple):
+    """How a sample ended. Seconds since its request came to the loop."""
+
+    reason: str  # stop, length, abort or error
+    stop_token: int | None
+    error: str | None
+    num_cached: int
+    num_preemptions: int
+    queue: float
+    first_token: float
+    total: float
+
+
+class Update(NamedTuple):
+    """What one sample gained in one step."""
+
+    id: str
+    sample: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None  # by place
+    end: End | None = None
+
+
+class Refusal(NamedTuple):
+    """A request that was not taken: the error's class in headway.errors, words and numbers."""
+
+    id: str
+    kind: str
+    words: str
+    numbers: dict[str, Any]
+
+
+class Reply(NamedTuple):
+    """The answer to a question, or why there is none."""
+
+    number: int
+    value: Any
+    error: str | None = None
+
+
+class Gone(NamedTuple):
+    """The loop has ended; nothing that is open will be answered any more."""
+
+    reason: str
+
+
+ToLoop = Submit | Cancel | Ask
+FromLoop = Update | Refusal | Reply | Gone
