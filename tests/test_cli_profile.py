@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from headway.cli.profile import TIMES_COPIED, copy, model_facts, warn
-from headway.lab.calibration import Errors
+from headway.cli.profile import TIMES_COPIED, copy, learned, model_facts, run
+from headway.cli.profile_report import warn
+from headway.lab.calibration import QUICK_ON_CPU, Errors, calibration, errors
 from headway.lab.cost import load_profile
 from headway.lab.fit import observations
 from headway.llm import LLM
@@ -116,3 +119,28 @@ def test_timing_copies_leaves_the_blocks_as_they_are(tmp_path: Path) -> None:
         assert torch.equal(before, blocks)
         sizes = seen.copies[:, 1].tolist()  # it has 42 blocks on each side
         assert sizes == [size for size in (1, 4, 16) for _ in range(2 * TIMES_COPIED)]
+
+
+def test_a_copy_is_timed_until_the_host_has_it(tmp_path: Path) -> None:
+    class Slow:
+        def finish(self) -> None:
+            time.sleep(0.004)
+
+    path = write(tmp_path / "model")
+    with LLM(str(path), load_format="dummy", kv_memory="512KiB", threads=1) as llm:
+        llm.executor.swapper = Slow()  # type: ignore[union-attr, assignment]
+        assert observations(copy(llm)).seconds.min() >= 0.004
+
+
+def test_with_overlap_the_time_between_steps_is_seen_in_a_run_without(tmp_path: Path) -> None:
+    path = write(tmp_path / "model")
+    with LLM(str(path), load_format="dummy", kv_memory="4MiB", threads=1, depth=1) as llm:
+        logs = run(llm, calibration(512, QUICK_ON_CPU))
+        assert llm.engine.depth == 1
+        assert any(line.get("in_flight") for line in logs.fitted)
+        assert any(line.get("in_flight") for line in logs.held_out)
+        assert logs.apart and not any(line.get("in_flight") for line in logs.apart)
+        profile, found = learned(llm, "mine", logs, copy(llm))
+    assert profile.machine.host_seconds == pytest.approx(np.median(observations(logs.apart).gaps))
+    again = errors(logs.held_out, llm.config, profile, depth=1)
+    assert found == again != errors(logs.held_out, llm.config, profile, depth=0)

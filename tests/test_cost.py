@@ -132,8 +132,9 @@ def test_a_whole_prompt_alone_is_the_step_that_computes_it(profile: Profile) -> 
 def test_the_swap_rule_has_the_times_of_its_profile(profile: Profile) -> None:
     rule = profile.cheaper()
     assert rule.start + rule.copy * 2048 == pytest.approx(profile.copy_seconds(2048))
-    added = profile.prefill_seconds(4096) - profile.prefill_seconds(2048)
-    assert rule.compute * 2048 == pytest.approx(added, rel=0.5)
+    added = profile.prefill_seconds(32768) - profile.prefill_seconds(2048)
+    pairs = (32768**2 - 2048**2) / 2
+    assert rule.compute * (32768 - 2048) + rule.pair * pairs == pytest.approx(added, rel=0.01)
 
 
 def test_a_large_model_is_cheaper_to_copy_than_to_compute_again() -> None:

@@ -13,7 +13,17 @@ import pytest
 
 from headway.engine.trace import Line, describe_step
 from headway.errors import ConfigError, FormatError
-from headway.lab.calibration import calibration, errors, jobs_of, rerun
+from headway.lab.calibration import (
+    ON_CPU,
+    ON_GPU,
+    QUICK_ON_CPU,
+    QUICK_ON_GPU,
+    Amount,
+    calibration,
+    errors,
+    jobs_of,
+    rerun,
+)
 from headway.lab.cost import Machine, Model, Profile, load_profile, save_profile
 from headway.lab.fit import fit, missing, observations, predict
 from headway.lab.jobs import Job, TokenSpace
@@ -47,7 +57,9 @@ def profile_of(machine: Machine, model: Model = SMALL) -> Profile:
     return Profile(name="made", description="", kv_tokens=32_000, model=model, machine=machine)
 
 
-def log_of(profile: Profile, waves: list[list[tuple[int, int]]], **changes: Any) -> list[Line]:
+def log_of(
+    profile: Profile, waves: list[list[tuple[int, int]]], depth: int = 0, **changes: Any
+) -> list[Line]:
     """What a run of these waves on a machine of this profile writes."""
     lines: list[Line] = []
     for number, wave in enumerate(waves):
@@ -57,7 +69,7 @@ def log_of(profile: Profile, waves: list[list[tuple[int, int]]], **changes: Any)
             for i, (a, b) in enumerate(wave)
         ]
         simulate(
-            jobs, replace(CONFIG, **changes), profile,
+            jobs, replace(CONFIG, **changes), profile, depth=depth,
             observers=[lambda report: lines.append(describe_step(report))],
         )  # fmt: skip
     return lines
@@ -213,6 +225,14 @@ def test_copies_of_one_size_give_a_bandwidth_and_no_copies_the_memorys() -> None
     assert (none.copy_bandwidth, none.copy_seconds) == (none.bandwidth, 0.0)
 
 
+def test_time_that_another_step_hides_is_not_seen() -> None:
+    """With overlap the next plan is made while one runs; only without is its making between two."""
+    profile, waves = profile_of(SLOW), [[(20, 9)] * 3]
+    assert observations(log_of(profile, waves)).gaps == pytest.approx([SLOW.host_seconds] * 8)
+    hidden = observations(log_of(profile, waves, depth=1))
+    assert not len(hidden.gaps) and len(hidden.seconds) >= 9
+
+
 def test_time_with_nothing_to_do_is_not_the_hosts() -> None:
     lines = log_of(profile_of(SLOW), [[(20, 5)] * 2])
     later = [
@@ -282,11 +302,28 @@ def test_requests_that_came_together_are_foretold_together_and_later_ones_later(
     ]  # fmt: skip
     lines: list[Line] = []
     simulate(jobs, CONFIG, profile, observers=[lambda r: lines.append(describe_step(r))])
-    for number, asked in enumerate(lines[0]["added"]):
-        asked["arrival"] += 1e-3 * number
+    for number, asked in enumerate(lines[0]["added"], start=1 - len(lines[0]["added"])):
+        asked["arrival"] += 1e-3 * number  # the last just before the first step
     assert [job.arrival for job in jobs_of(lines)] == [job.arrival for job in jobs]
     real, simulated = rerun(lines, CONFIG, profile)
     assert simulated["seconds"] == pytest.approx(real["seconds"])
+
+
+@pytest.mark.parametrize("seats", [32, 256])
+def test_a_run_with_overlap_is_foretold_from_one_with_overlap(seats: int) -> None:
+    """The host's part comes from a run without, as `headway profile` does it on a GPU."""
+    profile = load_profile("qwen3-0.6b-h200")
+    changes = {"max_requests": seats, "max_tokens": 2048, "num_blocks": 60_000}
+    work = calibration(8192, QUICK_ON_GPU)
+    fitted = log_of(profile, work.before + work.after, depth=1, **changes)
+    held_out = log_of(profile, [work.held_out], depth=1, **changes)
+    apart = observations(log_of(profile, work.before, **changes))
+    found = fit(replace(observations(fitted), gaps=apart.gaps), profile.model)
+    assert found.host_seconds == pytest.approx(profile.machine.host_seconds)
+    config, after = replace(CONFIG, **changes), replace(profile, machine=found)
+    off = errors(held_out, config, after, depth=1)
+    assert abs(off.simulated) < 0.01 and abs(off.ttft) < 0.01 and off.median < 0.01
+    assert errors(held_out, config, after).simulated > abs(off.simulated)  # without, it is slower
 
 
 def test_a_machine_thought_twice_as_slow_is_off_by_all_of_it() -> None:
@@ -299,20 +336,29 @@ def test_a_machine_thought_twice_as_slow_is_off_by_all_of_it() -> None:
     assert errors(held_out, CONFIG, profile_of(slower)) == pytest.approx((1, 1, 1, 1, 1))
 
 
-@pytest.mark.parametrize("is_quick", [False, True])
-@pytest.mark.parametrize("most", [64, 300, 8192])
-def test_a_calibration_spreads_and_holds_out_another_workload(most: int, is_quick: bool) -> None:
-    work = calibration(most, is_quick=is_quick)
+AMOUNTS = {
+    "CPU": ON_CPU,
+    "CPU, quick": QUICK_ON_CPU,
+    "GPU": ON_GPU,
+    "GPU, quick": QUICK_ON_GPU,
+}
+
+
+@pytest.mark.parametrize("amount", AMOUNTS.values(), ids=AMOUNTS)
+@pytest.mark.parametrize("most", [64, 300, 40960])
+def test_a_calibration_spreads_and_holds_out_another_workload(most: int, amount: Amount) -> None:
+    work = calibration(most, amount)
     waves = [*work.before, work.held_out, *work.after]
     assert all(a >= 12 and b >= 1 and a + b <= most for wave in waves for a, b in wave)
-    assert work.num_requests == sum(map(len, waves))
     sizes = [len(wave) for wave in work.before]
     assert sorted(sizes) == sorted(len(wave) for wave in work.after) and len(set(sizes)) >= 3
     assert len(work.held_out) not in sizes and work.before != work.after
-    assert work == calibration(most, is_quick=is_quick)
-    assert work.held_out != calibration(most, is_quick=is_quick, seed=1).held_out
+    assert work == calibration(most, amount)
+    assert work.held_out != calibration(most, amount, seed=1).held_out
     if most > 100:
-        lines = log_of(profile_of(SLOW), work.before + work.after)
+        lines = log_of(
+            profile_of(SLOW), work.before + work.after, num_blocks=50_000, max_length=most
+        )
         assert missing(observations(lines)) == []
 
 

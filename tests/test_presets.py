@@ -710,6 +710,19 @@ def test_swap_rules() -> None:
     assert not cheaper(copy=1e-4)(request, world)
 
 
+@pytest.mark.parametrize("num_private", [1, 4, 10])
+def test_computing_again_takes_longer_the_more_comes_before(num_private: int) -> None:
+    """Each of the last tokens attends to all before it, those that others keep as well."""
+    request = Request("a", range(40), Params())
+    request.base = 40
+    tokens = 4 * num_private
+    pairs = sum(place + 0.5 for place in range(40 - tokens, 40))
+    copies = 2 * 1e-3 * tokens
+    for pair, is_dear in ((1.01 * copies / pairs, True), (0.99 * copies / pairs, False)):
+        rule = cheaper(copy=1e-3, compute=0.0, start=0.0, pair=pair)
+        assert rule(request, PrivateBlocks(num_private)) == is_dear  # type: ignore[arg-type]
+
+
 def swap_world(num_host_blocks: int) -> Plan:
     world = drive("vllm", swap="swap", num_blocks=6, num_host_blocks=num_host_blocks)
     world.add("a", 10, 5)

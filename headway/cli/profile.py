@@ -11,17 +11,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from headway.cli.model_options import ModelOptions, resolved
 from headway.cli.options import Json, progress_bar
+from headway.cli.profile_report import show, warn
 from headway.engine.trace import Line, describe_step
 from headway.errors import ExecutorError, FormatError
 from headway.lab.bench import random_prompt
-from headway.lab.calibration import Calibration, Errors, Wave, calibration, errors
-from headway.lab.cost import Machine, Model, Profile, save_profile
+from headway.lab.calibration import (
+    ON_CPU,
+    ON_GPU,
+    QUICK_ON_CPU,
+    QUICK_ON_GPU,
+    Calibration,
+    Errors,
+    Wave,
+    calibration,
+    errors,
+)
+from headway.lab.cost import Model, Profile, save_profile
 from headway.lab.fit import fit, observations
 from headway.plan import Copy, Plan, StepReport
 from headway.sampling import SamplingParams
@@ -49,18 +57,22 @@ KvMemory = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads.", show_default="torch's choice")]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter requests; less exact.")]
-SEATS = 32
-WARM_UP: Wave = [(16, 4)]
+SEATS = 32  # of a CPU
+WARM_UP: Wave = [(16, 4)]  # of a CPU
+AMOUNTS = {  # by whether it is a GPU, and whether it is to be quick
+    (False, False): ON_CPU, (False, True): QUICK_ON_CPU,
+    (True, False): ON_GPU, (True, True): QUICK_ON_GPU,
+}  # fmt: skip
 COPIED = (1, 4, 16, 64)  # blocks
 TIMES_COPIED = 5
-MOST_SURE = 0.2  # an error above this is warned of
 
 
 class Logs(NamedTuple):
-    """What was measured: the steps to fit, and those to be foretold."""
+    """What was measured: the steps to fit, those to be foretold, and those that hid no planning."""
 
     fitted: list[Line]
     held_out: list[Line]
+    apart: list[Line]
 
 
 def profile_command(
@@ -81,14 +93,15 @@ def profile_command(
     fit is foretold from its requests alone: the error of that is the error to expect.
     """
     precision = resolved(precision, device)
+    seats = None if is_gpu(device) else SEATS
     name = name or f"{Path(model).name.lower().removesuffix('.gguf')}-{precision}"
     out = out or Path(f"{name}.json")
     _check_writable(out)
     chosen = ModelOptions(
         model=model, device=device, precision=precision, threads=threads, load_format=load_format,
-        kv_memory=kv_memory, depth=0,  # so that what lies between steps can be seen
+        kv_memory=kv_memory,
     )  # fmt: skip
-    with chosen.load(max_requests=SEATS) as llm:
+    with chosen.load(max_requests=seats) as llm:
         profile, found = measure(llm, name, is_quick=quick)
     save_profile(profile, out)
     if json_:
@@ -96,8 +109,15 @@ def profile_command(
             {"out": str(out), "held_out": found._asdict(), "profile": asdict(profile)}, indent=2
         ))  # fmt: skip
     else:
-        _show(profile, found, out)
+        show(profile, found, out)
     warn(found)
+
+
+def is_gpu(device: str) -> bool:
+    """Whether this device, given as its text, is one."""
+    from headway.model.devices import use_device
+
+    return use_device(device).type == "cuda"
 
 
 def _check_writable(path: Path) -> None:
@@ -113,13 +133,22 @@ def _check_writable(path: Path) -> None:
 
 def measure(llm: LLM, name: str, *, is_quick: bool) -> tuple[Profile, Errors]:
     """The profile of a loaded model, and how far it is off."""
+    kv_tokens = llm.config.num_blocks * llm.config.block_size
+    amount = AMOUNTS[llm.loaded.is_on_gpu, is_quick]
+    logs = run(llm, calibration(min(llm.config.max_length, kv_tokens), amount))
+    return learned(llm, name, logs, copy(llm))
+
+
+def learned(llm: LLM, name: str, logs: Logs, copies: list[Line]) -> tuple[Profile, Errors]:
+    """The profile that these steps tell of, and how far it is off."""
     config, facts = llm.config, model_facts(llm)
     kv_tokens = config.num_blocks * config.block_size
-    work = calibration(min(config.max_length, kv_tokens), is_quick=is_quick)
-    logs = run(llm, work)
-    machine = fit(observations([*logs.fitted, *copy(llm)]), facts, config.block_size)
+    seen = observations([*logs.fitted, *copies])
+    if logs.apart:
+        seen = replace(seen, gaps=observations(logs.apart).gaps)
+    machine = fit(seen, facts, config.block_size)
     profile = Profile(name=name, description="", kv_tokens=kv_tokens, model=facts, machine=machine)
-    found = errors(logs.held_out, config, profile)
+    found = errors(logs.held_out, config, profile, llm.engine.depth)
     description = (
         f"{llm.model_name}, {llm.loaded.decoder.backend.name}, measured by `headway profile`. Of "
         f"a run that was not fitted, steps are off by {found.median:.1%} (median) and "
@@ -146,20 +175,27 @@ def model_facts(llm: LLM) -> Model:
 
 
 def run(llm: LLM, work: Calibration) -> Logs:
-    """All waves, one after the other."""
+    """All waves, one after the other; with overlap, some once more without: what it hides is seen.
+
+    On a GPU all kinds of waves come once before, as it compiles and captures what it meets.
+    """
     lines: list[Line] = []
     llm.engine.observers.append(lambda report: lines.append(describe_step(report)))
-    source, logs = random.Random(0), Logs([], [])
-    with progress_bar("profiling", work.num_requests) as advance:
-        answer(llm, WARM_UP, source, lambda count: None)
-        lines.clear()
-        for waves, log in (
-            (work.before, logs.fitted), ([work.held_out], logs.held_out), (work.after, logs.fitted),
-        ):  # fmt: skip
+    source, logs, depth = random.Random(0), Logs([], [], []), llm.engine.depth
+    warm_up = [*work.before, work.held_out] if llm.loaded.is_on_gpu else [WARM_UP]
+    stages: list[tuple[list[Wave], list[Line], int]] = [
+        (warm_up, [], depth), (work.before, logs.fitted, depth),
+        ([work.held_out], logs.held_out, depth), (work.after, logs.fitted, depth),
+        (work.before if depth else [], logs.apart, 0),
+    ]  # fmt: skip
+    with progress_bar("profiling", sum(len(w) for waves, *_ in stages for w in waves)) as advance:
+        for waves, log, stage_depth in stages:
+            llm.engine.depth = stage_depth
             for wave in waves:
                 answer(llm, wave, source, advance)
             log += lines
             lines.clear()
+    llm.engine.depth = depth
     return logs
 
 
@@ -181,6 +217,8 @@ def answer(llm: LLM, wave: Wave, source: random.Random, advance: Callable[[int],
 
 def copy(llm: LLM) -> list[Line]:
     """Steps that copy a few blocks to the host and back, which leaves them as they are."""
+    from headway.executor.torch.rates import finish
+
     lines = []
     most = min(llm.config.num_blocks, llm.config.num_host_blocks)
     for num_blocks in (size for size in COPIED if size <= most):
@@ -188,59 +226,8 @@ def copy(llm: LLM) -> list[Line]:
         for time in range(TIMES_COPIED + 1):
             for plan in (Plan(0, copies_out=copies), Plan(0, copies_in=copies)):
                 result = llm.executor.launch(plan).wait()
+                finish(llm.executor)
+                result.ended = llm.executor.now()
                 if time:  # the first touches memory that is not there yet
                     lines.append(describe_step(StepReport(plan, result, [])))
     return lines
-
-
-def _show(profile: Profile, found: Errors, out: Path) -> None:
-    console, machine = Console(), profile.machine
-    console.print(f"\n[bold]{escape(profile.name)}[/]", highlight=False)
-    console.print(_table(_numbers(machine)))
-    console.print("\n[bold]Foretelling a run that was not fitted[/]")
-    console.print(_table([
-        ("a step", f"off by {found.median:.1%} (median), {found.p90:.1%} (p90)"),
-        ("all steps together", f"{found.total:+.1%}"),
-        ("the run, simulated", f"{found.simulated:+.1%}"),
-        ("its time to first token, p50", f"{found.ttft:+.1%}"),
-    ]))  # fmt: skip
-    console.print(
-        f"\nWritten to {escape(str(out))}. Next: "
-        f"[bold]headway simulate --profile {escape(str(out))}[/]",
-        highlight=False, soft_wrap=True,
-    )  # fmt: skip
-
-
-def _numbers(machine: Machine) -> list[tuple[str, str]]:
-    copies = f"{machine.copy_bandwidth / 1e9:,.2f} GB/s, and {_short(machine.copy_seconds)} each"
-    return [
-        ("reads memory", f"{machine.bandwidth / 1e9:,.2f} GB/s"),
-        ("computes", f"{machine.flops / 1e9:,.1f} GFLOP/s"),
-        ("both at once", f"{machine.overlap:.0%} of the shorter"),
-        ("a pass, whatever is in it", _short(machine.fixed_seconds)),
-        ("its attention, at least", _short(machine.attention_seconds)),
-        ("between steps", _short(machine.host_seconds)),
-        ("copies to the host and back", copies),
-    ]
-
-
-def _short(seconds: float) -> str:
-    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} µs"
-
-
-def _table(rows: list[tuple[str, str]]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
-
-
-def warn(found: Errors) -> None:
-    """On stderr, if the profile foretells badly."""
-    worst = max(found.median, abs(found.total), abs(found.simulated))
-    if worst > MOST_SURE:
-        Console(stderr=True).print(
-            f"[yellow]warning:[/] the profile is off by {worst:.0%} on a run that was not fitted; "
-            "profile again while nothing else runs on this machine",
-            highlight=False, soft_wrap=True,
-        )  # fmt: skip

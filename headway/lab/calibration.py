@@ -25,9 +25,50 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 
 Wave = list[tuple[int, int]]  # prompt and output lengths of requests that come at once
-SHORTEST, LEAST_TOKENS = 16, 64  # of a prompt; of what a request may have, prompt and output
-BATCHES = ((1, 1024), (32, 64), (2, 700), (16, 96), (4, 512), (8, 256))  # requests, longest prompt
-FEW_BATCHES = ((1, 256), (12, 32), (3, 128))
+LEAST_TOKENS = 64  # of what a request may have, prompt and output
+
+
+class Batch(NamedTuple):
+    """Requests that come at once: how many, and between what their lengths lie."""
+
+    num_requests: int
+    shortest: int  # prompt; at most half of the longest
+    longest: int
+    outputs: range
+
+
+class Amount(NamedTuple):
+    """How much to run: what is fitted, twice, and what is held out."""
+
+    fitted: tuple[Batch, ...]
+    held_out: Batch
+
+
+def _fitted(outputs: range, *spans: tuple[int, int, int]) -> tuple[Batch, ...]:
+    return tuple(Batch(count, shortest, longest, outputs) for count, shortest, longest in spans)
+
+
+ON_CPU = Amount(
+    _fitted(range(8, 25), (1, 512, 1024), (32, 16, 64), (2, 16, 700), (16, 16, 96), (4, 16, 512),
+            (8, 16, 256)),
+    Batch(40, 16, 400, range(4, 41)),
+)  # fmt: skip
+QUICK_ON_CPU = Amount(
+    _fitted(range(6, 15), (1, 128, 256), (12, 16, 32), (3, 16, 128)),
+    Batch(14, 16, 150, range(4, 17)),
+)
+# Of 320 requests the last come in one by one, when others have left a seat. Those held out are long
+# enough for half of them to wait through several steps of prompts.
+ON_GPU = Amount(
+    _fitted(range(16, 65), (1, 4096, 16384), (320, 16, 512), (2, 16, 8192), (128, 16, 1024),
+            (4, 16, 4096), (64, 16, 2048), (8, 16, 2048), (32, 16, 4096), (16, 16, 1024),
+            (192, 256, 1024)),
+    Batch(400, 400, 1100, range(32, 257)),
+)  # fmt: skip
+QUICK_ON_GPU = Amount(
+    _fitted(range(8, 33), (1, 2048, 4096), (280, 16, 256), (8, 16, 2048), (64, 16, 512)),
+    Batch(300, 200, 800, range(16, 129)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +79,8 @@ class Calibration:
     held_out: Wave
     after: list[Wave]
 
-    @property
-    def num_requests(self) -> int:
-        return sum(map(len, (*self.before, self.held_out, *self.after)))
 
-
-def calibration(most_tokens: int, *, is_quick: bool = False, seed: int = 0) -> Calibration:
+def calibration(most_tokens: int, amount: Amount = ON_CPU, *, seed: int = 0) -> Calibration:
     """For requests of at most so many tokens, prompt and output together."""
     if most_tokens < LEAST_TOKENS:
         raise ConfigError(
@@ -51,26 +88,23 @@ def calibration(most_tokens: int, *, is_quick: bool = False, seed: int = 0) -> C
             f"the KV cache must allow {LEAST_TOKENS}"
         )
     source = random.Random(f"fit {seed}")
-    batches = FEW_BATCHES if is_quick else BATCHES
-    outputs = range(6, 15) if is_quick else range(8, 25)
     waves = [
-        [_lengths(source, longest, outputs, most_tokens, is_long=size == 1) for _ in range(size)]
-        for size, longest in (*batches, *reversed(batches))
+        _wave(source, batch, most_tokens) for batch in (*amount.fitted, *reversed(amount.fitted))
     ]
-    other = random.Random(f"held out {seed}")
-    size, longest, others = (14, 150, range(4, 17)) if is_quick else (40, 400, range(4, 41))
-    held_out = [_lengths(other, longest, others, most_tokens) for _ in range(size)]
-    half = len(batches)
+    held_out = _wave(random.Random(f"held out {seed}"), amount.held_out, most_tokens)
+    half = len(amount.fitted)
     return Calibration(before=waves[:half], held_out=held_out, after=waves[half:])
 
 
-def _lengths(
-    source: random.Random, longest: int, outputs: range, most_tokens: int, is_long: bool = False
-) -> tuple[int, int]:
+def _wave(source: random.Random, batch: Batch, most_tokens: int) -> Wave:
+    return [_lengths(source, batch, most_tokens) for _ in range(batch.num_requests)]
+
+
+def _lengths(source: random.Random, batch: Batch, most_tokens: int) -> tuple[int, int]:
     """Short prompts are as likely as long ones, on a logarithmic scale; outputs evenly."""
-    num_output = source.choice(outputs)
-    longest = min(longest, most_tokens - num_output)
-    shortest = (longest + 1) // 2 if is_long else SHORTEST
+    num_output = min(source.choice(batch.outputs), most_tokens // 2)
+    longest = min(batch.longest, most_tokens - num_output)
+    shortest = min(batch.shortest, (longest + 1) // 2)
     return round(shortest * (longest / shortest) ** source.random()), num_output
 
 
@@ -84,12 +118,12 @@ class Errors(NamedTuple):
     ttft: float  # p50 of the time to first token, in the same simulation
 
 
-def errors(lines: Sequence[Line], config: Config, profile: Profile) -> Errors:
-    """Of a log that no number of the profile comes from."""
+def errors(lines: Sequence[Line], config: Config, profile: Profile, depth: int = 0) -> Errors:
+    """Of a log that no number of the profile comes from, of a run of this depth."""
     seen = observations(lines)
     plain = seen.chosen(seen.is_plain)
     ratios = predict(profile.rates, plain) / plain.seconds
-    real, simulated = rerun(lines, config, profile)
+    real, simulated = rerun(lines, config, profile, depth)
     return Errors(
         median=float(np.median(np.abs(ratios - 1))),
         p90=float(np.quantile(np.abs(ratios - 1), 0.9)),
@@ -100,13 +134,25 @@ def errors(lines: Sequence[Line], config: Config, profile: Profile) -> Errors:
 
 
 def rerun(
-    lines: Sequence[Line], config: Config, profile: Profile
+    lines: Sequence[Line], config: Config, profile: Profile, depth: int = 0
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The summaries of a log of whole requests, and of a simulation of the same requests."""
-    real = Metrics(header(config, 0))
+    lines = _together(lines)
+    real = Metrics(header(config, depth))
     for line in lines:
         real.add(line)
-    return summarize(real), summarize(simulate(jobs_of(lines), config, profile).metrics)
+    again = simulate(jobs_of(lines), config, profile, depth=depth)
+    return summarize(real), summarize(again.metrics)
+
+
+def _together(lines: Sequence[Line]) -> list[Line]:
+    """All that the first step knew of was there at once, however long it took to say so."""
+    asked = lines[0].get("added", ()) if lines else ()
+    start = max((each["arrival"] for each in asked), default=0.0)
+    return [
+        {**line, "added": [{**each, "arrival": start} for each in asked]} if not place else line
+        for place, line in enumerate(lines)
+    ]
 
 
 def jobs_of(lines: Sequence[Line]) -> list[Job]:
@@ -114,14 +160,12 @@ def jobs_of(lines: Sequence[Line]) -> list[Job]:
     outputs = {
         end["id"]: len(unruns(end["output"])) for line in lines for end in line.get("finished", ())
     }
-    asked = [(place, each) for place, line in enumerate(lines) for each in line.get("added", ())]
-    start = min((each["arrival"] for _, each in asked), default=0.0)
+    asked = [each for line in _together(lines) for each in line.get("added", ())]
+    start = min((each["arrival"] for each in asked), default=0.0)
     return [
         Job(
             id=each["id"], pieces=(unruns(each["prompt"]),), num_output=outputs[each["id"]],
-            max_tokens=each["max_tokens"],
-            # All that the first step knew of was there at once, however long it took to say so.
-            arrival=each["arrival"] - start if place else 0.0,
+            max_tokens=each["max_tokens"], arrival=each["arrival"] - start,
         )
-        for place, each in asked
+        for each in asked
     ]  # fmt: skip

@@ -25,7 +25,6 @@ from headway.plan import Plan
 from headway.scheduler.policies import cheaper
 
 FOLDER = Path(__file__).parent / "profiles"
-TYPICAL_CONTEXT = 2048  # tokens; where a cost per token is taken of what is not quite linear
 T = TypeVar("T")
 
 
@@ -141,8 +140,9 @@ class Profile:
         is charged what it adds to one, not the step's fixed time."""
         return cheaper(
             copy=self.model.kv_bytes / self.machine.copy_bandwidth,
-            compute=self.rates.token + self.rates.pair * TYPICAL_CONTEXT / 2,
+            compute=self.rates.token,
             start=self.machine.copy_seconds,
+            pair=self.rates.pair,
         )
 
     def num_blocks(self, block_size: int) -> int:

@@ -84,11 +84,15 @@ def _passes(line: Line) -> list[tuple[float, ...]]:
 
 
 def _gaps(steps: list[Line]) -> list[float]:
-    """Only where the next step followed at once: the log is whole there and work was left."""
+    """Only where the next step followed at once: the log is whole there and work was left.
+
+    A plan that was made while another was in flight tells nothing: its making was hidden.
+    """
     gaps = []
     for line, after in pairwise(steps):
         num_left = line["running"] + line["waiting"] - len(line.get("finished", ()))
-        if after["step"] == line["step"] + 1 and num_left > 0:
+        is_hidden = after.get("in_flight", 0) > 0
+        if after["step"] == line["step"] + 1 and num_left > 0 and not is_hidden:
             gaps.append(max(0.0, after["start"] - line["end"]))
     return gaps
 

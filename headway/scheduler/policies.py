@@ -192,8 +192,11 @@ class cheaper(Checked):
     copy: float = number(1e-6, 0)  # one token, one way
     compute: float = number(2.4e-5, 0)  # one token
     start: float = number(1e-4, 0)  # a copy, whatever its size
+    pair: float = number(0.0, 0)  # one token, for each that is before it: attention
 
     def __call__(self, request: Request, world: World) -> bool:
         private = world.num_private_blocks(request) * world.block_size
         tokens = min(private, request.num_computed)
-        return 2 * (self.start + self.copy * tokens) < self.compute * tokens
+        num_before = request.num_computed - tokens / 2  # what others hold comes first
+        again = (self.compute + self.pair * num_before) * tokens
+        return 2 * (self.start + self.copy * tokens) < again

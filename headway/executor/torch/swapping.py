@@ -33,6 +33,11 @@ class Swapper:
             for first in range(0, len(copies), AT_ONCE):
                 carry(copies[first : first + AT_ONCE])
 
+    def finish(self) -> None:
+        """Wait until what left is on the host; a plan is done without it."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def _out(self, copies: list[Copy]) -> None:
         aside = self.device_blocks[self._index([copy.source for copy in copies])]
         if self._stream is None:

@@ -1,0 +1,242 @@
+"""What scheduling does on a GPU, with random weights: gaps under long prompts, swap or recompute.
+
+    python bench/gpu_schedule.py                          prints one JSON object
+    python bench/gpu_schedule.py --only swap --out bench/results/gpu_schedule.json
+    python bench/gpu_schedule.py --device cpu --tiny      all parts in seconds, to see that they run
+
+gaps: requests decode while long prompts come, each when the one before is answered. For every
+--max-tokens, the time between tokens of those who decode, and the time to first token of the long
+ones. The first long one compiles and captures what is new: it is told apart.
+
+swap: for every context, what it takes to copy its blocks out and in and then compute its last token
+(as a request that is back must), and to compute all of it again, each alone on the device; which is
+less, and which the rule `cheaper` picks with the times it measures when a model is loaded.
+
+profile: `headway profile`, and how far it is off for which kind of step; --log keeps all steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from profiled import profiled
+
+from headway import LLM
+from headway.engine.engine import Engine
+from headway.executor.torch.rates import measured, recompute_seconds, resume_seconds, swap_seconds
+from headway.lab.bench import random_prompt
+from headway.plan import StepReport
+from headway.request import Params, Request
+from headway.scheduler import Scheduler
+from headway.scheduler.policies import cheaper
+
+SHAPES = Path(__file__).parent / "shapes"
+LIMIT_MS = 25.0  # a gap that nobody should see
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Tokens, unless it says otherwise."""
+
+    num_running: int  # requests
+    context: int  # of each of them, when the first long prompt comes
+    long: int
+    num_long: int  # requests
+    budgets: tuple[int, ...]  # of one step: max_tokens
+    contexts: tuple[int, ...]  # swapped or computed again
+
+
+FULL = Sizes(num_running=128, context=500, long=32768, num_long=4, budgets=(512, 1024, 2048, 8192),
+             contexts=(256, 1024, 2048, 4096, 8192, 16384, 32768))  # fmt: skip
+SMALL = Sizes(num_running=3, context=20, long=200, num_long=2, budgets=(16, 64), contexts=(16, 256))
+
+
+class Watch:
+    """An observer: when requests got their tokens."""
+
+    def __init__(self) -> None:
+        self.firsts: dict[str, float] = {}
+        self.gaps: list[float] = []  # of all who decode, long ones too
+        self._latest: dict[Request, float] = {}
+
+    def __call__(self, report: StepReport) -> None:
+        now, latest = report.result.ended, self._latest
+        for request, _ in report.outputs():
+            if request in latest:
+                self.gaps.append(now - latest[request])
+            else:
+                self.firsts[request.id] = now
+            latest[request] = now
+
+
+class Stage:
+    """An engine of its own over a loaded model: nothing is cached, nobody is seated."""
+
+    def __init__(self, llm: LLM, max_tokens: int) -> None:
+        self.watch, self.clock = Watch(), llm.engine.clock
+        self.engine = Engine(
+            Scheduler(replace(llm.config, max_tokens=max_tokens)), llm.executor, self.clock,
+            depth=llm.engine.depth, observers=[self.watch],
+        )  # fmt: skip
+
+    def ask(self, name: str, prompt: list[int], num_output: int) -> None:
+        self.engine.add(name, prompt, Params(max_tokens=num_output))
+
+    def run_until(self, is_done: Callable[[], bool]) -> None:
+        while not is_done():
+            self.engine.step()
+            if self.engine.fault:
+                raise RuntimeError(self.engine.fault)
+
+    def interrupt(self, name: str, prompt: list[int]) -> tuple[float, list[float]]:
+        """A request comes and goes: its time to first token, and everybody's gaps meanwhile."""
+        self.watch.gaps = []
+        begun = self.clock.now()
+        self.ask(name, prompt, 16)
+        self.run_until(lambda: name not in self.engine.scheduler.requests)
+        return self.watch.firsts[name] - begun, self.watch.gaps
+
+
+def gaps(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
+    """One budget of a step."""
+    stage, source = Stage(llm, max_tokens), random.Random(0)
+    vocab_size, room = llm.loaded.decoder.config.vocab_size, llm.config.max_length - sizes.context
+    for number in range(sizes.num_running):
+        prompt = random_prompt(source, sizes.context, vocab_size)
+        stage.ask(f"running {number}", prompt, min(2048, room))
+    stage.run_until(lambda: len(stage.watch.firsts) == sizes.num_running)
+    prompts = [random_prompt(source, sizes.long, vocab_size) for _ in range(1 + sizes.num_long)]
+    (first_time, first_gaps), *rest = [
+        stage.interrupt(f"long {number}", prompt) for number, prompt in enumerate(prompts)
+    ]
+    for name in list(stage.engine.scheduler.requests):
+        stage.engine.abort(name)
+    stage.engine.run()
+    found = 1e3 * np.concatenate([seen for _, seen in rest])
+    return {
+        "max_tokens": max_tokens, "worst_gap_ms": float(found.max()),
+        "p99_gap_ms": float(np.quantile(found, 0.99)), "p50_gap_ms": float(np.median(found)),
+        "ttft_of_long_ms": [1e3 * seconds for seconds, _ in rest],
+        "is_under_limit": bool(found.max() < LIMIT_MS),
+        "first_long": {"worst_gap_ms": 1e3 * max(first_gaps), "ttft_ms": 1e3 * first_time},
+    }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A world in which a request shares nothing, for the swap rule."""
+
+    block_size: int
+
+    def num_private_blocks(self, request: Request) -> int:
+        return -(-request.num_computed // self.block_size)
+
+
+def swap_row(llm: LLM, rule: cheaper, num_tokens: int, max_tokens: int) -> dict[str, Any]:
+    """One context: what takes how long, what is faster, and what the rule says."""
+    config, executor = replace(llm.config, max_tokens=max_tokens), llm.executor
+    request = Request("probe", [0] * num_tokens, Params())
+    request.base = num_tokens
+    world: Any = Alone(config.block_size)
+    copies = swap_seconds(executor, world.num_private_blocks(request))
+    again = recompute_seconds(executor, config, num_tokens)
+    last = resume_seconds(executor, config, num_tokens)
+    faster = "swap" if copies + last < again else "recompute"
+    picked = "swap" if rule(request, world) else "recompute"
+    return {
+        "tokens": num_tokens, "out_and_in_ms": 1e3 * copies, "last_token_ms": 1e3 * last,
+        "recompute_ms": 1e3 * again, "faster": faster, "picked": picked,
+        "is_right": faster == picked, "swap_share": (copies + last) / again,
+    }  # fmt: skip
+
+
+def swap(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
+    """All contexts, with a rule measured for this budget."""
+    config = replace(llm.config, max_tokens=max_tokens)
+    begun = time.perf_counter()
+    rule = cheaper(**measured(llm.executor, config)._asdict())
+    spent = time.perf_counter() - begun
+    most = min(config.max_length, config.num_blocks * config.block_size,
+               config.num_host_blocks * config.block_size)  # fmt: skip
+    rows = [swap_row(llm, rule, n, max_tokens) for n in sizes.contexts if n <= most]
+    llm.reset_cache()  # what lay in the blocks is gone
+    return {
+        "max_tokens": max_tokens, "rule": repr(rule), "seconds_to_measure": spent,
+        "wrong": [row["tokens"] for row in rows if not row["is_right"]], "rows": rows,
+    }  # fmt: skip
+
+
+def load(device: str, *, is_tiny: bool) -> LLM:
+    if not is_tiny:
+        return LLM(str(SHAPES / "qwen3-0.6b"), load_format="dummy", device=device, max_tokens=8192,
+                   max_length=33792, num_host_blocks=2112)  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(TINY))
+        return LLM(folder, load_format="dummy", device=device, threads=1, max_requests=16,
+                   kv_memory="1MiB", num_host_blocks=32)  # fmt: skip
+
+
+def parts(llm: LLM, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    sizes = SMALL if asked.tiny else FULL
+    budgets = tuple(asked.max_tokens or sizes.budgets)
+    ends = (budgets[0], budgets[-1]) if len(budgets) > 1 else budgets
+    return {
+        "gaps": lambda: [gaps(llm, sizes, budget) for budget in budgets],
+        "swap": lambda: [swap(llm, sizes, budget) for budget in ends],
+        "profile": lambda: profiled(llm, is_quick=asked.quick or asked.tiny, log=asked.log),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=["gaps", "swap", "profile"])
+    parser.add_argument("--max-tokens", nargs="+", type=int, help="budgets of a step to try")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model and few requests")
+    parser.add_argument("--quick", action="store_true", help="a shorter profile")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--log", type=Path, help="write the profile's steps here, a JSON each")
+    asked = parser.parse_args()
+    begun = time.perf_counter()
+    llm = load(asked.device, is_tiny=asked.tiny)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    report: dict[str, Any] = {
+        "device": llm.loaded.device, "commit": commit.stdout.strip(), "limit_ms": LIMIT_MS,
+        "start_seconds": time.perf_counter() - begun, "swap_rule": repr(llm.config.swap),
+    }  # fmt: skip
+    for name, part in parts(llm, asked).items():
+        if asked.only and name not in asked.only:
+            continue
+        begun = time.perf_counter()
+        try:
+            report[name] = part()
+        except Exception as error:  # the other parts are worth having
+            report[name] = {"error": f"{type(error).__name__}: {error}"}
+        print(f"{name}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+        if asked.out:
+            asked.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
