@@ -27,7 +27,7 @@ test: $(READY) check  ## all checks and all tests
 
 test-gpu:  ## kernels and executor on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
-	$(GPU_PYTHON) -m pytest -W ignore tests/test_device.py tests/test_kernels_*.py
+	$(GPU_PYTHON) -m pytest -W ignore tests/test_device.py tests/test_device_faults.py tests/test_gpu_real.py tests/test_kernels_*.py
 
 check: $(READY)  ## formatting, lint and types
 	$(BIN)/ruff format --check --quiet .

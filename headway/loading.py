@@ -112,7 +112,7 @@ def load(
     check_attention(wishes.attention, device)
     path = resolve(model, progress=_titled(progress, f"fetching {model}"))
     checkpoint = _checkpoint(path, wishes.load_format, device)
-    backend = choose_backend(checkpoint.config, precision, device, kv_dtype)
+    backend = choose_backend(checkpoint.config, precision, device, kv_dtype, wishes.attention)
     decoder = _decoder(checkpoint, backend, device, _titled(progress, f"loading {model}"))
     tokenizer = find_tokenizer(path)
     itemsize = backend.kv_blocks(decoder.config, 0, 1).element_size()

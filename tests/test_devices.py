@@ -183,8 +183,7 @@ def test_an_attention_is_there_or_its_package_is_named(
                 check_attention(name, CUDA)
         (tmp_path / f"{module}.py").touch()
         monkeypatch.syspath_prepend(str(tmp_path))
-        with pytest.raises(ConfigError, match=f"attention {name} is not supported yet"):
-            check_attention(name, CUDA)
+        check_attention(name, CUDA)
 
 
 # Memory, counted.

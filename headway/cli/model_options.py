@@ -96,7 +96,7 @@ class ModelOptions:
         str, _model("auto: as the model computes; fp8: half of that, GPU only.")
     ] = "auto"
     attention: Annotated[
-        str, _model("Of a GPU: triton, or flashinfer or flash-attn, which are not supported yet.")
+        str, _model("Of a GPU: triton; flashinfer or flash-attn if installed, both untried.")
     ] = "triton"
     kv_memory: Annotated[
         str | None,

@@ -90,6 +90,8 @@ class StopScanner:
         """The text that may be shown now; a stop that is hit ends it, and what follows is dropped."""
         if self.hit is not None:
             return ""
+        if not self._stops:
+            return text
         text = self._held + text
         for index in range(len(self._held), len(text)):
             if (hit := self._advance(text[index])) is not None:

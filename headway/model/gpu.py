@@ -10,11 +10,13 @@ Shapes as in backend.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from headway.errors import ConfigError
 from headway.model.backend import Layer, Pass, Weight
 from headway.model.batch import Batch
 from headway.model.config import ModelConfig
@@ -29,6 +31,44 @@ from headway.model.plain import PlainBackend, PlainWeight
 FEW_ROWS = 256  # up to here reading a matrix is what a product waits for
 
 
+class AttentionKernels(Protocol):
+    """Who attends, once keys and values of this pass are in the cache; q and out are [T, H, D]."""
+
+    fuses: bool  # batches of decodes alone are our own: there, rotation and store are in attention
+    page: int  # positions of a block must be a multiple of it
+
+    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+        """The rows of the batch's decodes, which come first."""
+        ...
+
+    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+        """The rows after them; layers come in order, from 0 on."""
+        ...
+
+
+class OwnKernels:
+    """Ours."""
+
+    fuses, page = True, 1
+
+    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+        count = batch.num_decodes
+        assert batch.seats_s is not None
+        decode_attention(
+            q[:count], out[:count], num_heads=q.shape[1], blocks=blocks, layer=layer,
+            tables=batch.tables_sw, seats_s=batch.seats_s[:count],
+            positions_s=batch.positions_t[:count], longest=batch.longest_decode,
+        )  # fmt: skip
+
+    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+        assert batch.seats_s is not None
+        prefill_attention(
+            q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
+            seats_s=batch.seats_s[batch.num_decodes :], starts_s=batch.starts_s,
+            ends_s=batch.ends_s, longest=batch.longest,
+        )  # fmt: skip
+
+
 class GpuBackend(PlainBackend):
     """Weights as torch keeps them, but for the norms in them; keys and values may be narrower."""
 
@@ -39,9 +79,11 @@ class GpuBackend(PlainBackend):
         dtype: torch.dtype,
         device: str = "cuda",
         kv_dtype: torch.dtype | None = None,
+        attention: AttentionKernels | None = None,
     ) -> None:
         super().__init__(dtype, device)
         self.kv_dtype = kv_dtype or dtype
+        self.attention = attention or OwnKernels()
         self.name = f"gpu {dtype}".replace("torch.", "")
 
     def prepared(self, layer: Layer) -> Layer:
@@ -58,15 +100,21 @@ class GpuBackend(PlainBackend):
         return rms_norm(x, weight, epsilon)
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
+        if num_blocks and block_size % self.attention.page:
+            raise ConfigError(
+                f"this attention needs a block size that is a multiple of {self.attention.page}, "
+                f"not {block_size}: give --block-size {self.attention.page} or --attention triton"
+            )
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.empty((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
 
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> Pass:
-        if batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS:
+        are_few = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
+        if are_few and self.attention.fuses:
             return NarrowPass(config, batch, blocks, cosine, sine)
-        return WidePass(config, batch, blocks, cosine, sine)
+        return WidePass(config, batch, blocks, (cosine, sine), self.attention)
 
 
 def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
@@ -140,10 +188,15 @@ class WidePass:
     """Any batch: decodes first, then pieces of prompts."""
 
     def __init__(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine_pd: Tensor, sine_pd: Tensor
+        self,
+        config: ModelConfig,
+        batch: Batch,
+        blocks: Tensor,
+        turns_pd: tuple[Tensor, Tensor],
+        kernels: AttentionKernels,
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
-        self._turns = cosine_pd, sine_pd
+        self._turns, self._kernels = turns_pd, kernels
 
     def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
@@ -160,24 +213,15 @@ class WidePass:
         return x
 
     def _attention(self, number: int, qkv: Tensor) -> Tensor:
-        batch, config, count = self._batch, self._config, self._batch.num_decodes
-        assert batch.seats_s is not None
-        out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
-        if count:
-            decode_attention(
-                qkv[:count], out[:count], num_heads=config.num_heads, blocks=self._blocks,
-                layer=number, tables=batch.tables_sw, seats_s=batch.seats_s[:count],
-                positions_s=batch.positions_t[:count], longest=batch.longest_decode,
-            )  # fmt: skip
+        batch, config = self._batch, self._config
+        heads = config.num_heads + 2 * config.num_kv_heads
+        q = qkv.view(-1, heads, config.head_dim)[:, : config.num_heads]
+        out = qkv.new_empty(q.shape)
+        if batch.num_decodes:
+            self._kernels.decode(number, q, out, batch, self._blocks)
         if batch.longest:
-            heads = config.num_heads + 2 * config.num_kv_heads
-            prefill_attention(
-                qkv.view(-1, heads, config.head_dim)[:, : config.num_heads],
-                out.view(-1, config.num_heads, config.head_dim), blocks=self._blocks,
-                layer=number, tables=batch.tables_sw, seats_s=batch.seats_s[count:],
-                starts_s=batch.starts_s, ends_s=batch.ends_s, longest=batch.longest,
-            )  # fmt: skip
-        return out
+            self._kernels.prefill(number, q, out, batch, self._blocks)
+        return out.flatten(1)
 
 
 def _wide(x: Tensor, weight: Weight) -> Tensor:

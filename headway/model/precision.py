@@ -52,14 +52,13 @@ def choose_backend(
     precision: str,
     device: torch.device | str = "cpu",
     kv_dtype: torch.dtype | None = None,
+    attention: str = "triton",
 ) -> Backend:
     """The backend for a precision; on a CPU, native kernels where they can be built and fit."""
     device = torch.device(device)
     precision = resolved(precision, device)
     if device.type == "cuda":
-        from headway.model.gpu import GpuBackend  # needs triton
-
-        return GpuBackend(getattr(torch, precision), str(device), kv_dtype)
+        return _on_gpu(getattr(torch, precision), device, kv_dtype, attention)
     if precision == "fast":
         precision = fastest(probe(config))
     if precision in ("bfloat16", "float16"):
@@ -70,6 +69,19 @@ def choose_backend(
     if precision == "quantized":
         raise ConfigError(f"precision quantized needs the native kernels: {reason}")
     return PlainBackend()
+
+
+def _on_gpu(
+    dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None, attention: str
+) -> Backend:
+    from headway.model.gpu import GpuBackend  # needs triton
+
+    if attention == "triton":
+        return GpuBackend(dtype, str(device), kv_dtype)
+    from headway.model.attention_adapters import kernels_for
+
+    kernels = kernels_for(ATTENTIONS[attention][0], dtype, kv_dtype, device)
+    return GpuBackend(dtype, str(device), kv_dtype, kernels)
 
 
 def resolved(precision: str, device: torch.device) -> str:
@@ -126,7 +138,6 @@ def check_attention(name: str, device: torch.device) -> None:
             f"attention {name} needs the package {package}, which is not installed: "
             f"pip install {package}, or --attention triton"
         )
-    raise ConfigError(f"attention {name} is not supported yet: give --attention triton")
 
 
 def use_threads(count: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.executor.torch.extra import Extra
+from headway.executor.torch.faults import Faults, idle
 from headway.executor.torch.graphs import Graphs, padded_rows
 from headway.executor.torch.rows import RowTable
 from headway.executor.torch.sampler import Sampler
@@ -42,7 +43,8 @@ class Flight:
 
     def wait(self) -> StepResult:
         if self.arrived is not None:
-            self.arrived.synchronize()
+            with self.owner.faults.guard():
+                self.arrived.synchronize()
         result, num_decodes = self.result, len(self.plan.decodes)
         for column, order in self.columns:
             tokens = column.numpy() if order is None else column.numpy()[order]
@@ -81,6 +83,7 @@ class DeviceExecutor:
         self._sent: Rows | None = None  # what `_decoding` holds, in another order
         self._order: Rows | None = None  # where each of `_sent` is
         self.graphs = Graphs(self._decode_step, self.device)
+        self.faults = Faults(idle(self.device), self._forget)
 
     @property
     def host_blocks(self) -> Tensor:
@@ -88,6 +91,19 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
+        with self.faults.guard():
+            return self._launch(plan)
+
+    def _forget(self) -> None:
+        """Believe nothing that a broken launch has told the device.
+
+        Who lives on is seated anew, so this is all that is kept from plan to plan. What was launched
+        before runs to its end before anything that comes later: there is one stream for all.
+        """
+        self._sent = None
+        self.seats.drop()
+
+    def _launch(self, plan: Plan) -> Flight:
         flight = Flight(self, plan, StepResult(started=self.now()))
         self.swapper.run(plan)
         self._update(plan)
@@ -99,6 +115,7 @@ class DeviceExecutor:
             for _ in range(1, plan.num_steps if plan.decodes else 1):
                 self._mixed(plan, [], flight, extra)
             flight.result.extra = extra or None
+            flight.result.failed = self.sampler.grammars.take_failed()
         if self.device.type == "cuda":
             flight.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             flight.arrived.record()

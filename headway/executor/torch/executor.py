@@ -70,6 +70,7 @@ class TorchExecutor:
             self._run(plan, NO_CHUNKS, result, extra)
         if extra:
             result.extra = extra
+        result.failed = self.sampler.grammars.take_failed()
         result.ended = self.now()
         return Done(result)
 

@@ -7,10 +7,13 @@ devices the step runs as it is.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
 
 import torch
 
 Step = Callable[[int, int], None]  # rows, and about the longest context
+BROKEN: list[torch.cuda.CUDAGraph] = []  # captures that failed, for as long as the process lives
 
 
 def padded_rows(num_rows: int) -> int:
@@ -19,6 +22,25 @@ def padded_rows(num_rows: int) -> int:
         if num_rows <= most:
             return -(-num_rows // step) * step
     return -(-num_rows // 64) * 64
+
+
+class Tape(Protocol):
+    """What takes down launches, as torch's CUDAGraph does."""
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
+    def capture_end(self) -> None: ...
+
+
+def record(tape: Tape, pool: Any, work: Callable[[], None]) -> None:
+    """Capture what `work` launches. If that fails the capture is over too, or nothing could run."""
+    try:
+        tape.capture_begin(pool=pool, capture_error_mode="thread_local")
+        work()
+        tape.capture_end()
+    except BaseException:
+        with suppress(Exception):  # a call that no capture allows has broken it off already
+            tape.capture_end()
+        raise
 
 
 class Graphs:
@@ -51,8 +73,13 @@ class Graphs:
         self._step(num_rows, longest)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            self._step(num_rows, longest)
-            graph.capture_end()
+        try:
+            with torch.cuda.stream(self._stream):
+                record(graph, self._pool, lambda: self._step(num_rows, longest))
+        except BaseException:
+            # If the driver broke it off, torch takes the pool for one that is still captured into,
+            # and looks at the graph whenever memory is asked for: it must stay.
+            self._pool = torch.cuda.graph_pool_handle()
+            BROKEN.append(graph)
+            raise
         self._graphs[num_rows, longest] = graph

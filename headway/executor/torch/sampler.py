@@ -1,7 +1,8 @@
 """Chooses the next token of every seated request, and remembers what later ones need of it.
 
 Plain requests are handled in bulk by the columns of `seats`; those with masks, biases or penalties
-have `Edits` besides, made row by row. How a token is drawn from logits is in logits.py.
+have `Edits` besides, made row by row, and those with a grammar a matcher (grammar.py). How a token
+is drawn from logits is in logits.py.
 
 Shapes: n rows of a batch, t places of a prompt, v tokens of the vocabulary.
 """
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headway.errors import InvalidRequest
+from headway.executor.torch.grammar import Grammars
 from headway.executor.torch.logits import SEAT, Seats, choose, index, parts
 from headway.plan import Rows
 from headway.request import Request
@@ -41,6 +43,7 @@ class Sampler:
         self.device = torch.device(device)
         self.seats: Seats = np.zeros(num_rows, dtype=SEAT)
         self.edits: dict[int, Edits] = {}  # by row, of those that have any
+        self.grammars = Grammars(vocab_size)
         self.logprobs: dict[int, TokenLogprobs] = {}
 
     def seat(self, row: int, request: Request, tokens: Sequence[int]) -> None:
@@ -57,6 +60,7 @@ class Sampler:
         edits = Edits(request, sampling, tokens, self.vocab_size, self.device)
         if not edits.are_over(num_generated):
             self.edits[row] = edits
+        self.grammars.seat(row, request, sampling, tokens[request.num_prompt :])
         self.seats[row] = (
             sampling.temperature,
             sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0,
@@ -77,6 +81,7 @@ class Sampler:
             choice_nv = logits_nv.to(torch.float32, copy=True)
             for at, row in zip(edited.tolist(), rows[edited].tolist(), strict=True):
                 self.edits[row].apply(choice_nv[at], int(seats["num_generated"][at]))
+            self.grammars.mask(choice_nv, logits_nv, rows)
         chosen_n = self._choose(choice_nv, rows).long()
         self.seats["num_generated"][rows] += 1
         if edited.size:
@@ -99,6 +104,7 @@ class Sampler:
     def _remember(self, rows: Rows, chosen: Tensor) -> None:
         for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
             self.edits[row].remember(token)
+            self.grammars.remember(row, token)
             if self.edits[row].are_over(int(self.seats["num_generated"][row])):
                 del self.edits[row]
                 self.seats["has_edits"][row] = False

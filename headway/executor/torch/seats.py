@@ -85,6 +85,10 @@ class DeviceSeats:
             self._places.append(np.arange(first, first + len(values), dtype=np.int64))
             self._values.append(np.asarray(values, dtype=np.int32))
 
+    def drop(self) -> None:
+        """Forget what was put and not sent."""
+        self._places, self._values = [], []
+
     def send(self) -> None:
         """Apply what was put since the last time, after all that the device was given before."""
         if not self._places:

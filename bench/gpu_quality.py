@@ -1,0 +1,285 @@
+"""How near our arithmetic comes to transformers' over the same weights: tokens and perplexity.
+
+    python bench/gpu_quality.py --model FILE.gguf      prints one JSON object, progress to stderr
+    python bench/gpu_quality.py --only bfloat16 --out bench/results/gpu_quality.json
+    python bench/gpu_quality.py --device cpu --tokens 64 --output 2     a smoke test without a GPU
+
+perplexity    of the licence's first --tokens tokens, from the logprobs of a prompt: prefill
+ratio         ours / that of transformers in the same type; the goal is within 1 percent
+firsts        prompts of tests/real.py whose first token is that of transformers in the same type
+decodes       of --output greedy tokens after each prompt, the share that transformers finds most
+              probable too, given all before it; `regret` is how much less probable, in nats, the
+              others are to transformers in float32
+cost_percent  of fp8: what keys and values in 8 bits add to the perplexity of bfloat16
+A part that cannot run says why and takes nobody along.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import torch
+from cpu_compare import NUM_SCORED, nll
+from torch import Tensor
+
+from headway import LLM, SamplingParams
+from headway.engine.chat import render_chat
+from headway.loading import find_tokenizer
+from headway.model.checkpoint import open_checkpoint
+from headway.model.config import ModelConfig
+from headway.model.devices import use_device
+from headway.model.names import resolve
+from tests.real import PROMPTS
+
+Figures = dict[str, Any]
+PARTS = {  # ours: precision, type of keys and values
+    "bfloat16": ("bfloat16", "auto"),
+    "fp8": ("bfloat16", "fp8"),
+    "float32": ("float32", "auto"),
+}
+GOAL = 0.01  # of the perplexity's ratio, away from 1
+SEATS = 8  # so few that not many graphs are captured
+
+
+# What is asked.
+
+
+def prompts_and_text(model: Path, num_scored: int) -> tuple[dict[str, list[int]], list[int]]:
+    """Prompts as tokens, and the text that is scored."""
+    tokenizer = find_tokenizer(model)
+    assert tokenizer is not None, "a model that is asked in words has a tokenizer"
+    asked = {}
+    for name, said in PROMPTS.items():
+        if isinstance(said, str):
+            asked[name] = tokenizer.encode(said)
+        elif tokenizer.chat_template:
+            template, bos, eos = tokenizer.chat_template, tokenizer.bos, tokenizer.eos
+            asked[name] = tokenizer.encode(
+                render_chat(template, said, bos=bos, eos=eos), special=False
+            )
+    return asked, tokenizer.encode((HERE.parent / "LICENSE").read_text())[:num_scored]
+
+
+# transformers.
+
+
+class Reference:
+    """transformers over the weights that our reader reads, in one type."""
+
+    def __init__(self, model: Path, dtype: torch.dtype, device: torch.device) -> None:
+        import transformers
+
+        checkpoint = open_checkpoint(model)
+        about = checkpoint.config
+        config = transformers.AutoConfig.for_model(about.architecture, **described(about))
+        with torch.device("meta"):  # weights come from the file, types from here
+            self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        inner = self._model.model
+        inner.rotary_emb = type(inner.rotary_emb)(config=config)
+        weights = {name: checkpoint.read(name).to(dtype) for name in about.shapes()}
+        missing, unknown = self._model.load_state_dict(weights, strict=False, assign=True)
+        assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)
+        self._model.tie_weights()
+        self._model.to(device).eval()
+        self._device = device
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> Tensor:
+        """[len(tokens), vocabulary], as float32 whatever the model's type."""
+        found: Tensor = self._model(torch.tensor([tokens], device=self._device)).logits[0].float()
+        return found
+
+    def perplexity(self, text: list[int]) -> float:
+        logprobs = self.logits(text)[:-1].log_softmax(-1)
+        targets = torch.tensor(text[1:], device=self._device)
+        return math.exp(-float(logprobs.gather(1, targets[:, None]).double().mean()))
+
+    def firsts(self, prompts: dict[str, list[int]]) -> dict[str, int]:
+        return {name: int(self.logits(tokens)[-1].argmax()) for name, tokens in prompts.items()}
+
+
+def described(about: ModelConfig) -> Figures:
+    """A config as transformers writes it."""
+    rope = about.rope
+    assert rope.kind == "default" and rope.divisors is None, "scaled positions are not written here"
+    return {
+        "vocab_size": about.vocab_size, "hidden_size": about.hidden_size,
+        "intermediate_size": about.intermediate_size, "num_hidden_layers": about.num_layers,
+        "num_attention_heads": about.num_heads, "num_key_value_heads": about.num_kv_heads,
+        "head_dim": about.head_dim, "max_position_embeddings": about.max_length,
+        "rms_norm_eps": about.norm_eps, "tie_word_embeddings": about.tie_embeddings,
+        "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
+        "attention_bias": about.output_bias, "mlp_bias": about.mlp_bias,
+    }  # fmt: skip
+
+
+# Ours.
+
+
+def ask(llm: LLM, prompts: dict[str, list[int]], num_output: int) -> dict[str, list[int]]:
+    """Greedy tokens after each prompt."""
+    params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
+    results = llm.generate(list(prompts.values()), params)
+    for result in results:
+        if result.error or result.samples[0].finish_reason != "length":
+            raise RuntimeError(f"a request failed: {result.error or result.samples[0].error}")
+    return {n: r.samples[0].token_ids for n, r in zip(prompts, results, strict=True)}
+
+
+def run_ours(
+    part: str, options: argparse.Namespace, prompts: dict[str, list[int]], text: list[int]
+) -> Figures:
+    precision, kv_dtype = PARTS[part]
+    with LLM(
+        options.model, device=options.device, precision=precision, kv_cache_dtype=kv_dtype,
+        max_requests=SEATS, kv_memory="1GiB" if options.device != "cpu" else None,
+    ) as llm:  # fmt: skip
+        outputs = ask(llm, prompts, options.output)
+        return {"perplexity": math.exp(nll(llm, text)), "outputs": outputs}
+
+
+# Side by side.
+
+
+def compare(
+    ours: Figures,
+    theirs: Reference,
+    exact: Reference,
+    prompts: dict[str, list[int]],
+    text: list[int],
+) -> Figures:
+    """Our figures beside those of transformers in the same type, and in float32 for the regret."""
+    outputs, their_firsts = ours.pop("outputs"), theirs.firsts(prompts)
+    unlike = [name for name in prompts if outputs[name][0] != their_firsts[name]]
+    num_same, num_tokens, regrets = 0, 0, []
+    for name, prompt in prompts.items():
+        output = torch.tensor(outputs[name])
+        whole, start = [*prompt, *outputs[name][:-1]], len(prompt) - 1
+        best = theirs.logits(whole)[start:].argmax(-1).cpu()
+        logprobs = exact.logits(whole)[start:].log_softmax(-1).cpu()
+        regrets += (logprobs.amax(-1) - logprobs.gather(1, output[:, None])[:, 0]).tolist()
+        num_same += int((best == output).sum())
+        num_tokens += len(output)
+    perplexity = theirs.perplexity(text)
+    ratio = ours["perplexity"] / perplexity
+    return ours | {
+        "transformers_perplexity": perplexity, "ratio": ratio, "reached": abs(ratio - 1) <= GOAL,
+        "firsts": {"same": len(prompts) - len(unlike), "of": len(prompts), "unlike": unlike},
+        "decodes": {
+            "same": num_same, "of": num_tokens, "share": num_same / num_tokens,
+            "mean_regret": sum(regrets) / len(regrets), "worst_regret": max(regrets),
+        },
+    }  # fmt: skip
+
+
+def figures(options: argparse.Namespace, save: Callable[[Figures], None]) -> Figures:
+    """All parts; `save` is told after each."""
+    model, device = resolve(options.model), use_device(options.device)
+    options.model, options.device = str(model), str(device)
+    prompts, text = prompts_and_text(model, options.tokens)
+    report: Figures = {
+        "model": model.name, "torch": torch.__version__, "commit": commit(),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "scored_tokens": len(text), "prompts": len(prompts), "goal": GOAL,
+    }  # fmt: skip
+    ours = {}
+    for part in options.only:
+        tell(f"{part}: our engine")
+        ours[part] = attempt(lambda part=part: run_ours(part, options, prompts, text))
+        tell(f"{part}: {ours[part].get('skipped') or round(ours[part]['perplexity'], 4)}")
+        report[part] = {key: value for key, value in ours[part].items() if key != "outputs"}
+        save(report)
+        gc.collect()  # its blocks and graphs, before the next one's
+    try:
+        for part, beside in with_references(ours, model, device, prompts, text):
+            report[part] = beside
+            save(report)
+    except Exception as error:  # our own figures are worth keeping
+        report["transformers"] = {"skipped": f"{type(error).__name__}: {error}"}
+    report["fp8_cost_percent"] = cost_of_fp8(report)
+    return report
+
+
+def with_references(
+    ours: dict[str, Figures],
+    model: Path,
+    device: torch.device,
+    prompts: dict[str, list[int]],
+    text: list[int],
+) -> Iterator[tuple[str, Figures]]:
+    """Every part that ran, compared; one model of transformers in each type that is needed."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    tell("transformers, float32")
+    exact = Reference(model, torch.float32, device)
+    made = {"float32": exact}
+    for part, found in ours.items():
+        name = PARTS[part][0]
+        if "skipped" in found:
+            continue
+        tell(f"{part}: transformers")
+        if name not in made:
+            made[name] = Reference(model, getattr(torch, name), device)
+        theirs = made[name]
+        yield part, attempt(lambda f=found, t=theirs: compare(f, t, exact, prompts, text))
+
+
+def cost_of_fp8(report: Figures) -> float | None:
+    try:
+        return 100 * (report["fp8"]["perplexity"] / report["bfloat16"]["perplexity"] - 1)
+    except KeyError:
+        return None
+
+
+def attempt(work: Callable[[], Figures]) -> Figures:
+    try:
+        return work()
+    except Exception as error:  # one part's failure is not another's
+        return {"skipped": f"{type(error).__name__}: {error}"}
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def commit() -> str:
+    git = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip()
+    except OSError:
+        return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="smollm2-135m", help="a name, folder or GGUF file")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--tokens", type=int, default=NUM_SCORED, help="of the text, scored")
+    parser.add_argument("--output", type=int, default=24, help="greedy tokens after each prompt")
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    options = parser.parse_args()
+
+    def save(report: Figures) -> None:
+        if options.out:
+            options.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+    report = figures(options, save)
+    save(report)
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,220 @@
+"""Holds the answers of seated requests to their grammars: says which tokens may come next.
+
+A matcher follows the output of one request and knows what may follow it. Its masks are made on the
+host, packed, and applied to the logits of all rows that have a grammar at once. A grammar that
+breaks ends its own request: only an end is allowed there, and `take_failed` says why.
+
+Shapes: n rows that have a grammar, v tokens of the vocabulary, w words of 32 of them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headway.executor.torch.logits import index
+from headway.grammar import Grammar, limits, one_line
+from headway.plan import Rows
+from headway.request import Request
+from headway.sampling import Sampling
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_KEPT = 32  # grammars that are ready for the next request
+Words = npt.NDArray[np.int32]
+
+
+class Spelled(Protocol):
+    """The bytes of a token."""
+
+    @property
+    def spelled(self) -> bytes: ...
+
+
+class Speller(Protocol):
+    """What is needed of a tokenizer."""
+
+    special_ids: frozenset[int]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
+
+    def spell(self, id: int) -> Spelled: ...
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """A seated request and its matcher; None if there could be none."""
+
+    request: Request
+    matcher: LLMatcher | None
+    may_ban: bool  # tokens that the grammar may need, by another of its wishes
+
+
+class Grammars:
+    """The matchers of a sampler's rows."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        self._speller: Speller | None = None
+        self._eos_ids: Collection[int] = ()
+        self._vocabulary: LLTokenizer | None = None
+        self._ready: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._followers: dict[int, Follower] = {}  # by row
+        self._failed: dict[Request, str] = {}
+
+    def use(self, speller: Speller | None, eos_ids: Collection[int]) -> None:
+        """Take the model's tokenizer; without one no grammar can be followed."""
+        self._speller, self._eos_ids = speller, eos_ids
+        self._vocabulary = None
+        self._ready.clear()
+
+    def seat(
+        self, row: int, request: Request, sampling: Sampling, output: Sequence[int] = ()
+    ) -> None:
+        """Give a row to a request that has said `output` so far."""
+        self._followers.pop(row, None)
+        if sampling.grammar is None:
+            return
+        may_ban = bool(sampling.bad_words) or sampling.allowed_tokens is not None
+        follower = Follower(request, None, may_ban or request.params.min_tokens > 0)
+        self._followers[row] = follower
+        try:
+            follower.matcher = self._matcher(sampling.grammar)
+        except Exception as error:  # whatever it is, it is this request's and not the batch's
+            self._fail(follower, f"{type(error).__name__}: {error}")
+            return
+        if follower.matcher.is_error() or not follower.matcher.consume_tokens(list(output)):
+            self._fail(follower)
+
+    def warm_up(self) -> None:
+        """Read the vocabulary ahead of the first grammar: a second for a large one."""
+        if self._vocabulary is None:
+            self._vocabulary = self._read_vocabulary()
+
+    def take_failed(self) -> dict[Request, str]:
+        """Those whose grammar broke since the last call, and why."""
+        taken, self._failed = self._failed, {}
+        return taken
+
+    def mask(self, choice_nv: Tensor, logits_nv: Tensor, rows: Rows) -> None:
+        """Rule out, in place, what the grammars of these rows do not allow next.
+
+        Where other wishes have ruled out all that a grammar allows, the grammar is served: such a
+        row is taken from the raw `logits_nv`.
+        """
+        places = [i for i, row in enumerate(rows.tolist()) if row in self._followers]
+        if not places:
+            return
+        followers = [self._followers[row] for row in rows[places].tolist()]
+        is_allowed = unpacked(self._words(followers), self.vocab_size, choice_nv.device)
+        at = index(np.array(places), choice_nv)
+        kept = choice_nv[at].masked_fill_(~is_allowed, -torch.inf)
+        if any(follower.may_ban for follower in followers):
+            raw = logits_nv[at].float().masked_fill_(~is_allowed, -torch.inf)
+            kept = torch.where((kept == -torch.inf).all(-1, keepdim=True), raw, kept)
+        choice_nv[at] = kept
+
+    def remember(self, row: int, token: int) -> None:
+        """Take note of a token that was generated."""
+        follower = self._followers.get(row)
+        if follower is None or follower.matcher is None or follower.matcher.is_error():
+            return
+        if not follower.matcher.consume_token(token):
+            self._fail(follower)
+
+    def _words(self, followers: list[Follower]) -> Words:
+        """A bit for each token that may come next. [n, w]"""
+        words = np.zeros((len(followers), -(-self.vocab_size // 32)), dtype=np.int32)
+        for place, follower in enumerate(followers):
+            if follower.matcher is None:
+                words[place] = self._ends(follower.request)
+                continue
+            follower.matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, words[place].nbytes)
+            if follower.matcher.is_error():  # its mask allows the end alone
+                self._fail(follower)
+        return words
+
+    def _ends(self, request: Request) -> Words:
+        """Only what ends a request; anything, if nothing does."""
+        bits = np.zeros(-(-self.vocab_size // 32) * 32, dtype=np.uint8)
+        ends = [token for token in request.params.eos_ids if 0 <= token < self.vocab_size]
+        bits[ends or slice(None)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def _fail(self, follower: Follower, reason: str = "") -> None:
+        if not reason and follower.matcher is not None:
+            reason = one_line(follower.matcher.get_error())
+        self._failed.setdefault(follower.request, f"the grammar cannot be followed: {reason}")
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        """A matcher at the start of an answer. One is kept for each grammar, and copied."""
+        from llguidance import LLMatcher
+
+        first = self._ready.pop(grammar, None)
+        if first is None:
+            self.warm_up()
+            assert self._vocabulary is not None, "warm_up has made one, or raised"
+            first = LLMatcher(self._vocabulary, grammar.source, log_level=0, limits=limits(grammar))
+        self._ready[grammar] = first  # used last, so at the end
+        while len(self._ready) > MOST_KEPT:
+            self._ready.popitem(last=False)
+        return first.deep_copy()
+
+    def _read_vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        if self._speller is None:
+            raise ValueError("this model has no tokenizer here")
+        ends = sorted(token for token in self._eos_ids if 0 <= token < self.vocab_size)
+        if not ends:
+            raise ValueError("this model has no token that ends an answer")
+        form = _Form(self._speller, self.vocab_size, ends)
+        form.trie = LLTokenizer(TokenizerWrapper(form), n_vocab=self.vocab_size, eos_token=ends)
+        return form.trie
+
+
+class _Form:
+    """A tokenizer in the form that llguidance takes."""
+
+    bos_token_id = None
+
+    def __init__(self, speller: Speller, vocab_size: int, ends: list[int]) -> None:
+        self._speller = speller
+        self.trie: LLTokenizer | None = None
+        self.eos_token_id = ends[0]
+        self.special_token_ids = sorted({*speller.special_ids, *ends})
+        self.tokens = [speller.spell(id).spelled for id in range(vocab_size)]
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """How the model would write a text that must come next."""
+        text = text if isinstance(text, str) else text.decode()
+        found = self._speller.encode(text, special=False)
+        # The text of a special token, written in a grammar, is not that token; and a tokenizer may
+        # put a space before a text. Then any tokens that spell the text will do.
+        is_text = b"".join(self.tokens[id] for id in found) == text.encode()
+        if self.trie is None or (is_text and self._speller.special_ids.isdisjoint(found)):
+            return found
+        return self.trie.greedy_tokenize(text)
+
+
+def unpacked(words_nw: Words, vocab_size: int, device: torch.device) -> Tensor:
+    """Packed bits as truths, one for each token. [n, v]"""
+    if device.type == "cpu":
+        bits = np.unpackbits(words_nw.view(np.uint8), axis=1, count=vocab_size, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    return unpacked_there(torch.from_numpy(words_nw).to(device), vocab_size)  # an eighth to send
+
+
+def unpacked_there(words_nw: Tensor, vocab_size: int) -> Tensor:
+    """As `unpacked`, by the device that the words are on."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=words_nw.device)
+    bits = (words_nw.view(torch.uint8)[:, :, None] >> shifts) & 1
+    return bits.view(len(words_nw), -1)[:, :vocab_size].bool()
