@@ -3,8 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 from headway.config import Config, World
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock, VirtualClock
 from headway.engine.engine import Engine
+from headway.grammar import Grammar
 from headway.plan import Plan, StepReport, StepResult
 from headway.request import Params, Request, State
 from headway.sampling import SamplingParams
@@ -17,8 +19,10 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "PRESETS",
+    "AsyncEngine",
     "Config",
     "Engine",
+    "Grammar",
     "Params",
     "Plan",
     "RealClock",

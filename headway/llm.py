@@ -86,6 +86,7 @@ class LLM:
         )  # fmt: skip
         self.config = self.loaded.config
         self.executor = make_executor(self.loaded.decoder, self.config, progress)
+        self.executor.sampler.grammars.use(self.tokenizer, self.loaded.eos_ids)
         clock = RealClock()
         self.executor.now = clock.now
         if self.loaded.is_on_gpu:
@@ -94,7 +95,8 @@ class LLM:
         self.engine = Engine(Scheduler(self.config), self.executor, clock, depth=depth)
         self._trace: IO[str] | None = None
         if trace_out is not None:
-            self._trace = Path(trace_out).open("w", encoding="utf-8")  # noqa: SIM115
+            # By lines: whatever ends this process, what was written is whole.
+            self._trace = Path(trace_out).open("w", 1, encoding="utf-8")  # noqa: SIM115
             self.engine.observers.append(TraceWriter(self._trace, self.config, depth))
         self.engine.observers += [self._gather, *observers]
         self._gatherings: dict[Request, Gathering] = {}
@@ -264,6 +266,8 @@ class LLM:
 
     def _gather(self, report: StepReport) -> None:
         """An observer: hands every report's tokens, times and ends to the results they belong to."""
+        if not self._gatherings:
+            return  # somebody else asks this engine, such as a server
         now, extra = report.result.ended, report.result.extra
         for request in (admission.request for admission in report.plan.admitted):
             gathering = self._gatherings.get(request)  # None: it ended before it was reported

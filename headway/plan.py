@@ -99,7 +99,8 @@ class Plan:
     num_waiting: int = 0
     num_in_flight: int = 0  # plans not settled when this one was made
     num_early: tuple[int, int] = (0, 0)  # of `added` and `aborted`, seen by an empty plan before
-    planned_at: float = 0.0  # stamped by the engine: the scheduler reads no clock
+    began_at: float = 0.0  # when the scheduler was asked for it
+    planned_at: float = 0.0  # and when it was made; stamped by the engine, as it has the clock
     # Settling: who reaches its length with which of the steps, and who takes fewer tokens.
     ending: list[list[Request]] = field(default_factory=list)
     cut: dict[Request, int] = field(default_factory=dict)
@@ -124,6 +125,7 @@ class StepResult:
     started: float = 0.0
     ended: float = 0.0
     extra: object = None  # logprobs and the like, for whoever asked
+    failed: dict[Request, str] = field(default_factory=dict)  # who cannot go on, and why
 
 
 @dataclass(slots=True)

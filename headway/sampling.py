@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from headway.errors import InvalidRequest
+from headway.grammar import Grammar
 
 MOST_LOGPROBS = 100
 COLDEST = 1e-5  # a lower temperature is greedy: it would scale logits out of float32
@@ -34,6 +35,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     allowed_tokens: frozenset[int] | None = None  # None: all
+    grammar: Grammar | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -50,6 +52,7 @@ class Sampling:
     def edits_logits(self) -> bool:
         """True if logits are masked, biased or penalised before anything is chosen."""
         is_masked = bool(self.bad_words) or self.allowed_tokens is not None
+        is_masked = is_masked or self.grammar is not None
         return is_masked or bool(self.logit_bias) or self.has_penalties
 
     @property
@@ -92,6 +95,7 @@ class SamplingParams:
     bad_words: Sequence[str] = ()
     allowed_token_ids: Collection[int] | None = None
     skip_special_tokens: bool = True
+    grammar: Grammar | None = None  # what the answer must look like
     priority: int = 0
     client: str = ""
     deadline: float | None = None
@@ -111,6 +115,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_bias(self.logit_bias)
+        _check_grammar(self)
 
     @property
     def stop_strings(self) -> Sequence[str]:
@@ -213,6 +218,18 @@ def _check_bias(bias: object) -> None:
         BIAS.check(f"logit_bias of token {token}", value)
 
 
+def _check_grammar(params: SamplingParams) -> None:
+    """A grammar says where an answer ends, so nothing else may keep it from ending there."""
+    if params.grammar is None:
+        return
+    if not isinstance(params.grammar, Grammar):
+        raise _wrong("grammar", "a Grammar or None", params.grammar)
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(params, name):
+            value = getattr(params, name)
+            raise InvalidRequest(f"{name} is {value!r}, but with a grammar it cannot be set")
+
+
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
     """InvalidRequest if the params name a token that the model does not have, or allow none."""
     allowed = params.allowed_token_ids
@@ -260,4 +277,5 @@ def token_level(
         prompt_logprobs=params.prompt_logprobs,
         bad_words=bad_words,
         allowed_tokens=None if allowed is None else frozenset(allowed),
+        grammar=params.grammar,
     )

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOUNS = ("errors", "request", "plan", "config", "slots", "sampling")
+NOUNS = ("errors", "request", "plan", "config", "slots", "grammar", "sampling")
 # What each part of the package may import of it; a part is the longest prefix that is listed.
 MAY_SEE: dict[str, tuple[str, ...]] = {
     "": (*NOUNS, "kv", "scheduler", "executor", "engine", "lab", "llm"),  # the package's exports
     "errors": (),
     "request": ("errors",),
     "slots": ("errors",),
-    "sampling": ("errors",),
+    "grammar": ("errors",),
+    "sampling": ("errors", "grammar"),
     "plan": ("request",),
     "config": ("errors", "request", "plan"),
     "kv": (*NOUNS, "kv"),

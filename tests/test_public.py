@@ -26,7 +26,7 @@ from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
 
 EXPORTS = {
-    "LLM", "PRESETS", "Config", "Engine", "Params", "Plan", "RealClock", "Request",
+    "LLM", "PRESETS", "AsyncEngine", "Config", "Engine", "Grammar", "Params", "Plan", "RealClock", "Request",
     "SamplingParams", "Scheduler", "State", "StepReport", "StepResult", "VirtualClock", "World", "preset",
 }  # fmt: skip
 PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
@@ -57,6 +57,7 @@ ERRORS = {
     "RequestError": ["HeadwayError", "ValueError"],
     "InvalidRequest": ["RequestError"],
     "RequestTooLong": ["RequestError"],
+    "Overloaded": ["RequestError"],
     "ModelError": ["HeadwayError"],
     "FormatError": ["HeadwayError", "ValueError"],
     "ReplayMismatch": ["HeadwayError"],
@@ -84,6 +85,13 @@ COMMANDS = {
         *MODEL_FLAGS, *SAMPLING_FLAGS,
     },
     "chat": {"--system", *MODEL_FLAGS, *SAMPLING_FLAGS},
+    "serve": {
+        "name", "--host", "--port", "--served-model-name", "--api-workers", "--engine-process",
+        "--api-key", "--api-key-file", "--cors-origin", "--grace", "--watchdog",
+        "--metrics-prefix", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
+        "--timeout", "--stall-timeout", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
+    },
+    "top": {"url", "--api-key", "--every", "--once"},
     "bench throughput": {
         "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset", "--json",
         *MODEL_FLAGS,
@@ -91,6 +99,12 @@ COMMANDS = {
     "bench latency": {
         "--batch-size", "--input-len", "--output-len", "--num-iters", "--num-iters-warmup",
         "--seed", "--json", *MODEL_FLAGS,
+    },
+    "bench serve": {
+        "--url", "--model", "--api-key", "--timeout", "--prompts", "--vocab-size", "--temperature",
+        "--seed", "--num-prompts", "--input-len", "--output-len", "--rate", "--concurrency",
+        "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
+        "--json",
     },
     "models": {"--fetch", "--json"},
     "profile": {

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import InvalidRequest
+from headway.grammar import Grammar
 from headway.sampling import Sampling, SamplingParams, check_tokens, token_level
 
 VOCAB = 50
@@ -56,6 +57,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("seed", 2**64, "18446744073709551615"),
     ("seed", -(2**63) - 1, "-9223372036854775808"),
     ("seed", 1.5, "whole number"),
+    ("grammar", '{"type": "object"}', "a Grammar or None"),
     ("logprobs", -1, "0 to 100"),
     ("logprobs", 101, "0 to 100"),
     ("logprobs", True, "0 to 100"),
@@ -174,7 +176,7 @@ def test_the_executor_gets_what_was_written() -> None:
     written: dict[str, Any] = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5,
         "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {4: 2.0}, "logprobs": 2,
-        "prompt_logprobs": 1,
+        "prompt_logprobs": 1, "grammar": Grammar.json_object(),
     }  # fmt: skip
     params = SamplingParams(allowed_token_ids=[4, 4, 5], bad_words=["x"], seed=1, **written)
     sampling = token_level(params, seed=9, bad_words=((1, 2),))
@@ -200,6 +202,7 @@ def test_a_bad_word_without_tokens_is_refused() -> None:
     [
         {"repetition_penalty": 1.1}, {"frequency_penalty": 0.1}, {"presence_penalty": -0.1},
         {"logit_bias": {1: 1.0}}, {"bad_words": ((1,),)}, {"allowed_tokens": frozenset({1})},
+        {"grammar": Grammar.json_object()},
     ],
 )  # fmt: skip
 def test_masks_biases_and_penalties_are_not_plain(written: dict[str, Any]) -> None:

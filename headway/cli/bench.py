@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli import live, prompts
+from headway.cli import bench_serve, live, prompts
 from headway.cli.model_options import ModelOptions, spread
 from headway.cli.options import Json, progress_bar
 from headway.engine.trace import header
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from headway.llm import LLM
 
 app = typer.Typer(
-    help="Measure throughput or latency; results have the names that `vllm bench` gives them.",
+    help="Measure throughput, latency or a server; results are named as `vllm bench` names them.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
@@ -45,6 +45,7 @@ BatchSize = Annotated[int, typer.Option(help="Requests at once.", min=1)]
 Iters = Annotated[int, typer.Option(help="Batches that are measured.", min=1)]
 Warmup = Annotated[int, typer.Option(help="Batches before that, which are not.", min=0)]
 Work = tuple[list[str | list[int]], list[SamplingParams]]
+app.command("serve")(bench_serve.serve_command)
 
 
 @app.command("throughput")

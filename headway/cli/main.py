@@ -20,7 +20,9 @@ from headway.cli import (
     models,
     profile,
     run,
+    serve,
     simulate,
+    top,
     trace,
 )
 from headway.errors import HeadwayError
@@ -37,6 +39,8 @@ app = typer.Typer(
 app.command("run")(run.run_command)
 app.command("generate")(generate.generate_command)
 app.command("chat")(chat.chat_command)
+app.command("serve")(serve.serve_command)
+app.command("top")(top.top_command)
 app.add_typer(bench.app, name="bench")
 app.command("models")(models.models_command)
 app.command("profile")(profile.profile_command)

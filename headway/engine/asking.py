@@ -15,6 +15,7 @@ import numpy as np
 from headway.engine.chat import render_chat
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import InvalidRequest
+from headway.grammar import check
 from headway.request import Params
 from headway.sampling import SamplingParams, check_tokens, token_level
 
@@ -57,6 +58,7 @@ class Asking:
         """What the engine reads of a request."""
         try:
             check_tokens(asked, self.vocab_size)
+            self._check_grammar(asked)
         except InvalidRequest as error:
             raise InvalidRequest(f"request {id!r}: {error}") from None
         seed = random.getrandbits(63) if asked.seed is None else asked.seed
@@ -70,6 +72,18 @@ class Asking:
             reads_cache=asked.prompt_logprobs is None, n=asked.n,
             sampling=token_level(asked, seed=seed, bad_words=bad_words),
         )  # fmt: skip
+
+    def _check_grammar(self, asked: SamplingParams) -> None:
+        """InvalidRequest for a grammar that cannot be followed; reading it takes milliseconds."""
+        if asked.grammar is None:
+            return
+        self.need_tokenizer()
+        if not self.eos_ids:
+            raise InvalidRequest(
+                f"{asked.grammar.kind}: this model has no token that ends an answer, so it cannot "
+                "be held to a grammar"
+            )
+        check(asked.grammar)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer; InvalidRequest where the model has none."""

@@ -31,7 +31,7 @@ from headway.engine.messages import (
     ToLoop,
     Update,
 )  # fmt: skip
-from headway.errors import ExecutorError, InvalidRequest, RequestError
+from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestError
 from headway.request import Params
 
 Receive = Callable[[list[FromLoop]], None]
@@ -118,7 +118,9 @@ class AsyncEngine:
     def __init__(self, engine: Engine | Port, limits: Limits | None = None) -> None:
         self.port: Port = ThreadPort(engine, limits) if isinstance(engine, Engine) else engine
         self.gone: str | None = None  # why the engine has ended
+        self.is_closing = False  # nothing new is taken
         self._streams: dict[str, Stream] = {}
+        self._left: dict[str, int] = {}  # ids that nobody reads any more: samples still to end
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
 
@@ -128,6 +130,11 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the engine; what is open fails."""
         await self.port.close()
+
+    def cancel_all(self) -> None:
+        """End what is open, each with an end of its own, and take nothing new."""
+        self.is_closing = True
+        self.port.send([Cancel(id) for id in self._streams])
 
     @property
     def num_open(self) -> int:
@@ -140,14 +147,16 @@ class AsyncEngine:
 
         Raises what the engine refused it for. Leaving early, or being cancelled, ends the request.
         """
-        if id in self._streams:
+        if id in self._streams or id in self._left:
             raise InvalidRequest(f"request {id!r}: this id is in use")
         if self.gone is not None:
             raise ExecutorError(f"the engine has ended: {self.gone}")
+        if self.is_closing:
+            raise Overloaded("the server is shutting down and takes nothing new")
         stream = self._streams[id] = Stream()
-        num_open = params.n
-        self.port.send([Submit(id, prompt, params)])
+        num_open = max(1, params.n)  # a wrong number is refused, which takes one answer
         try:
+            self.port.send([Submit(id, prompt, params)])
             while num_open:
                 updates = await stream.take()
                 num_open -= sum(update.end is not None for update in updates)
@@ -157,7 +166,9 @@ class AsyncEngine:
             raise
         finally:
             del self._streams[id]
-            if num_open and self.gone is None:
+            num_open -= sum(update.end is not None for update in stream.pending)
+            if num_open and stream.refusal is None and self.gone is None:
+                self._left[id] = num_open
                 self.port.send([Cancel(id)])
 
     def stop_sample(self, id: str, sample: int) -> None:
@@ -180,15 +191,25 @@ class AsyncEngine:
         streams = self._streams
         for message in messages:
             if isinstance(message, Update):
-                if stream := streams.get(message.id):  # else nobody reads it any more
+                if stream := streams.get(message.id):
                     stream.put(message)
+                elif message.end is not None:
+                    self._let_go(message.id)
             elif isinstance(message, Refusal):
                 if stream := streams.get(message.id):
                     stream.fail(_error_of(message))
+                self._left.pop(message.id, None)
             elif isinstance(message, Reply):
                 self._settle(message)
             else:
                 self._end(message)
+
+    def _let_go(self, id: str) -> None:
+        """A sample that nobody reads has ended; after the last one, the id is free again."""
+        if self._left.get(id, 0) > 1:
+            self._left[id] -= 1
+        else:
+            self._left.pop(id, None)
 
     def _settle(self, reply: Reply) -> None:
         future = self._asked.get(reply.number)

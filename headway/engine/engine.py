@@ -18,6 +18,7 @@ from headway.request import Params, Request
 from headway.scheduler import Scheduler
 
 Observer = Callable[[StepReport], None]
+Forgive = Callable[[Observer, Exception], None]
 PLAIN = Params()
 MOST_SAMPLES = 1024
 MOST_FAULTS = 3  # steps in a row that may fail before the engine gives up
@@ -42,6 +43,7 @@ class Engine:
         self.clock = clock or RealClock()
         self.depth = depth
         self.observers = list(observers)
+        self.forgive: Forgive | None = None  # told of an observer that raises; None: it is raised
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self._num_faults = 0
         self._flight: deque[tuple[Plan, Handle]] = deque()
@@ -59,11 +61,21 @@ class Engine:
     def num_in_flight(self) -> int:
         return len(self._flight)
 
+    @property
+    def idle(self) -> float:
+        """Seconds since a step came to its end, or since work came to an engine without any."""
+        return self.clock.now() - self._last_progress
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether so many steps in a row have failed that it takes no more requests."""
+        return self._num_faults >= MOST_FAULTS
+
     def add(
         self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
     ) -> list[Request]:
         """Take a request; n samples of it become n requests that share the prompt's blocks."""
-        if self._num_faults >= MOST_FAULTS:
+        if self.has_given_up:
             raise ExecutorError(f"the engine has stopped: {self.fault}")
         if not isinstance(params.n, int) or not 1 <= params.n <= MOST_SAMPLES:
             limits = f"a whole number from 1 to {MOST_SAMPLES}"
@@ -100,8 +112,9 @@ class Engine:
     def step(self) -> StepReport | None:
         """Make and launch the next plan, settle the oldest; None if nothing was settled."""
         try:  # whatever a policy or an executor may raise ends requests, not the engine
+            began_at = self.clock.now()
             plan = self.scheduler.schedule()
-            plan.planned_at = self.clock.now()
+            plan.began_at, plan.planned_at = began_at, self.clock.now()
             if not plan.is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
             report = None
@@ -109,6 +122,7 @@ class Engine:
                 oldest, handle = self._flight[0]
                 report = self.scheduler.complete(oldest, handle.wait())
                 self._flight.popleft()
+                self._end_failed(report)
         except ReplayMismatch:
             raise  # nothing failed: a replay has no more to say
         except Exception as error:
@@ -135,8 +149,7 @@ class Engine:
 
     def why(self) -> str:
         """Why things stand as they stand, for a person to read; at any time, from any state."""
-        idle = self.clock.now() - self._last_progress
-        return explain(self.scheduler, len(self._flight), idle, self.fault)
+        return explain(self.scheduler, len(self._flight), self.idle, self.fault)
 
     def _report(self, report: StepReport) -> StepReport:
         self._last_progress = self.clock.now()
@@ -144,9 +157,22 @@ class Engine:
             self.fault, self._num_faults = None, 0
         else:
             report.plan.planned_at = self._last_progress
-        for observe in self.observers:
-            observe(report)
+        for observe in tuple(self.observers):
+            try:
+                observe(report)
+            except Exception as error:
+                if self.forgive is None:
+                    raise
+                self.forgive(observe, error)
         return report
+
+    def _end_failed(self, report: StepReport) -> None:
+        """End those who cannot go on, as one that has failed, whatever else would have ended them."""
+        for request, reason in report.result.failed.items():
+            if request in report.finished:
+                request.finish_reason, request.error = "error", reason
+            elif not request.is_finished:
+                self.scheduler.abort(request.id, "error", reason)
 
     def _fail(self, error: Exception) -> StepReport | None:
         """End what was in flight; after too many failures in a row, end everything."""
@@ -154,7 +180,7 @@ class Engine:
         self._num_faults += 1
         self._flight.clear()
         self.scheduler.fail(self.fault)
-        if self._num_faults >= MOST_FAULTS:
+        if self.has_given_up:
             for id in list(self.scheduler.requests):
                 self.scheduler.abort(id, "error", self.fault)
         report = self.scheduler.take_news()

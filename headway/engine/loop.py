@@ -6,13 +6,14 @@ loop's own thread. Knows no sockets, no text and no asyncio.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headway.engine.engine import Engine
+from headway.engine.engine import Engine, Observer
 from headway.engine.messages import (
     Ask,
     Cancel,
@@ -32,6 +33,7 @@ from headway.sampling import TokenLogprobs
 
 Deliver = Callable[[list[FromLoop]], None]
 Answer = Callable[[Any], Any]
+log = logging.getLogger(__name__)
 
 
 class Scores(Protocol):
@@ -65,7 +67,13 @@ class EngineLoop:
     def __init__(self, engine: Engine, deliver: Deliver, limits: Limits | None = None) -> None:
         self.engine = engine
         self.limits = limits or Limits()
-        self.answers: dict[str, Answer] = {"why": lambda _: engine.why()}
+        self.answers: dict[str, Answer] = {
+            "why": lambda _: engine.why(),
+            "now": lambda _: engine.clock.now(),
+            "load": lambda _: self._load(),
+            "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
+        }
+        self.begin: Callable[[], None] = lambda: None  # on the loop's thread, before anything else
         self.ended: str | None = None  # why the loop is over; None while it runs
         self._deliver = deliver
         self._inbox: deque[ToLoop] = deque()
@@ -73,7 +81,9 @@ class EngineLoop:
         self._is_stopping = False
         self._times: dict[Request, Times] = {}
         self._outbox: list[FromLoop] = []
+        self._waiting_tokens: int | None = None  # counted once between two steps, if need be
         engine.observers.append(self._observe)
+        engine.forgive = self._leave_out
 
     # From any thread.
 
@@ -94,6 +104,7 @@ class EngineLoop:
     def run(self) -> None:
         """Until `stop`, or until something breaks that no step may break."""
         try:
+            self.begin()
             while self._wait_for_work():
                 self._read()
                 if self.engine.has_work:
@@ -117,6 +128,7 @@ class EngineLoop:
         return not self._is_stopping
 
     def _read(self) -> None:
+        self._waiting_tokens = None
         while self._inbox:
             message = self._inbox.popleft()
             if isinstance(message, Submit):
@@ -136,6 +148,8 @@ class EngineLoop:
             return
         for request in requests:
             self._times[request] = Times(request.arrival)
+        if self._waiting_tokens is not None:
+            self._waiting_tokens += len(requests) * requests[0].num_prompt
 
     def _check_room(self, message: Submit) -> None:
         """Overloaded if the queue, or the client's part of it, is full."""
@@ -144,7 +158,7 @@ class EngineLoop:
         if limits.max_waiting is not None and num_waiting >= limits.max_waiting:
             raise Overloaded(f"{num_waiting} requests wait, and no more than that may")
         if limits.max_waiting_tokens is not None:
-            waiting = sum(request.num_known for request in scheduler.queue.walk())
+            waiting = self._num_waiting_tokens()
             if num_waiting and waiting + len(message.prompt) > limits.max_waiting_tokens:
                 raise Overloaded(
                     f"{waiting} tokens wait; with {len(message.prompt)} more they would be over "
@@ -155,6 +169,13 @@ class EngineLoop:
             open_ = sum(r.params.client == client for r in scheduler.requests.values())
             if open_ >= limits.max_per_client:
                 raise Overloaded(f"client {client!r} has {open_} requests open, which is the most")
+
+    def _num_waiting_tokens(self) -> int:
+        """Tokens of all who wait; those cancelled since the latest step may still be among them."""
+        if self._waiting_tokens is None:
+            waiting = self.engine.scheduler.queue.walk()
+            self._waiting_tokens = sum(request.num_known for request in waiting)
+        return self._waiting_tokens
 
     def _cancel(self, message: Cancel) -> None:
         if message.sample is None:
@@ -168,10 +189,22 @@ class EngineLoop:
         except Exception as error:  # a question that fails must not end the loop
             return Reply(message.number, None, f"{type(error).__name__}: {error}")
 
+    def _load(self) -> dict[str, int]:
+        scheduler = self.engine.scheduler
+        return {"running": len(scheduler.running), "waiting": len(scheduler.queue)}
+
     def _flush(self) -> None:
         if self._outbox:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)
+
+    def _leave_out(self, observer: Observer, error: Exception) -> None:
+        """An observer that raises, as a trace on a full disk: requests go on without it."""
+        if observer == self._observe:
+            raise error
+        self.engine.observers.remove(observer)
+        name = getattr(observer, "__qualname__", type(observer).__qualname__)
+        log.warning("%s has failed and is left out from now on: %s", name, error)
 
     def _observe(self, report: StepReport) -> None:
         """One update for every sample that gained something or ended."""

@@ -1,0 +1,117 @@
+"""The options of `headway serve`, and how they become the server's settings and limits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.engine.loop import Limits
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.server.settings import Settings
+
+SERVER, LIMITS, LOGS = "Server", "Limits", "Logs"
+NONE = "no limit"
+
+
+def _server(text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=SERVER, **more)
+
+
+def _limit(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=LIMITS, **more)
+
+
+def _logs(text: str, **more: Any) -> Any:
+    return typer.Option(help=text, rich_help_panel=LOGS, **more)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where it listens, who may ask, how much may wait, what is logged."""
+
+    host: Annotated[str, _server("Address; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
+    port: Annotated[int, _server("0 takes any that is free.", min=0, max=65535)] = 8000
+    served_model_name: Annotated[
+        str | None, _server("What clients call the model.", show_default="as it was given")
+    ] = None
+    api_workers: Annotated[int, _server("Processes that answer HTTP.", min=1)] = 1
+    engine_process: Annotated[
+        bool | None,
+        _server(
+            "The engine in a process of its own.", "--engine-process/--no-engine-process",
+            show_default="with several workers",
+        ),
+    ] = None  # fmt: skip
+    api_key: Annotated[
+        list[str] | None,
+        _server("A key that clients must send. Also HEADWAY_API_KEY. May be repeated."),
+    ] = None
+    api_key_file: Annotated[Path | None, _server("Keys, one in each line.")] = None
+    cors_origin: Annotated[
+        list[str] | None,
+        _server("A web page's origin that may call it. May be repeated.", show_default="none"),
+    ] = None
+    grace: Annotated[
+        float, _server("Seconds for open requests after a signal to stop.", min=0.0)
+    ] = 30.0
+    watchdog: Annotated[
+        float, _server("Seconds without progress, while work waits, until /health fails.", min=0.1)
+    ] = 30.0
+    metrics_prefix: Annotated[
+        str, _server("Of the metrics' names; vllm makes its dashboards work.")
+    ] = "headway"
+    spans: Annotated[bool, _server("Trace every request with OpenTelemetry.", "--spans")] = False
+    max_waiting: Annotated[int, _limit("Requests that may wait; more get a 429.", min=1)] = 1024
+    max_waiting_tokens: Annotated[int, _limit("Tokens that may wait.", min=1)] = 1 << 20
+    max_per_client: Annotated[
+        int | None, _limit("Open requests of one `user`.", show_default=NONE, min=1)
+    ] = None
+    timeout: Annotated[
+        float | None, _limit("Seconds for a whole request.", show_default=NONE, min=0.001)
+    ] = None
+    stall_timeout: Annotated[
+        float, _limit("Seconds for a client to take what it is sent.", min=0.001)
+    ] = 60.0
+    max_body: Annotated[int, _limit("Bytes of a request's body.", min=1)] = 16 << 20
+    log_format: Annotated[str, _logs("human or json.")] = "human"
+    log_level: Annotated[str, _logs("debug, info, warning or error.")] = "info"
+
+    def __post_init__(self) -> None:
+        if self.engine_process is False and self.api_workers > 1:
+            raise ConfigError(
+                f"--api-workers {self.api_workers} needs the engine in a process of its own; leave "
+                "out --no-engine-process"
+            )
+        for name, known in (
+            ("log_format", ("human", "json")),
+            ("log_level", ("debug", "info", "warning", "error")),
+        ):
+            if getattr(self, name) not in known:
+                wanted = f"{', '.join(known)}, not {getattr(self, name)!r}"
+                raise ConfigError(f"--{name.replace('_', '-')} must be one of {wanted}")
+
+    @property
+    def is_one_process(self) -> bool:
+        return self.api_workers == 1 and not self.engine_process
+
+    def limits(self) -> Limits:
+        return Limits(
+            max_waiting=self.max_waiting, max_waiting_tokens=self.max_waiting_tokens,
+            max_per_client=self.max_per_client,
+        )  # fmt: skip
+
+    def settings(self) -> Settings:
+        """What the endpoints go by; ConfigError for keys that cannot be read or sent."""
+        from headway.server.settings import Settings, read_api_keys
+
+        keys = (*(self.api_key or ()), *read_api_keys(self.api_key_file))
+        return Settings(
+            request_timeout=self.timeout, stall_timeout=self.stall_timeout,
+            max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
+            allowed_origins=tuple(self.cors_origin or ()), api_keys=keys,
+        )  # fmt: skip

@@ -1,0 +1,126 @@
+"""Plots of what was measured: by matplotlib where it is installed, as text anywhere.
+
+A plot is curves of points. One load gives the share of requests (or gaps) within a time; several
+give the time that half and nearly all were within, over the rate or the concurrency.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+WIDTH, HEIGHT, NUM_POINTS = 64, 11, 101
+SIGNS = "o+x*#@"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    name: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Curves with one meaning of x and of y."""
+
+    title: str
+    x: str
+    y: str
+    curves: tuple[Curve, ...]
+
+
+def shares(title: str, times: Mapping[str, npt.NDArray[np.float64]]) -> Plot:
+    """Of each kind of time, the percentage of them that is no longer than x."""
+    percents = np.linspace(0, 100, NUM_POINTS)
+    curves = [
+        Curve(name=name, points=tuple(zip(np.percentile(values, percents).tolist(),
+                                          percents.tolist(), strict=True)))
+        for name, values in times.items() if len(values)
+    ]  # fmt: skip
+    return Plot(title=title, x="ms", y="%", curves=tuple(curves))
+
+
+def marks(
+    title: str, x: str, results: Sequence[tuple[float, Mapping[str, Any]]], names: Sequence[str]
+) -> Plot:
+    """Keys of reports, such as p99_ttft_ms, over what was changed between them."""
+    curves = [
+        Curve(name=name, points=tuple((at, float(result[name])) for at, result in results))
+        for name in names
+    ]
+    return Plot(title=title, x=x, y="ms", curves=tuple(curves))
+
+
+def has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def save(plot: Plot, path: Path) -> None:
+    """As a picture, in the format that the file's name says; needs matplotlib."""
+    figures: Any = importlib.import_module("matplotlib.figure")
+    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for curve in plot.curves:
+        axes.plot(*zip(*curve.points, strict=True), label=curve.name,
+                  marker="o" if len(curve.points) < NUM_POINTS else None)  # fmt: skip
+    axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
+    if _spans_decades([x for curve in plot.curves for x, _ in curve.points]):
+        axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def text(plot: Plot) -> str:
+    """The same for a terminal: a sign for each curve."""
+    points = [point for curve in plot.curves for point in curve.points if math.isfinite(point[0])]
+    if not points:
+        return f"{plot.title}: nothing to show\n"
+    is_log = _spans_decades([x for x, _ in points])
+    low, high = _bounds([_scaled(x, is_log) for x, _ in points])
+    bottom, top = _bounds([0.0, *(y for _, y in points)])
+    grid = [[" "] * WIDTH for _ in range(HEIGHT)]
+    for sign, curve in zip(SIGNS, plot.curves, strict=False):
+        for x, y in curve.points:
+            if math.isfinite(x):
+                column = round((_scaled(x, is_log) - low) / (high - low) * (WIDTH - 1))
+                row = round((y - bottom) / (top - bottom) * (HEIGHT - 1))
+                grid[HEIGHT - 1 - row][column] = sign
+    legend = "  ".join(f"{s} {c.name}" for s, c in zip(SIGNS, plot.curves, strict=False))
+    lines = [f"{plot.title}   {legend}"]
+    for number, row_ in enumerate(grid):
+        height = top - (top - bottom) * number / (HEIGHT - 1)
+        is_named = number in (0, HEIGHT // 2, HEIGHT - 1)
+        lines.append(f"{height:>9,.4g} ┤{''.join(row_)}".rstrip() if is_named else
+                     f"{'':9} │{''.join(row_)}".rstrip())  # fmt: skip
+    left, right = (f"{_unscaled(end, is_log):,.4g}" for end in (low, high))
+    lines.append(f"{plot.y:>9} └{'─' * WIDTH}")
+    lines.append(f"{'':11}{left}{f'{right} {plot.x}':>{WIDTH - len(left)}}")
+    return "\n".join(lines) + "\n"
+
+
+def _spans_decades(values: Sequence[float]) -> bool:
+    """Far apart and all above 0: better seen on a logarithmic scale."""
+    finite = [value for value in values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0 and max(finite) > 20 * min(finite)
+
+
+def _scaled(x: float, is_log: bool) -> float:
+    return math.log10(x) if is_log else x
+
+
+def _unscaled(x: float, is_log: bool) -> float:
+    return 10**x if is_log else x
+
+
+def _bounds(values: Sequence[float]) -> tuple[float, float]:
+    low, high = min(values), max(values)
+    return (low, high) if high > low else (low, low + 1.0)

@@ -1,0 +1,205 @@
+"""The endpoints: which path does what, with what answers and errors.
+
+Starts and ends no engine: whoever runs the server does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import APIRouter, FastAPI
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from headway import __version__
+from headway.errors import ExecutorError
+from headway.server import errors, tokens
+from headway.server.answers import (
+    ChatResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+)
+from headway.server.chat import chat
+from headway.server.completions import completions
+from headway.server.context import Context
+from headway.server.errors import ApiError, api_error
+from headway.server.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)  # fmt: skip
+from headway.server.security import Guard
+from headway.server.streaming import Whole
+from headway.server.wishes import check_model
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+KEY = {"type": "http", "scheme": "bearer"}
+EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+WHY = {
+    400: "A field is wrong; the message names it, its problem and the limit.",
+    401: "The API key is missing or wrong.",
+    404: "The model is not served here; the message lists those that are.",
+    408: "The body did not arrive in time.",
+    409: "Requests hold what was to be dropped.",
+    413: "The body is too large.",
+    415: "The body is not declared to be JSON.",
+    429: "Too much waits; come again after Retry-After seconds.",
+    500: "A step of the engine failed.",
+    503: "The engine has ended.",
+    504: "The request took longer than the server allows.",
+}
+ASKED = (400, 401, 404, 408, 413, 415)  # of everything with a body
+GENERATED = (*ASKED, 429, 500, 503, 504)
+
+
+class Server(FastAPI):
+    """FastAPI with a schema that says what this server does."""
+
+    needs_key = False
+
+    def openapi(self) -> dict[str, Any]:
+        """Without 422, which is never sent, and with the API key where one is needed."""
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            for methods in schema["paths"].values():
+                for operation in methods.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+            if self.needs_key:
+                schema["components"]["securitySchemes"] = {"key": KEY}
+                schema["security"] = [{"key": []}]
+        assert self.openapi_schema is not None, "made above"
+        return self.openapi_schema
+
+
+def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
+    """The server of one model; `routers` are further pages."""
+    app = Server(
+        title="Headway", version=__version__, docs_url=None, redoc_url=None,
+        description="An OpenAI-compatible server of the Headway engine.",
+    )  # fmt: skip
+    app.needs_key = bool(context.settings.api_keys)
+    app.state.context = context
+    errors.install(app)
+    ours = (_generating, _tokenizing, _naming, _watching)
+    for router in (*(make(context) for make in ours), *routers):
+        app.include_router(router)
+    app.add_middleware(Guard, settings=context.settings)
+    if context.settings.allowed_origins:  # outside the guard: a browser's first question has no key
+        app.add_middleware(
+            CORSMiddleware, allow_origins=list(context.settings.allowed_origins),
+            allow_methods=["GET", "POST"], allow_headers=["Authorization", "Content-Type"],
+        )  # fmt: skip
+    return app
+
+
+def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    return {each: {"model": ErrorResponse, "description": WHY[each]} for each in statuses}
+
+
+def _generating(context: Context) -> APIRouter:
+    router = APIRouter(prefix="/v1", responses=_errors(*GENERATED))
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
+
+    @router.post("/completions", response_model=CompletionResponse, responses=streamed)
+    async def post_completions(body: CompletionRequest) -> Response:
+        """Go on from one or several prompts."""
+        return completions(context, body)
+
+    @router.post("/chat/completions", response_model=ChatResponse, responses=streamed)
+    async def post_chat(body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        return chat(context, body)
+
+    return router
+
+
+def _tokenizing(context: Context) -> APIRouter:
+    router = APIRouter(responses=_errors(*ASKED))
+
+    @router.post("/tokenize", response_model=TokenizeResponse)
+    async def post_tokenize(body: TokenizeRequest) -> Response:
+        """A prompt's or a conversation's tokens."""
+        return Whole(context, lambda: tokens.tokenize(context, body))
+
+    @router.post("/detokenize", response_model=DetokenizeResponse)
+    async def post_detokenize(body: DetokenizeRequest) -> Response:
+        """The text of tokens."""
+        return Whole(context, lambda: tokens.detokenize(context, body))
+
+    return router
+
+
+def _naming(context: Context) -> APIRouter:
+    router = APIRouter(responses=_errors(401))
+    card = ModelCard(
+        id=context.model_name, created=context.created, max_model_len=context.max_length
+    )
+
+    @router.get("/v1/models")
+    async def get_models() -> ModelList:
+        """The model that is served."""
+        return ModelList(data=[card])
+
+    @router.get("/v1/models/{model:path}", responses=_errors(404))
+    async def get_model(model: str) -> ModelCard:
+        """One model."""
+        check_model(context, model)
+        return card
+
+    @router.get("/version")
+    async def get_version() -> dict[str, str]:
+        """The version of Headway."""
+        return {"version": __version__}
+
+    return router
+
+
+def _watching(context: Context) -> APIRouter:
+    router = APIRouter(responses=_errors(401))
+    engine, settings = context.engine, context.settings
+
+    @router.get("/health", responses=_errors(503))
+    async def get_health() -> dict[str, str]:
+        """Whether the engine lives and gets on with what waits."""
+        if problem := await context.health(engine):
+            raise ApiError(503, problem, code="unhealthy")
+        return {"status": "ok"}
+
+    @router.get("/load", responses=_errors(503))
+    async def get_load() -> dict[str, int]:
+        """Requests open at this process, and running and waiting in the engine."""
+        return {"server_load": engine.num_open, **await _ask(context, "load")}
+
+    @router.post("/reset_prefix_cache", responses=_errors(409, 503))
+    async def post_reset() -> dict[str, bool]:
+        """Forget all cached prefixes; only while no request runs."""
+        if not await _ask(context, "reset_prefix_cache"):
+            raise ApiError(409, "requests are running and hold cached blocks; try again later")
+        return {"success": True}
+
+    @router.get("/metrics", responses=_errors(503), response_class=Response)
+    @router.head("/metrics", include_in_schema=False)
+    async def get_metrics() -> Response:
+        """Prometheus' text."""
+        text = await _ask(context, "metrics", settings.metrics_prefix)
+        return Response(text, media_type=METRICS_TYPE)
+
+    return router
+
+
+async def _ask(context: Context, what: str, details: Any = None) -> Any:
+    """The engine's answer; 503 if there is no engine any more."""
+    try:
+        return await context.engine.ask(what, details)
+    except ExecutorError as error:
+        if context.engine.gone is None:
+            raise ApiError(500, str(error), code="internal_error") from error
+        raise api_error(error) from error

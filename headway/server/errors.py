@@ -1,0 +1,159 @@
+"""What went wrong, as OpenAI's clients expect to be told: a status, and a body that names the field.
+
+Knows which of our exceptions are the client's fault, and nothing of endpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from headway.errors import (
+    ExecutorError,
+    InvalidRequest,
+    ModelError,
+    Overloaded,
+    RequestError,
+)
+
+log = logging.getLogger("headway.server")
+LONGEST_SHOWN = 80  # characters of a wrong value
+FIELD = re.compile(r"(?:request '[^']*': )?([a-z][a-z_]*)(?=[\s:\[.])")
+NO_FIELDS = frozenset({"request", "the", "this", "client", "text", "a", "an"})
+
+
+class ApiError(Exception):
+    """An answer that is no answer: status, and what OpenAI's error body holds."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": str(self), "type": _kind(self.status), "param": self.param}
+        return {"error": {**error, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        return Response(to_json(self.body), self.status, self.headers, "application/json")
+
+
+def to_json(value: Any) -> bytes:
+    """ASCII only: half of a surrogate pair, which a client may have sent, has no UTF-8."""
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def refused(param: str, problem: str, code: str | None = None) -> ApiError:
+    """A 400 for one field."""
+    return ApiError(400, f"{param} {problem}", param=param, code=code)
+
+
+def shown(value: object) -> str:
+    """A wrong value, as much of it as a message needs."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
+    """Any exception as an answer; what nobody thought of is a 500, and logged."""
+    match error:
+        case ApiError():
+            return error
+        case Overloaded() if is_closing:
+            return ApiError(503, str(error), code="shutting_down", headers={"Retry-After": "1"})
+        case Overloaded():
+            wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(429, str(error), code="overloaded", headers=wait)
+        case InvalidRequest() | RequestError():
+            return ApiError(400, str(error), param=_field_of(str(error)))
+        case ModelError():  # the model cannot do what was asked, such as chat without a template
+            return ApiError(400, str(error))
+        case ExecutorError():
+            return ApiError(503, str(error), code="engine_gone")
+        case TimeoutError():
+            return ApiError(504, "the request took longer than the server allows", code="timeout")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, f"{type(error).__name__} in the server", code="internal_error")
+
+
+def install(app: FastAPI) -> None:
+    """Answer whatever FastAPI and Starlette refuse in the same shape."""
+
+    async def wrong_body(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return _from_validation(error.errors()).response
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        headers = dict(error.headers or {})
+        return ApiError(error.status_code, str(error.detail), headers=headers).response
+
+    async def ours(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response
+
+    app.add_exception_handler(RequestValidationError, wrong_body)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(ApiError, ours)
+
+
+def _from_validation(problems: Sequence[Any]) -> ApiError:
+    """The first thing that is wrong with a body; of a field of several kinds, each kind's."""
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        where = f"at character {first['loc'][-1]}"
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} {where}")
+    place = [part for part in first["loc"] if part not in ("body", "query")]
+    if not place:
+        return ApiError(400, f"the body must be a JSON object: {first['msg']}")
+    name = str(place[0])
+    same = [p for p in problems if p["loc"][1:2] == first["loc"][1:2]]
+    wanted = " or ".join(dict.fromkeys(_lowered(p["msg"]) for p in same))
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
+    where = where if len(same) == 1 else name
+    if first["type"] == "missing":
+        return ApiError(400, f"{where} is missing", param=name)
+    return ApiError(400, f"{where}: {wanted}, not {shown(first['input'])}", param=name)
+
+
+def _lowered(message: str) -> str:
+    return message[:1].lower() + message[1:]
+
+
+def _field_of(message: str) -> str | None:
+    """The field that one of our own messages begins with."""
+    found = FIELD.match(message)
+    return found[1] if found and found[1] not in NO_FIELDS else None
+
+
+def _kind(status: int) -> str:
+    named = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+        503: "service_unavailable_error",
+        504: "timeout_error",
+    }
+    return named.get(status, "invalid_request_error" if status < 500 else "server_error")

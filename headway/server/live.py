@@ -1,0 +1,100 @@
+"""GET / and GET /live: the live page, and the snapshots that it draws.
+
+The page is one document with its style and script inside, made from the files in page/; its policy
+lets nothing else run. Knows no engine beyond its answer to the question "snapshot".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import APIRouter
+from fastapi.responses import HTMLResponse
+
+from headway.engine.async_engine import AsyncEngine
+from headway.errors import ExecutorError
+from headway.server.answers import ErrorResponse
+from headway.server.errors import ApiError
+
+if TYPE_CHECKING:
+    from headway.server.context import Context
+
+PAGE = Path(__file__).parent / "page"
+SECONDS_KEPT = 0.25  # however many watch, the engine is asked no more often
+WRONG: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorResponse, "description": "The API key is missing or wrong."},
+    503: {"model": ErrorResponse, "description": "The engine has ended, or does not answer."},
+}
+PATIENCE = 2.0  # seconds for an answer before the page is told that the engine does not answer
+
+
+class Snapshots:
+    """The engine's latest snapshot, shared by all who watch."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._asking: asyncio.Task[Any] | None = None
+
+    async def latest(self) -> dict[str, Any]:
+        """A snapshot of just now; an ApiError if the engine does not give one."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+        try:
+            async with asyncio.timeout(PATIENCE):
+                snapshot: dict[str, Any] = await asyncio.shield(self._asking)
+                return snapshot
+        except TimeoutError:
+            words = (
+                f"the engine has not answered for {PATIENCE:g} s: a step takes long, or is stuck"
+            )
+            raise ApiError(503, words, code="engine_busy") from None
+        except ExecutorError as error:
+            raise ApiError(503, str(error), code="engine_gone") from None
+
+    async def _ask(self) -> Any:
+        try:
+            return await self._engine.ask("snapshot")
+        finally:
+            asyncio.get_running_loop().call_later(SECONDS_KEPT, self._forget)
+
+    def _forget(self) -> None:
+        self._asking = None
+
+
+def page() -> tuple[str, str]:
+    """The document, and the Content-Security-Policy under which it works."""
+    style, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("live.css", "live.js"))
+    document = (PAGE / "index.html").read_text(encoding="utf-8")
+    document = document.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
+    policy = (
+        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return document, policy
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def router(context: Context) -> APIRouter:
+    """The live view's routes."""
+    routes, snapshots = APIRouter(), Snapshots(context.engine)
+    document, policy = page()
+    headers = {"Content-Security-Policy": policy, "X-Frame-Options": "DENY"}
+
+    @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def live_page() -> HTMLResponse:
+        """The live page."""
+        return HTMLResponse(document, headers=headers)
+
+    @routes.get("/live", responses=WRONG)
+    async def live() -> dict[str, Any]:
+        """Who runs and waits, how many KV blocks are held, rates and the latest decisions."""
+        return await snapshots.latest()
+
+    return routes

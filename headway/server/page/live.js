@@ -1,0 +1,123 @@
+
+"use strict";
+// Asks /live twice a second and draws what it says. Names come from clients: text, never markup.
+
+const EVERY = 500;
+const KEY = "headway-api-key";
+const at = (id) => document.getElementById(id);
+
+function number(value) {
+  const digits = value < 10 && !Number.isInteger(value) ? 1 : 0;
+  return value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+}
+
+function seconds(value) {
+  if (value >= 3600) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
+  if (value >= 100) return `${Math.floor(value / 60)} min ${Math.floor(value % 60)} s`;
+  return value >= 1 ? `${value.toFixed(1)} s` : `${Math.round(value * 1000)} ms`;
+}
+
+function bar(name, part, whole, words) {
+  const share = whole ? part / whole : 0;
+  at(`${name}_fill`).style.width = `${100 * share}%`;
+  at(`${name}_fill`).className = share > 0.95 ? "full" : "";
+  at(`${name}_text`).textContent = words;
+}
+
+function spark(id, values, unit) {
+  const known = values.filter((value) => value !== null);
+  const most = Math.max(...known, 1e-9);
+  const points = values
+    .map((value, place) => (value === null ? null : `${place},${30 - (28 * value) / most}`))
+    .filter((point) => point !== null);
+  const drawing = at(id);
+  drawing.setAttribute("viewBox", `0 0 ${Math.max(1, values.length - 1)} 31`);
+  drawing.setAttribute("preserveAspectRatio", "none");
+  const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
+  line.setAttribute("points", points.join(" "));
+  const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
+  title.textContent = `the last minute; at most ${unit(known.length ? most : 0)}`;
+  drawing.replaceChildren(title, line);
+}
+
+function row(cells) {
+  const line = document.createElement("tr");
+  for (const [text, kind] of cells) {
+    const cell = document.createElement("td");
+    cell.textContent = text;
+    cell.title = text;
+    if (kind) cell.className = kind;
+    line.append(cell);
+  }
+  return line;
+}
+
+const name = (r) => (r.client ? `${r.id} (${r.client})` : r.id);
+const part = (some, all) => (some < all ? `${number(some)} / ${number(all)}` : number(all));
+
+function more(count, listed) {
+  return count > listed ? `${number(count)}, the first ${listed}` : number(count);
+}
+
+function draw(s) {
+  at("model").textContent = s.model;
+  at("facts").textContent = `version ${s.version}, up ${seconds(s.uptime)}, step ${number(Math.max(0, s.step))}`;
+  for (const id of ["output_tokens", "requests", "prompt_tokens", "preemptions", "steps"]) {
+    at(id).textContent = number(s.rates[id]);
+  }
+  at("ttft").textContent = s.rates.ttft ? seconds(s.rates.ttft) : "–";
+  spark("spark_tokens", s.history.output_tokens, number);
+  spark("spark_ttft", s.history.ttft, seconds);
+  bar("seats", s.seats.taken, s.seats.limit, `${number(s.seats.taken)} of ${number(s.seats.limit)}`);
+  const b = s.blocks;
+  bar("blocks", b.held, b.total, `${number(b.held)} of ${number(b.total)}`);
+  at("host").hidden = !b.host_total;
+  bar("host", b.host_held, b.host_total, `${number(b.host_held)} of ${number(b.host_total)}`);
+  at("num_running").textContent = more(s.num_running, s.running.length);
+  at("num_waiting").textContent = more(s.num_waiting, s.waiting.length);
+  at("running").replaceChildren(...s.running.map((r) => row([
+    [name(r)], [r.state, r.state], [part(r.computed, r.prompt)], [`${number(r.output)} / ${number(r.most)}`],
+    [number(r.blocks)], [seconds(r.age)],
+  ])));
+  at("waiting").replaceChildren(...s.waiting.map((r) => row([
+    [name(r)], [r.state, r.state], [number(r.prompt + r.output)], [seconds(r.age)], [r.reason, "long"],
+  ])));
+  at("decisions").replaceChildren(...s.decisions.slice().reverse().map((d) => {
+    const line = document.createElement("li");
+    const step = document.createElement("span");
+    const words = document.createElement("span");
+    step.textContent = d.step < 0 ? "" : number(d.step);
+    words.textContent = d.words;
+    words.className = d.kind;
+    line.append(step, words);
+    return line;
+  }));
+  tell(s.fault ? `The latest step failed: ${s.fault}` : "");
+}
+
+function tell(words) {
+  at("banner").textContent = words;
+  at("banner").hidden = !words;
+}
+
+async function look() {
+  const key = sessionStorage.getItem(KEY);
+  try {
+    const answer = await fetch("live", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
+    at("door").hidden = answer.status !== 401;
+    const body = await answer.json();
+    if (answer.ok) draw(body);
+    else tell(body.error ? body.error.message : `The server answers ${answer.status}.`);
+    document.querySelector("main").className = answer.ok ? "" : "stale";
+  } catch (error) {
+    tell(`The server does not answer: ${error.message}`);
+    document.querySelector("main").className = "stale";
+  }
+  setTimeout(look, document.hidden ? 4 * EVERY : EVERY);
+}
+
+at("door").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, at("key").value);
+});
+look();

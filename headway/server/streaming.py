@@ -1,0 +1,177 @@
+"""Answers as they go out: one JSON, or server-sent events. Whoever goes away ends the work.
+
+The work of a request runs beside a watch on its connection: the client leaving, the request's
+time being over, or a client that no longer takes what it is sent, each cancel it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from headway.server.context import Context
+from headway.server.errors import ApiError, api_error, to_json
+
+DONE = b"data: [DONE]\n\n"
+EVENTS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy holds them back
+
+
+class Watched(Response):
+    """An answer whose work is cancelled when nobody waits for it any more."""
+
+    def __init__(self, context: Context, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(headers=headers, media_type=self.media_type)
+        self._context = context
+        self._sending_since: float | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        work = asyncio.create_task(self._work(scope, receive, send))
+        gone = asyncio.create_task(_until_gone(receive))
+        stall = self._context.settings.stall_timeout
+        tasks = {work, gone}
+        try:
+            while not (await asyncio.wait(tasks, timeout=stall, return_when="FIRST_COMPLETED"))[0]:
+                if self._is_stalled():
+                    break
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait({work})  # it still has requests to end
+        if not work.cancelled():
+            work.result()
+
+    def _is_stalled(self) -> bool:
+        """Whether the client has taken nothing for as long as is allowed."""
+        since, stall = self._sending_since, self._context.settings.stall_timeout
+        if since is None or stall is None:
+            return False
+        return asyncio.get_running_loop().time() - since >= stall
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _send(self, send: Send, body: bytes, *, more: bool) -> None:
+        self._sending_since = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending_since = None
+
+    def _error(self, error: Exception) -> ApiError:
+        return api_error(error, is_closing=self._context.engine.is_closing)
+
+
+class Whole(Watched):
+    """One JSON, once it is there."""
+
+    media_type = "application/json"
+
+    def __init__(self, context: Context, work: Callable[[], Awaitable[Any]]) -> None:
+        super().__init__(context)
+        self._make = work
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._context.settings.request_timeout):
+                value = await self._make()
+            response = Response(to_json(value), media_type=self.media_type)
+        except Exception as error:
+            response = self._error(error).response
+        await response(scope, receive, send)
+
+
+class Events(Watched):
+    """Server-sent events. What fails before the first is an ordinary error, later an event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, context: Context, events: Callable[[], AsyncGenerator[bytes, None]]) -> None:
+        super().__init__(context, EVENTS)
+        self._events = events
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+        try:
+            async with (
+                asyncio.timeout(self._context.settings.request_timeout),
+                aclosing(self._events()) as events,
+            ):
+                async for event in events:
+                    if not has_begun:
+                        await send(self._start())
+                        has_begun = True
+                    await self._send(send, event, more=True)
+        except OSError as error:
+            if not isinstance(error, TimeoutError):
+                return  # the client has gone; a server may say so by this
+            await self._fail(error, has_begun, scope, receive, send)
+        except Exception as error:
+            await self._fail(error, has_begun, scope, receive, send)
+        else:
+            await self._send(send, DONE, more=False)
+
+    async def _fail(
+        self, error: Exception, has_begun: bool, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        failure = self._error(error)
+        if not has_begun:
+            return await failure.response(scope, receive, send)
+        event = b"data: " + to_json(failure.body) + b"\n\n"
+        return await self._send(send, event + DONE, more=False)
+
+    def _start(self) -> dict[str, Any]:
+        headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
+        return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Chunks:
+    """Writes events of one answer: what is the same in all of them is made once.
+
+    Every chunk carries `"usage": null` where the usage comes at the end, as OpenAI's do.
+    """
+
+    def __init__(self, id: str, kind: str, created: int, model: str, has_usage: bool) -> None:
+        about = f'"id":{quoted(id)},"object":"{kind}","created":{created},"model":{quoted(model)}'
+        self._head = f'data: {{{about},"choices":['
+        self._tail = ('],"usage":null}' if has_usage else "]}") + "\n\n"
+
+    def chunk(
+        self, index: int, member: str, *, logprobs: Any = None, finish_reason: str | None = None
+    ) -> str:
+        """One choice's news; `member` is its own part as JSON, such as `"text":"..."`."""
+        if logprobs is None and finish_reason is None:
+            rest = '"logprobs":null,"finish_reason":null'
+        else:
+            scores = "null" if logprobs is None else to_json(logprobs).decode()
+            reason = "null" if finish_reason is None else quoted(finish_reason)
+            rest = f'"logprobs":{scores},"finish_reason":{reason}'
+        return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
+
+    def usage(self, usage: Mapping[str, Any]) -> bytes:
+        """The last event, which has no choices."""
+        return f'{self._head}],"usage":{to_json(usage).decode()}}}\n\n'.encode("ascii")
+
+
+def new_id(kind: str) -> str:
+    """An id for an answer and its requests; no secret, so it costs no call to the system."""
+    return f"{kind}-{random.getrandbits(96):024x}"
+
+
+def usage_of(num_prompt: int, num_generated: int, num_cached: int) -> dict[str, Any]:
+    """Tokens, as both endpoints count them."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }

@@ -1,0 +1,45 @@
+"""POST /tokenize and /detokenize: the model's tokens, without the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.server.context import Context
+from headway.server.errors import refused
+from headway.server.protocol import DetokenizeRequest, TokenizeRequest
+from headway.server.wishes import aside, chat_tokens_of, check_model, naming
+
+LETTERS = 4  # of a token, about
+
+
+async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
+    """The tokens of a prompt, or of a conversation as the model's template writes it."""
+    check_model(context, body.model)
+    tokenizer = context.asking.need_tokenizer()
+    if (body.prompt is None) == (body.messages is None):
+        raise refused("prompt", "or messages, one of them, must be given")
+    if body.messages is not None:
+        tokens = await chat_tokens_of(context, body.messages, {})
+    else:
+        text = body.prompt or ""
+        special = body.add_special_tokens is not False
+        with naming("prompt"):
+            tokens = await aside(len(text), lambda: tokenizer.encode(text, special=special))
+    told = {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens}
+    if body.return_token_strs:
+        told["token_strs"] = [tokenizer.piece(token) for token in tokens]
+    return told
+
+
+async def detokenize(context: Context, body: DetokenizeRequest) -> dict[str, Any]:
+    """The text of tokens, special ones included."""
+    check_model(context, body.model)
+    tokenizer = context.asking.need_tokenizer()
+    limit = context.asking.vocab_size
+    wrong = next((token for token in body.tokens if not 0 <= token < limit), None)
+    if wrong is not None:
+        raise refused("tokens", f"holds {wrong}; token ids are from 0 to {limit - 1}")
+    num_letters = LETTERS * len(body.tokens)
+    decode = tokenizer.decode
+    text = await aside(num_letters, lambda: decode(body.tokens, skip_special=False))
+    return {"prompt": text}

@@ -1,0 +1,116 @@
+"""From a request's body to what the engine is asked: prompts as tokens, fields as SamplingParams.
+
+Refuses here, with the field's name, what the engine need not even see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from headway.engine.asking import Prompt
+from headway.errors import InvalidRequest, ModelError
+from headway.sampling import SamplingParams
+from headway.server.context import Context
+from headway.server.errors import ApiError, refused, shown
+from headway.server.protocol import ChatMessage, CompletionRequest, Wishes
+from headway.server.tools import for_template
+
+Result = TypeVar("Result")
+LONG = 4000  # characters; tokenizing more than this would hold up everybody's streams
+SAME_NAME = (
+    "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
+    "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
+    "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "priority",
+)  # fmt: skip
+OTHER_NAME = {"user": "client", "cache_salt": "salt"}
+
+
+def check_model(context: Context, name: str | None) -> None:
+    """404 for a model that is not served here."""
+    if name is not None and name != context.model_name:
+        problem = f"the model {shown(name)} does not exist here; models: {context.model_name!r}"
+        raise ApiError(404, problem, param="model", code="model_not_found")
+
+
+async def sampling(
+    context: Context, body: Wishes, *, max_tokens: int | None, **more: Any
+) -> SamplingParams:
+    """The fields as the engine takes them; InvalidRequest or ApiError names the one it cannot."""
+    asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    for name, ours in OTHER_NAME.items():
+        if (value := getattr(body, name)) is not None:
+            asked[ours] = value
+    if body.logit_bias:
+        asked["logit_bias"] = _biases(body.logit_bias)
+    if body.deadline is not None:  # the client's seconds, on the engine's clock
+        asked["deadline"] = await context.engine.ask("now") + body.deadline
+    if body.cache_salt and not body.cache_salt.isprintable():
+        raise refused("cache_salt", f"must be printable text, not {shown(body.cache_salt)}")
+    if body.stream_options is not None and not body.stream:
+        raise refused("stream_options", "is only for requests with stream: true")
+    return SamplingParams(max_tokens=max_tokens, **asked, **more)
+
+
+def check_num_choices(context: Context, num_prompts: int, n: int) -> None:
+    most = context.settings.max_choices
+    if num_prompts * n > most:
+        problem = f"{num_prompts} prompts with n {n} make {num_prompts * n} texts; at most {most}"
+        raise ApiError(400, f"prompt: {problem}", param="prompt" if num_prompts > 1 else "n")
+
+
+def prompts_of(body: CompletionRequest) -> list[Prompt]:
+    """One prompt or several, whichever way they are written."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise refused("prompt", "is empty; at least one token is needed")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+async def tokens_of(context: Context, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Each prompt's tokens."""
+    num_letters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+    asking = context.asking
+    with naming("prompt"):
+        tokens = await aside(num_letters, lambda: [asking.tokens(prompt) for prompt in prompts])
+    if not all(tokens):
+        raise refused("prompt", "has no tokens; at least one is needed")
+    return tokens
+
+
+async def chat_tokens_of(
+    context: Context, messages: Sequence[ChatMessage], options: Mapping[str, Any]
+) -> list[int]:
+    """A conversation's tokens."""
+    num_letters = sum(len(str(message.content)) for message in messages)
+    with naming("messages"):
+        plain = for_template([message.model_dump(exclude_unset=True) for message in messages])
+        return await aside(num_letters, lambda: context.asking.chat_tokens(plain, **options))
+
+
+@contextmanager
+def naming(param: str) -> Iterator[None]:
+    """Whatever is wrong in here is wrong with this field, and the message says so."""
+    try:
+        yield
+    except (InvalidRequest, ModelError) as error:
+        words = str(error) if str(error).startswith(param) else f"{param}: {error}"
+        raise ApiError(400, words, param=param) from error
+
+
+async def aside(num_letters: int, work: Callable[[], Result]) -> Result:
+    """Do work on a text: at once if it is short, else on another thread."""
+    return work() if num_letters <= LONG else await asyncio.to_thread(work)
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    for token in biases:
+        if not token.isascii() or not token.isdecimal() or len(token) > 9:
+            raise refused("logit_bias", f"has the key {shown(token)}; keys are token ids")
+    return {int(token): bias for token, bias in biases.items()}

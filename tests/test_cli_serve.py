@@ -1,0 +1,100 @@
+"""Laws of `headway serve`: two layouts serve the same, mistakes get a sentence before the model loads."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headway.cli.serve_options import ServeOptions
+from headway.engine.trace import read_trace
+from headway.server.serving import bind
+from tests.processes import ROOT
+from tests.test_cli import sentence
+from tests.test_cli_generate import options_of, save_tiny
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def ask(url: str, path: str, **fields: Any) -> Any:
+    headers = {"Authorization": "Bearer sesame"}
+    response = httpx.post(url + path, json=fields, headers=headers, timeout=20)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("layout", [(), ("--api-workers", "2")], ids=["one process", "several"])
+def test_a_model_is_served_until_a_signal(
+    tiny: list[str], layout: tuple[str, ...], tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    options = [
+        "--port",
+        "0",
+        "--api-key",
+        "sesame",
+        "--trace-out",
+        str(trace),
+        "--num-blocks",
+        "64",
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "serve", *tiny, *options, *layout],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
+        assert found, said + process.stderr.read()
+        url = found[1]
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        body = ask(url, "/v1/completions", prompt="abc", max_tokens=5, temperature=0)
+        assert body["usage"]["completion_tokens"] <= 5 and body["model"] == Path(tiny[1]).name
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        key = {"Authorization": "Bearer sesame"}
+        assert "headway:generation_tokens_total" in httpx.get(f"{url}/metrics", headers=key).text
+        assert httpx.get(f"{url}/live", headers=key).json()["blocks"]["total"] == 64
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=20)
+        assert process.returncode == 0 and "sesame" not in said + rest
+        assert "Traceback" not in rest, rest
+    finally:
+        process.kill()
+        process.communicate()
+    assert len(list(read_trace(trace))) > 1
+
+
+def test_mistakes_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert "Address already in use" in sentence("serve", "--port", port)
+    assert "no.such.host" in sentence("serve", "--host", "no.such.host.invalid")
+    several = ["--api-workers", "2", "--no-engine-process"]
+    assert "--no-engine-process" in sentence("serve", *several)
+    assert "--log-format" in sentence("serve", "--log-format", "xml")
+    assert "cannot be read" in sentence("serve", "--api-key-file", tmp_path / "none")
+    assert "ASCII" in sentence("serve", "--api-key", "schlüssel")
+
+
+def test_an_error_of_the_engine_process_is_told_as_in_one_process() -> None:
+    for layout in ((), ("--engine-process",)):
+        text = sentence("serve", "/no/such/model", "--port", "0", *layout)
+        assert "/no/such/model" in text
+
+
+def test_several_workers_or_a_wish_put_the_engine_into_its_own_process() -> None:
+    assert ServeOptions().is_one_process
+    assert not ServeOptions(api_workers=2).is_one_process
+    assert not ServeOptions(engine_process=True).is_one_process
+    assert ServeOptions().host == "127.0.0.1"  # nobody else's machine, unless it is asked for

@@ -1,0 +1,314 @@
+"""The laws of tool calls: what is asked for is shown, what is said is never lost or made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.engine.chat import render_chat
+from headway.errors import InvalidRequest
+from headway.grammar import check
+from headway.server.tool_calls import JSON_ALONE, TAGGED, CallReader, Style, ToolCall
+from headway.server.tools import for_template, style_of, tool_use
+
+# Templates in the manner of Qwen 2.5, Llama 3.1 and models that know nothing of this.
+QWEN = """{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+Return a json object within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}"""
+LLAMA = """{%- if tools is not none %}
+{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and \
+its value}.' }}
+{%- for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}"""
+XML = """{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+<tool_call>
+<function=example_function_name>
+</function>
+</tool_call>"""
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+NAMES = frozenset({"weather", "no-thing"})
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"$ref": "#/$defs/Place"},
+                "days": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+            },
+            "required": ["place"],
+            "additionalProperties": False,
+            "$defs": {"Place": {"type": "string", "maxLength": 30}},
+        },
+    },
+}
+NO_THING = {"type": "function", "function": {"name": "no-thing"}}
+TOOLS = [WEATHER, NO_THING]
+STYLES = {"tagged": TAGGED, "json": JSON_ALONE}
+
+
+def reader(style: Style = TAGGED) -> CallReader:
+    numbers = iter(range(1000))
+    return CallReader(style, NAMES, new_id=lambda: f"call_{next(numbers)}")
+
+
+def tagged(name: str, arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def in_pieces(found: CallReader, pieces: Sequence[str]) -> tuple[str, list[ToolCall]]:
+    """Texts joined, and calls, of a stream."""
+    parts = [part for piece in pieces for part in found.push(piece)] + found.finish()
+    texts = "".join(part for part in parts if isinstance(part, str))
+    return texts, [part for part in parts if isinstance(part, ToolCall)]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
+    """A text with calls in it, and the calls."""
+    words = st.text('ab <>/{}"\n;é', max_size=8) | st.sampled_from(["<tool", "<tool_cal", "</"])
+    values = st.text(max_size=6) | st.integers() | st.just("</tool_call>") | st.just("<tool_call>")
+    arguments = st.dictionaries(st.text('xy"\n', max_size=3), values, max_size=3)
+    calls = st.tuples(st.sampled_from(sorted(NAMES)), arguments)
+    text, made = draw(words), []
+    for call in draw(st.lists(calls, max_size=3)):
+        made.append(call)
+        text += tagged(*call) + draw(words)
+    return text, made
+
+
+@settings(max_examples=150, deadline=None)
+@given(answer=answers(), cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_calls_are_found_however_a_stream_is_cut(
+    answer: tuple[str, list[tuple[str, Any]]], cuts: list[int]
+) -> None:
+    text, made = answer
+    places = sorted({min(cut, len(text)) for cut in cuts})
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    said, calls = in_pieces(reader(), pieces)
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == made
+    assert [call.id for call in calls] == [f"call_{n}" for n in range(len(made))]
+    for call in made:
+        text = text.replace(tagged(*call), "", 1)
+    assert "".join(said.split()) == "".join(text.split()), "blanks around calls may go"
+    assert in_pieces(reader(), list(answer[0])) == (said, calls)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text('ab<>/_{}":, \n', max_size=40), style=st.sampled_from(sorted(STYLES)))
+def test_an_answer_without_calls_is_passed_on_as_it_is(text: str, style: str) -> None:
+    assert in_pieces(reader(STYLES[style]), list(text)) == (text, [])
+    whole = reader(STYLES[style]).parse(text)
+    assert whole == (text, [])
+
+
+def test_text_is_passed_on_at_once_unless_it_may_begin_a_call() -> None:
+    stream = reader()
+    assert stream.push("Let me see") == ["Let me see"]
+    assert stream.push(". \n<tool") == ["."]
+    assert stream.push("box>") == [" \n<toolbox>"]
+    assert stream.push(" <tool_call>") == []
+    assert stream.push('{"name": "weather", "arguments": {}}') == []
+    assert stream.push("</tool_call>") == [ToolCall("call_0", "weather", "{}")]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<tool_call>not json</tool_call>",
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": 3}</tool_call>',
+        "<tool_call>[1, 2]</tool_call>",
+        '<tool_call>{"name": "weather", "argu',
+        "<tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_what_looks_like_a_call_and_is_none_stays_text(said: str) -> None:
+    assert reader().parse(said) == (said, [])
+    found = reader().parse(said + " and " + tagged("no-thing", {}))
+    if said.endswith("</tool_call>"):
+        assert found.content == said + " and" and len(found.calls) == 1
+
+
+def test_a_call_that_is_whole_but_not_closed_is_a_call() -> None:
+    found = reader().parse('<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n')
+    assert found.content is None and found.calls[0].arguments == '{"place": "Rome"}'
+
+
+def test_arguments_written_as_a_text_are_taken_as_they_are() -> None:
+    found = reader().parse(tagged("weather", '{"place": "Köln"}'))
+    assert found.calls[0].arguments == '{"place": "Köln"}'
+
+
+def test_json_alone_is_a_call_if_it_names_a_tool_and_text_if_not() -> None:
+    call = '{"name": "weather", "parameters": {"place": "Oslo"}}'
+    for said in (call, f"\n{call}\n", call[:20] + call[20:]):
+        said_text, calls = in_pieces(reader(JSON_ALONE), list(said))
+        assert not said_text.strip() and len(calls) == 1
+        assert json.loads(calls[0].arguments) == {"place": "Oslo"}
+    assert len(reader(JSON_ALONE).parse(f"{call}; {call}").calls) == 2
+    for text in ('{"name": "Ada", "parameters": {}}', f"Here: {call}", '{"name": "weather"', "{}x"):
+        assert in_pieces(reader(JSON_ALONE), list(text)) == (text, [])
+    after = reader(JSON_ALONE).parse(f"{call} and more")
+    assert after.content == " and more" and len(after.calls) == 1
+
+
+def test_a_call_has_the_shape_that_clients_know() -> None:
+    call = ToolCall("call_1", "weather", "{}")
+    function = {"name": "weather", "arguments": "{}"}
+    assert call.as_message() == {"id": "call_1", "type": "function", "function": function}
+    assert call.as_delta(2) == {"index": 2, **call.as_message()}
+    own = CallReader(TAGGED, NAMES).parse(tagged("weather", {}) + tagged("weather", {})).calls
+    assert len({call.id for call in own}) == 2 and own[0].id.startswith("call_")
+
+
+# What a request asks for.
+
+
+def test_templates_are_told_apart_by_what_they_tell_the_model() -> None:
+    assert style_of(QWEN) == TAGGED and style_of(LLAMA) == JSON_ALONE
+    with pytest.raises(InvalidRequest, match="chat template does not know any"):
+        style_of(PLAIN)
+    with pytest.raises(InvalidRequest, match="in a form that is not known here"):
+        style_of(XML)
+    with pytest.raises(InvalidRequest, match="tools cannot be shown .* no chat template"):
+        style_of(None)
+
+
+def test_tools_that_may_not_be_used_are_not_shown() -> None:
+    for template in (QWEN, LLAMA, PLAIN, None):
+        assert tool_use(template, None) is None and tool_use(template, [], "auto") is None
+        assert tool_use(template, TOOLS, "none") is None
+
+
+def test_auto_leaves_the_model_free_and_shows_it_the_tools() -> None:
+    for choice in (None, "auto"):
+        use = tool_use(QWEN, TOOLS, choice)
+        assert use is not None and use.grammar is None
+        shown = render_chat(QWEN, [{"role": "user", "content": "?"}], tools=use.tools)
+        assert "The weather of a place" in shown and "no-thing" in shown
+        assert use.reader().parse(tagged("weather", {})).calls[0].name == "weather"
+
+
+def accepts(grammar: Any, text: str) -> bool:
+    """Whether a text satisfies a grammar from end to end."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    check(grammar)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar.source, log_level=0)
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and (
+        matcher.is_accepting()
+    )
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA])
+def test_required_allows_calls_of_these_tools_and_nothing_else(template: str) -> None:
+    pytest.importorskip("llguidance")
+    use = tool_use(template, TOOLS, "required")
+    assert use is not None
+
+    def call(name: str, arguments: Any) -> str:
+        written = f'{{"name": "{name}", "{use.style.arguments}": {json.dumps(arguments)}}}'
+        return f"{use.style.begin}{written}{use.style.end}"
+
+    rome = call("weather", {"place": "Rome", "days": [1, 1]})
+    assert accepts(use.grammar, rome) and use.reader().parse(rome).calls[0].name == "weather"
+    assert accepts(use.grammar, call("no-thing", {}))
+    for wrong in ("", "Hello", call("other", {}), call("weather", {}), call("no-thing", {"x": 1})):
+        assert not accepts(use.grammar, wrong)
+    assert not accepts(use.grammar, call("weather", {"place": 3}))
+    both = rome + use.style.between + rome
+    assert accepts(use.grammar, both) == (use.style == TAGGED)
+    one = tool_use(template, TOOLS, "required", parallel=False)
+    assert one is not None and not accepts(one.grammar, both) and accepts(one.grammar, rome)
+
+
+def test_a_named_choice_allows_one_call_of_that_tool() -> None:
+    pytest.importorskip("llguidance")
+    use = tool_use(QWEN, TOOLS, {"type": "function", "function": {"name": "no-thing"}})
+    assert use is not None and len(use.tools) == 2
+    assert accepts(use.grammar, tagged("no-thing", {}))
+    assert not accepts(use.grammar, tagged("weather", {"place": "Rome"}))
+    assert not accepts(use.grammar, tagged("no-thing", {}) + "\n" + tagged("no-thing", {}))
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "problem"),
+    [
+        (None, "required", "tool_choice is given without tools"),
+        (TOOLS, "always", "tool_choice must be none, auto, required or .*'always'"),
+        (TOOLS, {"type": "function"}, "tool_choice must be"),
+        (TOOLS, {"function": {"name": "x"}}, "tool_choice names 'x', .*: weather, no-thing"),
+        ([{"type": "search"}], "auto", r"tools\[0\] must be"),
+        ([WEATHER, "weather"], None, r"tools\[1\] must be"),
+        ([{"type": "function", "function": {}}], None, r"tools\[0\].function.name .*, not None"),
+        ([{"type": "function", "function": {"name": "a b"}}], None, "1 to 64 letters"),
+        ([WEATHER, WEATHER], None, r"tools\[1\].function.name 'weather' is there twice"),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": []}}], None,
+            r"tools\[0\].function.parameters must be a JSON schema",
+        ),
+        ("weather", None, "tools must be a list"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_name(tools: Any, choice: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        tool_use(QWEN, tools, choice)
+
+
+# Earlier calls, on their way back to the model.
+
+
+def test_a_template_gets_arguments_as_objects_and_the_rest_as_it_was() -> None:
+    call = ToolCall("call_1", "weather", '{"place": "Rome"}').as_message()
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_call_id": "call_1"},
+    ]
+    given_ = for_template(talk)
+    assert given_[0] == talk[0] and given_[2] == talk[2]
+    assert given_[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
+    assert call["function"]["arguments"] == '{"place": "Rome"}', "the caller's own is not changed"
+    shown = render_chat(QWEN, given_)
+    assert tagged("weather", {"place": "Rome"}) in shown
+
+
+@pytest.mark.parametrize(
+    ("calls", "problem"),
+    [
+        ([{"function": {"name": "f", "arguments": "{"}}], r"tool_calls\[0\].function.arguments is"),
+        ([{"function": {"arguments": "{}"}}], r"messages\[0\].tool_calls\[0\].function must have"),
+        (["f"], r"tool_calls\[0\].function must have"),
+        ("f", r"messages\[0\].tool_calls must be a list"),
+    ],
+)
+def test_earlier_calls_that_make_no_sense_are_refused_by_name(calls: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        for_template([{"role": "assistant", "content": "", "tool_calls": calls}])
