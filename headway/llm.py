@@ -25,7 +25,7 @@ from headway.engine.clock import RealClock
 from headway.engine.engine import Engine, Observer
 from headway.engine.outputs import Delta, Gathering, Result
 from headway.engine.trace import TraceWriter
-from headway.errors import ExecutorError, InvalidRequest, RequestError
+from headway.errors import ExecutorError, FormatError, InvalidRequest, RequestError
 from headway.executor.torch import make_executor
 from headway.executor.torch.extra import Extra
 from headway.executor.torch.memory import num_blocks_for
@@ -95,8 +95,7 @@ class LLM:
         self.engine = Engine(Scheduler(self.config), self.executor, clock, depth=depth)
         self._trace: IO[str] | None = None
         if trace_out is not None:
-            # By lines: whatever ends this process, what was written is whole.
-            self._trace = Path(trace_out).open("w", 1, encoding="utf-8")  # noqa: SIM115
+            self._trace = _opened(Path(trace_out))
             self.engine.observers.append(TraceWriter(self._trace, self.config, depth))
         self.engine.observers += [self._gather, *observers]
         self._gatherings: dict[Request, Gathering] = {}
@@ -332,3 +331,11 @@ def _is_one(prompts: object) -> bool:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
     return len(prompts) > 0 and not any(isinstance(p, Sequence | np.ndarray) for p in prompts)
+
+
+def _opened(path: Path) -> IO[str]:
+    """A trace file, line by line on disk, so that an end without warning leaves whole lines."""
+    try:
+        return path.open("w", 1, encoding="utf-8")
+    except OSError as error:
+        raise FormatError(path, None, f"cannot be written: {error.strerror}") from None

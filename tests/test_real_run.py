@@ -22,7 +22,7 @@ from torch import Tensor
 from headway import LLM, PRESETS, Request, SamplingParams, StepReport
 from headway.engine.outputs import Gathering, Result
 from headway.engine.trace import read_trace
-from headway.errors import ConfigError, InvalidRequest, RequestError, RequestTooLong
+from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
 from headway.lab.replay import check_replay
 from headway.loading import free_memory, parse_size
 from headway.model.batch import Batch
@@ -672,3 +672,8 @@ def test_a_cache_too_small_or_too_large_names_flag_need_and_limit(tiny: str) -> 
             LLM(tiny, **settings)
     with pytest.raises(ConfigError, match="--num-host-blocks"):
         LLM(tiny, num_blocks=9, num_host_blocks=too_much // block)
+
+
+def test_a_trace_that_cannot_be_written_is_refused_by_its_name(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="missing.*cannot be written"):
+        open_llm(tiny, trace_out=tmp_path / "missing" / "run.jsonl")

@@ -295,7 +295,7 @@ def test_after_a_kill_the_port_comes_back_at_once_and_the_trace_is_whole(tmp_pat
             within(load(server, [1000] * 8, (signal.SIGKILL,)))
         server.process.wait(5)
         header, *steps = read_trace(trace)
-        assert header["headway_trace"] and len(steps) > 1
+        assert header["headway_trace"] and steps
         assert [line["step"] for line in steps] == list(range(len(steps)))
         with Server(is_real=True, port=server.port) as again:
             assert again.port == server.port

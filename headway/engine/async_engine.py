@@ -221,6 +221,7 @@ class AsyncEngine:
 
     def _end(self, message: Gone) -> None:
         self.gone = message.reason
+        self._left.clear()
         error = ExecutorError(f"the engine has ended: {message.reason}")
         for stream in self._streams.values():
             stream.fail(error)

@@ -40,7 +40,8 @@ from headway.server.wishes import check_model
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KEY = {"type": "http", "scheme": "bearer"}
-EVENTS = {"text/event-stream": {"schema": {"type": "string"}}}
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+EVENTS = {"text/event-stream": {"itemSchema": EVENT}}
 WHY = {
     400: "A field is wrong; the message names it, its problem and the limit.",
     401: "The API key is missing or wrong.",

@@ -203,16 +203,16 @@ class Supervisor:
     def _watch(self, path: str) -> int:
         """Until a signal, or until nobody is left; workers that die are replaced."""
         assert self.engine is not None, "started before"
-        status = 0
+        is_told = False
         while self.workers and not self._signals:
-            if status == 0 and not self.engine.process.is_alive():
+            if not is_told and not self.engine.process.is_alive():
                 # The workers stay: they tell whoever asks that there is no engine.
                 log.error("the engine ended with status %s", self.engine.process.exitcode)
-                status = 1
+                is_told = True
             gone = wait([worker.process.sentinel for worker in self.workers], timeout=0.1)
             for worker in [w for w in self.workers if w.process.sentinel in gone]:
                 self._replace(worker, path)
-        return status if self.workers else 1
+        return 0 if self.workers and self.engine.process.is_alive() else 1
 
     def _replace(self, worker: Child, path: str) -> None:
         assert self.engine is not None, "started before"
