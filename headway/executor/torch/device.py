@@ -64,7 +64,6 @@ class DeviceExecutor:
     ) -> None:
         self.decoder, self.now = decoder, now
         self.free_at = 0.0  # when the device was last known to have nothing to do
-        self.model_seconds = 0.0
         size, seats = config.block_size, config.max_requests
         self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
         self.device = self.device_blocks.device
