@@ -10,6 +10,7 @@ no prefix is shared. bfloat16.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -96,7 +97,10 @@ def main() -> None:
     for name in asked.only:
         shape, work, temperature = CASES[name]
         if shape != loaded:
-            del llm
+            if llm:
+                llm.close()
+            llm = None
+            gc.collect()
             torch.cuda.empty_cache()
             begun = time.perf_counter()
             llm = LLM(str(SHAPES / shape), load_format="dummy", device="cuda", max_tokens=16384,

@@ -20,6 +20,7 @@ from headway.executor.base import Executor
 from headway.executor.torch.executor import TorchExecutor
 from headway.executor.torch.extra import Extra
 from headway.executor.torch.graphs import padded_rows
+from headway.executor.torch.mixed import rounded
 from headway.model.checkpoint import DummyCheckpoint
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
@@ -200,6 +201,33 @@ def test_the_latest_of_two_words_for_a_place_is_kept() -> None:
     assert seats.tensors.tables[1].tolist() == [7, 4, 9, 0, 0]
     assert seats.tensors.lengths.tolist() == [0, 0, 11, 0]
     assert seats.tensors.limits.tolist() == [0, 0, 12, 0]
+
+
+def exactly_on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
+    """As with attention by others: no pass has rows of nobody."""
+    executor = on_device(config, about)
+    executor.decoder.backend.fills_up = False
+    return executor
+
+
+def test_rows_of_nobody_change_no_token() -> None:
+    config, about = settings(max_tokens=5, chunk="at_most(3)"), FAMILIES["norms of heads"]
+    assert answers(on_device, config, about) == answers(exactly_on_device, config, about)
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU captures")
+def test_a_pass_over_prompts_is_captured_when_it_comes_again_and_says_the_same() -> None:
+    config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
+    executor = on_device(config, about)
+    told = [answers(lambda *_: executor, config, about, depth=1) for _ in range(4)]
+    assert executor.mixed.graphs and told == [answers(plain, config, about)] * 4
+
+
+def test_sizes_of_passes_are_few_and_hardly_larger() -> None:
+    for count in range(1, 3000):
+        assert count <= rounded(count) < count + max(8, count / 8)
+        assert rounded(rounded(count)) == rounded(count) <= rounded(count + 1)
+    assert len({rounded(count) for count in range(1, 2049)}) < 60
 
 
 def test_a_batch_is_padded_a_little_and_never_cut() -> None:

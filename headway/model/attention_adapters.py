@@ -26,6 +26,8 @@ ROOM = 128 * 2**20  # bytes of workspace, as FlashInfer recommends
 class FlashInfer(OwnKernels):
     """Prompts by FlashInfer; it waits for the device once in a pass, to plan."""
 
+    fills_up = False
+
     def __init__(self, library: Any, device: torch.device) -> None:
         room = torch.zeros(ROOM, dtype=torch.uint8, device=device)
         self._prompts = library.BatchPrefillWithPagedKVCacheWrapper(room, "HND")
@@ -51,7 +53,7 @@ class FlashInfer(OwnKernels):
 class FlashAttention:
     """Prompts and decodes by FlashAttention 2."""
 
-    fuses, page = False, 256
+    fuses, fills_up, page = False, False, 256
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -71,6 +71,7 @@ class Backend(Protocol):
 
     name: str
     looks_up_turns: bool  # wants cosine and sine [positions, D / 2], not [T, D / 2] of a batch
+    fills_up: bool  # takes rows of nobody in a pass, which may then be captured
 
     def prepared(self, layer: Layer) -> Layer:
         """A layer as the backend likes it, once it is whole."""

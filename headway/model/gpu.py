@@ -35,6 +35,7 @@ class AttentionKernels(Protocol):
     """Who attends, once keys and values of this pass are in the cache; q and out are [T, H, D]."""
 
     fuses: bool  # batches of decodes alone are our own: there, rotation and store are in attention
+    fills_up: bool  # takes sequences of no rows, and rows of no sequence, and asks nothing back
     page: int  # positions of a block must be a multiple of it
 
     def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
@@ -49,7 +50,7 @@ class AttentionKernels(Protocol):
 class OwnKernels:
     """Ours."""
 
-    fuses, page = True, 1
+    fuses, fills_up, page = True, True, 1
 
     def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
         count = batch.num_decodes
@@ -84,6 +85,7 @@ class GpuBackend(PlainBackend):
         super().__init__(dtype, device)
         self.kv_dtype = kv_dtype or dtype
         self.attention = attention or OwnKernels()
+        self.fills_up = self.attention.fills_up
         self.name = f"gpu {dtype}".replace("torch.", "")
 
     def prepared(self, layer: Layer) -> Layer:
@@ -106,7 +108,8 @@ class GpuBackend(PlainBackend):
                 f"not {block_size}: give --block-size {self.attention.page} or --attention triton"
             )
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        return torch.empty((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
+        # Not empty: rows of nobody may read a block that was never written.
+        return torch.zeros((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
 
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
@@ -216,7 +219,7 @@ class WidePass:
         batch, config = self._batch, self._config
         heads = config.num_heads + 2 * config.num_kv_heads
         q = qkv.view(-1, heads, config.head_dim)[:, : config.num_heads]
-        out = qkv.new_empty(q.shape)
+        out = qkv.new_zeros(q.shape)  # rows of nobody are not written
         if batch.num_decodes:
             self._kernels.decode(number, q, out, batch, self._blocks)
         if batch.longest:

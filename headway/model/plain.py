@@ -37,7 +37,7 @@ class PlainWeight:
 class PlainBackend:
     """torch's own operations, in one float type."""
 
-    looks_up_turns = False
+    looks_up_turns = fills_up = False
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype = dtype

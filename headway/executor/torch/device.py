@@ -19,6 +19,7 @@ from headway.config import Config
 from headway.executor.torch.extra import Extra
 from headway.executor.torch.faults import Faults, idle
 from headway.executor.torch.graphs import Graphs, padded_rows
+from headway.executor.torch.mixed import MixedPass
 from headway.executor.torch.rows import RowTable
 from headway.executor.torch.sampler import Sampler
 from headway.executor.torch.seats import DeviceSeats, upload
@@ -82,6 +83,7 @@ class DeviceExecutor:
         self._sent: Rows | None = None  # what `_decoding` holds, in another order
         self._order: Rows | None = None  # where each of `_sent` is
         self.graphs = Graphs(self._decode_step, self.device)
+        self.mixed = MixedPass(decoder, self.device_blocks, self.rows, self.seats)
         self.faults = Faults(idle(self.device), self._forget)
 
     @property
@@ -136,7 +138,8 @@ class DeviceExecutor:
     def _capture(self, num_rows: int, longest: int) -> None:
         self._decoding.fill_(self.seats.spare)
         self._sent = None
-        self.graphs.capture(num_rows, longest)
+        self._decode_step(num_rows, longest)
+        self.graphs.capture((num_rows, longest))
 
     def _update(self, plan: Plan) -> None:
         """Tell the device's seats what changed."""
@@ -161,13 +164,13 @@ class DeviceExecutor:
     def _decode(self, plan: Plan, flight: Flight) -> None:
         """Steps that need nothing from the host."""
         count = len(plan.decodes)
-        num_rows, longest = padded_rows(count), self._longest(plan.rows)
-        if not self.graphs.has(num_rows, longest):
-            self._capture(num_rows, longest)
+        size = padded_rows(count), self._longest(plan.rows)
+        if size not in self.graphs and self.device.type == "cuda":
+            self._capture(*size)
         if self._sent is None or not np.array_equal(self._sent, plan.rows):
             self._send_rows(plan.rows)
         for _ in range(plan.num_steps):
-            self.graphs.run(num_rows, longest)
+            self.graphs.run(size)
             self._bring_back(self._sampled[:count], flight, self._order)
             self.rows.advance_lengths(plan.rows)
             self.sampler.seats["num_generated"][plan.rows] += 1
@@ -199,47 +202,21 @@ class DeviceExecutor:
 
     def _mixed(self, plan: Plan, chunks: list[Chunk], flight: Flight, extra: Extra) -> None:
         """One pass over decodes and pieces of prompts."""
-        count, last = len(plan.decodes), [chunk for chunk in chunks if chunk.is_last]
-        batch = self._batch(plan.rows, chunks)
-        hidden = self.decoder.forward(batch, self.device_blocks)
+        last = [chunk for chunk in chunks if chunk.is_last]
+        hidden, sampled_n, first = self.mixed.run(plan.rows, chunks, self._longest(plan.rows))
         self.rows.advance_lengths(plan.rows)
         for chunk in chunks:
             self.rows.lengths[chunk.request.row] = chunk.end
         rows = np.concatenate([plan.rows, np.array([c.request.row for c in last], dtype=np.intp)])
         if len(rows):
-            logits = self.decoder.logits(hidden[batch.sampled_n])
+            logits = self.decoder.logits(hidden[sampled_n])
             tokens = self.sampler.sample(logits, rows)
             finish(upload(rows.astype(np.int32), self.device), tokens, self.seats.tensors)
             self._bring_back(tokens, flight)
         requests = (*plan.decodes, *(chunk.request for chunk in last))
         extra.keep(self.sampler.take_logprobs(), requests)
-        starts = np.cumsum([count, *(chunk.end - chunk.start for chunk in chunks)])
+        starts = np.cumsum([first, *(chunk.end - chunk.start for chunk in chunks)])
         extra.score_prompts(self.decoder, chunks, hidden, starts[:-1].tolist())
-
-    def _batch(self, rows: Rows, chunks: list[Chunk]) -> Batch:
-        count, device = len(rows), self.device
-        of_chunks = self.rows.batch(rows[:0], chunks)
-        seats = np.concatenate([rows, [chunk.request.row for chunk in chunks]]).astype(np.int32)
-        ints = upload(np.concatenate([
-            seats, of_chunks.starts_s.numpy() + count, of_chunks.ends_s.numpy(),
-        ]).astype(np.int32), device)  # fmt: skip
-        seats_s, starts_s, ends_s = torch.split(ints, [len(seats), len(chunks) + 1, len(chunks)])
-        sampled = np.concatenate([np.arange(count), of_chunks.sampled_n.numpy() + count])
-        columns = (of_chunks.tokens_t, of_chunks.positions_t, of_chunks.slots_t)
-        num_tokens = len(of_chunks.tokens_t)
-        sent = upload(np.concatenate([*(c.numpy() for c in columns), sampled]), device)
-        sent, sampled_n = sent[: 3 * num_tokens].view(3, -1), sent[3 * num_tokens :]
-        inputs = sent
-        if count:
-            inputs = torch.empty((3, count + num_tokens), dtype=torch.int64, device=device)
-            start(seats_s[:count], self.seats.tensors, self.rows.block_size, *inputs[:, :count])
-            inputs[:, count:] = sent
-        return Batch(
-            tokens_t=inputs[0], positions_t=inputs[1], slots_t=inputs[2], seats_s=seats_s,
-            tables_sw=self.seats.tensors.tables, starts_s=starts_s, ends_s=ends_s,
-            sampled_n=sampled_n, num_decodes=count, longest_decode=self._longest(rows),
-            longest=max((chunk.end - chunk.start for chunk in chunks), default=0),
-        )  # fmt: skip
 
     def _choose(self, logits: Tensor, rows: Rows) -> Tensor:
         out = torch.empty(len(rows), dtype=torch.int32, device=self.device)

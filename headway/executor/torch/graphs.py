@@ -1,7 +1,7 @@
-"""Decode steps captured as CUDA graphs, one for each size of batch, and for long contexts.
+"""Work captured as CUDA graphs, one for each size of it.
 
-Captured when first needed. All share one pool of memory, since only one runs at a time. On other
-devices the step runs as it is.
+All of one kind share a pool of memory, since only one runs at a time. On other devices the work is
+done as it is.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-Step = Callable[[int, int], None]  # rows, and about the longest context
+Size = tuple[int, ...]
+Step = Callable[..., None]  # takes the numbers of a size
 BROKEN: list[torch.cuda.CUDAGraph] = []  # captures that failed, for as long as the process lives
 
 
@@ -44,42 +45,45 @@ def record(tape: Tape, pool: Any, work: Callable[[], None]) -> None:
 
 
 class Graphs:
-    """Runs a step, from its graph where there can be one."""
+    """Runs a step, from its graph where there is one."""
 
-    def __init__(self, step: Step, device: torch.device) -> None:
-        self._step = step
+    def __init__(self, step: Step, device: torch.device, most: int | None = None) -> None:
+        """At most so many are kept: those used last."""
+        self._step, self._most = step, most
         self._is_cuda = device.type == "cuda"
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._stream = torch.cuda.Stream() if self._is_cuda else None  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def has(self, num_rows: int, longest: int) -> bool:
-        """Whether the step can run at once."""
-        return not self._is_cuda or (num_rows, longest) in self._graphs
+    def __contains__(self, size: Size) -> bool:
+        return size in self._graphs
 
-    def run(self, num_rows: int, longest: int) -> None:
-        if self._is_cuda:
-            self._graphs[num_rows, longest].replay()
+    def run(self, size: Size) -> None:
+        graph = self._graphs.pop(size, None)
+        if graph is None:
+            self._step(*size)
         else:
-            self._step(num_rows, longest)
+            self._graphs[size] = graph  # the last one again
+            graph.replay()
 
-    def capture(self, num_rows: int, longest: int) -> None:
-        """Run the step once, so that its kernels are there, and capture it."""
+    def capture(self, size: Size) -> None:
+        """Without running it. It must have run before, or its kernels would not be there."""
         if self._stream is None:
             return
-        self._step(num_rows, longest)
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
-                record(graph, self._pool, lambda: self._step(num_rows, longest))
+                record(graph, self._pool, lambda: self._step(*size))
         except BaseException:
             # If the driver broke it off, torch takes the pool for one that is still captured into,
             # and looks at the graph whenever memory is asked for: it must stay.
             self._pool = torch.cuda.graph_pool_handle()
             BROKEN.append(graph)
             raise
-        self._graphs[num_rows, longest] = graph
+        self._graphs[size] = graph
+        if self._most is not None and len(self._graphs) > self._most:
+            del self._graphs[next(iter(self._graphs))]

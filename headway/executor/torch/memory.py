@@ -2,8 +2,9 @@
 
 A step of `max_tokens` prompt tokens is run, and all seats are sampled with logprobs and edited
 logits, the most that sampling takes. What that takes at its peak stays free. So does a reserve: as
-much as a step of one token for every seat takes, since captured decodes keep memory of their own;
-blocks on their way to the host and back; and a fixed room for what torch does not count.
+much as the largest steps that are captured take, decodes and mixed passes, since graphs keep memory
+of their own; blocks on their way to the host and back; and a fixed room for what torch does not
+count.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.errors import ConfigError
+from headway.executor.torch.mixed import MOST_TOKENS
 from headway.executor.torch.sampler import prompt_logprobs
 from headway.executor.torch.swapping import AT_ONCE
 from headway.model.batch import Batch
@@ -36,7 +38,7 @@ class Budget:
     weights: int
     others: int  # in use besides: by the driver, by torch and by other programs
     step: int  # the most that one step adds
-    reserve: int  # for captured decodes, swapping and the driver
+    reserve: int  # for graphs, swapping and the driver
     block: int
 
 
@@ -71,7 +73,8 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     step = _peak(decoder, config, config.max_tokens, blocks)
-    reserve = UNCOUNTED + _peak(decoder, config, config.max_requests, blocks)
+    captured = config.max_requests, min(config.max_tokens, MOST_TOKENS)
+    reserve = UNCOUNTED + sum(_peak(decoder, config, count, blocks) for count in captured)
     if config.num_host_blocks:
         reserve += 2 * AT_ONCE * blocks.nbytes
     torch.cuda.empty_cache()  # the blocks will be one piece

@@ -77,12 +77,14 @@ def _turned(
 
 @triton.jit
 def _over_cache(
-    q, keys, values, table, top, weight, total, start, end, d, scale, block_stride,
+    q, keys, values, table, numbers, top, weight, total, start, end, d, scale, block_stride,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Positions [start, end), added to the greatest score, the weights and the weighted values."""
+    """Positions [start, end), added to the greatest score, the weights and the weighted values.
+
+    `numbers`: in which blocks the first of them lie.
+    """
     p = tl.arange(0, TILE)
-    numbers = tl.load(table + (start + p) // BLOCK_SIZE, mask=p < end - start, other=0)
     for at in range(start, end, TILE):
         is_cached = p < end - at
         home = numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D
@@ -118,17 +120,24 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
     IS_NEW: tl.constexpr, HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A part of one sequence, with one key-value head; the first part has the new token too."""
-    begin(CHAINED)
+    """A part of one sequence, with one key-value head; the first part has the new token too.
+
+    Where tokens and blocks are was known before the kernel before this one began: that is read
+    while it still runs.
+    """
     group: tl.constexpr = H // G
     part, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_s + sequence).to(tl.int32)
     num_cached = position if IS_NEW else position + 1
     share = _share(num_cached, PARTS, LEAST, TILE) if PARTS > 1 else num_cached
     start = part * share
+    end = tl.minimum(num_cached, start + share)
+    table = tables + tl.load(seats_s + sequence).to(tl.int64) * table_width
+    p = tl.arange(0, TILE)
+    numbers = tl.load(table + (start + p) // BLOCK_SIZE, mask=p < end - start, other=0)
+    begin(CHAINED)
     if (part > 0) & (start >= num_cached):
         return
-    seat = tl.load(seats_s + sequence).to(tl.int64)
     head = tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, D_ROOM)[None, :]
     is_head = (head < group) & (d < D)
@@ -162,8 +171,8 @@ def _attend(
     else:
         q = tl.load(q_place + d, mask=is_head, other=0.0)
     top, weight, total = _over_cache(
-        q, keys, values, tables + seat * table_width, top, weight, total,
-        start, tl.minimum(num_cached, start + share), d, scale, block_stride, D, BLOCK_SIZE, TILE,
+        q, keys, values, table, numbers, top, weight, total,
+        start, end, d, scale, block_stride, D, BLOCK_SIZE, TILE,
     )  # fmt: skip
     if PARTS == 1:
         home = out + sequence.to(tl.int64) * out_stride + (kv_head * group + head) * D + d

@@ -45,7 +45,7 @@ def refusal(config: ModelConfig) -> str | None:
 class NativeBackend:
     """Weights as floats, or as the file's own groups and 8-bit ones where it has none."""
 
-    looks_up_turns = False
+    looks_up_turns = fills_up = False
 
     def __init__(self, *, is_quantized: bool = False) -> None:
         self.library = load()

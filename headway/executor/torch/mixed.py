@@ -1,0 +1,146 @@
+"""One pass over decodes and pieces of prompts.
+
+For a small pass the device would wait for the host, which launches hundreds of kernels for it. So
+its size is rounded up, with rows of nobody, and when the same size comes again it is captured: then
+one launch does. A large pass keeps the device busy for as long as the host needs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.executor.torch.graphs import Graphs
+from headway.executor.torch.rows import RowTable
+from headway.executor.torch.seats import DeviceSeats, upload
+from headway.model.batch import Batch
+from headway.model.decoder import Decoder
+from headway.model.kernels.rows import start
+from headway.plan import Chunk, Rows
+
+MOST_TOKENS = 2048  # that are captured
+MOST_GRAPHS = 96
+
+
+class Size(NamedTuple):
+    """What decides which kernels run."""
+
+    decodes: int
+    tokens: int  # of prompts
+    chunks: int
+    longest: int  # decode, about
+
+
+class Inputs(NamedTuple):
+    """What a pass reads that the host must send. Decodes come first."""
+
+    longs: Tensor  # int64 [3, T]: tokens, positions, slots
+    ints: Tensor  # int32 [3, S + 1]: seats; of chunks, where they start and how long they are then
+
+    @staticmethod
+    def room(size: Size, device: torch.device) -> Inputs:
+        longs = torch.zeros((3, size.decodes + size.tokens), dtype=torch.int64, device=device)
+        width = size.decodes + size.chunks + 1
+        return Inputs(longs, torch.zeros((3, width), dtype=torch.int32, device=device))
+
+    def of(self, size: Size) -> Inputs:
+        """The part that a pass of this size reads."""
+        num_tokens, num_sequences = size.decodes + size.tokens, size.decodes + size.chunks
+        return Inputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
+
+
+class Found(NamedTuple):
+    """Hidden states, in which prompts follow decodes and those who fill up."""
+
+    hidden: Tensor
+    sampled_n: Tensor  # rows whose logits are wanted: decodes, then chunks that are the last
+    first: int  # row of the first chunk
+
+
+class MixedPass:
+    """Runs them, and keeps the graphs of those that came again."""
+
+    def __init__(
+        self, decoder: Decoder, blocks: Tensor, rows: RowTable, seats: DeviceSeats
+    ) -> None:
+        self._decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
+        most, width = len(rows.lengths), decoder.config.hidden_size
+        size = rounded_up(Size(most, MOST_TOKENS, most, 0))
+        self._room = Inputs.room(size, blocks.device)
+        self._hidden = decoder.norm.new_empty((size.decodes + size.tokens, width))
+        self.graphs = Graphs(self._step, blocks.device, MOST_GRAPHS)
+        self._seen: set[Size] = set()
+
+    def run(self, rows: Rows, chunks: list[Chunk], longest: int) -> Found:
+        """All rows decode, all chunks are computed; lengths of seats move on."""
+        exact = Size(len(rows), sum(each.end - each.start for each in chunks), len(chunks), longest)
+        size = rounded_up(exact)
+        is_small = exact.decodes + exact.tokens <= MOST_TOKENS and self._decoder.backend.fills_up
+        if not is_small:
+            size = exact
+        inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
+        sampled = self._send(rows, chunks, size, inputs)
+        if not is_small:
+            return Found(self._forward(size, inputs), sampled, size.decodes)
+        if size in self._seen and size not in self.graphs:
+            self.graphs.capture(size)
+        self.graphs.run(size)
+        self._seen.add(size)
+        return Found(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
+
+    def _send(self, rows: Rows, chunks: list[Chunk], size: Size, inputs: Inputs) -> Tensor:
+        """Fill the inputs but for what decodes read from their seats; the rows to be sampled."""
+        batch, spare = self._rows.batch(rows[:0], chunks), self._seats.spare
+        columns = (batch.tokens_t, batch.positions_t, batch.slots_t)
+        longs = np.zeros((3, size.tokens), dtype=np.int64)
+        longs[2] = -1  # rows of nobody are stored nowhere
+        for row, column in zip(longs, columns, strict=True):
+            row[: len(column)] = column
+        count, last = size.decodes, size.decodes + len(batch.tokens_t)
+        ints = np.zeros(inputs.ints.shape, dtype=np.int32)
+        ints[0], ints[1] = spare, last  # a chunk of nobody has no rows
+        ints[0, : len(rows)] = rows
+        ints[0, count : count + len(chunks)] = [chunk.request.row for chunk in chunks]
+        ints[1, : len(chunks) + 1] = batch.starts_s.numpy() + count
+        ints[2, : len(chunks)] = batch.ends_s
+        inputs.ints.copy_(upload(ints, self._blocks.device))
+        sampled = np.concatenate([np.arange(len(rows)), batch.sampled_n.numpy() + count])
+        sent = upload(np.concatenate([longs.ravel(), sampled]), self._blocks.device)
+        inputs.longs[:, count:] = sent[: longs.size].view(3, size.tokens)
+        return sent[longs.size :]
+
+    def _step(self, *numbers: int) -> None:
+        size = Size(*numbers)
+        hidden = self._forward(size, self._room.of(size))
+        self._hidden[: len(hidden)] = hidden
+
+    def _forward(self, size: Size, inputs: Inputs) -> Tensor:
+        tokens, positions, slots = inputs.longs
+        seats_s, starts_s, ends_s = inputs.ints
+        count, seats = size.decodes, self._seats.tensors
+        start(
+            seats_s[:count], seats, self._rows.block_size,
+            tokens[:count], positions[:count], slots[:count],
+        )  # fmt: skip
+        batch = Batch(
+            tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=seats.tables,
+            seats_s=seats_s[:-1], starts_s=starts_s[: size.chunks + 1],
+            ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,
+            longest_decode=size.longest, longest=size.tokens,
+        )  # fmt: skip
+        return self._decoder.forward(batch, self._blocks)
+
+
+def rounded_up(size: Size) -> Size:
+    """A little larger, so that few sizes come often."""
+    chunks = 1 << (size.chunks - 1).bit_length() if size.chunks else 0
+    return Size(rounded(size.decodes), rounded(size.tokens), chunks, size.longest)
+
+
+def rounded(count: int) -> int:
+    """To one of eight sizes between any and its double."""
+    step = max(8, 1 << max(count.bit_length() - 4, 0))
+    return -(-count // step) * step
