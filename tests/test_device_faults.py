@@ -6,6 +6,7 @@ there is a GPU they run on it, and failures inside of captures are tried too.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import subprocess
 import sys
@@ -78,6 +79,11 @@ class Tripwire:
         if self._count in self._broken:
             raise self._error
         return self._decoder.forward(batch, blocks)
+
+
+def trip(executor: DeviceExecutor, wire: Tripwire) -> None:
+    """All passes go through it from now on."""
+    executor.decoder = executor.mixed.decoder = wire  # type: ignore[assignment]
 
 
 class Line:
@@ -175,7 +181,7 @@ def test_whoever_was_in_flight_is_told_why_and_the_others_are_served(
     depth: int, first: int
 ) -> None:
     engine, executor = make(depth)
-    executor.decoder = Tripwire(executor.decoder, RuntimeError("no more"), first)  # type: ignore[assignment]
+    trip(executor, Tripwire(executor.decoder, RuntimeError("no more"), first))
     requests = ask(engine)
     faults = []
     while engine.has_work:
@@ -288,7 +294,7 @@ def test_a_lost_device_ends_everything_with_the_first_reason(depth: int) -> None
 def test_a_lost_device_is_not_tried_again() -> None:
     engine, executor = make()
     wire = Tripwire(executor.decoder, RuntimeError("astray"), 2, times=99)
-    executor.decoder = wire  # type: ignore[assignment]
+    trip(executor, wire)
     executor.faults.probe = raising(RuntimeError("astray"))
     ask(engine)
     engine.run()
@@ -299,7 +305,7 @@ def test_a_lost_device_is_not_tried_again() -> None:
 def test_a_step_without_memory_says_what_to_lower_and_is_not_the_end(depth: int) -> None:
     said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. If reserved is large"
     engine, executor = make(depth)
-    executor.decoder = Tripwire(executor.decoder, torch.OutOfMemoryError(said), 2)  # type: ignore[assignment]
+    trip(executor, Tripwire(executor.decoder, torch.OutOfMemoryError(said), 2))
     requests = ask(engine)
     engine.run()
     failed = [request for request in requests if request.finish_reason == "error"]
@@ -353,6 +359,20 @@ def test_a_capture_that_succeeds_is_ended_once() -> None:
     assert tape.calls == ["begin pool thread_local", "work", "end"]
 
 
+@pytest.mark.parametrize("error", [None, RuntimeError("step")])
+def test_nothing_is_collected_during_a_capture(error: BaseException | None) -> None:
+    seen: list[bool] = []
+
+    def work() -> None:
+        seen.append(gc.isenabled())
+        if error:
+            raise error
+
+    with suppress(RuntimeError):
+        record(Recorder(), None, work)
+    assert seen == [False] and gc.isenabled()
+
+
 class Unsuitable(Tripwire):
     """Does in its nth pass what no capture allows."""
 
@@ -366,7 +386,7 @@ class Unsuitable(Tripwire):
 def fail_in_a_capture(kind: type[Tripwire], first: int, depth: int) -> None:
     """All that is asked after a capture has failed is answered, from graphs."""
     engine, executor = make(depth)
-    executor.decoder = kind(executor.decoder, RuntimeError("in a capture"), first)  # type: ignore[assignment]
+    trip(executor, kind(executor.decoder, RuntimeError("in a capture"), first))
     requests = ask(engine)
     engine.run()
     assert any(request.finish_reason == "error" for request in requests)
@@ -410,7 +430,7 @@ class Astray(tests.Tripwire):
         return self._decoder.forward(batch, blocks)
 
 engine, executor = tests.make(1)
-executor.decoder = Astray(executor.decoder, RuntimeError(), 1)
+tests.trip(executor, Astray(executor.decoder, RuntimeError(), 1))
 requests = tests.ask(engine) + tests.ask(engine)
 engine.run()
 assert all(r.finish_reason == "error" and "is lost to this process" in r.error for r in requests)

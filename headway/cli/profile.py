@@ -177,12 +177,13 @@ def model_facts(llm: LLM) -> Model:
 def run(llm: LLM, work: Calibration) -> Logs:
     """All waves, one after the other; with overlap, some once more without: what it hides is seen.
 
-    On a GPU all kinds of waves come once before, as it compiles and captures what it meets.
+    On a GPU all kinds of waves come twice before: it compiles what it meets for the first time, and
+    captures what it meets again.
     """
     lines: list[Line] = []
     llm.engine.observers.append(lambda report: lines.append(describe_step(report)))
     source, logs, depth = random.Random(0), Logs([], [], []), llm.engine.depth
-    warm_up = [*work.before, work.held_out] if llm.loaded.is_on_gpu else [WARM_UP]
+    warm_up = [*work.before, work.held_out] * 2 if llm.loaded.is_on_gpu else [WARM_UP]
     stages: list[tuple[list[Wave], list[Line], int]] = [
         (warm_up, [], depth), (work.before, logs.fitted, depth),
         ([work.held_out], logs.held_out, depth), (work.after, logs.fitted, depth),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import torch
@@ -124,15 +125,18 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture every size of batch ahead of use."""
+        """Capture every size of decodes ahead of use, and compile the rest."""
         if self.device.type != "cuda":
             return
-        most = len(self.rows.lengths)
-        sizes = sorted({padded_rows(count) for count in range(1, most + 1)}, reverse=True)
-        for done, num_rows in enumerate(sizes, start=1):
-            self._capture(num_rows, 0)
+        sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
+        has_long = self.rows.tables.shape[1] * self.rows.block_size > LONG
+        longests = (0, LONG + 1) if has_long else (0,)
+        steps = list(product(longests, sorted(sizes, reverse=True)))
+        for done, (longest, num_rows) in enumerate(steps, start=1):
+            self._capture(num_rows, longest)
             if progress:
-                progress(done, len(sizes))
+                progress(done, len(steps))
+        self.mixed.warm_up(longests)
         torch.cuda.synchronize()
 
     def _capture(self, num_rows: int, longest: int) -> None:

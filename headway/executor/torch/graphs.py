@@ -6,6 +6,7 @@ done as it is.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -33,7 +34,12 @@ class Tape(Protocol):
 
 
 def record(tape: Tape, pool: Any, work: Callable[[], None]) -> None:
-    """Capture what `work` launches. If that fails the capture is over too, or nothing could run."""
+    """Capture what `work` launches. If that fails the capture is over too, or nothing could run.
+
+    Nothing is collected meanwhile: a graph of somebody else that is freed would break it off.
+    """
+    was_collecting = gc.isenabled()
+    gc.disable()
     try:
         tape.capture_begin(pool=pool, capture_error_mode="thread_local")
         work()
@@ -42,6 +48,9 @@ def record(tape: Tape, pool: Any, work: Callable[[], None]) -> None:
         with suppress(Exception):  # a call that no capture allows has broken it off already
             tape.capture_end()
         raise
+    finally:
+        if was_collecting:
+            gc.enable()
 
 
 class Graphs:

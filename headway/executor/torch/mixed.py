@@ -7,6 +7,8 @@ one launch does. A large pass keeps the device busy for as long as the host need
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +23,7 @@ from headway.model.decoder import Decoder
 from headway.model.kernels.rows import start
 from headway.plan import Chunk, Rows
 
-MOST_TOKENS = 2048  # that are captured
+MOST_TOKENS = 8192  # that are captured
 MOST_GRAPHS = 96
 
 
@@ -66,7 +68,7 @@ class MixedPass:
     def __init__(
         self, decoder: Decoder, blocks: Tensor, rows: RowTable, seats: DeviceSeats
     ) -> None:
-        self._decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
+        self.decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
         most, width = len(rows.lengths), decoder.config.hidden_size
         size = rounded_up(Size(most, MOST_TOKENS, most, 0))
         self._room = Inputs.room(size, blocks.device)
@@ -74,11 +76,19 @@ class MixedPass:
         self.graphs = Graphs(self._step, blocks.device, MOST_GRAPHS)
         self._seen: set[Size] = set()
 
+    def warm_up(self, longests: Sequence[int]) -> None:
+        """Run a few small passes of nobody, so that their kernels are there."""
+        most = rounded(len(self._rows.lengths))
+        for decodes, longest in product((0, 1, 32, 64, 128, 256, most), longests):
+            size = Size(min(decodes, most), 16, 1, longest)
+            self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
+            self._step(*size)
+
     def run(self, rows: Rows, chunks: list[Chunk], longest: int) -> Found:
         """All rows decode, all chunks are computed; lengths of seats move on."""
         exact = Size(len(rows), sum(each.end - each.start for each in chunks), len(chunks), longest)
         size = rounded_up(exact)
-        is_small = exact.decodes + exact.tokens <= MOST_TOKENS and self._decoder.backend.fills_up
+        is_small = exact.decodes + exact.tokens <= MOST_TOKENS and self.decoder.backend.fills_up
         if not is_small:
             size = exact
         inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
@@ -131,7 +141,7 @@ class MixedPass:
             ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,
             longest_decode=size.longest, longest=size.tokens,
         )  # fmt: skip
-        return self._decoder.forward(batch, self._blocks)
+        return self.decoder.forward(batch, self._blocks)
 
 
 def rounded_up(size: Size) -> Size:

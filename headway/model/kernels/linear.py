@@ -81,7 +81,9 @@ def _linear(
     n = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, INPUTS)
     is_row, is_output = m < num_rows, n < num_outputs
-    near_m, near_n = tl.where(is_row, m, 0), tl.where(is_output, n, 0).to(tl.int64)
+    # What is beyond the last row reads some other row: if all read the same one, they would wait
+    # for each other.
+    near_m, near_n = m % num_rows, tl.where(is_output, n, 0).to(tl.int64)
     begin(CHAINED)
     if SLICES == 1:
         total = _product(x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS)

@@ -21,6 +21,13 @@ class Tile(NamedTuple):
 
 @cache
 def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tile:
+    """The tile for this product on this device."""
+    return tile_within(device_limits(), num_rows, num_outputs, num_inputs, dtype)
+
+
+def tile_within(
+    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
+) -> Tile:
     """About one tile for each multiprocessor, and as many stages as its memory holds.
 
     Found by trying on an H200, with bfloat16.
@@ -28,7 +35,7 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtyp
     if num_rows == 1:
         return Tile(1, 4, 512, 1, 1, 1) if num_inputs <= 1024 else Tile(1, 4, 2048, 1, 4, 1)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
-    processors, memory = device_limits()
+    processors, memory = limits
     outputs, num_row_tiles = 8 if rows == 16 else 16, -(-num_rows // rows)
     while outputs < 128 and num_row_tiles * num_outputs > 1.4 * outputs * processors:
         outputs *= 2
@@ -36,7 +43,7 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtyp
     if num_rows > 128 and outputs == 128 and num_large >= 0.7 * processors:
         rows = 128
     slices = 4 if outputs == 8 and num_inputs % 512 == 0 else 1
-    inputs = 64 if rows + outputs > 160 else 128
+    inputs = 64 if rows + outputs > (192 if memory >= 192 * 1024 else 160) else 128
     inputs = inputs * 2 // dtype.itemsize
     stage = (rows + outputs) * inputs * slices * dtype.itemsize
     stages = max(1, min(6, memory // stage))

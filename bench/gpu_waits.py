@@ -1,0 +1,99 @@
+"""How long a GPU waits for the host, in the run of bench/gpu.py's case "256".
+
+    python bench/gpu_waits.py                prints one JSON object
+    python bench/gpu_waits.py --out bench/results/gpu_waits.json
+
+The device notes the time before and after every pass (a captured decode, or a pass over prompts).
+From the end of one to the begin of the next it runs only small copies, or waits: all of it is
+counted as waiting, so the figure is at most too high. Passes over prompts are launched kernel by
+kernel; a device that waits in the middle of one would not be seen here, so their times are given
+beside the time they would take at the speed of the whole run's arithmetic floor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent)]
+
+import gpu
+import roofline
+
+from headway import LLM
+
+
+class Passes:
+    """Notes of the device about the passes that go through a function."""
+
+    def __init__(self) -> None:
+        self.notes: list[tuple[str, Any, Any]] = []
+
+    def watched(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        def run(*given: Any) -> Any:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in "ba")
+            before.record()
+            found = function(*given)
+            after.record()
+            self.notes.append((kind, before, after))
+            return found
+
+        return run
+
+    def summary(self) -> dict[str, Any]:
+        """Seconds of passes by kind, and between them."""
+        import torch
+
+        torch.cuda.synchronize()
+        seconds: dict[str, float] = {}
+        for kind, before, after in self.notes:
+            seconds[kind] = seconds.get(kind, 0.0) + before.elapsed_time(after) / 1e3
+        pairs = zip(self.notes, self.notes[1:], strict=False)
+        gaps = [one.elapsed_time(other) / 1e3 for (*_, one), (_, other, _) in pairs]
+        whole = self.notes[0][1].elapsed_time(self.notes[-1][2]) / 1e3
+        return {
+            "passes": len(self.notes), "seconds": whole, "seconds_of": seconds,
+            "waiting_seconds": sum(gaps), "waiting_percent": 100 * sum(gaps) / whole,
+            "longest_wait_ms": 1e3 * max(gaps),
+        }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    asked = parser.parse_args()
+    import torch
+
+    shape, work, temperature = gpu.CASES["256"]
+    llm = LLM(str(gpu.SHAPES / shape), load_format="dummy", device="cuda", max_tokens=16384,
+              max_length=4096)  # fmt: skip
+    plain = min(gpu.run(llm, work(), temperature) for _ in range(2))
+    passes, executor = Passes(), llm.executor
+    executor.graphs.run = passes.watched("decodes", executor.graphs.run)
+    executor.mixed.run = passes.watched("with prompts", executor.mixed.run)
+    watched = gpu.run(llm, work(), temperature)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    ceilings = roofline.measured()
+    prompts, _ = work()
+    lengths = [(len(prompt), 1) for prompt in prompts]
+    report = {
+        "gpu": torch.cuda.get_device_name(), "commit": commit.stdout.strip(),
+        "run_seconds": plain, "watched_run_seconds": watched,
+        "prompts_floor_seconds": roofline.floor(gpu.load_hf(gpu.SHAPES / shape), lengths,
+                                                ceilings).seconds,
+        **passes.summary(), "command": "python bench/gpu_waits.py",
+    }  # fmt: skip
+    if asked.out:
+        asked.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()
