@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,7 +15,15 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.decode import LONG, Cut, Turn, cut_for, decode_attention
+from headway.model.kernels.decode import (
+    MANY,
+    SHARE,
+    Cut,
+    Turn,
+    are_uneven,
+    cut_for,
+    decode_attention,
+)
 from headway.model.kernels.twins import decode as twin
 from headway.model.kernels.twins.rotary import rotate_and_store
 
@@ -329,8 +338,8 @@ def is_power_of_two(number: int) -> bool:
 def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) -> None:
     padded = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
     for num_programs in (*range(1, 100), *range(100, 3000, 7)):
-        for longest, room in ((0, 1), (0, 300), (0, LONG), (LONG + 1, 2 * LONG), (LONG + 1, 10**6)):
-            cut = cut_for(num_programs, longest, room, head_dim * dtype.itemsize)
+        for is_uneven, room in product((False, True), (1, 300, SHARE, 2 * SHARE, 10**6)):
+            cut = cut_for(num_programs, is_uneven, room, head_dim * dtype.itemsize)
             assert all(is_power_of_two(size) for size in (cut.parts, cut.tile, cut.warps)), cut
             assert cut.tile >= 16 and cut.least % cut.tile == 0 and cut.stages >= 1, cut
             waiting = 2 * (cut.stages - 1) * cut.tile * padded
@@ -338,15 +347,24 @@ def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) ->
 
 
 def test_few_programs_share_their_sequences_and_many_only_long_ones() -> None:
-    counts = [cut_for(num_programs, 0, 10**6, 256).parts for num_programs in range(1, 3000)]
+    counts = [cut_for(num_programs, False, 10**6, 256).parts for num_programs in range(1, 3000)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 1
-    assert all(n * count >= 384 for n, count in enumerate(counts, 1) if count < counts[0])
-    longer = [cut_for(n, LONG + 1, 10**6, 256).parts for n in range(1, 3000)]
-    assert min(longer) > 1, "one long sequence must not keep all others waiting"
+    assert all(n * count >= MANY for n, count in enumerate(counts, 1) if count < counts[0])
+    shared = [cut_for(n, True, 10**6, 256).parts for n in range(1, 3000)]
+    assert min(shared) > 1, "one long sequence must not keep all others waiting"
+
+
+def test_sequences_are_uneven_if_one_is_much_longer_than_the_others_take_together() -> None:
+    heads, others = 8, 64 * 500
+    assert not are_uneven(64 * heads, 500, others * heads)
+    assert are_uneven(65 * heads, 32768, (others + 32768) * heads)
+    assert not are_uneven(64 * heads, 32768, 64 * 32768 * heads), "all are long"
+    assert not are_uneven(MANY - 1, 32768, 32768), "they are shared anyway"
+    assert not are_uneven(64 * heads, SHARE, SHARE * heads), "nothing to share"
 
 
 def test_no_more_programs_share_a_sequence_than_its_room_gives_work() -> None:
     for num_programs in range(1, 384):
         for room in (1, 16, 100, 1000, 5000):
-            cut = cut_for(num_programs, 0, room, 256)
+            cut = cut_for(num_programs, False, room, 256)
             assert cut.parts == 1 or (cut.parts // 2) * cut.least < room, cut

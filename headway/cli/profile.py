@@ -183,7 +183,8 @@ def run(llm: LLM, work: Calibration) -> Logs:
     lines: list[Line] = []
     llm.engine.observers.append(lambda report: lines.append(describe_step(report)))
     source, logs, depth = random.Random(0), Logs([], [], []), llm.engine.depth
-    warm_up = [*work.before, work.held_out] * 2 if llm.loaded.is_on_gpu else [WARM_UP]
+    everything = [*work.before, work.held_out, *work.after]
+    warm_up = 2 * everything if llm.loaded.is_on_gpu else [WARM_UP]
     stages: list[tuple[list[Wave], list[Line], int]] = [
         (warm_up, [], depth), (work.before, logs.fitted, depth),
         ([work.held_out], logs.held_out, depth), (work.after, logs.fitted, depth),

@@ -25,5 +25,5 @@ class Batch:
     # and `ends_s` are then of the other sequences alone:
     seats_s: Tensor | None = None  # int32: the row of `tables` of each sequence; None: its own
     num_decodes: int = 0
-    longest_decode: int = 0  # positions of the longest of them, or more
+    is_uneven: bool = False  # whether the longest of them is much longer than the others
     longest: int = 0  # rows of the longest sequence that is no decode

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from headway.executor.torch.seats import DeviceSeats, upload
 from headway.executor.torch.swapping import Swapper
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
-from headway.model.kernels.decode import LONG
+from headway.model.kernels.decode import are_uneven
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
 from headway.plan import Chunk, Plan, Rows, StepResult
@@ -83,6 +82,7 @@ class DeviceExecutor:
         self._sampled = torch.zeros(most, dtype=torch.int32, device=self.device)
         self._sent: Rows | None = None  # what `_decoding` holds, in another order
         self._order: Rows | None = None  # where each of `_sent` is
+        self._num_kv_heads = decoder.config.num_kv_heads
         self.graphs = Graphs(self._decode_step, self.device)
         self.mixed = MixedPass(decoder, self.device_blocks, self.rows, self.seats)
         self.faults = Faults(idle(self.device), self._forget)
@@ -129,21 +129,21 @@ class DeviceExecutor:
         if self.device.type != "cuda":
             return
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
-        has_long = self.rows.tables.shape[1] * self.rows.block_size > LONG
-        longests = (0, LONG + 1) if has_long else (0,)
-        steps = list(product(longests, sorted(sizes, reverse=True)))
-        for done, (longest, num_rows) in enumerate(steps, start=1):
-            self._capture(num_rows, longest)
+        steps = [(num_rows, False) for num_rows in sorted(sizes, reverse=True)]
+        most = self.rows.tables.shape[1] * self.rows.block_size
+        steps += [(n, True) for n, _ in steps if are_uneven(n * self._num_kv_heads, most, 0)]
+        for done, (num_rows, is_uneven) in enumerate(steps, start=1):
+            self._capture(num_rows, is_uneven)
             if progress:
                 progress(done, len(steps))
-        self.mixed.warm_up(longests)
+        self.mixed.warm_up()
         torch.cuda.synchronize()
 
-    def _capture(self, num_rows: int, longest: int) -> None:
+    def _capture(self, num_rows: int, is_uneven: bool) -> None:
         self._decoding.fill_(self.seats.spare)
         self._sent = None
-        self._decode_step(num_rows, longest)
-        self.graphs.capture((num_rows, longest))
+        self._decode_step(num_rows, is_uneven)
+        self.graphs.capture((num_rows, is_uneven))
 
     def _update(self, plan: Plan) -> None:
         """Tell the device's seats what changed."""
@@ -168,7 +168,7 @@ class DeviceExecutor:
     def _decode(self, plan: Plan, flight: Flight) -> None:
         """Steps that need nothing from the host."""
         count = len(plan.decodes)
-        size = padded_rows(count), self._longest(plan.rows)
+        size = padded_rows(count), self._are_uneven(plan.rows)
         if size not in self.graphs and self.device.type == "cuda":
             self._capture(*size)
         if self._sent is None or not np.array_equal(self._sent, plan.rows):
@@ -187,18 +187,19 @@ class DeviceExecutor:
         self._decoding[: len(rows)].copy_(sent)
         self._sent, self._order = rows.copy(), np.argsort(order)
 
-    def _longest(self, rows: Rows) -> int:
-        """0 for all that are not long: a rough number, so that graphs are few."""
-        return LONG + 1 if len(rows) and self.rows.lengths[rows].max() > LONG else 0
+    def _are_uneven(self, rows: Rows) -> bool:
+        lengths, num_heads = self.rows.lengths[rows], self._num_kv_heads
+        longest, total = int(lengths.max(initial=0)), int(lengths.sum())
+        return are_uneven(padded_rows(len(rows)) * num_heads, longest, total * num_heads)
 
-    def _decode_step(self, num_rows: int, longest: int) -> None:
+    def _decode_step(self, num_rows: int, is_uneven: bool) -> None:
         """From the seats' latest tokens to their next ones, all on the device."""
         seats, (tokens, positions, slots) = self._decoding[:num_rows], self._inputs[:, :num_rows]
         start(seats, self.seats.tensors, self.rows.block_size, tokens, positions, slots)
         batch = Batch(
             tokens_t=tokens, positions_t=positions, slots_t=slots, seats_s=seats,
             tables_sw=self.seats.tensors.tables, starts_s=tokens, ends_s=tokens, sampled_n=tokens,
-            num_decodes=num_rows, longest_decode=longest,
+            num_decodes=num_rows, is_uneven=is_uneven,
         )  # fmt: skip
         logits = self.decoder.logits(self.decoder.forward(batch, self.device_blocks))
         sample(logits, seats, self.seats.columns, self._sampled[:num_rows], self._workspace)
@@ -207,7 +208,7 @@ class DeviceExecutor:
     def _mixed(self, plan: Plan, chunks: list[Chunk], flight: Flight, extra: Extra) -> None:
         """One pass over decodes and pieces of prompts."""
         last = [chunk for chunk in chunks if chunk.is_last]
-        hidden, sampled_n, first = self.mixed.run(plan.rows, chunks, self._longest(plan.rows))
+        hidden, sampled_n, first = self.mixed.run(plan.rows, chunks, self._are_uneven(plan.rows))
         self.rows.advance_lengths(plan.rows)
         for chunk in chunks:
             self.rows.lengths[chunk.request.row] = chunk.end

@@ -7,7 +7,6 @@ one launch does. A large pass keeps the device busy for as long as the host need
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -33,7 +32,7 @@ class Size(NamedTuple):
     decodes: int
     tokens: int  # of prompts
     chunks: int
-    longest: int  # decode, about
+    is_uneven: bool  # decodes are
 
 
 class Inputs(NamedTuple):
@@ -70,23 +69,24 @@ class MixedPass:
     ) -> None:
         self.decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
         most, width = len(rows.lengths), decoder.config.hidden_size
-        size = rounded_up(Size(most, MOST_TOKENS, most, 0))
+        size = rounded_up(Size(most, MOST_TOKENS, most, False))
         self._room = Inputs.room(size, blocks.device)
         self._hidden = decoder.norm.new_empty((size.decodes + size.tokens, width))
         self.graphs = Graphs(self._step, blocks.device, MOST_GRAPHS)
         self._seen: set[Size] = set()
 
-    def warm_up(self, longests: Sequence[int]) -> None:
+    def warm_up(self) -> None:
         """Run a few small passes of nobody, so that their kernels are there."""
         most = rounded(len(self._rows.lengths))
-        for decodes, longest in product((0, 1, 32, 64, 128, 256, most), longests):
-            size = Size(min(decodes, most), 16, 1, longest)
+        for decodes, is_uneven in product((0, 1, 32, 64, 128, 256, most), (False, True)):
+            size = Size(min(decodes, most), 16, 1, is_uneven)
             self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
             self._step(*size)
 
-    def run(self, rows: Rows, chunks: list[Chunk], longest: int) -> Found:
+    def run(self, rows: Rows, chunks: list[Chunk], is_uneven: bool) -> Found:
         """All rows decode, all chunks are computed; lengths of seats move on."""
-        exact = Size(len(rows), sum(each.end - each.start for each in chunks), len(chunks), longest)
+        num_tokens = sum(each.end - each.start for each in chunks)
+        exact = Size(len(rows), num_tokens, len(chunks), is_uneven)
         size = rounded_up(exact)
         is_small = exact.decodes + exact.tokens <= MOST_TOKENS and self.decoder.backend.fills_up
         if not is_small:
@@ -122,8 +122,8 @@ class MixedPass:
         inputs.longs[:, count:] = sent[: longs.size].view(3, size.tokens)
         return sent[longs.size :]
 
-    def _step(self, *numbers: int) -> None:
-        size = Size(*numbers)
+    def _step(self, decodes: int, tokens: int, chunks: int, is_uneven: bool) -> None:
+        size = Size(decodes, tokens, chunks, is_uneven)
         hidden = self._forward(size, self._room.of(size))
         self._hidden[: len(hidden)] = hidden
 
@@ -139,7 +139,7 @@ class MixedPass:
             tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=seats.tables,
             seats_s=seats_s[:-1], starts_s=starts_s[: size.chunks + 1],
             ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,
-            longest_decode=size.longest, longest=size.tokens,
+            is_uneven=size.is_uneven, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
 
@@ -147,7 +147,7 @@ class MixedPass:
 def rounded_up(size: Size) -> Size:
     """A little larger, so that few sizes come often."""
     chunks = 1 << (size.chunks - 1).bit_length() if size.chunks else 0
-    return Size(rounded(size.decodes), rounded(size.tokens), chunks, size.longest)
+    return Size(rounded(size.decodes), rounded(size.tokens), chunks, size.is_uneven)
 
 
 def rounded(count: int) -> int:

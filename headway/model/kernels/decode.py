@@ -232,14 +232,14 @@ def decode_attention(
     positions_s: Tensor,
     slots_s: Tensor | None = None,
     turn: Turn | None = None,
-    longest: int = 0,
+    is_uneven: bool = False,
     cut: Cut | None = None,
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
     With `turn` the token is new: see above; `slots_s` says where it is stored, negative: nowhere,
-    but it always sees itself. Without, queries and cache are ready. `longest` is about the longest
-    sequence: it decides how the work is cut, and so the speed, never the outcome.
+    but it always sees itself. Without, queries and cache are ready. `is_uneven` decides how the
+    work is cut, and so the speed, never the outcome: see `are_uneven`.
     """
     _, _, _, num_kv_heads, block_size, head_dim = blocks.shape
     num_sequences = len(seats_s)
@@ -247,7 +247,7 @@ def decode_attention(
         return
     dim_room, is_new = triton.next_power_of_2(head_dim), turn is not None
     room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
-    cut = cut or cut_for(num_sequences * num_kv_heads, longest, room, row_bytes)
+    cut = cut or cut_for(num_sequences * num_kv_heads, is_uneven, room, row_bytes)
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if cut.parts > 1:
         left = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)
@@ -269,23 +269,33 @@ def decode_attention(
         )  # fmt: skip
 
 
-LONG = 4096  # positions that one program reads in a time that others would not wait for
+MANY = 384  # programs that fill the device
+SHARE = 1024  # positions for a program, where sequences are so uneven that some are shared
 
 
-def cut_for(num_programs: int, longest: int, room: int, row_bytes: int) -> Cut:
+def are_uneven(num_programs: int, longest: int, total: int) -> bool:
+    """Whether many programs, one for each sequence and head, would wait for the longest sequence.
+
+    `total`: positions that they read in all. One of them reads a position while the device reads
+    about 140; to join what several found takes as long as 350.
+    """
+    return num_programs >= MANY and longest > max(SHARE, total / 140 + 350)
+
+
+def cut_for(num_programs: int, is_uneven: bool, room: int, row_bytes: int) -> Cut:
     """For so many programs if none were shared, and sequences of up to `room` positions.
 
     Found by trying on an H200.
 
-    Many: one for each sequence, longest first, unless one is so long that all would wait for it.
+    Many: one for each sequence, longest first, unless all would wait for the longest.
     Few: as many as fill the device, but none with next to nothing to do.
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
-    if num_programs >= 384:
-        parts = 8 if longest > LONG else 1
+    if num_programs >= MANY:
+        parts = 8 if is_uneven else 1
         if num_programs >= 1200:
-            return Cut(parts, LONG, 16, 1, max(2, 4 // depth))
-        return Cut(parts, LONG, max(16, 64 // depth), 4, 3)
+            return Cut(parts, SHARE, 16, 1, max(2, 4 // depth))
+        return Cut(parts, SHARE, max(16, 64 // depth), 4, 3)
     least = 128 if num_programs > 32 else 64
     parts = triton.next_power_of_2(min(1056 // num_programs, triton.cdiv(room, least), 64))
     if num_programs > 32:
