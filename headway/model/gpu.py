@@ -200,9 +200,12 @@ class WidePass:
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
         self._turns, self._kernels = turns_pd, kernels
+        self._seen: Tensor | None = None  # [T, H, D], zero where nobody writes
 
     def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
+        if self._seen is None:
+            self._seen = x.new_zeros((len(x), self._config.num_heads, self._config.head_dim))
         qkv = _wide(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         rotate_and_store(
             qkv, num_heads=self._config.num_heads, num_kv_heads=self._config.num_kv_heads,
@@ -210,21 +213,20 @@ class WidePass:
             sine_pd=self._turns[1], positions_t=self._batch.positions_t,
             slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
         )  # fmt: skip
-        _wide_add(x, self._attention(number, qkv), layer.output)
+        self._attend(number, qkv, self._seen)
+        _wide_add(x, self._seen.flatten(1), layer.output)
         inner = _wide(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
         _wide_add(x, silu_multiply(inner), layer.down)
         return x
 
-    def _attention(self, number: int, qkv: Tensor) -> Tensor:
+    def _attend(self, number: int, qkv: Tensor, out: Tensor) -> None:
         batch, config = self._batch, self._config
         heads = config.num_heads + 2 * config.num_kv_heads
         q = qkv.view(-1, heads, config.head_dim)[:, : config.num_heads]
-        out = qkv.new_zeros(q.shape)  # rows of nobody are not written
         if batch.num_decodes:
             self._kernels.decode(number, q, out, batch, self._blocks)
         if batch.longest:
             self._kernels.prefill(number, q, out, batch, self._blocks)
-        return out.flatten(1)
 
 
 def _wide(x: Tensor, weight: Weight) -> Tensor:
