@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 if not torch.cuda.is_available():
@@ -216,6 +217,23 @@ def test_only_the_rows_given_are_written() -> None:
     prefill.prefill_attention(world.q_thd, room[:, :, :80], **world.arguments())
     assert_close(room[:, :, :80], expected(world))
     assert (room[:, :, 80:] == 7.0).all()
+
+
+@TYPES
+def test_nobodys_sequences_and_rows_change_nothing(dtype: torch.dtype) -> None:
+    world = world_of(Case(sequences=((3, 0), (40, 5), (1, 70), (9, 9), (2, 0)) * 5, dtype=dtype))
+    count, most, nobody = len(world.q_thd), 32 - len(world.ends_s), len(world.tables) - 1
+    padded = replace(
+        world,
+        q_thd=torch.cat([world.q_thd, torch.zeros_like(world.q_thd[:20])]),
+        seats_s=F.pad(world.seats_s, (0, most), value=nobody),
+        starts_s=F.pad(world.starts_s, (0, most), value=count),
+        ends_s=F.pad(world.ends_s, (0, most)),
+    )
+    out = poisoned(padded)
+    prefill.prefill_attention(padded.q_thd, out, **padded.arguments())
+    assert_close(out[:count], expected(world))
+    assert out[count:].isnan().all()
 
 
 @pytest.mark.parametrize("sequences", [(), ((0, 0),), ((0, 5), (0, 0))])
