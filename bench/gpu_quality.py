@@ -6,7 +6,8 @@
 
 perplexity    of the licence's first --tokens tokens, from the logprobs of a prompt: prefill
 ratio         ours / that of transformers in the same type; the goal is within 1 percent
-firsts        prompts of tests/real.py whose first token is that of transformers in the same type
+firsts        prompts of tests/real.py whose first token is that of transformers in the same type;
+              and `as_float32`: how often each of the two agrees with transformers in float32
 decodes       of --output greedy tokens after each prompt, the share that transformers finds most
               probable too, given all before it; `regret` is how much less probable, in nats, the
               others are to transformers in float32
@@ -161,6 +162,11 @@ def compare(
 ) -> Figures:
     """Our figures beside those of transformers in the same type, and in float32 for the regret."""
     outputs, their_firsts = ours.pop("outputs"), theirs.firsts(prompts)
+    right = exact.firsts(prompts)
+    as_float32 = {
+        "ours": sum(outputs[name][0] == right[name] for name in prompts),
+        "transformers": sum(their_firsts[name] == right[name] for name in prompts),
+    }
     unlike = [name for name in prompts if outputs[name][0] != their_firsts[name]]
     num_same, num_tokens, regrets = 0, 0, []
     for name, prompt in prompts.items():
@@ -175,7 +181,10 @@ def compare(
     ratio = ours["perplexity"] / perplexity
     return ours | {
         "transformers_perplexity": perplexity, "ratio": ratio, "reached": abs(ratio - 1) <= GOAL,
-        "firsts": {"same": len(prompts) - len(unlike), "of": len(prompts), "unlike": unlike},
+        "firsts": {
+            "same": len(prompts) - len(unlike), "of": len(prompts), "unlike": unlike,
+            "as_float32": as_float32,
+        },
         "decodes": {
             "same": num_same, "of": num_tokens, "share": num_same / num_tokens,
             "mean_regret": sum(regrets) / len(regrets), "worst_regret": max(regrets),
