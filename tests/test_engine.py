@@ -359,6 +359,15 @@ def test_why_names_the_seats() -> None:
     assert "3 more wait because all 2 seats are taken" in engine.why()
 
 
+def test_why_names_the_seats_that_are_kept_for_others() -> None:
+    engine, _ = make(max_requests=8, queue="fair", num_blocks=200)
+    engine.add("small", [1], params(client="small"))
+    for i in range(9):
+        engine.add(f"r{i}", [i], params(i, client="heavy"))
+    engine.step()
+    assert "1 of 8 seats are free, and kept for clients that hold few" in engine.why()
+
+
 def test_why_names_the_tokens_of_a_prompt_that_may_not_be_cut() -> None:
     engine, _ = make(name="minivllm")
     engine.add("a", [1] * 20, params())

@@ -9,6 +9,7 @@ from headway.scheduler import Scheduler
 
 SENTENCES = {
     "seats": "all {limit} seats are taken",
+    "kept seats": "{have} of {limit} seats are free, and kept for clients that hold few",
     "tokens": "it wants {need} tokens and {have} are left of the step's budget",
     "blocks": "it needs {need} free KV blocks and {have} are free",
     "headroom": "admission must leave blocks free: it asks for {need} and {have} are free",
@@ -68,4 +69,6 @@ def _waiting(scheduler: Scheduler) -> list[str]:
 
 
 def _sentence(blocked: Blocked, limit: int) -> str:
-    return SENTENCES[blocked.reason].format(need=blocked.need, have=blocked.have, limit=limit)
+    is_kept = blocked.reason == "seats" and blocked.have > 0
+    reason = "kept seats" if is_kept else blocked.reason
+    return SENTENCES[reason].format(need=blocked.need, have=blocked.have, limit=limit)

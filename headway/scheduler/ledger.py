@@ -1,7 +1,8 @@
 """How much service every client has had: the virtual token counters behind fair queueing.
 
-A prompt is charged when it is admitted, an output when it leaves its seat. A client that comes
-back from a pause starts level with the least served active one: idling saves up no credit.
+A request is charged when it leaves its seat. A client that comes back from a pause starts level with
+the least served active one, seats aside: idling saves up no credit, but it may have as much in
+seats as that one has before it is served more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ MOST_IDLE = 1024  # idle clients remembered
 
 
 class Ledger:
-    """Weighted tokens served, by client group."""
+    """Weighted tokens served to requests that have left their seats, by client group."""
 
     def __init__(self) -> None:
         self.served: dict[str, float] = {}
@@ -35,8 +36,8 @@ class Ledger:
             if len(self.served) > len(self._active) + MOST_IDLE:
                 self._forget_idle()
 
-    def charge(self, group: str, num_prompt: int, num_output: int) -> None:
-        self.served[group] += num_prompt + OUTPUT_WEIGHT * num_output
+    def charge(self, group: str, service: float) -> None:
+        self.served[group] += service
 
     def _forget_idle(self) -> None:
         """The least served of the idle ones: they would start level with the active anyway."""

@@ -114,6 +114,8 @@ def _delays(requests: list[Request], world: World) -> tuple[Floats, Floats]:
     todo = np.array([max(0, r.prefill_end - r.num_computed) for r in requests], dtype=np.float64)
     todo[-1] = max(0, world.num_uncached(requests[-1]) - world.tokens_left)
     rate = max(1, world.max_tokens - len(requests))  # the others may all decode by then
+    if todo[:-1].any() and len(world.service()) > 1:  # served in turn: others may pass a begun one
+        return np.zeros(len(todo)), np.where(todo > 0, np.ceil(todo.sum() / rate), 0.0)
     late: Floats = np.where(todo > 0, np.ceil(np.cumsum(todo) / rate), 0.0)
     return np.where(todo > 0, 1.0, 0.0), late
 

@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 from typing import Any
 
 from headway.config import Checked, QueueRule, World, count, number
@@ -75,14 +76,26 @@ class WaitingQueue:
                 yield group[passed][1]
                 passed += len(self._keys) == length  # it was not taken
 
-    def _walk_in_turn(self) -> Iterator[Request]:
+    def has_others(self, request: Request) -> bool:
+        """Whether somebody of another group waits."""
+        return len(self._groups) > (self.rule.group(request) in self._groups)
+
+    def walk_within(self, most: float) -> Iterator[Request]:
+        """As `walk`, but only who, given all of it, leaves its group served no more than `most`."""
+        if self.rule.drifts:
+            self._sort_again()
+        return self._walk_in_turn(most)
+
+    def _walk_in_turn(self, most: float = inf) -> Iterator[Request]:
         """The group served least first; taking a request adds to what its group was served."""
         service = self._world.service
         heap = [(service().get(n, 0.0), g[0][0], n, 0) for n, g in self._groups.items()]
         heapify(heap)
         while heap:
-            _, _, name, passed = heappop(heap)
+            served, _, name, passed = heappop(heap)
             group, length = self._groups[name], len(self._keys)
+            if served + group[passed][1].num_known > most:
+                continue
             yield group[passed][1]
             passed += len(self._keys) == length
             if passed < len(group):

@@ -186,11 +186,11 @@ class Scheduler:
         return self._step.tokens_left
 
     def service(self) -> dict[str, float]:
-        """Weighted tokens served to every group, what is being generated now included."""
+        """Weighted tokens served to every group; those in seats count with their whole prompts."""
         if self._service is None:
             self._service, group = self.ledger.served.copy(), self.config.queue.group
             for request in self.running:
-                self._service[group(request)] += OUTPUT_WEIGHT * _num_sampled(request)
+                self._service[group(request)] += _served(request)
         return self._service
 
     def place(self, request: Request) -> Any:
@@ -216,10 +216,8 @@ class Scheduler:
         is_resume = request.history.admission >= 0
         if not is_resume:
             request.history.num_cached = num_hit
-            group = self.config.queue.group(request)
-            self.ledger.charge(group, request.num_prompt, 0)
-            if self._service is not None:
-                self._service[group] += request.num_prompt
+        if self._service is not None:
+            self._service[self.config.queue.group(request)] += _served(request)
         request.history.admission = self._num_admitted
         self._num_admitted += 1
         num_swapped = survey.num_computed - num_hit
@@ -249,7 +247,7 @@ class Scheduler:
 
     def _unseat(self, request: Request) -> None:
         """Out of the seat; the caller gives back its blocks."""
-        self.ledger.charge(self.config.queue.group(request), 0, _num_sampled(request))
+        self.ledger.charge(self.config.queue.group(request), _served(request))
         request.history.furthest = max(request.history.furthest, request.num_computed)
         if request in self.lockstep.members:
             self.lockstep.leave(request)
@@ -305,6 +303,8 @@ class Scheduler:
         self.in_flight.append(plan)
 
 
-def _num_sampled(request: Request) -> int:
-    """Tokens sampled, or planned to be, since the request took its seat."""
-    return max(0, request.num_computed + 1 - request.prefill_end)
+def _served(request: Request) -> float:
+    """Weighted tokens that a seat gives: the prompt, if it is its first, and what it sampled."""
+    num_prompt = 0 if request.history.num_preemptions else request.num_prompt
+    num_sampled = max(0, request.num_computed + 1 - request.prefill_end)  # or planned to be
+    return num_prompt + OUTPUT_WEIGHT * num_sampled

@@ -7,10 +7,12 @@ that is not taken leaves its reason, with what it needed and what was there.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from headway.plan import Behind, Blocked, Chunk, Plan, Reason
 from headway.request import Request, State
+from headway.scheduler import turns
 
 if TYPE_CHECKING:
     from headway.scheduler.scheduler import Scheduler
@@ -96,15 +98,32 @@ class Step:
                 lockstep.join(request)
 
     def prefill(self) -> None:
-        """Continue prompts that an earlier step cut."""
-        if not self._scheduler.prefilling:
+        """Continue prompts that an earlier step cut, behind newcomers who may pass them."""
+        scheduler = self._scheduler
+        if not scheduler.prefilling:
             return
         given = {chunk.request for chunk in self.plan.chunks}
-        for request in list(self._scheduler.prefilling):
+        begun = [request for request in scheduler.prefilling if request not in given]
+        for place, request in enumerate(begun):
+            if self.tokens_left <= 0:
+                break
+            if scheduler.queue.has_others(request):
+                self._let_pass(begun[place:])
             granted = self._granted(request.prefill_end - request.num_computed)
-            if granted and request not in given:
+            if granted:
                 self._compute(request, granted)
                 self.tokens_left -= granted
+
+    def _let_pass(self, begun: list[Request]) -> None:
+        """Seat the newcomers who may pass the first of these, and put them before all of these."""
+        scheduler = self._scheduler
+        passing = scheduler.queue.walk_within(turns.had_by(begun[0], scheduler))
+        num_seated, first = len(scheduler.running), next(passing, None)
+        if first is not None:
+            self._admit(chain((first,), passing))
+        if len(scheduler.running) > num_seated:
+            for request in begun:
+                scheduler.prefilling[request] = scheduler.prefilling.pop(request)
 
     def admit(self, *, charge_cached: bool = False) -> None:
         """Seat waiting requests in the queue's order, until one does not fit."""
@@ -246,7 +265,7 @@ class Step:
     def _try(self, request: Request, charge_cached: bool) -> Blocked | None:
         """Seat a request if tokens and blocks allow; otherwise say what is missing."""
         scheduler, kv = self._scheduler, self._scheduler.kv
-        if blocked := self._must_wait(request):
+        if blocked := self._must_wait(request) or turns.leaves_seats(request, scheduler):
             return blocked
         survey = kv.survey(request)
         want = request.num_known - survey.num_computed
