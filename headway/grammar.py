@@ -7,10 +7,10 @@ with it make a matcher of its `source`. llguidance reads it, and is loaded when 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from headway.errors import InvalidRequest
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls")
 MOST_CHARACTERS = 100_000
-COSTLIEST = 0.5  # seconds that reading a grammar may take; an engine waits for as long
+QUOTED = re.compile(r"^\s*(?:\d+ \|.*|\^+)$", re.MULTILINE)  # a line of it, or what marks its place
+COSTLIEST = 0.5  # seconds of a core that reading a grammar may take
+MOST_KNOWN = 256
 # One space, or a line break and its indentation: a model cannot go on with blanks for ever.
 BLANKS = r" |\n {0,40}"
 
@@ -37,6 +39,8 @@ class Grammar:
             raise InvalidRequest(f"a grammar is one of {', '.join(KINDS)}, not {self.kind!r}")
         if not isinstance(self.text, str):
             raise InvalidRequest(f"{self.kind} must be a text, not {self.text!r}")
+        if not self.text.isascii():
+            _check_characters(self.kind, self.text)
         if len(self.text) > MOST_CHARACTERS:
             raise InvalidRequest(
                 f"{self.kind} has {len(self.text)} characters; {MOST_CHARACTERS} is the most"
@@ -93,14 +97,23 @@ class Grammar:
 
 def with_few_blanks(schema: Mapping[str, Any], **more: bool) -> dict[str, Any]:
     """A schema whose blanks are bounded, unless it has its own rules for them."""
-    own = schema.get("x-guidance", {})
+    own = _guidance(schema)
     return {**schema, "x-guidance": {"whitespace_pattern": BLANKS, **more, **own}}
+
+
+def is_known(grammar: Grammar) -> bool:
+    """Whether it was checked of late, so that checking it again takes no time."""
+    return grammar in _problems
 
 
 def check(grammar: Grammar) -> None:
     """InvalidRequest, with the reason, if a grammar cannot be read or allows no text at all."""
     try:
-        problem = _problem(grammar)
+        problem = _problems.get(grammar)
+        if problem is None:
+            problem = _problems[grammar] = _problem(grammar)
+            while len(_problems) > MOST_KNOWN:  # the oldest; another thread may be as fast
+                _problems.pop(next(iter(_problems)), None)
     except ImportError:
         raise InvalidRequest(
             f"{grammar.kind} needs the package llguidance, which is not installed here"
@@ -109,16 +122,18 @@ def check(grammar: Grammar) -> None:
         raise InvalidRequest(f"{grammar.kind} cannot be used: {problem}")
 
 
-@lru_cache(maxsize=256)
+_problems: dict[Grammar, str] = {}  # of those that were checked; empty: none
+
+
 def _problem(grammar: Grammar) -> str:
     from llguidance import LLMatcher, LLTokenizer
 
-    source, begun = grammar.source, time.perf_counter()
+    source, begun = grammar.source, time.thread_time()  # whatever else runs here does not count
     matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=limits(grammar))
     is_read = not matcher.is_error()
     if is_read:
         matcher.compute_bitmask()
-    seconds = time.perf_counter() - begun
+    seconds = time.thread_time() - begun
     if matcher.is_error():
         return one_line(matcher.get_error()) if is_read is False else "no text satisfies it"
     if seconds > COSTLIEST:
@@ -137,8 +152,8 @@ def limits(grammar: Grammar) -> LLParserLimits:
 
 
 def one_line(error: str) -> str:
-    """llguidance's words without their line breaks and marks."""
-    return " ".join(error.replace("<non-verbose/>", "").split())[:500]
+    """llguidance's words without their line breaks, and without what they quote of the grammar."""
+    return " ".join(QUOTED.sub("", error.replace("<non-verbose/>", "")).split())[:500]
 
 
 def _schema(schema: object) -> object:
@@ -149,9 +164,24 @@ def _schema(schema: object) -> object:
             raise InvalidRequest(f"json_schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
         raise InvalidRequest(f"json_schema must be an object, not {schema!r}")
-    if not isinstance(schema.get("x-guidance", {}), Mapping):
-        raise InvalidRequest("json_schema: x-guidance must be an object")
+    _guidance(schema)
     return dict(schema)
+
+
+def _guidance(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """llguidance's own settings, which may stand in a schema."""
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, Mapping):
+        raise InvalidRequest(f"json_schema: x-guidance must be an object, not {own!r}")
+    return own
+
+
+def _check_characters(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"{text[error.start]!r} at character {error.start}"
+        raise InvalidRequest(f"{name} holds {half}: half of a surrogate pair") from None
 
 
 def _json(name: str, value: object) -> str:

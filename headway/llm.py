@@ -86,13 +86,15 @@ class LLM:
         )  # fmt: skip
         self.config = self.loaded.config
         self.executor = make_executor(self.loaded.decoder, self.config, progress)
-        self.executor.sampler.grammars.use(self.tokenizer, self.loaded.eos_ids)
+        matchers = self.executor.sampler.grammars.matchers
+        matchers.use(self.tokenizer, self.loaded.eos_ids)
         clock = RealClock()
         self.executor.now = clock.now
         if self.loaded.is_on_gpu:
             self.config = with_measured_swap(self.config, self.executor)
         depth = int(self.loaded.is_on_gpu) if depth is None else depth
         self.engine = Engine(Scheduler(self.config), self.executor, clock, depth=depth)
+        self.engine.preparation = matchers
         self._trace: IO[str] | None = None
         if trace_out is not None:
             self._trace = _opened(Path(trace_out))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 import re
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from headway import LLM, Engine, Grammar, Params, Request, SamplingParams, Scheduler, preset
 from headway.engine.asking import Asking
+from headway.engine.async_engine import AsyncEngine
 from headway.errors import InvalidRequest
 from headway.executor.torch.executor import TorchExecutor
 from headway.executor.torch.grammar import Grammars, unpacked, unpacked_there
@@ -27,6 +29,7 @@ from headway.loading import find_tokenizer
 from headway.model.checkpoint import open_checkpoint
 from headway.model.decoder import Decoder
 from headway.model.plain import PlainBackend
+from headway.plan import StepReport
 from headway.sampling import Sampling
 from tests import real
 
@@ -84,7 +87,7 @@ WIDTH = 300  # logits: more than there are tokens
 
 def a_sampler(num_rows: int) -> Sampler:
     sampler = Sampler(num_rows, WIDTH)
-    sampler.grammars.use(LETTERS, {LETTERS.end})
+    sampler.grammars.matchers.use(LETTERS, {LETTERS.end})
     return sampler
 
 
@@ -281,7 +284,7 @@ def test_a_grammar_that_needs_too_much_work_is_told() -> None:
 )
 def test_a_grammar_that_nobody_can_follow_is_told(speller: Any, ends: Any, reason: str) -> None:
     sampler, request = a_sampler(1), a_request(GRAMMARS[0])
-    sampler.grammars.use(speller, ends)
+    sampler.grammars.matchers.use(speller, ends)
     sampler.seat(0, request, [0])
     assert answer(sampler, 0, noise(8, 1)) == [LETTERS.end]
     assert reason in sampler.grammars.take_failed()[request]
@@ -289,11 +292,32 @@ def test_a_grammar_that_nobody_can_follow_is_told(speller: Any, ends: Any, reaso
 
 def test_many_grammars_do_not_pile_up() -> None:
     grammars = Grammars(WIDTH)
-    grammars.use(LETTERS, {LETTERS.end})
+    grammars.matchers.use(LETTERS, {LETTERS.end})
     for number in range(100):
         asked = Sampling(grammar=Grammar.choice([f"number {number}"]))
         grammars.seat(number % 3, a_request(None), asked)
-    assert len(grammars._ready) <= 32 and len(grammars._followers) == 3
+    assert len(grammars.matchers._kept) <= 32 and len(grammars._followers) == 3
+
+
+def test_a_request_that_was_made_ready_carries_what_was_read() -> None:
+    grammars = Grammars(WIDTH)
+    grammars.matchers.use(LETTERS, {LETTERS.end})
+    plain = Params(sampling=Sampling())
+    assert grammars.matchers.ready(plain) is plain
+    asked = Params(sampling=Sampling(grammar=Grammar.choice(["ab"])))
+    assert grammars.matchers.ready(asked) is None
+    made = grammars.matchers.make_ready(asked)
+    assert grammars.matchers.ready(made) == made == grammars.matchers.ready(asked)
+    assert made == replace(asked, sampling=made.sampling) and isinstance(made.sampling, Sampling)
+    grammars.matchers.use(None, ())  # from here on nothing can be read
+    for row, params in enumerate((made, made, asked)):
+        request = Request(str(row), [0], params)
+        grammars.seat(row, request, params.sampling)  # type: ignore[arg-type]
+        assert (request in grammars.take_failed()) == (params is asked)
+    words = grammars._words([grammars._followers[0]])
+    allowed = np.flatnonzero(unpacked(words, WIDTH, torch.device("cpu"))[0].numpy())
+    spelled = [LETTERS.spell(id).spelled for id in allowed.tolist()]
+    assert spelled and all(b"ab".startswith(each) for each in spelled)
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +338,7 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
 
     def outputs(*asked: tuple[str, Grammar | None]) -> dict[str, Request]:
         executor = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config)
-        executor.sampler.grammars.use(tokenizer, ends)
+        executor.sampler.grammars.matchers.use(tokenizer, ends)
         engine = Engine(Scheduler(config), executor, depth=depth)
         found = {}
         for id, grammar in asked:
@@ -394,7 +418,7 @@ def test_a_grammar_travels_between_processes() -> None:
 def test_a_real_model_keeps_to_its_grammars_whatever_happens_to_it(smollm2: Path) -> None:
     tight = {"block_size": 4, "num_blocks": 32, "max_requests": 7, "decode_steps": 2}
     trial = real.Trial(real.decoder(), "vllm_v1", depth=1, **tight)
-    trial.engine.executor.sampler.grammars.use(real.tokenizer(), {2})  # type: ignore[attr-defined]
+    trial.engine.executor.sampler.grammars.matchers.use(real.tokenizer(), {2})  # type: ignore[attr-defined]
     prompt = real.tokenizer().encode("Ada was born in 1815. As JSON:")
     asked = {}
     for number, grammar in enumerate((GRAMMARS[0], GRAMMARS[2], Grammar.choice(["yes", "no"]))):
@@ -424,6 +448,64 @@ def test_the_offline_api_takes_a_grammar(tiny: Path) -> None:
         assert "cannot be followed" in (broken[0].samples[0].error or "")
 
 
+def huge(number: int) -> Grammar:
+    """A schema that takes a tenth of a second to read, or more."""
+    kinds = [
+        {
+            "type": "object",
+            "properties": {
+                f"k{number}_{i}": {"type": "integer", "minimum": i, "maximum": i * 1000 + 7},
+                f"m{i}": {"type": "string", "format": "date-time"},
+            },
+            "required": [f"k{number}_{i}"],
+        }
+        for i in range(250)
+    ]
+    return Grammar.json_schema({"anyOf": kinds})
+
+
+def test_an_engine_goes_on_while_huge_grammars_are_read(smollm2: Path) -> None:
+    with LLM(str(smollm2), kv_memory="64MiB", threads=1) as llm:
+        matchers = llm.executor.sampler.grammars.matchers
+        matchers.warm_up()
+        steps: list[StepReport] = []
+        llm.engine.observers.append(steps.append)
+        seen: list[int] = []  # steps while a grammar was read
+
+        class Watched:
+            ready = staticmethod(matchers.ready)
+
+            def make_ready(self, params: Params) -> Params:
+                before = len(steps)
+                made = matchers.make_ready(params)
+                seen.append(len(steps) - before)
+                return made
+
+        llm.engine.preparation = Watched()
+
+        async def answer(engine: AsyncEngine, id: str, params: Params) -> list[int]:
+            stream = engine.stream(id, [1, 2, 3], params)
+            return [token async for updates in stream for u in updates for token in u.tokens]
+
+        async def work() -> None:
+            engine = AsyncEngine(llm.engine)
+            await engine.start()
+            other = asyncio.create_task(answer(engine, "other", Params(max_tokens=400)))
+            while len(steps) < 3:
+                await asyncio.sleep(0.001)
+            ends = {"max_tokens": 8, "eos_ids": llm.asking.eos_ids}
+            asked = [Params(sampling=Sampling(grammar=huge(n)), **ends) for n in range(4)]
+            texts = [answer(engine, str(n), params) for n, params in enumerate(asked)]
+            found = await asyncio.gather(*texts)
+            assert all(llm.tokenizer.decode(each).startswith("{") for each in found)
+            other.cancel()
+            await asyncio.wait([other])
+            await engine.close()
+
+        asyncio.run(asyncio.wait_for(work(), 60))
+    assert len(seen) == 4 and sum(seen) >= 4  # none at all, if the engine read them
+
+
 class Digits:
     """An end, ten digits and letters for the rest of a vocabulary."""
 
@@ -449,7 +531,7 @@ def test_a_device_that_runs_ahead_waits_for_grammars() -> None:
 
     def outputs(make: Any, depth: int) -> list[list[int]]:
         executor = make(config, about)
-        executor.sampler.grammars.use(Digits(about.vocab_size), {0})
+        executor.sampler.grammars.matchers.use(Digits(about.vocab_size), {0})
         engine = Engine(Scheduler(config), executor, depth=depth)
         requests = []
         for number, grammar in enumerate((Grammar.regex("[0-9]{2}"), None, DEAD_END)):

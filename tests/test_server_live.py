@@ -36,7 +36,7 @@ from headway.plan import Plan, StepResult
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.queues import custom
-from headway.server import errors, live
+from headway.server import live, problems
 from headway.server.context import Context
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from headway.server.logs import AccessLog, setup
@@ -91,7 +91,7 @@ async def drain(engine: AsyncEngine, id: str, params: Params) -> None:
 
 def client(engine: AsyncEngine) -> httpx.AsyncClient:
     app = FastAPI()
-    errors.install(app)
+    problems.install(app)
     app.include_router(live.router(cast(Context, SimpleNamespace(engine=engine))))
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
 
@@ -374,8 +374,35 @@ def test_top_draws_any_snapshot_and_no_name_steers_the_terminal(
     text = cast(io.StringIO, console.file).getvalue()
     assert "\x1b" not in text and "lost" in text
     if width == 120:
-        assert "2 running" in text and "1 waiting" in text and "a ([red]Bob)" in text
+        assert "2 running" in text and "1 waiting" in text and "[red]Bob" in text
         assert "all 2 seats are taken" in text and "2 of 2" in text and "a is seated" in text
+
+
+@pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24), (60, 20)])
+def test_top_cuts_no_number_and_takes_no_more_than_the_screen(
+    snapshot: dict[str, Any], width: int, height: int
+) -> None:
+    long = {"id": f"chatcmpl-{'0123456789ab' * 2}-0", "client": "a client with a long name"}
+    numbers = {"prompt": 98_765, "computed": 43_210, "output": 7_654, "most": 8_000}
+    numbers |= {"age": 99.5, "state": "prefill"}
+    rows = [{**row, **long, **numbers} for row in snapshot["running"] + snapshot["waiting"]] * 30
+    rows = [{"reason": "all 2 seats are taken", **row} for row in rows]
+    words = f"{long['id']} is seated, 43,210 of 98,765 tokens from the cache and so on"
+    said = [{"step": 123_456, "kind": "seated", "words": words}] * 30
+    rates = {**snapshot["rates"], "ttft": 1.5, "output_tokens": 31_000.0}
+    full = {**snapshot, "running": rows, "waiting": rows, "decisions": said, "rates": rates}
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(picture(full, width, height))
+    lines = cast(io.StringIO, console.file).getvalue().splitlines()
+    assert len(lines) <= height and max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "31,000 tokens/s" in text and "first token 1.5 s" in text and "012345678" not in text
+    at = next(place for place, line in enumerate(lines) if "running" in line) + 1
+    assert all(
+        part in lines[at] for part in ("01234567-0", "43,210/98,765", "7,654/8,000", "99.5 s")
+    )
+    at = next(place for place, line in enumerate(lines) if "waiting" in line) + 1
+    assert "99.5 s" in lines[at] and "all 2 seats are taken" in lines[at]
 
 
 @pytest.fixture

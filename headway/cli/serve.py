@@ -34,7 +34,7 @@ Model = Annotated[
         show_default="smollm2-135m",
     ),
 ]  # fmt: skip
-NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 log = logging.getLogger(__name__)
 
 
@@ -105,6 +105,7 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
     from headway.server.serving import Served
 
     llm = model.load()
+    llm.executor.sampler.grammars.matchers.warm_up()  # later it would hold up everybody's streams
     config, loaded = llm.config, llm.loaded
     facts = Facts(
         asking=llm.asking, model_name=serving.served_model_name or _short(model.model),

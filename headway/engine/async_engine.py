@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
 
 from headway import errors
+from headway.engine.anteroom import Anteroom
 from headway.engine.engine import Engine
+from headway.engine.handover import Handover
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.messages import (
     Ask,
@@ -28,12 +31,16 @@ from headway.engine.messages import (
     Refusal,
     Reply,
     Submit,
+    Tokens,
     ToLoop,
     Update,
 )  # fmt: skip
-from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestError
+from headway.engine.stream import Stream
+from headway.errors import ExecutorError, InvalidRequest, Overloaded
 from headway.request import Params
 
+PATIENCE = 0.002  # seconds that the next step may be put off
+MOST_TOKENS = 64  # of a step, for it to be worth that
 Receive = Callable[[list[FromLoop]], None]
 
 
@@ -53,18 +60,21 @@ class ThreadPort:
 
     def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
         self.loop = EngineLoop(engine, self._deliver, limits)
+        self._anteroom = Anteroom(self.loop.post, engine.preparation)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._receive: Receive | None = None
-        self._asyncio: asyncio.AbstractEventLoop | None = None
+        self._handover: Handover | None = None
+        # With depth 1 a device is at work on the next step meanwhile, and must not run dry.
+        self._gives_way = engine.depth == 0
 
     async def open(self, receive: Receive) -> None:
-        self._receive, self._asyncio = receive, asyncio.get_running_loop()
+        self._handover = Handover(asyncio.get_running_loop(), receive)
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
-        self.loop.post(messages)
+        self._anteroom.send(messages)
 
     async def close(self) -> None:
+        self._anteroom.close()
         self.loop.stop()
         await asyncio.to_thread(self._thread.join)
 
@@ -75,41 +85,14 @@ class ThreadPort:
             return
 
     def _deliver(self, messages: list[FromLoop]) -> None:
-        assert self._asyncio is not None and self._receive is not None, "opened before it runs"
-        if not self._asyncio.is_closed():
-            self._asyncio.call_soon_threadsafe(self._receive, messages)
-
-
-class Stream:
-    """What one request has gained and nobody has read yet."""
-
-    __slots__ = ("_news", "is_over", "pending", "refusal")
-
-    def __init__(self) -> None:
-        self.pending: list[Update] = []
-        self.refusal: Exception | None = None
-        self.is_over = False
-        self._news = asyncio.Event()
-
-    def put(self, update: Update) -> None:
-        self.pending.append(update)
-        self._news.set()
-
-    def fail(self, error: Exception) -> None:
-        self.refusal = error
-        self._news.set()
-
-    async def take(self) -> list[Update]:
-        """All that has come since; waits for something. Raises what made the request fail."""
-        await self._news.wait()
-        self._news.clear()
-        if self.pending:
-            taken, self.pending = self.pending, []
-            if self.refusal is not None:
-                self._news.set()
-            return taken
-        assert self.refusal is not None, "woken for a reason"
-        raise self.refusal
+        """Both threads need the interpreter: what there is goes out before the next step begins."""
+        if self._handover is None:  # stepped by hand: nobody listens
+            return
+        self._handover.deliver(messages)
+        if self._gives_way:
+            num_tokens = sum(len(each.ids) for each in messages if isinstance(each, Tokens))
+            if num_tokens <= MOST_TOKENS:
+                self._handover.give_way(PATIENCE)
 
 
 class AsyncEngine:
@@ -147,29 +130,34 @@ class AsyncEngine:
 
         Raises what the engine refused it for. Leaving early, or being cancelled, ends the request.
         """
+        with self.submitted(id, prompt, params) as stream:
+            while stream.num_open:
+                yield await stream.take()
+
+    @contextmanager
+    def submitted(self, id: str, prompt: Sequence[int], params: Params) -> Iterator[Stream]:
+        """A request's stream, to take from until nothing of it is open; leaving ends the rest."""
+        self._check_free(id)
+        # A wrong number of samples is refused, which takes one answer.
+        stream = self._streams[id] = Stream(max(1, params.n))
+        try:
+            self.port.send([Submit(id, prompt, params)])
+            yield stream
+        finally:
+            del self._streams[id]
+            num_open = stream.num_open - sum(u.end is not None for u in stream.pending)
+            if num_open and stream.refusal is None and self.gone is None:  # it is still there
+                self._left[id] = num_open
+                self.port.send([Cancel(id)])
+
+    def _check_free(self, id: str) -> None:
+        """Whether a request may come under this id; raises why not."""
         if id in self._streams or id in self._left:
             raise InvalidRequest(f"request {id!r}: this id is in use")
         if self.gone is not None:
             raise ExecutorError(f"the engine has ended: {self.gone}")
         if self.is_closing:
             raise Overloaded("the server is shutting down and takes nothing new")
-        stream = self._streams[id] = Stream()
-        num_open = max(1, params.n)  # a wrong number is refused, which takes one answer
-        try:
-            self.port.send([Submit(id, prompt, params)])
-            while num_open:
-                updates = await stream.take()
-                num_open -= sum(update.end is not None for update in updates)
-                yield updates
-        except RequestError:
-            num_open = 0  # it was never there
-            raise
-        finally:
-            del self._streams[id]
-            num_open -= sum(update.end is not None for update in stream.pending)
-            if num_open and stream.refusal is None and self.gone is None:
-                self._left[id] = num_open
-                self.port.send([Cancel(id)])
 
     def stop_sample(self, id: str, sample: int) -> None:
         """End one sample where it stands; its stream says so."""
@@ -188,15 +176,15 @@ class AsyncEngine:
             del self._asked[number]
 
     def _receive(self, messages: list[FromLoop]) -> None:
-        streams = self._streams
+        # Those of several steps: readers are behind, and are to have them together.
+        is_late = sum(isinstance(message, Tokens) for message in messages) > 1
         for message in messages:
-            if isinstance(message, Update):
-                if stream := streams.get(message.id):
-                    stream.put(message)
-                elif message.end is not None:
-                    self._let_go(message.id)
+            if isinstance(message, Tokens):
+                self._pass_on(message, is_late)
+            elif isinstance(message, Update):
+                self._put(message)
             elif isinstance(message, Refusal):
-                if stream := streams.get(message.id):
+                if stream := self._streams.get(message.id):
                     stream.fail(_error_of(message))
                 self._left.pop(message.id, None)
             elif isinstance(message, Reply):
@@ -204,12 +192,23 @@ class AsyncEngine:
             else:
                 self._end(message)
 
-    def _let_go(self, id: str) -> None:
-        """A sample that nobody reads has ended; after the last one, the id is free again."""
-        if self._left.get(id, 0) > 1:
-            self._left[id] -= 1
-        else:
-            self._left.pop(id, None)
+    def _pass_on(self, gained: Tokens, is_late: bool) -> None:
+        for id, tokens in zip(gained.ids, gained.tokens, strict=True):
+            if stream := self._streams.get(id):
+                if is_late:
+                    stream.keep(Update(id, 0, tokens))
+                else:
+                    stream.put(Update(id, 0, tokens))
+
+    def _put(self, update: Update) -> None:
+        """To whoever reads it; if nobody does, the id is free once its last sample has ended."""
+        if stream := self._streams.get(update.id):
+            stream.put(update)
+        elif update.end is not None:
+            if self._left.get(update.id, 0) > 1:
+                self._left[update.id] -= 1
+            else:
+                self._left.pop(update.id, None)
 
     def _settle(self, reply: Reply) -> None:
         future = self._asked.get(reply.number)

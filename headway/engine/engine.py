@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from headway.engine.clock import Clock, RealClock
 from headway.engine.explain import explain
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMismatch
-from headway.executor.base import Executor, Handle
+from headway.executor.base import Executor, Handle, Preparation
 from headway.plan import Plan, StepReport
 from headway.request import Params, Request
 from headway.scheduler import Scheduler
@@ -44,6 +44,7 @@ class Engine:
         self.depth = depth
         self.observers = list(observers)
         self.forgive: Forgive | None = None  # told of an observer that raises; None: it is raised
+        self.preparation: Preparation | None = None  # what is done ahead of requests, elsewhere
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self._num_faults = 0
         self._flight: deque[tuple[Plan, Handle]] = deque()

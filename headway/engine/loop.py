@@ -9,38 +9,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from headway.engine.engine import Engine, Observer
-from headway.engine.messages import (
-    Ask,
-    Cancel,
-    End,
-    FromLoop,
-    Gone,
-    Refusal,
-    Reply,
-    Submit,
-    ToLoop,
-    Update,
-)  # fmt: skip
+from headway.engine.messages import Ask, Cancel, FromLoop, Gone, Refusal, Reply, Submit, ToLoop
+from headway.engine.news import News
 from headway.errors import ExecutorError, Overloaded, RequestError
 from headway.plan import StepReport
-from headway.request import Request
-from headway.sampling import TokenLogprobs
 
 Deliver = Callable[[list[FromLoop]], None]
 Answer = Callable[[Any], Any]
 log = logging.getLogger(__name__)
-
-
-class Scores(Protocol):
-    """What an executor may add to a step's tokens."""
-
-    logprobs: Mapping[Request, list[TokenLogprobs]]
-    prompt: Mapping[Request, list[tuple[int, TokenLogprobs]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,15 +31,6 @@ class Limits:
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
     max_per_client: int | None = None  # requests of one client, running or waiting
-
-
-@dataclass(slots=True)
-class Times:
-    """When a request came, was seated and had its first token, on the engine's clock."""
-
-    arrival: float
-    seated: float | None = None
-    first_token: float | None = None
 
 
 class EngineLoop:
@@ -79,7 +51,7 @@ class EngineLoop:
         self._inbox: deque[ToLoop] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
-        self._times: dict[Request, Times] = {}
+        self._news = News(engine)
         self._outbox: list[FromLoop] = []
         self._waiting_tokens: int | None = None  # counted once between two steps, if need be
         engine.observers.append(self._observe)
@@ -146,8 +118,7 @@ class EngineLoop:
             kind, numbers = type(error).__name__, dict(vars(error))
             self._outbox.append(Refusal(message.id, kind, str(error), numbers))
             return
-        for request in requests:
-            self._times[request] = Times(request.arrival)
+        self._news.expect(requests)
         if self._waiting_tokens is not None:
             self._waiting_tokens += len(requests) * requests[0].num_prompt
 
@@ -207,44 +178,6 @@ class EngineLoop:
         log.warning("%s has failed and is left out from now on: %s", name, error)
 
     def _observe(self, report: StepReport) -> None:
-        """One update for every sample that gained something or ended."""
-        now = report.result.ended or self.engine.clock.now()
-        for admission in report.plan.admitted:
-            times = self._times.get(admission.request)
-            if times and times.seated is None:
-                times.seated = report.plan.planned_at
-        gained = dict(report.outputs()) if report.plan.step >= 0 else {}
-        for chunk in report.plan.chunks:
-            times = self._times.get(chunk.request)
-            if times and times.first_token is None and chunk.is_last:
-                times.first_token = now
-        extra: Scores | None = report.result.extra  # type: ignore[assignment]
-        ended = {request: self._end(request, now) for request in report.finished}
-        for request in gained | ended:
-            self._outbox.append(self._update(request, gained.get(request), extra, ended))
-        for request in extra.prompt if extra else ():
-            if request not in gained and request not in ended:
-                self._outbox.append(self._update(request, None, extra, ended))
-
-    def _update(
-        self,
-        request: Request,
-        tokens: list[int] | None,
-        extra: Scores | None,
-        ended: Mapping[Request, End],
-    ) -> Update:
-        id = request.leader.id if request.leader else request.id
-        if extra is None:
-            return Update(id, request.sample, tokens or [], None, None, ended.get(request))
-        found = extra.logprobs.get(request)
-        scores = extra.prompt.get(request)
-        return Update(id, request.sample, tokens or [], found, scores, ended.get(request))
-
-    def _end(self, request: Request, now: float) -> End:
-        times = self._times.pop(request, None) or Times(request.arrival)
-        seated, first = times.seated or now, times.first_token or now
-        return End(
-            request.finish_reason or "abort", request.stop_token, request.error,
-            request.history.num_cached, request.history.num_preemptions,
-            seated - times.arrival, first - times.arrival, now - times.arrival,
-        )  # fmt: skip
+        """What a step brought goes out before anything else is done about it."""
+        self._outbox += self._news.of(report)
+        self._flush()

@@ -68,6 +68,16 @@ class Update(NamedTuple):
     end: End | None = None
 
 
+class Tokens(NamedTuple):
+    """What requests of one sample gained in one step, where that is tokens and nothing else.
+
+    So are most, and one message for all of them is cheap to make, to send and to read.
+    """
+
+    ids: list[str]
+    tokens: list[list[int]]  # of each
+
+
 class Refusal(NamedTuple):
     """A request that was not taken: the error's class in headway.errors, words and numbers."""
 
@@ -92,4 +102,4 @@ class Gone(NamedTuple):
 
 
 ToLoop = Submit | Cancel | Ask
-FromLoop = Update | Refusal | Reply | Gone
+FromLoop = Tokens | Update | Refusal | Reply | Gone

@@ -96,6 +96,16 @@ class Tokenizer:
             piece = self._pieces[id] = NOTHING if token is None else spell(token)
         return piece
 
+    def save(self, folder: str | Path) -> None:
+        """Write it as a Hugging Face folder, which `load_tokenizer` and other programs read."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._backend.save(str(folder / "tokenizer.json"))
+        named = {"bos_token": self.bos or None, "eos_token": self.eos or None}
+        config = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+        _write(folder, "tokenizer_config.json", config | {"chat_template": self.chat_template})
+        _write(folder, "generation_config.json", {"eos_token_id": sorted(self.eos_ids)})
+
 
 def _check_text(text: str, what: str) -> None:
     try:
@@ -185,6 +195,11 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ModelError(f"{path} holds a {type(found).__name__}, not an object")
     return found
+
+
+def _write(folder: Path, name: str, value: Mapping[str, Any]) -> None:
+    text = json.dumps({key: each for key, each in value.items() if each is not None}, indent=2)
+    (folder / name).write_text(text + "\n", encoding="utf-8")
 
 
 def _content(token: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headway.plan import Plan, StepResult
+from headway.request import Params
 
 
 class Handle(Protocol):
@@ -20,4 +21,16 @@ class Executor(Protocol):
 
     def launch(self, plan: Plan) -> Handle:
         """Start a plan. May return before it is done, or only then."""
+        ...
+
+
+class Preparation(Protocol):
+    """What may be done for a request before it comes to the engine. Called on any thread."""
+
+    def ready(self, params: Params) -> Params | None:
+        """The params as the executor wants them; None if making them takes long."""
+        ...
+
+    def make_ready(self, params: Params) -> Params:
+        """The same, however long it takes."""
         ...

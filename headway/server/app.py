@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from headway import __version__
 from headway.errors import ExecutorError
-from headway.server import errors, tokens
+from headway.server import problems, tokens
 from headway.server.answers import (
     ChatResponse,
     CompletionResponse,
@@ -24,6 +24,7 @@ from headway.server.answers import (
     ModelList,
     TokenizeResponse,
 )
+from headway.server.bodies import ReadRoute
 from headway.server.chat import chat
 from headway.server.completions import completions
 from headway.server.context import Context
@@ -88,7 +89,7 @@ def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
     )  # fmt: skip
     app.needs_key = bool(context.settings.api_keys)
     app.state.context = context
-    errors.install(app)
+    problems.install(app)
     ours = (_generating, _tokenizing, _naming, _watching)
     for router in (*(make(context) for make in ours), *routers):
         app.include_router(router)
@@ -106,7 +107,7 @@ def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
 
 
 def _generating(context: Context) -> APIRouter:
-    router = APIRouter(prefix="/v1", responses=_errors(*GENERATED))
+    router = APIRouter(prefix="/v1", responses=_errors(*GENERATED), route_class=ReadRoute)
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
 
     @router.post("/completions", response_model=CompletionResponse, responses=streamed)
@@ -123,7 +124,7 @@ def _generating(context: Context) -> APIRouter:
 
 
 def _tokenizing(context: Context) -> APIRouter:
-    router = APIRouter(responses=_errors(*ASKED))
+    router = APIRouter(responses=_errors(*ASKED), route_class=ReadRoute)
 
     @router.post("/tokenize", response_model=TokenizeResponse)
     async def post_tokenize(body: TokenizeRequest) -> Response:
@@ -186,8 +187,8 @@ def _watching(context: Context) -> APIRouter:
             raise ApiError(409, "requests are running and hold cached blocks; try again later")
         return {"success": True}
 
-    @router.get("/metrics", responses=_errors(503), response_class=Response)
     @router.head("/metrics", include_in_schema=False)
+    @router.get("/metrics", responses=_errors(503), response_class=Response)
     async def get_metrics() -> Response:
         """Prometheus' text."""
         text = await _ask(context, "metrics", settings.metrics_prefix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -10,15 +9,14 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
 from headway.engine.tokenizer import Tokenizer
-from headway.grammar import check
 from headway.sampling import SamplingParams
 from headway.server.context import Context
 from headway.server.errors import refused, to_json
 from headway.server.logprobs import chat_shape
 from headway.server.protocol import ChatRequest
-from headway.server.runs import Delta, Run, joined
+from headway.server.runs import Delta, Outlet, Run, Straight, joined
 from headway.server.streaming import Chunks, Events, Watched, Whole, new_id, usage_of
-from headway.server.structure import grammar_of
+from headway.server.structure import checked, grammar_of
 from headway.server.tool_calls import CallReader, ToolCall
 from headway.server.tools import ToolUse, tool_use
 from headway.server.wishes import (
@@ -36,7 +34,7 @@ ROLE = '"delta":{"role":"assistant","content":""}'
 def chat(context: Context, body: ChatRequest) -> Watched:
     """The answer to one request, streamed or whole."""
     if body.stream:
-        return Events(context, lambda: _events(context, body))
+        return Events(context, lambda outlet: _events(context, body, outlet))
     return Whole(context, lambda: _answer(context, body))
 
 
@@ -129,7 +127,7 @@ async def _sampling(context: Context, body: ChatRequest, use: ToolUse | None) ->
             raise refused("tool_choice", "asks for a call, response_format for something else")
         grammar = use.grammar
         with naming("tools"):
-            await asyncio.to_thread(check, grammar)
+            await checked(grammar, use.check)
     scores = (body.top_logprobs or 0) if body.logprobs else None
     return await sampling(context, body, max_tokens=max_tokens, logprobs=scores, grammar=grammar)
 
@@ -153,7 +151,7 @@ async def _answer(context: Context, body: ChatRequest) -> dict[str, Any]:
     async with aclosing(opened.run.deltas()) as news:
         async for deltas in news:
             for delta in deltas:
-                gained[delta.sample].append(delta)
+                gained[delta.choice].append(delta)
     choices = []
     for index, (choice, deltas) in enumerate(zip(opened.choices, gained, strict=True)):
         whole = joined(deltas)
@@ -164,15 +162,22 @@ async def _answer(context: Context, body: ChatRequest) -> dict[str, Any]:
     return {**about, "model": context.model_name, "choices": choices, "usage": opened.usage}
 
 
-async def _events(context: Context, body: ChatRequest) -> AsyncGenerator[bytes, None]:
+async def _events(
+    context: Context, body: ChatRequest, outlet: Outlet | None
+) -> AsyncGenerator[bytes, None]:
     opened = await _open(context, body, is_live=True)
     has_usage = bool(body.stream_options and body.stream_options.include_usage)
     chunks = Chunks(opened.id, CHUNK_KIND, opened.created, context.model_name, has_usage)
     roles = "".join(chunks.chunk(index, ROLE) for index in range(len(opened.choices)))
-    async with aclosing(opened.run.deltas()) as news:
+
+    def form(deltas: list[Delta]) -> bytes:
+        events = [_event(opened.choices[delta.choice], chunks, delta) for delta in deltas]
+        return "".join(events).encode("ascii")
+
+    straight = Straight(outlet, form) if outlet else None
+    async with aclosing(opened.run.deltas(straight)) as news:
         async for deltas in news:
-            events = [_event(opened.choices[delta.sample], chunks, delta) for delta in deltas]
-            yield (roles + "".join(events)).encode("ascii")
+            yield roles.encode("ascii") + form(deltas)
             roles = ""
     if has_usage:
         yield chunks.usage(opened.usage)
@@ -182,9 +187,9 @@ def _event(choice: Choice, chunks: Chunks, delta: Delta) -> str:
     """A delta's text and calls, and its end apart: clients take an end's delta for empty."""
     event, scores = "", choice.logprobs(delta)
     for member in choice.members(delta):
-        event += chunks.chunk(delta.sample, member, logprobs=scores)
+        event += chunks.chunk(delta.choice, member, scores)
         scores = None
     if delta.finish_reason is not None:
         reason = choice.finish_reason(delta.finish_reason)
-        event += chunks.chunk(delta.sample, '"delta":{}', finish_reason=reason)
+        event += chunks.chunk(delta.choice, '"delta":{}', finish_reason=reason)
     return event

@@ -14,7 +14,7 @@ from headway.server.context import Context
 from headway.server.errors import refused
 from headway.server.logprobs import Columns
 from headway.server.protocol import CompletionRequest
-from headway.server.runs import Delta, Run, joined, together
+from headway.server.runs import Delta, Outlet, Run, Straight, joined, together
 from headway.server.streaming import Chunks, Events, Watched, Whole, new_id, usage_of
 from headway.server.structure import grammar_of
 from headway.server.wishes import check_model, check_num_choices, prompts_of, sampling, tokens_of
@@ -27,7 +27,7 @@ Scored = list[tuple[int, TokenLogprobs | None]]  # tokens; the first of a prompt
 def completions(context: Context, body: CompletionRequest) -> Watched:
     """The answer to one request, streamed or whole."""
     if body.stream:
-        return Events(context, lambda: _events(context, body))
+        return Events(context, lambda outlet: _events(context, body, outlet))
     return Whole(context, lambda: _answer(context, body))
 
 
@@ -109,7 +109,7 @@ async def _open(context: Context, body: CompletionRequest, *, is_live: bool) -> 
     tokens = await tokens_of(context, prompts)
     id = new_id("cmpl")
     runs = [
-        Run(context, f"{id}-{number}", each, asked, field="prompt", is_live=is_live)
+        Run(context, f"{id}-{number}", each, asked, field="prompt", is_live=is_live, number=number)
         for number, each in enumerate(tokens)
     ]
     choices = [
@@ -140,10 +140,9 @@ async def _answer(context: Context, body: CompletionRequest) -> dict[str, Any]:
     opened = await _open(context, body, is_live=False)
     gained: list[list[Delta]] = [[] for _ in opened.choices]
     async with aclosing(together(opened.runs)) as news:
-        async for number, deltas in news:
-            first = number * len(opened.runs[0].samples)
+        async for deltas in news:
             for delta in deltas:
-                gained[first + delta.sample].append(delta)
+                gained[delta.choice].append(delta)
     choices = []
     for index, (choice, deltas) in enumerate(zip(opened.choices, gained, strict=True)):
         whole = joined(deltas)
@@ -156,24 +155,26 @@ async def _answer(context: Context, body: CompletionRequest) -> dict[str, Any]:
     return {**about, "model": context.model_name, "choices": choices, "usage": opened.usage}
 
 
-async def _events(context: Context, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
+async def _events(
+    context: Context, body: CompletionRequest, outlet: Outlet | None
+) -> AsyncGenerator[bytes, None]:
     opened = await _open(context, body, is_live=True)
     has_usage = bool(body.stream_options and body.stream_options.include_usage)
     chunks = Chunks(opened.id, KIND, opened.created, context.model_name, has_usage)
-    num_samples = len(opened.runs[0].samples)
-    async with aclosing(together(opened.runs)) as news:
-        async for number, deltas in news:
-            events = []
-            for delta in deltas:
-                index = number * num_samples + delta.sample
-                choice = opened.choices[index]
-                text, logprobs = choice.news(delta)
-                reason = choice.finish_reason(delta)
-                events.append(
-                    chunks.chunk(
-                        index, f'"text":{quoted(text)}', logprobs=logprobs, finish_reason=reason
-                    )
-                )
-            yield "".join(events).encode("ascii")
+
+    def form(deltas: list[Delta]) -> bytes:
+        events = [_event(opened.choices[delta.choice], chunks, delta) for delta in deltas]
+        return "".join(events).encode("ascii")
+
+    straight = Straight(outlet, form) if outlet else None
+    async with aclosing(together(opened.runs, straight)) as news:
+        async for deltas in news:
+            yield form(deltas)
     if has_usage:
         yield chunks.usage(opened.usage)
+
+
+def _event(choice: Choice, chunks: Chunks, delta: Delta) -> str:
+    text, logprobs = choice.news(delta)
+    reason = choice.finish_reason(delta)
+    return chunks.chunk(delta.choice, f'"text":{quoted(text)}', logprobs, reason)

@@ -9,12 +9,9 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from headway.errors import (
@@ -27,7 +24,9 @@ from headway.errors import (
 
 log = logging.getLogger("headway.server")
 LONGEST_SHOWN = 80  # characters of a wrong value
-FIELD = re.compile(r"(?:request '[^']*': )?([a-z][a-z_]*)(?=[\s:\[.])")
+JSON = json.JSONEncoder(ensure_ascii=False, default=repr)
+OWN_ID = re.compile(r"request '[^']*': ")  # clients know no such ids
+FIELD = re.compile(r"([a-z][a-z_]*)(?=[\s:\[.])")
 NO_FIELDS = frozenset({"request", "the", "this", "client", "text", "a", "an"})
 
 
@@ -70,9 +69,13 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
 
 
 def shown(value: object) -> str:
-    """A wrong value, as much of it as a message needs."""
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    """A wrong value as JSON writes it, as much of it as a message needs."""
+    text = ""
+    for piece in JSON.iterencode(value):  # piece by piece: it may be a million times as long
+        text += piece[: LONGEST_SHOWN + 1]
+        if len(text) > LONGEST_SHOWN:
+            return f"{text[:LONGEST_SHOWN]}..."
+    return text
 
 
 def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
@@ -86,7 +89,8 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             return ApiError(429, str(error), code="overloaded", headers=wait)
         case InvalidRequest() | RequestError():
-            return ApiError(400, str(error), param=_field_of(str(error)))
+            words = OWN_ID.sub("", str(error), count=1)
+            return ApiError(400, words, param=_field_of(words))
         case ModelError():  # the model cannot do what was asked, such as chat without a template
             return ApiError(400, str(error))
         case ExecutorError():
@@ -97,47 +101,8 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
     return ApiError(500, f"{type(error).__name__} in the server", code="internal_error")
 
 
-def install(app: FastAPI) -> None:
-    """Answer whatever FastAPI and Starlette refuse in the same shape."""
-
-    async def wrong_body(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _from_validation(error.errors()).response
-
-    async def http(_: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        headers = dict(error.headers or {})
-        return ApiError(error.status_code, str(error.detail), headers=headers).response
-
-    async def ours(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
-        return error.response
-
-    app.add_exception_handler(RequestValidationError, wrong_body)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ApiError, ours)
-
-
-def _from_validation(problems: Sequence[Any]) -> ApiError:
-    """The first thing that is wrong with a body; of a field of several kinds, each kind's."""
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        where = f"at character {first['loc'][-1]}"
-        return ApiError(400, f"the body is not JSON: {first['ctx']['error']} {where}")
-    place = [part for part in first["loc"] if part not in ("body", "query")]
-    if not place:
-        return ApiError(400, f"the body must be a JSON object: {first['msg']}")
-    name = str(place[0])
-    same = [p for p in problems if p["loc"][1:2] == first["loc"][1:2]]
-    wanted = " or ".join(dict.fromkeys(_lowered(p["msg"]) for p in same))
-    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
-    where = where if len(same) == 1 else name
-    if first["type"] == "missing":
-        return ApiError(400, f"{where} is missing", param=name)
-    return ApiError(400, f"{where}: {wanted}, not {shown(first['input'])}", param=name)
-
-
-def _lowered(message: str) -> str:
+def lowered(message: str) -> str:
+    """A sentence's words, to be part of another."""
     return message[:1].lower() + message[1:]
 
 

@@ -6,7 +6,7 @@ nobody knows are accepted. Limits are those of `headway.sampling`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -16,7 +16,10 @@ MOST_STOPS = 64
 LONGEST_NAME = 512  # characters of a name that a client gives
 MOST_BIASES = 4096
 
+Item = TypeVar("Item")
 Text = Annotated[str, Field(max_length=LONGEST_NAME)]
+# Of the wrong kind of list, the first item tells; all of them would take long to list.
+Many = Annotated[list[Item], Field(fail_fast=True)]
 
 
 def _limited(name: str, about: str = "") -> Any:
@@ -37,6 +40,31 @@ class Taken(BaseModel):
 
 class StreamOptions(Taken):
     include_usage: bool | None = None
+
+
+class JsonSchema(Taken):
+    name: Text | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Taken):
+    """OpenAI's way to say what an answer must look like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Taken):
+    """Further forms of an answer; exactly one of them."""
+
+    json_: dict[str, Any] | str | None = Field(
+        default=None, alias="json", description="A JSON schema."
+    )
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
 
 
 class Wishes(Taken):
@@ -76,16 +104,12 @@ class Wishes(Taken):
     cache_salt: Text | None = Field(
         default=None, description="Cached prefixes are shared only between equal salts."
     )
-    response_format: dict[str, Any] | None = Field(
-        default=None, description="{'type': 'text' | 'json_object' | 'json_schema', ...}"
-    )
-    structured_outputs: dict[str, Any] | None = Field(
-        default=None, description="One of json, regex, choice, grammar."
-    )
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class CompletionRequest(Wishes):
-    prompt: str | list[str] | list[int] | list[list[int]] = Field(
+    prompt: str | Many[str] | Many[int] | Many[Many[int]] = Field(
         description="Text, token ids, or a list of either."
     )
     echo: bool | None = None
@@ -94,13 +118,20 @@ class CompletionRequest(Wishes):
     suffix: str | None = None
 
 
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text"]
+    text: str
+
+
 class ChatMessage(BaseModel):
     """One message; templates may read further fields of it."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Text
-    content: str | list[dict[str, Any]] | None = Field(
+    role: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+    content: str | list[TextPart] | None = Field(
         default=None, description="Text, or parts of type text."
     )
     name: Text | None = None

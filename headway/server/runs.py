@@ -7,16 +7,16 @@ connections and JSON.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 from headway.engine.messages import End, Update
-from headway.engine.text import TextStream
 from headway.errors import RequestTooLong
 from headway.sampling import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.errors import ApiError
+from headway.server.samples import Sample
 
 NO_SCORES: list[TokenLogprobs] = []
 
@@ -24,7 +24,7 @@ NO_SCORES: list[TokenLogprobs] = []
 class Delta(NamedTuple):
     """What one sample gained."""
 
-    sample: int
+    choice: int  # its place among the answer's texts
     text: str
     scores: list[TokenLogprobs] = NO_SCORES  # of the tokens that were asked for and may be seen
     finish_reason: str | None = None
@@ -34,74 +34,29 @@ def joined(deltas: Sequence[Delta]) -> Delta:
     """All that a sample gained, in one."""
     text = "".join(delta.text for delta in deltas)
     scores = [score for delta in deltas for score in delta.scores]
-    return Delta(deltas[-1].sample, text, scores, deltas[-1].finish_reason)
+    return Delta(deltas[-1].choice, text, scores, deltas[-1].finish_reason)
 
 
-class Sample:
-    """One text as it grows: up to a stop string, and the tokens that belong to it."""
-
-    __slots__ = ("_hidden", "_is_live", "_stops", "_tokens", "end", "num_kept", "stream")
-
-    def __init__(
-        self, context: Context, asked: SamplingParams, hidden: frozenset[int], is_live: bool
-    ) -> None:
-        tokenizer = context.asking.tokenizer
-        self.stream: TextStream | None = None  # None: the model has no tokenizer here
-        if tokenizer is not None:
-            self.stream = TextStream(
-                tokenizer, asked.stop_strings, asked.include_stop_str_in_output,
-                asked.skip_special_tokens, hidden_ids=hidden,
-            )  # fmt: skip
-        self.num_kept = 0  # tokens generated, up to the one that completes a stop string
-        self.end: End | None = None
-        self._hidden = hidden
-        self._stops = bool(asked.stop_strings)
-        self._is_live = is_live or self._stops
-        self._tokens: list[int] = []  # of a text that nobody reads before its end
+class Outlet(Protocol):
+    """Takes what is written to it at once, while it is open."""
 
     @property
-    def is_stopped(self) -> bool:
-        return self.stream is not None and self.stream.hit is not None
+    def is_open(self) -> bool: ...
+    def write(self, body: bytes) -> None: ...
 
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that may be shown after these tokens."""
-        if self.stream is None or not self._is_live:
-            self._tokens += tokens
-            self.num_kept += len(tokens)
-            return ""
-        if not self._stops:
-            self.num_kept += len(tokens)
-            return self.stream.push(tokens)
-        text = ""
-        for token in tokens:
-            if self.is_stopped:
-                break
-            text += self.stream.push([token])
-            self.num_kept += 1
-        return text
 
-    def finish(self, end: End) -> str:
-        """The rest of the text."""
-        self.end = end
-        if self.stream is None:
-            return ""
-        return self.stream.push(self._tokens) + self.stream.finish()
+class Straight(NamedTuple):
+    """A way past whoever iterates over deltas, and how they look there."""
 
-    def seen(self, scores: Sequence[TokenLogprobs], num_kept: int) -> list[TokenLogprobs]:
-        """Of newly generated tokens' scores those whose tokens are kept, and no end tokens."""
-        return [score for score in scores[:num_kept] if score.token not in self._hidden]
-
-    @property
-    def finish_reason(self) -> str | None:
-        if self.end is None:
-            return None
-        return "stop" if self.is_stopped else self.end.reason
+    outlet: Outlet
+    form: Callable[[list[Delta]], bytes]
 
 
 class Run:
     """A prompt with its n samples.
 
-    `field` is where the client wrote the prompt; `is_live`: text is wanted as it comes.
+    `field` is where the client wrote the prompt; `is_live`: text is wanted as it comes; `number`
+    counts the prompts of one answer.
     """
 
     def __init__(
@@ -113,6 +68,7 @@ class Run:
         *,
         field: str,
         is_live: bool,
+        number: int = 0,
     ) -> None:
         self.id = id
         self.field = field
@@ -123,6 +79,8 @@ class Run:
             Sample(context, asked, self.params.stops, is_live) for _ in range(asked.n)
         ]  # fmt: skip
         self.prompt_scores: dict[int, TokenLogprobs] = {}  # by place
+        self._first_choice = number * asked.n
+        self._broken: Exception | None = None  # of something that went straight
         self._engine = context.engine
 
     @property
@@ -134,12 +92,19 @@ class Run:
         end = self.samples[0].end
         return end.num_cached if end else 0
 
-    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
-        """What the samples gain, until all have ended; all that is there at once comes at once."""
-        stream = self._engine.stream(self.id, self.prompt, self.params)
+    async def deltas(self, straight: Straight | None = None) -> AsyncGenerator[list[Delta], None]:
+        """What the samples gain, until all have ended; all that is there at once comes at once.
+
+        What goes straight is left out; while an iteration is not waited for, nothing does.
+        """
         try:
-            async with aclosing(stream) as batches:  # type: ignore[type-var]
-                async for updates in batches:
+            with self._engine.submitted(self.id, self.prompt, self.params) as stream:
+                if straight is not None and len(self.samples) == 1:
+                    stream.sink = partial(self._went_straight, straight)
+                while stream.num_open:
+                    updates = await stream.take()
+                    if self._broken is not None:
+                        raise self._broken
                     gained = self._gain(updates)
                     if gained:
                         yield gained
@@ -147,26 +112,31 @@ class Run:
             code = "context_length_exceeded"
             raise ApiError(400, f"{self.field}: {error}", param=self.field, code=code) from error
 
+    def _went_straight(self, straight: Straight, update: Update) -> bool:
+        if update.end is not None or not straight.outlet.is_open:
+            return False
+        try:
+            gained = self._gain_of(update)
+            if gained:
+                straight.outlet.write(straight.form(gained))
+        except Exception as error:  # it is this request's alone: its reader is told
+            self._broken = error
+        return self._broken is None
+
     def _gain(self, updates: list[Update]) -> list[Delta]:
-        for update in updates:
-            if update.prompt_logprobs:
-                self.prompt_scores.update(update.prompt_logprobs)
         if len(updates) == 1:
-            return self._gain_of(updates[0].sample, updates)
+            return self._gain_of(updates[0])
         by_sample: dict[int, list[Update]] = {}
         for update in updates:
             by_sample.setdefault(update.sample, []).append(update)
-        return [delta for of, theirs in by_sample.items() for delta in self._gain_of(of, theirs)]
+        return [delta for own in by_sample.values() for delta in self._gain_of(_as_one(own))]
 
-    def _gain_of(self, number: int, updates: list[Update]) -> list[Delta]:
-        """At most one delta: what all of these are together."""
-        sample, end = self.samples[number], updates[-1].end
-        if len(updates) == 1:
-            tokens, found = updates[0].tokens, updates[0].logprobs or NO_SCORES
-        else:
-            tokens = [token for update in updates for token in update.tokens]
-            found = [score for update in updates for score in update.logprobs or NO_SCORES]
-        text, scores = "", NO_SCORES
+    def _gain_of(self, update: Update) -> list[Delta]:
+        """At most one delta."""
+        _, number, tokens, found, prompt_scores, end = update
+        sample, text, scores = self.samples[number], "", NO_SCORES
+        if prompt_scores:
+            self.prompt_scores.update(prompt_scores)
         if not sample.is_stopped:
             before = sample.num_kept
             text = sample.push(tokens)
@@ -178,8 +148,9 @@ class Run:
             if end.reason in ("error", "abort") and not sample.is_stopped:
                 raise self._failure(end)
             text += sample.finish(end)
-        reason = sample.finish_reason
-        return [Delta(number, text, scores, reason)] if text or scores or reason else []
+        if not (text or scores or end):
+            return []
+        return [Delta(self._first_choice + number, text, scores, sample.finish_reason)]
 
     def _failure(self, end: End) -> ApiError:
         if end.reason == "error":
@@ -189,22 +160,25 @@ class Run:
         return ApiError(500, "the request was aborted", code="aborted")
 
 
-class Gained(NamedTuple):
-    """What one of several runs gained."""
+def _as_one(updates: Sequence[Update]) -> Update:
+    """What a sample gained in several steps, as if in one."""
+    return updates[-1]._replace(
+        tokens=[token for update in updates for token in update.tokens],
+        logprobs=[score for update in updates for score in update.logprobs or ()],
+        prompt_logprobs=[score for update in updates for score in update.prompt_logprobs or ()],
+    )
 
-    run: int
-    deltas: list[Delta]
 
-
-async def together(runs: Sequence[Run]) -> AsyncGenerator[Gained, None]:
+def together(
+    runs: Sequence[Run], straight: Straight | None = None
+) -> AsyncGenerator[list[Delta], None]:
     """What several prompts gain, as it comes. The first that fails ends them all."""
-    if len(runs) == 1:
-        async with aclosing(runs[0].deltas()) as stream:
-            async for deltas in stream:
-                yield Gained(0, deltas)
-        return
-    news: asyncio.Queue[Gained | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(n, run, news)) for n, run in enumerate(runs)]
+    return runs[0].deltas(straight) if len(runs) == 1 else _merged(runs)
+
+
+async def _merged(runs: Sequence[Run]) -> AsyncGenerator[list[Delta], None]:
+    news: asyncio.Queue[list[Delta] | Exception | None] = asyncio.Queue()
+    tasks = [asyncio.create_task(_pump(run, news)) for run in runs]
     try:
         num_open = len(tasks)
         while num_open:
@@ -221,10 +195,10 @@ async def together(runs: Sequence[Run]) -> AsyncGenerator[Gained, None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _pump(number: int, run: Run, news: asyncio.Queue[Gained | Exception | None]) -> None:
+async def _pump(run: Run, news: asyncio.Queue[list[Delta] | Exception | None]) -> None:
     try:
         async for deltas in run.deltas():
-            news.put_nowait(Gained(number, deltas))
+            news.put_nowait(deltas)
         news.put_nowait(None)
     except Exception as error:
         news.put_nowait(error)

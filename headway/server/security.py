@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headway.server.errors import ApiError
+from headway.server.errors import ApiError, shown
 from headway.server.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/health", "/version"})  # they tell nothing that needs a key
@@ -88,7 +88,11 @@ def _check_type(headers: Headers, body: bytearray) -> None:
     )
     if body and not is_json:
         wanted = "Content-Type must be application/json"
-        raise ApiError(415, f"{wanted}, not {kind[:80]!r}", param="Content-Type")
+        raise ApiError(415, f"{wanted}, not {shown(kind)}", param="Content-Type")
+    packed = headers.get("content-encoding", "identity").strip().lower()
+    if body and packed != "identity":
+        problem = f"bodies are taken as they are, not as {shown(packed)}; leave it out"
+        raise ApiError(415, f"Content-Encoding: {problem}", param="Content-Encoding")
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

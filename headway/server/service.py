@@ -1,12 +1,14 @@
 """An engine for several processes: takes messages over a Unix socket, gives each worker its own.
 
-The engine runs on a thread; this is the event loop beside it. One write for a worker and step. A
-worker that goes has its requests cancelled; an engine that ends is told to all, now and later.
+The engine runs on a thread; this is the event loop beside it. One write for a worker and step. Two
+workers may use the same id: the engine knows each by the worker's number before it. A worker that
+goes has its requests cancelled; an engine that ends is told to all, now and later.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -20,11 +22,13 @@ from headway.engine.messages import (
     FromLoop,
     Gone,
     Refusal,
+    Reply,
     Submit,
+    Tokens,
     ToLoop,
     Update,
 )  # fmt: skip
-from headway.server.port import LOST, Welcome, frame, read_frame
+from headway.server.port import LOST, frame, read_frame
 
 PATIENCE = 1.0  # seconds for the workers to read that the engine has ended
 
@@ -33,9 +37,13 @@ PATIENCE = 1.0  # seconds for the workers to read that the engine has ended
 class Worker:
     """One connection, and what it has open."""
 
-    prefix: str
+    number: str
     writer: asyncio.StreamWriter
-    num_open: dict[str, int] = field(default_factory=dict)  # by id: samples that have not ended
+    num_open: dict[str, int] = field(default_factory=dict)  # by its id: samples that have not ended
+
+    def ours(self, id: str) -> str:
+        """The engine's name for a request of this worker."""
+        return f"{self.number}-{id}"
 
 
 class Service:
@@ -43,7 +51,7 @@ class Service:
 
     def __init__(self, port: Port, facts: Any = None) -> None:
         self.gone: Gone | None = None
-        self.workers: dict[str, Worker] = {}  # by prefix
+        self.workers: dict[str, Worker] = {}  # by number
         self._port, self._facts = port, facts
         self._asked: dict[int, tuple[Worker, int]] = {}  # who asked, under which number
         self._serials, self._numbers = count(), count()
@@ -67,56 +75,74 @@ class Service:
                     await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker = Worker(f"{next(self._serials)}-", writer)
-        self.workers[worker.prefix] = worker
-        writer.write(frame(Welcome(worker.prefix, self._facts)))
+        worker = Worker(str(next(self._serials)), writer)
+        self.workers[worker.number] = worker
+        writer.write(frame(self._facts))
         if self.gone is not None:
             writer.write(frame([self.gone]))
         try:
             while True:
                 self._port.send(self._taken(worker, await read_frame(reader)))
         except LOST:
-            self._port.send([Cancel(id) for id in worker.num_open])
+            self._port.send([Cancel(worker.ours(id)) for id in worker.num_open])
         finally:
-            del self.workers[worker.prefix]
+            del self.workers[worker.number]
             writer.close()
 
     def _taken(self, worker: Worker, messages: list[ToLoop]) -> list[ToLoop]:
-        """Note who has what open, and number questions anew."""
+        """Note who has what open; ids and numbers as the engine may know them."""
         for place, message in enumerate(messages):
-            if isinstance(message, Submit):
-                worker.num_open[message.id] = max(1, message.params.n)
-            elif isinstance(message, Ask):
+            if isinstance(message, Ask):
                 number = next(self._numbers)
                 self._asked[number] = worker, message.number
                 messages[place] = replace(message, number=number)
+                continue
+            if isinstance(message, Submit):
+                worker.num_open[message.id] = max(1, message.params.n)
+            messages[place] = replace(message, id=worker.ours(message.id))
         return messages
 
     def _receive(self, messages: list[FromLoop]) -> None:
-        batches: dict[Worker, list[FromLoop]] = {}
+        """Sort what the engine says by who is to hear it."""
+        batches: dict[Worker, list[FromLoop]] = {worker: [] for worker in self.workers.values()}
         for message in messages:
-            if isinstance(message, Gone):
-                self.gone = message
-                for worker in self.workers.values():
-                    batches.setdefault(worker, []).append(message)
+            if isinstance(message, Tokens):
+                self._share_out(message, batches)
             elif isinstance(message, Update | Refusal):
-                prefix = message.id[: message.id.index("-") + 1]
-                if (owner := self.workers.get(prefix)) is not None:
-                    _note_end(owner, message)
-                    batches.setdefault(owner, []).append(message)
+                number, _, id = message.id.partition("-")
+                if (owner := self.workers.get(number)) is not None:
+                    batches[owner].append(_as_known(message, id, owner))
+            elif isinstance(message, Reply):
+                worker, asked = self._asked.pop(message.number)
+                batches.setdefault(worker, []).append(message._replace(number=asked))
             else:
-                worker, number = self._asked.pop(message.number)
-                batches.setdefault(worker, []).append(message._replace(number=number))
+                self.gone = message
+                for batch in batches.values():
+                    batch.append(message)
         for worker, batch in batches.items():
-            if not worker.writer.is_closing():
+            if batch and not worker.writer.is_closing():
                 worker.writer.write(frame(batch))
 
+    def _share_out(self, gained: Tokens, batches: Mapping[Worker, list[FromLoop]]) -> None:
+        """Each worker's part of what all requests gained."""
+        parts = {worker.number: Tokens([], []) for worker in batches}
+        for name, tokens in zip(gained.ids, gained.tokens, strict=True):
+            number, _, id = name.partition("-")
+            if (part := parts.get(number)) is not None:
+                part.ids.append(id)
+                part.tokens.append(tokens)
+        for worker, batch in batches.items():
+            if parts[worker.number].ids:
+                batch.append(parts[worker.number])
 
-def _note_end(owner: Worker, message: Update | Refusal) -> None:
-    """One sample less is open, or the whole request was refused."""
+
+def _as_known(message: Update | Refusal, id: str, owner: Worker) -> Update | Refusal:
+    """The message under its owner's own id; notes if it ends a sample, or the whole request."""
     if isinstance(message, Refusal):
-        owner.num_open.pop(message.id, None)
-    elif message.end is not None and message.id in owner.num_open:
-        owner.num_open[message.id] -= 1
-        if not owner.num_open[message.id]:
-            del owner.num_open[message.id]
+        owner.num_open.pop(id, None)
+        return message._replace(id=id, words=message.words.replace(message.id, id))
+    if message.end is not None and id in owner.num_open:
+        owner.num_open[id] -= 1
+        if not owner.num_open[id]:
+            del owner.num_open[id]
+    return message._replace(id=id)

@@ -6,10 +6,12 @@ Knows no model and no endpoint: a recipe makes them. Several processes are in wo
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -107,8 +109,20 @@ async def serve_http(
     app = recipe.make_app(engine, facts())
     server = GracefulServer(app, engine, recipe.grace, lambda: ready(facts()))
     begin(server)
-    await server.serve(sockets=[bound])
-    await engine.close()
+    with uncollected():
+        await server.serve(sockets=[bound])
+        await engine.close()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Leave all that is there by now out of garbage collection, which would hold up everybody."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def _mind_signals(server: GracefulServer) -> None:

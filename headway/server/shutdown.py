@@ -15,6 +15,7 @@ from typing import Any
 import uvicorn
 
 from headway.engine.async_engine import AsyncEngine
+from headway.server.connection import Connection
 
 LAST_WORDS = 2.0  # seconds for responses to end once their requests have
 PAUSE = 0.05
@@ -29,7 +30,7 @@ class GracefulServer(uvicorn.Server):
     ) -> None:
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-            lifespan="auto", ws="none",
+            lifespan="auto", ws="none", http=Connection,
         )  # fmt: skip
         super().__init__(config)
         self._engine, self._grace, self._ready = engine, grace, ready

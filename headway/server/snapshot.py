@@ -129,6 +129,7 @@ class Live:
         behind = "the next step looks at it"
         if plan.behind:
             behind = BEHIND.get(plan.behind.reason, plan.behind.reason).format(limit=limit)
+            behind = behind.removeprefix("because ")
         for request in islice(scheduler.queue, MOST_ROWS):  # `walk` would sort: watching must not
             yield {**_row(request, now), "reason": reasons.get(request, behind)}
 

@@ -16,6 +16,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from headway.server.connection import Outlet, outlet_of
 from headway.server.context import Context
 from headway.server.errors import ApiError, api_error, to_json
 
@@ -86,11 +87,18 @@ class Whole(Watched):
 
 
 class Events(Watched):
-    """Server-sent events. What fails before the first is an ordinary error, later an event."""
+    """Server-sent events. What fails before the first is an ordinary error, later an event.
+
+    Who makes them may write to the outlet, if there is one, while nobody has asked for the next.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, context: Context, events: Callable[[], AsyncGenerator[bytes, None]]) -> None:
+    def __init__(
+        self,
+        context: Context,
+        events: Callable[[Outlet | None], AsyncGenerator[bytes, None]],
+    ) -> None:
         super().__init__(context, EVENTS)
         self._events = events
 
@@ -99,7 +107,7 @@ class Events(Watched):
         try:
             async with (
                 asyncio.timeout(self._context.settings.request_timeout),
-                aclosing(self._events()) as events,
+                aclosing(self._events(outlet_of(scope))) as events,
             ):
                 async for event in events:
                     if not has_begun:
@@ -146,7 +154,7 @@ class Chunks:
         self._tail = ('],"usage":null}' if has_usage else "]}") + "\n\n"
 
     def chunk(
-        self, index: int, member: str, *, logprobs: Any = None, finish_reason: str | None = None
+        self, index: int, member: str, logprobs: Any = None, finish_reason: str | None = None
     ) -> str:
         """One choice's news; `member` is its own part as JSON, such as `"text":"..."`."""
         if logprobs is None and finish_reason is None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from headway.grammar import Grammar, check
-from headway.server.errors import refused, shown
-from headway.server.protocol import Wishes
+from headway.grammar import Grammar, check, is_known
+from headway.server.errors import ApiError, refused
+from headway.server.protocol import ResponseFormat, StructuredOutputs, Wishes
 from headway.server.wishes import naming
 
-FORMS = {
+# One thread: however much there is to read, it takes one core from everybody else at most.
+READER = ThreadPoolExecutor(1, "grammars")
+FORMS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,
     "regex": Grammar.regex,
     "choice": Grammar.choice,
@@ -29,29 +32,33 @@ async def grammar_of(body: Wishes) -> Grammar | None:
             if grammar is not None:
                 raise refused(param, "and response_format: only one may be given")
             grammar = _from_outputs(also)
-        if grammar is not None:  # reading one may take a while; what it says is kept
-            await asyncio.to_thread(check, grammar)
+        if grammar is not None:
+            await checked(grammar, lambda: check(grammar))
     return grammar
 
 
-def _from_format(wanted: Mapping[str, Any]) -> Grammar | None:
-    kind = wanted.get("type")
-    if kind == "text":
+async def checked(grammar: Grammar, check: Callable[[], None]) -> None:
+    """Check a grammar, aside if it is not known: reading one may take a while."""
+    if is_known(grammar):
+        return check()
+    return await asyncio.get_running_loop().run_in_executor(READER, check)
+
+
+def _from_format(wanted: ResponseFormat) -> Grammar | None:
+    if wanted.type == "text":
         return None
-    if kind == "json_object":
+    if wanted.type == "json_object":
         return Grammar.json_object()
-    if kind != "json_schema":
-        types = "text, json_object or json_schema"
-        raise refused("response_format", f"has the type {shown(kind)}; types are {types}")
-    about = wanted.get("json_schema")
-    if not isinstance(about, Mapping) or not isinstance(about.get("schema"), Mapping):
-        raise refused("response_format", "must have json_schema.schema, which is an object")
-    return Grammar.json_schema(about["schema"])
+    if wanted.json_schema is None:
+        problem = "response_format.json_schema is missing; the type json_schema needs it"
+        raise ApiError(400, problem, param="response_format")
+    return Grammar.json_schema(wanted.json_schema.schema_)
 
 
-def _from_outputs(wanted: Mapping[str, Any]) -> Grammar:
-    given = [name for name in FORMS if wanted.get(name) is not None]
+def _from_outputs(wanted: StructuredOutputs) -> Grammar:
+    given = wanted.model_dump(by_alias=True, exclude_none=True)
     if len(given) != 1:
         names = ", ".join(FORMS)
         raise refused("structured_outputs", f"must have exactly one of {names}, not {len(given)}")
-    return FORMS[given[0]](wanted[given[0]])
+    ((name, value),) = given.items()
+    return FORMS[name](value)

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeGuard
 
 from headway.engine.chat import render_chat
 from headway.errors import InvalidRequest, ModelError
-from headway.grammar import Grammar, with_few_blanks
+from headway.grammar import Grammar, check, with_few_blanks
 from headway.server.tool_calls import JSON_ALONE, TAGGED, CallReader, Style
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -40,6 +41,17 @@ class ToolUse:
         """A fresh one for every sample: text in, text and calls out."""
         return CallReader(self.style, frozenset(_name(tool) for tool in self.tools))
 
+    def check(self) -> None:
+        """InvalidRequest, naming the tool, if nothing could be held to the grammar."""
+        assert self.grammar is not None, "only a grammar can be wrong"
+        try:
+            check(self.grammar)
+        except InvalidRequest:
+            for number, tool in enumerate(self.tools):
+                with _naming(number):
+                    check(Grammar.json_schema(_arguments(tool)))
+            raise
+
 
 def tool_use(
     template: str | None,
@@ -62,9 +74,10 @@ def tool_use(
         return None
     style, grammar = style_of(template), None
     if choice == "required":
-        grammar = _calls(style, tools, is_one=not (parallel and style.between))
+        is_one = not (parallel and style.between)
+        grammar = _calls(style, dict(enumerate(tools)), is_one=is_one)
     elif named is not None:
-        grammar = _calls(style, [named], is_one=True)
+        grammar = _calls(style, {named: tools[named]}, is_one=True)
     return ToolUse(style=style, tools=tuple(tools), grammar=grammar)
 
 
@@ -116,7 +129,7 @@ def _opened(call: Any, where: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{where}.function.arguments is not JSON: {error}") from None
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -140,8 +153,8 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(f"{where}.function.parameters must be a JSON schema, an object")
 
 
-def _chosen(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> Tool | None:
-    """The tool that a choice names, if it names one."""
+def _chosen(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> int | None:
+    """The number of the tool that a choice names, if it names one."""
     if choice in (None, "none", "auto", "required"):
         return None
     function = choice.get("function") if isinstance(choice, Mapping) else None
@@ -150,28 +163,43 @@ def _chosen(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> To
             'tool_choice must be none, auto, required or {"type": "function", "function": '
             f'{{"name": ...}}}}, not {choice!r}'
         )
-    known = {_name(tool): tool for tool in tools}
-    if function.get("name") not in known:
+    known = {_name(tool): number for number, tool in enumerate(tools)}
+    name = function.get("name")
+    if not isinstance(name, str) or name not in known:
         names = ", ".join(known)
-        raise InvalidRequest(
-            f"tool_choice names {function.get('name')!r}, which is not among the tools: {names}"
-        )
-    return known[function["name"]]
+        raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools: {names}")
+    return known[name]
 
 
-def _calls(style: Style, tools: Sequence[Tool], *, is_one: bool) -> Grammar:
+def _calls(style: Style, tools: Mapping[int, Tool], *, is_one: bool) -> Grammar:
     """One call or more of these tools, and nothing else."""
     lines = [f"start: {'one' if is_one else f'one ({json.dumps(style.between)} one)*'}"]
-    lines.append("one: " + " | ".join(f"call{number}" for number in range(len(tools))))
-    for number, tool in enumerate(tools):
+    lines.append("one: " + " | ".join(f"call{number}" for number in tools))
+    for number, tool in tools.items():
         begin = f'{style.begin}{{"name": {json.dumps(_name(tool))}, "{style.arguments}": '
         end = "}" + style.end
         lines.append(f"call{number}: {json.dumps(begin)} json{number} {json.dumps(end)}")
-        # What the schema says that cannot be held to is left out: tools need not be strict.
-        parameters = tool["function"].get("parameters") or NOTHING
-        schema = json.dumps(with_few_blanks(parameters, lenient=True))
-        lines.append(f"json{number}: %json {schema}")
+        with _naming(number):
+            lines.append(f"json{number}: %json {Grammar.json_schema(_arguments(tool)).text}")
     return Grammar.tool_calls("\n".join(lines))
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments.
+
+    What it says that cannot be held to is left out: tools need not be strict.
+    """
+    parameters = tool["function"].get("parameters") or NOTHING
+    return with_few_blanks(parameters, lenient=True)
+
+
+@contextmanager
+def _naming(number: int) -> Iterator[None]:
+    """Whatever is wrong in here is wrong with this tool's parameters."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"tools[{number}].function.parameters: {error}") from None
 
 
 def _name(tool: Tool) -> str:

@@ -19,7 +19,8 @@ from headway.server.protocol import ChatMessage, CompletionRequest, Wishes
 from headway.server.tools import for_template
 
 Result = TypeVar("Result")
-LONG = 4000  # characters; tokenizing more than this would hold up everybody's streams
+MOST_DIGITS = 18  # of a token id; what is too large for the model is told its limit
+LONG = 4000  # letters or ids; reading more than this would hold up everybody's streams
 SAME_NAME = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
@@ -51,7 +52,16 @@ async def sampling(
         raise refused("cache_salt", f"must be printable text, not {shown(body.cache_salt)}")
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "is only for requests with stream: true")
+    _check_lengths(context, body)
     return SamplingParams(max_tokens=max_tokens, **asked, **more)
+
+
+def _check_lengths(context: Context, body: Wishes) -> None:
+    """Refuse what no prompt could have; what is too much for this one ends as `length`."""
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        value, most = getattr(body, name, None), context.max_length
+        if value is not None and value > most:
+            raise refused(name, f"must be at most {most}, the model's length, not {shown(value)}")
 
 
 def check_num_choices(context: Context, num_prompts: int, n: int) -> None:
@@ -75,12 +85,14 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 async def tokens_of(context: Context, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Each prompt's tokens."""
-    num_letters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-    asking = context.asking
+    size, asking = sum(map(len, prompts)), context.asking
     with naming("prompt"):
-        tokens = await aside(num_letters, lambda: [asking.tokens(prompt) for prompt in prompts])
-    if not all(tokens):
-        raise refused("prompt", "has no tokens; at least one is needed")
+        tokens = await aside(size, lambda: [asking.tokens(prompt) for prompt in prompts])
+    empty = next((number for number, each in enumerate(tokens) if not each), None)
+    if empty is not None:
+        which = f"[{empty}]" if len(tokens) > 1 else ""
+        problem = f"prompt{which} has no tokens; at least one is needed"
+        raise ApiError(400, problem, param="prompt")
     return tokens
 
 
@@ -104,13 +116,14 @@ def naming(param: str) -> Iterator[None]:
         raise ApiError(400, words, param=param) from error
 
 
-async def aside(num_letters: int, work: Callable[[], Result]) -> Result:
-    """Do work on a text: at once if it is short, else on another thread."""
-    return work() if num_letters <= LONG else await asyncio.to_thread(work)
+async def aside(size: int, work: Callable[[], Result]) -> Result:
+    """Do work on a text or on ids: at once if they are few, else on another thread."""
+    return work() if size <= LONG else await asyncio.to_thread(work)
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     for token in biases:
-        if not token.isascii() or not token.isdecimal() or len(token) > 9:
-            raise refused("logit_bias", f"has the key {shown(token)}; keys are token ids")
+        if not token.isascii() or not token.isdecimal() or len(token) > MOST_DIGITS:
+            whole = "whole numbers written as strings"
+            raise refused("logit_bias", f"has the key {shown(token)}; keys are token ids, {whole}")
     return {int(token): bias for token, bias in biases.items()}

@@ -25,7 +25,7 @@ from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.errors import ExecutorError, HeadwayError
 from headway.server.port import SocketPort
 from headway.server.service import Service
-from headway.server.serving import SIGNALS, Ready, Recipe, serve_http
+from headway.server.serving import SIGNALS, Ready, Recipe, serve_http, uncollected
 from headway.server.shutdown import LAST_WORDS
 
 GO, STOP = "go", "stop"
@@ -66,8 +66,9 @@ def run_engine(recipe: Recipe, path: str, control: Connection) -> None:
         await service.start(path)
         told, loop = asyncio.Event(), asyncio.get_running_loop()
         _obey(control, lambda: loop.call_soon_threadsafe(told.set))
-        control.send(served.facts)
-        await told.wait()
+        with uncollected():
+            control.send(served.facts)
+            await told.wait()
         await service.close()
 
     asyncio.run(serve())

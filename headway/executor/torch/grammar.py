@@ -9,10 +9,9 @@ Shapes: n rows that have a grammar, v tokens of the vocabulary, w words of 32 of
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,33 +19,16 @@ import torch
 from torch import Tensor
 
 from headway.executor.torch.logits import index
-from headway.grammar import Grammar, limits, one_line
+from headway.executor.torch.matchers import Matchers
+from headway.grammar import one_line
 from headway.plan import Rows
 from headway.request import Request
 from headway.sampling import Sampling
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-MOST_KEPT = 32  # grammars that are ready for the next request
 Words = npt.NDArray[np.int32]
-
-
-class Spelled(Protocol):
-    """The bytes of a token."""
-
-    @property
-    def spelled(self) -> bytes: ...
-
-
-class Speller(Protocol):
-    """What is needed of a tokenizer."""
-
-    special_ids: frozenset[int]
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
-
-    def spell(self, id: int) -> Spelled: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -63,18 +45,9 @@ class Grammars:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._speller: Speller | None = None
-        self._eos_ids: Collection[int] = ()
-        self._vocabulary: LLTokenizer | None = None
-        self._ready: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self.matchers = Matchers(vocab_size)
         self._followers: dict[int, Follower] = {}  # by row
         self._failed: dict[Request, str] = {}
-
-    def use(self, speller: Speller | None, eos_ids: Collection[int]) -> None:
-        """Take the model's tokenizer; without one no grammar can be followed."""
-        self._speller, self._eos_ids = speller, eos_ids
-        self._vocabulary = None
-        self._ready.clear()
 
     def seat(
         self, row: int, request: Request, sampling: Sampling, output: Sequence[int] = ()
@@ -87,17 +60,12 @@ class Grammars:
         follower = Follower(request, None, may_ban or request.params.min_tokens > 0)
         self._followers[row] = follower
         try:
-            follower.matcher = self._matcher(sampling.grammar)
+            follower.matcher = self.matchers.read(sampling.grammar).first.deep_copy()
         except Exception as error:  # whatever it is, it is this request's and not the batch's
             self._fail(follower, f"{type(error).__name__}: {error}")
             return
         if follower.matcher.is_error() or not follower.matcher.consume_tokens(list(output)):
             self._fail(follower)
-
-    def warm_up(self) -> None:
-        """Read the vocabulary ahead of the first grammar: a second for a large one."""
-        if self._vocabulary is None:
-            self._vocabulary = self._read_vocabulary()
 
     def take_failed(self) -> dict[Request, str]:
         """Those whose grammar broke since the last call, and why."""
@@ -153,56 +121,6 @@ class Grammars:
         if not reason and follower.matcher is not None:
             reason = one_line(follower.matcher.get_error())
         self._failed.setdefault(follower.request, f"the grammar cannot be followed: {reason}")
-
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
-        """A matcher at the start of an answer. One is kept for each grammar, and copied."""
-        from llguidance import LLMatcher
-
-        first = self._ready.pop(grammar, None)
-        if first is None:
-            self.warm_up()
-            assert self._vocabulary is not None, "warm_up has made one, or raised"
-            first = LLMatcher(self._vocabulary, grammar.source, log_level=0, limits=limits(grammar))
-        self._ready[grammar] = first  # used last, so at the end
-        while len(self._ready) > MOST_KEPT:
-            self._ready.popitem(last=False)
-        return first.deep_copy()
-
-    def _read_vocabulary(self) -> LLTokenizer:
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        if self._speller is None:
-            raise ValueError("this model has no tokenizer here")
-        ends = sorted(token for token in self._eos_ids if 0 <= token < self.vocab_size)
-        if not ends:
-            raise ValueError("this model has no token that ends an answer")
-        form = _Form(self._speller, self.vocab_size, ends)
-        form.trie = LLTokenizer(TokenizerWrapper(form), n_vocab=self.vocab_size, eos_token=ends)
-        return form.trie
-
-
-class _Form:
-    """A tokenizer in the form that llguidance takes."""
-
-    bos_token_id = None
-
-    def __init__(self, speller: Speller, vocab_size: int, ends: list[int]) -> None:
-        self._speller = speller
-        self.trie: LLTokenizer | None = None
-        self.eos_token_id = ends[0]
-        self.special_token_ids = sorted({*speller.special_ids, *ends})
-        self.tokens = [speller.spell(id).spelled for id in range(vocab_size)]
-
-    def __call__(self, text: str | bytes) -> list[int]:
-        """How the model would write a text that must come next."""
-        text = text if isinstance(text, str) else text.decode()
-        found = self._speller.encode(text, special=False)
-        # The text of a special token, written in a grammar, is not that token; and a tokenizer may
-        # put a space before a text. Then any tokens that spell the text will do.
-        is_text = b"".join(self.tokens[id] for id in found) == text.encode()
-        if self.trie is None or (is_text and self._speller.special_ids.isdisjoint(found)):
-            return found
-        return self.trie.greedy_tokenize(text)
 
 
 def unpacked(words_nw: Words, vocab_size: int, device: torch.device) -> Tensor:

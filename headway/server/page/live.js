@@ -24,35 +24,47 @@ function bar(name, part, whole, words) {
   at(`${name}_text`).textContent = words;
 }
 
-function spark(id, values, unit) {
-  const known = values.filter((value) => value !== null);
-  const most = Math.max(...known, 1e-9);
-  const points = values
-    .map((value, place) => (value === null ? null : `${place},${30 - (28 * value) / most}`))
-    .filter((point) => point !== null);
-  const drawing = at(id);
-  drawing.setAttribute("viewBox", `0 0 ${Math.max(1, values.length - 1)} 31`);
+function shape(kind, points) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", kind);
+  made.setAttribute("points", points.map((point) => point.join(",")).join(" "));
+  return made;
+}
+
+// The last minute; above it, the most there was.
+function spark(what, values, unit) {
+  const known = values.map((value, place) => [place, value]).filter(([, value]) => value !== null);
+  const most = Math.max(...known.map(([, value]) => value), 1e-9);
+  const points = known.map(([place, value]) => [place, 30 - (28 * value) / most]);
+  if (points.length) points.push([points.at(-1)[0] + 0.5, points.at(-1)[1]]); // one alone shows too
+  const drawing = at(`spark_${what}`);
+  drawing.setAttribute("viewBox", `0 0 ${values.length - 0.5} 31`);
   drawing.setAttribute("preserveAspectRatio", "none");
-  const line = document.createElementNS("http://www.w3.org/2000/svg", "polyline");
-  line.setAttribute("points", points.join(" "));
-  const title = document.createElementNS("http://www.w3.org/2000/svg", "title");
-  title.textContent = `the last minute; at most ${unit(known.length ? most : 0)}`;
-  drawing.replaceChildren(title, line);
+  const ground = points.length ? [[points[0][0], 30], ...points, [points.at(-1)[0], 30]] : [];
+  drawing.replaceChildren(shape("polygon", ground), shape("polyline", points));
+  at(`peak_${what}`).textContent = most > 1e-9 ? `at most ${unit(most)}` : "";
 }
 
 function row(cells) {
   const line = document.createElement("tr");
-  for (const [text, kind] of cells) {
+  for (const [text, kind, whole] of cells) {
     const cell = document.createElement("td");
     cell.textContent = text;
-    cell.title = text;
+    cell.title = whole ?? text;
     if (kind) cell.className = kind;
     line.append(cell);
   }
   return line;
 }
 
-const name = (r) => (r.client ? `${r.id} (${r.client})` : r.id);
+function list(id, lines) {
+  at(id).replaceChildren(...lines);
+  const holder = at(id).closest(".scroll");
+  holder.hidden = !lines.length;
+  holder.previousElementSibling.hidden = lines.length > 0;
+}
+
+// Ids are long; their first letters tell them apart.
+const short = (text) => text.replace(/(?:(?:chat)?cmpl-)?([0-9a-f]{8})[0-9a-f]{8,}/g, "$1");
 const part = (some, all) => (some < all ? `${number(some)} / ${number(all)}` : number(all));
 
 function more(count, listed) {
@@ -66,8 +78,8 @@ function draw(s) {
     at(id).textContent = number(s.rates[id]);
   }
   at("ttft").textContent = s.rates.ttft ? seconds(s.rates.ttft) : "–";
-  spark("spark_tokens", s.history.output_tokens, number);
-  spark("spark_ttft", s.history.ttft, seconds);
+  spark("tokens", s.history.output_tokens, number);
+  spark("ttft", s.history.ttft, seconds);
   bar("seats", s.seats.taken, s.seats.limit, `${number(s.seats.taken)} of ${number(s.seats.limit)}`);
   const b = s.blocks;
   bar("blocks", b.held, b.total, `${number(b.held)} of ${number(b.total)}`);
@@ -75,19 +87,22 @@ function draw(s) {
   bar("host", b.host_held, b.host_total, `${number(b.host_held)} of ${number(b.host_total)}`);
   at("num_running").textContent = more(s.num_running, s.running.length);
   at("num_waiting").textContent = more(s.num_waiting, s.waiting.length);
-  at("running").replaceChildren(...s.running.map((r) => row([
-    [name(r)], [r.state, r.state], [part(r.computed, r.prompt)], [`${number(r.output)} / ${number(r.most)}`],
-    [number(r.blocks)], [seconds(r.age)],
+  list("running", s.running.map((r) => row([
+    [short(r.id), r.state, r.id], [r.client, "who"], [r.state, `wide ${r.state}`],
+    [part(r.computed, r.prompt), "num"], [`${number(r.output)} / ${number(r.most)}`, "num"],
+    [number(r.blocks), "num wide"], [seconds(r.age), "num"],
   ])));
-  at("waiting").replaceChildren(...s.waiting.map((r) => row([
-    [name(r)], [r.state, r.state], [number(r.prompt + r.output)], [seconds(r.age)], [r.reason, "long"],
+  list("waiting", s.waiting.map((r) => row([
+    [short(r.id), r.state, `${r.id}, ${r.state}`], [r.client, "who"],
+    [number(r.prompt + r.output), "num wide"], [seconds(r.age), "num"], [r.reason, "long"],
   ])));
-  at("decisions").replaceChildren(...s.decisions.slice().reverse().map((d) => {
+  list("decisions", s.decisions.slice().reverse().map((d) => {
     const line = document.createElement("li");
     const step = document.createElement("span");
     const words = document.createElement("span");
     step.textContent = d.step < 0 ? "" : number(d.step);
-    words.textContent = d.words;
+    words.textContent = short(d.words);
+    words.title = d.words;
     words.className = d.kind;
     line.append(step, words);
     return line;
