@@ -236,6 +236,24 @@ def test_nobodys_sequences_and_rows_change_nothing(dtype: torch.dtype) -> None:
     assert out[count:].isnan().all()
 
 
+@TYPES
+@pytest.mark.parametrize("num_before", [1, 31, 32, 200])
+def test_rows_before_the_first_sequence_are_somebody_elses(
+    num_before: int, dtype: torch.dtype
+) -> None:
+    """As decodes are, which come first in a batch."""
+    world = world_of(Case(sequences=((3, 0), (40, 5), (1, 70)), dtype=dtype))
+    before = torch.zeros((num_before, *world.q_thd.shape[1:]), dtype=dtype, device=DEVICE)
+    # What is found in memory before the first start must not matter either.
+    starts = F.pad(world.starts_s + num_before, (1, 0))[1:]
+    later = replace(world, q_thd=torch.cat([before, world.q_thd]), starts_s=starts)
+    out = poisoned(later)
+    out[:num_before] = 7.0
+    prefill.prefill_attention(later.q_thd, out, **later.arguments())
+    assert_close(out[num_before:], expected(world))
+    assert (out[:num_before] == 7.0).all()
+
+
 @pytest.mark.parametrize("sequences", [(), ((0, 0),), ((0, 5), (0, 0))])
 def test_no_tokens_is_no_work(sequences: tuple[tuple[int, int], ...]) -> None:
     world = world_of(Case(sequences=sequences or ((0, 0),)))

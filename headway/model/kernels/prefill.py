@@ -61,7 +61,8 @@ def prefill_attention(
     """Write to out_thd what each query finds among the tokens up to its own.
 
     Sequence s has the rows [starts_s[s], starts_s[s + 1]), the last of its ends_s[s] tokens, and
-    row seats_s[s] of tables; none has more rows than longest.
+    row seats_s[s] of tables; none has more rows than longest. Rows before the first sequence and
+    after the last are left as they are.
     """
     (num_tokens, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
     if num_tokens == 0 or num_sequences == 0:
@@ -99,7 +100,7 @@ def _prefill(
     start, num_cached = tl.load(starts_s + sequence), tl.load(ends_s + sequence)
     seat = tl.load(seats_s + sequence).to(tl.int64)
     num_tokens = tl.load(starts_s + sequence + 1) - start
-    turn = slot - (start * GROUP // ROWS + sequence)
+    turn = slot - ((start - tl.load(starts_s)) * GROUP // ROWS + sequence)
     tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - turn  # the last sees the most: it goes first
     if tile < 0:
         return
@@ -127,13 +128,15 @@ def _prefill(
 def _sequence_at(slot, starts_s, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
     """The sequence whose tiles this slot is among.
 
-    Sequence s begins at slot starts[s] * GROUP // ROWS + s. Up to the next one's beginning there
-    are at least as many slots as s has tiles, and how many there are in all is known to the host.
+    Sequence s, which begins r rows after the first one, begins at slot r * GROUP // ROWS + s. Up to
+    the next one's beginning there are at least as many slots as s has tiles, and how many there are
+    in all is known to the host.
     """
-    sequence = -1
+    sequence, origin = -1, tl.load(starts_s)
     for base in range(0, num_sequences, 256):
         s = base + tl.arange(0, 256)
-        first = tl.load(starts_s + s, mask=s < num_sequences, other=0) * GROUP // ROWS + s
+        start = tl.load(starts_s + s, mask=s < num_sequences, other=0)
+        first = (start - origin) * GROUP // ROWS + s
         sequence += tl.sum(((first <= slot) & (s < num_sequences)).to(tl.int32))
     return sequence
 
