@@ -5,8 +5,8 @@
 
 overhead    The same requests by the engine alone and through HTTP, as many at once as it has seats.
             share: served / offline output tokens/s. added_ms: from when the engine has told of a
-            step's tokens until the client has them. Medians of all rounds; offline and served take
-            turns at going first.
+            step's tokens until the client has them. A round is offline, served, served, offline, so
+            that a machine that gets slower or faster favours nobody; figures are medians of rounds.
 simulated   By API processes (0: in the engine's process), by how long the model takes for a step:
             0 ms; 20 ms, which is 12,800 tokens/s over 256 streams; 8 ms, which is 32,000. An event
             may hold several tokens where the engine is ahead of HTTP. cpu_us_per_token: processor
@@ -175,21 +175,35 @@ def overhead(precision: str, num_requests: int, num_rounds: int) -> dict[str, An
             run(random_jobs(8, INPUT, OUTPUT, WARM), WARM)
             measure(running, random_jobs(8, INPUT, OUTPUT, WARM), 8, WARM)
             for number in range(num_rounds):
-                jobs = random_jobs(num_requests, INPUT, OUTPUT, number)
-                alone = run(jobs, number) if number % 2 == 0 else {}
-                served = measure(running, jobs, SEATS, number)
-                alone = alone or run(jobs, number)
-                rounds.append({
-                    "offline": alone, "served": served.figures(),
-                    "share": served.report["output_throughput"] / alone["output_throughput"],
-                    **added(served.outcomes, told(steps.name)),
-                })  # fmt: skip
+                seeds = (2 * number, 2 * number + 1)
+                first, second = (random_jobs(num_requests, INPUT, OUTPUT, s) for s in seeds)
+                alone = [run(first, seeds[0])]
+                served = [measure(running, first, SEATS, seeds[0])]
+                served.append(measure(running, second, SEATS, seeds[1]))
+                alone.append(run(second, seeds[1]))
+                rounds.append(compared(alone, served, told(steps.name)))
+                print(json.dumps(rounds[-1]), file=sys.stderr, flush=True)
     return {
-        "precision": precision, "num_requests": num_requests, "concurrency": SEATS,
-        **{name: statistics.median(each[name] for each in rounds)
-           for name in ("share", "added_ms", "added_p99_ms")},
-        "rounds": rounds,
+        "precision": precision, "requests_per_round": 2 * num_requests, "concurrency": SEATS,
+        **medians(rounds), "rounds": rounds,
     }  # fmt: skip
+
+
+def compared(
+    alone: list[dict[str, float]], served: list[Measured], steps: Moments
+) -> dict[str, float]:
+    """One round: the same requests both ways."""
+    num_tokens = sum(each.report["total_output_tokens"] for each in served)
+    offline_seconds = sum(each["seconds"] for each in alone)
+    served_seconds = sum(each.report["duration"] for each in served)
+    return {
+        "offline_tokens_per_second": num_tokens / offline_seconds,
+        "served_tokens_per_second": num_tokens / served_seconds,
+        "share": offline_seconds / served_seconds,
+        "offline_itl_ms": statistics.mean(each["median_itl_ms"] for each in alone),
+        "served_itl_ms": statistics.mean(each.report["median_itl_ms"] for each in served),
+        **added([outcome for each in served for outcome in each.outcomes], steps),
+    }
 
 
 def told(path: str) -> Moments:
@@ -212,7 +226,7 @@ def added(outcomes: list[Outcome], steps: Moments) -> dict[str, float]:
 
 
 def costs(num_workers: int, num_rounds: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"api_workers": num_workers}
+    result: dict[str, Any] = {}
     for pace in PACES:
         options = ("simulated", "--seconds", str(pace), "--api-workers", str(num_workers))
         with server(*options) as running:
@@ -251,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", choices=("both", "overhead", "simulated"), default="both")
     parser.add_argument("--precision", default="auto", help="of the bundled model")
-    parser.add_argument("--num-requests", type=int, default=64, help="of the bundled model")
+    parser.add_argument("--num-requests", type=int, default=48, help="twice in a round")
     parser.add_argument("--workers", default="0,1,2,4", help="API processes, in turn")
     parser.add_argument("--rounds", type=int, help="default: 5 of the bundled model, else 3")
     parser.add_argument("--out", type=Path, help="also write it here, beside the other part")
@@ -262,13 +276,19 @@ def main() -> None:
         result["overhead"] = overhead(asked.precision, asked.num_requests, asked.rounds or 5)
     if asked.part != "overhead":
         numbers = [int(number) for number in asked.workers.split(",")]
-        result["simulated"] = {"by_workers": [costs(n, asked.rounds or 3) for n in numbers]}
-    for part in result.values():
+        result["simulated"] = {f"{n}_workers": costs(n, asked.rounds or 3) for n in numbers}
+    for name, part in result.items():
         part |= {"command": command, "num_cpus": os.cpu_count()}
+        if asked.out is not None:
+            save(asked.out, name, part)
     print(json.dumps(result, indent=2))
-    if asked.out is not None:
-        before = json.loads(asked.out.read_text()) if asked.out.exists() else {}
-        asked.out.write_text(json.dumps(before | result, indent=2) + "\n")
+
+
+def save(path: Path, name: str, part: dict[str, Any]) -> None:
+    """Beside what the file has of the other part, and of other numbers of workers."""
+    before = json.loads(path.read_text()) if path.exists() else {}
+    kept = before.get(name, {}) if name == "simulated" else {}
+    path.write_text(json.dumps(before | {name: kept | part}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
