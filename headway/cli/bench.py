@@ -18,6 +18,7 @@ from headway.cli import bench_serve, live, prompts
 from headway.cli.model_options import ModelOptions, spread
 from headway.cli.options import Json, progress_bar
 from headway.engine.trace import header
+from headway.engine.uncollected import uncollected
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.lab import bench
 from headway.sampling import SamplingParams
@@ -73,10 +74,11 @@ def throughput_command(
             work = _read_work(llm, dataset, num_prompts, source, lengths[1])
         _answer(llm, _random_work(llm, source, 1, bench.Span(8, 8), bench.Span(2, 2)))  # warm
         metrics = live.measure(llm)
-        begun = time.perf_counter()
-        with live.bar(llm, "throughput", len(work[0])):
+        with uncollected(), live.bar(llm, "throughput", len(work[0])):
+            begun = time.perf_counter()
             _answer(llm, work)
-        result = bench.throughput(metrics, time.perf_counter() - begun)
+            seconds = time.perf_counter() - begun
+        result = bench.throughput(metrics, seconds)
     if json_:
         print(json.dumps({**_setting(llm, model), **result}, indent=2))
     else:

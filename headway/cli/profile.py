@@ -16,6 +16,7 @@ from headway.cli.model_options import ModelOptions, resolved
 from headway.cli.options import Json, progress_bar
 from headway.cli.profile_report import show, warn
 from headway.engine.trace import Line, describe_step
+from headway.engine.uncollected import uncollected
 from headway.errors import ExecutorError, FormatError
 from headway.lab.bench import random_prompt
 from headway.lab.calibration import (
@@ -190,7 +191,8 @@ def run(llm: LLM, work: Calibration) -> Logs:
         ([work.held_out], logs.held_out, depth), (work.after, logs.fitted, depth),
         (work.before if depth else [], logs.apart, 0),
     ]  # fmt: skip
-    with progress_bar("profiling", sum(len(w) for waves, *_ in stages for w in waves)) as advance:
+    total = sum(len(wave) for waves, *_ in stages for wave in waves)
+    with progress_bar("profiling", total) as advance, uncollected():
         for waves, log, stage_depth in stages:
             llm.engine.depth = stage_depth
             for wave in waves:

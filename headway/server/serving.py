@@ -6,12 +6,10 @@ Knows no model and no endpoint: a recipe makes them. Several processes are in wo
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop, Limits
+from headway.engine.uncollected import uncollected
 from headway.errors import ConfigError
 from headway.server.shutdown import GracefulServer
 
@@ -112,17 +111,6 @@ async def serve_http(
     with uncollected():
         await server.serve(sockets=[bound])
         await engine.close()
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Leave all that is there by now out of garbage collection, which would hold up everybody."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _mind_signals(server: GracefulServer) -> None:

@@ -22,10 +22,11 @@ from types import FrameType
 from typing import Any
 
 from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.uncollected import uncollected
 from headway.errors import ExecutorError, HeadwayError
 from headway.server.port import SocketPort
 from headway.server.service import Service
-from headway.server.serving import SIGNALS, Ready, Recipe, serve_http, uncollected
+from headway.server.serving import SIGNALS, Ready, Recipe, serve_http
 from headway.server.shutdown import LAST_WORDS
 
 GO, STOP = "go", "stop"

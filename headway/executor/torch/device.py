@@ -26,7 +26,7 @@ from headway.executor.torch.seats import DeviceSeats, upload
 from headway.executor.torch.swapping import Swapper
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
-from headway.model.kernels.decode import are_uneven
+from headway.model.kernels.decode import MANY, are_uneven
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
 from headway.plan import Chunk, Plan, Rows, StepResult
@@ -130,8 +130,7 @@ class DeviceExecutor:
             return
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
         steps = [(num_rows, False) for num_rows in sorted(sizes, reverse=True)]
-        most = self.rows.tables.shape[1] * self.rows.block_size
-        steps += [(n, True) for n, _ in steps if are_uneven(n * self._num_kv_heads, most, 0)]
+        steps += [(n, True) for n, _ in steps if n * self._num_kv_heads >= MANY]
         for done, (num_rows, is_uneven) in enumerate(steps, start=1):
             self._capture(num_rows, is_uneven)
             if progress:
@@ -188,9 +187,8 @@ class DeviceExecutor:
         self._sent, self._order = rows.copy(), np.argsort(order)
 
     def _are_uneven(self, rows: Rows) -> bool:
-        lengths, num_heads = self.rows.lengths[rows], self._num_kv_heads
-        longest, total = int(lengths.max(initial=0)), int(lengths.sum())
-        return are_uneven(padded_rows(len(rows)) * num_heads, longest, total * num_heads)
+        num_programs = padded_rows(len(rows)) * self._num_kv_heads
+        return are_uneven(num_programs, self.rows.lengths[rows], self._num_kv_heads)
 
     def _decode_step(self, num_rows: int, is_uneven: bool) -> None:
         """From the seats' latest tokens to their next ones, all on the device."""

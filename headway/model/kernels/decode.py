@@ -16,6 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -269,17 +271,21 @@ def decode_attention(
         )  # fmt: skip
 
 
-MANY = 384  # programs that fill the device
-SHARE = 1024  # positions for a program, where sequences are so uneven that some are shared
+MANY = 1200  # programs that need no sharing to keep the device busy until most are done
+SHARE = 512  # positions for a program, where many programs are shared all the same
+BUSY = 140  # programs that still keep the device busy
+WORTH = 150  # positions that one program reads while what is shared is joined
 
 
-def are_uneven(num_programs: int, longest: int, total: int) -> bool:
-    """Whether many programs, one for each sequence and head, would wait for the longest sequence.
+def are_uneven(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> bool:
+    """Whether of many programs, one for each sequence and head, a few would be left over.
 
-    `total`: positions that they read in all. One of them reads a position while the device reads
-    about 140; to join what several found takes as long as 350.
+    All of them advance alike. So when too few are left to keep the device busy, each has yet to
+    read what it is longer than the last one that ended.
     """
-    return num_programs >= MANY and longest > max(SHARE, total / 140 + 350)
+    if num_programs < MANY or len(lengths) <= (count := -(-BUSY // num_kv_heads)):
+        return False
+    return bool(lengths.max() - np.partition(lengths, -count)[-count] > WORTH)
 
 
 def cut_for(num_programs: int, is_uneven: bool, room: int, row_bytes: int) -> Cut:
@@ -292,12 +298,10 @@ def cut_for(num_programs: int, is_uneven: bool, room: int, row_bytes: int) -> Cu
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
     if num_programs >= MANY:
-        parts = 8 if is_uneven else 1
-        if num_programs >= 1200:
-            return Cut(parts, SHARE, 16, 1, max(2, 4 // depth))
-        return Cut(parts, SHARE, max(16, 64 // depth), 4, 3)
+        return Cut(8 if is_uneven else 1, SHARE, 16, 1, max(2, 4 // depth))
     least = 128 if num_programs > 32 else 64
-    parts = triton.next_power_of_2(min(1056 // num_programs, triton.cdiv(room, least), 64))
+    wanted = max(4, min(1056 // num_programs, 64))
+    parts = triton.next_power_of_2(min(wanted, triton.cdiv(room, least)))
     if num_programs > 32:
         return Cut(parts, least, 16, 1, max(2, 3 // depth))
     return Cut(parts, least, max(16, 64 // depth), 4, 2)

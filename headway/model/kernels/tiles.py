@@ -36,16 +36,19 @@ def tile_within(
         return Tile(1, 4, 512, 1, 1, 1) if num_inputs <= 1024 else Tile(1, 4, 2048, 1, 4, 1)
     rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
     processors, memory = limits
-    outputs, num_row_tiles = 8 if rows == 16 else 16, -(-num_rows // rows)
+    outputs, num_row_tiles = 8 if rows <= 32 else 16, -(-num_rows // rows)
     while outputs < 128 and num_row_tiles * num_outputs > 1.4 * outputs * processors:
         outputs *= 2
-    num_large = num_outputs // 128 * num_rows // 128  # tiles of 128 rows and 128 outputs
+    num_large = num_outputs // 128 * -(-num_rows // 128)  # tiles of 128 rows and 128 outputs
     if num_rows > 128 and outputs == 128 and num_large >= 0.7 * processors:
         rows = 128
     slices = 4 if outputs == 8 and num_inputs % 512 == 0 else 1
-    inputs = 64 if rows + outputs > (192 if memory >= 192 * 1024 else 160) else 128
+    width = rows + outputs
+    inputs = 64 if width > (192 if memory >= 192 * 1024 else 160) else 128
+    if width <= 64 and slices == 1 and num_inputs % 256 == 0:
+        inputs = 256
     inputs = inputs * 2 // dtype.itemsize
-    stage = (rows + outputs) * inputs * slices * dtype.itemsize
+    stage = width * inputs * slices * dtype.itemsize
     stages = max(1, min(6, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
 
