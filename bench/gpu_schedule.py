@@ -37,6 +37,7 @@ from profiled import profiled
 
 from headway import LLM
 from headway.engine.engine import Engine
+from headway.engine.uncollected import uncollected
 from headway.executor.torch.rates import measured, recompute_seconds, resume_seconds, swap_seconds
 from headway.lab.bench import random_prompt
 from headway.plan import StepReport
@@ -126,9 +127,10 @@ def gaps(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
         stage.ask(f"running {number}", prompt, min(2048, room))
     stage.run_until(lambda: len(stage.watch.firsts) == sizes.num_running)
     prompts = [random_prompt(source, sizes.long, vocab_size) for _ in range(1 + sizes.num_long)]
-    (first_time, first_gaps), *rest = [
-        stage.interrupt(f"long {number}", prompt) for number, prompt in enumerate(prompts)
-    ]
+    with uncollected():  # as a server runs
+        (first_time, first_gaps), *rest = [
+            stage.interrupt(f"long {number}", prompt) for number, prompt in enumerate(prompts)
+        ]
     for name in list(stage.engine.scheduler.requests):
         stage.engine.abort(name)
     stage.engine.run()

@@ -192,7 +192,9 @@ def test_a_synthetic_workload_is_written_with_the_same_words() -> None:
 
 
 def test_profiles_have_their_names() -> None:
-    assert known_profiles() == ["llama3-70b-4xa100", "llama3.1-8b-a100-80gb", "qwen3-0.6b-h200"]
+    assert known_profiles() == [
+        "llama3-70b-4xa100", "llama3.1-8b-a100-80gb", "qwen3-0.6b-h200", "qwen3-0.6b-h200-headway",
+    ]  # fmt: skip
 
 
 def strained() -> list[Line]:

@@ -115,15 +115,16 @@ def runs(tokens: array[int]) -> list[Any]:
     """Tokens, with three or more equal or consecutive ones as [first, count, 0 or 1]."""
     strides = np.diff(np.frombuffer(tokens, dtype=np.intc)) if len(tokens) > 2 else np.zeros(0)
     changes = np.flatnonzero(strides[1:] != strides[:-1]) + 1
+    starts, ends = np.append(0, changes), np.append(changes, len(strides))  # of equal strides
+    is_long = ends - starts >= 2
     packed: list[Any] = []
     place = 0
-    for last in (*changes.tolist(), len(strides)):  # strides are equal from `place` to `last`
-        if last - place >= 2 and strides[place] in (0, 1):
-            packed.append([tokens[place], last - place + 1, int(strides[place])])
+    for start, last in zip(starts[is_long].tolist(), ends[is_long].tolist(), strict=True):
+        first = max(start, place)  # the token at `start` may have ended the run before
+        if last - first >= 2 and strides[first] in (0, 1):
+            packed.extend(tokens[place:first])
+            packed.append([tokens[first], last - first + 1, int(strides[first])])
             place = last + 1
-        elif last > place:  # the token at `last` may begin the next run
-            packed.extend(tokens[place:last])
-            place = last
     packed.extend(tokens[place:])
     return packed
 

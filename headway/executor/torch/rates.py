@@ -19,7 +19,7 @@ from headway.plan import Admission, Chunk, Copy, Plan
 from headway.request import Params, Request
 
 Numbers = npt.NDArray[np.float64]
-MOST_TOKENS, MOST_BLOCKS = 32768, 256  # computed again, and copied: enough to see what grows how
+MOST_TOKENS, MOST_COPIED = 32768, 16384  # computed again, and copied: to see what grows how
 MOST_TRIES, LONG_ENOUGH = 3, 0.5  # after one that is not counted; seconds after which it is enough
 
 
@@ -48,7 +48,8 @@ def measured(executor: Timed, config: Config) -> SwapTimes:
 
 def _copying(executor: Timed, config: Config) -> list[float]:
     """Seconds of one token, and of a copy."""
-    sizes = _spread(min(config.num_blocks, config.num_host_blocks, MOST_BLOCKS))
+    most = max(1, MOST_COPIED // config.block_size)
+    sizes = _spread(min(config.num_blocks, config.num_host_blocks, most))
     seconds = [swap_seconds(executor, size) / 2 for size in sizes]
     tokens = np.array(sizes) * config.block_size
     return _fitted(np.stack([np.ones(len(sizes)), 1 / tokens]), np.array(seconds) / tokens)

@@ -198,6 +198,9 @@ def linear(
     assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
     assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "a part a tile"
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
+    # Several threads hold the same sum of squares, and one of them stores it. If some of their
+    # products were fused with an addition and some were not, it were chance what is stored.
+    options["enable_fp_fusion"] = False
     _linear[(num_tiles * triton.cdiv(num_rows, tile.rows),)](
         x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
