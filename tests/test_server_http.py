@@ -105,6 +105,8 @@ async def test_a_stop_string_ends_the_text_and_the_count_of_tokens() -> None:
         assert body["choices"][0]["text"] == "ABC" and body["usage"]["completion_tokens"] == 5
         asked = {"prompt": "abcdefgh", "stop": ["DE"], "include_stop_str_in_output": True}
         assert (await here.complete(**asked))["choices"][0]["text"] == "ABCDE"
+        body = await here.complete(prompt="abcdeabcdefgh", stop="DE", min_tokens=5)
+        assert body["choices"][0]["text"] == "ABCDEABC"
         body = await here.complete(prompt="abcdefgh", stop_token_ids=[ord("C")])
         assert body["choices"][0]["text"] == "AB"
         body = await here.complete(prompt="abcdefgh", max_tokens=3)

@@ -238,6 +238,23 @@ def test_a_stream_is_the_decoded_whole_up_to_its_stop(
     assert stream.text == shown
 
 
+@relaxed
+@given(ids=streams(49152), count=st.integers(0, 12), include=st.booleans(), places=places,
+       seed=st.integers(0, 100))  # fmt: skip
+def test_no_stop_is_seen_in_the_text_of_the_first_tokens(
+    smollm2: Path, ids: list[int], count: int, include: bool, places: list[int], seed: int
+) -> None:
+    tokenizer = bundled(smollm2)
+    whole = Detokenizer(tokenizer)
+    first, rest = whole.push(ids[:count]), whole.push(ids[count:]) + whole.finish()
+    start = seed % max(1, len(first + rest))
+    stops = [(first + rest)[start : start + 2] or "no such text"]
+    stream = TextStream(tokenizer, stops, include, min_tokens=count)
+    shown = "".join(stream.push(piece) for piece in cut(ids, places)) + stream.finish()
+    text, hit = stopped(rest, stops, include)
+    assert (shown, stream.hit) == (first + text, hit)
+
+
 def test_a_hidden_end_is_no_text_even_where_special_tokens_are(smollm2: Path) -> None:
     tokenizer = bundled(smollm2)
     ids = tokenizer.encode("<|im_start|>Hi<|im_end|>")

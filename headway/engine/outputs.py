@@ -107,6 +107,7 @@ class Gathering:
         return TextStream(
             self._tokenizer, params.stop_strings, params.include_stop_str_in_output,
             params.skip_special_tokens, hidden_ids=request.params.stops,
+            min_tokens=params.min_tokens,
         )  # fmt: skip
 
     def push(self, request: Request, tokens: Sequence[int]) -> tuple[str, int]:

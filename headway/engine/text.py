@@ -137,11 +137,13 @@ class TextStream:
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), include_stop: bool = False,
-        skip_special: bool = True, hidden_ids: Set[int] = frozenset(),
+        skip_special: bool = True, hidden_ids: Set[int] = frozenset(), min_tokens: int = 0,
     ) -> None:  # fmt: skip
+        """No stop is seen that begins in the text of the first `min_tokens`."""
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._scanner = StopScanner(stops, include_stop)
         self._hidden_ids = hidden_ids
+        self._num_unseen = min_tokens  # tokens yet to come
         self._parts: list[str] = []
 
     @property
@@ -156,8 +158,13 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that may be shown after these tokens."""
-        shown = [id for id in ids if id not in self._hidden_ids]
-        return self._keep(self._scanner.push(self._detokenizer.push(shown)))
+        unseen = ids[: self._num_unseen]
+        self._num_unseen -= len(unseen)
+        text = self._decode(unseen) if unseen else ""
+        return self._keep(text + self._scanner.push(self._decode(ids[len(unseen) :])))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._detokenizer.push([id for id in ids if id not in self._hidden_ids])
 
     def finish(self) -> str:
         """The rest; it may still complete a stop."""

@@ -23,7 +23,7 @@ class Sample:
         if tokenizer is not None:
             self.stream = TextStream(
                 tokenizer, asked.stop_strings, asked.include_stop_str_in_output,
-                asked.skip_special_tokens, hidden_ids=hidden,
+                asked.skip_special_tokens, hidden_ids=hidden, min_tokens=asked.min_tokens,
             )  # fmt: skip
         self.num_kept = 0  # tokens generated, up to the one that completes a stop string
         self.end: End | None = None
