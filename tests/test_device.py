@@ -116,6 +116,15 @@ def test_every_family_says_what_it_says_in_plain_torch(about: ModelConfig) -> No
     assert answers(on_device, config, about, depth=1) == answers(plain, config, about)
 
 
+def test_many_decodes_beside_prompts_are_told_apart_from_them() -> None:
+    """So many that their rows would fill tiles of the prompts' attention."""
+    config = settings(max_requests=16, max_tokens=24, num_blocks=120)
+    about, seen = FAMILIES["seven heads, biases"], list[StepReport]()
+    found = answers(on_device, config, about, depth=1, count=14, watch=seen.append)
+    assert any(len(each.plan.decodes) > 4 and each.plan.chunks for each in seen)
+    assert found == answers(plain, config, about, count=14)
+
+
 WAYS: dict[str, tuple[Config, int]] = {
     "alone in flight": (settings(), 0),
     "short pieces": (settings(max_tokens=5, chunk="at_most(3)"), 1),
