@@ -116,6 +116,13 @@ class Plan:
         return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
 
 
+class Failure(NamedTuple):
+    """A request that cannot go on: found in which of a plan's steps, and why."""
+
+    step: int
+    reason: str
+
+
 @dataclass(slots=True)
 class StepResult:
     """What the executor sampled. Times are seconds on the engine's clock."""
@@ -125,7 +132,7 @@ class StepResult:
     started: float = 0.0
     ended: float = 0.0
     extra: object = None  # logprobs and the like, for whoever asked
-    failed: dict[Request, str] = field(default_factory=dict)  # who cannot go on, and why
+    failed: dict[Request, Failure] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from headway.errors import InvalidRequest
 from headway.grammar import Grammar
 
 MOST_LOGPROBS = 100
-COLDEST = 1e-5  # a lower temperature is greedy: it would scale logits out of float32
+COLDEST = 1e-4  # a lower temperature is greedy: float32 would lose the chance between equals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -164,6 +164,7 @@ async def server(
     limits: Limits | None = None,
     max_length: int = 256,
     template: str = TEMPLATE,
+    vocab_size: int = VOCAB_SIZE,
     **settings: Any,
 ) -> AsyncIterator[Server]:
     executor = Capitals()
@@ -171,7 +172,7 @@ async def server(
     port = ThreadPort(Engine(Scheduler(config), executor), limits)
     port.loop.answers["metrics"] = lambda prefix: f"# {prefix}\n"
     engine = AsyncEngine(port)
-    asking = Asking(tokenizer=letters(template), vocab_size=VOCAB_SIZE, eos_ids=frozenset({END}))
+    asking = Asking(tokenizer=letters(template), vocab_size=vocab_size, eos_ids=frozenset({END}))
     context = Context(
         engine=engine, asking=asking, model_name=MODEL, max_length=max_length,
         settings=Settings(**settings),

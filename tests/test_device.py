@@ -224,6 +224,31 @@ def test_rows_of_nobody_change_no_token() -> None:
     assert answers(on_device, config, about) == answers(exactly_on_device, config, about)
 
 
+def test_a_pass_that_cannot_be_captured_runs_as_before() -> None:
+    config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
+    executor, tried = on_device(config, about), list[object]()
+
+    def capture(size: object) -> None:
+        tried.append(size)
+        raise torch.OutOfMemoryError("no room for a graph")
+
+    executor.mixed.graphs.capture = capture  # type: ignore[method-assign]
+    told = [answers(lambda *_: executor, config, about) for _ in range(2)]
+    assert told == [answers(plain, config, about)] * 2
+    assert len(tried) == 1, "no memory for one is no memory for others"
+
+
+def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:
+    config, about = settings(), FAMILIES["its own head"]
+    executor, sizes = exactly_on_device(config, about), list[object]()
+    executor.mixed._step = lambda *size: sizes.append(size)  # type: ignore[method-assign]
+    executor.mixed.warm_up()
+    assert not sizes
+    executor.decoder.backend.fills_up = True
+    executor.mixed.warm_up()
+    assert len(sizes) > 1 and max(map(sum, sizes)) == sum(executor.mixed._largest)  # type: ignore[arg-type]
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU captures")
 def test_a_pass_over_prompts_is_captured_when_it_comes_again_and_says_the_same() -> None:
     config, about = settings(max_tokens=8), FAMILIES["norms of heads"]

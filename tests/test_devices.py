@@ -18,7 +18,8 @@ from headway import Config, preset
 from headway.errors import ConfigError
 from headway.executor.torch import make_executor
 from headway.executor.torch.executor import TorchExecutor
-from headway.executor.torch.memory import Budget, num_blocks_in, prompts, run_step
+from headway.executor.torch.extra import SLICE
+from headway.executor.torch.memory import Budget, kept_bytes, num_blocks_in, prompts, run_step
 from headway.llm import LLM
 from headway.loading import GpuRoom, Wishes, fit
 from headway.model.checkpoint import DummyCheckpoint
@@ -283,7 +284,7 @@ def test_the_tried_prompts_have_all_tokens_and_no_length_too_many(
     assert [p for end in ends for p in range(end)] == batch.positions_t.tolist()
     assert batch.slots_t.max() < block_size and batch.tables_sw.max() == 0
     assert batch.tables_sw.shape[1] * block_size >= batch.longest
-    assert len(batch.sampled_n) == min(seats, num_tokens)
+    assert len(batch.sampled_n) == min(max(seats, SLICE), num_tokens)
     assert batch.seats_s is not None and len(batch.seats_s) == len(ends)
 
 
@@ -298,7 +299,18 @@ def test_the_tried_step_computes_every_token_and_every_seat() -> None:
     blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size).zero_()
     run_step(decoder, config, 100, blocks)
     run_step(decoder, config, 6, blocks)
-    assert rows == [6, 6] and blocks.abs().sum(dim=(0, 4, 5)).min() > 0, "every layer stored"
+    assert rows == [100, 6] and blocks.abs().sum(dim=(0, 4, 5)).min() > 0, "every layer stored"
+
+
+def test_what_an_executor_keeps_is_counted() -> None:
+    pytest.importorskip("triton")
+    from headway.executor.torch.device import DeviceExecutor
+
+    decoder = Decoder(DummyCheckpoint(model()), PlainBackend())
+    config = config_of(max_tokens=4000, num_blocks=3, max_length=30000)
+    executor = DeviceExecutor(decoder, config)
+    kept = (executor.mixed._hidden, executor.seats.tensors.tables)
+    assert kept_bytes(decoder, config) == sum(each.nbytes for each in kept) > 10**5
 
 
 def test_the_tried_step_runs_through_the_gpus_kernels() -> None:

@@ -262,7 +262,7 @@ def test_a_dead_end_is_told_and_allows_the_end_alone() -> None:
     sampler.seat(0, request, [0])
     assert LETTERS.text(answer(sampler, 0, noise(7, 9))) == "a"
     failed = sampler.grammars.take_failed()
-    assert list(failed) == [request] and "cannot be followed" in failed[request]
+    assert list(failed) == [request] and "cannot be followed" in failed[request].reason
     assert sampler.grammars.take_failed() == {}, "told once"
 
 
@@ -275,7 +275,7 @@ def test_a_grammar_that_needs_too_much_work_is_told() -> None:
     sampler.seat(0, request, [0])
     tokens = answer(sampler, 0, steps)
     assert 1 < len(tokens) < 60 and tokens[-1] == LETTERS.end
-    assert "items" in sampler.grammars.take_failed()[request]
+    assert "items" in sampler.grammars.take_failed()[request].reason
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_a_grammar_that_nobody_can_follow_is_told(speller: Any, ends: Any, reaso
     sampler.grammars.matchers.use(speller, ends)
     sampler.seat(0, request, [0])
     assert answer(sampler, 0, noise(8, 1)) == [LETTERS.end]
-    assert reason in sampler.grammars.take_failed()[request]
+    assert reason in sampler.grammars.take_failed()[request].reason
 
 
 def test_many_grammars_do_not_pile_up() -> None:
@@ -355,6 +355,25 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
     assert found["good"].finish_reason == "stop" and found["good"].error is None
     assert tokenizer.decode(found["good"].output) == "ab"
     assert found["plain"].output == outputs(("plain", None))["plain"].output
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_a_dead_end_after_the_last_token_is_nobodys(tiny: Path, decode_steps: int) -> None:
+    """Steps of a plan go on when a request has reached its length."""
+    config = preset("headway", block_size=4, num_blocks=64, max_length=64, max_requests=4,
+                    max_tokens=64, decode_steps=decode_steps)  # fmt: skip
+    executor, ends = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config), {1}
+    executor.sampler.grammars.matchers.use(find_tokenizer(tiny), ends)
+    engine, reasons = Engine(Scheduler(config), executor), {}
+    late = Grammar.lark('start: "a" "b" NEVER\nNEVER: /[^\\s\\S]/\n')
+    for length in (1, 2, 3, 4):
+        sampling = Sampling(temperature=0.0, grammar=late)
+        params = Params(max_tokens=length, eos_ids=frozenset(ends), sampling=sampling)
+        (reasons[length],) = engine.add(str(length), [5, 6, 7], params)
+    engine.add("other", [3, 4], Params(max_tokens=12))
+    engine.run()
+    told = {length: request.finish_reason for length, request in reasons.items()}
+    assert told == {1: "length", 2: "length", 3: "error", 4: "error"}
 
 
 # The door.

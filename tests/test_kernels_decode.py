@@ -260,6 +260,9 @@ CUTS = [
     Cut(parts=2, least=16, tile=16, warps=1, stages=2),
     Cut(parts=8, least=32, tile=32, warps=4, stages=2),
     Cut(parts=8, least=128, tile=16, warps=1, stages=2),
+    Cut(parts=4, least=128, tile=16, warps=1, stages=3),
+    Cut(parts=32, least=16, tile=16, warps=1, stages=2),
+    Cut(parts=64, least=64, tile=64, warps=4, stages=2),
 ]
 
 

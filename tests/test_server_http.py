@@ -390,6 +390,17 @@ async def test_no_body_at_all_is_the_servers_fault(asked: tuple[str, dict[str, A
 
 
 @on_loop
+async def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    """On a GPU such a token would end the process: it has no row in the embedding."""
+    async with server(vocab_size=ord("~")) as here:
+        said = [{"role": "user", "content": "a~b"}]
+        for path, body in ((COMPLETIONS, {"prompt": "a~b"}), (CHAT, {"messages": said})):
+            response = await here.client.post(path, json=body)
+            assert "'~' (126) is not one of the 126" in error(response, 400)["message"]
+        assert (await here.complete(prompt="ab"))["choices"][0]["text"] == "AB"
+
+
+@on_loop
 async def test_a_prompt_too_long_is_told_the_limit() -> None:
     async with server(max_length=64) as here:
         found = error(await here.post(COMPLETIONS, prompt="x" * 64), 400)

@@ -34,7 +34,7 @@ class Asking:
     def tokens(self, prompt: Prompt) -> list[int]:
         """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model."""
         if isinstance(prompt, str):
-            return self.need_tokenizer().encode(prompt)
+            return self._known(self.need_tokenizer().encode(prompt))
         if not isinstance(prompt, Sequence | np.ndarray):
             raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
         tokens = [_plain(token) for token in prompt]
@@ -52,7 +52,17 @@ class Asking:
         text = render_chat(
             tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
         )
-        return tokenizer.encode(text, special=False)
+        return self._known(tokenizer.encode(text, special=False))
+
+    def _known(self, tokens: list[int]) -> list[int]:
+        """A tokenizer may have more tokens than the model was made for, such as one to pad with."""
+        if tokens and (largest := max(tokens)) >= self.vocab_size:
+            text = self.need_tokenizer().decode([largest], skip_special=False)
+            raise InvalidRequest(
+                f"prompt: the token {text!r} ({largest}) is not one of the {self.vocab_size} that "
+                "the model has"
+            )
+        return tokens
 
     def params(self, asked: SamplingParams, id: str) -> Params:
         """What the engine reads of a request."""

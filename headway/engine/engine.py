@@ -169,7 +169,10 @@ class Engine:
 
     def _end_failed(self, report: StepReport) -> None:
         """End those who cannot go on, as one that has failed, whatever else would have ended them."""
-        for request, reason in report.result.failed.items():
+        plan = report.plan
+        for request, (step, reason) in report.result.failed.items():
+            if step >= plan.cut.get(request, plan.num_steps):
+                continue  # it had ended before
             if request in report.finished:
                 request.finish_reason, request.error = "error", reason
             elif not request.is_finished:

@@ -8,7 +8,8 @@ host for their next token (penalties, logprobs and the like) are waited for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +45,7 @@ class Flight:
 
     def wait(self) -> StepResult:
         if self.arrived is not None:
-            with self.owner.faults.guard():
+            with self.owner.guard():
                 self.arrived.synchronize()
         result, num_decodes = self.result, len(self.plan.decodes)
         for column, order in self.columns:
@@ -84,7 +85,9 @@ class DeviceExecutor:
         self._order: Rows | None = None  # where each of `_sent` is
         self._num_kv_heads = decoder.config.num_kv_heads
         self.graphs = Graphs(self._decode_step, self.device)
-        self.mixed = MixedPass(decoder, self.device_blocks, self.rows, self.seats)
+        self.mixed = MixedPass(
+            decoder, self.device_blocks, self.rows, self.seats, config.max_tokens
+        )
         self.faults = Faults(idle(self.device), self._forget)
 
     @property
@@ -93,8 +96,14 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def launch(self, plan: Plan) -> Flight:
-        with self.faults.guard():
+        with self.guard():
             return self._launch(plan)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around work on the device, which is this thread's then; for errors see Faults."""
+        with _chosen(self.device), self.faults.guard():
+            yield
 
     def _forget(self) -> None:
         """Believe nothing that a broken launch has told the device.
@@ -113,11 +122,11 @@ class DeviceExecutor:
             self._decode(plan, flight)
         elif plan.decodes or plan.chunks:
             extra = Extra()
-            self._mixed(plan, plan.chunks, flight, extra)
-            for _ in range(1, plan.num_steps if plan.decodes else 1):
-                self._mixed(plan, [], flight, extra)
+            for step in range(plan.num_steps if plan.decodes else 1):
+                self._mixed(plan, [] if step else plan.chunks, flight, extra)
+                failed = self.sampler.grammars.take_failed(step)
+                flight.result.failed = failed | flight.result.failed
             flight.result.extra = extra or None
-            flight.result.failed = self.sampler.grammars.take_failed()
         if self.device.type == "cuda":
             flight.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             flight.arrived.record()
@@ -128,6 +137,10 @@ class DeviceExecutor:
         """Capture every size of decodes ahead of use, and compile the rest."""
         if self.device.type != "cuda":
             return
+        with _chosen(self.device):
+            self._warm_up(progress)
+
+    def _warm_up(self, progress: Callable[[int, int], None] | None) -> None:
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
         steps = [(num_rows, False) for num_rows in sorted(sizes, reverse=True)]
         steps += [(n, True) for n, _ in steps if n * self._num_kv_heads >= MANY]
@@ -237,3 +250,8 @@ class DeviceExecutor:
         column = torch.empty(len(tokens), dtype=torch.int32, pin_memory=True)
         column.copy_(tokens, non_blocking=True)
         flight.columns.append((column, order))
+
+
+def _chosen(device: torch.device) -> AbstractContextManager[object]:
+    """What a thread does is done on its current device, whatever the tensors lie on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

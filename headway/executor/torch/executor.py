@@ -65,12 +65,11 @@ class TorchExecutor:
                 self.sampler.seat(request.row, request, request.tokens)
         self.rows.grow(plan)
         result, extra = StepResult(started=started), Extra()
-        self._run(plan, plan.chunks, result, extra)
-        for _ in range(1, plan.num_steps if plan.decodes else 1):
-            self._run(plan, NO_CHUNKS, result, extra)
+        for step in range(plan.num_steps if plan.decodes else 1):
+            self._run(plan, NO_CHUNKS if step else plan.chunks, result, extra)
+            result.failed = self.sampler.grammars.take_failed(step) | result.failed
         if extra:
             result.extra = extra
-        result.failed = self.sampler.grammars.take_failed()
         result.ended = self.now()
         return Done(result)
 

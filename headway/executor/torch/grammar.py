@@ -21,7 +21,7 @@ from torch import Tensor
 from headway.executor.torch.logits import index
 from headway.executor.torch.matchers import Matchers
 from headway.grammar import one_line
-from headway.plan import Rows
+from headway.plan import Failure, Rows
 from headway.request import Request
 from headway.sampling import Sampling
 
@@ -47,7 +47,7 @@ class Grammars:
         self.vocab_size = vocab_size
         self.matchers = Matchers(vocab_size)
         self._followers: dict[int, Follower] = {}  # by row
-        self._failed: dict[Request, str] = {}
+        self._failed: dict[Request, str] = {}  # and why
 
     def seat(
         self, row: int, request: Request, sampling: Sampling, output: Sequence[int] = ()
@@ -67,10 +67,10 @@ class Grammars:
         if follower.matcher.is_error() or not follower.matcher.consume_tokens(list(output)):
             self._fail(follower)
 
-    def take_failed(self) -> dict[Request, str]:
-        """Those whose grammar broke since the last call, and why."""
+    def take_failed(self, step: int = 0) -> dict[Request, Failure]:
+        """Those whose grammar broke since the last call, as of this step."""
         taken, self._failed = self._failed, {}
-        return taken
+        return {request: Failure(step, reason) for request, reason in taken.items()}
 
     def mask(self, choice_nv: Tensor, logits_nv: Tensor, rows: Rows) -> None:
         """Rule out, in place, what the grammars of these rows do not allow next.

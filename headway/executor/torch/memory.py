@@ -3,8 +3,8 @@
 A step of `max_tokens` prompt tokens is run, and all seats are sampled with logprobs and edited
 logits, the most that sampling takes. What that takes at its peak stays free. So does a reserve: as
 much as the largest steps that are captured take, decodes and mixed passes, since graphs keep memory
-of their own; blocks on their way to the host and back; and a fixed room for what torch does not
-count.
+of their own; what the executor keeps; blocks on their way to the host and back; and a fixed room for
+what torch does not count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.executor.torch.mixed import MOST_TOKENS
+from headway.executor.torch.extra import SLICE
+from headway.executor.torch.mixed import most_rows
 from headway.executor.torch.sampler import prompt_logprobs
 from headway.executor.torch.swapping import AT_ONCE
 from headway.model.batch import Batch
@@ -73,10 +74,11 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     step = _peak(decoder, config, config.max_tokens, blocks)
-    captured = config.max_requests, min(config.max_tokens, MOST_TOKENS)
+    captured = config.max_requests, most_rows(config.max_requests, config.max_tokens)
     reserve = UNCOUNTED + sum(_peak(decoder, config, count, blocks) for count in captured)
-    if config.num_host_blocks:
-        reserve += 2 * AT_ONCE * blocks.nbytes
+    reserve += (
+        kept_bytes(decoder, config) + 2 * min(AT_ONCE, config.num_host_blocks) * blocks.nbytes
+    )
     torch.cuda.empty_cache()  # the blocks will be one piece
     return Budget(
         total=total,
@@ -86,6 +88,14 @@ def measure(decoder: Decoder, config: Config) -> Budget:
         reserve=reserve,
         block=blocks.nbytes,
     )
+
+
+def kept_bytes(decoder: Decoder, config: Config) -> int:
+    """What an executor keeps: hidden states of a captured pass, and block tables."""
+    row = decoder.config.hidden_size * decoder.norm.element_size()
+    table = 4 * -(-config.max_length // config.block_size)
+    hidden = most_rows(config.max_requests, config.max_tokens) * row
+    return hidden + (config.max_requests + 1) * table
 
 
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:
@@ -122,7 +132,7 @@ def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
         tables_sw=torch.zeros((1, width), dtype=torch.int32, device=device),
         starts_s=starts.to(device),
         ends_s=lengths.to(device),
-        sampled_n=torch.arange(min(config.max_requests, num_tokens), device=device),
+        sampled_n=torch.arange(min(max(config.max_requests, SLICE), num_tokens), device=device),
         seats_s=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         longest=longest,
     )

@@ -65,41 +65,59 @@ class MixedPass:
     """Runs them, and keeps the graphs of those that came again."""
 
     def __init__(
-        self, decoder: Decoder, blocks: Tensor, rows: RowTable, seats: DeviceSeats
+        self, decoder: Decoder, blocks: Tensor, rows: RowTable, seats: DeviceSeats, max_tokens: int
     ) -> None:
         self.decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
-        most, width = len(rows.lengths), decoder.config.hidden_size
-        size = rounded_up(Size(most, MOST_TOKENS, most, False))
-        self._room = Inputs.room(size, blocks.device)
-        self._hidden = decoder.norm.new_empty((size.decodes + size.tokens, width))
+        num_seats, self._most_tokens = len(rows.lengths), min(max_tokens, MOST_TOKENS)
+        self._largest = rounded_up(Size(num_seats, self._most_tokens, num_seats, False))
+        self._room = Inputs.room(self._largest, blocks.device)
+        width = decoder.config.hidden_size
+        self._hidden = decoder.norm.new_empty((most_rows(num_seats, max_tokens), width))
         self.graphs = Graphs(self._step, blocks.device, MOST_GRAPHS)
         self._seen: set[Size] = set()
+        self._is_full = False  # there is no memory for more graphs
 
     def warm_up(self) -> None:
-        """Run a few small passes of nobody, so that their kernels are there."""
-        most = rounded(len(self._rows.lengths))
+        """Run passes of nobody, so that their kernels are there.
+
+        The largest is captured: all that come later find room in what it was given.
+        """
+        if not self.decoder.backend.fills_up:
+            return
+        most = self._largest.decodes
         for decodes, is_uneven in product((0, 1, 32, 64, 128, 256, most), (False, True)):
             size = Size(min(decodes, most), 16, 1, is_uneven)
             self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
             self._step(*size)
+        self._send(np.zeros(0, dtype=np.intp), [], self._largest, self._room)
+        self._step(*self._largest)
+        self._capture(self._largest)
 
     def run(self, rows: Rows, chunks: list[Chunk], is_uneven: bool) -> Found:
         """All rows decode, all chunks are computed; lengths of seats move on."""
         num_tokens = sum(each.end - each.start for each in chunks)
         exact = Size(len(rows), num_tokens, len(chunks), is_uneven)
         size = rounded_up(exact)
-        is_small = exact.decodes + exact.tokens <= MOST_TOKENS and self.decoder.backend.fills_up
+        fits = exact.decodes + exact.tokens <= self._most_tokens
+        is_small = fits and self.decoder.backend.fills_up
         if not is_small:
             size = exact
         inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
             return Found(self._forward(size, inputs), sampled, size.decodes)
-        if size in self._seen and size not in self.graphs:
-            self.graphs.capture(size)
+        if size in self._seen and size not in self.graphs and not self._is_full:
+            self._capture(size)
         self.graphs.run(size)
         self._seen.add(size)
         return Found(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
+
+    def _capture(self, size: Size) -> None:
+        """If there is no memory for it, it goes on as it did, and nothing more is captured."""
+        try:
+            self.graphs.capture(size)
+        except torch.OutOfMemoryError:
+            self._is_full = True
 
     def _send(self, rows: Rows, chunks: list[Chunk], size: Size, inputs: Inputs) -> Tensor:
         """Fill the inputs but for what decodes read from their seats; the rows to be sampled."""
@@ -142,6 +160,11 @@ class MixedPass:
             is_uneven=size.is_uneven, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
+
+
+def most_rows(num_seats: int, max_tokens: int) -> int:
+    """Of a pass that is captured."""
+    return rounded(num_seats) + rounded(min(max_tokens, MOST_TOKENS))
 
 
 def rounded_up(size: Size) -> Size:

@@ -3,16 +3,30 @@
 What leaves is first set aside on the device, which takes microseconds; then its block may be
 written again, and the slow copy to the host runs on a stream of its own. What returns is fetched
 on that stream too, while earlier steps still run, and put into its blocks when they are done.
+There are two rooms for what is set aside, used by turns. Whoever needs one that is still read from
+waits for that on the device.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from headway.model.kernels.blocks import put_back, set_aside
 from headway.plan import Copy, Plan
 
 AT_ONCE = 128  # blocks set aside together
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """Blocks that are on their way."""
+
+    blocks: Tensor
+    left: torch.cuda.Event | None = None  # when they had been read
 
 
 class Swapper:
@@ -21,10 +35,13 @@ class Swapper:
     def __init__(self, device_blocks: Tensor, num_host_blocks: int) -> None:
         self.device_blocks = device_blocks
         self.is_cuda = device_blocks.is_cuda
+        shape = device_blocks.shape[1:]
         self.host_blocks = torch.empty(
-            (num_host_blocks, *device_blocks.shape[1:]), dtype=device_blocks.dtype,
+            (num_host_blocks, *shape), dtype=device_blocks.dtype,
             pin_memory=self.is_cuda and num_host_blocks > 0,
         )  # fmt: skip
+        size = min(AT_ONCE, num_host_blocks)
+        self._rooms = [Room(device_blocks.new_empty((size, *shape))) for _ in "ab"]
         self._stream = torch.cuda.Stream() if self.is_cuda else None  # type: ignore[no-untyped-call]
 
     def run(self, plan: Plan) -> None:
@@ -39,30 +56,44 @@ class Swapper:
             self._stream.synchronize()
 
     def _out(self, copies: list[Copy]) -> None:
-        aside = self.device_blocks[self._index([copy.source for copy in copies])]
-        if self._stream is None:
-            for copy, block in zip(copies, aside, strict=True):
-                self.host_blocks[copy.target].copy_(block)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            aside.record_stream(self._stream)
-            for copy, block in zip(copies, aside, strict=True):
+        room, numbers = self._next_room(), self._index([copy.source for copy in copies])
+        self._wait_for(room)
+        set_aside(self.device_blocks, numbers, room.blocks)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with self._beside():
+            for copy, block in zip(copies, room.blocks, strict=False):
                 self.host_blocks[copy.target].copy_(block, non_blocking=True)
+            self._leave(room)
 
     def _in(self, copies: list[Copy]) -> None:
-        numbers = self._index([copy.target for copy in copies])
-        if self._stream is None:
-            self.device_blocks[numbers] = self.host_blocks[[copy.source for copy in copies]]
-            return
-        with torch.cuda.stream(self._stream):
-            aside = torch.empty_like(self.device_blocks[: len(copies)])
-            for copy, block in zip(copies, aside, strict=True):
+        room, numbers = self._next_room(), self._index([copy.target for copy in copies])
+        with self._beside():
+            self._wait_for(room)
+            for copy, block in zip(copies, room.blocks, strict=False):
                 block.copy_(self.host_blocks[copy.source], non_blocking=True)
-        compute = torch.cuda.current_stream()
-        compute.wait_stream(self._stream)
-        aside.record_stream(compute)
-        self.device_blocks[numbers] = aside
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        put_back(room.blocks, numbers, self.device_blocks)
+        self._leave(room)
+
+    def _beside(self) -> AbstractContextManager[object]:
+        """On the stream of copies; without one, everything is done in order anyway."""
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _next_room(self) -> Room:
+        self._rooms.reverse()
+        return self._rooms[0]
+
+    def _wait_for(self, room: Room) -> None:
+        """Before what the current stream is given next: until the room can be used again."""
+        if room.left is not None:
+            torch.cuda.current_stream().wait_event(room.left)
+
+    def _leave(self, room: Room) -> None:
+        """The current stream has nothing more to do with the room."""
+        if self.is_cuda:
+            room.left = torch.cuda.current_stream().record_event()
 
     def _index(self, numbers: list[int]) -> Tensor:
         index = torch.tensor(numbers)

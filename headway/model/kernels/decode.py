@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options
+from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options
 
 LOG2_E = 1.4426950408889634
 
@@ -262,12 +262,12 @@ def decode_attention(
         blocks.stride(0), blocks.stride(1), tables.shape[1],
         num_heads, num_kv_heads, head_dim, dim_room, heads_room, block_size,
         cut.tile, cut.parts, cut.least, is_new, turn is not None and turn.q_norm is not None,
-        **launch_options(cut.warps, cut.stages),
+        **launch_options(cut.warps, cut.stages), **ROUNDED_ALIKE,
     )  # fmt: skip
     if cut.parts > 1:
         _join[(num_heads, num_sequences)](
             out, *parts, positions_s, out.stride(0), head_dim, dim_room,
-            cut.parts, cut.least, cut.tile, is_new, **launch_options(2, 1),
+            cut.parts, cut.least, cut.tile, is_new, **launch_options(2, 1), **ROUNDED_ALIKE,
         )  # fmt: skip
 
 

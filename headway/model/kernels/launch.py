@@ -17,6 +17,11 @@ import triton
 import triton.language as tl
 
 
+# For kernels in which several threads hold one sum, and one of them stores it. If a product were
+# fused with an addition in some of them and not in others, it were chance what is stored.
+ROUNDED_ALIKE = {"enable_fp_fusion": False}
+
+
 @triton.jit
 def begin(CHAINED: tl.constexpr):
     """Let the kernel after this one come on to the device, and wait for the one before it."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options
+from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options
 from headway.model.kernels.tiles import Tile, tile_for
 
 
@@ -198,14 +198,11 @@ def linear(
     assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
     assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "a part a tile"
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
-    # Several threads hold the same sum of squares, and one of them stores it. If some of their
-    # products were fused with an addition and some were not, it were chance what is stored.
-    options["enable_fp_fusion"] = False
     _linear[(num_tiles * triton.cdiv(num_rows, tile.rows),)](
         x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
         triton.next_power_of_2(num_parts), *flags, squares_out_mj is not None,
-        tile.rows, tile.outputs, tile.inputs, tile.slices, **options,
+        tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **ROUNDED_ALIKE,
     )  # fmt: skip
     return out_mn
 
@@ -229,6 +226,6 @@ def row_squares(x_mk: Tensor) -> Tensor:
     num_rows, width = x_mk.shape
     out = torch.empty((num_rows, 1), dtype=torch.float32, device=x_mk.device)
     if num_rows:
-        room, options = triton.next_power_of_2(width), launch_options(4, 1)
+        room, options = triton.next_power_of_2(width), launch_options(4, 1) | ROUNDED_ALIKE
         _row_squares[(num_rows,)](x_mk, out, x_mk.stride(0), width, room, **options)
     return out

@@ -40,7 +40,7 @@ def shape_of(head_dim: int, dtype: torch.dtype, num_rows: int) -> Shape:
     """The tile for queries of this head size and type; num_rows: (token, head) pairs, at most."""
     is_wide = head_dim > 128
     if dtype == torch.float32:  # no tensor cores at full precision: what fits the registers
-        return Shape(16 if num_rows <= 16 else 32, 32, 8 if is_wide else 4, 2)
+        return Shape(16 if num_rows <= 16 or is_wide else 32, 32, 8 if is_wide else 4, 2)
     if num_rows <= 16:  # a few tokens: memory is the limit, not arithmetic
         return Shape(16, 32 if is_wide else 64, 4, 3)
     return Shape(64, 32, 4, 2) if is_wide else Shape(64, 64, 4, 3)

@@ -1,0 +1,62 @@
+"""Whole blocks moved within a device: some of many set aside side by side, or put back.
+
+Knows rows of words and their numbers, not what lies in them; copies to the host are not made here.
+
+Legend: B blocks, n of them, W words of 32 bits in one.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PIECE = 4096  # words that a program moves
+
+
+@triton.jit
+def _move(
+    to, source, to_numbers, source_numbers, num_words,
+    HAS_TO: tl.constexpr, HAS_SOURCE: tl.constexpr, PIECE: tl.constexpr,
+):  # fmt: skip
+    """A piece of one block; a side without numbers has its blocks in order."""
+    place, word = tl.program_id(0), tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    target = tl.load(to_numbers + place) if HAS_TO else place
+    origin = tl.load(source_numbers + place) if HAS_SOURCE else place
+    is_here = word < num_words
+    moved = tl.load(source + origin.to(tl.int64) * num_words + word, mask=is_here)
+    tl.store(to + target.to(tl.int64) * num_words + word, moved, mask=is_here)
+
+
+def set_aside(blocks: Tensor, numbers_n: Tensor, aside: Tensor) -> None:
+    """Copy the blocks of these numbers (int64) to the first of `aside`, in this order."""
+    _launch(aside, blocks, None, numbers_n)
+
+
+def put_back(aside: Tensor, numbers_n: Tensor, blocks: Tensor) -> None:
+    """Copy the first of `aside` to the blocks of these numbers, of which none comes twice."""
+    _launch(blocks, aside, numbers_n, None)
+
+
+def _launch(
+    to: Tensor, source: Tensor, to_numbers: Tensor | None, source_numbers: Tensor | None
+) -> None:
+    numbers = to_numbers if to_numbers is not None else source_numbers
+    assert numbers is not None and to.is_contiguous() and source.is_contiguous()
+    if not len(numbers):
+        return
+    to_words, source_words = _words(to), _words(source)
+    num_words = to_words.shape[1]
+    _move[(len(numbers), triton.cdiv(num_words, PIECE))](
+        to_words, source_words, to_numbers, source_numbers, num_words,
+        HAS_TO=to_numbers is not None, HAS_SOURCE=source_numbers is not None, PIECE=PIECE,
+        num_warps=8,
+    )  # fmt: skip
+
+
+def _words(blocks: Tensor) -> Tensor:
+    """Blocks as rows of 32-bit words: keys and values of an even number make whole ones."""
+    return blocks.flatten(1).view(torch.int32)

@@ -1,0 +1,141 @@
+"""Laws of the compiled kernels, which the interpreter cannot see: compiled for a GPU, run on none."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from headway.model.kernels.launch import ROUNDED_ALIKE
+from headway.model.kernels.prefill import shape_of
+
+# In a process of its own: here, kernels are the interpreter's.
+COMPILE = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from importlib import import_module
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+for line in sys.stdin:
+    asked = json.loads(line)
+    kernel = getattr(import_module("headway.model.kernels." + asked["module"]), asked["name"])
+    names = kernel.arg_names
+    types = {name: asked["types"].get(name, "constexpr") for name in names}
+    fixed = {(names.index(n),): asked["fixed"].get(n) for n, t in types.items() if t == "constexpr"}
+    even = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] in "*i"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=even)
+    target = GPUTarget("cuda", asked["capability"], 32)
+    made = compile(source, target=target, options=asked["options"])
+    print(json.dumps({"ptx": made.asm["ptx"], "shared": made.metadata.shared}))
+"""
+
+
+def compiled(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    lines = "".join(json.dumps({"capability": 90, **each}) + "\n" for each in asked)
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], input=lines, capture_output=True, text=True,
+        env=environment, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def unlike_sums(ptx: str) -> list[str]:
+    """Where a thread adds its own product, unrounded, to a neighbour's that was rounded: the
+    neighbour does it the other way round, so both have the same sum but for its last bit."""
+    products: dict[str, set[str]] = {}
+    passed: dict[str, str] = {}
+    found = []
+    for line in ptx.splitlines():
+        words = re.findall(r"[\w.%]+", line)
+        if not words:
+            continue
+        if words[0] in ("mul.f32", "mul.rn.f32"):
+            products[words[1]] = {words[2], words[3]}
+        elif words[0] == "shfl.sync.bfly.b32":
+            passed[words[1]] = words[2]
+        elif words[0] == "fma.rn.f32":
+            product = products.get(passed.get(words[4], ""))
+            found += [line.strip()] if product == {words[2], words[3]} else []
+    return found
+
+
+def join(parts: int, head_dim: int) -> dict[str, Any]:
+    return {
+        "module": "decode", "name": "_join",
+        "types": {"out": "*bf16", "sums": "*fp32", "tops": "*fp32", "weights": "*fp32",
+                  "positions_s": "*i64", "out_stride": "i32"},
+        "fixed": {"D": head_dim, "D_ROOM": head_dim, "PARTS": parts, "LEAST": 128, "TILE": 16,
+                  "IS_NEW": True, "CHAINED": True},
+        "options": {"num_warps": 2, "num_stages": 1},
+    }  # fmt: skip
+
+
+def attend(warps: int, head_dim: int) -> dict[str, Any]:
+    pointers = dict.fromkeys(("qkv", "q_norm", "k_norm", "blocks", "out"), "*bf16")
+    pointers |= dict.fromkeys(("cosine_pd", "sine_pd", "sums", "tops", "weights"), "*fp32")
+    pointers |= {"positions_s": "*i64", "slots_s": "*i64", "tables": "*i32", "seats_s": "*i32"}
+    numbers = ("layer", "qkv_stride", "out_stride", "block_stride", "layer_stride", "table_width")
+    return {
+        "module": "decode", "name": "_attend",
+        "types": pointers | dict.fromkeys(numbers, "i32") | {"epsilon": "fp32", "scale": "fp32"},
+        "fixed": {"H": 16, "G": 8, "D": head_dim, "D_ROOM": head_dim, "HEADS": 16, "BLOCK_SIZE": 16,
+                  "TILE": 64 if warps > 1 else 16, "PARTS": 4, "LEAST": 128, "IS_NEW": True,
+                  "HAS_NORM": True, "CHAINED": True},
+        "options": {"num_warps": warps, "num_stages": 2},
+    }  # fmt: skip
+
+
+def product(rows: int, outputs: int, slices: int) -> dict[str, Any]:
+    pointers = dict.fromkeys(("x_mk", "weight_nk", "residual_mn", "out_mn"), "*bf16")
+    pointers |= {"squares_mj": "*fp32", "squares_out_mj": "*fp32"}
+    numbers = ("num_rows", "num_outputs", "x_stride", "out_stride")
+    return {
+        "module": "linear", "name": "_linear",
+        "types": pointers | dict.fromkeys(numbers, "i32") | {"epsilon": "fp32"},
+        "fixed": {"K": 2048, "NUM_SQUARES": 1, "SQUARES_ROOM": 1, "HAS_NORM": False,
+                  "HAS_BIAS": False, "HAS_RESIDUAL": True, "IS_GATED": False,
+                  "LEAVES_SQUARES": True, "ROWS": rows, "OUTPUTS": outputs, "INPUTS": 128,
+                  "SLICES": slices, "CHAINED": True},
+        "options": {"num_warps": 4, "num_stages": 3},
+    }  # fmt: skip
+
+
+def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """For a card of the RTX 40 series, with the largest tile."""
+    shape, kind = shape_of(head_dim, dtype, 10**6), "fp32" if dtype == torch.float32 else "bf16"
+    strides = ("q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")
+    numbers = dict.fromkeys(("layer", "num_sequences", "table_stride", *strides), "i32")
+    places = dict.fromkeys(("tables", "seats_s", "starts_s", "ends_s"), "*i32")
+    return {
+        "module": "prefill", "name": "_prefill", "capability": 89,
+        "types": dict.fromkeys(("q", "out", "blocks"), f"*{kind}") | places | numbers
+        | {"scale": "fp32"},
+        "fixed": {"BLOCK_STRIDE": 2**20, "BLOCK_SIZE": 16, "G": 8, "GROUP": 4, "D": head_dim,
+                  "D_ROOM": head_dim, "ROWS": shape.tile_rows, "KEYS": shape.tile_keys,
+                  "CHAINED": False},
+        "options": {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+    }  # fmt: skip
+
+
+SUMS = [join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8, 4)]
+PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(256, torch.bfloat16)]
+
+
+def test_kernels_round_alike_and_fit_where_the_interpreter_cannot_tell() -> None:
+    """Threads that hold the same sum have the same bits of it; tiles fit on smaller cards."""
+    alike = [{**each, "options": each["options"] | ROUNDED_ALIKE} for each in SUMS]
+    fused, *made = compiled([SUMS[-1], *alike, *PROMPTS])
+    assert unlike_sums(fused["ptx"]), "or this looks for the wrong thing"
+    assert not [place for each in made[: len(SUMS)] for place in unlike_sums(each["ptx"])]
+    assert max(each["shared"] for each in made[len(SUMS) :]) <= 99 * 1024
