@@ -125,7 +125,8 @@ def test_each_prompt_alone_is_continued_as_transformers_does(part: int) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_says_the_same_in_a_batch(preset: str) -> None:
     trial = Trial(real.decoder(), preset)
-    assert not unlike_reference(trial.ask_one(real.prompts()))
+    num_tokens = NUM_TOKENS if preset == "headway" else NUM_TOKENS // 2  # they differ early if ever
+    assert not unlike_reference(trial.ask_one(real.prompts(), num_tokens))
     assert trial.seen.most_decodes > 12
 
 
