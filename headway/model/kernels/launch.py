@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 # For kernels in which several threads hold one sum, and one of them stores it. If a product were
 # fused with an addition in some of them and not in others, it were chance what is stored.
 ROUNDED_ALIKE = {"enable_fp_fusion": False}
