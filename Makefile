@@ -23,7 +23,7 @@ demo: $(READY)  ## compare static with continuous batching and all presets, simu
 
 test: $(READY) check  ## all checks and all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-gpu:  ## kernels and executor on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
