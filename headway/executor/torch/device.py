@@ -130,6 +130,7 @@ class DeviceExecutor:
         if self.device.type == "cuda":
             flight.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             flight.arrived.record()
+        self.mixed.capture_due()
         return flight
 
     @torch.inference_mode()
