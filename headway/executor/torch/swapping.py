@@ -12,9 +12,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from headway.executor.torch.seats import upload
 from headway.model.kernels.blocks import put_back, set_aside
 from headway.plan import Copy, Plan
 
@@ -56,7 +58,7 @@ class Swapper:
             self._stream.synchronize()
 
     def _out(self, copies: list[Copy]) -> None:
-        room, numbers = self._next_room(), self._index([copy.source for copy in copies])
+        room, numbers = self._next_room(), self._numbers([copy.source for copy in copies])
         self._wait_for(room)
         set_aside(self.device_blocks, numbers, room.blocks)
         if self._stream is not None:
@@ -67,7 +69,7 @@ class Swapper:
             self._leave(room)
 
     def _in(self, copies: list[Copy]) -> None:
-        room, numbers = self._next_room(), self._index([copy.target for copy in copies])
+        room, numbers = self._next_room(), self._numbers([copy.target for copy in copies])
         with self._beside():
             self._wait_for(room)
             for copy, block in zip(copies, room.blocks, strict=False):
@@ -76,6 +78,9 @@ class Swapper:
             torch.cuda.current_stream().wait_stream(self._stream)
         put_back(room.blocks, numbers, self.device_blocks)
         self._leave(room)
+
+    def _numbers(self, blocks: list[int]) -> Tensor:
+        return upload(np.array(blocks), self.device_blocks.device)
 
     def _beside(self) -> AbstractContextManager[object]:
         """On the stream of copies; without one, everything is done in order anyway."""
@@ -94,9 +99,3 @@ class Swapper:
         """The current stream has nothing more to do with the room."""
         if self.is_cuda:
             room.left = torch.cuda.current_stream().record_event()
-
-    def _index(self, numbers: list[int]) -> Tensor:
-        index = torch.tensor(numbers)
-        if self.is_cuda:
-            return index.pin_memory().to(self.device_blocks.device, non_blocking=True)
-        return index
