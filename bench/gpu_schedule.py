@@ -10,7 +10,8 @@ ones. The first long one compiles and captures what is new: it is told apart.
 
 swap: for every context, what it takes to copy its blocks out and in and then compute its last token
 (as a request that is back must), and to compute all of it again, each alone on the device; which is
-less, and which the rule `cheaper` picks with the times it measures when a model is loaded.
+less, and which the rule `cheaper` picks with the times it measured when the model was loaded (for
+another --max-tokens than the model's it measures again).
 
 profile: `headway profile`, and how far it is off for which kind of step; --log keeps all steps.
 """
@@ -173,17 +174,17 @@ def swap_row(llm: LLM, rule: cheaper, num_tokens: int, max_tokens: int) -> dict[
 
 
 def swap(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
-    """All contexts, with a rule measured for this budget."""
+    """All contexts, with the rule of the loaded model or, for another budget, one like it."""
     config = replace(llm.config, max_tokens=max_tokens)
-    begun = time.perf_counter()
-    rule = cheaper(**measured(llm.executor, config)._asdict())
-    spent = time.perf_counter() - begun
+    rule: Any = llm.config.swap
+    if max_tokens != llm.config.max_tokens:
+        rule = cheaper(**measured(llm.executor, config)._asdict())
     most = min(config.max_length, config.num_blocks * config.block_size,
                config.num_host_blocks * config.block_size)  # fmt: skip
     rows = [swap_row(llm, rule, n, max_tokens) for n in sizes.contexts if n <= most]
     llm.reset_cache()  # what lay in the blocks is gone
     return {
-        "max_tokens": max_tokens, "rule": repr(rule), "seconds_to_measure": spent,
+        "max_tokens": max_tokens, "rule": repr(rule),
         "wrong": [row["tokens"] for row in rows if not row["is_right"]], "rows": rows,
     }  # fmt: skip
 

@@ -19,3 +19,11 @@ if shutil.which("nvidia-smi") is None:  # known before triton loads, and without
 def smollm2() -> Path:
     """The bundled model's GGUF."""
     return resolve("smollm2-135m")
+
+
+@pytest.fixture
+def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU hardly notices them; interpreted kernels do."""
+    if os.environ.get("TRITON_INTERPRET"):
+        monkeypatch.setattr("headway.executor.torch.mixed.LEAST_DECODES", 4)
+        monkeypatch.setattr("headway.executor.torch.mixed.LEAST_TOKENS", 8)

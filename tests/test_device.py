@@ -20,7 +20,6 @@ from headway.executor.base import Executor
 from headway.executor.torch.executor import TorchExecutor
 from headway.executor.torch.extra import Extra
 from headway.executor.torch.graphs import padded_rows
-from headway.executor.torch.mixed import rounded
 from headway.model.checkpoint import DummyCheckpoint
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
@@ -36,6 +35,7 @@ from headway.executor.torch.seats import DeviceSeats
 from headway.executor.torch.swapping import AT_ONCE
 from headway.model.gpu import GpuBackend
 
+pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = 61
 
@@ -272,13 +272,6 @@ def test_a_pass_over_prompts_is_captured_when_it_comes_again_and_says_the_same()
     executor = on_device(config, about)
     told = [answers(lambda *_: executor, config, about, depth=1) for _ in range(4)]
     assert executor.mixed.graphs and told == [answers(plain, config, about)] * 4
-
-
-def test_sizes_of_passes_are_few_and_hardly_larger() -> None:
-    for count in range(1, 3000):
-        assert count <= rounded(count) < count + max(8, count / 8)
-        assert rounded(rounded(count)) == rounded(count) <= rounded(count + 1)
-    assert len({rounded(count) for count in range(1, 2049)}) < 60
 
 
 def test_a_batch_is_padded_a_little_and_never_cut() -> None:

@@ -40,6 +40,7 @@ from headway.executor.torch.device import DeviceExecutor, Flight
 from headway.model.gpu import GpuBackend
 from tests.test_device import Loud, model, settings
 
+pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
 each_depth = pytest.mark.parametrize("depth", [0, 1])
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,

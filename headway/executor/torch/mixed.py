@@ -23,7 +23,9 @@ from headway.model.kernels.rows import start
 from headway.plan import Chunk, Rows
 
 MOST_TOKENS = 8192  # that are captured
-MOST_GRAPHS = 96
+MOST_GRAPHS = 192
+# Sizes are rounded up to multiples of these: so few more rows take hardly longer.
+LEAST_DECODES, LEAST_TOKENS = 32, 64
 
 
 class Size(NamedTuple):
@@ -171,16 +173,22 @@ class MixedPass:
 
 def most_rows(num_seats: int, max_tokens: int) -> int:
     """Of a pass that is captured."""
-    return rounded(num_seats) + rounded(min(max_tokens, MOST_TOKENS))
+    largest = rounded_up(Size(num_seats, min(max_tokens, MOST_TOKENS), 1, False))
+    return largest.decodes + largest.tokens
 
 
 def rounded_up(size: Size) -> Size:
-    """A little larger, so that few sizes come often."""
-    chunks = 1 << (size.chunks - 1).bit_length() if size.chunks else 0
-    return Size(rounded(size.decodes), rounded(size.tokens), chunks, size.is_uneven)
+    """A little larger, so that few sizes come often. A chunk of nobody costs next to nothing."""
+    return Size(
+        rounded(size.decodes, LEAST_DECODES, 2),
+        rounded(size.tokens, LEAST_TOKENS, 8),
+        4 ** -(-(size.chunks - 1).bit_length() // 2) if size.chunks else 0,
+        size.is_uneven,
+    )
 
 
-def rounded(count: int) -> int:
-    """To one of eight sizes between any and its double."""
-    step = max(8, 1 << max(count.bit_length() - 4, 0))
+def rounded(count: int, least: int, num_steps: int) -> int:
+    """To a multiple of `least`, or to one of so many sizes between a power of 2 and the next."""
+    power = 1 << max(count - 1, 0).bit_length()
+    step = max(least, power // (2 * num_steps))
     return -(-count // step) * step

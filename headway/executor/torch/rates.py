@@ -20,7 +20,9 @@ from headway.request import Params, Request
 
 Numbers = npt.NDArray[np.float64]
 MOST_TOKENS, MOST_COPIED = 32768, 16384  # computed again, and copied: to see what grows how
-MOST_TRIES, LONG_ENOUGH = 3, 0.5  # after one that is not counted; seconds after which it is enough
+FEW_TRIES, MOST_TRIES = 4, 8
+LONG_ENOUGH = 0.5  # seconds after which two tries do, if they are alike
+ALIKE = 0.9  # a try that takes at least so much of the best before it brings nothing new
 
 
 class Timed(Executor, Protocol):
@@ -117,11 +119,18 @@ def _prefill_seconds(
 
 
 def _least(measure: Callable[[], float]) -> float:
-    """The best of a few tries: what else happens on a machine only ever adds."""
-    spent, found = measure(), list[float]()
-    while len(found) < MOST_TRIES and (not found or spent < LONG_ENOUGH):
+    """The best of a few tries: what else happens on a machine only ever adds.
+
+    The first may compile what it needs and the second capture it, so tries go on while they get
+    better.
+    """
+    found = [measure()]
+    while len(found) < MOST_TRIES:
+        best = min(found)
         found.append(measure())
-        spent += found[-1]
+        is_enough = len(found) >= FEW_TRIES or sum(found) >= LONG_ENOUGH
+        if is_enough and found[-1] >= ALIKE * best:
+            break
     return min(found)
 
 
