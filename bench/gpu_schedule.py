@@ -123,12 +123,12 @@ def gaps(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
     """One budget of a step."""
     stage, source = Stage(llm, max_tokens), random.Random(0)
     vocab_size, room = llm.loaded.decoder.config.vocab_size, llm.config.max_length - sizes.context
-    for number in range(sizes.num_running):
-        prompt = random_prompt(source, sizes.context, vocab_size)
-        stage.ask(f"running {number}", prompt, min(2048, room))
-    stage.run_until(lambda: len(stage.watch.firsts) == sizes.num_running)
     prompts = [random_prompt(source, sizes.long, vocab_size) for _ in range(1 + sizes.num_long)]
     with uncollected():  # as a server runs
+        for number in range(sizes.num_running):
+            prompt = random_prompt(source, sizes.context, vocab_size)
+            stage.ask(f"running {number}", prompt, min(2048, room))
+        stage.run_until(lambda: len(stage.watch.firsts) == sizes.num_running)
         (first_time, first_gaps), *rest = [
             stage.interrupt(f"long {number}", prompt) for number, prompt in enumerate(prompts)
         ]

@@ -130,7 +130,6 @@ class DeviceExecutor:
         if self.device.type == "cuda":
             flight.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             flight.arrived.record()
-        self.mixed.capture_due()
         return flight
 
     @torch.inference_mode()
@@ -227,7 +226,7 @@ class DeviceExecutor:
         rows = np.concatenate([plan.rows, np.array([c.request.row for c in last], dtype=np.intp)])
         if len(rows):
             logits = self.decoder.logits(hidden[sampled_n])
-            tokens = self.sampler.sample(logits, rows)
+            tokens = self.sampler.sample(logits, rows).int()
             finish(upload(rows.astype(np.int32), self.device), tokens, self.seats.tensors)
             self._bring_back(tokens, flight)
         requests = (*plan.decodes, *(chunk.request for chunk in last))

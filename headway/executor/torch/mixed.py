@@ -1,8 +1,9 @@
 """One pass over decodes and pieces of prompts.
 
 For a small pass the device would wait for the host, which launches hundreds of kernels for it. So
-its size is rounded up, with rows of nobody, and when the same size has come twice it is captured:
-then one launch does. A large pass keeps the device busy for as long as the host needs.
+its size is rounded up, with rows of nobody, and when the same size comes again it is captured,
+which takes no longer than to launch it: from then on one launch does. A large pass keeps the device
+busy for as long as the host needs.
 """
 
 from __future__ import annotations
@@ -77,7 +78,6 @@ class MixedPass:
         self._hidden = decoder.norm.new_empty((most_rows(num_seats, max_tokens), width))
         self.graphs = Graphs(self._step, blocks.device, MOST_GRAPHS)
         self._seen: set[Size] = set()
-        self._due: Size | None = None  # came again, and is to be captured
         self._is_full = False  # there is no memory for more graphs
 
     def warm_up(self) -> None:
@@ -109,17 +109,11 @@ class MixedPass:
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
             return Found(self._forward(size, inputs), sampled, size.decodes)
+        if size in self._seen and size not in self.graphs and not self._is_full:
+            self._capture(size)
         self.graphs.run(size)
-        if size in self._seen and size not in self.graphs:
-            self._due = size
         self._seen.add(size)
         return Found(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
-
-    def capture_due(self) -> None:
-        """Capture what came again: when all of its step is launched, so that the device has work."""
-        if self._due is not None and not self._is_full:
-            self._capture(self._due)
-        self._due = None
 
     def _capture(self, size: Size) -> None:
         """If there is no memory for it, it goes on as it did, and nothing more is captured."""
