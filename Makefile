@@ -21,7 +21,10 @@ run: $(READY)  ## serve a few prompts with the default model, and watch the sche
 demo: $(READY)  ## compare static with continuous batching and all presets, simulated
 	@$(BIN)/headway demo
 
-test: $(READY) check  ## all checks and all tests
+test: $(READY)  ## all checks and all tests, side by side
+	@$(MAKE) --no-print-directory --jobs 2 check tests
+
+tests: $(READY)  ## all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
@@ -52,4 +55,4 @@ bench: $(READY)  ## what the scheduler costs, how good its decisions are, and th
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help run demo test test-gpu sanitize check format bench clean
+.PHONY: help run demo test tests test-gpu sanitize check format bench clean

@@ -27,12 +27,10 @@ from headway.engine.outputs import Delta, Gathering, Result
 from headway.engine.trace import TraceWriter
 from headway.errors import ExecutorError, FormatError, InvalidRequest, RequestError
 from headway.executor.torch import make_executor
-from headway.executor.torch.extra import Extra
 from headway.executor.torch.memory import num_blocks_for
 from headway.executor.torch.rates import Timed, measured
+from headway.gatherer import Gatherer
 from headway.loading import Loaded, Progress, Wishes, load
-from headway.plan import StepReport
-from headway.request import Request
 from headway.sampling import SamplingParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper
@@ -99,9 +97,8 @@ class LLM:
         if trace_out is not None:
             self._trace = _opened(Path(trace_out))
             self.engine.observers.append(TraceWriter(self._trace, self.config, depth))
-        self.engine.observers += [self._gather, *observers]
-        self._gatherings: dict[Request, Gathering] = {}
-        self._kept: dict[Request, int] = {}  # tokens before a stop string, of those that hit one
+        self._gatherer = Gatherer(clock)
+        self.engine.observers += [self._gatherer, *observers]
         self._numbers = count()
 
     # What a user asks.
@@ -172,7 +169,7 @@ class LLM:
 
     def close(self) -> None:
         """End what runs and close the trace file."""
-        for gathering in set(self._gatherings.values()):
+        for gathering in set(self._gatherer.gatherings.values()):
             self._close([gathering])
         if self._trace is not None:
             self._trace.close()
@@ -218,7 +215,7 @@ class LLM:
                 continue
             gathering = Gathering(result, requests, asked, self.tokenizer, is_watched=is_watched)
             gatherings.append(gathering)
-            self._gatherings.update(dict.fromkeys(requests, gathering))
+            self._gatherer.gatherings.update(dict.fromkeys(requests, gathering))
         return gatherings
 
     # The loop.
@@ -228,7 +225,7 @@ class LLM:
         try:
             while any(gathering.num_open for gathering in gatherings):
                 self.engine.step()
-                for request in [r for r in self._kept if not r.is_finished]:
+                for request in [r for r in self._gatherer.kept if not r.is_finished]:
                     self.engine.stop(request.id)
                 yield
         except (Exception, GeneratorExit):  # a key press is for `_interruptible`
@@ -245,14 +242,13 @@ class LLM:
             raise  # these end requests, but break nothing off
         except BaseException:
             try:
-                self._close(list(set(self._gatherings.values())))
+                self._close(list(set(self._gatherer.gatherings.values())))
                 is_sound = not self.engine.has_work and self.engine.scheduler.is_idle
             except Exception:
                 is_sound = False
             if not is_sound:
                 self.engine.restart()
-            self._gatherings.clear()
-            self._kept.clear()
+            self._gatherer.clear()
             raise
 
     def _close(self, gatherings: Sequence[Gathering]) -> None:
@@ -262,59 +258,8 @@ class LLM:
                     self.engine.abort(gathering.result.id)
         while self.engine.has_work and any(gathering.num_open for gathering in gatherings):
             self.engine.step()
-        while self.engine.has_work and not self._gatherings:
+        while self.engine.has_work and not self._gatherer.gatherings:
             self.engine.step()  # a plan in flight that nobody waits for any more
-
-    def _gather(self, report: StepReport) -> None:
-        """An observer: hands every report's tokens, times and ends to the results they belong to."""
-        if not self._gatherings:
-            return  # somebody else asks this engine, such as a server
-        now, extra = report.result.ended, report.result.extra
-        for request in (admission.request for admission in report.plan.admitted):
-            gathering = self._gatherings.get(request)  # None: it ended before it was reported
-            if gathering and not gathering.result.timings.queue:
-                gathering.result.timings.queue = report.plan.planned_at - request.arrival
-        for request in (chunk.request for chunk in report.plan.chunks if chunk.is_last):
-            gathering = self._gatherings.get(request)
-            if gathering and not gathering.result.timings.first_token:
-                gathering.result.timings.first_token = now - request.arrival
-        if isinstance(extra, Extra):
-            self._keep_extra(extra)
-        if any(gathering.is_read for gathering in self._gatherings.values()):
-            self._push(report)
-        for request in report.finished:
-            self._finish(request, now)
-
-    def _push(self, report: StepReport) -> None:
-        for request, tokens in report.outputs():
-            gathering = self._gatherings.get(request)
-            if gathering is None or not gathering.is_read or gathering.hit(request) is not None:
-                continue
-            text, num_kept = gathering.push(request, tokens)
-            if gathering.hit(request) is not None:
-                num_before = request.num_generated - len(tokens)
-                self._kept[request] = num_before + num_kept
-            gathering.tell(request, text, tokens[:num_kept])
-
-    def _keep_extra(self, extra: Extra) -> None:
-        for request, found in extra.logprobs.items():
-            if gathering := self._gatherings.get(request):  # else it ended while this was in flight
-                gathering.result.samples[request.sample].logprobs += found  # type: ignore[operator]
-        for request, scores in extra.prompt.items():
-            if gathering := self._gatherings.get(request):
-                for place, score in scores:
-                    gathering.result.prompt_logprobs[place] = score  # type: ignore[index]
-
-    def _finish(self, request: Request, now: float) -> None:
-        gathering = self._gatherings.pop(request)
-        num_kept = self._kept.pop(request, request.num_generated)
-        rest = gathering.finish(request, num_kept)
-        ended = now or self.engine.clock.now()
-        gathering.result.timings.total = ended - request.arrival
-        if gathering.is_read:
-            gathering.tell(
-                request, rest, [], gathering.result.samples[request.sample].finish_reason
-            )
 
 
 def with_measured_swap(config: Config, executor: Timed) -> Config:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,3 +29,23 @@ def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     if os.environ.get("TRITON_INTERPRET"):
         monkeypatch.setattr("headway.executor.torch.mixed.LEAST_DECODES", 4)
         monkeypatch.setattr("headway.executor.torch.mixed.LEAST_TOKENS", 8)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Triton's interpreter prepares its language anew for every call of a function in a kernel.
+
+    Once for each function does: what it changed then stays changed.
+    """
+    interpreter = sys.modules.get("triton.runtime.interpreter")
+    if interpreter is None or not os.environ.get("TRITON_INTERPRET"):
+        return
+    prepare, prepared = interpreter.InterpretedFunction.__call__, set[object]()
+
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        if self.fn in prepared:
+            return self.rewrite()(*args, **options)
+        prepared.add(self.fn)
+        return prepare(self, *args, **options)
+
+    interpreter.InterpretedFunction.__call__ = call
