@@ -29,7 +29,8 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "model": (*NOUNS, "model"),
     "engine": (*NOUNS, "kv", "scheduler", "executor.base", "engine"),
     "loading": (*NOUNS, "scheduler", "model", "engine"),
-    "llm": (*NOUNS, "scheduler", "executor", "model", "engine", "loading"),
+    "gatherer": (*NOUNS, "executor", "engine"),
+    "llm": (*NOUNS, "scheduler", "executor", "model", "engine", "loading", "gatherer"),
     "lab": (*NOUNS, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "lab"),
     "server": (*NOUNS, "kv", "scheduler", "executor", "model", "engine", "lab", "server"),
     "cli": (

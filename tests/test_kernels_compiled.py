@@ -27,7 +27,8 @@ from triton.compiler import ASTSource
 
 for line in sys.stdin:
     asked = json.loads(line)
-    kernel = getattr(import_module("headway.model.kernels." + asked["module"]), asked["name"])
+    module = import_module("headway.model.kernels." + asked["module"])
+    kernel = getattr(module, asked["name"]).kernel
     names = kernel.arg_names
     types = {name: asked["types"].get(name, "constexpr") for name in names}
     fixed = {(names.index(n),): asked["fixed"].get(n) for n, t in types.items() if t == "constexpr"}

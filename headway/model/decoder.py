@@ -6,7 +6,8 @@ and no device: all arithmetic is the backend's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -75,6 +76,15 @@ class Decoder:
             if watch:
                 watch(number, x)
         return x
+
+    @contextmanager
+    def shortened(self, num_layers: int) -> Iterator[None]:
+        """Only so many layers meanwhile: enough to see what all of them need."""
+        layers, self.layers = self.layers, self.layers[:num_layers]
+        try:
+            yield
+        finally:
+            self.layers = layers
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, vocabulary] of hidden states [N, hidden]."""

@@ -28,12 +28,8 @@ def make_executor(
     from headway.executor.torch.memory import ADVICE
     from headway.model.devices import explaining
 
-    def tell(done: int, total: int) -> None:
-        if progress is not None:
-            progress("warming up", done, total)
-
     with explaining("the KV cache does not fit on the GPU", ADVICE):
         executor = DeviceExecutor(decoder, config)
         if warm_up := getattr(executor, "warm_up", None):
-            warm_up(tell)
+            warm_up(progress)
     return executor

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ from headway.executor.torch.swapping import Swapper
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.kernels.decode import MANY, are_uneven
+from headway.model.kernels.launch import compiling
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
 from headway.plan import Chunk, Plan, Rows, StepResult
@@ -133,21 +135,24 @@ class DeviceExecutor:
         return flight
 
     @torch.inference_mode()
-    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> None:
+    def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Capture every size of decodes ahead of use, and compile the rest."""
         if self.device.type != "cuda":
             return
         with _chosen(self.device):
-            self._warm_up(progress)
+            self._warm_up(progress or (lambda *_: None))
 
-    def _warm_up(self, progress: Callable[[int, int], None] | None) -> None:
+    def _warm_up(self, progress: Callable[[str, int, int], None]) -> None:
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
         steps = [(num_rows, False) for num_rows in sorted(sizes, reverse=True)]
         steps += [(n, True) for n, _ in steps if n * self._num_kv_heads >= MANY]
-        for done, (num_rows, is_uneven) in enumerate(steps, start=1):
-            self._capture(num_rows, is_uneven)
-            if progress:
-                progress(done, len(steps))
+        with self.decoder.shortened(2), compiling(partial(progress, "compiling kernels")):
+            for step in steps:
+                self._decode_step(*step)
+            self.mixed.try_sizes()
+        for done, step in enumerate(steps, start=1):
+            self._capture(*step)
+            progress("capturing steps", done, len(steps))
         self.mixed.warm_up()
         torch.cuda.synchronize()
 

@@ -85,16 +85,22 @@ class MixedPass:
 
         The largest is captured: all that come later find room in what it was given.
         """
+        if self.decoder.backend.fills_up:
+            self.try_sizes()
+            self._capture(self._largest)
+
+    def try_sizes(self) -> None:
+        """A pass of nobody for all kernels that will be needed; the largest is the last."""
         if not self.decoder.backend.fills_up:
             return
         most = self._largest.decodes
         for decodes, is_uneven in product((0, 1, 32, 64, 128, 256, most), (False, True)):
-            size = Size(min(decodes, most), 16, 1, is_uneven)
-            self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
-            self._step(*size)
-        self._send(np.zeros(0, dtype=np.intp), [], self._largest, self._room)
-        self._step(*self._largest)
-        self._capture(self._largest)
+            self._try(Size(min(decodes, most), 16, 1, is_uneven))
+        self._try(self._largest)
+
+    def _try(self, size: Size) -> None:
+        self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
+        self._step(*size)
 
     def run(self, rows: Rows, chunks: list[Chunk], is_uneven: bool) -> Found:
         """All rows decode, all chunks are computed; lengths of seats move on."""

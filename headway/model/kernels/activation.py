@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options
+from headway.model.kernels.launch import begin, launch_options, launched
 
 
+@launched
 @triton.jit
 def _silu_multiply(
     out_tn, x_t2n, x_stride,

@@ -14,9 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.launch import launched
+
 PIECE = 4096  # words that a program moves
 
 
+@launched
 @triton.jit
 def _move(
     to, source, to_numbers, source_numbers, num_words,

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options
+from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options, launched
 
 LOG2_E = 1.4426950408889634
 
@@ -113,6 +113,7 @@ def _share(num_cached, PARTS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.conste
     return tl.maximum(tl.cdiv(tl.cdiv(num_cached, PARTS), TILE) * TILE, LEAST)
 
 
+@launched
 @triton.jit(do_not_specialize=["layer"])
 def _attend(
     qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_s, slots_s,
@@ -187,6 +188,7 @@ def _attend(
         tl.store(weights + place, weight, mask=is_here)
 
 
+@launched
 @triton.jit
 def _join(
     out, sums, tops, weights, positions_s, out_stride,

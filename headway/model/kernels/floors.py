@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.launch import launched
 from headway.model.kernels.twins.floors import Columns
 from headway.sampling import COLDEST
 
@@ -141,6 +142,7 @@ def _floor(line, vocab_size, heat, top_k, top_p, min_p, COLUMNS: tl.constexpr):
     return _number(low)
 
 
+@launched
 @triton.jit
 def _floor_kernel(
     floors_n, logits_nv, seats_n, temperature, top_k, top_p, min_p, vocab_size, stride,

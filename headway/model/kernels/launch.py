@@ -1,15 +1,24 @@
-"""How kernels are launched: chained, where the device can, so that one starts as another ends.
+"""How kernels are compiled and launched: many at a time, and chained, where the device can.
 
 A chained kernel may be on the device while the one before it still runs; `begin` waits until that
 one is done and all it wrote can be seen. Every kernel in a chain begins so, in every program, or
 the one after it could run ahead of the one before it.
+
+Kernels are compiled when they are first launched, one after the other. Whoever knows what will be
+launched has it compiled before, several at a time: see `compiling`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
-from functools import cache
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -43,3 +52,48 @@ def launch_options(num_warps: int, num_stages: int) -> dict[str, Any]:
     if can_chain():
         options |= {"CHAINED": True, "launch_pdl": True}
     return options
+
+
+class launched:
+    """A decorator of kernels, above triton.jit's: what is launched may be only compiled."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        return partial(self.kernel.run, grid=grid, warmup=IS_COMPILING.get())
+
+
+IS_COMPILING: ContextVar[bool] = ContextVar("is_compiling", default=False)
+
+
+@contextmanager
+def compiling(progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
+    """In this thread, compile what is launched and launch nothing; at the end all of it is there."""
+    was_compiling = IS_COMPILING.set(True)
+    try:
+        with Threads(progress) as threads, triton.AsyncCompileMode(threads):
+            yield
+    finally:
+        IS_COMPILING.reset(was_compiling)
+
+
+class Threads(ThreadPoolExecutor):
+    """A thread for every processor; tells how many of its tasks are done."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None) -> None:
+        super().__init__(os.cpu_count())
+        self._progress, self._num_given, self._num_done = progress, 0, 0
+        self._telling = Lock()
+
+    def submit(self, *task: Any, **options: Any) -> Future[Any]:
+        self._num_given += 1
+        given = super().submit(*task, **options)
+        given.add_done_callback(self._tell)
+        return given
+
+    def _tell(self, _: Future[Any]) -> None:
+        with self._telling:
+            self._num_done += 1
+            if self._progress:
+                self._progress(self._num_done, self._num_given)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options
+from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options, launched
 from headway.model.kernels.tiles import Tile, tile_for
 
 
@@ -64,6 +64,7 @@ def _sliced_product(
     return tl.sum(totals, 0)
 
 
+@launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
     x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
@@ -116,6 +117,7 @@ def _linear(
         tl.store(home, tl.sum(wide * wide, 1), mask=is_row)
 
 
+@launched
 @triton.jit
 def _vector(
     x_mk, weight_nk, bias_n, residual_mn, out_mn,
@@ -212,6 +214,7 @@ def num_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.d
     return -(-num_outputs // tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
 
 
+@launched
 @triton.jit
 def _row_squares(x_mk, out_m, x_stride, K: tl.constexpr, ROOM: tl.constexpr, CHAINED: tl.constexpr):
     """One row."""

@@ -15,7 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.launch import launched
 
+
+@launched
 @triton.jit
 def _rms_norm(
     out_tk, x_tk, update_tk, weight_k, x_stride, update_stride, epsilon,

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options
+from headway.model.kernels.launch import begin, launch_options, launched
 
 LOG2_E = 1.4426950408889634
 
@@ -84,6 +84,7 @@ def prefill_attention(
 
 
 # Not specialized: one build serves every layer and every number of sequences.
+@launched
 @triton.jit(do_not_specialize=["layer", "num_sequences"])
 def _prefill(
     q, out, blocks, tables, seats_s, starts_s, ends_s,

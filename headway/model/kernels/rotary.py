@@ -19,6 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headway.model.kernels.launch import launched
+
 PIECE = 16  # heads of a program: the rotary tables are then a small part of what it reads
 
 
@@ -32,6 +34,7 @@ def _normed(x_hd, scale_h, is_meant_h, weight, HALF: tl.constexpr, dtype: tl.con
     return tl.where(is_meant_h[:, None], weighted_hd, x_hd)
 
 
+@launched
 @triton.jit(do_not_specialize=["layer"])  # one program for all layers
 def _rotate_and_store(
     qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options
+from headway.model.kernels.launch import begin, launch_options, launched
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +30,7 @@ class SeatTensors:
     num_generated: Tensor  # [R]
 
 
+@launched
 @triton.jit
 def _start(
     seats_n, tables, lengths, limits, last, tokens_n, positions_n, slots_n, table_width,
@@ -48,6 +49,7 @@ def _start(
     tl.store(lengths + seat, tl.minimum(length + 1, limit))
 
 
+@launched
 @triton.jit
 def _finish(seats_n, sampled_n, last, num_generated, CHAINED: tl.constexpr):
     begin(CHAINED)

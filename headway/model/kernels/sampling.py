@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.floors import COLD, INFINITY, LOG2E, find_floors
+from headway.model.kernels.launch import launched
 from headway.model.kernels.twins.floors import Columns
 from headway.model.kernels.twins.sampling import LAST, ROUNDS, WIDTH
 
@@ -83,6 +84,7 @@ def _best(
     return _first(best, chosen)
 
 
+@launched
 @triton.jit
 def _draw_kernel(
     scores, tokens, logits_nv, seats_n, floors_n, temperature, seed, num_generated,
@@ -104,6 +106,7 @@ def _draw_kernel(
     tl.store(tokens + at, token)
 
 
+@launched
 @triton.jit
 def _choose_kernel(out_n, scores, tokens, num_slices, SLICES: tl.constexpr):
     """The best of one row's slices."""
