@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
 Steps = Callable[[int, int], None]  # (done, total)
 Measure = Callable[[Decoder, Config, float], int]  # blocks that fit into a share of a GPU's memory
 SHARE = 0.1  # of the memory that is free, for keys and values, unless told otherwise
-PINNED = 0.25  # of the host's memory that is free, for blocks swapped out of a GPU, at most
+PINNED = 0.125  # of the host's memory that is free, for blocks swapped out of a GPU
 SEATS, STEP_TOKENS = 64, 512  # more of either only makes a CPU's steps longer
 
 
@@ -181,7 +181,7 @@ def fit(
     block = config.block_size * model.kv_bytes(itemsize)
     can_swap = config.swap is not recompute and "num_host_blocks" not in changes
     if can_swap and room is not None:
-        config = replace(config, num_host_blocks=_pinnable(block))
+        config = replace(config, num_host_blocks=int(free_memory() * PINNED) // block)
     if "num_blocks" not in changes:
         changes["num_blocks"] = _num_blocks(config, block, kv_memory, room)
     if can_swap:
@@ -222,21 +222,14 @@ def _num_blocks(
     return budget // block
 
 
-def _pinnable(block: int) -> int:
-    """Host blocks that a GPU can reach by itself: torch rounds their size up to a power of two."""
-    most = max(1, int(free_memory() * PINNED))
-    return (1 << most.bit_length() - 1) // block
-
-
 def _check_memory(on_device: int, on_host: int, room: GpuRoom | None) -> None:
     """ConfigError if blocks of so many bytes cannot be had."""
     if room is None:
         needs = [("the KV cache", on_device + on_host, free_memory(), "memory")]
     else:
-        pinned = 1 << (on_host - 1).bit_length() if on_host else 0
         needs = [
             ("the KV cache", on_device, room.free, "the GPU's memory"),
-            ("the KV cache on the host", pinned, free_memory(), "memory"),
+            ("the KV cache on the host", on_host, free_memory(), "memory"),
         ]
     for what, asked, free, where in needs:
         if asked > free:

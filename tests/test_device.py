@@ -5,6 +5,7 @@ Where there is no GPU the kernels run under Triton's interpreter, so models and 
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -253,6 +254,17 @@ def test_a_pass_that_cannot_be_captured_runs_as_before() -> None:
     told = [answers(lambda *_: executor, config, about, count=2) for _ in range(2)]
     assert told == [answers(plain, config, about, count=2)] * 2
     assert len(tried) == 1, "no memory for one is no memory for others"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
+def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
+    for _ in range(2):
+        executor = on_device(settings(num_host_blocks=6), FAMILIES["norms of heads"])
+        blocks = executor.host_blocks
+        assert blocks.is_pinned() and len(blocks) == 6
+        del executor
+        gc.collect()
+        assert not blocks.is_pinned()
 
 
 def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:

@@ -390,8 +390,7 @@ def test_swapping_pins_at_most_a_share_of_the_host() -> None:
     block = 16 * LONG.kv_bytes(wide)
     config = fit(LONG, wide, "headway", None, {}, room(10**7, seen, 10**9 * GIB))
     assert 0 < config.num_host_blocks < config.num_blocks
-    pinned = 1 << (config.num_host_blocks * block - 1).bit_length()  # as torch rounds it
-    assert pinned <= free_memory() * 0.26
+    assert config.num_host_blocks * block <= free_memory() * 0.13
     assert seen[0].num_host_blocks > 0, "what is measured knows that blocks are swapped"
     assert fit(LONG, 2, "headway", None, {}, room(50)).num_host_blocks == 50
     assert fit(LONG, 2, "vllm_v1", None, {}, room(50)).num_host_blocks == 0
