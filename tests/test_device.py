@@ -21,6 +21,8 @@ from headway.executor.base import Executor
 from headway.executor.torch.executor import TorchExecutor
 from headway.executor.torch.extra import Extra
 from headway.executor.torch.graphs import padded_rows
+from headway.executor.torch.mixed import Size
+from headway.model.batch import Batch
 from headway.model.checkpoint import DummyCheckpoint
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
@@ -242,13 +244,16 @@ def test_rows_of_nobody_change_no_token() -> None:
     assert rounded == exact
 
 
-def test_a_pass_that_cannot_be_captured_runs_as_before() -> None:
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("no room for a graph"), RuntimeError("CUDA error: out of memory\nX"),
+])  # fmt: skip
+def test_a_pass_that_cannot_be_captured_runs_as_before(error: Exception) -> None:
     config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
     executor, tried = on_device(config, about), list[object]()
 
     def capture(size: object) -> None:
         tried.append(size)
-        raise torch.OutOfMemoryError("no room for a graph")
+        raise error
 
     executor.mixed.graphs.capture = capture  # type: ignore[method-assign]
     told = [answers(lambda *_: executor, config, about, count=2) for _ in range(2)]
@@ -265,6 +270,32 @@ def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
         del executor
         gc.collect()
         assert not blocks.is_pinned()
+
+
+@pytest.mark.parametrize(("longest", "num_rows", "is_small", "is_uneven"), [
+    (900, 130, True, True),  # as many programs as if they were 192
+    (900, 130, False, False),
+    (10, 130, True, False),
+    (900, 128, True, False),
+])  # fmt: skip
+def test_decodes_are_uneven_among_as_many_as_the_pass_has(
+    longest: int, num_rows: int, is_small: bool, is_uneven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = model(num_attention_heads=8, num_key_value_heads=8)
+    monkeypatch.setattr("headway.executor.torch.mixed.LEAST_DECODES", 32)
+    executor = on_device(settings(max_requests=192, max_tokens=256, max_length=1024), about)
+    executor.rows.lengths[:num_rows] = 10
+    executor.rows.lengths[num_rows - 1] = longest
+    executor.decoder.backend.fills_up = is_small
+    sizes = list[Size]()
+
+    def forward(batch: Batch, _blocks: Tensor) -> Tensor:
+        sizes.append(Size(batch.num_decodes, 0, 0, batch.is_uneven))
+        return torch.zeros((len(batch.tokens_t), 32), device=DEVICE)
+
+    executor.decoder.forward = forward  # type: ignore[assignment,method-assign]
+    executor.mixed.run(np.arange(num_rows), [])
+    assert sizes == [Size(192 if is_small and num_rows > 128 else num_rows, 0, 0, is_uneven)]
 
 
 def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from headway.model.decoder import Decoder
 from headway.model.kernels.blocks import set_aside
-from headway.model.kernels.launch import Threads, compiling
+from headway.model.kernels.launch import compile_all
 from headway.model.plain import PlainBackend
 from tests.test_device import Loud, model
 
@@ -26,30 +31,78 @@ def copied() -> Tensor:
     return aside.cpu()
 
 
+def ignore(_done: int, _total: int) -> None: ...
+
+
 def test_what_is_compiled_ahead_is_not_launched_until_later() -> None:
-    with compiling():
-        assert not copied().any()
-    assert copied().all()
+    found = list[Tensor]()
+    compile_all(lambda: found.append(copied()), ignore)
+    assert len(found) == 1 and not found[0].any() and copied().all()
 
 
 def test_other_threads_launch_while_one_compiles() -> None:
-    with ThreadPoolExecutor(1) as other, compiling():
-        assert other.submit(copied).result().all()
+    found = list[Tensor]()
+    with ThreadPoolExecutor(1) as other:
+        compile_all(lambda: found.append(other.submit(copied).result()), ignore)
+    assert len(found) == 1 and found[0].all()
 
 
-def test_whoever_fails_while_compiling_launches_again() -> None:
-    with pytest.raises(ZeroDivisionError), compiling():
-        print(1 // 0)
-    assert copied().all()
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_whoever_fails_while_compiling_launches_again(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error
+
+    for _ in range(2):
+        with pytest.raises(error):
+            compile_all(fail, ignore)
+        assert copied().all()
 
 
-def test_all_that_is_compiled_is_told() -> None:
-    told: list[tuple[int, int]] = []
-    with Threads(lambda *counts: told.append(counts)) as threads:
-        for number in range(20):
-            threads.submit(pow, number, 2)
-    assert [done for done, _ in told] == list(range(1, 21)) and told[-1] == (20, 20)
-    assert all(done <= given for done, given in told)
+COMPILE = """
+import json, sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+class Pretended:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def __getattr__(self, name): raise SystemExit(f"no driver is asked for {name}")
+
+driver.set_active(Pretended())
+from headway.model.kernels.activation import silu_multiply
+from headway.model.kernels.launch import compile_all
+from headway.model.kernels.norm import rms_norm
+
+told = []
+def launches(width):
+    wide = torch.ones((3, width))
+    rms_norm(wide, wide[0], 1e-5)
+    rms_norm(wide[1:], wide[0], 1e-5)
+    silu_multiply(wide)
+def fail():
+    launches(32)
+    raise ValueError("while compiling")
+compile_all(lambda: launches(64), lambda *counts: told.append(counts))
+for _ in range(2):
+    try: compile_all(fail, lambda *counts: None)
+    except ValueError: pass
+compile_all(lambda: launches(128), lambda *counts: told.append(counts))
+print(json.dumps(told))
+"""
+
+
+def test_kernels_are_compiled_without_being_launched_on_a_device_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads(done.stdout) == 2 * [[1, 2], [2, 2]], "each once, and again after a failure"
+    assert len(list(tmp_path.rglob("*.cubin"))) == 6
 
 
 def test_a_decoder_has_all_its_layers_again() -> None:

@@ -231,7 +231,7 @@ def test_prompts_are_cut_as_the_scheduler_cuts_them(chunk: str, sizes: list[int]
 
 
 @pytest.mark.parametrize("seconds", [
-    [0.01], [3.0, 0.03, 0.01], [5.0, 0.4, 0.33, 0.33], [30.0, 29.0], [0.03, 0.02, 0.015, 0.01],
+    [0.01], [3.0, 0.03, 0.01], [5.0, 0.4, 0.33, 0.33], [0.3, 0.3, 0.1], [30.0, 29.0], [0.03, 0.02, 0.015, 0.01],
 ])  # fmt: skip
 def test_what_compiles_or_captures_at_first_is_tried_until_it_does_not(
     seconds: list[float],

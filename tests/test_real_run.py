@@ -65,7 +65,7 @@ def check_idle(llm: LLM) -> None:
     assert not (
         llm.engine.has_work or scheduler.requests or scheduler.running or scheduler.in_flight
     )
-    assert not (llm._gatherings or llm._kept)
+    assert not (llm._gatherer.gatherings or llm._gatherer.kept)
     assert scheduler.num_free == scheduler.num_blocks
     assert scheduler.kv.host.num_free == llm.config.num_host_blocks
 

@@ -141,8 +141,16 @@ def explaining(what: str, advice: str) -> Iterator[None]:
     """Running out of a GPU's memory becomes a ConfigError: what was too much, and what to do."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise ConfigError(f"{what}: {shortened(str(error))}; {advice}") from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Torch's memory, or what the driver takes besides, for graphs and the like."""
+    is_drivers = isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
+    return is_drivers or isinstance(error, torch.OutOfMemoryError)
 
 
 def shortened(said: str) -> str:

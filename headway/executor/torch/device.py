@@ -29,7 +29,7 @@ from headway.executor.torch.swapping import Swapper
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.kernels.decode import MANY, are_uneven
-from headway.model.kernels.launch import compiling
+from headway.model.kernels.launch import compile_all
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
 from headway.plan import Chunk, Plan, Rows, StepResult
@@ -146,10 +146,14 @@ class DeviceExecutor:
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
         steps = [(num_rows, False) for num_rows in sorted(sizes, reverse=True)]
         steps += [(n, True) for n, _ in steps if n * self._num_kv_heads >= MANY]
-        with self.decoder.shortened(2), compiling(partial(progress, "compiling kernels")):
+
+        def everything() -> None:
             for step in steps:
                 self._decode_step(*step)
             self.mixed.try_sizes()
+
+        with self.decoder.shortened(2):
+            compile_all(everything, partial(progress, "compiling kernels"))
         for done, step in enumerate(steps, start=1):
             self._capture(*step)
             progress("capturing steps", done, len(steps))
@@ -224,7 +228,7 @@ class DeviceExecutor:
     def _mixed(self, plan: Plan, chunks: list[Chunk], flight: Flight, extra: Extra) -> None:
         """One pass over decodes and pieces of prompts."""
         last = [chunk for chunk in chunks if chunk.is_last]
-        hidden, sampled_n, first = self.mixed.run(plan.rows, chunks, self._are_uneven(plan.rows))
+        hidden, sampled_n, first = self.mixed.run(plan.rows, chunks)
         self.rows.advance_lengths(plan.rows)
         for chunk in chunks:
             self.rows.lengths[chunk.request.row] = chunk.end

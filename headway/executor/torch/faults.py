@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from headway.errors import ExecutorError
-from headway.model.devices import shortened
+from headway.model.devices import is_out_of_memory, shortened
 
 ADVICE = "lower --gpu-memory-utilization, --max-tokens or --max-requests"
 
@@ -52,7 +52,7 @@ class Faults:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             self._lost = f"the device is lost to this process ({reason}): start the program again"
             raise ExecutorError(self._lost) from error
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             said = shortened(str(error))
             raise ExecutorError(f"a step ran out of memory: {said}; {ADVICE}") from error
 

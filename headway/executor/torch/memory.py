@@ -17,14 +17,16 @@ from torch import Tensor
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.executor.torch.extra import SLICE
-from headway.executor.torch.mixed import most_rows
+from headway.executor.torch.graphs import padded_rows
+from headway.executor.torch.mixed import MOST_GRAPHS, most_rows
 from headway.executor.torch.sampler import prompt_logprobs
 from headway.executor.torch.swapping import AT_ONCE
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.devices import explaining, size
 
-UNCOUNTED = 512 * 2**20  # bytes the driver takes later: captured graphs, kernels, a workspace
+UNCOUNTED = 256 * 2**20  # bytes the driver takes later: kernels, a workspace
+GRAPH = 40 * 2**10  # bytes the driver takes for a layer of a captured graph
 ADVICE = (
     "raise --gpu-memory-utilization (1 is all of it), lower --max-tokens or --max-requests, "
     "or take a smaller --precision"
@@ -75,10 +77,10 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     free, total = torch.cuda.mem_get_info(device)
     step = _peak(decoder, config, config.max_tokens, blocks)
     captured = config.max_requests, most_rows(config.max_requests, config.max_tokens)
-    reserve = UNCOUNTED + sum(_peak(decoder, config, count, blocks) for count in captured)
-    reserve += (
-        kept_bytes(decoder, config) + 2 * min(AT_ONCE, config.num_host_blocks) * blocks.nbytes
-    )
+    reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
+    reserve += UNCOUNTED + graph_bytes(decoder.config.num_layers, config.max_requests)
+    reserve += kept_bytes(decoder, config)
+    reserve += 2 * min(AT_ONCE, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the blocks will be one piece
     return Budget(
         total=total,
@@ -88,6 +90,12 @@ def measure(decoder: Decoder, config: Config) -> Budget:
         reserve=reserve,
         block=blocks.nbytes,
     )
+
+
+def graph_bytes(num_layers: int, num_seats: int) -> int:
+    """The driver's copies of all graphs there may be; decodes have some for uneven lengths too."""
+    num_decodes = len({padded_rows(count) for count in range(1, num_seats + 1)})
+    return GRAPH * num_layers * (MOST_GRAPHS + 2 * num_decodes)
 
 
 def kept_bytes(decoder: Decoder, config: Config) -> int:

@@ -8,7 +8,6 @@ busy for as long as the host needs.
 
 from __future__ import annotations
 
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -20,13 +19,16 @@ from headway.executor.torch.rows import RowTable
 from headway.executor.torch.seats import DeviceSeats, upload
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
+from headway.model.devices import is_out_of_memory
+from headway.model.kernels.decode import MANY, are_uneven
 from headway.model.kernels.rows import start
 from headway.plan import Chunk, Rows
 
 MOST_TOKENS = 8192  # that are captured
 MOST_GRAPHS = 192
-# Sizes are rounded up to multiples of these: so few more rows take hardly longer.
-LEAST_DECODES, LEAST_TOKENS = 32, 64
+# Sizes are rounded up to multiples of these: so few more rows take hardly longer. But attention of
+# few decodes is shared by more programs, and they may be long.
+LEAST_DECODES, LEAST_TOKENS, FEW_DECODES = 32, 64, 8
 
 
 class Size(NamedTuple):
@@ -93,24 +95,31 @@ class MixedPass:
         """A pass of nobody for all kernels that will be needed; the largest is the last."""
         if not self.decoder.backend.fills_up:
             return
-        most = self._largest.decodes
-        for decodes, is_uneven in product((0, 1, 32, 64, 128, 256, most), (False, True)):
-            self._try(Size(min(decodes, most), 16, 1, is_uneven))
+        num_seats, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
+        for decodes in sorted({rounded_decodes(count) for count in range(num_seats + 1)}):
+            self._try(Size(decodes, LEAST_TOKENS, 1, False))
+            if decodes:
+                self._try(Size(decodes, 0, 0, False))
+            if decodes * num_heads >= MANY:
+                self._try(Size(decodes, LEAST_TOKENS, 1, True))
+                self._try(Size(decodes, 0, 0, True))
         self._try(self._largest)
 
     def _try(self, size: Size) -> None:
         self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
         self._step(*size)
 
-    def run(self, rows: Rows, chunks: list[Chunk], is_uneven: bool) -> Found:
+    def run(self, rows: Rows, chunks: list[Chunk]) -> Found:
         """All rows decode, all chunks are computed; lengths of seats move on."""
         num_tokens = sum(each.end - each.start for each in chunks)
-        exact = Size(len(rows), num_tokens, len(chunks), is_uneven)
-        size = rounded_up(exact)
-        fits = exact.decodes + exact.tokens <= self._most_tokens
+        size = Size(len(rows), num_tokens, len(chunks), False)
+        fits = size.decodes + size.tokens <= self._most_tokens
         is_small = fits and self.decoder.backend.fills_up
-        if not is_small:
-            size = exact
+        if is_small:
+            size = rounded_up(size)
+        num_heads, lengths = self.decoder.config.num_kv_heads, self._rows.lengths[rows]
+        is_uneven = are_uneven(size.decodes * num_heads, lengths, num_heads)
+        size = size._replace(is_uneven=is_uneven)
         inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
@@ -125,7 +134,9 @@ class MixedPass:
         """If there is no memory for it, it goes on as it did, and nothing more is captured."""
         try:
             self.graphs.capture(size)
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             self._is_full = True
 
     def _send(self, rows: Rows, chunks: list[Chunk], size: Size, inputs: Inputs) -> Tensor:
@@ -180,11 +191,15 @@ def most_rows(num_seats: int, max_tokens: int) -> int:
 def rounded_up(size: Size) -> Size:
     """A little larger, so that few sizes come often. A chunk of nobody costs next to nothing."""
     return Size(
-        rounded(size.decodes, LEAST_DECODES, 2),
+        rounded_decodes(size.decodes),
         rounded(size.tokens, LEAST_TOKENS, 8),
         4 ** -(-(size.chunks - 1).bit_length() // 2) if size.chunks else 0,
         size.is_uneven,
     )
+
+
+def rounded_decodes(count: int) -> int:
+    return rounded(count, FEW_DECODES if count <= FEW_DECODES else LEAST_DECODES, 2)
 
 
 def rounded(count: int, least: int, num_steps: int) -> int:

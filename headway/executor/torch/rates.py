@@ -21,7 +21,7 @@ from headway.request import Params, Request
 Numbers = npt.NDArray[np.float64]
 MOST_TOKENS, MOST_COPIED = 32768, 16384  # computed again, and copied: to see what grows how
 FEW_TRIES, MOST_TRIES = 4, 8
-LONG_ENOUGH = 0.5  # seconds after which two tries do, if they are alike
+LONG_ENOUGH = 0.5  # seconds of a try; two such do, if they are alike
 ALIKE = 0.9  # a try that takes at least so much of the best before it brings nothing new
 
 
@@ -128,7 +128,7 @@ def _least(measure: Callable[[], float]) -> float:
     while len(found) < MOST_TRIES:
         best = min(found)
         found.append(measure())
-        is_enough = len(found) >= FEW_TRIES or sum(found) >= LONG_ENOUGH
+        is_enough = len(found) >= FEW_TRIES or found[-1] >= LONG_ENOUGH
         if is_enough and found[-1] >= ALIKE * best:
             break
     return min(found)

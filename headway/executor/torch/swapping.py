@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headway.errors import ConfigError
 from headway.executor.torch.seats import upload
+from headway.model.devices import size
 from headway.model.kernels.blocks import put_back, set_aside
 from headway.plan import Copy, Plan
 
@@ -40,12 +42,12 @@ class Swapper:
         self.is_cuda = device_blocks.is_cuda
         shape = device_blocks.shape[1:]
         self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=device_blocks.dtype)
-        size = min(AT_ONCE, num_host_blocks)
-        self._rooms = [Room(device_blocks.new_empty((size, *shape))) for _ in "ab"]
+        most = min(AT_ONCE, num_host_blocks)
+        self._rooms = [Room(device_blocks.new_empty((most, *shape))) for _ in "ab"]
         self._stream = torch.cuda.Stream() if self.is_cuda else None  # type: ignore[no-untyped-call]
         if self._stream is not None and num_host_blocks:
             _pin(self.host_blocks)
-            finalize(self, _unpin, self.host_blocks, self._stream)
+            finalize(self, _unpin, self.host_blocks, self._stream).atexit = False
 
     def run(self, plan: Plan) -> None:
         """Start a plan's copies; what the device is given after this sees their outcome."""
@@ -109,12 +111,17 @@ def _pin(blocks: Tensor) -> None:
     several times as long. Memory that torch pins would be rounded up to a power of two besides.
     """
     blocks.view(torch.uint8).zero_()
-    status = torch.cuda.cudart().cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0)  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(status)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0)
+    if status != cudart.cudaError.success:
+        raise ConfigError(
+            f"{size(blocks.nbytes)} of the host's memory for swapped blocks cannot be pinned "
+            f"({status}): lower --num-host-blocks"
+        )
 
 
 def _unpin(blocks: Tensor, stream: torch.cuda.Stream) -> None:
-    """Before the memory is given back, and after the last copy; a lost device needs neither."""
-    with suppress(RuntimeError), torch.cuda.device(stream.device):
+    """Before the memory is given back, and after the last copy; a lost device cannot be asked."""
+    with suppress(RuntimeError):
         stream.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(blocks.data_ptr())  # type: ignore[no-untyped-call]
+    torch.cuda.cudart().cudaHostUnregister(blocks.data_ptr())  # type: ignore[no-untyped-call]

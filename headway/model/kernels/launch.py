@@ -5,7 +5,7 @@ one is done and all it wrote can be seen. Every kernel in a chain begins so, in 
 the one after it could run ahead of the one before it.
 
 Kernels are compiled when they are first launched, one after the other. Whoever knows what will be
-launched has it compiled before, several at a time: see `compiling`.
+launched has it compiled before, several at a time: see `compile_all`.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -13,12 +13,10 @@ launched has it compiled before, several at a time: see `compiling`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextvars import ContextVar, copy_context
 from functools import cache, partial
-from threading import Lock
 from typing import Any
 
 import torch
@@ -67,33 +65,41 @@ class launched:
 IS_COMPILING: ContextVar[bool] = ContextVar("is_compiling", default=False)
 
 
-@contextmanager
-def compiling(progress: Callable[[int, int], None] | None = None) -> Iterator[None]:
-    """In this thread, compile what is launched and launch nothing; at the end all of it is there."""
-    was_compiling = IS_COMPILING.set(True)
+def compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
+    """Compile what `work` launches, several kernels at a time, and launch nothing.
+
+    An older Triton cannot; then everything is compiled when it is launched.
+    """
+    if hasattr(triton, "AsyncCompileMode"):
+        copy_context().run(_compile_all, work, progress)  # whatever happens, nothing stays set
+
+
+def _compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
+    IS_COMPILING.set(True)
+    threads = Threads(min(16, _num_processors()))
     try:
-        with Threads(progress) as threads, triton.AsyncCompileMode(threads):
-            yield
+        with triton.AsyncCompileMode(threads):
+            work()
+            for num_done, _ in enumerate(as_completed(threads.given), start=1):
+                progress(num_done, len(threads.given))
     finally:
-        IS_COMPILING.reset(was_compiling)
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _num_processors() -> int:
+    """That this process may use, where the system can tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 class Threads(ThreadPoolExecutor):
-    """A thread for every processor; tells how many of its tasks are done."""
+    """Keeps what it was given."""
 
-    def __init__(self, progress: Callable[[int, int], None] | None) -> None:
-        super().__init__(os.cpu_count())
-        self._progress, self._num_given, self._num_done = progress, 0, 0
-        self._telling = Lock()
+    def __init__(self, num_threads: int) -> None:
+        super().__init__(num_threads)
+        self.given: list[Future[Any]] = []
 
     def submit(self, *task: Any, **options: Any) -> Future[Any]:
-        self._num_given += 1
-        given = super().submit(*task, **options)
-        given.add_done_callback(self._tell)
-        return given
-
-    def _tell(self, _: Future[Any]) -> None:
-        with self._telling:
-            self._num_done += 1
-            if self._progress:
-                self._progress(self._num_done, self._num_given)
+        self.given.append(super().submit(*task, **options))
+        return self.given[-1]
