@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +99,18 @@ def test_half_a_character_is_never_emitted(smollm2: Path, text: str) -> None:
 @relaxed
 @given(ids=streams(300))
 def test_byte_level_text_lags_by_one_character_at_most(ids: list[int]) -> None:
+    check_lag(ids)
+
+
+def test_no_three_bytes_lag_by_more_than_a_character() -> None:
+    """All that begin, go on or end a range of UTF-8, half surrogates among them."""
+    ids = {BYTES.spell(id)[0]: id for id in range(256)}
+    edges = bytes.fromhex("41 80 8f 90 9f a0 bf c0 c2 df e0 e1 ed ef f0 f1 f4 f5 ff")
+    for three in product(edges, repeat=3):
+        check_lag([ids[bytes([byte])] for byte in three])
+
+
+def check_lag(ids: list[int]) -> None:
     """An invalid byte is shown as such as soon as no later byte can save it."""
     stream = Detokenizer(BYTES)
     for index, id in enumerate(ids):

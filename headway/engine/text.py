@@ -42,12 +42,19 @@ class Detokenizer:
             if is_fallback:
                 self._run += spelled
             else:
-                parts += self._end_run(), self._utf8.decode(spelled)
+                parts += self._end_run(), self._decoded(spelled)
         return self._keep("".join(parts))
 
     def finish(self) -> str:
         """The rest: what was held back is now known to stay a fragment."""
         return self._keep(self._end_run() + self._utf8.decode(b"", final=True))
+
+    def _decoded(self, spelled: bytes) -> str:
+        """Whole characters. Of half a surrogate Python waits for the rest, which cannot save it."""
+        text, (held, _) = self._utf8.decode(spelled), self._utf8.getstate()
+        if len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0:
+            text += self._utf8.decode(b"", final=True)
+        return text
 
     def _end_run(self) -> str:
         """A run of bytes is read as a whole: if any part of it is no UTF-8, none of it is."""
