@@ -186,8 +186,8 @@ def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> Non
     together = answers(on_device, config, about, depth=1, samplings=[drawn])
     beside = [replace(drawn, logprobs=0), drawn, replace(drawn, logit_bias={1: 0.0}), drawn]
     assert answers(on_device, config, about, samplings=beside) == together
-    others = answers(on_device, config, about, samplings=[replace(drawn, seed=6)], count=2)
-    assert others != together[:2]
+    others = answers(on_device, config, about, samplings=[replace(drawn, seed=6)])
+    assert others != together
 
 
 def test_blocks_that_left_come_back_as_they_were() -> None:
@@ -238,9 +238,7 @@ def exactly_on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
 
 def test_rows_of_nobody_change_no_token() -> None:
     config, about = settings(max_tokens=5, chunk="at_most(3)"), FAMILIES["norms of heads"]
-    rounded, exact = (
-        answers(make, config, about, count=2) for make in (on_device, exactly_on_device)
-    )
+    rounded, exact = (answers(make, config, about) for make in (on_device, exactly_on_device))
     assert rounded == exact
 
 
@@ -256,8 +254,8 @@ def test_a_pass_that_cannot_be_captured_runs_as_before(error: Exception) -> None
         raise error
 
     executor.mixed.graphs.capture = capture  # type: ignore[method-assign]
-    told = [answers(lambda *_: executor, config, about, count=2) for _ in range(2)]
-    assert told == [answers(plain, config, about, count=2)] * 2
+    told = [answers(lambda *_: executor, config, about) for _ in range(2)]
+    assert told == [answers(plain, config, about)] * 2
     assert len(tried) == 1, "no memory for one is no memory for others"
 
 

@@ -417,6 +417,26 @@ def test_what_cannot_be_pinned_is_told_with_the_flag(monkeypatch: pytest.MonkeyP
         _pin(torch.empty((2, 2**19), dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_memory_is_unpinned_after_the_last_copy_even_if_the_device_is_lost(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headway.executor.torch.swapping import _unpin
+
+    done = list[object]()
+
+    def wait() -> None:
+        done.append("waited")
+        if is_lost:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    runtime = SimpleNamespace(cudaHostUnregister=done.append)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    blocks, stream = torch.empty((2, 8)), SimpleNamespace(synchronize=wait)
+    _unpin(blocks, stream)  # type: ignore[arg-type]
+    assert done == ["waited", blocks.data_ptr()]
+
+
 def test_all_graphs_that_may_be_kept_are_counted() -> None:
     """On an H200 91 of passes with prompts took 88 MiB, of 28 layers, and 34 of decodes took 16."""
     for num_layers in (1, 28, 80):

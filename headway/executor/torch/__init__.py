@@ -30,6 +30,5 @@ def make_executor(
 
     with explaining("the KV cache does not fit on the GPU", ADVICE):
         executor = DeviceExecutor(decoder, config)
-        if warm_up := getattr(executor, "warm_up", None):
-            warm_up(progress)
+        executor.warm_up(progress)
     return executor
