@@ -8,6 +8,7 @@ perplexity    of the licence's first --tokens tokens, from the logprobs of a pro
 ratio         ours / that of transformers in the same type; the goal is within 1 percent
 firsts        prompts of tests/real.py whose first token is that of transformers in the same type;
               and `as_float32`: how often each of the two agrees with transformers in float32
+places        the same, of the most probable token after each token of the text but the last
 decodes       of --output greedy tokens after each prompt, the share that transformers finds most
               probable too, given all before it; `regret` is how much less probable, in nats, the
               others are to transformers in float32
@@ -21,6 +22,7 @@ import argparse
 import gc
 import json
 import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import torch
-from cpu_compare import NUM_SCORED, nll
+from cpu_compare import NUM_SCORED
 from torch import Tensor
 
 from headway import LLM, SamplingParams
@@ -49,6 +51,7 @@ PARTS = {  # ours: precision, type of keys and values
     "fp8": ("bfloat16", "fp8"),
     "float32": ("float32", "auto"),
 }
+RAW = {"outputs", "places"}  # what is compared, not reported
 GOAL = 0.01  # of the perplexity's ratio, away from 1
 SEATS = 8  # so few that not many graphs are captured
 
@@ -101,13 +104,15 @@ class Reference:
         found: Tensor = self._model(torch.tensor([tokens], device=self._device)).logits[0].float()
         return found
 
-    def perplexity(self, text: list[int]) -> float:
+    def read(self, text: list[int]) -> tuple[float, list[int]]:
+        """Its perplexity, and the most probable token after each but the last."""
         logprobs = self.logits(text)[:-1].log_softmax(-1)
         targets = torch.tensor(text[1:], device=self._device)
-        return math.exp(-float(logprobs.gather(1, targets[:, None]).double().mean()))
+        mean = float(logprobs.gather(1, targets[:, None]).double().mean())
+        return math.exp(-mean), logprobs.argmax(-1).tolist()
 
-    def firsts(self, prompts: dict[str, list[int]]) -> dict[str, int]:
-        return {name: int(self.logits(tokens)[-1].argmax()) for name, tokens in prompts.items()}
+    def firsts(self, prompts: dict[str, list[int]]) -> list[int]:
+        return [int(self.logits(tokens)[-1].argmax()) for tokens in prompts.values()]
 
 
 def described(about: ModelConfig) -> Figures:
@@ -138,6 +143,16 @@ def ask(llm: LLM, prompts: dict[str, list[int]], num_output: int) -> dict[str, l
     return {n: r.samples[0].token_ids for n, r in zip(prompts, results, strict=True)}
 
 
+def read(llm: LLM, text: list[int]) -> tuple[float, list[int]]:
+    """A text's perplexity, and the most probable token after each but the last."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
+    found = llm.generate(text, params)[0].prompt_logprobs
+    assert found is not None, "prompt_logprobs were asked for"
+    scores = [score for score in found if score is not None]
+    mean = statistics.fmean(score.logprob for score in scores)
+    return math.exp(-mean), [score.top[0][0] for score in scores]
+
+
 def run_ours(
     part: str, options: argparse.Namespace, prompts: dict[str, list[int]], text: list[int]
 ) -> Figures:
@@ -147,7 +162,8 @@ def run_ours(
         max_requests=SEATS, kv_memory="1GiB" if options.device != "cpu" else None,
     ) as llm:  # fmt: skip
         outputs = ask(llm, prompts, options.output)
-        return {"perplexity": math.exp(nll(llm, text)), "outputs": outputs}
+        perplexity, places = read(llm, text)
+        return {"perplexity": perplexity, "outputs": outputs, "places": places}
 
 
 # Side by side.
@@ -161,13 +177,10 @@ def compare(
     text: list[int],
 ) -> Figures:
     """Our figures beside those of transformers in the same type, and in float32 for the regret."""
-    outputs, their_firsts = ours.pop("outputs"), theirs.firsts(prompts)
-    right = exact.firsts(prompts)
-    as_float32 = {
-        "ours": sum(outputs[name][0] == right[name] for name in prompts),
-        "transformers": sum(their_firsts[name] == right[name] for name in prompts),
-    }
-    unlike = [name for name in prompts if outputs[name][0] != their_firsts[name]]
+    outputs, places = ours.pop("outputs"), ours.pop("places")
+    firsts = [outputs[name][0] for name in prompts]
+    their_firsts, right_firsts = theirs.firsts(prompts), exact.firsts(prompts)
+    perplexity, their_places = theirs.read(text)
     num_same, num_tokens, regrets = 0, 0, []
     for name, prompt in prompts.items():
         output = torch.tensor(outputs[name])
@@ -177,19 +190,26 @@ def compare(
         regrets += (logprobs.amax(-1) - logprobs.gather(1, output[:, None])[:, 0]).tolist()
         num_same += int((best == output).sum())
         num_tokens += len(output)
-    perplexity = theirs.perplexity(text)
     ratio = ours["perplexity"] / perplexity
     return ours | {
         "transformers_perplexity": perplexity, "ratio": ratio, "reached": abs(ratio - 1) <= GOAL,
-        "firsts": {
-            "same": len(prompts) - len(unlike), "of": len(prompts), "unlike": unlike,
-            "as_float32": as_float32,
-        },
+        "firsts": alike(firsts, their_firsts, right_firsts),
+        "places": alike(places, their_places, exact.read(text)[1]),
         "decodes": {
             "same": num_same, "of": num_tokens, "share": num_same / num_tokens,
             "mean_regret": sum(regrets) / len(regrets), "worst_regret": max(regrets),
         },
     }  # fmt: skip
+
+
+def alike(ours: list[int], theirs: list[int], right: list[int]) -> Figures:
+    """How often two agree with each other, and each with what is right."""
+
+    def count(some: list[int], others: list[int]) -> int:
+        return sum(one == other for one, other in zip(some, others, strict=True))
+
+    as_float32 = {"ours": count(ours, right), "transformers": count(theirs, right)}
+    return {"same": count(ours, theirs), "of": len(right), "as_float32": as_float32}
 
 
 def figures(options: argparse.Namespace, save: Callable[[Figures], None]) -> Figures:
@@ -207,7 +227,7 @@ def figures(options: argparse.Namespace, save: Callable[[Figures], None]) -> Fig
         tell(f"{part}: our engine")
         ours[part] = attempt(lambda part=part: run_ours(part, options, prompts, text))
         tell(f"{part}: {ours[part].get('skipped') or round(ours[part]['perplexity'], 4)}")
-        report[part] = {key: value for key, value in ours[part].items() if key != "outputs"}
+        report[part] = {key: value for key, value in ours[part].items() if key not in RAW}
         save(report)
         gc.collect()  # its blocks and graphs, before the next one's
     try:
