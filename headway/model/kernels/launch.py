@@ -13,15 +13,18 @@ launched has it compiled before, several at a time: see `compile_all`.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextvars import ContextVar, copy_context
+from copy import copy
 from functools import cache, partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.compiler import CompiledKernel
 
 # For kernels in which several threads hold one sum, and one of them stores it. If a product were
 # fused with an addition in some of them and not in others, it were chance what is stored.
@@ -59,10 +62,15 @@ class launched:
         self.kernel = kernel
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
-        return partial(self.kernel.run, grid=grid, warmup=IS_COMPILING.get())
+        copies = COPIES.get()
+        if copies is None:
+            return partial(self.kernel.run, grid=grid, warmup=False)
+        if self not in copies:
+            copies[self] = _copied(self.kernel)
+        return partial(copies[self].run, grid=grid, warmup=True)
 
 
-IS_COMPILING: ContextVar[bool] = ContextVar("is_compiling", default=False)
+COPIES: ContextVar[dict[launched, Any] | None] = ContextVar("copies", default=None)
 
 
 def compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
@@ -75,7 +83,9 @@ def compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) 
 
 
 def _compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
-    IS_COMPILING.set(True)
+    """Copies of the kernels are compiled: nobody else meets one that is not done or never will be."""
+    copies: dict[launched, Any] = {}
+    COPIES.set(copies)
     threads = Threads(min(16, _num_processors()))
     try:
         with triton.AsyncCompileMode(threads):
@@ -84,6 +94,29 @@ def _compile_all(work: Callable[[], None], progress: Callable[[int, int], None])
                 progress(num_done, len(threads.given))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
+        for original, copied in copies.items():
+            _hand_over(copied, original.kernel)
+
+
+def _copied(kernel: Any) -> Any:
+    """With builds of its own, where kernels are built at all and not interpreted."""
+    copied = copy(kernel)
+    if isinstance(kernel, triton.JITFunction):
+        known = {device: (dict(found), *rest) for device, (found, *rest) in _builds(kernel)}
+        copied.device_caches = defaultdict(copied.create_binder, known)
+    return copied
+
+
+def _hand_over(copied: Any, kernel: Any) -> None:
+    if isinstance(kernel, triton.JITFunction):
+        for device, (found, *_) in _builds(copied):
+            done = {key: build for key, build in found.items() if isinstance(build, CompiledKernel)}
+            kernel.device_caches[device][0].update(done)
+
+
+def _builds(kernel: Any) -> list[tuple[int, Any]]:
+    """Of every device: those that Triton keeps, by what it tells them apart by, and more."""
+    return list(kernel.device_caches.items())
 
 
 def _num_processors() -> int:
