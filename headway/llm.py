@@ -26,8 +26,7 @@ from headway.engine.engine import Engine, Observer
 from headway.engine.outputs import Delta, Gathering, Result
 from headway.engine.trace import TraceWriter
 from headway.errors import ExecutorError, FormatError, InvalidRequest, RequestError
-from headway.executor.torch import make_executor
-from headway.executor.torch.memory import num_blocks_for
+from headway.executor.torch import count_blocks, make_executor
 from headway.executor.torch.rates import Timed, measured
 from headway.gatherer import Gatherer
 from headway.loading import Loaded, Progress, Wishes, load
@@ -74,7 +73,7 @@ class LLM:
         )  # fmt: skip
         self.loaded: Loaded = load(
             model, wishes, preset_name=preset, settings=settings, progress=progress,
-            measure=num_blocks_for,
+            measure=count_blocks,
         )  # fmt: skip
         self.model_name = model
         self.tokenizer = self.loaded.tokenizer

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
@@ -261,6 +263,19 @@ def test_running_out_of_memory_becomes_a_sentence_and_nothing_else_does() -> Non
         fail("something else")
 
 
+@pytest.mark.parametrize(("said", "told"), [
+    ("CUDA error: out of memory\nCUDA kernel errors might be reported\nCompile with", "CUDA error"),
+    ("Triton Error [CUDA]: out of memory", "Triton Error"),
+    ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "CUDA error"),
+])  # fmt: skip
+def test_whoever_runs_out_of_memory_is_explained_in_a_line(said: str, told: str) -> None:
+    with (
+        pytest.raises(ConfigError, match=rf"^it: {told}[^\n]*; do this$"),
+        explaining("it", "do this"),
+    ):
+        fail(said)
+
+
 def test_a_container_leaves_what_its_limit_says(tmp_path: Path) -> None:
     assert room_in_group(tmp_path, 77) == 77, "no container"
     for name, text in (("max", "max\n"), ("current", "600\n"), ("stat", "anon 300\n")):
@@ -331,6 +346,24 @@ def test_the_tried_step_runs_through_the_gpus_kernels() -> None:
     blocks = backend.kv_blocks(decoder.config, 1, config.block_size).zero_()
     run_step(decoder, config, 50, blocks)
     assert blocks.abs().sum(dim=(0, 4, 5)).min() > 0 and blocks.isfinite().all()
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from headway import LLM, SamplingParams
+with LLM(sys.argv[1], load_format="dummy", threads=1) as llm:
+    answer = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
+print(len(answer.samples[0].token_ids))
+"""
+
+
+def test_a_cpu_needs_no_triton(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_TRITON, str(save_tiny(tmp_path))]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == "2\n"
 
 
 # What a config becomes on a GPU.
@@ -410,11 +443,35 @@ def test_what_cannot_be_pinned_is_told_with_the_flag(monkeypatch: pytest.MonkeyP
     from headway.executor.torch.swapping import _pin
 
     refusing = SimpleNamespace(
-        cudaHostRegister=lambda *_: "out of memory", cudaError=SimpleNamespace(success="success")
-    )
+        cudaHostRegister=lambda *_: 2, cudaError=SimpleNamespace(success=0),
+        cudaGetErrorString={2: "out of memory"}.get,
+    )  # fmt: skip
+    launched = list[object]()
+
+    def launch(*_: object, **where: object) -> None:
+        launched.append(where)
+        raise RuntimeError("CUDA error: out of memory")
+
+    blocks = torch.empty((2, 2**19), dtype=torch.bfloat16)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: refusing)
-    with pytest.raises(ConfigError, match=r"2.0 MiB of the host's memory .* --num-host-blocks"):
-        _pin(torch.empty((2, 2**19), dtype=torch.bfloat16))
+    monkeypatch.setattr(torch, "zeros", launch)
+    with pytest.raises(ConfigError, match=r"2.0 MiB of .* pinned \(out of mem.* --num-host-blocks"):
+        _pin(blocks)
+    assert launched == [{"device": "cuda"}], "nothing that is launched later is told of the error"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU pins memory")
+def test_what_cannot_be_pinned_fails_nobody_later() -> None:
+    from headway.executor.torch.swapping import _pin, _unpin
+
+    blocks, ones = torch.empty((2, 2**19)), torch.ones(4, device="cuda")
+    _pin(blocks)
+    with pytest.raises(ConfigError, match=r"already mapped\): lower --num-host-blocks"):
+        _pin(blocks)
+    assert int((ones * 2).sum()) == 8
+    _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    _pin(blocks)
+    _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("is_lost", [False, True])

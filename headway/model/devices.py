@@ -147,15 +147,20 @@ def explaining(what: str, advice: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {shortened(str(error))}; {advice}") from error
 
 
+# What torch, Triton and cuBLAS say if there is none left for graphs, kernels and workspaces.
+OUT_OF_MEMORY = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
 def is_out_of_memory(error: Exception) -> bool:
-    """Torch's memory, or what the driver takes besides, for graphs and the like."""
-    is_drivers = isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
+    """Torch's memory, or what the driver takes besides."""
+    is_drivers = isinstance(error, RuntimeError) and any(n in str(error) for n in OUT_OF_MEMORY)
     return is_drivers or isinstance(error, torch.OutOfMemoryError)
 
 
 def shortened(said: str) -> str:
     """What torch says when memory runs out, without its own advice: need, capacity, what is free."""
-    sentences = [sentence.strip() for sentence in said.split(". ")]
+    first_line = next(iter(said.strip().splitlines()), "")
+    sentences = [sentence.strip() for sentence in first_line.split(". ")]
     return ". ".join(sentences[:3]).rstrip(".")
 
 

@@ -32,3 +32,10 @@ def make_executor(
         executor = DeviceExecutor(decoder, config)
         executor.warm_up(progress)
     return executor
+
+
+def count_blocks(decoder: Decoder, config: Config, utilization: float) -> int:
+    """Blocks that a GPU with such a decoder on it has room for: see `memory`."""
+    from headway.executor.torch.memory import num_blocks_for  # needs triton
+
+    return num_blocks_for(decoder, config, utilization)

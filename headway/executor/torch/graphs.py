@@ -75,8 +75,8 @@ class Graphs:
         if graph is None:
             self._step(*size)
         else:
-            self._graphs[size] = graph  # the last one again
             graph.replay()
+            self._graphs[size] = graph  # the last one again; one that cannot be replayed is gone
 
     def capture(self, size: Size) -> None:
         """Without running it. It must have run before, or its kernels would not be there."""

@@ -8,6 +8,8 @@ busy for as long as the host needs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -89,7 +91,8 @@ class MixedPass:
         """
         if self.decoder.backend.fills_up:
             self.try_sizes()
-            self._capture(self._largest)
+            with self._room_for_graphs():
+                self.graphs.capture(self._largest)
 
     def try_sizes(self) -> None:
         """A pass of nobody for all kernels that will be needed; the largest is the last."""
@@ -124,16 +127,23 @@ class MixedPass:
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
             return Found(self._forward(size, inputs), sampled, size.decodes)
-        if size in self._seen and size not in self.graphs and not self._is_full:
-            self._capture(size)
-        self.graphs.run(size)
-        self._seen.add(size)
+        self._run(size)
         return Found(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
 
-    def _capture(self, size: Size) -> None:
-        """If there is no memory for it, it goes on as it did, and nothing more is captured."""
+    def _run(self, size: Size) -> None:
+        if size in self._seen and size not in self.graphs and not self._is_full:
+            with self._room_for_graphs():
+                self.graphs.capture(size)
+                self.graphs.run(size)
+                return
+        self.graphs.run(size)
+        self._seen.add(size)
+
+    @contextmanager
+    def _room_for_graphs(self) -> Iterator[None]:
+        """Around a capture: without memory for it, all goes on and nothing more is captured."""
         try:
-            self.graphs.capture(size)
+            yield
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

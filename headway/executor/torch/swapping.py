@@ -24,6 +24,7 @@ from headway.model.kernels.blocks import put_back, set_aside
 from headway.plan import Copy, Plan
 
 AT_ONCE = 128  # blocks set aside together
+PORTABLE = 1  # CUDA's word for memory that is pinned for all devices, and unpinned from any
 
 
 @dataclass(slots=True, eq=False)
@@ -112,11 +113,13 @@ def _pin(blocks: Tensor) -> None:
     """
     blocks.view(torch.uint8).zero_()
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = cudart.cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0)
+    status = cudart.cudaHostRegister(blocks.data_ptr(), blocks.nbytes, PORTABLE)
     if status != cudart.cudaError.success:
+        with suppress(RuntimeError):  # whatever is launched next is told of the error, once
+            torch.zeros(1, device="cuda")
         raise ConfigError(
             f"{size(blocks.nbytes)} of the host's memory for swapped blocks cannot be pinned "
-            f"({status}): lower --num-host-blocks"
+            f"({cudart.cudaGetErrorString(status)}): lower --num-host-blocks"
         )
 
 
