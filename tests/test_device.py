@@ -269,6 +269,64 @@ def test_a_pass_that_cannot_be_captured_runs_as_before(error: Exception, is_late
     assert len(tried) == 1 and not len(graphs), "no memory for one is no memory for others"
 
 
+class Replayed:
+    """A graph, as far as a CPU can have one."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+
+@pytest.mark.parametrize("is_worth", [True, False])
+def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(is_worth: bool) -> None:
+    """The largest is captured at the start."""
+    config, about = settings(max_tokens=24), FAMILIES["norms of heads"]
+    executor, replayed = on_device(config, about), list[Size]()
+    mixed, graphs = executor.mixed, executor.mixed.graphs
+    mixed._worth = 0 if is_worth else 1e9
+
+    def capture(size: Any) -> None:
+        def replay() -> None:
+            replayed.append(size)
+            mixed._step(*size)
+
+        graphs._graphs[size] = Replayed(replay)  # type: ignore[assignment]
+
+    graphs.capture = capture  # type: ignore[method-assign]
+    capture(mixed._largest)
+    told = [answers(lambda *_: executor, config, about) for _ in range(2)]
+    assert told == [answers(plain, config, about)] * 2
+    assert replayed and (mixed._largest in replayed) != is_worth
+    assert (len(graphs) > 1) == is_worth
+
+
+def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as_its_own() -> None:
+    source, executor = random.Random(3), on_device(settings(), FAMILIES["norms of heads"])
+    mixed = executor.mixed
+
+    def some() -> Size:
+        return Size(*(source.choice((0, 1, 4, 16, 64)) for _ in "dtc"), source.random() < 0.2)
+
+    num_larger = 0
+    for _ in range(200):
+        mixed._lost.clear()
+        mixed._worth = source.choice((30, 100, 300))
+        graphs = [some() for _ in range(source.randint(0, 12))]
+        mixed.graphs._graphs = dict.fromkeys(graphs)  # type: ignore[arg-type]
+        size, lost = some(), 0
+        holding = [g for g in graphs if g.holds(size) and 2 * g.num_rows < mixed._worth]
+        for _ in range(40):
+            found = mixed._fitting(size)
+            if size in graphs or not holding:
+                assert found == size
+                continue
+            extra = min(g.num_rows for g in holding) - size.num_rows
+            lost += extra
+            assert found.holds(size) and found.num_rows == size.num_rows + extra * (found != size)
+            assert (found != size) == (lost < mixed._worth)
+            num_larger += found != size
+    assert num_larger > 100
+
+
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
 def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
     for _ in range(2):

@@ -7,7 +7,7 @@ done as it is.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -69,6 +69,9 @@ class Graphs:
 
     def __contains__(self, size: Size) -> bool:
         return size in self._graphs
+
+    def __iter__(self) -> Iterator[Size]:
+        return iter(self._graphs)
 
     def run(self, size: Size) -> None:
         graph = self._graphs.pop(size, None)

@@ -2,12 +2,14 @@
 
 For a small pass the device would wait for the host, which launches hundreds of kernels for it. So
 its size is rounded up, with rows of nobody, and when the same size comes again it is captured,
-which takes no longer than to launch it: from then on one launch does. A large pass keeps the device
-busy for as long as the host needs.
+which takes no longer than to launch it: from then on one launch does. Until it is worth a capture,
+a very small pass runs in the graph of a larger one. A large pass keeps the device busy for as long
+as the host needs.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -31,6 +33,9 @@ MOST_GRAPHS = 192
 # Sizes are rounded up to multiples of these: so few more rows take hardly longer. But attention of
 # few decodes is shared by more programs, and they may be long.
 LEAST_DECODES, LEAST_TOKENS, FEW_DECODES = 32, 64, 8
+# Of one layer: seconds that it takes the host to launch or capture its kernels, and operations that
+# a device does in a second; both of an H200 and its host, and roughly.
+CAPTURE, RATE = 0.7e-3, 4e14
 
 
 class Size(NamedTuple):
@@ -40,6 +45,15 @@ class Size(NamedTuple):
     tokens: int  # of prompts
     chunks: int
     is_uneven: bool  # decodes are
+
+    @property
+    def num_rows(self) -> int:
+        return self.decodes + self.tokens
+
+    def holds(self, other: Size) -> bool:
+        """Whether what has the other size could run in this one, with more rows of nobody."""
+        fits = all(mine >= theirs for mine, theirs in zip(self[:3], other[:3], strict=True))
+        return fits and self.is_uneven == other.is_uneven
 
 
 class Inputs(NamedTuple):
@@ -83,6 +97,8 @@ class MixedPass:
         self.graphs = Graphs(self._step, blocks.device, MOST_GRAPHS)
         self._seen: set[Size] = set()
         self._is_full = False  # there is no memory for more graphs
+        self._worth = worth_a_capture(decoder)
+        self._lost: Counter[Size] = Counter()  # rows of nobody in larger graphs
 
     def warm_up(self) -> None:
         """Run passes of nobody, so that their kernels are there.
@@ -123,12 +139,26 @@ class MixedPass:
         num_heads, lengths = self.decoder.config.num_kv_heads, self._rows.lengths[rows]
         is_uneven = are_uneven(size.decodes * num_heads, lengths, num_heads)
         size = size._replace(is_uneven=is_uneven)
+        if is_small:
+            size = self._fitting(size)
         inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
             return Found(self._forward(size, inputs), sampled, size.decodes)
         self._run(size)
-        return Found(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
+        return Found(self._hidden[: size.num_rows], sampled, size.decodes)
+
+    def _fitting(self, size: Size) -> Size:
+        """Its own size, or that of a larger graph while less is lost by that than by a capture."""
+        if size in self.graphs:
+            return size
+        captured = [each for each in self.graphs if isinstance(each, Size) and each.holds(size)]
+        larger = [each for each in captured if each.num_rows < self._worth / 2]
+        if not larger:
+            return size
+        least = min(larger, key=lambda each: each.num_rows)
+        self._lost[size] += least.num_rows - size.num_rows
+        return least if self._is_full or self._lost[size] < self._worth else size
 
     def _run(self, size: Size) -> None:
         if size in self._seen and size not in self.graphs and not self._is_full:
@@ -190,6 +220,12 @@ class MixedPass:
             is_uneven=size.is_uneven, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
+
+
+def worth_a_capture(decoder: Decoder) -> float:
+    """Rows that a device computes in the time of a capture."""
+    num_weights = decoder.num_bytes / decoder.norm.element_size()
+    return CAPTURE * decoder.config.num_layers * RATE / (2 * num_weights)
 
 
 def most_rows(num_seats: int, max_tokens: int) -> int:

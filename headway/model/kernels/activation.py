@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options, launched
+from headway.model.kernels.launch import begin, ceil_div, launch_options, launched, power_of_2
 
 
 @launched
@@ -42,8 +42,8 @@ def silu_multiply(x_t2n: Tensor) -> Tensor:
     out_tn = torch.empty((num_rows, width), dtype=x_t2n.dtype, device=x_t2n.device)
     if num_rows == 0:
         return out_tn
-    piece = min(triton.next_power_of_2(width), 1024)
-    pieces = triton.cdiv(width, piece)
+    piece = min(power_of_2(width), 1024)
+    pieces = ceil_div(width, piece)
     _silu_multiply[(num_rows * pieces,)](
         out_tn, x_t2n, x_t2n.stride(0),
         WIDTH=width, PIECES=pieces, PIECE=piece, **launch_options(_num_warps(piece), 1),

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import launched
+from headway.model.kernels.launch import ceil_div, launched
 
 PIECE = 4096  # words that a program moves
 
@@ -53,7 +53,7 @@ def _launch(
         return
     to_words, source_words = _words(to), _words(source)
     num_words = to_words.shape[1]
-    _move[(len(numbers), triton.cdiv(num_words, PIECE))](
+    _move[(len(numbers), ceil_div(num_words, PIECE))](
         to_words, source_words, to_numbers, source_numbers, num_words,
         HAS_TO=to_numbers is not None, HAS_SOURCE=source_numbers is not None, PIECE=PIECE,
         num_warps=8,

@@ -23,7 +23,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options, launched
+from headway.model.kernels.launch import (
+    ROUNDED_ALIKE,
+    begin,
+    ceil_div,
+    launch_options,
+    launched,
+    power_of_2,
+)
 
 LOG2_E = 1.4426950408889634
 
@@ -249,7 +256,7 @@ def decode_attention(
     num_sequences = len(seats_s)
     if not num_sequences:
         return
-    dim_room, is_new = triton.next_power_of_2(head_dim), turn is not None
+    dim_room, is_new = power_of_2(head_dim), turn is not None
     room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
     cut = cut or cut_for(num_sequences * num_kv_heads, is_uneven, room, row_bytes)
     parts: tuple[Tensor | None, ...] = (None, None, None)
@@ -257,7 +264,7 @@ def decode_attention(
         left = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)
         parts = (left.sums, left.tops, left.weights)
     norms = (turn.q_norm, turn.k_norm, turn.cosine_pd, turn.sine_pd) if turn else (None,) * 4
-    heads_room = max(16, triton.next_power_of_2(num_heads // num_kv_heads))
+    heads_room = max(16, power_of_2(num_heads // num_kv_heads))
     _attend[(cut.parts, num_kv_heads, num_sequences)](
         qkv, *norms, positions_s, slots_s, blocks, tables, seats_s, out, *parts,
         layer, turn.epsilon if turn else 0.0, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),
@@ -303,7 +310,7 @@ def cut_for(num_programs: int, is_uneven: bool, room: int, row_bytes: int) -> Cu
         return Cut(8 if is_uneven else 1, SHARE, 16, 1, max(2, 4 // depth))
     least = 128 if num_programs > 32 else 64
     wanted = max(4, min(1056 // num_programs, 64))
-    parts = triton.next_power_of_2(min(wanted, triton.cdiv(room, least)))
+    parts = power_of_2(min(wanted, ceil_div(room, least)))
     if num_programs > 32:
         return Cut(parts, least, 16, 1, max(2, 3 // depth))
     return Cut(parts, least, max(16, 64 // depth), 4, 2)

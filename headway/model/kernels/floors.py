@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import launched
+from headway.model.kernels.launch import ceil_div, launched, power_of_2
 from headway.model.kernels.twins.floors import Columns
 from headway.sampling import COLDEST
 
@@ -167,7 +167,7 @@ def find_floors(logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: 
     if num_rows == 0:
         return
     assert logits_nv.stride(1) == 1 or vocab_size == 1, "the logits of a row lie side by side"
-    num_columns = min(MOST_COLUMNS, triton.next_power_of_2(triton.cdiv(vocab_size, 16)))
+    num_columns = min(MOST_COLUMNS, power_of_2(ceil_div(vocab_size, 16)))
     _floor_kernel[(num_rows,)](
         floors_n, logits_nv, seats_n, columns.temperature, columns.top_k, columns.top_p,
         columns.min_p, vocab_size, logits_nv.stride(0),

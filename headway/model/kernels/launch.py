@@ -55,6 +55,15 @@ def launch_options(num_warps: int, num_stages: int) -> dict[str, Any]:
     return options
 
 
+def power_of_2(count: int) -> int:
+    """The least that is not less. Triton's own takes the host as long as a tenth of a launch."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def ceil_div(count: int, size: int) -> int:
+    return -(-count // size)
+
+
 class launched:
     """A decorator of kernels, above triton.jit's: what is launched may be only compiled."""
 

@@ -17,7 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import ROUNDED_ALIKE, begin, launch_options, launched
+from headway.model.kernels.launch import (
+    ROUNDED_ALIKE,
+    begin,
+    ceil_div,
+    launch_options,
+    launched,
+    power_of_2,
+)
 from headway.model.kernels.tiles import Tile, tile_for
 
 
@@ -188,7 +195,7 @@ def linear(
     is_alike = residual_mn is None or num_rows == 1 or residual_mn.stride(0) == strides[1]
     assert is_alike, "a residual's rows lie as far apart as the output's"
     tile = tile or tile_for(num_rows, num_outputs, num_inputs, x_mk.dtype)
-    num_tiles = triton.cdiv(num_outputs, tile.outputs)
+    num_tiles = ceil_div(num_outputs, tile.outputs)
     flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
     options = launch_options(tile.warps, tile.stages)
     if tile.rows == 1:
@@ -200,10 +207,10 @@ def linear(
     assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
     assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "a part a tile"
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
-    _linear[(num_tiles * triton.cdiv(num_rows, tile.rows),)](
+    _linear[(num_tiles * ceil_div(num_rows, tile.rows),)](
         x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
-        triton.next_power_of_2(num_parts), *flags, squares_out_mj is not None,
+        power_of_2(num_parts), *flags, squares_out_mj is not None,
         tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **ROUNDED_ALIKE,
     )  # fmt: skip
     return out_mn
@@ -229,6 +236,6 @@ def row_squares(x_mk: Tensor) -> Tensor:
     num_rows, width = x_mk.shape
     out = torch.empty((num_rows, 1), dtype=torch.float32, device=x_mk.device)
     if num_rows:
-        room, options = triton.next_power_of_2(width), launch_options(4, 1) | ROUNDED_ALIKE
+        room, options = power_of_2(width), launch_options(4, 1) | ROUNDED_ALIKE
         _row_squares[(num_rows,)](x_mk, out, x_mk.stride(0), width, room, **options)
     return out

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import launched
+from headway.model.kernels.launch import launched, power_of_2
 
 
 @launched
@@ -60,7 +60,7 @@ def _normed(x_tk: Tensor, update_tk: Tensor | None, weight_k: Tensor, epsilon: f
     out_tk = torch.empty((num_rows, width), dtype=x_tk.dtype, device=x_tk.device)
     if num_rows == 0:
         return out_tk
-    padded = triton.next_power_of_2(width)
+    padded = power_of_2(width)
     update_stride = 0 if update_tk is None else update_tk.stride(0)
     _rms_norm[(num_rows,)](
         out_tk, x_tk, update_tk, weight_k, x_tk.stride(0), update_stride, epsilon,

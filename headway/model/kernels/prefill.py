@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import begin, launch_options, launched
+from headway.model.kernels.launch import begin, launch_options, launched, power_of_2
 
 LOG2_E = 1.4426950408889634
 
@@ -78,7 +78,7 @@ def prefill_attention(
         layer, num_sequences, head_dim**-0.5 * LOG2_E,
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1),
         tables.stride(0), blocks.stride(0), block_size,
-        kv_heads, group, head_dim, triton.next_power_of_2(head_dim),
+        kv_heads, group, head_dim, power_of_2(head_dim),
         shape.tile_rows, shape.tile_keys, **launch_options(shape.num_warps, shape.num_stages),
     )  # fmt: skip
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.launch import launched
+from headway.model.kernels.launch import ceil_div, launched, power_of_2
 
 PIECE = 16  # heads of a program: the rotary tables are then a small part of what it reads
 
@@ -108,8 +108,8 @@ def rotate_and_store(
     assert qkv.stride(1) == 1, "the heads of a token lie side by side"
     assert blocks.is_contiguous(), "a block is one piece of memory"
     assert cosine_pd.is_contiguous() and sine_pd.is_contiguous(), "tables are read by rows"
-    padded = triton.next_power_of_2(head_size // 2)
-    num_pieces = triton.cdiv(num_heads + 2 * num_kv_heads, PIECE)
+    padded = power_of_2(head_size // 2)
+    num_pieces = ceil_div(num_heads + 2 * num_kv_heads, PIECE)
     _rotate_and_store[(len(qkv) * num_pieces,)](
         qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
         qkv.stride(0), num_layers, layer, epsilon,

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.floors import COLD, INFINITY, LOG2E, find_floors
-from headway.model.kernels.launch import launched
+from headway.model.kernels.launch import ceil_div, launched, power_of_2
 from headway.model.kernels.twins.floors import Columns
 from headway.model.kernels.twins.sampling import LAST, ROUNDS, WIDTH
 
@@ -128,7 +128,7 @@ class Workspace:
 
 def workspace(max_rows: int, vocab_size: int, device: torch.device | str) -> Workspace:
     """Room for batches of up to so many rows."""
-    most_slices = max_rows * triton.cdiv(vocab_size, 4 * WIDTH)
+    most_slices = max_rows * ceil_div(vocab_size, 4 * WIDTH)
     return Workspace(
         floors=torch.empty(max_rows, dtype=torch.float32, device=device),
         scores=torch.empty(most_slices, dtype=torch.float32, device=device),
@@ -148,13 +148,13 @@ def sample(
     assert len(space.floors) >= num_rows, "a workspace has room for the batch"
     find_floors(logits_nv, seats_n, columns, space.floors)
     num_lanes, slice_size = _slices(num_rows, vocab_size)
-    num_slices = triton.cdiv(vocab_size, slice_size)
+    num_slices = ceil_div(vocab_size, slice_size)
     _draw_kernel[(num_rows, num_slices)](
         space.scores, space.tokens, logits_nv, seats_n, space.floors, columns.temperature,
         columns.seed, columns.num_generated, vocab_size, logits_nv.stride(0), slice_size,
         ROUGH=logits_nv.is_cuda and not torch.version.hip, LANES=num_lanes, num_warps=4,
     )  # fmt: skip
-    most_slices = triton.next_power_of_2(triton.cdiv(vocab_size, 4 * WIDTH))
+    most_slices = power_of_2(ceil_div(vocab_size, 4 * WIDTH))
     _choose_kernel[(num_rows,)](
         out_n, space.scores, space.tokens, num_slices, SLICES=most_slices, num_warps=1
     )
@@ -163,6 +163,6 @@ def sample(
 def _slices(num_rows: int, vocab_size: int) -> tuple[int, int]:
     """Lanes of a program and tokens of its slice: short slices if rows are few, long if many."""
     num_lanes = 4 * WIDTH if num_rows * vocab_size >= NUM_PROCESSORS * 16 * WIDTH else WIDTH
-    num_tiles = triton.cdiv(vocab_size, 4 * num_lanes)
-    num_slices = min(num_tiles, triton.cdiv(16 * NUM_PROCESSORS, num_rows))
-    return num_lanes, triton.cdiv(num_tiles, num_slices) * 4 * num_lanes
+    num_tiles = ceil_div(vocab_size, 4 * num_lanes)
+    num_slices = min(num_tiles, ceil_div(16 * NUM_PROCESSORS, num_rows))
+    return num_lanes, ceil_div(num_tiles, num_slices) * 4 * num_lanes
