@@ -93,7 +93,7 @@ def answers(
 ) -> list[list[int]]:
     """The outputs of a few requests, of which every second begins alike."""
     engine = Engine(Scheduler(config), make(config, about), depth=depth)
-    if watch:
+    if watch is not None:
         engine.observers.append(watch)
     source = random.Random(7)
     shared = [source.randrange(VOCABULARY) for _ in range(9)]
@@ -152,6 +152,23 @@ def test_tokens_do_not_depend_on_what_the_scheduler_does(way: str) -> None:
         assert any(report.plan.num_steps > 1 for report in seen)
 
 
+class Scores(dict[str, list[float]]):
+    """Logprobs that were told, of outputs by request and of prompts."""
+
+    def __call__(self, report: StepReport) -> None:
+        if isinstance(report.result.extra, Extra):
+            for request, found in report.result.extra.logprobs.items():
+                self.setdefault(request.id, []).extend(one.logprob for one in found)
+            for request, places in report.result.extra.prompt.items():
+                scores = [one.logprob for _, one in places]
+                self.setdefault(f"{request.id} prompt", []).extend(scores)
+
+    def check(self, others: Scores) -> None:
+        assert self.keys() == others.keys()
+        for name, scores in others.items():
+            np.testing.assert_allclose(self[name], scores, atol=2e-4)
+
+
 def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
     asked = [
         Sampling(temperature=0.0, repetition_penalty=1.8, logprobs=2),
@@ -159,26 +176,12 @@ def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
         Sampling(temperature=0.0, logit_bias={3: 50.0}),
         None,
     ]
-    extras: dict[str, dict[str, list[float]]] = {"plain": {}, "device": {}}
-
-    def keep(name: str) -> Callable[[StepReport], None]:
-        def watch(report: StepReport) -> None:
-            if isinstance(report.result.extra, Extra):
-                for request, found in report.result.extra.logprobs.items():
-                    extras[name].setdefault(request.id, []).extend(one.logprob for one in found)
-                for request, places in report.result.extra.prompt.items():
-                    scores = [one.logprob for _, one in places]
-                    extras[name].setdefault(f"{request.id} prompt", []).extend(scores)
-
-        return watch
-
     about, config = FAMILIES["norms of heads"], settings()
-    expected = answers(plain, config, about, samplings=asked, watch=keep("plain"))
-    found = answers(on_device, config, about, depth=1, samplings=asked, watch=keep("device"))
-    assert found == expected
-    assert extras["plain"].keys() == extras["device"].keys() == {"0", "1 prompt"}
-    for name, scores in extras["plain"].items():
-        np.testing.assert_allclose(extras["device"][name], scores, atol=2e-4)
+    told, found = Scores(), Scores()
+    expected = answers(plain, config, about, samplings=asked, watch=told)
+    assert answers(on_device, config, about, depth=1, samplings=asked, watch=found) == expected
+    assert told.keys() == {"0", "1 prompt"}
+    found.check(told)
 
 
 def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> None:
@@ -278,8 +281,8 @@ class Replayed:
 
 @pytest.mark.parametrize("is_worth", [True, False])
 def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(is_worth: bool) -> None:
-    """The largest is captured at the start."""
-    config, about = settings(max_tokens=24), FAMILIES["norms of heads"]
+    """Those of the most prompt tokens are there from the start."""
+    config, about = settings(max_tokens=12), FAMILIES["norms of heads"]
     executor, replayed = on_device(config, about), list[Size]()
     mixed, graphs = executor.mixed, executor.mixed.graphs
     mixed._worth = 0 if is_worth else 1e9
@@ -291,12 +294,20 @@ def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(is_worth: bool) -> 
 
         graphs._graphs[size] = Replayed(replay)  # type: ignore[assignment]
 
+    largest = {mixed._largest, mixed._largest._replace(decodes=0)}
+    for size in largest:
+        capture(size)
     graphs.capture = capture  # type: ignore[method-assign]
-    capture(mixed._largest)
-    told = [answers(lambda *_: executor, config, about) for _ in range(2)]
-    assert told == [answers(plain, config, about)] * 2
-    assert replayed and (mixed._largest in replayed) != is_worth
-    assert (len(graphs) > 1) == is_worth
+    samplings = [None, Sampling(temperature=0.0, prompt_logprobs=1)]
+    told, found = Scores(), Scores()
+    expected = answers(plain, config, about, samplings=samplings, watch=told)
+    for _ in range(2):
+        assert answers(lambda *_: executor, config, about, samplings=samplings) == expected
+    answers(lambda *_: executor, config, about, samplings=samplings, watch=found)
+    found.check(told)
+    assert replayed and (len(graphs) > len(largest)) == is_worth
+    assert not is_worth or set(replayed) - largest
+    assert is_worth or set(replayed) == largest, "with decodes and without"
 
 
 def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as_its_own() -> None:
@@ -304,12 +315,13 @@ def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as
     mixed = executor.mixed
 
     def some() -> Size:
-        return Size(*(source.choice((0, 1, 4, 16, 64)) for _ in "dtc"), source.random() < 0.2)
+        tokens, chunks = (source.choice((1, 4, 16, 64)) for _ in "tc")
+        return Size(source.choice((0, 8)), tokens, chunks, source.random() < 0.2)
 
     num_larger = 0
-    for _ in range(200):
+    for _ in range(300):
         mixed._lost.clear()
-        mixed._worth = source.choice((30, 100, 300))
+        mixed._worth, mixed._is_full = source.choice((30, 100, 300)), source.random() < 0.2
         graphs = [some() for _ in range(source.randint(0, 12))]
         mixed.graphs._graphs = dict.fromkeys(graphs)  # type: ignore[arg-type]
         size, lost = some(), 0
@@ -320,11 +332,24 @@ def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as
                 assert found == size
                 continue
             extra = min(g.num_rows for g in holding) - size.num_rows
-            lost += extra
+            lost += extra if extra > mixed._worth / 64 else 0
             assert found.holds(size) and found.num_rows == size.num_rows + extra * (found != size)
-            assert (found != size) == (lost < mixed._worth)
+            assert (found != size) == (lost < mixed._worth or mixed._is_full)
             num_larger += found != size
-    assert num_larger > 100
+        with mixed.in_own_graphs():
+            assert mixed._fitting(size) == size
+    assert num_larger > 1000
+
+
+def test_larger_sizes_hold_smaller_ones_with_as_many_decodes() -> None:
+    size = Size(8, 64, 4, False)
+    assert all(each.holds(size) for each in (size, Size(8, 128, 4, False), Size(8, 64, 16, False)))
+    for other in (
+        Size(32, 64, 4, False), Size(0, 64, 4, False), Size(8, 32, 4, False),
+        Size(8, 128, 1, False), Size(8, 64, 4, True),
+    ):  # fmt: skip
+        assert not other.holds(size)
+    assert not size.holds(Size(8, 0, 0, False)), "decodes alone have faster kernels"
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")

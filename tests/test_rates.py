@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -228,6 +229,31 @@ def test_prompts_are_cut_as_the_scheduler_cuts_them(chunk: str, sizes: list[int]
     seen: list[int] = []
     recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
     assert seen == sizes * FEW_TRIES
+
+
+def test_prompts_are_measured_in_graphs_of_their_own() -> None:
+    """A larger one would take longer, until it is worth to capture another."""
+    executor, seen = Pretended(load_profile("qwen3-0.6b-h200-headway")), list[bool]()
+
+    class Mixed:
+        is_own = False
+
+        @contextmanager
+        def in_own_graphs(self) -> Iterator[None]:
+            self.is_own = True
+            yield
+            self.is_own = False
+
+    executor.mixed, launch = Mixed(), executor.launch  # type: ignore[attr-defined]
+
+    def watched(plan: Plan) -> SimulatedHandle:
+        seen.append(executor.mixed.is_own)  # type: ignore[attr-defined]
+        return launch(plan)
+
+    executor.launch = watched  # type: ignore[method-assign]
+    recompute_seconds(executor, CONFIG, 1000)
+    resume_seconds(executor, CONFIG, 1000)
+    assert len(seen) > 4 and all(seen) and not executor.mixed.is_own  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seconds", [

@@ -34,8 +34,8 @@ MOST_GRAPHS = 192
 # few decodes is shared by more programs, and they may be long.
 LEAST_DECODES, LEAST_TOKENS, FEW_DECODES = 32, 64, 8
 # Of one layer: seconds that it takes the host to launch or capture its kernels, and operations that
-# a device does in a second; both of an H200 and its host, and roughly.
-CAPTURE, RATE = 0.7e-3, 4e14
+# a device does in a second, by bytes of a number; of an H200 and its host, and roughly.
+CAPTURE, RATES = 0.7e-3, {2: 4e14, 4: 4e13}
 
 
 class Size(NamedTuple):
@@ -51,9 +51,12 @@ class Size(NamedTuple):
         return self.decodes + self.tokens
 
     def holds(self, other: Size) -> bool:
-        """Whether what has the other size could run in this one, with more rows of nobody."""
-        fits = all(mine >= theirs for mine, theirs in zip(self[:3], other[:3], strict=True))
-        return fits and self.is_uneven == other.is_uneven
+        """Whether what has the other size could run in this one, with more rows of nobody.
+
+        Not with more decodes: their number decides how attention is cut, and theirs may be long.
+        """
+        is_alike = (self.decodes, self.is_uneven) == (other.decodes, other.is_uneven)
+        return is_alike and self.tokens >= other.tokens > 0 and self.chunks >= other.chunks
 
 
 class Inputs(NamedTuple):
@@ -109,6 +112,7 @@ class MixedPass:
             self.try_sizes()
             with self._room_for_graphs():
                 self.graphs.capture(self._largest)
+                self.graphs.run(self._largest)
 
     def try_sizes(self) -> None:
         """A pass of nobody for all kernels that will be needed; the largest is the last."""
@@ -149,7 +153,10 @@ class MixedPass:
         return Found(self._hidden[: size.num_rows], sampled, size.decodes)
 
     def _fitting(self, size: Size) -> Size:
-        """Its own size, or that of a larger graph while less is lost by that than by a capture."""
+        """Its own size, or that of a larger graph while less is lost by that than by a capture.
+
+        So few rows that a capture would pay only after ages are not counted.
+        """
         if size in self.graphs:
             return size
         captured = [each for each in self.graphs if isinstance(each, Size) and each.holds(size)]
@@ -157,14 +164,26 @@ class MixedPass:
         if not larger:
             return size
         least = min(larger, key=lambda each: each.num_rows)
-        self._lost[size] += least.num_rows - size.num_rows
+        extra = least.num_rows - size.num_rows
+        if extra > self._worth / 64:
+            self._lost[size] += extra
         return least if self._is_full or self._lost[size] < self._worth else size
+
+    @contextmanager
+    def in_own_graphs(self) -> Iterator[None]:
+        """Meanwhile nothing runs in a larger graph: for whoever measures."""
+        worth, self._worth = self._worth, 0.0
+        try:
+            yield
+        finally:
+            self._worth = worth
 
     def _run(self, size: Size) -> None:
         if size in self._seen and size not in self.graphs and not self._is_full:
             with self._room_for_graphs():
                 self.graphs.capture(size)
                 self.graphs.run(size)
+                del self._lost[size]  # it may be thrown away and come again
                 return
         self.graphs.run(size)
         self._seen.add(size)
@@ -224,8 +243,8 @@ class MixedPass:
 
 def worth_a_capture(decoder: Decoder) -> float:
     """Rows that a device computes in the time of a capture."""
-    num_weights = decoder.num_bytes / decoder.norm.element_size()
-    return CAPTURE * decoder.config.num_layers * RATE / (2 * num_weights)
+    width = decoder.norm.element_size()
+    return CAPTURE * decoder.config.num_layers * RATES[width] / (2 * decoder.num_bytes / width)
 
 
 def most_rows(num_seats: int, max_tokens: int) -> int:

@@ -7,6 +7,7 @@ plans and blocks, no policies; whether to swap is for whoever asks to decide.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -115,7 +116,9 @@ def _prefill_seconds(
     request.held.blocks = list(range(-(-num_tokens // config.block_size)))
     plans = [Plan(0, chunks=[Chunk(request, a, b, a, False)]) for a, b in pieces]
     plans[0].admitted = [Admission(request, pieces[0][0], 0, False)]
-    return _least(lambda: _seconds(executor, plans))
+    mixed = getattr(executor, "mixed", None)
+    with mixed.in_own_graphs() if mixed else nullcontext():
+        return _least(lambda: _seconds(executor, plans))
 
 
 def _least(measure: Callable[[], float]) -> float:
