@@ -364,10 +364,10 @@ def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
 
 
 @pytest.mark.parametrize(("longest", "num_rows", "is_small", "is_uneven"), [
-    (900, 130, True, True),  # as many programs as if they were 192
-    (900, 130, False, False),
-    (10, 130, True, False),
-    (900, 128, True, False),
+    (900, 100, True, True),  # as many programs as if they were 128
+    (900, 100, False, False),
+    (10, 100, True, False),
+    (900, 96, True, False),
 ])  # fmt: skip
 def test_decodes_are_uneven_among_as_many_as_the_pass_has(
     longest: int, num_rows: int, is_small: bool, is_uneven: bool, monkeypatch: pytest.MonkeyPatch
@@ -386,7 +386,7 @@ def test_decodes_are_uneven_among_as_many_as_the_pass_has(
 
     executor.decoder.forward = forward  # type: ignore[assignment,method-assign]
     executor.mixed.run(np.arange(num_rows), [])
-    assert sizes == [Size(192 if is_small and num_rows > 128 else num_rows, 0, 0, is_uneven)]
+    assert sizes == [Size(128 if is_small and num_rows > 96 else num_rows, 0, 0, is_uneven)]
 
 
 def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:

@@ -85,31 +85,47 @@ def _turned(
 
 
 @triton.jit
+def _numbers(table, at, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """In which blocks the tile from position `at` on lies; one number, if none can lie in two."""
+    place = at if BLOCK_SIZE % TILE == 0 else at + tl.arange(0, TILE)
+    return tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
+
+
+@triton.jit
 def _over_cache(
     q, keys, values, table, numbers, top, weight, total, start, end, d, scale, block_stride,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Positions [start, end), added to the greatest score, the weights and the weighted values.
 
-    `numbers`: in which blocks the first of them lie.
+    `numbers`: in which blocks the first of them lie. What is read of positions beyond the end are
+    keys at most, whose scores are not taken: to skip them would take longer.
     """
     p = tl.arange(0, TILE)
     for at in range(start, end, TILE):
-        is_cached = p < end - at
-        home = numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D
+        is_cached = (p < end - at)[:, None]
+        if BLOCK_SIZE % TILE == 0:  # side by side: little arithmetic
+            home = numbers.to(tl.int64) * block_stride + (at % BLOCK_SIZE) * D
+            inside = p[:, None] * D + d
+        else:
+            home = (numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D)[:, None]
+            inside = d
         # A tile ahead: keys can be asked for early only if it is known where they are.
-        soon = at + TILE + p
-        numbers = tl.load(table + soon // BLOCK_SIZE, mask=soon < end, other=0)
-        is_read = is_cached[:, None] & (d < D)
-        k = tl.load(keys + home[:, None] + d, mask=is_read, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(is_cached[None, :], scores, -float("inf"))
+        numbers = _numbers(table, at + TILE, end, BLOCK_SIZE, TILE)
+        if d.shape[1] == D:
+            k = tl.load(keys + home + inside)
+            v = tl.load(values + home + inside, mask=is_cached, other=0.0)
+        else:
+            k = tl.load(keys + home + inside, mask=d < D, other=0.0)
+            v = tl.load(values + home + inside, mask=is_cached & (d < D), other=0.0)
+        scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale
+        scores = tl.where(tl.trans(is_cached), scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         fade = tl.exp2(top - new_top)
         scores = tl.exp2(scores - new_top[:, None])
         weight = weight * fade + tl.sum(scores, 1)
-        v = tl.load(values + home[:, None] + d, mask=is_read, other=0.0).to(q.dtype)
-        total = tl.dot(scores.to(q.dtype), v, total * fade[:, None], input_precision="ieee")
+        scores = scores.to(q.dtype)
+        total = tl.dot(scores, v.to(q.dtype), total * fade[:, None], input_precision="ieee")
         top = new_top
     return top, weight, total
 
@@ -143,8 +159,7 @@ def _attend(
     start = part * share
     end = tl.minimum(num_cached, start + share)
     table = tables + tl.load(seats_s + sequence).to(tl.int64) * table_width
-    p = tl.arange(0, TILE)
-    numbers = tl.load(table + (start + p) // BLOCK_SIZE, mask=p < end - start, other=0)
+    numbers = _numbers(table, start, end, BLOCK_SIZE, TILE)
     begin(CHAINED)
     if (part > 0) & (start >= num_cached):
         return
@@ -280,10 +295,10 @@ def decode_attention(
         )  # fmt: skip
 
 
-MANY = 1200  # programs that need no sharing to keep the device busy until most are done
+MANY = 1000  # programs that need no sharing to keep the device busy until most are done
 SHARE = 512  # positions for a program, where many programs are shared all the same
 BUSY = 140  # programs that still keep the device busy
-WORTH = 150  # positions that one program reads while what is shared is joined
+WORTH = 800  # positions that they read in the time that sharing takes
 
 
 def are_uneven(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> bool:
@@ -305,12 +320,9 @@ def cut_for(num_programs: int, is_uneven: bool, room: int, row_bytes: int) -> Cu
     Many: one for each sequence, longest first, unless all would wait for the longest.
     Few: as many as fill the device, but none with next to nothing to do.
     """
-    depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
+    stages = max(2, min(4, 1024 // row_bytes))  # wide rows need fewer on their way
     if num_programs >= MANY:
-        return Cut(8 if is_uneven else 1, SHARE, 16, 1, max(2, 4 // depth))
-    least = 128 if num_programs > 32 else 64
-    wanted = max(4, min(1056 // num_programs, 64))
-    parts = power_of_2(min(wanted, ceil_div(room, least)))
-    if num_programs > 32:
-        return Cut(parts, least, 16, 1, max(2, 3 // depth))
-    return Cut(parts, least, max(16, 64 // depth), 4, 2)
+        return Cut(8 if is_uneven else 1, SHARE, 16, 1, stages)
+    least = 64 if num_programs <= 128 else 128
+    wanted = max(4, min(1056 // num_programs, 32))
+    return Cut(power_of_2(min(wanted, ceil_div(room, least))), least, 16, 1, stages)

@@ -44,8 +44,10 @@ def tile_within(
         rows = 128
     slices = 4 if outputs == 8 and num_inputs % 512 == 0 else 1
     width = rows + outputs
-    inputs = 64 if width > (192 if memory >= 192 * 1024 else 160) else 128
-    if width <= 64 and slices == 1 and num_inputs % 256 == 0:
+    is_roomy = memory >= 192 * 1024
+    inputs = 64 if width > (192 if is_roomy else 160) else 128
+    narrow = 80 if is_roomy and num_inputs > 2048 else 64
+    if width <= narrow and slices == 1 and num_inputs % 256 == 0:
         inputs = 256
     inputs = inputs * 2 // dtype.itemsize
     stage = width * inputs * slices * dtype.itemsize
