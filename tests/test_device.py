@@ -280,8 +280,11 @@ class Replayed:
 
 
 @pytest.mark.parametrize("is_worth", [True, False])
-def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(is_worth: bool) -> None:
+def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(
+    is_worth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of the most prompt tokens are there from the start."""
+    monkeypatch.setattr("headway.executor.torch.mixed.LEAST_TOKENS", 8)
     config, about = settings(max_tokens=12), FAMILIES["norms of heads"]
     executor, replayed = on_device(config, about), list[Size]()
     mixed, graphs = executor.mixed, executor.mixed.graphs

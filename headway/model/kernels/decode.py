@@ -320,9 +320,12 @@ def cut_for(num_programs: int, is_uneven: bool, room: int, row_bytes: int) -> Cu
     Many: one for each sequence, longest first, unless all would wait for the longest.
     Few: as many as fill the device, but none with next to nothing to do.
     """
-    stages = max(2, min(4, 1024 // row_bytes))  # wide rows need fewer on their way
+    depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
     if num_programs >= MANY:
-        return Cut(8 if is_uneven else 1, SHARE, 16, 1, stages)
-    least = 64 if num_programs <= 128 else 128
-    wanted = max(4, min(1056 // num_programs, 32))
-    return Cut(power_of_2(min(wanted, ceil_div(room, least))), least, 16, 1, stages)
+        return Cut(8 if is_uneven else 1, SHARE, 16, 1, max(2, 4 // depth))
+    least = 128 if num_programs > 32 else 64
+    wanted = max(4, min(1056 // num_programs, 64))
+    parts = power_of_2(min(wanted, ceil_div(room, least)))
+    if num_programs > 32:
+        return Cut(parts, least, 16, 1, max(2, 4 // depth))
+    return Cut(parts, least, max(16, 64 // depth), 4, 2)
