@@ -367,10 +367,10 @@ def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
 
 
 @pytest.mark.parametrize(("longest", "num_rows", "is_small", "is_uneven"), [
-    (900, 100, True, True),  # as many programs as if they were 128
-    (900, 100, False, False),
+    (1020, 100, True, True),  # as many programs as if they were 128
+    (1020, 100, False, False),
     (10, 100, True, False),
-    (900, 96, True, False),
+    (1020, 96, True, False),
 ])  # fmt: skip
 def test_decodes_are_uneven_among_as_many_as_the_pass_has(
     longest: int, num_rows: int, is_small: bool, is_uneven: bool, monkeypatch: pytest.MonkeyPatch

@@ -261,15 +261,19 @@ CUTS = [
     Cut(parts=8, least=32, tile=32, warps=4, stages=2),
     Cut(parts=8, least=128, tile=16, warps=1, stages=2),
     Cut(parts=4, least=128, tile=16, warps=1, stages=3),
+    Cut(parts=1, least=512, tile=16, warps=1, stages=4),
     Cut(parts=32, least=16, tile=16, warps=1, stages=2),
     Cut(parts=64, least=64, tile=64, warps=4, stages=2),
 ]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("block_size", [16, 24, 64])
 @pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_any_number_of_programs_may_share_a_sequence(cut: Cut, is_new: bool) -> None:
-    world = world_of(Case(positions=LENGTHS, kv_heads=1, block_size=24, is_new=is_new))
+def test_any_number_of_programs_may_share_a_sequence(
+    cut: Cut, block_size: int, is_new: bool
+) -> None:
+    world = world_of(Case(positions=LENGTHS, kv_heads=1, block_size=block_size, is_new=is_new))
     with poison():
         out = found(world, cut=cut).out
     assert distance(out, exact(world).out) < LIMITS[torch.float32]

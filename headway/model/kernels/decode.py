@@ -39,7 +39,7 @@ class Cut(NamedTuple):
     """How the work is cut: programs that share a sequence at most, and what each of them takes."""
 
     parts: int
-    least: int  # positions for a program, unless the sequence has fewer
+    least: int  # positions for a program, unless the sequence has fewer; whole tiles
     tile: int  # positions at a time
     warps: int
     stages: int
@@ -86,7 +86,10 @@ def _turned(
 
 @triton.jit
 def _numbers(table, at, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """In which blocks the tile from position `at` on lies; one number, if none can lie in two."""
+    """In which blocks the tile from position `at` on lies; one number, if none can lie in two.
+
+    Tiles follow each other from position 0 on, whoever begins where.
+    """
     place = at if BLOCK_SIZE % TILE == 0 else at + tl.arange(0, TILE)
     return tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
 
@@ -98,8 +101,8 @@ def _over_cache(
 ):  # fmt: skip
     """Positions [start, end), added to the greatest score, the weights and the weighted values.
 
-    `numbers`: in which blocks the first of them lie. What is read of positions beyond the end are
-    keys at most, whose scores are not taken: to skip them would take longer.
+    `numbers`: in which blocks the first of them lie. Keys are read beyond the end as well, of this
+    block or of block 0, but their scores are not taken: to skip them would take longer.
     """
     p = tl.arange(0, TILE)
     for at in range(start, end, TILE):
@@ -274,6 +277,7 @@ def decode_attention(
     dim_room, is_new = power_of_2(head_dim), turn is not None
     room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
     cut = cut or cut_for(num_sequences * num_kv_heads, is_uneven, room, row_bytes)
+    assert cut.least % cut.tile == 0, "a program begins where a tile does"
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if cut.parts > 1:
         left = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)
@@ -298,7 +302,7 @@ def decode_attention(
 MANY = 1000  # programs that need no sharing to keep the device busy until most are done
 SHARE = 512  # positions for a program, where many programs are shared all the same
 BUSY = 140  # programs that still keep the device busy
-WORTH = 800  # positions that they read in the time that sharing takes
+WORTH = 1000  # positions by which the longest must be ahead before sharing saves more than it costs
 
 
 def are_uneven(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> bool:

@@ -46,7 +46,7 @@ def tile_within(
     width = rows + outputs
     is_roomy = memory >= 192 * 1024
     inputs = 64 if width > (192 if is_roomy else 160) else 128
-    narrow = 80 if is_roomy and num_inputs > 2048 else 64
+    narrow = 80 if is_roomy and outputs == 16 and num_inputs > 2048 else 64
     if width <= narrow and slices == 1 and num_inputs % 256 == 0:
         inputs = 256
     inputs = inputs * 2 // dtype.itemsize
