@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.engine.engine import Engine
+from headway.errors import ConfigError
 from headway.executor.base import Executor
 from headway.executor.torch.executor import TorchExecutor
 from headway.executor.torch.extra import Extra
@@ -36,7 +37,7 @@ from headway.scheduler import Scheduler, preset
 pytest.importorskip("triton")
 from headway.executor.torch.device import DeviceExecutor
 from headway.executor.torch.seats import DeviceSeats
-from headway.executor.torch.swapping import AT_ONCE
+from headway.executor.torch.swapping import AT_ONCE, _pin, _unpin
 from headway.model.gpu import GpuBackend
 
 pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
@@ -364,6 +365,18 @@ def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
         del executor
         gc.collect()
         assert not blocks.is_pinned()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
+def test_what_cannot_be_pinned_fails_nobody_later() -> None:
+    blocks, ones = torch.empty((2, 2**19)), torch.ones(4, device="cuda")
+    _pin(blocks)
+    with pytest.raises(ConfigError, match=r"already mapped\): lower --num-host-blocks"):
+        _pin(blocks)
+    assert int((ones * 2).sum()) == 8
+    _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    _pin(blocks)
+    _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize(("longest", "num_rows", "is_small", "is_uneven"), [
