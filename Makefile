@@ -30,13 +30,19 @@ tests: $(READY)  ## all tests
 
 test-gpu:  ## kernels and executor on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
-	$(GPU_PYTHON) -m pytest -W ignore tests/test_device.py tests/test_device_faults.py tests/test_gpu_real.py tests/test_kernels_*.py
+	$(GPU_PYTHON) -m pytest -W ignore tests/test_device.py tests/test_device_faults.py \
+	  tests/test_attention_adapters.py tests/test_gpu_real.py tests/test_kernels_*.py
 
-sanitize:  ## compute-sanitizer over the kernels on a GPU: memory errors and races; takes minutes
-	for tool in memcheck racecheck; do \
-	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --error-exitcode 9 \
-	    $(GPU_PYTHON) -m pytest -q -W ignore tests/test_kernels_*.py || exit 1; \
-	done
+# One target for each tool and file, so that --jobs 16 runs as many; the file left out launches nothing.
+KERNEL_TESTS := $(filter-out test_kernels_compiled,$(notdir $(basename $(wildcard tests/test_kernels_*.py))))
+SANITIZED := $(KERNEL_TESTS:%=memcheck-%) $(KERNEL_TESTS:%=racecheck-%)
+
+sanitize: $(SANITIZED)  ## compute-sanitizer over the kernels on a GPU: memory errors and races; takes minutes
+
+$(SANITIZED):
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \
+	  --tool $(firstword $(subst -, ,$@)) \
+	  $(GPU_PYTHON) -m pytest -q -W ignore tests/$(lastword $(subst -, ,$@)).py
 
 check: $(READY)  ## formatting, lint and types
 	$(BIN)/ruff format --check --quiet .
@@ -55,4 +61,4 @@ bench: $(READY)  ## what the scheduler costs, how good its decisions are, and th
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
-.PHONY: help run demo test tests test-gpu sanitize check format bench clean
+.PHONY: help run demo test tests test-gpu sanitize $(SANITIZED) check format bench clean
