@@ -244,6 +244,29 @@ def recorded_really(name: str, depth: int, seconds: float, act: Callable[..., No
     return lines_of(file)
 
 
+def serve_some_again(engine: Engine, rng: Random) -> None:
+    """The same few ids, as soon as they are free; some are aborted."""
+    for number in range(120):
+        free = [id for id in ("a", "b", "c") if id not in engine.scheduler.requests]
+        if free:
+            params = Params(max_tokens=rng.randrange(1, 20), stop_ids=frozenset({0}))
+            engine.add(free[0], [number] * rng.randrange(1, 40), params)
+        engine.step()
+        if number % 5 == 4 and free:
+            engine.abort(free[0])
+    engine.run()
+
+
+@each_depth
+@pytest.mark.parametrize("name", ["headway", "vllm_v1", "nano_vllm"])
+def test_ids_that_come_back_are_replayed_as_others(name: str, depth: int) -> None:
+    lines = recorded_really(name, depth, 0.0, serve_some_again)
+    ends = [end for line in lines for end in line.get("finished", ())]
+    assert len(ends) >= 10 and {end["id"] for end in ends} == {"a", "b", "c"}
+    assert {"stop", "length", "abort"} == {end["reason"] for end in ends}
+    check_replay(lines)
+
+
 def serve_really(engine: Engine, rng: Random) -> None:
     stops = frozenset({0})
     for i in range(40):

@@ -7,7 +7,7 @@ was recorded to its end and in which no step failed.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from itertools import zip_longest
 
@@ -21,13 +21,13 @@ from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 from headway.scheduler import Scheduler, preset
 
-Output = dict[str, list[int]]
+Outputs = dict[Request, list[int]]
 
 
 class RecordedExecutor:
     """Takes as long as the recorded step took, and samples what was sampled then."""
 
-    def __init__(self, clock: VirtualClock, steps: Iterable[Line], outputs: Output) -> None:
+    def __init__(self, clock: VirtualClock, steps: Iterable[Line], outputs: Outputs) -> None:
         self._clock = clock
         self._times = deque((line["start"], line["end"]) for line in steps if line["step"] >= 0)
         self._outputs = outputs
@@ -50,16 +50,18 @@ class RecordedExecutor:
         """The recorded token; past the record's end anything will do, it is dropped."""
         place = self._num_sampled[request]
         self._num_sampled[request] = place + 1
-        output = self._outputs.get(request.id, [])
+        output = self._outputs[request]
         return output[place] if place < len(output) else -1
 
 
 def replay(trace: Iterable[Line]) -> Iterator[Line]:
     """The steps that the scheduler takes when it lives through the recorded run again."""
     header, *steps = trace
-    ends = [end for line in steps for end in line.get("finished", ())]
-    outputs = {end["id"]: list(unruns(end["output"])) for end in ends}
-    reasons = {end["id"]: end["reason"] for end in ends}  # who is ended from outside: abort, stop
+    ends = defaultdict[str, deque[Line]](deque)  # of everybody who had an id: it may come back
+    for end in (end for line in steps for end in line.get("finished", ())):
+        ends[end["id"]].append(end)
+    outputs: Outputs = {}
+    reasons: dict[str, str] = {}  # of those who are ended from outside: abort, stop
     clock, lines = VirtualClock(), deque[Line]()
     scheduler = Scheduler(preset(**header["config"]))
     executor = RecordedExecutor(clock, steps, outputs)
@@ -73,10 +75,13 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
         """Requests that come and go, in the order they did."""
         for number, asked in enumerate([*added, None], start=num_told):
             for id in [id for id, after in aborted if max(after, num_told) == number]:
-                scheduler.abort(id, reasons.get(id, "abort"))
+                scheduler.abort(id, reasons[id])
             if asked is not None:
-                known[asked["id"]] = request_of(asked, known)
-                scheduler.add(known[asked["id"]])
+                request = known[asked["id"]] = request_of(asked, known)
+                end = ends[request.id].popleft() if ends[request.id] else None
+                outputs[request] = list(unruns(end["output"])) if end else []
+                reasons[request.id] = end["reason"] if end else "abort"
+                scheduler.add(request)
 
     for line in steps:
         _refuse_faults(line)
