@@ -83,6 +83,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--attention", default="triton", help="as in `headway serve`")
+    parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     asked = parser.parse_args()
     import torch
@@ -104,7 +106,8 @@ def main() -> None:
             torch.cuda.empty_cache()
             begun = time.perf_counter()
             llm = LLM(str(SHAPES / shape), load_format="dummy", device="cuda", max_tokens=16384,
-                      max_length=4096)  # fmt: skip
+                      max_length=4096, attention=asked.attention,
+                      block_size=asked.block_size)  # fmt: skip
             report[f"{shape}_start_seconds"], loaded = time.perf_counter() - begun, shape
         report[name] = measure(llm, shape, work(), temperature, asked.repeat, ceilings)
         print(name, report[name], file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """Other libraries' attention is called as their documentation says, and finds what ours finds.
 
-The libraries are stand-ins of the documented signatures, in plain torch: they read the cache by the
-indices they are given, so a wrong index is a wrong number.
+Most libraries here are stand-ins of the documented signatures, in plain torch: they read the cache
+by the indices they are given, so a wrong index is a wrong number. The libraries themselves are
+tried where they are installed, on a GPU.
 """
 
 from __future__ import annotations
@@ -122,10 +123,17 @@ def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=DEVICE)
 
 
-def make(num_decodes: int, num_chunks: int) -> tuple[Tensor, Batch, Tensor]:
-    """Queries [T, H, D] between keys and values, a batch, and blocks full of anything."""
+def make(
+    num_decodes: int, num_chunks: int, dim: int = DIM, size: int = SIZE
+) -> tuple[Tensor, Batch, Tensor]:
+    """Queries [T, H, D] between keys and values, a batch, and blocks full of anything.
+
+    Sequences fill as many blocks of any size.
+    """
     generator = torch.Generator().manual_seed(3)
-    positions, chunks = list(POSITIONS[:num_decodes]), CHUNKS[:num_chunks]
+    longer = size // SIZE
+    positions = [longer * position for position in POSITIONS[:num_decodes]]
+    chunks = [(longer * start, longer * end) for start, end in CHUNKS[:num_chunks]]
     places = positions + [place for start, end in chunks for place in range(start, end)]
     starts = [num_decodes]
     for start, end in chunks:
@@ -133,8 +141,8 @@ def make(num_decodes: int, num_chunks: int) -> tuple[Tensor, Batch, Tensor]:
     order = torch.randperm(21, generator=generator).int()
     seats = (4, 1, 6, 0, 3)  # of the decodes, then of the chunks
     seats = (*seats[:num_decodes], *seats[2 : 2 + num_chunks])
-    heads = torch.randn((len(places), HEADS + 2 * KV_HEADS, DIM), generator=generator).to(DEVICE)
-    shape = (21, LAYERS, 2, KV_HEADS, SIZE, DIM)
+    heads = torch.randn((len(places), HEADS + 2 * KV_HEADS, dim), generator=generator).to(DEVICE)
+    shape = (21, LAYERS, 2, KV_HEADS, size, dim)
     batch = Batch(
         tokens_t=numbers(*places, dtype=torch.int64),
         positions_t=numbers(*places, dtype=torch.int64), slots_t=numbers(),
@@ -149,7 +157,7 @@ def found_by(kernels: AttentionKernels, q: Tensor, batch: Batch, blocks: Tensor)
     """What each layer finds."""
     outs = []
     for layer in range(LAYERS):
-        out = torch.full(q.shape, torch.nan, device=DEVICE)
+        out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=DEVICE)
         if batch.num_decodes:
             kernels.decode(layer, q, out, batch, blocks)
         if batch.longest:
@@ -170,6 +178,21 @@ def test_another_library_is_told_what_ours_is_told(name: str, mix: tuple[int, in
         other = FlashInfer(FLASH_INFER, DEVICE)
     for own, found in zip(found_by(OwnKernels(), *given), found_by(other, *given), strict=True):
         torch.testing.assert_close(found, own, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the libraries need a GPU")
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize(("module", "size"), [("flashinfer", 16), ("flash_attn", 256)])
+def test_an_installed_library_finds_what_ours_finds_in_float32(
+    module: str, size: int, mix: tuple[int, int]
+) -> None:
+    pytest.importorskip(module)
+    wide_q, batch, wide_blocks = make(*mix, dim=64, size=size)
+    q, blocks = wide_q.bfloat16(), wide_blocks.bfloat16()
+    theirs = found_by(kernels_for(module, q.dtype, None, DEVICE), q, batch, blocks)
+    ours = found_by(OwnKernels(), q.float(), batch, blocks.float())
+    for found, own in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(found.float(), own, atol=0.02, rtol=0.02)
 
 
 def test_a_pass_is_planned_once_for_all_its_layers() -> None:
