@@ -96,7 +96,7 @@ class ModelOptions:
         str, _model("auto: as the model computes; fp8: half of that, GPU only.")
     ] = "auto"
     attention: Annotated[
-        str, _model("Of a GPU: triton; flashinfer or flash-attn if installed, both untried.")
+        str, _model("Of a GPU: triton; flashinfer or flash-attn if installed.")
     ] = "triton"
     kv_memory: Annotated[
         str | None,

@@ -1,7 +1,6 @@
 """Attention by other libraries, behind gpu.py's interface: FlashInfer and FlashAttention 2.
 
-Written from their documentation; no test here runs them. What they are called with is tested with
-stand-ins of the documented signatures.
+Without them, what they are called with is tested with stand-ins of the documented signatures.
 
 FlashInfer plans on the host what it does on the device, which no captured graph allows: it takes
 prompts, and decodes stay with our kernels. FlashAttention takes both, over blocks of 256 positions.
