@@ -272,6 +272,17 @@ def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
     assert (summary["deadlines"], summary["deadline_misses"]) == (2, 1)
 
 
+@each_depth
+def test_whoever_has_an_id_that_comes_back_is_counted_too(depth: int) -> None:
+    jobs = [
+        Job(id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count)
+        for count in (2, 3, 4, 5)
+    ]
+    run = simulate(jobs, preset(**SMALL), PROFILE, depth=depth)
+    assert sorted(life.num_output for life in run.metrics.lives.values()) == [2, 3, 4, 5]
+    assert summarize(run.metrics)["requests"] == 4
+
+
 def test_percentiles_lie_where_they_should() -> None:
     marks = percentiles(float(i) for i in range(101))
     assert marks == pytest.approx({"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0})

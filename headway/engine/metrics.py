@@ -56,10 +56,7 @@ class Metrics:
     def add(self, line: Line) -> None:
         """One step."""
         for asked in line.get("added", ()):
-            self.lives[asked["id"]] = Life(
-                asked["arrival"], asked.get("client", ""), asked.get("deadline"),
-                sum(item[1] if isinstance(item, list) else 1 for item in asked["prompt"]),
-            )  # fmt: skip
+            self._begin(asked)
         for id, how, _, is_bump in line.get("preempted", ()):
             self._preempt(id, how, is_bump)
         aborted = (*line.get("aborted", ()), *line.get("interrupted", ()))
@@ -77,6 +74,15 @@ class Metrics:
                 self._first_token(id, line["end"])
         for end in line.get("finished", ()):
             self._finish(end, line["end"] or line["t"])
+
+    def _begin(self, asked: Line) -> None:
+        id = asked["id"]
+        if id in self.lives:  # it has come back
+            self.lives[f"{id}, before {len(self.lives)}"] = self.lives[id]
+        self.lives[id] = Life(
+            asked["arrival"], asked.get("client", ""), asked.get("deadline"),
+            sum(item[1] if isinstance(item, list) else 1 for item in asked["prompt"]),
+        )  # fmt: skip
 
     def _preempt(self, id: str, how: str, is_bump: int) -> None:
         self.totals["swaps" if how == "swap" else "recomputes"] += 1
