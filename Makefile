@@ -28,10 +28,10 @@ tests: $(READY)  ## all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-gpu:  ## kernels and executor on a GPU; GPU_PYTHON is a python with torch for it, and pytest
+test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
 	$(GPU_PYTHON) -m pytest -W ignore tests/test_device.py tests/test_device_faults.py \
-	  tests/test_attention_adapters.py tests/test_gpu_real.py tests/test_kernels_*.py
+	  tests/test_attention_adapters.py tests/test_gpu_real.py tests/test_gpu_commands.py tests/test_kernels_*.py
 
 # One target for each tool and file, so that --jobs 16 runs as many; the file left out launches nothing.
 KERNEL_TESTS := $(filter-out test_kernels_compiled,$(notdir $(basename $(wildcard tests/test_kernels_*.py))))

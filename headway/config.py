@@ -98,7 +98,7 @@ def check(name: str, value: object, kind: Any, low: float, high: float = math.in
     is_number = isinstance(value, kind) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # type: ignore[operator]
         wanted = "a whole number" if kind is int else "a number"
-        limits = f"from {low:g} up" if high == math.inf else f"from {low:g} to {high:g}"
+        limits = f"from {low:.15g} up" if high == math.inf else f"from {low:.15g} to {high:.15g}"
         raise ConfigError(f"{name} must be {wanted} {limits}, not {value!r}")
 
 

@@ -40,6 +40,11 @@ def test_zero_is_too_little_of_anything_but_host_blocks(number: str) -> None:
     assert preset(num_host_blocks=0).num_host_blocks == 0
 
 
+def test_the_most_there_may_be_is_written_out() -> None:
+    assert "from 1 to 67108864, not 67108865" in refusal(num_blocks=2**26 + 1)
+    assert preset(num_blocks=2**26).num_blocks == 2**26
+
+
 def test_a_token_budget_below_the_seats_names_both() -> None:
     text = refusal(max_tokens=100, max_requests=200)
     assert "max_tokens (100)" in text and "max_requests (200)" in text and "raise" in text
