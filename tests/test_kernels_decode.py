@@ -16,17 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.decode import (
-    BUSY,
-    MANY,
-    SHARE,
-    WORTH,
-    Cut,
-    Turn,
-    are_uneven,
-    cut_for,
-    decode_attention,
-)
+from headway.model.kernels.cuts import BUSY, MANY, SHARE, WORTH, Cut, are_uneven, cut_for
+from headway.model.kernels.decode import Turn, decode_attention
 from headway.model.kernels.twins import decode as twin
 from headway.model.kernels.twins.rotary import rotate_and_store
 

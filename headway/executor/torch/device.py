@@ -28,7 +28,7 @@ from headway.executor.torch.seats import DeviceSeats, upload
 from headway.executor.torch.swapping import Swapper
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
-from headway.model.kernels.decode import MANY, are_uneven
+from headway.model.kernels.cuts import MANY, are_uneven
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace

@@ -24,7 +24,7 @@ from headway.executor.torch.seats import DeviceSeats, upload
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
-from headway.model.kernels.decode import MANY, are_uneven
+from headway.model.kernels.cuts import MANY, are_uneven
 from headway.model.kernels.rows import start
 from headway.plan import Chunk, Rows
 
