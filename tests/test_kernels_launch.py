@@ -1,4 +1,7 @@
-"""Compiling ahead: nothing is launched meanwhile, by whoever compiles; all others go on."""
+"""Compiling ahead: nothing is launched meanwhile, by whoever compiles; all others go on.
+
+And what the tests see of a kernel that is interpreted.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,10 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
 from headway.model.decoder import Decoder
 from headway.model.kernels.blocks import set_aside
 from headway.model.kernels.launch import compile_all
@@ -132,3 +139,18 @@ def test_a_decoder_has_all_its_layers_again() -> None:
         assert decoder.layers == layers[:2]
         print(1 // 0)
     assert decoder.layers is layers
+
+
+@triton.jit
+def _scaled(x, out, factor):
+    tl.store(out, tl.load(x) * factor)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, it goes on with what is left of the number")
+def test_an_interpreted_kernel_says_when_a_number_is_too_large_for_its_type() -> None:
+    x, out = torch.tensor([2**30], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    _scaled[(1,)](x, out, -2)
+    assert out[0] == -(2**31)
+    for factor in (2, -3):
+        with pytest.raises(InterpreterError, match="mul: int32 is too narrow"):
+            _scaled[(1,)](x, out, factor)
