@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import threading
 import time
 from array import array
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -203,13 +204,34 @@ def test_arrivals_have_the_rate_that_was_asked_for() -> None:
 # When it is sent.
 
 
+@contextmanager
+def stalls() -> Iterator[list[float]]:
+    """By how many seconds a thread that sleeps a little was woken too late, each time."""
+    found, is_over = list[float](), threading.Event()
+
+    def sleep() -> None:
+        while not is_over.is_set():
+            begun = time.perf_counter()
+            time.sleep(0.005)
+            found.append(time.perf_counter() - begun - 0.005)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_requests_leave_when_due_however_slow_the_server_is() -> None:
-    with FakeServer(gap=0.1) as server:
+    with FakeServer(gap=0.1) as server, stalls() as stalled:
         jobs = at_rate(jobs_of(12, num_output=3), 60.0, seed=3)
         outcomes = load(server, "good", jobs)
     assert server.most_open > 6  # nobody waited for another's answer
     came = np.array(server.times) - server.times[0]
-    assert np.abs(came - [job.arrival for job in jobs]).max() < 0.15
+    late = np.abs(came - [job.arrival for job in jobs]).max()
+    assert late < 0.15 + sum(stalled), "later than the machine itself was"
     assert all(outcome.error is None for outcome in outcomes)
 
 
@@ -321,6 +343,7 @@ def test_a_sweep_measures_each_and_draws_them(tmp_path: Path) -> None:
     assert [run["max_concurrent_requests"] for run in done.result["runs"]] == [1, 4]
     assert [run["completed"] for run in done.result["runs"]] == [8, 8]
     rows = [line.split() for line in shown.out.splitlines() if line.strip()]
+    rows = [row for row in rows if row[:2] != ["requests", "left"]]  # late: a busy machine
     assert rows[0][0] == "rate" and [row[:3] for row in rows[1:]] == [
         ["50.0", "8", "0"], ["inf", "8", "0"]
     ]  # fmt: skip
