@@ -317,6 +317,13 @@ def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(depth: int) -> 
 # What a replay notices.
 
 
+def test_an_abort_of_nobody_is_no_decision_that_is_taken_again() -> None:
+    lines = record(WORKLOADS["at once"], 0, "headway")
+    lines[2]["aborted"] = [["nobody", 0]]
+    with pytest.raises(ReplayMismatch, match="step 1: .* differ: aborted"):
+        check_replay(lines)
+
+
 def test_the_times_of_a_replay_are_those_of_the_record() -> None:
     lines = record(WORKLOADS["unknown lengths"], 0, "headway")
     again = list(replay(lines))

@@ -75,7 +75,7 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
         """Requests that come and go, in the order they did."""
         for number, asked in enumerate([*added, None], start=num_told):
             for id in [id for id, after in aborted if max(after, num_told) == number]:
-                scheduler.abort(id, reasons[id])
+                scheduler.abort(id, reasons.get(id, "abort"))
             if asked is not None:
                 request = known[asked["id"]] = request_of(asked, known)
                 end = ends[request.id].popleft() if ends[request.id] else None
