@@ -2,7 +2,7 @@
 
     python bench/gpu_kernels.py                           prints one JSON object
     python bench/gpu_kernels.py --shape llama-8b --rows 1 64 --context 1200
-    python bench/gpu_kernels.py --device cpu --tiny       in seconds, to see that it runs
+    python bench/gpu_kernels.py --tiny                    in seconds without a GPU: does it run?
 
 Every kernel is launched once for each layer, with weights and keys of that layer, in one CUDA graph;
 a launch takes as long as a replay over the number of launches. So it begins where the one before
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if "cpu" in sys.argv:  # known before triton loads
+if "--tiny" in sys.argv:  # known before triton loads
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import roofline
@@ -195,24 +195,26 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen3-0.6b", help="a folder in bench/shapes")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 64, 128, 256])
     parser.add_argument("--context", type=int, default=800, help="positions of a sequence, mean")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model of few rows")
+    parser.add_argument("--tiny", action="store_true", help="few rows of a tiny model, on the CPU")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     asked = parser.parse_args()
     config = from_hf(TINY, "tiny") if asked.tiny else load_hf(SHAPES / asked.shape)
     rows, context = ([1, 3], 20) if asked.tiny else (asked.rows, asked.context)
-    is_gpu = asked.device != "cpu"
-    ceilings = roofline.measured() if is_gpu else roofline.Ceilings(bandwidth=1e10, flops=1e11)
+    device = "cpu" if asked.tiny else "cuda"
+    if asked.tiny:
+        ceilings = roofline.Ceilings(bandwidth=1e10, flops=1e11)
+    else:
+        ceilings = roofline.measured()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     report: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name() if is_gpu else "none", "torch": torch.__version__,
+        "gpu": "none" if asked.tiny else torch.cuda.get_device_name(), "torch": torch.__version__,
         "commit": commit.stdout.strip(), "bandwidth": ceilings.bandwidth, "flops": ceilings.flops,
         "shape": "tiny" if asked.tiny else asked.shape, "context": context, "kernels": {},
     }  # fmt: skip
     with torch.inference_mode():
         for count in rows:
-            for name, kernel in Step(config, count, context, asked.device).kernels():
-                took = seconds(kernel.launches, asked.device)
+            for name, kernel in Step(config, count, context, device).kernels():
+                took = seconds(kernel.launches, device)
                 floor = max(kernel.num_bytes / ceilings.bandwidth, kernel.flops / ceilings.flops)
                 found = {"us": 1e6 * took, "floor_us": 1e6 * floor}
                 report["kernels"].setdefault(name, {})[str(count)] = found

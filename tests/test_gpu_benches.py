@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 def test_every_kernel_of_a_decode_step_is_timed(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
     done = subprocess.run(
-        [sys.executable, "bench/gpu_kernels.py", "--device", "cpu", "--tiny", "--out", written],
+        [sys.executable, "bench/gpu_kernels.py", "--tiny", "--out", written],
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
