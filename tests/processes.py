@@ -6,6 +6,8 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,23 @@ import httpx
 
 ROOT = Path(__file__).parent.parent
 MAIN = "import sys; from tests.scripted import main; main(sys.argv[1])"
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`headway serve` on a free port, and the line it says when it serves; killed at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "serve", "--port", "0", *options],
+        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert " at http://" in said, said + process.stderr.read()
+        yield process, said
+    finally:
+        process.kill()
+        process.communicate()
 
 
 class Server:

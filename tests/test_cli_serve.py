@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import pytest
 from headway.cli.serve_options import ServeOptions
 from headway.engine.trace import read_trace
 from headway.server.serving import bind
-from tests.processes import ROOT
+from tests.processes import serving
 from tests.test_cli import sentence
 from tests.test_cli_generate import options_of, save_tiny
 
@@ -37,25 +35,10 @@ def test_a_model_is_served_until_a_signal(
     tiny: list[str], layout: tuple[str, ...], tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace.jsonl"
-    options = [
-        "--port",
-        "0",
-        "--api-key",
-        "sesame",
-        "--trace-out",
-        str(trace),
-        "--num-blocks",
-        "64",
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headway", "serve", *tiny, *options, *layout],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        said = process.stderr.readline()
+    options = ("--api-key", "sesame", "--trace-out", str(trace), "--num-blocks", "64")
+    with serving(*tiny, *options, *layout) as (process, said):
         found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
-        assert found, said + process.stderr.read()
+        assert found, said
         url = found[1]
         assert httpx.get(f"{url}/v1/models").status_code == 401
         body = ask(url, "/v1/completions", prompt="abc", max_tokens=5, temperature=0)
@@ -68,9 +51,6 @@ def test_a_model_is_served_until_a_signal(
         _, rest = process.communicate(timeout=20)
         assert process.returncode == 0 and "sesame" not in said + rest
         assert "Traceback" not in rest, rest
-    finally:
-        process.kill()
-        process.communicate()
     assert len(list(read_trace(trace))) > 1
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ import httpx
 
 from headway.lab.cost import load_profile
 from headway.model.names import resolve
-from tests.processes import ROOT
+from tests.processes import serving
 from tests.test_cli import headway, sentence
 from tests.test_cli_generate import save_tiny
 
@@ -108,21 +106,12 @@ def test_what_does_not_fit_is_told_with_the_lack_and_a_flag(tiny: list[str]) -> 
 
 
 def test_a_model_is_served(bundled: list[str]) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headway", "serve", *bundled, "--port", "0"],
-        stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-    )  # fmt: skip
-    try:
-        assert process.stderr is not None
-        said = process.stderr.readline()
+    with serving(*bundled) as (process, said):
         found = re.search(r"at (http://127.0.0.1:\d+);", said)
-        assert found, said + process.stderr.read()
+        assert found, said
         fields = {"prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
         response = httpx.post(f"{found[1]}/v1/completions", json=fields, timeout=20)
         assert "Paris" in response.json()["choices"][0]["text"]
         assert httpx.get(f"{found[1]}/health").status_code == 200
         process.terminate()
         assert process.wait(20) == 0
-    finally:
-        process.kill()
-        process.communicate()
