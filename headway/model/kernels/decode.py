@@ -208,9 +208,9 @@ def _join(
     TILE: tl.constexpr, IS_NEW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """All parts of one sequence and query head."""
-    begin(CHAINED)
     head, sequence = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_s + sequence).to(tl.int32)
+    begin(CHAINED)
     num_cached = position if IS_NEW else position + 1
     num_parts = tl.maximum(tl.cdiv(num_cached, _share(num_cached, PARTS, LEAST, TILE)), 1)
     c, d = tl.arange(0, PARTS), tl.arange(0, D_ROOM)

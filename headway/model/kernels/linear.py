@@ -93,6 +93,21 @@ def _linear(
     # for each other.
     near_m, near_n = m % num_rows, tl.where(is_output, n, 0).to(tl.int64)
     begin(CHAINED)
+    # What is needed after the product is asked for before it, so that nobody waits for it then.
+    width: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
+    place_n = output_tile * width + tl.arange(0, width)
+    place = near_m[:, None] * out_stride + place_n[None, :]
+    is_inside = is_row[:, None] & (place_n < num_outputs // (2 if IS_GATED else 1))[None, :]
+    if HAS_NORM:
+        j = tl.arange(0, SQUARES_ROOM)
+        squares = tl.load(
+            squares_mj + near_m[:, None] * NUM_SQUARES + j[None, :],
+            mask=j[None, :] < NUM_SQUARES, other=0.0,
+        )  # fmt: skip
+    if HAS_BIAS:
+        bias = tl.load(bias_n + near_n)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_mn + place, mask=is_inside, other=0.0)
     if SLICES == 1:
         total = _product(x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS)
     else:
@@ -100,22 +115,13 @@ def _linear(
             x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS, SLICES
         )
     if HAS_NORM:
-        j = tl.arange(0, SQUARES_ROOM)
-        squares = tl.load(
-            squares_mj + near_m[:, None] * NUM_SQUARES + j[None, :],
-            mask=j[None, :] < NUM_SQUARES, other=0.0,
-        )  # fmt: skip
         total *= tl.rsqrt(tl.sum(squares, 1) / K + epsilon)[:, None]
     if HAS_BIAS:
-        total += tl.load(bias_n + near_n)[None, :].to(tl.float32)
+        total += bias[None, :].to(tl.float32)
     if IS_GATED:
         total = _paired(total, ROWS, OUTPUTS)
-        n = output_tile * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        is_output = n < num_outputs // 2
-    place = near_m[:, None] * out_stride + n[None, :]
-    is_inside = is_row[:, None] & is_output[None, :]
     if HAS_RESIDUAL:
-        total += tl.load(residual_mn + place, mask=is_inside, other=0.0).to(tl.float32)
+        total += residual.to(tl.float32)
     rounded = total.to(out_mn.dtype.element_ty)
     tl.store(out_mn + place, rounded, mask=is_inside)
     if LEAVES_SQUARES:
@@ -144,6 +150,14 @@ def _vector(
     x = x_mk + row * x_stride + k
     b = tl.load(weight, mask=k[None, :] < K, other=0.0)
     begin(CHAINED)
+    width: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
+    place_n = tl.program_id(0) * width + tl.arange(0, width)
+    place = row * out_stride + place_n
+    is_inside = place_n < num_outputs // (2 if IS_GATED else 1)
+    if HAS_BIAS:
+        bias = tl.load(bias_n + n, mask=is_output, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_mn + place, mask=is_inside, other=0.0)
     total = tl.zeros((OUTPUTS,), tl.float32)
     squares = tl.zeros((INPUTS,), tl.float32)
     for start in tl.static_range(0, K, INPUTS):
@@ -155,15 +169,12 @@ def _vector(
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     if HAS_BIAS:
-        total += tl.load(bias_n + n, mask=is_output, other=0.0).to(tl.float32)
+        total += bias.to(tl.float32)
     if IS_GATED:
         total = tl.reshape(_paired(total[None, :], 1, OUTPUTS), (OUTPUTS // 2,))
-        n = tl.program_id(0) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        is_output = n < num_outputs // 2
-    place = row * out_stride + n
     if HAS_RESIDUAL:
-        total += tl.load(residual_mn + place, mask=is_output, other=0.0).to(tl.float32)
-    tl.store(out_mn + place, total.to(out_mn.dtype.element_ty), mask=is_output)
+        total += residual.to(tl.float32)
+    tl.store(out_mn + place, total.to(out_mn.dtype.element_ty), mask=is_inside)
 
 
 def linear(
