@@ -6,8 +6,10 @@ Needs a model's tokenizer and sizes, not the model: a process that only answers 
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -35,16 +37,21 @@ class Asking:
         """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model."""
         if isinstance(prompt, str):
             return self._known(self.need_tokenizer().encode(prompt))
-        if not isinstance(prompt, Sequence | np.ndarray):
+        if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) == 0:
             raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
-        tokens = [_plain(token) for token in prompt]
-        wrong = [t for t in tokens if not isinstance(t, int) or not 0 <= t < self.vocab_size]
-        if wrong:
+        given: list[Any] = list(prompt)
+        try:  # all at once: to look at each took longer than planning a step
+            tokens: list[int] = array("q", given).tolist()  # numpy's numbers become Python's
+            are_known = not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size)
+        except (TypeError, OverflowError):
+            are_known = False
+        if not are_known:
+            wrong = next(token for token in given if not _is_below(token, self.vocab_size))
             raise InvalidRequest(
-                f"prompt: token id {wrong[0]!r} is not a whole number of at least 0 and below "
+                f"prompt: token id {wrong!r} is not a whole number of at least 0 and below "
                 f"{self.vocab_size}"
             )
-        return tokens  # type: ignore[return-value]
+        return tokens
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """A conversation as the model's template writes it, up to where the answer begins."""
@@ -112,6 +119,8 @@ class Asking:
         return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled))
 
 
-def _plain(token: object) -> object:
-    """numpy's whole numbers as Python's."""
-    return int(token) if isinstance(token, np.integer) else token
+def _is_below(token: Any, size: int) -> bool:
+    try:
+        return 0 <= index(token) < size
+    except TypeError:
+        return False
