@@ -5,9 +5,11 @@
 
 The device notes the time before and after every pass (a captured decode, or a pass over prompts).
 From the end of one to the begin of the next it runs only small copies, or waits: all of it is
-counted as waiting, so the figure is at most too high. Passes over prompts are launched kernel by
-kernel; a device that waits in the middle of one would not be seen here, so their times are given
-beside the time they would take at the speed of the whole run's arithmetic floor.
+counted as waiting, and so is all that the run takes before the first pass and after the last, when
+requests are taken in and results are made. So the figure is at most too high. Passes over prompts
+are launched kernel by kernel when they come for the first time; a device that waits in the middle
+of one would not be seen here, so their times are given beside the time they would take at the speed
+of the whole run's arithmetic floor.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class Passes:
 
         return run
 
-    def summary(self) -> dict[str, Any]:
-        """Seconds of passes by kind, and between them."""
+    def summary(self, run_seconds: float) -> dict[str, Any]:
+        """Seconds of passes by kind, between them, and of the run besides."""
         import torch
 
         torch.cuda.synchronize()
@@ -58,10 +60,11 @@ class Passes:
         pairs = zip(self.notes, self.notes[1:], strict=False)
         gaps = [one.elapsed_time(other) / 1e3 for (*_, one), (_, other, _) in pairs]
         whole = self.notes[0][1].elapsed_time(self.notes[-1][2]) / 1e3
+        waiting = run_seconds - whole + sum(gaps)
         return {
-            "passes": len(self.notes), "seconds": whole, "seconds_of": seconds,
-            "waiting_seconds": sum(gaps), "waiting_percent": 100 * sum(gaps) / whole,
-            "longest_wait_ms": 1e3 * max(gaps),
+            "passes": len(self.notes), "seconds_of": seconds, "seconds_between": sum(gaps),
+            "seconds_before_and_after": run_seconds - whole, "waiting_seconds": waiting,
+            "waiting_percent": 100 * waiting / run_seconds, "longest_between_ms": 1e3 * max(gaps),
         }  # fmt: skip
 
 
@@ -88,7 +91,7 @@ def main() -> None:
         "run_seconds": plain, "watched_run_seconds": watched,
         "prompts_floor_seconds": roofline.floor(gpu.load_hf(gpu.SHAPES / shape), lengths,
                                                 ceilings).seconds,
-        **passes.summary(), "command": "python bench/gpu_waits.py",
+        **passes.summary(watched), "command": "python bench/gpu_waits.py",
     }  # fmt: skip
     if asked.out:
         asked.out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
