@@ -136,7 +136,9 @@ PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(25
 def test_kernels_round_alike_and_fit_where_the_interpreter_cannot_tell() -> None:
     """Threads that hold the same sum have the same bits of it; tiles fit on smaller cards."""
     alike = [{**each, "options": each["options"] | ROUNDED_ALIKE} for each in SUMS]
-    fused, *made = compiled([SUMS[-1], *alike, *PROMPTS])
-    assert unlike_sums(fused["ptx"]), "or this looks for the wrong thing"
+    joined, attended, *made = compiled([join(4, 64), attend(4, 128), *alike, *PROMPTS])
+    assert all(unlike_sums(fused["ptx"]) for fused in (joined, attended)), (
+        "it looks at the wrong thing"
+    )
     assert not [place for each in made[: len(SUMS)] for place in unlike_sums(each["ptx"])]
     assert max(each["shared"] for each in made[len(SUMS) :]) <= 99 * 1024
