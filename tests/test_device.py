@@ -346,14 +346,14 @@ def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as
 
 
 def test_larger_sizes_hold_smaller_ones_with_as_many_decodes() -> None:
-    size = Size(8, 64, 4, False)
-    assert all(each.holds(size) for each in (size, Size(8, 128, 4, False), Size(8, 64, 16, False)))
+    size = Size(8, 64, 4)
+    assert all(each.holds(size) for each in (size, Size(8, 128, 4), Size(8, 64, 16)))
     for other in (
-        Size(32, 64, 4, False), Size(0, 64, 4, False), Size(8, 32, 4, False),
-        Size(8, 128, 1, False), Size(8, 64, 4, True),
+        Size(32, 64, 4), Size(0, 64, 4), Size(8, 32, 4),
+        Size(8, 128, 1), Size(8, 64, 4, 4),
     ):  # fmt: skip
         assert not other.holds(size)
-    assert not size.holds(Size(8, 0, 0, False)), "decodes alone have faster kernels"
+    assert not size.holds(Size(8, 0, 0)), "decodes alone have faster kernels"
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
@@ -379,14 +379,14 @@ def test_what_cannot_be_pinned_fails_nobody_later() -> None:
     _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize(("longest", "num_rows", "is_small", "is_uneven"), [
-    (1020, 100, True, True),  # as many programs as if they were 128
-    (1020, 100, False, False),
-    (10, 100, True, False),
-    (1020, 96, True, False),
+@pytest.mark.parametrize(("longest", "num_rows", "is_small", "sharing"), [
+    (1020, 100, True, 8),  # as many programs as if they were 128
+    (1020, 100, False, 1),
+    (10, 100, True, 1),
+    (1020, 96, True, 1),
 ])  # fmt: skip
-def test_decodes_are_uneven_among_as_many_as_the_pass_has(
-    longest: int, num_rows: int, is_small: bool, is_uneven: bool, monkeypatch: pytest.MonkeyPatch
+def test_decodes_are_shared_among_as_many_as_the_pass_has(
+    longest: int, num_rows: int, is_small: bool, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = model(num_attention_heads=8, num_key_value_heads=8)
     monkeypatch.setattr("headway.executor.torch.mixed.LEAST_DECODES", 32)
@@ -397,12 +397,12 @@ def test_decodes_are_uneven_among_as_many_as_the_pass_has(
     sizes = list[Size]()
 
     def forward(batch: Batch, _blocks: Tensor) -> Tensor:
-        sizes.append(Size(batch.num_decodes, 0, 0, batch.is_uneven))
+        sizes.append(Size(batch.num_decodes, 0, 0, batch.sharing))
         return torch.zeros((len(batch.tokens_t), 32), device=DEVICE)
 
     executor.decoder.forward = forward  # type: ignore[assignment,method-assign]
     executor.mixed.run(np.arange(num_rows), [])
-    assert sizes == [Size(128 if is_small and num_rows > 96 else num_rows, 0, 0, is_uneven)]
+    assert sizes == [Size(128 if is_small and num_rows > 96 else num_rows, 0, 0, sharing)]
 
 
 def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:

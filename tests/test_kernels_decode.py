@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.cuts import BUSY, MANY, SHARE, WORTH, Cut, are_uneven, cut_for
+from headway.model.kernels.cuts import BUSY, LONG, MANY, SHARINGS, WORTH, Cut, cut_for, sharing_of
 from headway.model.kernels.decode import Turn, decode_attention
 from headway.model.kernels.twins import decode as twin
 from headway.model.kernels.twins.rotary import rotate_and_store
@@ -252,7 +252,9 @@ CUTS = [
     Cut(parts=8, least=32, tile=32, warps=4, stages=2),
     Cut(parts=8, least=128, tile=16, warps=1, stages=2),
     Cut(parts=4, least=128, tile=16, warps=1, stages=3),
-    Cut(parts=1, least=512, tile=16, warps=1, stages=4),
+    Cut(parts=1, least=64, tile=16, warps=1, stages=4),
+    Cut(parts=4, least=256, tile=16, warps=1, stages=4),
+    Cut(parts=8, least=512, tile=16, warps=1, stages=4),
     Cut(parts=32, least=16, tile=16, warps=1, stages=2),
     Cut(parts=64, least=64, tile=64, warps=4, stages=2),
 ]
@@ -339,8 +341,8 @@ def is_power_of_two(number: int) -> bool:
 def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) -> None:
     padded = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
     for num_programs in (*range(1, 100), *range(100, 3000, 7)):
-        for is_uneven, room in product((False, True), (1, 300, SHARE, 2 * SHARE, 10**6)):
-            cut = cut_for(num_programs, is_uneven, room, head_dim * dtype.itemsize)
+        for sharing, room in product(SHARINGS, (1, 300, 512, 1024, 10**6)):
+            cut = cut_for(num_programs, sharing, room, head_dim * dtype.itemsize)
             assert all(is_power_of_two(size) for size in (cut.parts, cut.tile, cut.warps)), cut
             assert cut.tile >= 16 and cut.least % cut.tile == 0 and cut.stages >= 1, cut
             waiting = 2 * (cut.stages - 1) * cut.tile * padded
@@ -348,32 +350,42 @@ def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) ->
 
 
 def test_few_programs_share_their_sequences_and_many_only_long_ones() -> None:
-    counts = [cut_for(num_programs, False, 10**6, 256).parts for num_programs in range(1, 3000)]
+    counts = [cut_for(num_programs, 1, 10**6, 256).parts for num_programs in range(1, 3000)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 1
     assert all(n * count >= 800 for n, count in enumerate(counts, 1) if count < counts[0])
-    shared = [cut_for(n, True, 10**6, 256).parts for n in range(1, 3000)]
-    assert min(shared) > 1, "one long sequence must not keep all others waiting"
+    for sharing in SHARINGS[1:]:
+        shared = [cut_for(n, sharing, 10**6, 256).parts for n in range(MANY, 3000)]
+        assert set(shared) == {sharing}
 
 
-def test_sequences_are_uneven_if_a_few_are_longer_than_those_that_keep_the_device_busy() -> None:
+def test_eight_share_if_a_few_are_longer_than_those_that_keep_the_device_busy() -> None:
     heads, many = 8, MANY // 8
     lengths = np.full(many, 500)
 
-    def uneven(num_long: int) -> bool:
+    def sharing(num_long: int) -> int:
         lengths[:num_long] = 5000
-        return are_uneven(many * heads, lengths, heads)
+        return sharing_of(many * heads, lengths, heads)
 
     few = BUSY // heads
-    assert not uneven(0) and uneven(1) and uneven(few)
-    assert not uneven(few + 1), "these are enough to keep it busy"
-    assert not are_uneven(MANY - 1, lengths, heads), "they are shared anyway"
+    assert (sharing(0), sharing(1), sharing(few)) == (1, 8, 8)
+    assert sharing(few + 1) == 1, "these are enough to keep it busy"
+    assert sharing_of(MANY - 1, lengths, heads) == 1, "they are shared anyway"
     lengths[:] = np.linspace(400, 400 + WORTH, many)
-    assert not are_uneven(many * heads, lengths, heads), "nothing to gain"
-    assert not are_uneven(MANY, np.array([9000, 10]), 1000), "fewer sequences than that"
+    assert sharing_of(many * heads, lengths, heads) == 1, "nothing to gain"
+    assert sharing_of(MANY, np.array([9000, 10]), 1000) == 4, "fewer sequences than that"
+    assert sharing_of(MANY, np.array([], dtype=np.int64), 8) == 1, "rows of nobody"
+
+
+def test_four_share_if_many_are_long() -> None:
+    for many in (MANY // 8, 256):
+        lengths = np.arange(many) % 100 + LONG - 50
+        assert sharing_of(many * 8, lengths - 50, 8) == 1
+        assert sharing_of(many * 8, lengths + 50, 8) == 4
+        assert sharing_of(MANY - 1, lengths + 50, 8) == 1, "they are shared anyway"
 
 
 def test_no_more_programs_share_a_sequence_than_its_room_gives_work() -> None:
     for num_programs in range(1, 384):
         for room in (1, 16, 100, 1000, 5000):
-            cut = cut_for(num_programs, False, room, 256)
+            cut = cut_for(num_programs, 1, room, 256)
             assert cut.parts == 1 or (cut.parts // 2) * cut.least < room, cut

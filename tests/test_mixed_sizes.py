@@ -9,6 +9,7 @@ from headway.lab.calibration import ON_GPU, calibration
 from headway.lab.cost import load_profile
 from headway.lab.jobs import FIRST_TOKEN, Job
 from headway.lab.simulate import simulate
+from headway.model.kernels.cuts import SHARINGS
 from headway.plan import StepReport
 from headway.scheduler import preset
 
@@ -20,7 +21,7 @@ def test_sizes_of_passes_are_few_and_hardly_larger() -> None:
             assert count <= size < count + max(least, 1 + count / num_steps)
             assert rounded(size, least, num_steps) == size
         assert sizes == sorted(sizes) and len(set(sizes)) == num_sizes
-    assert rounded_up(Size(0, 0, 0, True)) == Size(0, 0, 0, True)
+    assert rounded_up(Size(0, 0, 0, 8)) == Size(0, 0, 0, 8)
 
 
 def test_graphs_of_all_sizes_that_a_profile_meets_are_kept() -> None:
@@ -32,9 +33,9 @@ def test_graphs_of_all_sizes_that_a_profile_meets_are_kept() -> None:
     def see(report: StepReport) -> None:
         if chunks := report.plan.chunks:
             num_tokens = sum(chunk.end - chunk.start for chunk in chunks)
-            for is_uneven in (False, True):
+            for sharing in SHARINGS:
                 sizes.add(
-                    rounded_up(Size(len(report.plan.decodes), num_tokens, len(chunks), is_uneven))
+                    rounded_up(Size(len(report.plan.decodes), num_tokens, len(chunks), sharing))
                 )
 
     waves = calibration(config.max_length, ON_GPU)

@@ -25,5 +25,5 @@ class Batch:
     # and `ends_s` are then of the other sequences alone:
     seats_s: Tensor | None = None  # int32: the row of `tables` of each sequence; None: its own
     num_decodes: int = 0
-    is_uneven: bool = False  # whether the longest of them is much longer than the others
+    sharing: int = 1  # programs for a long one of them, where there are many
     longest: int = 0  # rows of the longest sequence that is no decode

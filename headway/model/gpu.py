@@ -58,7 +58,7 @@ class OwnKernels:
         decode_attention(
             q[:count], out[:count], num_heads=q.shape[1], blocks=blocks, layer=layer,
             tables=batch.tables_sw, seats_s=batch.seats_s[:count],
-            positions_s=batch.positions_t[:count], is_uneven=batch.is_uneven,
+            positions_s=batch.positions_t[:count], sharing=batch.sharing,
         )  # fmt: skip
 
     def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
@@ -167,7 +167,7 @@ class NarrowPass:
         decode_attention(
             qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
             tables=batch.tables_sw, seats_s=batch.seats_s, positions_s=batch.positions_t,
-            slots_s=batch.slots_t, is_uneven=batch.is_uneven,
+            slots_s=batch.slots_t, sharing=batch.sharing,
             turn=Turn(layer.q_norm, layer.k_norm, config.norm_eps, *self._turns),
         )  # fmt: skip
         return out

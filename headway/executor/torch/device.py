@@ -28,7 +28,7 @@ from headway.executor.torch.seats import DeviceSeats, upload
 from headway.executor.torch.swapping import Swapper
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
-from headway.model.kernels.cuts import MANY, are_uneven
+from headway.model.kernels.cuts import MANY, SHARINGS, sharing_of
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
@@ -144,8 +144,9 @@ class DeviceExecutor:
 
     def _warm_up(self, progress: Callable[[str, int, int], None]) -> None:
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
-        steps = [(num_rows, False) for num_rows in sorted(sizes, reverse=True)]
-        steps += [(n, True) for n, _ in steps if n * self._num_kv_heads >= MANY]
+        steps = [(num_rows, 1) for num_rows in sorted(sizes, reverse=True)]
+        many = [num_rows for num_rows, _ in steps if num_rows * self._num_kv_heads >= MANY]
+        steps += [(num_rows, sharing) for sharing in SHARINGS[1:] for num_rows in many]
 
         def everything() -> None:
             for step in steps:
@@ -160,11 +161,11 @@ class DeviceExecutor:
         self.mixed.warm_up()
         torch.cuda.synchronize()
 
-    def _capture(self, num_rows: int, is_uneven: bool) -> None:
+    def _capture(self, num_rows: int, sharing: int) -> None:
         self._decoding.fill_(self.seats.spare)
         self._sent = None
-        self._decode_step(num_rows, is_uneven)
-        self.graphs.capture((num_rows, is_uneven))
+        self._decode_step(num_rows, sharing)
+        self.graphs.capture((num_rows, sharing))
 
     def _update(self, plan: Plan) -> None:
         """Tell the device's seats what changed."""
@@ -189,7 +190,7 @@ class DeviceExecutor:
     def _decode(self, plan: Plan, flight: Flight) -> None:
         """Steps that need nothing from the host."""
         count = len(plan.decodes)
-        size = padded_rows(count), self._are_uneven(plan.rows)
+        size = padded_rows(count), self._sharing(plan.rows)
         if size not in self.graphs and self.device.type == "cuda":
             self._capture(*size)
         if self._sent is None or not np.array_equal(self._sent, plan.rows):
@@ -208,18 +209,18 @@ class DeviceExecutor:
         self._decoding[: len(rows)].copy_(sent)
         self._sent, self._order = rows.copy(), np.argsort(order)
 
-    def _are_uneven(self, rows: Rows) -> bool:
+    def _sharing(self, rows: Rows) -> int:
         num_programs = padded_rows(len(rows)) * self._num_kv_heads
-        return are_uneven(num_programs, self.rows.lengths[rows], self._num_kv_heads)
+        return sharing_of(num_programs, self.rows.lengths[rows], self._num_kv_heads)
 
-    def _decode_step(self, num_rows: int, is_uneven: bool) -> None:
+    def _decode_step(self, num_rows: int, sharing: int) -> None:
         """From the seats' latest tokens to their next ones, all on the device."""
         seats, (tokens, positions, slots) = self._decoding[:num_rows], self._inputs[:, :num_rows]
         start(seats, self.seats.tensors, self.rows.block_size, tokens, positions, slots)
         batch = Batch(
             tokens_t=tokens, positions_t=positions, slots_t=slots, seats_s=seats,
             tables_sw=self.seats.tensors.tables, starts_s=tokens, ends_s=tokens, sampled_n=tokens,
-            num_decodes=num_rows, is_uneven=is_uneven,
+            num_decodes=num_rows, sharing=sharing,
         )  # fmt: skip
         logits = self.decoder.logits(self.decoder.forward(batch, self.device_blocks))
         sample(logits, seats, self.seats.columns, self._sampled[:num_rows], self._workspace)

@@ -24,6 +24,7 @@ from headway.executor.torch.swapping import AT_ONCE
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.devices import explaining, size
+from headway.model.kernels.cuts import SHARINGS
 
 UNCOUNTED = 256 * 2**20  # bytes the driver takes later: kernels, a workspace
 GRAPH = 40 * 2**10  # bytes the driver takes for a layer of a captured graph
@@ -93,9 +94,9 @@ def measure(decoder: Decoder, config: Config) -> Budget:
 
 
 def graph_bytes(num_layers: int, num_seats: int) -> int:
-    """The driver's copies of all graphs there may be; decodes have some for uneven lengths too."""
+    """The driver's copies of all graphs there may be; decodes may have one for each way to share."""
     num_decodes = len({padded_rows(count) for count in range(1, num_seats + 1)})
-    return GRAPH * num_layers * (MOST_GRAPHS + 2 * num_decodes)
+    return GRAPH * num_layers * (MOST_GRAPHS + len(SHARINGS) * num_decodes)
 
 
 def kept_bytes(decoder: Decoder, config: Config) -> int:

@@ -24,7 +24,7 @@ from headway.executor.torch.seats import DeviceSeats, upload
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
-from headway.model.kernels.cuts import MANY, are_uneven
+from headway.model.kernels.cuts import MANY, SHARINGS, sharing_of
 from headway.model.kernels.rows import start
 from headway.plan import Chunk, Rows
 
@@ -44,7 +44,7 @@ class Size(NamedTuple):
     decodes: int
     tokens: int  # of prompts
     chunks: int
-    is_uneven: bool  # decodes are
+    sharing: int = 1  # see Batch
 
     @property
     def num_rows(self) -> int:
@@ -55,7 +55,7 @@ class Size(NamedTuple):
 
         Not with more decodes: their number decides how attention is cut, and theirs may be long.
         """
-        is_alike = (self.decodes, self.is_uneven) == (other.decodes, other.is_uneven)
+        is_alike = (self.decodes, self.sharing) == (other.decodes, other.sharing)
         return is_alike and self.tokens >= other.tokens > 0 and self.chunks >= other.chunks
 
 
@@ -93,7 +93,7 @@ class MixedPass:
     ) -> None:
         self.decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
         num_seats, self._most_tokens = len(rows.lengths), min(max_tokens, MOST_TOKENS)
-        self._largest = rounded_up(Size(num_seats, self._most_tokens, num_seats, False))
+        self._largest = rounded_up(Size(num_seats, self._most_tokens, num_seats))
         self._room = Inputs.room(self._largest, blocks.device)
         width = decoder.config.hidden_size
         self._hidden = decoder.norm.new_empty((most_rows(num_seats, max_tokens), width))
@@ -120,12 +120,10 @@ class MixedPass:
             return
         num_seats, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
         for decodes in sorted({rounded_decodes(count) for count in range(num_seats + 1)}):
-            self._try(Size(decodes, LEAST_TOKENS, 1, False))
-            if decodes:
-                self._try(Size(decodes, 0, 0, False))
-            if decodes * num_heads >= MANY:
-                self._try(Size(decodes, LEAST_TOKENS, 1, True))
-                self._try(Size(decodes, 0, 0, True))
+            for sharing in SHARINGS if decodes * num_heads >= MANY else SHARINGS[:1]:
+                self._try(Size(decodes, LEAST_TOKENS, 1, sharing))
+                if decodes:
+                    self._try(Size(decodes, 0, 0, sharing))
         self._try(self._largest)
 
     def _try(self, size: Size) -> None:
@@ -135,14 +133,13 @@ class MixedPass:
     def run(self, rows: Rows, chunks: list[Chunk]) -> Found:
         """All rows decode, all chunks are computed; lengths of seats move on."""
         num_tokens = sum(each.end - each.start for each in chunks)
-        size = Size(len(rows), num_tokens, len(chunks), False)
+        size = Size(len(rows), num_tokens, len(chunks))
         fits = size.decodes + size.tokens <= self._most_tokens
         is_small = fits and self.decoder.backend.fills_up
         if is_small:
             size = rounded_up(size)
         num_heads, lengths = self.decoder.config.num_kv_heads, self._rows.lengths[rows]
-        is_uneven = are_uneven(size.decodes * num_heads, lengths, num_heads)
-        size = size._replace(is_uneven=is_uneven)
+        size = size._replace(sharing=sharing_of(size.decodes * num_heads, lengths, num_heads))
         if is_small:
             size = self._fitting(size)
         inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
@@ -219,8 +216,8 @@ class MixedPass:
         inputs.longs[:, count:] = sent[: longs.size].view(3, size.tokens)
         return sent[longs.size :]
 
-    def _step(self, decodes: int, tokens: int, chunks: int, is_uneven: bool) -> None:
-        size = Size(decodes, tokens, chunks, is_uneven)
+    def _step(self, *numbers: int) -> None:
+        size = Size(*numbers)
         hidden = self._forward(size, self._room.of(size))
         self._hidden[: len(hidden)] = hidden
 
@@ -236,7 +233,7 @@ class MixedPass:
             tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=seats.tables,
             seats_s=seats_s[:-1], starts_s=starts_s[: size.chunks + 1],
             ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,
-            is_uneven=size.is_uneven, longest=size.tokens,
+            sharing=size.sharing, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
 
@@ -249,7 +246,7 @@ def worth_a_capture(decoder: Decoder) -> float:
 
 def most_rows(num_seats: int, max_tokens: int) -> int:
     """Of a pass that is captured."""
-    largest = rounded_up(Size(num_seats, min(max_tokens, MOST_TOKENS), 1, False))
+    largest = rounded_up(Size(num_seats, min(max_tokens, MOST_TOKENS), 1))
     return largest.decodes + largest.tokens
 
 
@@ -259,7 +256,7 @@ def rounded_up(size: Size) -> Size:
         rounded_decodes(size.decodes),
         rounded(size.tokens, LEAST_TOKENS, 8),
         4 ** -(-(size.chunks - 1).bit_length() // 2) if size.chunks else 0,
-        size.is_uneven,
+        size.sharing,
     )
 
 

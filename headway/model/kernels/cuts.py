@@ -10,9 +10,10 @@ import numpy.typing as npt
 from headway.model.kernels.launch import ceil_div, power_of_2
 
 MANY = 1000  # programs that need no sharing to keep the device busy until most are done
-SHARE = 512  # positions for a program, where many programs are shared all the same
+SHARINGS = (1, 4, 8)  # programs that may share a sequence all the same
+LONG = 1300  # positions of a sequence, on average, from which on it pays that four share each
 BUSY = 140  # programs that still keep the device busy
-WORTH = 1000  # positions by which the longest must be ahead before sharing saves more than it costs
+WORTH = 1000  # positions by which the longest must be ahead before it pays that eight share it
 
 
 class Cut(NamedTuple):
@@ -25,28 +26,32 @@ class Cut(NamedTuple):
     stages: int
 
 
-def are_uneven(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> bool:
-    """Whether of many programs, one for each sequence and head, a few would be left over.
+def sharing_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
+    """How many programs should share a long sequence, if one for each and every head are many.
 
-    All of them advance alike. So when too few are left to keep the device busy, each has yet to
-    read what it is longer than the last one that ended.
+    All that fit on the device advance alike. So when too few are left to keep it busy, each has yet
+    to read what it is longer than the last one that ended; and if they end together, those that did
+    not fit are left, with all that they have to read.
     """
-    if num_programs < MANY or len(lengths) <= (count := -(-BUSY // num_kv_heads)):
-        return False
-    return bool(lengths.max() - np.partition(lengths, -count)[-count] > WORTH)
+    if num_programs < MANY or not len(lengths):
+        return 1
+    count = -(-BUSY // num_kv_heads)
+    if len(lengths) > count and lengths.max() - np.partition(lengths, -count)[-count] > WORTH:
+        return 8
+    return 4 if lengths.mean() > LONG else 1
 
 
-def cut_for(num_programs: int, is_uneven: bool, room: int, row_bytes: int) -> Cut:
+def cut_for(num_programs: int, sharing: int, room: int, row_bytes: int) -> Cut:
     """For so many programs if none were shared, and sequences of up to `room` positions.
 
     Found by trying on an H200.
 
-    Many: one for each sequence, longest first, unless all would wait for the longest.
+    Many: one for each sequence, longest first, or as many as `sharing` says.
     Few: as many as fill the device, but none with next to nothing to do.
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
     if num_programs >= MANY:
-        return Cut(8 if is_uneven else 1, SHARE, 16, 1, max(2, 4 // depth))
+        return Cut(sharing, 64 * sharing, 16, 1, max(2, 4 // depth))
     least = 128 if num_programs > 32 else 64
     wanted = max(4, min(1056 // num_programs, 64))
     parts = power_of_2(min(wanted, ceil_div(room, least)))

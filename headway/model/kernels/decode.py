@@ -248,14 +248,14 @@ def decode_attention(
     positions_s: Tensor,
     slots_s: Tensor | None = None,
     turn: Turn | None = None,
-    is_uneven: bool = False,
+    sharing: int = 1,
     cut: Cut | None = None,
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
     With `turn` the token is new: see above; `slots_s` says where it is stored, negative: nowhere,
-    but it always sees itself. Without, queries and cache are ready. `is_uneven` decides how the
-    work is cut, and so the speed, never the outcome: see cuts.are_uneven.
+    but it always sees itself. Without, queries and cache are ready. `sharing` decides how the work
+    is cut, and so the speed: see cuts.sharing_of.
     """
     _, _, _, num_kv_heads, block_size, head_dim = blocks.shape
     num_sequences = len(seats_s)
@@ -263,7 +263,7 @@ def decode_attention(
         return
     dim_room, is_new = power_of_2(head_dim), turn is not None
     room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
-    cut = cut or cut_for(num_sequences * num_kv_heads, is_uneven, room, row_bytes)
+    cut = cut or cut_for(num_sequences * num_kv_heads, sharing, room, row_bytes)
     assert cut.least % cut.tile == 0, "a program begins where a tile does"
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if cut.parts > 1:

@@ -30,7 +30,7 @@ def decode_attention(
     positions_s: Tensor,
     slots_s: Tensor | None = None,
     turn: Turn | None = None,
-    is_uneven: bool = False,
+    sharing: int = 1,
     cut: object = None,
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
