@@ -41,17 +41,19 @@ class Asking:
             raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
         given: list[Any] = list(prompt)
         try:  # all at once: to look at each took longer than planning a step
-            tokens: list[int] = array("q", given).tolist()  # numpy's numbers become Python's
-            are_known = not tokens or (min(tokens) >= 0 and max(tokens) < self.vocab_size)
+            tokens = array("q", given)  # numpy's whole numbers become Python's
         except (TypeError, OverflowError):
             are_known = False
+        else:
+            seen = np.frombuffer(tokens, dtype=np.int64)
+            are_known = not len(seen) or (seen.min() >= 0 and seen.max() < self.vocab_size)
         if not are_known:
             wrong = next(token for token in given if not _is_below(token, self.vocab_size))
             raise InvalidRequest(
                 f"prompt: token id {wrong!r} is not a whole number of at least 0 and below "
                 f"{self.vocab_size}"
             )
-        return tokens
+        return tokens.tolist()
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """A conversation as the model's template writes it, up to where the answer begins."""
