@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 GPU_PYTHON ?= $(PYTHON)
 READY := $(VENV)/.ready
+# Packages are compiled as they are imported. Not kept, every process would do it again: for torch, 2 s.
+unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 help:  ## show this list
