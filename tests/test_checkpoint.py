@@ -331,6 +331,23 @@ def test_a_changed_byte_never_escapes_as_another_error(at: int, byte: int) -> No
             assert "m.gguf" in str(error)
 
 
+@pytest.mark.parametrize("reads", ["read", "read_groups"])
+@pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
+def test_a_scale_that_is_no_number_is_refused(scale: float, reads: str, tmp_path: Path) -> None:
+    def encode(name: str, rows: Array) -> tuple[Array, Kind]:
+        stored, kind = encoded(Kind.Q8_0)(name, rows)
+        if name == Q_PROJ:
+            stored[0, :2] = np.array([scale], dtype=np.float16).view(np.uint8)
+        return stored, kind
+
+    config = config_of()
+    path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encode)
+    checkpoint = open_checkpoint(path)
+    getattr(checkpoint, reads)(Q_PROJ.replace("q_proj", "k_proj"))
+    with pytest.raises(ModelError, match=f"{path}: tensor {Q_PROJ} holds what is no number"):
+        getattr(checkpoint, reads)(Q_PROJ)
+
+
 def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", config_of(), weights_of(config_of()), split__count=3)
     with pytest.raises(ModelError, match="one part of a split file"):

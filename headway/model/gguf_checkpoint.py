@@ -62,6 +62,7 @@ class GgufCheckpoint:
         if kind not in GROUP_BITS:
             return None
         parts = gguf.unpack_groups(gguf.read_bytes(self._file, place), kind)
+        _check_numbers(self._file, name, *parts[1:])
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
         return Groups(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
 
@@ -101,6 +102,13 @@ def _gguf_config(path: Path, header: gguf.Header) -> ModelConfig:
 
 def _dequantize(path: Path, name: str, place: gguf.TensorPlace) -> NDArray[np.float32]:
     try:
-        return gguf.dequantize(path, place)
+        values = gguf.dequantize(path, place)
     except NotImplementedError as error:
         raise ModelError(f"{path}: tensor {name} cannot be expanded: {error}") from error
+    _check_numbers(path, name, values)
+    return values
+
+
+def _check_numbers(path: Path, name: str, *arrays: NDArray[np.float32]) -> None:
+    if not all(np.isfinite((values.min(), values.max())).all() for values in arrays):
+        raise ModelError(f"{path}: tensor {name} holds what is no number: the file is damaged")
