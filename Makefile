@@ -62,5 +62,6 @@ bench: $(READY)  ## what the scheduler costs, how good its decisions are, and th
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help run demo test tests test-gpu sanitize $(SANITIZED) check format bench clean

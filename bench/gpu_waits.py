@@ -6,10 +6,10 @@
 The device notes the time before and after every pass (a captured decode, or a pass over prompts).
 From the end of one to the begin of the next it runs only small copies, or waits: all of it is
 counted as waiting, and so is all that the run takes before the first pass and after the last, when
-requests are taken in and results are made. So the figure is at most too high. Passes over prompts
-are launched kernel by kernel when they come for the first time; a device that waits in the middle
-of one would not be seen here, so their times are given beside the time they would take at the speed
-of the whole run's arithmetic floor.
+requests are taken in and results are made. Of these, the figure is at most too high. A device that
+waits in the middle of a pass would not be seen here; it may in passes over prompts, which are
+launched kernel by kernel when they come for the first time. So their times are given beside the
+time they would take at the speed of the whole run's arithmetic floor.
 """
 
 from __future__ import annotations

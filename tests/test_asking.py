@@ -48,7 +48,15 @@ def test_the_first_that_is_no_token_is_named(
     assert str(refused.value) == named
 
 
-@pytest.mark.parametrize("prompt", [None, 7, {3, 5}, iter([3]), np.array(3)])
+def test_a_number_too_long_to_be_written_is_told_by_its_length() -> None:
+    with pytest.raises(InvalidRequest, match="token id of 16610 bits is not a whole number"):
+        ASKING.tokens([3, 10**5000])
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, 7, {3, 5}, iter([3]), np.array(3), np.zeros((0, 3), int), memoryview(np.ones((2, 2)))],
+)
 def test_what_is_no_sequence_is_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest, match="prompt must be text or a list of token ids, not "):
         ASKING.tokens(prompt)

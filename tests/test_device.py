@@ -39,6 +39,7 @@ from headway.executor.torch.device import DeviceExecutor
 from headway.executor.torch.seats import DeviceSeats
 from headway.executor.torch.swapping import AT_ONCE, _pin, _unpin
 from headway.model.gpu import GpuBackend
+from headway.model.kernels.cuts import SHARINGS
 
 pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -320,7 +321,7 @@ def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as
 
     def some() -> Size:
         tokens, chunks = (source.choice((1, 4, 16, 64)) for _ in "tc")
-        return Size(source.choice((0, 8)), tokens, chunks, source.random() < 0.2)
+        return Size(source.choice((0, 8)), tokens, chunks, source.choice((1, 1, 1, 1, 4)))
 
     num_larger = 0
     for _ in range(300):
@@ -377,6 +378,24 @@ def test_what_cannot_be_pinned_fails_nobody_later() -> None:
     _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
     _pin(blocks)
     _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("num_heads", [2, 8, 32])
+def test_decodes_of_any_lengths_were_captured_ahead(num_heads: int) -> None:
+    about = model(num_attention_heads=num_heads, num_key_value_heads=num_heads)
+    executor = on_device(settings(max_requests=256, max_tokens=256, max_length=8192), about)
+    lengths, ahead, ways = executor.rows.lengths, executor._steps(), set[int]()
+    for count in range(1, 257):
+        rows = np.arange(count)
+        for most, longest in ((10, 10), (3000, 3000), (10, 3000), (3000, 8000)):
+            lengths[:count] = most
+            lengths[0] = longest
+            ways.add(executor._sharing(rows))
+            assert (padded_rows(count), executor._sharing(rows)) in ahead
+    assert ways == ({1} if num_heads == 2 else set(SHARINGS))
+    assert len(ahead) == len(set(ahead)) <= len(SHARINGS) * 28, (
+        "as many as have memory: graph_bytes"
+    )
 
 
 @pytest.mark.parametrize(("longest", "num_rows", "is_small", "sharing"), [

@@ -37,7 +37,7 @@ class Asking:
         """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model."""
         if isinstance(prompt, str):
             return self._known(self.need_tokenizer().encode(prompt))
-        if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) == 0:
+        if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) != 1:
             raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
         given: list[Any] = list(prompt)
         try:  # all at once: to look at each took longer than planning a step
@@ -49,8 +49,10 @@ class Asking:
             are_known = not len(seen) or (seen.min() >= 0 and seen.max() < self.vocab_size)
         if not are_known:
             wrong = next(token for token in given if not _is_below(token, self.vocab_size))
+            is_huge = isinstance(wrong, int) and wrong.bit_length() > 4096  # too long to be written
+            shown = f"of {wrong.bit_length()} bits" if is_huge else repr(wrong)
             raise InvalidRequest(
-                f"prompt: token id {wrong!r} is not a whole number of at least 0 and below "
+                f"prompt: token id {shown} is not a whole number of at least 0 and below "
                 f"{self.vocab_size}"
             )
         return tokens.tolist()

@@ -165,6 +165,7 @@ def read_bytes(path: Path, place: TensorPlace) -> NDArray[np.uint8]:
     return np.memmap(path, dtype=np.uint8, mode="r", offset=place.offset, shape=shape)
 
 
+@np.errstate(all="ignore")  # a damaged file may have scales that are no numbers: see who calls
 def dequantize(path: Path, place: TensorPlace) -> NDArray[np.float32]:
     """A tensor's numbers; NotImplementedError for a type that the gguf package cannot expand."""
     from gguf import GGMLQuantizationType, quants
@@ -174,11 +175,11 @@ def dequantize(path: Path, place: TensorPlace) -> NDArray[np.float32]:
     step = max(1, CHUNK // place.shape[-1])  # by rows, so that no second copy comes to be
     for start in range(0, len(stored), step):
         rows = np.array(stored[start : start + step])
-        with np.errstate(all="ignore"):  # whether all are numbers is for the caller to see
-            values[start : start + step] = quants.dequantize(rows, kind)
+        values[start : start + step] = quants.dequantize(rows, kind)
     return values.reshape(place.shape)
 
 
+@np.errstate(all="ignore")
 def unpack_groups(
     stored: NDArray[np.uint8], kind: str
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:

@@ -143,10 +143,7 @@ class DeviceExecutor:
             self._warm_up(progress or (lambda *_: None))
 
     def _warm_up(self, progress: Callable[[str, int, int], None]) -> None:
-        sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
-        steps = [(num_rows, 1) for num_rows in sorted(sizes, reverse=True)]
-        many = [num_rows for num_rows, _ in steps if num_rows * self._num_kv_heads >= MANY]
-        steps += [(num_rows, sharing) for sharing in SHARINGS[1:] for num_rows in many]
+        steps = self._steps()
 
         def everything() -> None:
             for step in steps:
@@ -160,6 +157,13 @@ class DeviceExecutor:
             progress("capturing steps", done, len(steps))
         self.mixed.warm_up()
         torch.cuda.synchronize()
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """Numbers of rows and ways to share that decodes may come in; largest first."""
+        sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
+        steps = [(num_rows, 1) for num_rows in sorted(sizes, reverse=True)]
+        many = [num_rows for num_rows, _ in steps if num_rows * self._num_kv_heads >= MANY]
+        return steps + [(num_rows, sharing) for sharing in SHARINGS[1:] for num_rows in many]
 
     def _capture(self, num_rows: int, sharing: int) -> None:
         self._decoding.fill_(self.seats.spare)

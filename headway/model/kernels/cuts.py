@@ -10,7 +10,7 @@ import numpy.typing as npt
 from headway.model.kernels.launch import ceil_div, power_of_2
 
 MANY = 1000  # programs that need no sharing to keep the device busy until most are done
-SHARINGS = (1, 4, 8)  # programs that may share a sequence all the same
+SHARINGS = (1, 4, 8)  # programs that share a long sequence, where there are as many as that
 LONG = 1300  # positions of a sequence, on average, from which on it pays that four share each
 BUSY = 140  # programs that still keep the device busy
 WORTH = 1000  # positions by which the longest must be ahead before it pays that eight share it
@@ -51,7 +51,8 @@ def cut_for(num_programs: int, sharing: int, room: int, row_bytes: int) -> Cut:
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
     if num_programs >= MANY:
-        return Cut(sharing, 64 * sharing, 16, 1, max(2, 4 // depth))
+        least = 64 * sharing  # as good as any: 256 positions where four share, 512 where eight do
+        return Cut(sharing, least, 16, 1, max(2, 4 // depth))
     least = 128 if num_programs > 32 else 64
     wanted = max(4, min(1056 // num_programs, 64))
     parts = power_of_2(min(wanted, ceil_div(room, least)))
