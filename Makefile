@@ -32,7 +32,7 @@ tests: $(READY)  ## all tests
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
-	$(GPU_PYTHON) -m pytest -W ignore tests/test_device.py tests/test_device_faults.py \
+	$(GPU_PYTHON) -m pytest -rs -W ignore tests/test_device.py tests/test_device_faults.py \
 	  tests/test_attention_adapters.py tests/test_gpu_real.py tests/test_gpu_commands.py tests/test_kernels_*.py
 
 # One target for each tool and file, so that --jobs 16 runs as many; the file left out launches nothing.
