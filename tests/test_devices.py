@@ -484,7 +484,7 @@ def test_all_graphs_that_may_be_kept_are_counted() -> None:
     """On an H200 91 of passes with prompts took 88 MiB, of 28 layers, and 34 of decodes took 16."""
     for num_layers in (1, 28, 80):
         need = num_layers / 28 * (192 * 88 / 91 + 84 * 16 / 34) * 2**20
-        assert need < graph_bytes(num_layers, 256) < 2 * need
+        assert need < graph_bytes(num_layers, 256) < 1.5 * need
 
 
 # As a user asks for it.

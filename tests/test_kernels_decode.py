@@ -356,6 +356,8 @@ def test_few_programs_share_their_sequences_and_many_only_long_ones() -> None:
     for sharing in SHARINGS[1:]:
         shared = [cut_for(n, sharing, 10**6, 256).parts for n in range(MANY, 3000)]
         assert set(shared) == {sharing}
+        few = [cut_for(n, sharing, 10**6, 256).parts for n in range(1, MANY)]
+        assert min(few) > 1, "one long sequence must not keep all others waiting"
 
 
 def test_eight_share_if_a_few_are_longer_than_those_that_keep_the_device_busy() -> None:
