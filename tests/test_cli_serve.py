@@ -12,6 +12,7 @@ import pytest
 
 from headway.cli.serve_options import ServeOptions
 from headway.engine.trace import read_trace
+from headway.model import devices
 from headway.server.serving import bind
 from tests.processes import serving
 from tests.test_cli import sentence
@@ -73,8 +74,18 @@ def test_an_error_of_the_engine_process_is_told_as_in_one_process() -> None:
         assert "/no/such/model" in text
 
 
-def test_several_workers_or_a_wish_put_the_engine_into_its_own_process() -> None:
-    assert ServeOptions().is_one_process
-    assert not ServeOptions(api_workers=2).is_one_process
-    assert not ServeOptions(engine_process=True).is_one_process
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_gpu_several_workers_or_a_wish_put_the_engine_into_its_own_process(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "why_no_cuda", lambda: None if is_there else "there is none")
+    used = {"auto": is_there, "cuda": True, "cuda:1": True, "cpu": False}
+    for device, is_used in used.items():
+        assert ServeOptions().has_engine_process(device) == is_used
+        assert ServeOptions(api_workers=2).has_engine_process(device)
+        assert ServeOptions(engine_process=True).has_engine_process(device)
+        assert not ServeOptions(engine_process=False).has_engine_process(device)
+
+
+def test_nobody_elses_machine_may_ask_unless_it_is_said() -> None:
     assert ServeOptions().host == "127.0.0.1"  # nobody else's machine, unless it is asked for

@@ -109,8 +109,9 @@ def test_what_does_not_fit_is_told_with_the_lack_and_a_flag(tiny: list[str]) -> 
     assert f"{DEVICE}:99" in sentence("generate", "hello", *tiny[:-1], f"{DEVICE}:99")
 
 
-def test_a_model_is_served(bundled: list[str]) -> None:
-    with serving(*bundled) as (process, said):
+@pytest.mark.parametrize("layout", [(), ("--no-engine-process",)], ids=["apart", "together"])
+def test_a_model_is_served(bundled: list[str], layout: tuple[str, ...]) -> None:
+    with serving(*bundled, *layout) as (process, said):
         found = re.search(r"at (http://127.0.0.1:\d+);", said)
         assert found, said
         fields = {"prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}

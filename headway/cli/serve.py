@@ -73,10 +73,10 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
 
     try:
         with bound:
-            if serving.is_one_process:
-                status = serve_here(recipe, bound, ready)
-            else:
+            if serving.has_engine_process(model.device):
                 status = Supervisor(recipe, bound, serving.api_workers).run(ready)
+            else:
+                status = serve_here(recipe, bound, ready)
     finally:
         stop_logs()
     raise typer.Exit(status)

@@ -44,7 +44,7 @@ class ServeOptions:
         bool | None,
         _server(
             "The engine in a process of its own.", "--engine-process/--no-engine-process",
-            show_default="with several workers",
+            show_default="on a GPU, or with several workers",
         ),
     ] = None  # fmt: skip
     api_key: Annotated[
@@ -95,9 +95,15 @@ class ServeOptions:
                 wanted = f"{', '.join(known)}, not {getattr(self, name)!r}"
                 raise ConfigError(f"--{name.replace('_', '-')} must be one of {wanted}")
 
-    @property
-    def is_one_process(self) -> bool:
-        return self.api_workers == 1 and not self.engine_process
+    def has_engine_process(self, device: str) -> bool:
+        """Unless told otherwise: on a GPU, whose short steps would wait for whoever answers HTTP."""
+        if self.engine_process is not None or self.api_workers > 1:
+            return self.engine_process or self.api_workers > 1
+        if device != "auto":
+            return device != "cpu"
+        from headway.model.devices import why_no_cuda
+
+        return why_no_cuda() is None
 
     def limits(self) -> Limits:
         return Limits(
