@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -294,7 +295,8 @@ def transformers_model() -> Any:
     file a second time for its config and asks for another package.
     """
     transformers = pytest.importorskip("transformers")
-    gguf = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    loading = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    gguf = pytest.importorskip("gguf")
     config = transformers.LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
         num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192,
@@ -304,9 +306,14 @@ def transformers_model() -> Any:
     with torch.device("meta"):  # weights come from the file
         model = transformers.LlamaForCausalLM(config)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
-    read = gguf.load_gguf_checkpoint(
-        str(resolve("smollm2-135m")), return_tensors=True, model_to_load=model
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # A table of names for every module, and a view of the file for every piece of the
+        # tokenizer: both would take longer than all weights.
+        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, dtype=np.uint8))
+        read = loading.load_gguf_checkpoint(
+            str(resolve("smollm2-135m")), return_tensors=True, model_to_load=model
+        )
     own = config.to_dict() | {"rope_theta": 100000.0, "_model_name_or_path": ...}
     unlike = {k: v for k, v in read["config"].items() if own.get(k, v) not in (v, ...)}
     assert unlike.keys() <= {"rms_norm_eps", "pad_token_id"}, f"the file says {unlike}"
@@ -320,7 +327,7 @@ def transformers_model() -> Any:
 def transformers_logits(model: Any, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
     """Logits at each place of the output, given all that comes before it."""
     tokens = torch.tensor([[*prompt, *output]])
-    logits: Tensor = model(tokens[:, :-1]).logits[0, len(prompt) - 1 :]
+    logits: Tensor = model(tokens[:, :-1], logits_to_keep=len(output)).logits[0]
     return logits
 
 
