@@ -27,7 +27,7 @@ from tests import real
 from tests.real import NUM_TOKENS, Seen, Trial, unlike_reference
 
 PARTS = 4  # for processes that share the work
-NUM_WITH_PRESET = 40  # of the reference's tokens; all take 20 s of a slow core: the default one does
+NUM_WITH_PRESET = 40  # tokens; only the default one asks for all, which take 20 s
 
 
 # The reference is what transformers says.
