@@ -123,7 +123,7 @@ PLACES: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, "make 2500 texts; at most 2048"),
     (COMPLETIONS, {"n": 1025}, "n must be at most 1024, not 1025"),
     (COMPLETIONS, {"n": float("inf")}, "n must be an integer, not Infinity"),
-    (COMPLETIONS, {"max_tokens": -1}, "max_tokens must be at least 0, not -1"),
+    (COMPLETIONS, {"max_tokens": -1}, "max_tokens must be at least 1, or 0 with echo, not -1"),
     (COMPLETIONS, {"max_tokens": 257}, "max_tokens must be at most 256, the model's length, not 257"),
     (COMPLETIONS, {"min_tokens": 10**30}, "min_tokens must be at most 256, the model's length"),
     (COMPLETIONS, {"logprobs": 101}, "logprobs must be at most 100, not 101"),

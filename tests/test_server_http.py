@@ -16,11 +16,12 @@ from headway import VirtualClock
 from headway.engine.loop import Limits
 from headway.engine.messages import Cancel, Submit
 from headway.errors import ConfigError
-from headway.server.chat import Choice
+from headway.server.conversation import Answer
 from headway.server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from headway.server.runs import Delta
 from headway.server.settings import Settings, read_api_keys
-from headway.server.tools import tool_use
+from headway.server.toolcalls.choice import tool_use
+from headway.server.toolcalls.formats import CallDelta
 from tests.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, on_loop, server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -263,14 +264,17 @@ async def test_tool_calls_are_taken_out_of_the_text_whole_and_streamed() -> None
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content", "") for delta in deltas) == "Well."
         streamed = [each for delta in deltas for each in delta.get("tool_calls", [])]
-        assert [each["index"] for each in streamed] == [0, 1]
-        assert [each["function"] for each in streamed] == functions
+        assert [each["index"] for each in streamed if "id" in each] == [0, 1]
+        for index, function in enumerate(functions):
+            parts = [each["function"] for each in streamed if each["index"] == index]
+            assert parts[0]["name"] == "f" and all("name" not in part for part in parts[1:])
+            assert "".join(part["arguments"] for part in parts) == function["arguments"]
+            assert len(parts) > 2, "arguments come as they are generated"
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        both = Choice(None, tool_use(TOOL_TEMPLATE, [TOOL]).reader())  # type: ignore[union-attr]
-        members = both.members(Delta(0, (call + call).decode(), finish_reason="stop"))
-        assert [
-            json.loads(f"{{{each}}}")["delta"]["tool_calls"][0]["index"] for each in members
-        ] == [0, 1]
+        answer = Answer(tool_use(TOOL_TEMPLATE, [TOOL]).parser())  # type: ignore[union-attr]
+        pieces = answer.pieces(Delta(0, (call + call).decode(), finish_reason="stop"))
+        numbers = [piece.number for piece in pieces if isinstance(piece, CallDelta)]
+        assert numbers == sorted(numbers) and set(numbers) == {0, 1}
         seen = spied(here)
         await here.post(CHAT, **asked, tool_choice="required")
         assert seen[0].params.sampling.grammar is not None

@@ -262,6 +262,6 @@ class Noting(Asking):
 
     threads: ClassVar[list[int]] = []
 
-    def tokens(self, prompt: Prompt) -> list[int]:
+    def tokens(self, prompt: Prompt, *, special: bool = True) -> list[int]:
         self.threads.append(threading.get_ident())
-        return super().tokens(prompt)
+        return super().tokens(prompt, special=special)

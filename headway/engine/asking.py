@@ -33,10 +33,13 @@ class Asking:
     vocab_size: int
     eos_ids: frozenset[int]
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model."""
+    def tokens(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+        """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model.
+
+        `special` adds the tokenizer's own tokens, such as BOS, to a text.
+        """
         if isinstance(prompt, str):
-            return self._known(self.need_tokenizer().encode(prompt))
+            return self._known(self.need_tokenizer().encode(prompt, special=special))
         if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) != 1:
             raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
         given: list[Any] = list(prompt)
@@ -57,13 +60,15 @@ class Asking:
             )
         return tokens.tolist()
 
-    def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
+    def chat_tokens(
+        self, messages: Sequence[Message], *, special: bool = False, **options: Any
+    ) -> list[int]:
         """A conversation as the model's template writes it, up to where the answer begins."""
         tokenizer = self.need_tokenizer()
         text = render_chat(
             tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
         )
-        return self._known(tokenizer.encode(text, special=False))
+        return self._known(tokenizer.encode(text, special=special))
 
     def _known(self, tokens: list[int]) -> list[int]:
         """A tokenizer may have more tokens than the model was made for, such as one to pad with."""

@@ -26,10 +26,14 @@ PROBE = "a text to look for"
 
 def render_chat(
     template: str | None, messages: Sequence[Message], *, bos: str = "", eos: str = "",
-    add_generation_prompt: bool = True, tools: Sequence[Mapping[str, Any]] | None = None,
-    **more: Any,
+    add_generation_prompt: bool | None = None, continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None, **more: Any,
 ) -> str:  # fmt: skip
-    """The prompt for these messages; `more` are further variables that the template may read."""
+    """The prompt for these messages; `more` are further variables that the template may read.
+
+    With `continue_final_message` the prompt ends with the last message's content, so that the
+    model goes on from it; otherwise it ends where an answer begins.
+    """
     if not template:
         raise ModelError(
             "the model has no chat template, so it cannot be sent messages; send it a plain prompt"
@@ -37,11 +41,47 @@ def render_chat(
     _check(messages)
     if not _reads_parts(template):  # transformers would fail, or show the model a Python list
         messages = [_with_plain_content(message) for message in messages]
-    return _render(template, {
-        "documents": None, **more, "messages": [dict(message) for message in messages],
-        "tools": tools, "add_generation_prompt": add_generation_prompt,
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest("add_generation_prompt and continue_final_message exclude each other")
+    is_answered = not continue_final_message if add_generation_prompt is None else (
+        add_generation_prompt
+    )  # fmt: skip
+    variables = {
+        "documents": None, **more, "tools": tools, "add_generation_prompt": is_answered,
         "bos_token": bos, "eos_token": eos,
-    })  # fmt: skip
+    }  # fmt: skip
+    text = _render_messages(template, messages, variables)
+    return _up_to_content(text, messages[-1]) if continue_final_message else text
+
+
+def _render_messages(
+    template: str, messages: Sequence[Message], variables: Mapping[str, Any]
+) -> str:
+    """Render; a message without content is given an empty one if the template cannot do without."""
+    try:
+        given = [dict(message) for message in messages]
+        return _render(template, {**variables, "messages": given})
+    except InvalidRequest:
+        filled = [
+            {**message, "content": ""} if message.get("content") is None else dict(message)
+            for message in messages
+        ]
+        if filled == given:
+            raise
+        return _render(template, {**variables, "messages": filled})
+
+
+def _up_to_content(text: str, message: Message) -> str:
+    """A rendered conversation up to the end of its last message's content."""
+    content = _with_plain_content(message).get("content") or ""
+    for written in (content, content.strip()):
+        place = text.rfind(written)
+        if written and place >= 0:
+            return text[: place + len(written)]
+    raise InvalidRequest(
+        "continue_final_message needs a last message with content that the chat template writes "
+        f"as it is, not {content!r}"
+    )
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:

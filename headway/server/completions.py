@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 from headway.engine.asking import Prompt
 from headway.sampling import SamplingParams, TokenLogprobs
 from headway.server.context import Context
-from headway.server.errors import refused
-from headway.server.logprobs import Columns
+from headway.server.errors import refused, shown
+from headway.server.logprobs import Columns, prompt_shape
 from headway.server.protocol import CompletionRequest
 from headway.server.runs import Delta, Outlet, Run, Straight, joined, together
 from headway.server.streaming import Chunks, Events, Watched, Whole, new_id, usage_of
 from headway.server.structure import grammar_of
-from headway.server.wishes import check_model, check_num_choices, prompts_of, sampling, tokens_of
+from headway.server.wishes import (
+    check_model,
+    check_num_choices,
+    prompts_of,
+    sampling,
+    tokens_of,
+    truncated,
+)  # fmt: skip
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -52,19 +59,24 @@ class Opened(NamedTuple):
 class Choice:
     """One text of an answer: its echo, its logprobs, and whether what is generated shows."""
 
-    def __init__(self, context: Context, body: CompletionRequest, run: Run, prompt: Prompt) -> None:
+    def __init__(
+        self, context: Context, body: CompletionRequest, run: Run, prompt: Prompt, sample: int
+    ) -> None:
         self.echo = _echo(context, prompt) if body.echo else ""
         self.shows_output = body.max_tokens != 0
-        self._run = run
+        self._run, self._sample = run, run.samples[sample]
+        self._has_ids = bool(body.return_token_ids)
+        self._num_sent = -1  # token ids; -1: the prompt's are to be sent, too
         self._is_first = bool(body.echo)
         self._columns: Columns | None = None  # of what is generated
         self._echoed: Columns | None = None
         if body.logprobs is not None:
             tokenizer = context.asking.need_tokenizer()
-            skips = run.asked.skip_special_tokens
+            skips, as_ids = run.asked.skip_special_tokens, bool(body.return_tokens_as_token_ids)
             start = len(self.echo)
-            self._columns = Columns(tokenizer, start=start, skip_special=skips)
-            self._echoed = Columns(tokenizer, skip_special=not isinstance(prompt, str))
+            self._columns = Columns(tokenizer, start=start, skip_special=skips, as_ids=as_ids)
+            is_text = isinstance(prompt, str)
+            self._echoed = Columns(tokenizer, skip_special=not is_text, as_ids=as_ids)
 
     def news(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """Text and logprobs of a delta, after the echo if it is the first."""
@@ -84,6 +96,22 @@ class Choice:
     def finish_reason(self, delta: Delta) -> str | None:
         is_cut = delta.finish_reason is not None and not self.shows_output
         return "length" if is_cut else delta.finish_reason
+
+    def token_ids(self) -> dict[str, Any]:
+        """Token ids that were not returned before, if they are wanted."""
+        if not self._has_ids:
+            return {}
+        tokens = self._sample.tokens if self.shows_output else []
+        found: dict[str, Any] = {"token_ids": tokens[max(0, self._num_sent) :]}
+        if self._num_sent < 0:
+            found["prompt_token_ids"] = self._run.prompt
+        self._num_sent = len(tokens)
+        return found
+
+    def prompt_logprobs(self, context: Context) -> list[dict[str, Any] | None]:
+        """vLLM's shape of the prompt's log probabilities."""
+        run = self._run
+        return prompt_shape(context.asking.need_tokenizer(), len(run.prompt), run.prompt_scores)
 
     def _prompt_scores(self) -> Scored:
         scores = self._run.prompt_scores
@@ -106,32 +134,36 @@ async def _open(context: Context, body: CompletionRequest, *, is_live: bool) -> 
     prompts = prompts_of(body)
     check_num_choices(context, len(prompts), body.n or 1)
     asked = await _sampling(context, body)
-    tokens = await tokens_of(context, prompts)
+    is_framed = body.add_special_tokens is not False
+    found = await tokens_of(context, prompts, special=is_framed)
+    tokens = [truncated(each, body) for each in found]
     id = new_id("cmpl")
     runs = [
         Run(context, f"{id}-{number}", each, asked, field="prompt", is_live=is_live, number=number)
         for number, each in enumerate(tokens)
     ]
     choices = [
-        Choice(context, body, run, prompt)
+        Choice(context, body, run, prompt, sample)
         for run, prompt in zip(runs, prompts, strict=True)
-        for _ in range(asked.n)
+        for sample in range(asked.n)
     ]
     return Opened(id, int(time.time()), runs, choices)
 
 
 async def _sampling(context: Context, body: CompletionRequest) -> SamplingParams:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    if max_tokens == 0:
-        if not body.echo:
-            raise refused("max_tokens", "must be at least 1 unless echo is true, not 0")
-        max_tokens = 1  # the engine has to make one; nobody sees it
+    if max_tokens < 1 and not (max_tokens == 0 and body.echo):
+        raise refused("max_tokens", f"must be at least 1, or 0 with echo, not {shown(max_tokens)}")
+    max_tokens = max(1, max_tokens)  # the engine has to sample one token; it is not shown
+    prompt_logprobs = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
     return await sampling(
         context,
         body,
         max_tokens=max_tokens,
         logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        prompt_logprobs=prompt_logprobs,
         grammar=await grammar_of(body),
     )
 
@@ -148,33 +180,38 @@ async def _answer(context: Context, body: CompletionRequest) -> dict[str, Any]:
         whole = joined(deltas)
         text, logprobs = choice.news(whole)
         reason = choice.finish_reason(whole)
-        choices.append(
-            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-        )
-    about = {"id": opened.id, "object": KIND, "created": opened.created}
-    return {**about, "model": context.model_name, "choices": choices, "usage": opened.usage}
+        about = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        if body.prompt_logprobs is not None:
+            about["prompt_logprobs"] = choice.prompt_logprobs(context)
+        choices.append({**about, **choice.token_ids()})
+    return {
+        "id": opened.id, "object": KIND, "created": opened.created, "model": context.model_name,
+        "system_fingerprint": context.fingerprint or None, "choices": choices,
+        "usage": opened.usage,
+    }  # fmt: skip
 
 
 async def _events(
     context: Context, body: CompletionRequest, outlet: Outlet | None
 ) -> AsyncGenerator[bytes, None]:
     opened = await _open(context, body, is_live=True)
-    has_usage = bool(body.stream_options and body.stream_options.include_usage)
-    chunks = Chunks(opened.id, KIND, opened.created, context.model_name, has_usage)
+    chunks = Chunks(context, opened.id, KIND, opened.created, body.stream_options)
 
     def form(deltas: list[Delta]) -> bytes:
-        events = [_event(opened.choices[delta.choice], chunks, delta) for delta in deltas]
+        top = {"usage": opened.usage} if chunks.is_continuous else None
+        events = [_event(opened.choices[delta.choice], chunks, delta, top) for delta in deltas]
         return "".join(events).encode("ascii")
 
     straight = Straight(outlet, form) if outlet else None
     async with aclosing(together(opened.runs, straight)) as news:
         async for deltas in news:
             yield form(deltas)
-    if has_usage:
+    if chunks.has_usage:
         yield chunks.usage(opened.usage)
 
 
-def _event(choice: Choice, chunks: Chunks, delta: Delta) -> str:
+def _event(choice: Choice, chunks: Chunks, delta: Delta, top: dict[str, Any] | None) -> str:
     text, logprobs = choice.news(delta)
-    reason = choice.finish_reason(delta)
-    return chunks.chunk(delta.choice, f'"text":{quoted(text)}', logprobs, reason)
+    reason, member = choice.finish_reason(delta), f'"text":{quoted(text)}'
+    ids = choice.token_ids()
+    return chunks.chunk(delta.choice, member, logprobs, reason, choice=ids, top=top)

@@ -28,4 +28,6 @@ class Context:
     max_length: int  # tokens of a prompt and its answer together
     settings: Settings = field(default_factory=Settings)
     health: Health = is_there
+    tool_call_parser: str = "auto"
+    fingerprint: str = ""  # of version, model and settings; clients see it change with them
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds

@@ -27,6 +27,12 @@ LONGEST_SHOWN = 80  # characters of a wrong value
 JSON = json.JSONEncoder(ensure_ascii=False, default=repr)
 OWN_ID = re.compile(r"request '[^']*': ")  # clients know no such ids
 FIELD = re.compile(r"([a-z][a-z_]*)(?=[\s:\[.])")
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_KINDS = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
 NO_FIELDS = frozenset({"request", "the", "this", "client", "text", "a", "an"})
 
 
@@ -54,8 +60,21 @@ class ApiError(Exception):
         return {"error": {**error, "code": self.code}}
 
     @property
+    def anthropic_body(self) -> dict[str, Any]:
+        """The body as Anthropic's API has it."""
+        kind = ANTHROPIC_KINDS.get(self.status, "api_error")
+        if kind == "api_error" and self.status < 500:
+            kind = "invalid_request_error"
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+    @property
     def response(self) -> Response:
-        return Response(to_json(self.body), self.status, self.headers, "application/json")
+        return self.response_at("/")
+
+    def response_at(self, path: str) -> Response:
+        """The error in the shape of the API that has this path."""
+        body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
+        return Response(to_json(body), self.status, self.headers, "application/json")
 
 
 def to_json(value: Any) -> bytes:

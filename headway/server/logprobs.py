@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.engine.text import Detokenizer
@@ -12,29 +12,65 @@ from headway.sampling import TokenLogprobs
 LEAST = -9999.0  # JSON has no infinity
 
 
-def chat_shape(tokenizer: Tokenizer, scores: Sequence[TokenLogprobs]) -> dict[str, Any]:
+def chat_shape(
+    tokenizer: Tokenizer, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> dict[str, Any]:
     """What a chat's choice has under `logprobs`."""
-    entries = [
+    return {"content": token_entries(tokenizer, scores, as_ids=as_ids), "refusal": None}
+
+
+def token_entries(
+    tokenizer: Tokenizer, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
+) -> list[dict[str, Any]]:
+    """One entry for each token, with its alternatives; `as_ids` writes tokens as ids."""
+    return [
         {
-            **_token(tokenizer, score.token, score.logprob),
-            "top_logprobs": [_token(tokenizer, *each) for each in score.top],
+            **_token(tokenizer, score.token, score.logprob, as_ids),
+            "top_logprobs": [_token(tokenizer, *each, as_ids) for each in score.top],
         }
         for score in scores
     ]
-    return {"content": entries, "refusal": None}
 
 
-def _token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+def prompt_shape(
+    tokenizer: Tokenizer, num_tokens: int, scores: Mapping[int, TokenLogprobs]
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each place a map from token ids; the first has none."""
+    return [
+        None if place not in scores else _ranked(tokenizer, scores[place])
+        for place in range(num_tokens)
+    ]
+
+
+def _ranked(tokenizer: Tokenizer, score: TokenLogprobs) -> dict[str, Any]:
+    found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top, start=1)}
+    found[score.token] = (score.logprob, score.rank)
+    return {
+        str(token): {
+            "logprob": max(logprob, LEAST), "rank": rank, "decoded_token": tokenizer.piece(token)
+        }
+        for token, (logprob, rank) in found.items()
+    }  # fmt: skip
+
+
+def _token(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> dict[str, Any]:
     spelled = tokenizer.spell(token).spelled
-    text = spelled.decode("utf-8", "replace")
+    text = f"token_id:{token}" if as_ids else spelled.decode("utf-8", "replace")
     return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(spelled)}
 
 
 class Columns:
     """A completion's logprobs; knows where in the text the next token begins."""
 
-    def __init__(self, tokenizer: Tokenizer, *, start: int = 0, skip_special: bool = True) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        start: int = 0,
+        skip_special: bool = True,
+        as_ids: bool = False,
+    ) -> None:
+        self._piece = _id_of if as_ids else tokenizer.piece
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._offset = start
 
@@ -44,7 +80,7 @@ class Columns:
         for token, _ in scores:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token]))
-        piece = self._tokenizer.piece
+        piece = self._piece
         return {
             "text_offset": offsets,
             "token_logprobs": [max(score.logprob, LEAST) if score else None for _, score in scores],
@@ -56,5 +92,9 @@ class Columns:
         """The best ones and the token itself, which may not be among them."""
         found: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
-            found.setdefault(self._tokenizer.piece(token), max(logprob, LEAST))
+            found.setdefault(self._piece(token), max(logprob, LEAST))
         return found
+
+
+def _id_of(token: int) -> str:
+    return f"token_id:{token}"

@@ -54,16 +54,16 @@ class Problem(NamedTuple):
 def install(app: FastAPI) -> None:
     """Answer whatever is refused before an endpoint has it, in OpenAI's shape."""
 
-    async def wrong_body(_: Request, error: Exception) -> Response:
+    async def wrong_body(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return from_validation(error.errors(), error.body).response
+        return from_validation(error.errors(), error.body).response_at(request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return _from_http(request, error).response
+        return _from_http(request, error).response_at(request.url.path)
 
-    async def ours(_: Request, error: Exception) -> Response:
-        return api_error(error).response
+    async def ours(request: Request, error: Exception) -> Response:
+        return api_error(error).response_at(request.url.path)
 
     app.add_exception_handler(RequestValidationError, wrong_body)
     app.add_exception_handler(HTTPException, http)

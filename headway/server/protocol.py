@@ -40,6 +40,9 @@ class Taken(BaseModel):
 
 class StreamOptions(Taken):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Usage so far in every chunk; needs include_usage."
+    )
 
 
 class JsonSchema(Taken):
@@ -70,9 +73,11 @@ class StructuredOutputs(Taken):
 class Wishes(Taken):
     """What completions and chats have in common."""
 
+    model_config = ConfigDict(strict=True, extra="allow")  # `unsupported` looks at the rest
+
     model: Text | None = Field(default=None, description="Absent: the model that is served.")
     n: int | None = _limited("n", "Texts for each prompt.")
-    max_tokens: int | None = Field(default=None, ge=0, description="Most tokens to generate.")
+    max_tokens: int | None = Field(default=None, ge=1, description="Most tokens to generate.")
     min_tokens: int | None = _limited("min_tokens", "No stop before this many tokens.")
     temperature: float | None = _limited("temperature", "0: always the most probable token.")
     top_p: float | None = _limited("top_p")
@@ -106,12 +111,33 @@ class Wishes(Taken):
     )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    prompt_logprobs: int | None = _limited(
+        "prompt_logprobs", "Alternatives to report for each prompt token; not in streams."
+    )
+    return_token_ids: bool | None = Field(
+        default=None, description="Report prompt_token_ids, and token_ids of each choice."
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None, description='Write tokens of logprobs as "token_id:123".'
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=1, description="Keep only this many last tokens of a prompt."
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Add the tokenizer's own, such as BOS; default: true for prompts, false for "
+        "chats, whose template writes them.",
+    )
 
 
 class CompletionRequest(Wishes):
     prompt: str | Many[str] | Many[int] | Many[Many[int]] = Field(
         description="Text, token ids, or a list of either."
     )
+    max_tokens: int | None = Field(
+        default=None, description="Most tokens to generate; 0 only with echo.",
+        json_schema_extra={"minimum": 0},
+    )  # fmt: skip
     echo: bool | None = None
     logprobs: int | None = _limited("logprobs", "Alternatives to report for each token.")
     best_of: int | None = Field(default=None, ge=1, description="Only what n is.")
@@ -151,6 +177,15 @@ class ChatRequest(Wishes):
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        default=None, description="Go on from the last message instead of answering it."
+    )
+    documents: list[dict[str, Any]] | None = Field(
+        default=None, description="For templates that show documents."
+    )
+    reasoning_effort: Text | None = Field(
+        default=None, description="For templates that know it; others ignore it."
+    )
 
 
 class TokenizeRequest(Taken):
@@ -160,6 +195,10 @@ class TokenizeRequest(Taken):
     add_special_tokens: bool | None = Field(
         default=None, description="Of a prompt; true if absent."
     )
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -13,7 +13,7 @@ from headway.server.context import Context
 class Sample:
     """One text as it grows: up to a stop string, and the tokens that belong to it."""
 
-    __slots__ = ("_hidden", "_is_live", "_stops", "_tokens", "end", "num_kept", "stream")
+    __slots__ = ("_hidden", "_is_live", "_stops", "end", "stream", "tokens")
 
     def __init__(
         self, context: Context, asked: SamplingParams, hidden: frozenset[int], is_live: bool
@@ -25,12 +25,15 @@ class Sample:
                 tokenizer, asked.stop_strings, asked.include_stop_str_in_output,
                 asked.skip_special_tokens, hidden_ids=hidden, min_tokens=asked.min_tokens,
             )  # fmt: skip
-        self.num_kept = 0  # tokens generated, up to the one that completes a stop string
+        self.tokens: list[int] = []  # generated, up to the one that completes a stop string
         self.end: End | None = None
         self._hidden = hidden
         self._stops = bool(asked.stop_strings)
         self._is_live = is_live or self._stops
-        self._tokens: list[int] = []  # of a text that nobody reads before its end
+
+    @property
+    def num_kept(self) -> int:
+        return len(self.tokens)
 
     @property
     def is_stopped(self) -> bool:
@@ -39,18 +42,17 @@ class Sample:
     def push(self, tokens: Sequence[int]) -> str:
         """The text that may be shown after these tokens."""
         if self.stream is None or not self._is_live:
-            self._tokens += tokens
-            self.num_kept += len(tokens)
+            self.tokens += tokens
             return ""
         if not self._stops:
-            self.num_kept += len(tokens)
+            self.tokens += tokens
             return self.stream.push(tokens)
         text = ""
         for token in tokens:
             if self.is_stopped:
                 break
             text += self.stream.push([token])
-            self.num_kept += 1
+            self.tokens.append(token)
         return text
 
     def finish(self, end: End) -> str:
@@ -58,11 +60,17 @@ class Sample:
         self.end = end
         if self.stream is None:
             return ""
-        return self.stream.push(self._tokens) + self.stream.finish()
+        unread = [] if self._is_live else self.tokens
+        return self.stream.push(unread) + self.stream.finish()
 
     def seen(self, scores: Sequence[TokenLogprobs], num_kept: int) -> list[TokenLogprobs]:
         """Of newly generated tokens' scores those whose tokens are kept, and no end tokens."""
         return [score for score in scores[:num_kept] if score.token not in self._hidden]
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self.stream is None else self.stream.hit
 
     @property
     def finish_reason(self) -> str | None:

@@ -41,7 +41,7 @@ class Guard:
                     return None  # the client has gone
                 receive = _replaying(body, receive)
         except ApiError as error:
-            return await error.response(scope, receive, send)
+            return await error.response_at(scope["path"])(scope, receive, send)
         return await self._app(scope, receive, send)
 
     def _check_key(self, headers: Headers) -> None:

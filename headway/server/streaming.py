@@ -10,7 +10,6 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from headway.server.connection import Outlet, outlet_of
 from headway.server.context import Context
 from headway.server.errors import ApiError, api_error, to_json
+from headway.server.protocol import StreamOptions
 
 DONE = b"data: [DONE]\n\n"
 EVENTS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy holds them back
@@ -82,7 +82,7 @@ class Whole(Watched):
                 value = await self._make()
             response = Response(to_json(value), media_type=self.media_type)
         except Exception as error:
-            response = self._error(error).response
+            response = self._error(error).response_at(scope["path"])
         await response(scope, receive, send)
 
 
@@ -93,6 +93,7 @@ class Events(Watched):
     """
 
     media_type = "text/event-stream"
+    last = DONE
 
     def __init__(
         self,
@@ -121,16 +122,19 @@ class Events(Watched):
         except Exception as error:
             await self._fail(error, has_begun, scope, receive, send)
         else:
-            await self._send(send, DONE, more=False)
+            await self._send(send, self.last, more=False)
 
     async def _fail(
         self, error: Exception, has_begun: bool, scope: Scope, receive: Receive, send: Send
     ) -> None:
         failure = self._error(error)
         if not has_begun:
-            return await failure.response(scope, receive, send)
-        event = b"data: " + to_json(failure.body) + b"\n\n"
-        return await self._send(send, event + DONE, more=False)
+            return await failure.response_at(scope["path"])(scope, receive, send)
+        return await self._send(send, self.failed(failure) + self.last, more=False)
+
+    def failed(self, failure: ApiError) -> bytes:
+        """The event that tells of a failure after the stream has begun."""
+        return b"data: " + to_json(failure.body) + b"\n\n"
 
     def _start(self) -> dict[str, Any]:
         headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
@@ -143,31 +147,54 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class Chunks:
-    """Writes events of one answer: what is the same in all of them is made once.
+    """Writes the events of one answer; the parts that all of them share are made once.
 
     Every chunk carries `"usage": null` where the usage comes at the end, as OpenAI's do.
     """
 
-    def __init__(self, id: str, kind: str, created: int, model: str, has_usage: bool) -> None:
-        about = f'"id":{quoted(id)},"object":"{kind}","created":{created},"model":{quoted(model)}'
-        self._head = f'data: {{{about},"choices":['
-        self._tail = ('],"usage":null}' if has_usage else "]}") + "\n\n"
+    def __init__(
+        self, context: Context, id: str, kind: str, created: int, options: StreamOptions | None
+    ) -> None:
+        facts = {"id": id, "object": kind, "created": created, "model": context.model_name}
+        if context.fingerprint:
+            facts["system_fingerprint"] = context.fingerprint
+        self.has_usage = bool(options and options.include_usage)
+        self.is_continuous = self.has_usage and bool(options and options.continuous_usage_stats)
+        self._head = f'data: {to_json(facts).decode()[:-1]},"choices":['
+        self._tail = ('],"usage":null}' if self.has_usage else "]}") + "\n\n"
 
     def chunk(
-        self, index: int, member: str, logprobs: Any = None, finish_reason: str | None = None
+        self,
+        index: int,
+        member: str,
+        logprobs: Any = None,
+        finish_reason: str | None = None,
+        *,
+        choice: Mapping[str, Any] | None = None,
+        top: Mapping[str, Any] | None = None,
     ) -> str:
-        """One choice's news; `member` is its own part as JSON, such as `"text":"..."`."""
-        if logprobs is None and finish_reason is None:
+        """One choice's part; `member` is the text as JSON, such as `"text":"..."`.
+
+        `choice` are further members of the choice, `top` of the event.
+        """
+        if logprobs is None and finish_reason is None and not choice:
             rest = '"logprobs":null,"finish_reason":null'
         else:
-            scores = "null" if logprobs is None else to_json(logprobs).decode()
-            reason = "null" if finish_reason is None else quoted(finish_reason)
-            rest = f'"logprobs":{scores},"finish_reason":{reason}'
-        return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
+            rest = _members(
+                {"logprobs": logprobs, "finish_reason": finish_reason, **(choice or {})}
+            )
+        if not top:
+            return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
+        return f'{self._head}{{"index":{index},{member},{rest}}}],{_members(top)}}}\n\n'
 
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last event, which has no choices."""
         return f'{self._head}],"usage":{to_json(usage).decode()}}}\n\n'.encode("ascii")
+
+
+def _members(values: Mapping[str, Any]) -> str:
+    """The members of an object as JSON, without its braces."""
+    return to_json(values).decode()[1:-1]
 
 
 def new_id(kind: str) -> str:

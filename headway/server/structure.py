@@ -7,9 +7,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from pydantic import ValidationError
+
 from headway.grammar import Grammar, check, is_known
 from headway.server.errors import ApiError, refused
 from headway.server.protocol import ResponseFormat, StructuredOutputs, Wishes
+from headway.server.unsupported import GUIDED, guided
 from headway.server.wishes import naming
 
 # One thread: however much there is to read, it takes one core from everybody else at most.
@@ -25,6 +28,8 @@ FORMS: dict[str, Callable[[Any], Grammar]] = {
 async def grammar_of(body: Wishes) -> Grammar | None:
     """The grammar of an answer; None: any text."""
     wanted, also = body.response_format, body.structured_outputs
+    if also is None and (older := guided(body.model_extra)):
+        also = _validated(older)
     param = "response_format" if also is None else "structured_outputs"
     with naming(param):
         grammar = None if wanted is None else _from_format(wanted)
@@ -35,6 +40,15 @@ async def grammar_of(body: Wishes) -> Grammar | None:
         if grammar is not None:
             await checked(grammar, lambda: check(grammar))
     return grammar
+
+
+def _validated(given: dict[str, Any]) -> StructuredOutputs:
+    """vLLM's older fields, `guided_json` and so on, as `structured_outputs`."""
+    try:
+        return StructuredOutputs.model_validate(given)
+    except ValidationError as error:
+        name = next(old for old, new in GUIDED.items() if new == error.errors()[0]["loc"][0])
+        raise refused(name, f"is wrong: {error.errors()[0]['msg']}") from None
 
 
 async def checked(grammar: Grammar, check: Callable[[], None]) -> None:

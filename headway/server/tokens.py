@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from headway.server.context import Context
+from headway.server.conversation import template_options
 from headway.server.errors import refused
-from headway.server.protocol import DetokenizeRequest, TokenizeRequest
+from headway.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
+from headway.server.toolcalls.choice import ToolUse, tool_use
 from headway.server.wishes import aside, chat_tokens_of, check_model, naming
 
 LETTERS = 4  # of a token, about
@@ -19,7 +21,7 @@ async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise refused("prompt", "or messages, one of them, must be given")
     if body.messages is not None:
-        tokens = await chat_tokens_of(context, body.messages, {})
+        tokens = await chat_tokens_of(context, body.messages, *_shown(context, body))
     else:
         text = body.prompt or ""
         special = body.add_special_tokens is not False
@@ -29,6 +31,18 @@ async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
     if body.return_token_strs:
         told["token_strs"] = [tokenizer.piece(token) for token in tokens]
     return told
+
+
+def _shown(context: Context, body: TokenizeRequest) -> tuple[ToolUse | None, dict[str, Any]]:
+    """The tools of a conversation and the template's variables, as a chat would have them."""
+    template = context.asking.need_tokenizer().chat_template
+    use = tool_use(template, body.tools, parser=context.tool_call_parser)
+    chat = ChatRequest.model_construct(
+        messages=body.messages, chat_template_kwargs=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )  # fmt: skip
+    return use, template_options(chat, use)
 
 
 async def detokenize(context: Context, body: DetokenizeRequest) -> dict[str, Any]:

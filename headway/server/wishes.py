@@ -16,7 +16,10 @@ from headway.sampling import SamplingParams
 from headway.server.context import Context
 from headway.server.errors import ApiError, refused, shown
 from headway.server.protocol import ChatMessage, CompletionRequest, Wishes
-from headway.server.tools import for_template
+from headway.server.toolcalls.choice import ToolUse
+from headway.server.toolcalls.formats import HERMES
+from headway.server.toolcalls.prompt import template_messages
+from headway.server.unsupported import check_supported
 
 Result = TypeVar("Result")
 MOST_DIGITS = 18  # of a token id; what is too large for the model is told its limit
@@ -40,6 +43,7 @@ async def sampling(
     context: Context, body: Wishes, *, max_tokens: int | None, **more: Any
 ) -> SamplingParams:
     """The fields as the engine takes them; InvalidRequest or ApiError names the one it cannot."""
+    check_supported(body.model_extra)
     asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name, ours in OTHER_NAME.items():
         if (value := getattr(body, name)) is not None:
@@ -52,6 +56,8 @@ async def sampling(
         raise refused("cache_salt", f"must be printable text, not {shown(body.cache_salt)}")
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "is only for requests with stream: true")
+    if body.prompt_logprobs is not None and body.stream:
+        raise refused("prompt_logprobs", "is only for requests without stream")
     _check_lengths(context, body)
     return SamplingParams(max_tokens=max_tokens, **asked, **more)
 
@@ -83,11 +89,13 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     return list(prompt)
 
 
-async def tokens_of(context: Context, prompts: Sequence[Prompt]) -> list[list[int]]:
+async def tokens_of(
+    context: Context, prompts: Sequence[Prompt], *, special: bool = True
+) -> list[list[int]]:
     """Each prompt's tokens."""
     size, asking = sum(map(len, prompts)), context.asking
     with naming("prompt"):
-        tokens = await aside(size, lambda: [asking.tokens(prompt) for prompt in prompts])
+        tokens = await aside(size, lambda: [asking.tokens(p, special=special) for p in prompts])
     empty = next((number for number, each in enumerate(tokens) if not each), None)
     if empty is not None:
         which = f"[{empty}]" if len(tokens) > 1 else ""
@@ -97,13 +105,25 @@ async def tokens_of(context: Context, prompts: Sequence[Prompt]) -> list[list[in
 
 
 async def chat_tokens_of(
-    context: Context, messages: Sequence[ChatMessage], options: Mapping[str, Any]
+    context: Context,
+    messages: Sequence[ChatMessage],
+    use: ToolUse | None,
+    options: Mapping[str, Any],
 ) -> list[int]:
     """A conversation's tokens."""
     num_letters = sum(len(str(message.content)) for message in messages)
+    template = context.asking.need_tokenizer().chat_template
     with naming("messages"):
-        plain = for_template([message.model_dump(exclude_unset=True) for message in messages])
+        given = [message.model_dump(exclude_unset=True) for message in messages]
+        plain = template_messages(template, given, use.format if use else HERMES)
+        if use is not None:
+            plain = list(use.messages(plain))
         return await aside(num_letters, lambda: context.asking.chat_tokens(plain, **options))
+
+
+def truncated(tokens: list[int], body: Wishes) -> list[int]:
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
+    return tokens if body.truncate_prompt_tokens is None else tokens[-body.truncate_prompt_tokens :]
 
 
 @contextmanager
