@@ -41,6 +41,12 @@ TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>?'
 )
+CHAT_TEMPLATE = (  # writes calls, too
+    "{% for message in messages %}{{ message.role }}:{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
 MODEL = "letters"
 
 
@@ -175,7 +181,7 @@ async def server(
     asking = Asking(tokenizer=letters(template), vocab_size=vocab_size, eos_ids=frozenset({END}))
     context = Context(
         engine=engine, asking=asking, model_name=MODEL, max_length=max_length,
-        settings=Settings(**settings),
+        settings=Settings(**settings), fingerprint="fp_test",
     )  # fmt: skip
     await engine.start()
     app = create_app(context)

@@ -25,9 +25,8 @@ from headway.cli import (
     top,
     trace,
 )
+from headway.cli.packages import install, is_optional
 from headway.errors import HeadwayError
-
-EXTRAS = ("torch", "tokenizers", "safetensors", "gguf", "jinja2")  # what a real model needs
 
 app = typer.Typer(
     name="headway",
@@ -76,11 +75,9 @@ def main() -> None:
         Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         sys.exit(2)
     except ModuleNotFoundError as error:  # a base install has scheduler and simulator only
-        if error.name not in EXTRAS:
+        if not is_optional(error.name):
             raise
-        print(
-            f"error: {error.name} is not installed: pip install 'headway[torch]'", file=sys.stderr
-        )
+        print(f"error: {error.name} is not installed: {install('torch')}", file=sys.stderr)
         sys.exit(2)
     except BrokenPipeError:  # the reader of a pipe has seen enough
         sys.stderr.close()

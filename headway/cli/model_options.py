@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from headway.cli import options
-from headway.errors import FormatError, ModelError
+from headway.cli.packages import check_extras
+from headway.errors import FormatError
 from headway.sampling import SamplingParams
 from headway.scheduler.presets import NUMBERS, SLOTS
 
@@ -185,27 +186,18 @@ def check_writable(path: Path) -> None:
 
 def resolved(precision: str, device: str) -> str:
     """The precision that auto means on a device, given as its text."""
-    with _needing_torch():
-        from headway.model import devices
-        from headway.model import precision as precisions
+    check_extras("running a model", "torch")
+    from headway.model import devices
+    from headway.model import precision as precisions
+
     return precisions.resolved(precision, devices.use_device(device))
 
 
 def _llm_class() -> type[LLM]:
-    with _needing_torch():
-        from headway.llm import LLM
+    check_extras("running a model", "torch")
+    from headway.llm import LLM
+
     return LLM
-
-
-@contextmanager
-def _needing_torch() -> Iterator[None]:
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        raise ModelError(
-            f"running a model needs {error.name}, which is not installed: "
-            "pip install 'headway[torch]'"
-        ) from None
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,11 +15,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from headway import __version__
 from headway.cli.model_options import ModelOptions, spread
+from headway.cli.packages import check_extras
 from headway.cli.serve_options import ServeOptions
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.loop import EngineLoop
-from headway.errors import ConfigError
+from headway.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from headway.engine.asking import Asking
@@ -34,7 +36,6 @@ Model = Annotated[
         show_default="smollm2-135m",
     ),
 ]  # fmt: skip
-NEEDED = ("fastapi", "uvicorn", "httptools", "prometheus_client")
 log = logging.getLogger(__name__)
 
 
@@ -46,6 +47,13 @@ class Facts:
     model_name: str
     max_length: int
     words: str
+    tool_call_parser: str = "auto"
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the version, the model and how it is computed."""
+        facts = f"{__version__} {self.model_name} {self.words}"
+        return f"fp_{sha256(facts.encode()).hexdigest()[:12]}"
 
 
 @spread
@@ -54,7 +62,7 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
 
     SIGTERM or Ctrl-C: nothing new is taken, what is open may finish, then it ends; twice: at once.
     """
-    _check_installed()
+    check_extras("serving a model", "torch", "server")
     from headway.server.serving import bind, serve_here
     from headway.server.workers import Supervisor
 
@@ -104,12 +112,15 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
     """The model, loaded, and what watches it."""
     from headway.server.serving import Served
 
+    template = None if serving.chat_template is None else read_template(serving.chat_template)
     llm = model.load()
+    if template is not None and llm.tokenizer is not None:
+        llm.tokenizer.chat_template = template
     llm.executor.sampler.grammars.matchers.warm_up()  # later it would hold up everybody's streams
     config, loaded = llm.config, llm.loaded
     facts = Facts(
         asking=llm.asking, model_name=serving.served_model_name or _short(model.model),
-        max_length=config.max_length,
+        max_length=config.max_length, tool_call_parser=serving.tool_call_parser,
         words=f"{loaded.precision} on {loaded.device}, {config.max_requests} seats, "
         f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",
     )  # fmt: skip
@@ -140,8 +151,21 @@ def make_app(settings: Settings, patience: float, engine: AsyncEngine, facts: Fa
     context = Context(
         engine=engine, asking=facts.asking, model_name=facts.model_name,
         max_length=facts.max_length, settings=settings, health=watch(engine, patience),
+        tool_call_parser=facts.tool_call_parser, fingerprint=facts.fingerprint,
     )  # fmt: skip
     return AccessLog(create_app(context, [router(context)]))
+
+
+def read_template(path: Path) -> str:
+    """A chat template from a file; ConfigError if it cannot be read or is no Jinja template."""
+    from headway.engine.chat import check_template
+
+    try:
+        template = path.read_text(encoding="utf-8")
+        check_template(template)
+    except (OSError, UnicodeDecodeError, ModelError) as error:
+        raise ConfigError(f"--chat-template {path} cannot be used: {error}") from error
+    return template
 
 
 def _use_device(llm: LLM, threads: int | None) -> None:
@@ -167,12 +191,3 @@ def _short(model: str) -> str:
         if Path(model).exists():
             return Path(model).resolve().name
     return model
-
-
-def _check_installed() -> None:
-    """ConfigError that says which extra is missing, if one is."""
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"serving needs {missing[0]}, which is not installed: pip install 'headway[server]'"
-        )

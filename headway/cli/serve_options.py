@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 SERVER, LIMITS, LOGS = "Server", "Limits", "Logs"
 NONE = "no limit"
+PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
 
 
 def _server(text: str, *names: str, **more: Any) -> Any:
@@ -39,6 +40,17 @@ class ServeOptions:
     served_model_name: Annotated[
         str | None, _server("What clients call the model.", show_default="as it was given")
     ] = None
+    chat_template: Annotated[
+        Path | None,
+        _server("File with a Jinja chat template to use.", show_default="the model's own"),
+    ] = None
+    tool_call_parser: Annotated[
+        str,
+        _server(
+            f"Format of tool calls: {', '.join(PARSERS)}. Any but auto also describes tools in the "
+            "system message if the chat template has no place for them."
+        ),
+    ] = "auto"
     api_workers: Annotated[int, _server("Processes that answer HTTP.", min=1)] = 1
     engine_process: Annotated[
         bool | None,
@@ -90,6 +102,7 @@ class ServeOptions:
         for name, known in (
             ("log_format", ("human", "json")),
             ("log_level", ("debug", "info", "warning", "error")),
+            ("tool_call_parser", PARSERS),
         ):
             if getattr(self, name) not in known:
                 wanted = f"{', '.join(known)}, not {getattr(self, name)!r}"

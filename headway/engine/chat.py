@@ -171,6 +171,11 @@ def _compile(template: str) -> jinja2.Template:
         raise ModelError(f"the chat template is broken in line {error.lineno}: {error}") from error
 
 
+def check_template(template: str) -> None:
+    """ModelError with the line if a template cannot be compiled."""
+    _compile(template)
+
+
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None,
     separators: tuple[str, str] | None = None, sort_keys: bool = False,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -31,6 +31,15 @@ class Usage(BaseModel):
     prompt_tokens_details: CachedTokens
 
 
+class PromptLogprob(BaseModel):
+    logprob: Logprob
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = dict[str, PromptLogprob]  # by token id
+
+
 class CompletionLogprobs(BaseModel):
     text_offset: list[int]
     token_logprobs: list[Logprob | None]
@@ -43,6 +52,9 @@ class CompletionChoice(BaseModel):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: list[PromptLogprobs | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    token_ids: list[int] | None = None
 
 
 class CompletionResponse(BaseModel):
@@ -50,6 +62,7 @@ class CompletionResponse(BaseModel):
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -92,6 +105,7 @@ class ChatChoice(BaseModel):
     message: ChatAnswer
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(BaseModel):
@@ -99,8 +113,46 @@ class ChatResponse(BaseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str | None = None
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: list[PromptLogprobs | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ResponsesResponse(BaseModel):
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Literal["completed", "incomplete"]
+    model: str
+    output: list[dict[str, Any]]
+    usage: dict[str, Any]
+
+
+class MessagesResponse(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class CountResponse(BaseModel):
+    input_tokens: int
+
+
+class AnthropicErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorBody
 
 
 class ModelCard(BaseModel):

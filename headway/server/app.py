@@ -16,19 +16,28 @@ from headway import __version__
 from headway.errors import ExecutorError
 from headway.server import problems, tokens
 from headway.server.answers import (
+    AnthropicErrorResponse,
     ChatResponse,
     CompletionResponse,
+    CountResponse,
     DetokenizeResponse,
     ErrorResponse,
+    MessagesResponse,
     ModelCard,
     ModelList,
+    ResponsesResponse,
     TokenizeResponse,
 )
+from headway.server.anthropic.messages import count_tokens, messages
+from headway.server.anthropic.messages_input import CountRequest, MessagesRequest
 from headway.server.bodies import ReadRoute
 from headway.server.chat import chat
 from headway.server.completions import completions
 from headway.server.context import Context
 from headway.server.errors import ApiError, api_error
+from headway.server.openai.responses import responses
+from headway.server.openai.responses_input import ResponsesRequest
+from headway.server.pages import page
 from headway.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -90,7 +99,7 @@ def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
     app.needs_key = bool(context.settings.api_keys)
     app.state.context = context
     problems.install(app)
-    ours = (_generating, _tokenizing, _naming, _watching)
+    ours = (_generating, _anthropic, _tokenizing, _naming, _watching)
     for router in (*(make(context) for make in ours), *routers):
         app.include_router(router)
     app.add_middleware(Guard, settings=context.settings)
@@ -119,6 +128,32 @@ def _generating(context: Context) -> APIRouter:
     async def post_chat(body: ChatRequest) -> Response:
         """Answer a conversation."""
         return chat(context, body)
+
+    @router.post("/responses", response_model=ResponsesResponse, responses=streamed)
+    async def post_responses(body: ResponsesRequest) -> Response:
+        """Answer a conversation, as OpenAI's newer API does; responses are not stored."""
+        return responses(context, body)
+
+    return router
+
+
+def _anthropic(context: Context) -> APIRouter:
+    errors: dict[int | str, dict[str, Any]] = {
+        status: {"model": AnthropicErrorResponse, "description": WHY[status]}
+        for status in GENERATED
+    }
+    router = APIRouter(prefix="/v1", responses=errors, route_class=ReadRoute)
+    streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
+
+    @router.post("/messages", response_model=MessagesResponse, responses=streamed)
+    async def post_messages(body: MessagesRequest) -> Response:
+        """Answer a conversation, as Anthropic's API does."""
+        return messages(context, body)
+
+    @router.post("/messages/count_tokens", response_model=CountResponse)
+    async def post_count(body: CountRequest) -> Response:
+        """Count a conversation's tokens."""
+        return Whole(context, lambda: count_tokens(context, body))
 
     return router
 
@@ -156,6 +191,13 @@ def _naming(context: Context) -> APIRouter:
         check_model(context, model)
         return card
 
+    described = page("docs.html", "docs.css", "docs.js")
+
+    @router.get("/docs", include_in_schema=False)
+    async def get_docs() -> Response:
+        """A page that shows the schema."""
+        return described
+
     @router.get("/version")
     async def get_version() -> dict[str, str]:
         """The version of Headway."""
@@ -174,6 +216,12 @@ def _watching(context: Context) -> APIRouter:
         if problem := await context.health(engine):
             raise ApiError(503, problem, code="unhealthy")
         return {"status": "ok"}
+
+    @router.get("/ping", responses=_errors(503))
+    @router.post("/ping", include_in_schema=False)
+    async def ping() -> dict[str, str]:
+        """The same as /health, under the name that some platforms ask for."""
+        return await get_health()
 
     @router.get("/load", responses=_errors(503))
     async def get_load() -> dict[str, int]:

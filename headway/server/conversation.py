@@ -73,9 +73,12 @@ class Conversation(NamedTuple):
 
 
 async def open_conversation(
-    context: Context, body: ChatRequest, *, id_prefix: str, is_live: bool
+    context: Context, body: ChatRequest, *, id_prefix: str, is_live: bool, field: str = "messages"
 ) -> Conversation:
-    """Check a request and turn it into tokens; ApiError names the field that is wrong."""
+    """Check a request and turn it into tokens; ApiError names the field that is wrong.
+
+    `field` is the name of the conversation in the request's API.
+    """
     check_model(context, body.model)
     check_num_choices(context, 1, body.n or 1)
     tokenizer = context.asking.need_tokenizer()
@@ -88,7 +91,7 @@ async def open_conversation(
     id = new_id(id_prefix)
     answers = [Answer(use.parser() if use else None) for _ in range(asked.n)]
     prompt = truncated(tokens, body)
-    run = Run(context, id, prompt, asked, field="messages", is_live=is_live)
+    run = Run(context, id, prompt, asked, field=field, is_live=is_live)
     return Conversation(id, int(time.time()), run, answers, tokenizer)
 
 

@@ -87,6 +87,15 @@ def refused(param: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param} {problem}", param=param, code=code)
 
 
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """An error whose field has another name in the API that it is reported by."""
+    name = names.get(error.param or "")
+    if name is None:
+        return error
+    words = str(error).replace(str(error.param), name, 1)
+    return ApiError(error.status, words, param=name, code=error.code, headers=error.headers)
+
+
 def shown(value: object) -> str:
     """A wrong value as JSON writes it, as much of it as a message needs."""
     text = ""

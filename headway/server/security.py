@@ -16,7 +16,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from headway.server.errors import ApiError, shown
 from headway.server.settings import Settings
 
-OPEN_PATHS = frozenset({"/", "/health", "/version"})  # they tell nothing that needs a key
+OPEN_PATHS = frozenset(
+    {"/", "/docs", "/health", "/ping", "/version"}
+)  # they tell nothing that needs a key
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 
 

@@ -197,6 +197,11 @@ def _members(values: Mapping[str, Any]) -> str:
     return to_json(values).decode()[1:-1]
 
 
+def named_event(event: Mapping[str, Any]) -> bytes:
+    """An event whose name is its type, as OpenAI's newer and Anthropic's API have them."""
+    return f"event: {event['type']}\ndata: {to_json(event).decode()}\n\n".encode("ascii")
+
+
 def new_id(kind: str) -> str:
     """An id for an answer and its requests; no secret, so it costs no call to the system."""
     return f"{kind}-{random.getrandbits(96):024x}"

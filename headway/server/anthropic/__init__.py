@@ -1,0 +1,1 @@
+"""Endpoints of Anthropic's API."""

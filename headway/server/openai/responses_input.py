@@ -1,0 +1,219 @@
+"""The body of POST /v1/responses, read as a chat request.
+
+The server keeps no state: fields that need an earlier response are refused. Items of the input
+are checked here, so that an error names the item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from headway.server.errors import ApiError, refused, shown
+from headway.server.protocol import (
+    ChatMessage,
+    ChatRequest,
+    ResponseFormat,
+    Taken,
+    Text,
+    Wishes,
+)
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
+STATEFUL = {
+    "previous_response_id": "send the earlier items in input",
+    "conversation": "send the earlier items in input",
+    "prompt": "send instructions and input",
+    "background": "wait for the answer, or stream it",
+}
+RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+LOGPROBS = "message.output_text.logprobs"
+
+
+class TextFormat(Taken):
+    """The form of the answer's text."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextOptions(Taken):
+    format: TextFormat | None = None
+    verbosity: Text | None = None
+
+
+class ResponsesRequest(Wishes):
+    """OpenAI's fields, and those that chats have here besides."""
+
+    input: str | list[dict[str, Any]] = Field(description="Text, or a list of items.")
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    text: TextOptions | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=100)
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    store: bool | None = Field(default=None, description="Responses are never stored.")
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
+
+
+def chat_request(body: ResponsesRequest) -> ChatRequest:
+    """The same request as a chat; ApiError names what is wrong or cannot be done here."""
+    more = body.model_extra or {}
+    for name, advice in STATEFUL.items():
+        if more.get(name):
+            raise refused(name, f"is not supported: the server keeps no responses; {advice}")
+    if body.truncation == "auto":
+        raise refused("truncation", 'must be "disabled": a prompt is never cut silently')
+    if (body.n or 1) > 1:
+        raise refused("n", f"must be 1, a response has one answer, not {body.n}")
+    fields = {
+        name: getattr(body, name) for name in Wishes.model_fields if name in body.model_fields_set
+    }
+    effort = (body.reasoning or {}).get("effort")
+    return ChatRequest.model_construct(
+        _fields_set=None,
+        **{
+            **fields, **more,
+            "messages": _messages(body), "max_completion_tokens": body.max_output_tokens,
+            "logprobs": body.wants_logprobs, "top_logprobs": body.top_logprobs,
+            "tools": _tools(body.tools), "tool_choice": _tool_choice(body.tool_choice),
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "response_format": _response_format(body.text),
+            "chat_template_kwargs": body.chat_template_kwargs,
+            "reasoning_effort": effort if isinstance(effort, str) else None,
+        },
+    )  # fmt: skip
+
+
+def _messages(body: ResponsesRequest) -> list[ChatMessage]:
+    found: list[dict[str, Any]] = []
+    if body.instructions:
+        found.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        found.append({"role": "user", "content": body.input})
+        return _checked(found)
+    if not body.input:
+        raise refused("input", "is empty; at least one item is needed")
+    for number, item in enumerate(body.input):
+        _add(found, item, f"input[{number}]")
+    return _checked(found)
+
+
+def _checked(messages: list[dict[str, Any]]) -> list[ChatMessage]:
+    """Messages of which only the first is a system message, as most templates want them."""
+    if len(messages) > 1 and all(message["role"] == "system" for message in messages[:2]):
+        contents = [message["content"] for message in messages[:2]]
+        messages = [{"role": "system", "content": "\n\n".join(contents)}, *messages[2:]]
+    return [ChatMessage.model_validate(message) for message in messages]
+
+
+def _add(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """Add an item of the input to the messages."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if role not in ROLES:
+            raise ApiError(
+                400, f"{where}.role must be one of {', '.join(ROLES)}, not {shown(role)}",
+                param="input",
+            )  # fmt: skip
+        role = "system" if role == "developer" else role
+        found.append({"role": role, "content": _text(item.get("content"), f"{where}.content")})
+    elif kind == "function_call":
+        _add_call(found, item, where)
+    elif kind == "function_call_output":
+        output = _text(item.get("output"), f"{where}.output")
+        id = str(item.get("call_id", ""))
+        found.append({"role": "tool", "content": output, "tool_call_id": id})
+    elif kind != "reasoning":  # which no model here reads again
+        known = "message, function_call, function_call_output, reasoning"
+        problem = f"{where}.type must be one of {known}, not {shown(kind)}"
+        raise ApiError(400, problem, param="input")
+
+
+def _add_call(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
+    """A call belongs to the assistant's message before it, if there is one."""
+    name, arguments = item.get("name"), item.get("arguments")
+    if not isinstance(name, str) or not isinstance(arguments, str):
+        problem = f"{where} must have a name and arguments, both strings"
+        raise ApiError(400, problem, param="input")
+    function = {"name": name, "arguments": arguments}
+    call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
+    if not found or found[-1]["role"] != "assistant":
+        found.append({"role": "assistant", "content": None})
+    found[-1].setdefault("tool_calls", []).append(call)
+
+
+def _text(content: Any, where: str) -> str:
+    """Content as one text; its parts may only be text."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} must be a string or a list of parts", param="input")
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
+        if not isinstance(text, str):
+            problem = f"{where}[{number}] must be a part of type input_text or output_text"
+            raise ApiError(400, f"{problem}, not {shown(part)}", param="input")
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+    """Function tools in a chat's shape, which has the function one level deeper."""
+    found = []
+    for number, tool in enumerate(tools or ()):
+        if tool.get("type") != "function":
+            problem = f'tools[{number}].type must be "function", not {shown(tool.get("type"))}'
+            raise ApiError(400, f"{problem}: no other tools run here", param="tools")
+        function = {key: value for key, value in tool.items() if key != "type"}
+        found.append({"type": "function", "function": function})
+    return found or None
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [
+            {"type": "function", "function": {"name": tool.get("name")}}
+            for tool in (tools if isinstance(tools, list) else [])
+            if isinstance(tool, dict)
+        ]
+        allowed = {"mode": choice.get("mode"), "tools": named}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    if choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    problem = f"must be none, auto, required, a function or allowed_tools, not {shown(choice)}"
+    raise refused("tool_choice", problem)
+
+
+def _response_format(text: TextOptions | None) -> ResponseFormat | None:
+    format = text.format if text else None
+    if format is None:
+        return None
+    if format.type == "json_schema" and format.schema_ is None:
+        raise ApiError(400, "text.format.schema is missing; json_schema needs it", param="text")
+    schema = {"name": format.name, "strict": format.strict, "schema": format.schema_}
+    wanted: dict[str, Any] = {"type": format.type}
+    if format.type == "json_schema":
+        wanted["json_schema"] = schema
+    return ResponseFormat.model_validate(wanted)

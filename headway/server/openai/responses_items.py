@@ -1,0 +1,133 @@
+"""The output items of a response, and the events that tell how they grow.
+
+An answer is a sequence of items: messages of text, and function calls. One item grows at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import secrets
+from typing import Any
+
+from headway.server.conversation import Answer
+from headway.server.runs import Delta
+from headway.server.toolcalls.formats import CallDelta
+
+Event = dict[str, Any]
+
+
+class OutputItems:
+    """The items of one answer; the last one may still be growing."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._items: list[dict[str, Any]] = []
+        self._is_open = False
+
+    @property
+    def output(self) -> list[dict[str, Any]]:
+        """All items as they are now."""
+        return copy.deepcopy(self._items)
+
+    def push(self, delta: Delta, scores: list[dict[str, Any]] | None) -> list[Event]:
+        """The events of what a sample gained; `scores` belong to its first text."""
+        events: list[Event] = []
+        for piece in self._answer.pieces(delta):
+            if isinstance(piece, CallDelta):
+                events += self._call(piece)
+            else:
+                events += self._text(piece, scores or [])
+                scores = None
+        return events
+
+    def close(self, status: str = "completed") -> list[Event]:
+        """The events at the end of the item that grows, if there is one."""
+        if not self._is_open:
+            return []
+        self._is_open = False
+        item = self._items[-1]
+        item["status"] = status
+        at = self._place()
+        done: Event
+        if item["type"] == "function_call":
+            done = {
+                "type": "response.function_call_arguments.done", **at,
+                "arguments": item["arguments"], "name": item["name"],
+            }  # fmt: skip
+            events = [done]
+        else:
+            (part,) = item["content"]
+            done = {
+                "type": "response.output_text.done", **at, "content_index": 0,
+                "text": part["text"], "logprobs": part["logprobs"],
+            }  # fmt: skip
+            ended = {"type": "response.content_part.done", **at, "content_index": 0, "part": part}
+            events = [done, ended]
+        events.append({
+            "type": "response.output_item.done", "output_index": at["output_index"], "item": item,
+        })  # fmt: skip
+        return copy.deepcopy(events)
+
+    def _text(self, text: str, scores: list[dict[str, Any]]) -> list[Event]:
+        events = []
+        if not self._is_open or self._items[-1]["type"] != "message":
+            events = [*self.close(), *self._begin_message()]
+        (part,) = self._items[-1]["content"]
+        part["text"] += text
+        part["logprobs"] += scores
+        delta: Event = {
+            "type": "response.output_text.delta", **self._place(), "content_index": 0,
+            "delta": text, "logprobs": scores,
+        }  # fmt: skip
+        return [*events, delta]
+
+    def _call(self, piece: CallDelta) -> list[Event]:
+        events = []
+        if piece.id is not None:
+            events = [*self.close(), *self._begin_call(piece)]
+        if not piece.arguments:
+            return events
+        self._items[-1]["arguments"] += piece.arguments
+        delta: Event = {
+            "type": "response.function_call_arguments.delta", **self._place(),
+            "delta": piece.arguments,
+        }  # fmt: skip
+        return [*events, delta]
+
+    def _begin_message(self) -> list[Event]:
+        part: dict[str, Any] = {
+            "type": "output_text", "text": "", "annotations": [], "logprobs": [],
+        }  # fmt: skip
+        added = self._begin({
+            "id": _new_id("msg"), "type": "message", "role": "assistant", "status": "in_progress",
+            "content": [],
+        })  # fmt: skip
+        self._items[-1]["content"].append(part)
+        begun: Event = {
+            "type": "response.content_part.added", **self._place(), "content_index": 0,
+            "part": copy.deepcopy(part),
+        }  # fmt: skip
+        return [added, begun]
+
+    def _begin_call(self, piece: CallDelta) -> list[Event]:
+        item = {
+            "id": _new_id("fc"), "type": "function_call", "status": "in_progress",
+            "call_id": piece.id, "name": piece.name, "arguments": "",
+        }  # fmt: skip
+        return [self._begin(item)]
+
+    def _begin(self, item: dict[str, Any]) -> Event:
+        self._items.append(item)
+        self._is_open = True
+        place = len(self._items) - 1
+        return {
+            "type": "response.output_item.added", "output_index": place,
+            "item": copy.deepcopy(item),
+        }  # fmt: skip
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+
+def _new_id(kind: str) -> str:
+    return f"{kind}_{secrets.token_hex(12)}"
