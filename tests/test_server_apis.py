@@ -224,13 +224,21 @@ async def test_blocks_of_messages_become_the_conversation() -> None:
         assert counted == {"input_tokens": len(said)}
 
 
+@on_loop
+async def test_an_assistants_last_turn_is_continued() -> None:
+    async with server() as here:
+        talk = [*HELLO, {"role": "assistant", "content": "Sure"}]
+        body = (await here.post(MESSAGES, **anthropic(messages=talk))).json()
+        assert body["content"][0]["text"] == "U:HELLO;A:SURE"
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "kind", "words"),
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 2}, 400, "invalid_request_error", "temperature"),
         ({"messages": []}, 400, "invalid_request_error", "messages"),
-        ({"messages": [{"role": "system", "content": "a"}]}, 400, "invalid_request_error", "role"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, 400, "invalid_request_error", "role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
          "invalid_request_error", "messages[0].content[0]"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error",

@@ -1,4 +1,4 @@
-"""OpenAI's own client against the server, over a real socket, with the bundled model."""
+"""OpenAI's and Anthropic's own clients against the server, over a real socket, with the bundled model."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 import uvicorn
@@ -47,7 +48,12 @@ WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
 }
 
@@ -75,7 +81,7 @@ class Serving:
         await engine.start()
         context = Context(
             engine=engine, asking=self._llm.asking, model_name=NAME,
-            max_length=self._llm.config.max_length,
+            max_length=self._llm.config.max_length, tool_call_parser="hermes",
         )  # fmt: skip
         config = uvicorn.Config(create_app(context), port=0, log_level="error", ws="none")
         self._server = uvicorn.Server(config)
@@ -230,49 +236,135 @@ def test_the_asynchronous_client_runs_many_at_once(url: str, alone: str) -> None
     assert asyncio.run(ask_all()) == [alone] * 4
 
 
-def supported(ask: Any) -> Any:
-    """The answer; skips what the server says it does not support."""
-    try:
-        return ask()
-    except openai.BadRequestError as error:
-        if "not supported yet" in str(error):
-            pytest.skip(str(error))
-        raise
-
-
 def test_an_answer_follows_its_json_schema(client: Any) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
-    answer = supported(lambda: client.chat.completions.create(
+    answer = client.chat.completions.create(
         messages=TALK, max_completion_tokens=60, response_format=wanted, **GREEDY
-    ))  # fmt: skip
+    )
     value = json.loads(answer.choices[0].message.content)
     assert set(value) == {"name", "age"} and value["age"] in (1, 2, 3) and len(value["name"]) <= 8
 
 
 def test_an_answer_may_be_any_json_object(client: Any) -> None:
-    answer = supported(lambda: client.chat.completions.create(
+    answer = client.chat.completions.create(
         messages=TALK, max_completion_tokens=80, response_format={"type": "json_object"}, **GREEDY
-    ))  # fmt: skip
+    )
     text = answer.choices[0].message.content
     assert text.lstrip().startswith("{")
     if answer.choices[0].finish_reason == "stop":
         assert isinstance(json.loads(text), dict)
 
 
-def test_tools_are_called_or_refused_by_name(client: Any) -> None:
-    """A model whose template has no tools is not given any in silence."""
-    try:
-        answer = client.chat.completions.create(
-            messages=[{"role": "user", "content": "What is the weather in Rome?"}],
-            tools=[WEATHER], tool_choice="required", max_completion_tokens=40, **GREEDY,
-        )  # fmt: skip
-    except openai.BadRequestError as error:
-        assert "tool" in str(error)
-        return
-    (call,) = answer.choices[0].message.tool_calls
-    assert call.function.name == "get_weather" and isinstance(
-        json.loads(call.function.arguments), dict
-    )
+ROME: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
+CITY: Any = WEATHER["function"]["parameters"]
+
+
+def test_tools_are_called_by_a_model_whose_template_has_none(client: Any) -> None:
+    asked: Any = {
+        "messages": ROME, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 60, **GREEDY,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "get_weather" and whole.finish_reason == "tool_calls"
+    assert set(json.loads(call.function.arguments)) == {"city"}
+    with client.chat.completions.stream(**asked) as stream:
+        parts = [event.arguments_delta for event in stream
+                 if event.type == "tool_calls.function.arguments.delta"]  # fmt: skip
+        final = stream.get_final_completion().choices[0]
+    assert "".join(parts) == call.function.arguments and len(parts) > 1
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+    talk = [
+        *ROME, whole.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"},
+    ]  # fmt: skip
+    again = client.chat.completions.create(messages=talk, tools=[WEATHER], max_tokens=8, **GREEDY)
+    assert again.choices[0].message.content
+
+
+def test_responses_are_answered_whole_streamed_and_in_a_form(client: Any) -> None:
+    asked: Any = {"model": NAME, "input": TALK, "temperature": 0, "max_output_tokens": 6}
+    whole = client.responses.create(**asked)
+    chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
+    assert whole.output_text == chat.choices[0].message.content
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    final = events[-1].response
+    assert "".join(deltas) == whole.output_text == final.output_text
+    assert final.status == whole.status == "incomplete" and events[-1].type.endswith("incomplete")
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    form: Any = {"format": {"type": "json_schema", "name": "city", "schema": CITY}}
+    formed = client.responses.create(**{**asked, "max_output_tokens": 60}, text=form)
+    assert set(json.loads(formed.output_text)) == {"city"}
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(**asked, previous_response_id=whole.id)
+
+
+def test_responses_call_functions(client: Any) -> None:
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
+    asked: Any = {
+        "model": NAME, "input": ROME, "tools": [tool], "tool_choice": "required", "temperature": 0,
+        "max_output_tokens": 60, "parallel_tool_calls": False,
+    }  # fmt: skip
+    (call,) = client.responses.create(**asked).output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city"}
+    with client.responses.stream(**asked) as stream:
+        kind = "response.function_call_arguments.delta"
+        parts = [event.delta for event in stream if event.type == kind]
+        final = stream.get_final_response()
+    assert "".join(parts) == call.arguments == final.output[0].arguments and len(parts) > 1
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+    talk = [*ROME, call.model_dump(), result]
+    again = client.responses.create(model=NAME, input=talk, max_output_tokens=8, temperature=0)
+    assert again.output_text
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=url, api_key=KEY, timeout=60, max_retries=0) as client:
+        yield client
+
+
+def test_anthropics_client_reads_messages_whole_and_streamed(client: Any, claude: Any) -> None:
+    asked: Any = {"model": NAME, "messages": TALK, "max_tokens": 6, "extra_body": {"top_k": 1}}
+    whole = claude.messages.create(**asked)
+    chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
+    assert whole.content[0].text == chat.choices[0].message.content
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        final = stream.get_final_message()
+    assert final.stop_reason == whole.stop_reason and final.usage.output_tokens > 0
+    counted = claude.messages.count_tokens(model=NAME, messages=TALK)
+    assert counted.input_tokens == chat.usage.prompt_tokens
+    with pytest.raises(anthropic.NotFoundError, match=NAME):
+        claude.messages.create(**{**asked, "model": "other"})
+
+
+def test_anthropics_client_gets_tools_called(claude: Any) -> None:
+    asked: Any = {
+        "model": NAME, "messages": ROME, "max_tokens": 60, "extra_body": {"top_k": 1},
+        "tools": [{"name": "get_weather", "input_schema": CITY}],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+    }  # fmt: skip
+    whole = claude.messages.create(**asked)
+    (use,) = whole.content
+    assert whole.stop_reason == "tool_use" and set(use.input) == {"city"}
+    with claude.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "12 degrees"}
+    talk = [*ROME, {"role": "assistant", "content": [use.model_dump()]},
+            {"role": "user", "content": [result]}]  # fmt: skip
+    again = claude.messages.create(model=NAME, messages=talk, max_tokens=8)
+    assert again.content[0].text
+
+
+def test_anthropics_client_gets_json_of_a_schema(claude: Any) -> None:
+    form: Any = {"format": {"type": "json_schema", "schema": CITY}}
+    answer = claude.messages.create(model=NAME, messages=ROME, max_tokens=60, output_config=form)
+    assert set(json.loads(answer.content[0].text)) == {"city"}
 
 
 def test_a_mooncake_trace_is_replayed(url: str, tmp_path: Path) -> None:

@@ -9,9 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from headway.server.errors import ApiError, refused, shown
-from headway.server.protocol import LONGEST_NAME, MOST_STOPS, ChatMessage, ChatRequest, Taken, Text
+from headway.server.protocol import (
+    LONGEST_NAME,
+    MOST_STOPS,
+    ChatMessage,
+    ChatRequest,
+    ResponseFormat,
+    Taken,
+    Text,
+)
 
-RENAMED = {"stop": "stop_sequences", "user": "metadata"}
+RENAMED = {"stop": "stop_sequences", "user": "metadata", "response_format": "output_config"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -20,8 +28,18 @@ class Metadata(Taken):
 
 
 class Turn(Taken):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
+
+
+class JsonFormat(Taken):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Taken):
+    effort: Text | None = None
+    format: JsonFormat | None = None
 
 
 class CountRequest(Taken):
@@ -35,6 +53,7 @@ class CountRequest(Taken):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
+    output_config: OutputConfig | None = None
 
 
 class MessagesRequest(CountRequest):
@@ -49,11 +68,15 @@ class MessagesRequest(CountRequest):
 
 def chat_request(body: CountRequest) -> ChatRequest:
     """The same request as a chat; ApiError names what is wrong or cannot be done here."""
-    if (body.thinking or {}).get("type", "disabled") != "disabled":
-        raise refused("thinking", 'must be {"type": "disabled"}: models here have no such mode')
-    choice = body.tool_choice or {}
+    if (kind := (body.thinking or {}).get("type", "disabled")) not in ("disabled", "adaptive"):
+        raise refused("thinking", f"must be disabled or adaptive, not {shown(kind)}")
+    choice, config = body.tool_choice or {}, body.output_config or OutputConfig()
+    messages = _messages(body)
+    last = messages[-1]
     fields: dict[str, Any] = {
-        "model": body.model, "messages": _messages(body), "tools": _tools(body.tools),
+        "model": body.model, "messages": messages, "tools": _tools(body.tools),
+        "continue_final_message": last.role == "assistant" and not last.tool_calls,
+        "response_format": _response_format(config.format), "reasoning_effort": config.effort,
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": not choice.get("disable_parallel_tool_use", False),
     }  # fmt: skip
@@ -66,14 +89,22 @@ def chat_request(body: CountRequest) -> ChatRequest:
     return ChatRequest.model_construct(**fields)
 
 
+def _response_format(format: JsonFormat | None) -> ResponseFormat | None:
+    if format is None:
+        return None
+    schema = {"schema": format.schema_, "strict": True}
+    return ResponseFormat.model_validate({"type": "json_schema", "json_schema": schema})
+
+
 def _messages(body: CountRequest) -> list[ChatMessage]:
     found: list[dict[str, Any]] = []
     if body.system:
         found.append({"role": "system", "content": _text(body.system, "system")})
     for number, turn in enumerate(body.messages):
         where = f"messages[{number}].content"
-        if isinstance(turn.content, str):
-            found.append({"role": turn.role, "content": turn.content})
+        if isinstance(turn.content, str) or turn.role == "system":
+            content = _text(turn.content, where)
+            found.append({"role": turn.role, "content": content})
         elif turn.role == "assistant":
             found.append(_assistant(turn.content, where))
         else:
