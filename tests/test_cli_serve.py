@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from headway.cli.serve_options import ServeOptions
 from headway.engine.trace import read_trace
 from headway.model import devices
 from headway.server.serving import bind
-from tests.processes import serving
+from tests.processes import ROOT, serving
 from tests.test_cli import sentence
 from tests.test_cli_generate import options_of, save_tiny
 
@@ -35,8 +37,12 @@ def ask(url: str, path: str, **fields: Any) -> Any:
 def test_a_model_is_served_until_a_signal(
     tiny: list[str], layout: tuple[str, ...], tmp_path: Path
 ) -> None:
-    trace = tmp_path / "trace.jsonl"
-    options = ("--api-key", "sesame", "--trace-out", str(trace), "--num-blocks", "64")
+    trace, template = tmp_path / "trace.jsonl", tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    options = (
+        "--api-key", "sesame", "--trace-out", str(trace), "--num-blocks", "64",
+        "--chat-template", str(template), "--tool-call-parser", "hermes",
+    )  # fmt: skip
     with serving(*tiny, *options, *layout) as (process, said):
         found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
         assert found, said
@@ -44,7 +50,11 @@ def test_a_model_is_served_until_a_signal(
         assert httpx.get(f"{url}/v1/models").status_code == 401
         body = ask(url, "/v1/completions", prompt="abc", max_tokens=5, temperature=0)
         assert body["usage"]["completion_tokens"] <= 5 and body["model"] == Path(tiny[1]).name
+        talk = [{"role": "user", "content": "abc"}]
+        tokens = ask(url, "/tokenize", messages=talk)["tokens"]
+        assert ask(url, "/detokenize", tokens=tokens)["prompt"].strip() == "<abc>"
         assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert body["system_fingerprint"].startswith("fp_")
         key = {"Authorization": "Bearer sesame"}
         assert "headway:generation_tokens_total" in httpx.get(f"{url}/metrics", headers=key).text
         assert httpx.get(f"{url}/live", headers=key).json()["blocks"]["total"] == 64
@@ -65,7 +75,25 @@ def test_mistakes_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     assert "--no-engine-process" in sentence("serve", *several)
     assert "--log-format" in sentence("serve", "--log-format", "xml")
     assert "cannot be read" in sentence("serve", "--api-key-file", tmp_path / "none")
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for")
+    for path in (tmp_path / "none", broken):
+        assert "--chat-template" in sentence("serve", "--chat-template", path)
+    assert "--tool-call-parser" in sentence("serve", "--tool-call-parser", "xml")
     assert "ASCII" in sentence("serve", "--api-key", "schlüssel")
+
+
+def test_missing_packages_are_all_named_with_the_command_that_installs_them() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['fastapi'] = None\n"
+        "sys.argv = ['headway', 'serve']\n"
+        "from headway.cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 2 and "torch, fastapi, which are not installed" in done.stderr
+    assert "pip install 'headway[torch,server]'" in done.stderr
 
 
 def test_an_error_of_the_engine_process_is_told_as_in_one_process() -> None:

@@ -86,7 +86,8 @@ COMMANDS = {
     },
     "chat": {"--system", *MODEL_FLAGS, *SAMPLING_FLAGS},
     "serve": {
-        "name", "--host", "--port", "--served-model-name", "--api-workers", "--engine-process",
+        "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
+        "--api-workers", "--engine-process",
         "--api-key", "--api-key-file", "--cors-origin", "--grace", "--watchdog",
         "--metrics-prefix", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
         "--timeout", "--stall-timeout", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,

@@ -67,6 +67,8 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
     from headway.server.workers import Supervisor
 
     settings = serving.settings()
+    if serving.chat_template is not None:
+        read_template(serving.chat_template)  # a mistake shows before the model is loaded
     model = replace(model, model=name or model.model)
     bound = bind(serving.host, serving.port)
     host, port = bound.getsockname()[:2]
