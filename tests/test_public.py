@@ -44,7 +44,7 @@ NUMBER_NAMES = [
 ]  # fmt: skip
 PARAM_NAMES = [
     "max_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
-    "deadline", "salt", "reads_cache", "n", "sampling",
+    "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
 ]  # fmt: skip
 LLM_NAMES = [
     "model", "device", "precision", "preset", "load_format", "kv_cache_dtype", "attention",
@@ -126,7 +126,7 @@ STEP_KEYS = {
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {
     "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
-    "salt", "stops", "leader", "reads_cache",
+    "salt", "stops", "leader", "reads_cache", "pooling",
 }  # fmt: skip
 END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
 

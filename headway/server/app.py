@@ -29,6 +29,7 @@ from headway.server.chat import chat
 from headway.server.completions import completions
 from headway.server.context import Context
 from headway.server.errors import ApiError, api_error
+from headway.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embeddings
 from headway.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -119,6 +120,11 @@ def _generating(context: Context) -> APIRouter:
     async def post_chat(body: ChatRequest) -> Response:
         """Answer a conversation."""
         return chat(context, body)
+
+    @router.post("/embeddings", response_model=EmbeddingResponse)
+    async def post_embeddings(body: EmbeddingRequest) -> Response:
+        """Turn texts or token ids into vectors of length 1."""
+        return embeddings(context, body)
 
     return router
 
