@@ -6,6 +6,7 @@ same commit as the CHANGELOG line that says so.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import io
 import json
@@ -24,6 +25,7 @@ from headway.lab.synthetic import WORDS, parse_synthetic
 from headway.request import Params, State
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
+from tests.served import server
 
 EXPORTS = {
     "LLM", "PRESETS", "AsyncEngine", "Config", "Engine", "Grammar", "Params", "Plan", "RealClock", "Request",
@@ -118,6 +120,11 @@ COMMANDS = {
     "presets": {"--json"},
     "profiles": {"--json"},
 }  # fmt: skip
+ENDPOINTS = {
+    "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings", "POST /tokenize",
+    "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}", "GET /version", "GET /health",
+    "GET /load", "POST /reset_prefix_cache", "GET /metrics",
+}  # fmt: skip
 STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
     "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
@@ -160,6 +167,23 @@ def test_a_request_is_asked_for_with_the_same_words() -> None:
 
 def test_a_model_is_asked_for_with_the_same_words() -> None:
     assert list(inspect.signature(headway.LLM).parameters) == LLM_NAMES
+
+
+def test_the_offline_api_has_its_methods() -> None:
+    methods = {name for name in vars(headway.LLM) if not name.startswith("_")}
+    assert methods == {
+        "generate", "chat", "embed", "stream", "chat_tokens", "reset_cache", "close",
+    }  # fmt: skip
+    assert list(inspect.signature(headway.LLM.embed).parameters) == ["self", "prompts", "pooling"]
+
+
+def test_the_server_has_its_endpoints() -> None:
+    async def paths() -> set[str]:
+        async with server() as here:
+            methods = here.app.openapi()["paths"].items()
+            return {f"{verb.upper()} {path}" for path, verbs in methods for verb in verbs}
+
+    assert asyncio.run(paths()) == ENDPOINTS
 
 
 def test_the_tree_of_errors_stands() -> None:
