@@ -111,7 +111,7 @@ def simulated(seconds: float) -> Served:
     clock = RealClock()
     engine = Engine(Scheduler(config), Asleep(clock, seconds), clock, depth=0)
     tokenizer = find_tokenizer(resolve(MODEL))
-    asking = Asking(tokenizer=tokenizer, vocab_size=VOCAB, eos_ids=frozenset({2}))
+    asking = Asking(tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2}))
     facts = Facts(asking=asking, model_name=MODEL, max_length=config.max_length, words="")
     return Served(engine=engine, facts=facts, limits=ServeOptions().limits(), prepare=watch)
 

@@ -59,6 +59,9 @@ class Gatherer:
             if gathering := self.gatherings.get(request):
                 for place, score in scores:
                     gathering.result.prompt_logprobs[place] = score  # type: ignore[index]
+        for request, embedding in extra.embeddings.items():
+            if gathering := self.gatherings.get(request):
+                gathering.result.embedding = embedding
 
     def _finish(self, request: Request, now: float) -> None:
         gathering = self.gatherings.pop(request)

@@ -17,19 +17,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-import numpy as np
-
 from headway.config import Config
-from headway.engine.asking import Asking, Message, Prompt
+from headway.engine.asking import Asking, Message, Prompt, embedding_params, is_single
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine, Observer
-from headway.engine.outputs import Delta, Gathering, Result
+from headway.engine.outputs import Delta, Gathering, Result, drop_sample
 from headway.engine.trace import TraceWriter
 from headway.errors import ExecutorError, FormatError, InvalidRequest, RequestError
 from headway.executor.torch import count_blocks, make_executor
 from headway.executor.torch.rates import Timed, measured
 from headway.gatherer import Gatherer
 from headway.loading import Loaded, Progress, Wishes, load
+from headway.request import Params, Pooling
 from headway.sampling import SamplingParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper
@@ -79,7 +78,7 @@ class LLM:
         self.tokenizer = self.loaded.tokenizer
         self.asking = Asking(
             tokenizer=self.tokenizer, vocab_size=self.loaded.decoder.config.vocab_size,
-            eos_ids=self.loaded.eos_ids,
+            hidden_size=self.loaded.decoder.config.hidden_size, eos_ids=self.loaded.eos_ids,
         )  # fmt: skip
         self.config = self.loaded.config
         self.executor = make_executor(self.loaded.decoder, self.config, progress)
@@ -114,18 +113,7 @@ class LLM:
         Of several prompts, one that is refused has its error in its result and the others go on;
         a single one raises it.
         """
-        results: list[Result] = []
-        with self._interruptible():
-            gatherings = self._open(_listed(prompts), params, is_watched=False, results=results)
-            if _is_one(prompts) and results[0].error:
-                raise results[0].error
-            waiting = list(gatherings)
-            for _ in self._run(gatherings):
-                if on_finish:
-                    for gathering in [g for g in waiting if not g.num_open]:
-                        waiting.remove(gathering)
-                        on_finish(gathering.result)
-        return results
+        return self._complete(prompts, params, on_finish)
 
     def chat(
         self,
@@ -137,6 +125,19 @@ class LLM:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         talks: Sequence[Any] = [messages] if is_one else messages
         return self.generate([self.chat_tokens(talk, **options) for talk in talks], params)
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean"
+    ) -> list[Result]:
+        """Embeddings in the order of the prompts: `result.embedding`, float32, of length 1.
+
+        `pooling` is "mean" (over all prompt tokens) or "last" (the last one). A refused prompt is
+        reported as by `generate`. Raises ExecutorError if a step fails.
+        """
+        results = self._complete(prompts, fixed=embedding_params(pooling))
+        for result in results:
+            drop_sample(result)
+        return results
 
     def stream(
         self,
@@ -194,8 +195,12 @@ class LLM:
         *,
         is_watched: bool,
         results: list[Result],
+        fixed: Params | None = None,
     ) -> list[Gathering]:
-        """Hand every prompt to the engine; what is refused leaves its error in its result."""
+        """Hand every prompt to the engine; what is refused leaves its error in its result.
+
+        `fixed` is what the engine reads of every request, in place of `params`.
+        """
         each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
@@ -206,9 +211,8 @@ class LLM:
             results.append(result)
             try:
                 result.prompt_token_ids = self.asking.tokens(prompt)
-                requests = self.engine.add(
-                    result.id, result.prompt_token_ids, self.asking.params(asked, result.id)
-                )
+                own = fixed or self.asking.params(asked, result.id)
+                requests = self.engine.add(result.id, result.prompt_token_ids, own)
             except RequestError as error:
                 result.error = error
                 continue
@@ -218,6 +222,29 @@ class LLM:
         return gatherings
 
     # The loop.
+
+    def _complete(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_finish: Callable[[Result], None] | None = None,
+        fixed: Params | None = None,
+    ) -> list[Result]:
+        """Run all prompts to their end; see `generate` and `_open`."""
+        results: list[Result] = []
+        with self._interruptible():
+            gatherings = self._open(
+                _listed(prompts), params, is_watched=False, results=results, fixed=fixed
+            )
+            if is_single(prompts) and results[0].error:
+                raise results[0].error
+            waiting = list(gatherings)
+            for _ in self._run(gatherings):
+                if on_finish:
+                    for gathering in [g for g in waiting if not g.num_open]:
+                        waiting.remove(gathering)
+                        on_finish(gathering.result)
+        return results
 
     def _run(self, gatherings: Sequence[Gathering]) -> Iterator[None]:
         """Step until all of these are done; whatever interrupts it ends those that are not."""
@@ -269,14 +296,7 @@ def with_measured_swap(config: Config, executor: Timed) -> Config:
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
-    return [prompts] if _is_one(prompts) else list(prompts)
-
-
-def _is_one(prompts: object) -> bool:
-    """Whether this is one prompt, text or token ids, and not a list of prompts."""
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
-    return len(prompts) > 0 and not any(isinstance(p, Sequence | np.ndarray) for p in prompts)
+    return [prompts] if is_single(prompts) else list(prompts)
 
 
 def _opened(path: Path) -> IO[str]:

@@ -18,6 +18,7 @@ from headway.request import Request
 
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
+Embedding = npt.NDArray[np.float32]  # [hidden size], of length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
 Reason = Literal["seats", "tokens", "blocks", "headroom", "order", "back-off"]
 

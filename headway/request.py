@@ -11,10 +11,12 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Literal, get_args
 
 from headway.errors import InvalidRequest
 
 NO_TOKENS: frozenset[int] = frozenset()
+Pooling = Literal["mean", "last"]  # over all prompt tokens, or the last one
 
 
 class State(Enum):
@@ -53,6 +55,7 @@ class Params:
     salt: str = ""  # prefixes are shared only between equal salts
     reads_cache: bool = True  # False: compute the whole prompt even if it is cached
     n: int = 1  # samples of one prompt
+    pooling: Pooling | None = None  # the result is an embedding; the one sampled token is unused
     sampling: object = None
 
     @property
@@ -60,6 +63,13 @@ class Params:
         """Every token id that ends the request once min_tokens are there."""
         stops = frozenset(self.stop_ids)
         return stops if self.ignore_eos else stops | frozenset(self.eos_ids)
+
+
+def check_pooling(pooling: object) -> None:
+    """InvalidRequest unless this is a pooling."""
+    if pooling not in get_args(Pooling):
+        wanted = " or ".join(map(repr, get_args(Pooling)))
+        raise InvalidRequest(f"pooling must be {wanted}, not {pooling!r}")
 
 
 class Pace:
@@ -121,7 +131,7 @@ class Request:
     """One sequence of tokens on its way from prompt to finish."""
 
     __slots__ = (
-        "arrival", "base", "error", "finish_reason", "held", "history", "id", "leader", "limit",
+        "__weakref__", "arrival", "base", "error", "finish_reason", "held", "history", "id", "leader", "limit",
         "num_prompt", "pace", "params", "prefill_end", "prompt", "row", "sample", "state", "stop_token",
         "stops", "written", "written_to",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from headway.scheduler import Scheduler, preset
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.serving import Recipe, Served
-from tests.served import END, MODEL, VOCAB_SIZE, Capitals, letters
+from tests.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 LONGEST = 4096
 
@@ -37,7 +37,10 @@ def letters_served(seconds: float, trace: str | None = None) -> Served:
     engine = Engine(Scheduler(config), SlowCapitals(seconds))
     if trace is not None:
         engine.observers.append(TraceWriter(open(trace, "w", 1), config, 0))  # noqa: SIM115
-    asking = Asking(tokenizer=letters(), vocab_size=VOCAB_SIZE, eos_ids=frozenset({END}))
+    asking = Asking(
+        tokenizer=letters(), vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
+        eos_ids=frozenset({END}),
+    )  # fmt: skip
     return Served(engine=engine, facts=asking)
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import numpy as np
 from fastapi import FastAPI
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -23,7 +24,7 @@ from headway.engine.asking import Asking
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.loop import Limits
 from headway.engine.tokenizer import ALPHABET, Tokenizer
-from headway.plan import Plan, StepResult
+from headway.plan import Embedding, Plan, StepResult
 from headway.request import Request
 from headway.sampling import Sampling, TokenLogprobs
 from headway.server.app import create_app
@@ -33,6 +34,7 @@ from tests.drive import result
 
 START, END = 256, 257
 VOCAB_SIZE = 260
+HIDDEN_SIZE = 8
 TEMPLATE = (
     "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
     "{% if add_generation_prompt %}a:{% endif %}"
@@ -73,6 +75,14 @@ class Scores:
 
     logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
     prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
+    embeddings: dict[Request, Embedding] = field(default_factory=dict)
+
+
+def embedding(prompt: Sequence[int], pooling: str) -> Embedding:
+    """How often each letter, modulo the size, occurs in a prompt or is its last one; length 1."""
+    pooled = prompt if pooling == "mean" else prompt[-1:]
+    counts = np.bincount(np.array(pooled) % HIDDEN_SIZE, minlength=HIDDEN_SIZE)
+    return (counts / np.linalg.norm(counts)).astype(np.float32)
 
 
 def score(token: int, num_top: int) -> TokenLogprobs:
@@ -127,7 +137,9 @@ class Capitals:
                 places = range(start + 1, min(end + 1, request.num_prompt))
                 num_top = sampling.prompt_logprobs
                 found.prompt[request] = [(p, score(request.prompt[p], num_top)) for p in places]
-        return found if found.logprobs or found.prompt else None
+            if request.params.pooling is not None and end == request.num_prompt:
+                found.embeddings[request] = embedding(request.prompt, request.params.pooling)
+        return found if found.logprobs or found.prompt or found.embeddings else None
 
     def _gained(self, plan: Plan) -> Iterator[tuple[Request, list[int]]]:
         for row, request in enumerate(plan.decodes):
@@ -178,7 +190,10 @@ async def server(
     port = ThreadPort(Engine(Scheduler(config), executor), limits)
     port.loop.answers["metrics"] = lambda prefix: f"# {prefix}\n"
     engine = AsyncEngine(port)
-    asking = Asking(tokenizer=letters(template), vocab_size=vocab_size, eos_ids=frozenset({END}))
+    asking = Asking(
+        tokenizer=letters(template), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
+        eos_ids=frozenset({END}),
+    )  # fmt: skip
     context = Context(
         engine=engine, asking=asking, model_name=MODEL, max_length=max_length,
         settings=Settings(**settings), fingerprint="fp_test",

@@ -13,7 +13,7 @@ from headway.engine.asking import Asking
 from headway.errors import InvalidRequest
 
 SIZE = 300
-ASKING = Asking(tokenizer=None, vocab_size=SIZE, eos_ids=frozenset())
+ASKING = Asking(tokenizer=None, vocab_size=SIZE, hidden_size=8, eos_ids=frozenset())
 
 ids = st.integers(0, SIZE - 1)
 good = st.one_of(ids, st.booleans(), ids.map(np.int64), ids.map(np.uint16))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from headway.config import Config
+from headway.engine.asking import embedding_params
 from headway.engine.engine import Engine
 from headway.errors import ConfigError
 from headway.executor.base import Executor
@@ -29,8 +30,8 @@ from headway.model.checkpoint import DummyCheckpoint
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.plain import PlainBackend
-from headway.plan import Copy, Plan, StepReport
-from headway.request import Params, Request
+from headway.plan import Copy, Embedding, Plan, StepReport
+from headway.request import Params, Pooling, Request
 from headway.sampling import Sampling
 from headway.scheduler import Scheduler, preset
 
@@ -184,6 +185,41 @@ def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
     assert answers(on_device, config, about, depth=1, samplings=asked, watch=found) == expected
     assert told.keys() == {"0", "1 prompt"}
     found.check(told)
+
+
+class Vectors(dict[str, Embedding]):
+    """An observer: embeddings by request."""
+
+    def __call__(self, report: StepReport) -> None:
+        if isinstance(report.result.extra, Extra):
+            self.update({r.id: v for r, v in report.result.extra.embeddings.items()})
+
+
+def embeddings(
+    make: Callable[[Config, ModelConfig], Executor], config: Config, depth: int
+) -> Vectors:
+    """Of a few prompts with both poolings, beside requests that generate."""
+    found, source = Vectors(), random.Random(3)
+    engine = Engine(
+        Scheduler(config), make(config, FAMILIES["norms of heads"]), depth=depth, observers=[found]
+    )
+    for number in range(4):
+        prompt = [source.randrange(VOCABULARY) for _ in range(source.randint(3, 14))]
+        pooling: Pooling = "last" if number % 2 else "mean"
+        engine.add(f"text {number}", prompt[:5], Params(max_tokens=4))
+        engine.add(f"{pooling} {number}", prompt, embedding_params(pooling))
+    engine.run()
+    assert engine.fault is None, engine.fault
+    return found
+
+
+@pytest.mark.parametrize("way", ["short pieces", "recomputed"])
+def test_embeddings_are_as_on_the_plain_path(way: str) -> None:
+    config, depth = WAYS[way]
+    found, expected = embeddings(on_device, config, depth), embeddings(plain, settings(), 0)
+    assert found.keys() == expected.keys() == {"mean 0", "last 1", "mean 2", "last 3"}
+    for name, vector in expected.items():
+        np.testing.assert_allclose(found[name], vector, atol=1e-5)
 
 
 def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> None:

@@ -275,7 +275,7 @@ def full_line() -> dict[str, Any]:
     """A step in which everything happens that a trace can tell."""
     params = Params(
         min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
-        reads_cache=False,
+        reads_cache=False, pooling="mean",
     )  # fmt: skip
     request = Request("r", [1], params, leader=Request("leader", [1], params))
     request.finish_reason, request.stop_token, request.error = "error", 1, "it failed"

@@ -416,7 +416,7 @@ def test_params_say_what_does_not_go_with_a_grammar() -> None:
 
 def test_the_door_names_the_request_and_what_its_model_lacks() -> None:
     asked = SamplingParams(grammar=Grammar.regex("["))
-    without = Asking(tokenizer=None, vocab_size=9, eos_ids=frozenset({1}))
+    without = Asking(tokenizer=None, vocab_size=9, hidden_size=8, eos_ids=frozenset({1}))
     with pytest.raises(InvalidRequest, match="request 'r7': .*no tokenizer"):
         without.params(asked, "r7")
     with pytest.raises(InvalidRequest, match="regex: this model has no token that ends"):

@@ -6,6 +6,7 @@ same commit as the CHANGELOG line that says so.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import io
 import json
@@ -24,6 +25,7 @@ from headway.lab.synthetic import WORDS, parse_synthetic
 from headway.request import Params, State
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
+from tests.served import server
 
 EXPORTS = {
     "LLM", "PRESETS", "AsyncEngine", "Config", "Engine", "Grammar", "Params", "Plan", "RealClock", "Request",
@@ -44,7 +46,7 @@ NUMBER_NAMES = [
 ]  # fmt: skip
 PARAM_NAMES = [
     "max_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
-    "deadline", "salt", "reads_cache", "n", "sampling",
+    "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
 ]  # fmt: skip
 LLM_NAMES = [
     "model", "device", "precision", "preset", "load_format", "kv_cache_dtype", "attention",
@@ -119,6 +121,12 @@ COMMANDS = {
     "presets": {"--json"},
     "profiles": {"--json"},
 }  # fmt: skip
+ENDPOINTS = {
+    "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings", "POST /v1/responses", "POST /v1/messages",
+    "POST /v1/messages/count_tokens", "GET /ping", "POST /tokenize",
+    "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}", "GET /version", "GET /health",
+    "GET /load", "POST /reset_prefix_cache", "GET /metrics",
+}  # fmt: skip
 STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
     "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
@@ -127,7 +135,7 @@ STEP_KEYS = {
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {
     "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
-    "salt", "stops", "leader", "reads_cache",
+    "salt", "stops", "leader", "reads_cache", "pooling",
 }  # fmt: skip
 END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
 
@@ -161,6 +169,23 @@ def test_a_request_is_asked_for_with_the_same_words() -> None:
 
 def test_a_model_is_asked_for_with_the_same_words() -> None:
     assert list(inspect.signature(headway.LLM).parameters) == LLM_NAMES
+
+
+def test_the_offline_api_has_its_methods() -> None:
+    methods = {name for name in vars(headway.LLM) if not name.startswith("_")}
+    assert methods == {
+        "generate", "chat", "embed", "stream", "chat_tokens", "reset_cache", "close",
+    }  # fmt: skip
+    assert list(inspect.signature(headway.LLM.embed).parameters) == ["self", "prompts", "pooling"]
+
+
+def test_the_server_has_its_endpoints() -> None:
+    async def paths() -> set[str]:
+        async with server() as here:
+            methods = here.app.openapi()["paths"].items()
+            return {f"{verb.upper()} {path}" for path, verbs in methods for verb in verbs}
+
+    assert asyncio.run(paths()) == ENDPOINTS
 
 
 def test_the_tree_of_errors_stands() -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from headway.model.names import resolve
 from headway.model.native.backend import NativeBackend
 from headway.model.plain import PlainBackend
 from headway.model.precision import why_not_native
+from headway.request import Pooling
 from tests import real
 from tests.real import NUM_TOKENS, Seen, Trial, unlike_reference
 
@@ -86,6 +88,19 @@ def test_the_states_after_every_layer_are_those_of_transformers(backend: str) ->
     pairs = [*zip(layers, states, strict=False), (expected.logits[0], logits)]
     errors = [float((found - wanted).norm() / wanted.norm()) for wanted, found in pairs]
     assert max(errors) < 1e-4, errors
+
+
+@torch.inference_mode()
+def test_embeddings_are_the_pooled_states_of_transformers() -> None:
+    names = ("one token", "german", "long chat")
+    with LLM(num_blocks=60, max_requests=8, max_tokens=48) as llm:  # two chunks of the longest
+        prompts = [real.prompts()[name] for name in names]
+        found = {p: llm.embed(prompts, pooling=p) for p in get_args(Pooling)}
+    for number, prompt in enumerate(prompts):
+        states = real.transformers_model().model(torch.tensor([prompt])).last_hidden_state[0]
+        for pooling, vector in {"mean": states.mean(0), "last": states[-1]}.items():
+            wanted = (vector / vector.norm()).numpy()
+            np.testing.assert_allclose(found[pooling][number].embedding, wanted, atol=1e-4)
 
 
 def test_the_offline_api_says_the_same_as_text() -> None:

@@ -26,6 +26,7 @@ from headway.lab.load import find_model, send
 from headway.lab.workloads import read_jobs
 from headway.server.app import create_app
 from headway.server.context import Context
+from headway.server.openai.embeddings import EmbeddingRequest
 from headway.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -108,7 +109,16 @@ def alone(llm: LLM) -> str:
 
 
 @pytest.fixture(scope="module")
-def url(llm: LLM, alone: object) -> Iterator[str]:  # `alone` first: a served engine has its thread
+def embedded(llm: LLM) -> list[list[float]]:
+    """The embeddings of two prompts without any server."""
+    vectors = [result.embedding for result in llm.embed([PROMPT, "A cup of tea"])]
+    return [vector.tolist() for vector in vectors if vector is not None]
+
+
+@pytest.fixture(scope="module")
+def url(
+    llm: LLM, alone: object, embedded: object
+) -> Iterator[str]:  # these first: a served engine has its thread
     with Serving(llm) as url:
         yield url
 
@@ -157,6 +167,24 @@ def test_a_chat_is_answered_whole_and_streamed_alike(client: Any) -> None:
     deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
     assert deltas[0].role == "assistant"
     assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+
+
+def test_embeddings_are_those_of_the_engine_alone(
+    llm: LLM, client: Any, embedded: list[list[float]]
+) -> None:
+    """To the bit, as base64, which the client asks for unless told otherwise, and as numbers."""
+    asked = [PROMPT, "A cup of tea"]
+    for form in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model=NAME, input=asked, **form)
+        assert [item.embedding for item in answer.data] == embedded
+        assert [item.index for item in answer.data] == [0, 1] and answer.model == NAME
+        num_tokens = sum(len(llm.asking.tokens(text)) for text in asked)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
+    last = client.embeddings.create(
+        model=NAME, input=llm.asking.tokens(PROMPT), extra_body={"pooling": "last"}
+    )
+    assert len(last.data) == 1 and last.data[0].embedding != embedded[0]
+    assert math.isclose(math.hypot(*last.data[0].embedding), 1, abs_tol=1e-6)
 
 
 def test_the_stream_helper_of_the_client_reads_ours(client: Any) -> None:
@@ -212,6 +240,9 @@ def test_the_clients_own_errors_are_raised(client: Any) -> None:
     assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="prompt") as caught:
         client.completions.create(prompt=[1] * 20_000, max_tokens=1, **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="input") as caught:
+        client.embeddings.create(model=NAME, input=[1] * 20_000)
+    assert caught.value.code == "context_length_exceeded"
 
 
 def test_a_stream_left_early_leaves_nothing_behind(client: Any, llm: LLM) -> None:
@@ -385,8 +416,10 @@ def test_the_document_names_every_field_path_and_limit(llm: LLM) -> None:
         engine=AsyncEngine(llm.engine), asking=llm.asking, model_name=NAME, max_length=100
     )
     schema = create_app(context).openapi()
-    names = {field for model in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
-             for field in model.model_fields}  # fmt: skip
+    models = (
+        CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest,
+    )  # fmt: skip
+    names = {field for model in models for field in model.model_fields}
     assert sorted(name for name in names if f"`{name}`" not in document) == []
     paths = {f"{verb.upper()} {path}" for path, verbs in schema["paths"].items() for verb in verbs}
     assert sorted(path for path in paths if f"`{path}`" not in document) == []

@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ async def capitals(
     served = letters_served(seconds)
     asking: Asking = served.facts
     if tokenizer is not None:
-        asking = Asking(tokenizer=tokenizer, vocab_size=asking.vocab_size, eos_ids=asking.eos_ids)
+        asking = replace(asking, tokenizer=tokenizer)
     async with listening(served.engine, letters_app, asking) as server:
         yield server
 

@@ -233,6 +233,35 @@ def test_gauges_say_how_things_stand_and_reasons_add_up_to_who_waits() -> None:
     assert samples(metrics.text())["waiting_by_reason", "new"] == 1
 
 
+def test_an_embedding_counts_as_a_prompt_and_not_as_generation() -> None:
+    engine, _ = engine_of("headway", 0)
+    metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
+    asked = Params(max_tokens=1, pooling="last", sampling=Script(1, 7, 1))
+    engine.add("a", range(9), asked)
+    engine.run()
+    found = samples(metrics.text())
+    for name in (
+        "generation_tokens_total", "time_to_first_token_seconds_count",
+        "request_generation_tokens_count", "request_params_max_tokens_count",
+        "request_decode_time_seconds_count", "inter_token_latency_seconds_count",
+    ):  # fmt: skip
+        assert found[name,] == 0, name
+    for name in (
+        "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
+        "request_prefill_time_seconds_count", "request_prompt_tokens_count",
+    ):  # fmt: skip
+        assert found[name,] == 1, name
+    assert found["prompt_tokens_total",] == found["request_prompt_tokens_sum",] == 9
+    assert found["request_success_total", "length"] == 1
+    assert (
+        found["request_prefill_time_seconds_sum",] == found["request_inference_time_seconds_sum",]
+    )
+    snapshot = metrics.snapshot()
+    assert snapshot["totals"]["output_tokens"] == 0
+    assert "embedding" in snapshot["decisions"][-1]["words"]
+    assert not (metrics._lives.open or metrics._lives._fresh)
+
+
 def test_the_same_names_under_another_prefix() -> None:
     metrics, _, _ = run("headway", 0, 0)
     ours, theirs = metrics.text(), metrics.text("vllm")

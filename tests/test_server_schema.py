@@ -24,6 +24,7 @@ CHECKS = [
 ]
 FILLED: dict[str, Any] = {
     "prompt": "a prompt",
+    "input": "an input",
     "messages": [{"role": "user", "content": "a message"}],
 }
 seen: dict[str, set[int]] = {}  # statuses by operation
@@ -74,6 +75,8 @@ def _make_possible(body: dict[str, Any]) -> None:
         body[name] = FILLED.get(name)
     if isinstance(body.get("model"), str):
         body["model"] = served.MODEL
+    if type(body.get("dimensions")) is int:
+        body["dimensions"] = served.HIDDEN_SIZE
     for name in ("max_tokens", "max_completion_tokens"):
         if type(body.get(name)) is int and not 1 <= body[name] <= 64:
             body[name] = 4

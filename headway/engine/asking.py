@@ -18,7 +18,7 @@ from headway.engine.chat import render_chat
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import InvalidRequest
 from headway.grammar import check
-from headway.request import Params
+from headway.request import Params, Pooling, check_pooling
 from headway.sampling import SamplingParams, check_tokens, token_level
 
 Prompt = str | Sequence[int]
@@ -31,6 +31,7 @@ class Asking:
 
     tokenizer: Tokenizer | None
     vocab_size: int
+    hidden_size: int  # of an embedding
     eos_ids: frozenset[int]
 
     def tokens(self, prompt: Prompt, *, special: bool = True) -> list[int]:
@@ -126,6 +127,33 @@ class Asking:
             encode(lead + word.lstrip(), special=False) for word in words for lead in ("", " ")
         ]
         return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled))
+
+
+def embedding_params(
+    pooling: Pooling,
+    *,
+    priority: int = 0,
+    client: str = "",
+    deadline: float | None = None,
+    salt: str = "",
+) -> Params:
+    """What the engine reads of a request for an embedding.
+
+    The engine samples one token after every prompt; this one ends the request and is not shown. A
+    mean needs every prompt token to be computed, so it does not read the prefix cache.
+    """
+    check_pooling(pooling)
+    return Params(
+        max_tokens=1, priority=priority, client=client, deadline=deadline, salt=salt,
+        reads_cache=pooling != "mean", pooling=pooling,
+    )  # fmt: skip
+
+
+def is_single(prompts: object) -> bool:
+    """True for one prompt, text or token ids; False for a list of prompts."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
+    return len(prompts) > 0 and not any(isinstance(p, Sequence | np.ndarray) for p in prompts)
 
 
 def _is_below(token: Any, size: int) -> bool:

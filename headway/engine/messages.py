@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from headway.plan import Embedding
 from headway.request import Params
 from headway.sampling import TokenLogprobs
 
@@ -66,6 +67,7 @@ class Update(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None  # by place
     end: End | None = None
+    embedding: Embedding | None = None  # comes with the end of an embedding request
 
 
 class Tokens(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from headway.engine.engine import Engine
 from headway.engine.messages import End, Tokens, Update
-from headway.plan import Plan, StepReport
+from headway.plan import Embedding, Plan, StepReport
 from headway.request import Request
 from headway.sampling import TokenLogprobs
 
@@ -23,6 +23,7 @@ class Scores(Protocol):
 
     logprobs: Mapping[Request, list[TokenLogprobs]]
     prompt: Mapping[Request, list[tuple[int, TokenLogprobs]]]
+    embeddings: Mapping[Request, Embedding]
 
 
 @dataclass(slots=True)
@@ -53,7 +54,10 @@ class News:
         gained = dict(report.outputs()) if report.plan.step >= 0 else {}
         ended = {request: self._end(request, now) for request in report.finished}
         extra: Scores | None = report.result.extra  # type: ignore[assignment]
-        alone = list(ended if extra is None else {**gained, **ended, **extra.prompt})
+        alone = dict.fromkeys(ended)
+        if extra is not None:
+            alone |= dict.fromkeys([r for r in gained if r in extra.logprobs])
+            alone |= dict.fromkeys(extra.prompt)
         for request in alone:
             tokens = gained.pop(request, NO_TOKENS)
             yield _update(request, tokens, ended.get(request), extra)
@@ -90,4 +94,4 @@ def _update(
     if extra is None:
         return Update(id, request.sample, tokens, None, None, end)
     found, scores = extra.logprobs.get(request), extra.prompt.get(request)
-    return Update(id, request.sample, tokens, found, scores, end)
+    return Update(id, request.sample, tokens, found, scores, end, extra.embeddings.get(request))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from headway.engine.text import TextStream
 from headway.engine.tokenizer import Tokenizer
-from headway.errors import RequestError
+from headway.errors import ExecutorError, RequestError
+from headway.plan import Embedding
 from headway.request import Request
 from headway.sampling import SamplingParams, TokenLogprobs
 
@@ -49,6 +50,7 @@ class Result:
     cached_tokens: int = 0
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
+    embedding: Embedding | None = field(default=None, compare=False)  # of `LLM.embed`: no samples
     error: RequestError | None = None  # why it was refused; it has no samples then
 
     @property
@@ -59,6 +61,14 @@ class Result:
     @property
     def num_generated(self) -> int:
         return sum(len(sample.token_ids) for sample in self.samples)
+
+
+def drop_sample(result: Result) -> None:
+    """Drop the sampled token of an embedding; ExecutorError if the step that computes it failed."""
+    for sample in result.samples:
+        if sample.finish_reason == "error":
+            raise ExecutorError(f"no embedding for prompt {result.id}: {sample.error}")
+    result.samples = []
 
 
 @dataclass(slots=True, kw_only=True)

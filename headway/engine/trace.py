@@ -82,6 +82,7 @@ def describe_request(request: Request) -> Line:
         ("client", params.client, ""), ("deadline", params.deadline, None),
         ("salt", params.salt, ""), ("stops", sorted(request.stops), []),
         ("leader", leader, None), ("reads_cache", params.reads_cache, True),
+        ("pooling", params.pooling, None),
     ]  # fmt: skip
     return line | {key: value for key, value, default in optional if value != default}
 
@@ -92,7 +93,7 @@ def request_of(line: Line, known: dict[str, Request]) -> Request:
         max_tokens=line["max_tokens"], min_tokens=line.get("min_tokens", 0),
         stop_ids=frozenset(line.get("stops", ())), priority=line.get("priority", 0),
         client=line.get("client", ""), deadline=line.get("deadline"), salt=line.get("salt", ""),
-        reads_cache=line.get("reads_cache", True),
+        reads_cache=line.get("reads_cache", True), pooling=line.get("pooling"),
     )  # fmt: skip
     leader = known.get(line.get("leader", ""))
     return Request(

@@ -86,10 +86,13 @@ class Decoder:
         finally:
             self.layers = layers
 
+    def final_norm(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, hidden] as the head reads them."""
+        return self.backend.rms_norm(hidden, self.norm, self.config.norm_eps)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, vocabulary] of hidden states [N, hidden]."""
-        normed = self.backend.rms_norm(hidden, self.norm, self.config.norm_eps)
-        return self.backend.linear(normed, self.head)
+        return self.backend.linear(self.final_norm(hidden), self.head)
 
     def _turns(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Cosines and sines: of every token, or of every position for who looks them up."""

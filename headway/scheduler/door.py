@@ -8,13 +8,15 @@ import numpy as np
 
 from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong
-from headway.request import Request
+from headway.request import Request, check_pooling
 
 
 def check(request: Request, config: Config) -> int:
     """The length at which the request ends; raises a RequestError if it can never get there."""
     params, name = request.params, f"request {request.id!r}"
     _check_params(request, name)
+    if params.pooling is not None:
+        _check_pooling(request, name)
     if request.num_prompt >= config.max_length:
         raise RequestTooLong(
             f"{name} has {request.num_prompt} prompt tokens and needs room for one more; "
@@ -69,3 +71,16 @@ def _check_params(request: Request, name: str) -> None:
         raise InvalidRequest(f"{name}: stop and end tokens are token ids, not {params.stops}")
     if not isinstance(params.salt, str) or not params.salt.isprintable():
         raise InvalidRequest(f"{name}: salt must be printable text, not {params.salt!r}")
+
+
+def _check_pooling(request: Request, name: str) -> None:
+    """An embedding ends with its prompt; a mean needs the hidden state of every prompt token."""
+    params = request.params
+    check_pooling(params.pooling)
+    if (params.max_tokens, params.n) != (1, 1):
+        raise InvalidRequest(
+            f"{name}: an embedding needs max_tokens 1 and n 1, not {params.max_tokens!r} and "
+            f"{params.n!r}"
+        )
+    if params.pooling == "mean" and params.reads_cache:
+        raise InvalidRequest(f"{name}: pooling 'mean' needs reads_cache=False")

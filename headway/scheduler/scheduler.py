@@ -276,7 +276,7 @@ class Scheduler:
             if not self.watched[token]:
                 del self.watched[token]
         self.ledger.depart(self.config.queue.group(request))
-        if reason in ("stop", "length"):
+        if reason in ("stop", "length") and request.params.pooling is None:
             allowed = request.limit - request.num_prompt
             self.output_shares.append(request.num_generated / allowed)
 

@@ -35,6 +35,7 @@ from headway.server.chat import chat
 from headway.server.completions import completions
 from headway.server.context import Context
 from headway.server.errors import ApiError, api_error
+from headway.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embeddings
 from headway.server.openai.responses import responses
 from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.pages import page
@@ -128,6 +129,11 @@ def _generating(context: Context) -> APIRouter:
     async def post_chat(body: ChatRequest) -> Response:
         """Answer a conversation."""
         return chat(context, body)
+
+    @router.post("/embeddings", response_model=EmbeddingResponse)
+    async def post_embeddings(body: EmbeddingRequest) -> Response:
+        """Turn texts or token ids into vectors of length 1."""
+        return embeddings(context, body)
 
     @router.post("/responses", response_model=ResponsesResponse, responses=streamed)
     async def post_responses(body: ResponsesRequest) -> Response:

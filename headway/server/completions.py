@@ -131,7 +131,7 @@ async def _open(context: Context, body: CompletionRequest, *, is_live: bool) -> 
         raise refused("suffix", "is not supported: the model only goes on from a prompt's end")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise refused("best_of", f"must be what n is ({body.n or 1}), not {body.best_of}")
-    prompts = prompts_of(body)
+    prompts = prompts_of(body.prompt)
     check_num_choices(context, len(prompts), body.n or 1)
     asked = await _sampling(context, body)
     is_framed = body.add_special_tokens is not False

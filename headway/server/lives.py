@@ -109,6 +109,10 @@ class Lives:
         self._count_recomputed(request, life, happened)
         if not has_token:
             return
+        if request.params.pooling is not None:  # its token is not shown: it ends in this step
+            life.first_token = happened.now
+            happened.num_prompt += request.num_prompt
+            return
         happened.num_output += 1
         if life.first_token < 0:
             life.first_token = happened.now

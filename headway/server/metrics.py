@@ -92,18 +92,18 @@ class ServerMetrics:
                 self._count_completed(request, life, happened.now)
 
     def _count_completed(self, request: Request, life: Life, now: float) -> None:
-        params = request.params
+        params, is_generation = request.params, request.params.pooling is None
         seated = life.seated if life.seated >= 0 else now
         first_token = life.first_token if life.first_token >= 0 else now
         values: dict[str, float | None] = {
             "e2e_request_latency_seconds": now - life.arrival,
             "request_queue_time_seconds": seated - life.arrival,
             "request_prefill_time_seconds": first_token - seated,
-            "request_decode_time_seconds": now - first_token,
+            "request_decode_time_seconds": now - first_token if is_generation else None,
             "request_inference_time_seconds": now - seated,
             "request_prompt_tokens": request.num_prompt,
-            "request_generation_tokens": request.num_generated,
-            "request_params_max_tokens": params.max_tokens,
+            "request_generation_tokens": request.num_generated if is_generation else None,
+            "request_params_max_tokens": params.max_tokens if is_generation else None,
             "request_params_n": params.n if request.leader is None else None,  # once for all n
         }
         for name, value in values.items():

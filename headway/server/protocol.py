@@ -70,12 +70,27 @@ class StructuredOutputs(Taken):
     grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
 
 
-class Wishes(Taken):
-    """What completions and chats have in common."""
+class Queued(Taken):
+    """Fields of every request that the engine runs: its model, its place in the queue, its cache."""
 
     model_config = ConfigDict(strict=True, extra="allow")  # `unsupported` looks at the rest
 
     model: Text | None = Field(default=None, description="Absent: the model that is served.")
+    user: Text | None = Field(default=None, description="Whose turn it is, for fair queueing.")
+    priority: int | None = Field(
+        default=None, ge=-(2**31), le=2**31 - 1, description="Lower is sooner."
+    )
+    deadline: float | None = Field(
+        default=None, ge=0, le=1e9, description="Seconds from now; for queues that look at it."
+    )
+    cache_salt: Text | None = Field(
+        default=None, description="Cached prefixes are shared only between equal salts."
+    )
+
+
+class Wishes(Queued):
+    """What completions and chats have in common."""
+
     n: int | None = _limited("n", "Texts for each prompt.")
     max_tokens: int | None = Field(default=None, ge=1, description="Most tokens to generate.")
     min_tokens: int | None = _limited("min_tokens", "No stop before this many tokens.")
@@ -99,16 +114,6 @@ class Wishes(Taken):
     allowed_token_ids: list[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: Text | None = Field(default=None, description="Whose turn it is, for fair queueing.")
-    priority: int | None = Field(
-        default=None, ge=-(2**31), le=2**31 - 1, description="Lower is sooner."
-    )
-    deadline: float | None = Field(
-        default=None, ge=0, le=1e9, description="Seconds from now; for queues that look at it."
-    )
-    cache_salt: Text | None = Field(
-        default=None, description="Cached prefixes are shared only between equal salts."
-    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     prompt_logprobs: int | None = _limited(

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
+from headway.engine.async_engine import AsyncEngine
 from headway.engine.messages import End, Update
 from headway.errors import RequestTooLong
 from headway.sampling import SamplingParams, TokenLogprobs
@@ -109,8 +110,7 @@ class Run:
                     if gained:
                         yield gained
         except RequestTooLong as error:
-            code = "context_length_exceeded"
-            raise ApiError(400, f"{self.field}: {error}", param=self.field, code=code) from error
+            raise too_long(error, self.field) from error
 
     def _went_straight(self, straight: Straight, update: Update) -> bool:
         if update.end is not None or not straight.outlet.is_open:
@@ -133,7 +133,7 @@ class Run:
 
     def _gain_of(self, update: Update) -> list[Delta]:
         """At most one delta."""
-        _, number, tokens, found, prompt_scores, end = update
+        _, number, tokens, found, prompt_scores, end, _ = update
         sample, text, scores = self.samples[number], "", NO_SCORES
         if prompt_scores:
             self.prompt_scores.update(prompt_scores)
@@ -146,18 +146,26 @@ class Run:
                 self._engine.stop_sample(self.id, number)
         if end is not None:
             if end.reason in ("error", "abort") and not sample.is_stopped:
-                raise self._failure(end)
+                raise failure(self._engine, end)
             text += sample.finish(end)
         if not (text or scores or end):
             return []
         return [Delta(self._first_choice + number, text, scores, sample.finish_reason)]
 
-    def _failure(self, end: End) -> ApiError:
-        if end.reason == "error":
-            return ApiError(500, f"a step of the engine failed: {end.error}", code="step_failed")
-        if self._engine.is_closing:
-            return ApiError(503, "the server is shutting down", code="shutting_down")
-        return ApiError(500, "the request was aborted", code="aborted")
+
+def failure(engine: AsyncEngine, end: End) -> ApiError:
+    """The error of a request that ended with reason `error` or `abort`."""
+    if end.reason == "error":
+        return ApiError(500, f"a step of the engine failed: {end.error}", code="step_failed")
+    if engine.is_closing:
+        return ApiError(503, "the server is shutting down", code="shutting_down")
+    return ApiError(500, "the request was aborted", code="aborted")
+
+
+def too_long(error: RequestTooLong, field: str) -> ApiError:
+    """The error of a prompt, written in `field`, that the engine refused for its length."""
+    code = "context_length_exceeded"
+    return ApiError(400, f"{field}: {error}", param=field, code=code)
 
 
 def _as_one(updates: Sequence[Update]) -> Update:

@@ -70,9 +70,10 @@ class Live:
             said.append((plan.step, "seated", _seated(admission)))
         said += ((plan.step, "waits", words) for words in self._waiting(plan))
         for request in report.finished[-NUM_DECISIONS:]:
-            words = (
-                f"{request.id} ends after {request.num_generated} tokens ({request.finish_reason})"
-            )
+            gained = f"{request.num_generated} tokens"
+            if request.params.pooling is not None:
+                gained = "its embedding" if request.num_generated else "no embedding"
+            words = f"{request.id} ends after {gained} ({request.finish_reason})"
             said.append((plan.step, "ended", words))
         if self._waits:
             gone = (*(a.request for a in plan.admitted), *report.finished)

@@ -46,7 +46,8 @@ class Spans:
 
     def _emit(self, request: Request, phases: list[tuple[str, float]], end: float) -> None:
         facts = {"request.id": request.id, "finish_reason": request.finish_reason or ""}
-        counts = {"prompt_tokens": request.num_prompt, "output_tokens": request.num_generated}
+        num_output = request.num_generated if request.params.pooling is None else 0
+        counts = {"prompt_tokens": request.num_prompt, "output_tokens": num_output}
         start, attributes = self._stamp(request.arrival), facts | counts
         whole = self._tracer.start_span("request", start_time=start, attributes=attributes)
         context, ends = self._inside(whole), [begin for _, begin in phases[1:]] + [end]

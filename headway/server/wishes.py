@@ -15,7 +15,7 @@ from headway.errors import InvalidRequest, ModelError
 from headway.sampling import SamplingParams
 from headway.server.context import Context
 from headway.server.errors import ApiError, refused, shown
-from headway.server.protocol import ChatMessage, CompletionRequest, Wishes
+from headway.server.protocol import ChatMessage, Wishes
 from headway.server.toolcalls.choice import ToolUse
 from headway.server.toolcalls.formats import HERMES
 from headway.server.toolcalls.prompt import template_messages
@@ -50,16 +50,24 @@ async def sampling(
             asked[ours] = value
     if body.logit_bias:
         asked["logit_bias"] = _biases(body.logit_bias)
-    if body.deadline is not None:  # the client's seconds, on the engine's clock
-        asked["deadline"] = await context.engine.ask("now") + body.deadline
-    if body.cache_salt and not body.cache_salt.isprintable():
-        raise refused("cache_salt", f"must be printable text, not {shown(body.cache_salt)}")
+    asked["deadline"] = await deadline_of(context, body.deadline)
+    check_salt(body.cache_salt)
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "is only for requests with stream: true")
     if body.prompt_logprobs is not None and body.stream:
         raise refused("prompt_logprobs", "is only for requests without stream")
     _check_lengths(context, body)
     return SamplingParams(max_tokens=max_tokens, **asked, **more)
+
+
+async def deadline_of(context: Context, seconds: float | None) -> float | None:
+    """A client's seconds from now, on the engine's clock."""
+    return None if seconds is None else await context.engine.ask("now") + seconds
+
+
+def check_salt(salt: str | None) -> None:
+    if salt and not salt.isprintable():
+        raise refused("cache_salt", f"must be printable text, not {shown(salt)}")
 
 
 def _check_lengths(context: Context, body: Wishes) -> None:
@@ -77,30 +85,31 @@ def check_num_choices(context: Context, num_prompts: int, n: int) -> None:
         raise ApiError(400, f"prompt: {problem}", param="prompt" if num_prompts > 1 else "n")
 
 
-def prompts_of(body: CompletionRequest) -> list[Prompt]:
-    """One prompt or several, whichever way they are written."""
-    prompt = body.prompt
+def prompts_of(
+    prompt: str | list[str] | list[int] | list[list[int]], field: str = "prompt"
+) -> list[Prompt]:
+    """One prompt or several, whichever way they are written in this field."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise refused("prompt", "is empty; at least one token is needed")
+        raise refused(field, "is empty; at least one token is needed")
     if isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
 
 
 async def tokens_of(
-    context: Context, prompts: Sequence[Prompt], *, special: bool = True
+    context: Context, prompts: Sequence[Prompt], field: str = "prompt", *, special: bool = True
 ) -> list[list[int]]:
-    """Each prompt's tokens."""
+    """The tokens of each prompt of this field."""
     size, asking = sum(map(len, prompts)), context.asking
-    with naming("prompt"):
+    with naming(field):
         tokens = await aside(size, lambda: [asking.tokens(p, special=special) for p in prompts])
     empty = next((number for number, each in enumerate(tokens) if not each), None)
     if empty is not None:
         which = f"[{empty}]" if len(tokens) > 1 else ""
-        problem = f"prompt{which} has no tokens; at least one is needed"
-        raise ApiError(400, problem, param="prompt")
+        problem = f"{field}{which} has no tokens; at least one is needed"
+        raise ApiError(400, problem, param=field)
     return tokens
 
 

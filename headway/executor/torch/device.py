@@ -22,6 +22,7 @@ from headway.executor.torch.extra import Extra
 from headway.executor.torch.faults import Faults, idle
 from headway.executor.torch.graphs import Graphs, padded_rows
 from headway.executor.torch.mixed import MixedPass
+from headway.executor.torch.pooling import Pooler
 from headway.executor.torch.rows import RowTable
 from headway.executor.torch.sampler import Sampler
 from headway.executor.torch.seats import DeviceSeats, upload
@@ -76,6 +77,7 @@ class DeviceExecutor:
         self.seats = DeviceSeats(seats, self.rows.tables.shape[1], self.device)
         vocab_size, most = decoder.config.vocab_size, padded_rows(seats)
         self.sampler = Sampler(seats, vocab_size, self.device, choose=self._choose)
+        self.pooler = Pooler()
         self._is_slow = np.zeros(seats, dtype=bool)  # seats that need the host for a token
         self._workspace = workspace(most, vocab_size, self.device)
         self._inputs = torch.zeros((3, most), dtype=torch.int64, device=self.device)
@@ -245,8 +247,10 @@ class DeviceExecutor:
             self._bring_back(tokens, flight)
         requests = (*plan.decodes, *(chunk.request for chunk in last))
         extra.keep(self.sampler.take_logprobs(), requests)
-        starts = np.cumsum([first, *(chunk.end - chunk.start for chunk in chunks)])
-        extra.score_prompts(self.decoder, chunks, hidden, starts[:-1].tolist())
+        counts = [chunk.end - chunk.start for chunk in chunks]
+        starts = np.cumsum([first, *counts])[:-1].tolist()
+        extra.score_prompts(self.decoder, chunks, hidden, starts)
+        extra.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
 
     def _choose(self, logits: Tensor, rows: Rows) -> Tensor:
         out = torch.empty(len(rows), dtype=torch.int32, device=self.device)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.executor.torch.extra import Extra
+from headway.executor.torch.pooling import Pooler
 from headway.executor.torch.rows import RowTable
 from headway.executor.torch.sampler import Sampler
 from headway.model.decoder import Decoder
@@ -49,6 +50,7 @@ class TorchExecutor:
         self.sampler = Sampler(
             config.max_requests, decoder.config.vocab_size, self.device_blocks.device
         )
+        self.pooler = Pooler()
         self.model_seconds = 0.0  # spent in forward passes and products with the head
         self.now = now
 
@@ -95,6 +97,7 @@ class TorchExecutor:
         extra.keep(self.sampler.take_logprobs(), requests)
         starts = batch.starts_s[len(plan.decodes) : -1].tolist()
         extra.score_prompts(self.decoder, chunks, hidden, starts)
+        extra.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
 
     def _sample(self, logits: Tensor | None, seats: np.ndarray) -> np.ndarray:
         if logits is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headway.executor.torch.sampler import prompt_logprobs
 from headway.model.decoder import Decoder
-from headway.plan import Chunk
+from headway.plan import Chunk, Embedding
 from headway.request import Request
 from headway.sampling import Sampling, TokenLogprobs
 
@@ -19,13 +19,14 @@ SLICE = 256  # prompt positions whose logits are there at once
 
 @dataclass(slots=True)
 class Extra:
-    """Logprobs of generated tokens in order, and of prompt tokens by place."""
+    """Logprobs of generated tokens in order and of prompt tokens by place; finished embeddings."""
 
     logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
     prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
+    embeddings: dict[Request, Embedding] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.logprobs or self.prompt)
+        return bool(self.logprobs or self.prompt or self.embeddings)
 
     def keep(self, found: Mapping[int, TokenLogprobs], requests: Iterable[Request]) -> None:
         """What the sampler found by row, of those who were sampled."""

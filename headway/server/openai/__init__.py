@@ -1,1 +1,1 @@
-"""Endpoints of OpenAI's API beyond completions."""
+"""Endpoints of OpenAI's API."""
