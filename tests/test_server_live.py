@@ -171,7 +171,7 @@ def test_a_snapshot_lists_no_more_than_a_page_can_show() -> None:
     assert len(json.dumps(metrics.snapshot())) < 20_000
 
 
-def test_rates_are_what_was_counted_in_whole_seconds() -> None:
+def test_rates_are_taken_over_a_window_that_slides_through_seconds() -> None:
     engine, _ = made()
     metrics = ServerMetrics(ThreadPort(engine).loop, "tiny")
     clock = cast(Any, engine.clock)
@@ -181,12 +181,46 @@ def test_rates_are_what_was_counted_in_whole_seconds() -> None:
         engine.run()
     s = metrics.snapshot()
     assert s["history"]["output_tokens"][-9:] == list(range(10, 19))  # the tenth is not over
-    assert s["rates"]["output_tokens"] == sum(range(14, 19)) / 5
-    assert s["rates"]["requests"] == 1 and s["rates"]["prompt_tokens"] == 3
+    # From 4.5 to 9.5: half of second 4, which had 14 tokens, and all of 5 to 9.
+    assert s["rates"]["output_tokens"] == pytest.approx((14 / 2 + sum(range(15, 20))) / 5)
+    assert s["rates"]["requests"] == pytest.approx(5.5 / 5)
+    assert s["rates"]["prompt_tokens"] == pytest.approx(3 * 5.5 / 5)
+    clock.now = lambda: 9.75
+    assert metrics.snapshot()["rates"]["requests"] == pytest.approx(5.25 / 5), "it moves smoothly"
     clock.now = lambda: 100.5
     later = metrics.snapshot()
     assert set(later["history"]["output_tokens"]) == {0} and later["rates"]["ttft"] == 0
-    assert set(later["history"]["ttft"]) == {None}
+    assert set(later["history"]["ttft"]) == set(later["history"]["itl"]) == {None}
+    assert later["minute"] == {"errors": 0, "aborts": 0, "prefix_cache_hit_rate": None}
+
+
+def test_a_snapshot_has_the_time_between_tokens_hits_errors_and_aborts() -> None:
+    engine, gate = made()
+    metrics = ServerMetrics(ThreadPort(engine).loop, "tiny")
+    clock, now = cast(Any, engine.clock), 10.0
+    clock.now = lambda: now
+    for id in ("a", "b"):
+        engine.add(id, [1] * 9, asked(5))
+        while engine.has_work:
+            now += 0.25
+            engine.step()
+    s = metrics.snapshot()
+    assert s["rates"]["itl"] == pytest.approx(0.25)
+    assert {v for v in s["history"]["itl"] if v is not None} == {pytest.approx(0.25)}
+    assert s["minute"]["prefix_cache_hit_rate"] == pytest.approx(8 / 18)  # of the second prompt
+    engine.add("c", [2] * 9, asked())
+    engine.step()
+    engine.abort("c")
+    engine.run()
+    gate.num_faults = 1
+    engine.add("d", [3] * 9, asked())
+    engine.run()
+    s = metrics.snapshot()
+    assert (s["minute"]["errors"], s["minute"]["aborts"]) == (1, 1)
+    assert (s["totals"]["errors"], s["totals"]["aborts"]) == (1, 1)
+    now += 120
+    s = metrics.snapshot()
+    assert (s["minute"]["errors"], s["totals"]["errors"]) == (0, 1)
 
 
 def test_the_page_runs_its_own_script_and_nothing_else() -> None:
@@ -209,44 +243,50 @@ def test_the_page_runs_its_own_script_and_nothing_else() -> None:
 def test_however_many_watch_the_engine_is_asked_once() -> None:
     async def test(engine: AsyncEngine, http: httpx.AsyncClient, gate: Gate) -> None:
         loop = cast(ThreadPort, engine.port).loop
-        answer, num_asked = loop.answers["snapshot"], 0
+        answer, num_asked = loop.observations["snapshot"], 0
 
         def counted(details: Any) -> Any:
             nonlocal num_asked
             num_asked += 1
             return answer(details)
 
-        loop.answers["snapshot"] = counted
+        loop.observations["snapshot"] = counted
         await drain(engine, "a", asked())
         answers = await asyncio.gather(*(http.get("/live") for _ in range(20)))
         assert {a.status_code for a in answers} == {200} and num_asked == 1
-        assert answers[0].json()["totals"] == {"requests": 1, "output_tokens": 5}
+        totals = {"requests": 1, "output_tokens": 5, "errors": 0, "aborts": 0}
+        assert answers[0].json()["totals"] == totals
 
     served(test)
 
 
-def test_the_page_is_told_when_the_engine_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "PATIENCE", 0.3)
+def test_the_page_is_told_when_the_engines_process_is_stuck_or_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "PATIENCE", 0.2)
     monkeypatch.setattr(live, "SECONDS_KEPT", 0.0)
 
-    async def test(engine: AsyncEngine, http: httpx.AsyncClient, gate: Gate) -> None:
-        gate.open.clear()
-        stuck = asyncio.create_task(drain(engine, "a", asked()))
-        await asyncio.sleep(0.05)
-        first = asyncio.create_task(http.get("/live"))
-        await asyncio.sleep(0.15)
-        for answer in await asyncio.gather(http.get("/live"), first):
+    async def test() -> None:
+        engine, _ = made()
+        port = ThreadPort(engine)
+        ServerMetrics(port.loop, "tiny")
+        far = Far(port)
+        remote = AsyncEngine(far)
+        await remote.start()
+        async with client(remote) as http:
+            assert (await http.get("/live")).status_code == 200
+            far.is_silent = True
+            await asyncio.sleep(0.01)
+            for answer in await asyncio.gather(http.get("/live"), http.get("/live")):
+                assert answer.status_code == 503 and answer.headers["retry-after"]
+                assert "not answered" in answer.json()["error"]["message"]
+            far.is_silent = False
+            await remote.close()
+            await asyncio.sleep(0.05)
+            answer = await http.get("/live")
             assert answer.status_code == 503
-            assert "not answered" in answer.json()["error"]["message"]
-        gate.open.set()
-        await stuck
-        assert (await http.get("/live")).status_code == 200
-        await engine.close()
-        await asyncio.sleep(0.05)
-        answer = await http.get("/live")
-        assert answer.status_code == 503 and "ended" in answer.json()["error"]["message"]
 
-    served(test)
+    asyncio.run(test())
 
 
 # Health.

@@ -1,7 +1,8 @@
 """GET / and GET /live: the live page, and the snapshots that it draws.
 
 The page is one document with its style and script inside, made from the files in page/; its policy
-lets nothing else run. Knows no engine beyond its answer to the question "snapshot".
+lets nothing else run. A snapshot is made without waiting for a step; one is shared by all clients
+that ask within a quarter of a second. Knows no engine beyond its answer to the query "snapshot".
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ PAGE = Path(__file__).parent / "page"
 SECONDS_KEPT = 0.25  # however many watch, the engine is asked no more often
 WRONG: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong."},
-    503: {"model": ErrorResponse, "description": "The engine has ended, or does not answer."},
+    503: {"model": ErrorResponse, "description": "The engine has ended, or is stuck."},
 }
-PATIENCE = 2.0  # seconds for an answer before the page is told that the engine does not answer
+RETRY = {"Retry-After": "1"}
+PATIENCE = 2.0  # seconds for an answer, which does not wait for a step
 
 
 class Snapshots:
@@ -48,10 +50,8 @@ class Snapshots:
                 snapshot: dict[str, Any] = await asyncio.shield(self._asking)
                 return snapshot
         except TimeoutError:
-            words = (
-                f"the engine has not answered for {PATIENCE:g} s: a step takes long, or is stuck"
-            )
-            raise ApiError(503, words, code="engine_busy") from None
+            words = f"the engine's process has not answered for {PATIENCE:g} s; it may be stuck"
+            raise ApiError(503, words, code="engine_busy", headers=RETRY) from None
         except ExecutorError as error:
             raise ApiError(503, str(error), code="engine_gone") from None
 
