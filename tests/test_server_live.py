@@ -23,7 +23,8 @@ from fastapi import FastAPI
 from rich.console import Console
 from starlette.types import Receive, Scope, Send
 
-from headway.cli.top import look, picture
+from headway.cli.top import NoAnswer, first_look, follow, look
+from headway.cli.top_view import picture
 from headway.config import World
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.clock import RealClock
@@ -206,7 +207,8 @@ def test_a_snapshot_has_the_time_between_tokens_hits_errors_and_aborts() -> None
             engine.step()
     s = metrics.snapshot()
     assert s["rates"]["itl"] == pytest.approx(0.25)
-    assert {v for v in s["history"]["itl"] if v is not None} == {pytest.approx(0.25)}
+    known = [v for v in s["history"]["itl"] if v is not None]
+    assert known and known == pytest.approx([0.25] * len(known))
     assert s["minute"]["prefix_cache_hit_rate"] == pytest.approx(8 / 18)  # of the second prompt
     engine.add("c", [2] * 9, asked())
     engine.step()
@@ -487,6 +489,50 @@ def test_top_reads_what_a_server_shows_or_says_why_not(
             look(answering(status, body), "key")
     with pytest.raises(ConfigError, match="no Headway server answers at http://127.0.0.1:1"):
         look("127.0.0.1:1", None)
+
+
+def test_top_goes_on_when_a_server_does_not_answer_once(snapshot: dict[str, Any]) -> None:
+    later = {**snapshot, "step": 99}
+    answers: Iterator[Any] = iter([NoAnswer("lost for now"), ConfigError("wants a key"), later])
+    shown: list[tuple[int, str]] = []
+
+    def ask() -> dict[str, Any]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return cast(dict[str, Any], answer)
+
+    def show(snapshot: dict[str, Any], problem: str) -> None:
+        shown.append((snapshot["step"], problem))
+
+    follow(snapshot, ask, show, lambda: len(shown) == 4)
+    step = snapshot["step"]
+    assert shown == [(step, ""), (step, "lost for now"), (step, "wants a key"), (99, "")]
+
+
+def test_top_asks_again_for_its_first_answer_but_not_for_ever(
+    snapshot: dict[str, Any], answering: Callable[[int, bytes], str]
+) -> None:
+    url = answering(200, json.dumps(snapshot).encode())
+    busy = answering(503, b'{"error": {"message": "busy"}}')
+    with pytest.raises(NoAnswer, match="busy"):
+        first_look(busy, "key", patience=0.3)
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="wants an API key"):
+        first_look(answering(401, b"{}"), "key", patience=60)
+    assert time.monotonic() - begun < 30, "a wrong key stays wrong"
+    assert first_look(url, "key")["step"] == snapshot["step"]
+
+
+def test_top_says_how_old_its_picture_is(snapshot: dict[str, Any]) -> None:
+    old = {**snapshot, "age": 3.2, "step_seconds": 3.2, "num_new": 5}
+    texts = []
+    for each in (snapshot, old):
+        console = Console(file=io.StringIO(), width=120, height=40, color_system=None)
+        console.print(picture(each, 120, 40))
+        texts.append(cast(io.StringIO, console.file).getvalue())
+    assert "as of" not in texts[0]
+    assert "as of 3.2 s ago, step running for 3.2 s; 5 requests received since" in texts[1]
 
 
 # Logs.
