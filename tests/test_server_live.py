@@ -1,4 +1,4 @@
-"""Laws of what a person sees of a running server: snapshots, page, `top`, health, logs and spans."""
+"""Laws of what a person sees of a running server: snapshots, page, `top`, health and logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -42,7 +41,6 @@ from headway.server.context import Context
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from headway.server.logs import AccessLog, setup
 from headway.server.metrics import ServerMetrics
-from headway.server.spans import Spans
 
 SIZES = {"block_size": 4, "num_blocks": 40, "max_requests": 2, "max_tokens": 64}
 SECRET = 31337  # a prompt's token
@@ -609,46 +607,3 @@ def test_a_traceback_is_in_the_log() -> None:
         logging.getLogger("headway.test").exception("failed")
     stop()
     assert "OSError: gone" in json.loads(file.getvalue().splitlines()[0])["exception"]
-
-
-# Spans.
-
-
-class Tracer:
-    """Remembers every span."""
-
-    def __init__(self) -> None:
-        self.spans: list[dict[str, Any]] = []
-
-    def start_span(self, name: str, **more: Any) -> Any:
-        span = {"name": name, **more}
-        self.spans.append(span)
-        return SimpleNamespace(end=lambda end_time: span.update(end=end_time), span=span)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_spans_of_a_request_follow_one_another_from_arrival_to_end(depth: int) -> None:
-    engine, _ = made(num_blocks=12, max_requests=4)
-    engine.depth = depth
-    tracer = Tracer()
-    spans = Spans(engine, tracer, lambda whole: whole.span)
-    engine.observers.append(spans)
-    for id in "abcd":
-        engine.add(id, [ord(id)] * 9, asked(20))
-    engine.step()
-    engine.abort("d")
-    engine.run()
-    assert not spans._phases
-    wholes = [span for span in tracer.spans if span["name"] == "request"]
-    assert {span["attributes"]["request.id"] for span in wholes} == set("abcd")
-    for whole in wholes:
-        parts = [span for span in tracer.spans if span.get("context") is whole]
-        assert parts[0]["name"] == "queue" and parts[0]["start_time"] == whole["start_time"]
-        for before, after in pairwise(parts):
-            assert (
-                before["end"] >= before["start_time"] and before["end"] <= after["start_time"] + 1
-            )
-        assert parts[-1]["end"] <= whole["end"]
-        if whole["attributes"]["finish_reason"] == "length":
-            assert parts[-1]["name"] == "decode"
-    assert "preempted" in {span["name"] for span in tracer.spans}

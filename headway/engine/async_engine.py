@@ -143,13 +143,15 @@ class AsyncEngine:
                 yield await stream.take()
 
     @contextmanager
-    def submitted(self, id: str, prompt: Sequence[int], params: Params) -> Iterator[Stream]:
+    def submitted(
+        self, id: str, prompt: Sequence[int], params: Params, traceparent: str = ""
+    ) -> Iterator[Stream]:
         """A request's stream, to take from until nothing of it is open; leaving ends the rest."""
         self._check_free(id)
         # A wrong number of samples is refused, which takes one answer.
         stream = self._streams[id] = Stream(max(1, params.n))
         try:
-            self.port.send([Submit(id, prompt, params)])
+            self.port.send([Submit(id, prompt, params, traceparent)])
             yield stream
         finally:
             del self._streams[id]
