@@ -21,7 +21,7 @@ from headway.server.lives import COMPLETED, Happened, Life, Lives
 from headway.server.snapshot import Live, Snapshot
 
 PREFIX = "headway"
-NEWCOMER = "new"  # came after the latest plan was made
+NEW = "new"  # came after the latest plan was made
 log = logging.getLogger(__name__)
 
 
@@ -133,8 +133,8 @@ def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], floa
         ("kv_cache_usage_perc", ""): (num_blocks - scheduler.num_free) / num_blocks,
     }
     reasons = waiting_by_reason(scheduler)
-    reasons[NEWCOMER] += num_unread
-    for reason in (*get_args(Reason), NEWCOMER):
+    reasons[NEW] += num_unread
+    for reason in (*get_args(Reason), NEW):
         gauges["waiting_by_reason", reason] = float(reasons[reason])
     return gauges
 
@@ -148,7 +148,7 @@ def waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
         reasons[plan.behind.reason] += max(
             0, min(plan.behind.num_requests, num_waiting - num_known)
         )
-    reasons[NEWCOMER] = max(0, num_waiting - reasons.total())
+    reasons[NEW] = max(0, num_waiting - reasons.total())
     return reasons
 
 
