@@ -9,11 +9,15 @@ from typing import Any
 from headway.engine.asking import Asking
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
+from headway.engine.loop import EngineLoop
 from headway.engine.trace import TraceWriter
 from headway.plan import Plan
 from headway.scheduler import Scheduler, preset
 from headway.server.app import create_app
 from headway.server.context import Context
+from headway.server.health import Watchdog, watch
+from headway.server.live import router
+from headway.server.metrics import ServerMetrics
 from headway.server.serving import Recipe, Served
 from tests.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
@@ -41,12 +45,19 @@ def letters_served(seconds: float, trace: str | None = None) -> Served:
         tokenizer=letters(), vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
-    return Served(engine=engine, facts=asking)
+    return Served(engine=engine, facts=asking, prepare=observe)
+
+
+def observe(loop: EngineLoop) -> None:
+    ServerMetrics(loop, MODEL)
+    Watchdog(loop)
 
 
 def letters_app(engine: AsyncEngine, asking: Asking) -> Any:
-    context = Context(engine=engine, asking=asking, model_name=MODEL, max_length=LONGEST)
-    return create_app(context)
+    context = Context(
+        engine=engine, asking=asking, model_name=MODEL, max_length=LONGEST, health=watch(engine)
+    )
+    return create_app(context, [router(context)])
 
 
 def real_recipe(seconds: float, trace: str | None, grace: float) -> Recipe:

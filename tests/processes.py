@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ MAIN = "import sys; from tests.scripted import main; main(sys.argv[1])"
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(
+    *options: str, environment: Mapping[str, str] | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """`headway serve` on a free port, and the line it says when it serves; killed at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", "serve", "--port", "0", *options],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+        env={**os.environ, **(environment or {})},
     )  # fmt: skip
     try:
         assert process.stderr is not None

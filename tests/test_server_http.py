@@ -632,7 +632,8 @@ async def test_models_version_load_metrics_and_health() -> None:
         assert (await get(f"/v1/models/{MODEL}")).json() == card
         error(await get("/v1/models/other/name"), 404)
         assert "version" in (await get("/version")).json()
-        assert (await get("/load")).json() == {"server_load": 0, "running": 0, "waiting": 0}
+        idle = {"server_load": 0, "running": 0, "waiting": 0, "age": 0}
+        assert (await get("/load")).json() == idle
         assert (await get("/metrics")).text == "# vllm\n"
         assert (await here.client.head("/metrics")).status_code == 200
         assert (await get("/health")).json() == {"status": "ok"}

@@ -1,4 +1,4 @@
-"""Laws of what a person sees of a running server: snapshots, page, `top`, health, logs and spans."""
+"""Laws of what a person sees of a running server: snapshots, page, `top`, health and logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -23,7 +22,8 @@ from fastapi import FastAPI
 from rich.console import Console
 from starlette.types import Receive, Scope, Send
 
-from headway.cli.top import look, picture
+from headway.cli.top import NoAnswer, first_look, follow, look
+from headway.cli.top_view import picture
 from headway.config import World
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.clock import RealClock
@@ -41,7 +41,6 @@ from headway.server.context import Context
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from headway.server.logs import AccessLog, setup
 from headway.server.metrics import ServerMetrics
-from headway.server.spans import Spans
 
 SIZES = {"block_size": 4, "num_blocks": 40, "max_requests": 2, "max_tokens": 64}
 SECRET = 31337  # a prompt's token
@@ -171,7 +170,7 @@ def test_a_snapshot_lists_no_more_than_a_page_can_show() -> None:
     assert len(json.dumps(metrics.snapshot())) < 20_000
 
 
-def test_rates_are_what_was_counted_in_whole_seconds() -> None:
+def test_rates_are_taken_over_a_window_that_slides_through_seconds() -> None:
     engine, _ = made()
     metrics = ServerMetrics(ThreadPort(engine).loop, "tiny")
     clock = cast(Any, engine.clock)
@@ -181,12 +180,47 @@ def test_rates_are_what_was_counted_in_whole_seconds() -> None:
         engine.run()
     s = metrics.snapshot()
     assert s["history"]["output_tokens"][-9:] == list(range(10, 19))  # the tenth is not over
-    assert s["rates"]["output_tokens"] == sum(range(14, 19)) / 5
-    assert s["rates"]["requests"] == 1 and s["rates"]["prompt_tokens"] == 3
+    # From 4.5 to 9.5: half of second 4, which had 14 tokens, and all of 5 to 9.
+    assert s["rates"]["output_tokens"] == pytest.approx((14 / 2 + sum(range(15, 20))) / 5)
+    assert s["rates"]["requests"] == pytest.approx(5.5 / 5)
+    assert s["rates"]["prompt_tokens"] == pytest.approx(3 * 5.5 / 5)
+    clock.now = lambda: 9.75
+    assert metrics.snapshot()["rates"]["requests"] == pytest.approx(5.25 / 5), "it moves smoothly"
     clock.now = lambda: 100.5
     later = metrics.snapshot()
     assert set(later["history"]["output_tokens"]) == {0} and later["rates"]["ttft"] == 0
-    assert set(later["history"]["ttft"]) == {None}
+    assert set(later["history"]["ttft"]) == set(later["history"]["itl"]) == {None}
+    assert later["minute"] == {"errors": 0, "aborts": 0, "prefix_cache_hit_rate": None}
+
+
+def test_a_snapshot_has_the_time_between_tokens_hits_errors_and_aborts() -> None:
+    engine, gate = made()
+    metrics = ServerMetrics(ThreadPort(engine).loop, "tiny")
+    clock, now = cast(Any, engine.clock), 10.0
+    clock.now = lambda: now
+    for id in ("a", "b"):
+        engine.add(id, [1] * 9, asked(5))
+        while engine.has_work:
+            now += 0.25
+            engine.step()
+    s = metrics.snapshot()
+    assert s["rates"]["itl"] == pytest.approx(0.25)
+    known = [v for v in s["history"]["itl"] if v is not None]
+    assert known and known == pytest.approx([0.25] * len(known))
+    assert s["minute"]["prefix_cache_hit_rate"] == pytest.approx(8 / 18)  # of the second prompt
+    engine.add("c", [2] * 9, asked())
+    engine.step()
+    engine.abort("c")
+    engine.run()
+    gate.num_faults = 1
+    engine.add("d", [3] * 9, asked())
+    engine.run()
+    s = metrics.snapshot()
+    assert (s["minute"]["errors"], s["minute"]["aborts"]) == (1, 1)
+    assert (s["totals"]["errors"], s["totals"]["aborts"]) == (1, 1)
+    now += 120
+    s = metrics.snapshot()
+    assert (s["minute"]["errors"], s["totals"]["errors"]) == (0, 1)
 
 
 def test_the_page_runs_its_own_script_and_nothing_else() -> None:
@@ -209,44 +243,50 @@ def test_the_page_runs_its_own_script_and_nothing_else() -> None:
 def test_however_many_watch_the_engine_is_asked_once() -> None:
     async def test(engine: AsyncEngine, http: httpx.AsyncClient, gate: Gate) -> None:
         loop = cast(ThreadPort, engine.port).loop
-        answer, num_asked = loop.answers["snapshot"], 0
+        answer, num_asked = loop.observations["snapshot"], 0
 
         def counted(details: Any) -> Any:
             nonlocal num_asked
             num_asked += 1
             return answer(details)
 
-        loop.answers["snapshot"] = counted
+        loop.observations["snapshot"] = counted
         await drain(engine, "a", asked())
         answers = await asyncio.gather(*(http.get("/live") for _ in range(20)))
         assert {a.status_code for a in answers} == {200} and num_asked == 1
-        assert answers[0].json()["totals"] == {"requests": 1, "output_tokens": 5}
+        totals = {"requests": 1, "output_tokens": 5, "errors": 0, "aborts": 0}
+        assert answers[0].json()["totals"] == totals
 
     served(test)
 
 
-def test_the_page_is_told_when_the_engine_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "PATIENCE", 0.3)
+def test_the_page_is_told_when_the_engines_process_is_stuck_or_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(live, "PATIENCE", 0.2)
     monkeypatch.setattr(live, "SECONDS_KEPT", 0.0)
 
-    async def test(engine: AsyncEngine, http: httpx.AsyncClient, gate: Gate) -> None:
-        gate.open.clear()
-        stuck = asyncio.create_task(drain(engine, "a", asked()))
-        await asyncio.sleep(0.05)
-        first = asyncio.create_task(http.get("/live"))
-        await asyncio.sleep(0.15)
-        for answer in await asyncio.gather(http.get("/live"), first):
+    async def test() -> None:
+        engine, _ = made()
+        port = ThreadPort(engine)
+        ServerMetrics(port.loop, "tiny")
+        far = Far(port)
+        remote = AsyncEngine(far)
+        await remote.start()
+        async with client(remote) as http:
+            assert (await http.get("/live")).status_code == 200
+            far.is_silent = True
+            await asyncio.sleep(0.01)
+            for answer in await asyncio.gather(http.get("/live"), http.get("/live")):
+                assert answer.status_code == 503 and answer.headers["retry-after"]
+                assert "not answered" in answer.json()["error"]["message"]
+            far.is_silent = False
+            await remote.close()
+            await asyncio.sleep(0.05)
+            answer = await http.get("/live")
             assert answer.status_code == 503
-            assert "not answered" in answer.json()["error"]["message"]
-        gate.open.set()
-        await stuck
-        assert (await http.get("/live")).status_code == 200
-        await engine.close()
-        await asyncio.sleep(0.05)
-        answer = await http.get("/live")
-        assert answer.status_code == 503 and "ended" in answer.json()["error"]["message"]
 
-    served(test)
+    asyncio.run(test())
 
 
 # Health.
@@ -449,6 +489,50 @@ def test_top_reads_what_a_server_shows_or_says_why_not(
         look("127.0.0.1:1", None)
 
 
+def test_top_goes_on_when_a_server_does_not_answer_once(snapshot: dict[str, Any]) -> None:
+    later = {**snapshot, "step": 99}
+    answers: Iterator[Any] = iter([NoAnswer("lost for now"), ConfigError("wants a key"), later])
+    shown: list[tuple[int, str]] = []
+
+    def ask() -> dict[str, Any]:
+        answer = next(answers)
+        if isinstance(answer, Exception):
+            raise answer
+        return cast(dict[str, Any], answer)
+
+    def show(snapshot: dict[str, Any], problem: str) -> None:
+        shown.append((snapshot["step"], problem))
+
+    follow(snapshot, ask, show, lambda: len(shown) == 4)
+    step = snapshot["step"]
+    assert shown == [(step, ""), (step, "lost for now"), (step, "wants a key"), (99, "")]
+
+
+def test_top_asks_again_for_its_first_answer_but_not_for_ever(
+    snapshot: dict[str, Any], answering: Callable[[int, bytes], str]
+) -> None:
+    url = answering(200, json.dumps(snapshot).encode())
+    busy = answering(503, b'{"error": {"message": "busy"}}')
+    with pytest.raises(NoAnswer, match="busy"):
+        first_look(busy, "key", patience=0.3)
+    begun = time.monotonic()
+    with pytest.raises(ConfigError, match="wants an API key"):
+        first_look(answering(401, b"{}"), "key", patience=60)
+    assert time.monotonic() - begun < 30, "a wrong key stays wrong"
+    assert first_look(url, "key")["step"] == snapshot["step"]
+
+
+def test_top_says_how_old_its_picture_is(snapshot: dict[str, Any]) -> None:
+    old = {**snapshot, "age": 3.2, "step_seconds": 3.2, "num_new": 5}
+    texts = []
+    for each in (snapshot, old):
+        console = Console(file=io.StringIO(), width=120, height=40, color_system=None)
+        console.print(picture(each, 120, 40))
+        texts.append(cast(io.StringIO, console.file).getvalue())
+    assert "as of" not in texts[0]
+    assert "as of 3.2 s ago, step running for 3.2 s; 5 requests received since" in texts[1]
+
+
 # Logs.
 
 
@@ -523,46 +607,3 @@ def test_a_traceback_is_in_the_log() -> None:
         logging.getLogger("headway.test").exception("failed")
     stop()
     assert "OSError: gone" in json.loads(file.getvalue().splitlines()[0])["exception"]
-
-
-# Spans.
-
-
-class Tracer:
-    """Remembers every span."""
-
-    def __init__(self) -> None:
-        self.spans: list[dict[str, Any]] = []
-
-    def start_span(self, name: str, **more: Any) -> Any:
-        span = {"name": name, **more}
-        self.spans.append(span)
-        return SimpleNamespace(end=lambda end_time: span.update(end=end_time), span=span)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_spans_of_a_request_follow_one_another_from_arrival_to_end(depth: int) -> None:
-    engine, _ = made(num_blocks=12, max_requests=4)
-    engine.depth = depth
-    tracer = Tracer()
-    spans = Spans(engine, tracer, lambda whole: whole.span)
-    engine.observers.append(spans)
-    for id in "abcd":
-        engine.add(id, [ord(id)] * 9, asked(20))
-    engine.step()
-    engine.abort("d")
-    engine.run()
-    assert not spans._phases
-    wholes = [span for span in tracer.spans if span["name"] == "request"]
-    assert {span["attributes"]["request.id"] for span in wholes} == set("abcd")
-    for whole in wholes:
-        parts = [span for span in tracer.spans if span.get("context") is whole]
-        assert parts[0]["name"] == "queue" and parts[0]["start_time"] == whole["start_time"]
-        for before, after in pairwise(parts):
-            assert (
-                before["end"] >= before["start_time"] and before["end"] <= after["start_time"] + 1
-            )
-        assert parts[-1]["end"] <= whole["end"]
-        if whole["attributes"]["finish_reason"] == "length":
-            assert parts[-1]["name"] == "decode"
-    assert "preempted" in {span["name"] for span in tracer.spans}

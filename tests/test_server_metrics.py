@@ -210,7 +210,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
     lives, live = metrics._lives, metrics._live
     assert not (lives.open or lives._fresh or lives._parked)
     assert not [request for request in live._waits if request is not None]
-    assert len(live._seconds) <= 61 and len(live._decisions) <= 32
+    assert len(live._window._seconds) <= 61 and len(live._decisions) <= 32
 
 
 def test_gauges_say_how_things_stand_and_reasons_add_up_to_who_waits() -> None:

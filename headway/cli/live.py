@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from headway.engine.explain import BEHIND, SENTENCES
+from headway.engine.explain import why_behind, why_blocked
 from headway.engine.metrics import Metrics
 from headway.engine.trace import describe_step, header
 from headway.plan import Admission, Plan, StepReport
@@ -157,16 +157,17 @@ class View:
 
     def _blocked(self, plan: Plan) -> Iterator[Text]:
         """Who waits for something else than before."""
-        limit = self._llm.config.max_requests
-        for request, reason, need, have in plan.blocked:
+        config = self._llm.config
+        for blocked in plan.blocked:
+            request, reason = blocked.request, blocked.reason
             if self._waits.get(request) != reason:
                 self._waits[request] = reason
-                why = SENTENCES[reason].format(need=need, have=have, limit=limit)
+                why = why_blocked(blocked, plan.num_running, config)
                 yield Text(f"{self._name(request)} waits: {why}", STYLES[State.WAITING])
         behind = plan.behind
         if behind and self._waits.get(None) != behind.reason:
             self._waits[None] = behind.reason
-            why = BEHIND.get(behind.reason, behind.reason).format(limit=limit)
+            why = why_behind(behind, plan.num_running, config)
             yield Text(f"{behind.num_requests} in the queue wait {why}", STYLES[State.WAITING])
 
     def _ended(self, request: Request) -> str:

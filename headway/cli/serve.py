@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -63,9 +63,12 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
     SIGTERM or Ctrl-C: nothing new is taken, what is open may finish, then it ends; twice: at once.
     """
     check_extras("serving a model", "torch", "server")
+    from headway.server import spans
     from headway.server.serving import bind, serve_here
     from headway.server.workers import Supervisor
 
+    if serving.spans:
+        spans.check_installed()
     settings = serving.settings()
     if serving.chat_template is not None:
         read_template(serving.chat_template)  # a mistake shows before the model is loaded
@@ -127,6 +130,9 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
         f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",
     )  # fmt: skip
 
+    closing = ExitStack()
+    closing.callback(_close, llm)
+
     def prepare(loop: EngineLoop) -> None:
         from headway.server import health, metrics, spans
 
@@ -134,11 +140,11 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
         health.Watchdog(loop, serving.watchdog)
         loop.begin = partial(_use_device, llm, model.threads)
         if serving.spans:
-            spans.install(loop.engine)
+            closing.callback(spans.install(loop, facts.model_name))
 
     return Served(
         engine=llm.engine, facts=facts, limits=serving.limits(), prepare=prepare,
-        close=partial(_close, llm),
+        close=closing.close,
     )  # fmt: skip
 
 
@@ -149,13 +155,14 @@ def make_app(settings: Settings, patience: float, engine: AsyncEngine, facts: Fa
     from headway.server.health import watch
     from headway.server.live import router
     from headway.server.logs import AccessLog
+    from headway.server.trace_context import TraceContext
 
     context = Context(
         engine=engine, asking=facts.asking, model_name=facts.model_name,
         max_length=facts.max_length, settings=settings, health=watch(engine, patience),
         tool_call_parser=facts.tool_call_parser, fingerprint=facts.fingerprint,
     )  # fmt: skip
-    return AccessLog(create_app(context, [router(context)]))
+    return TraceContext(AccessLog(create_app(context, [router(context)])))
 
 
 def read_template(path: Path) -> str:

@@ -77,7 +77,9 @@ class ServeOptions:
     metrics_prefix: Annotated[
         str, _server("Of the metrics' names; vllm makes its dashboards work.")
     ] = "headway"
-    spans: Annotated[bool, _server("Trace every request with OpenTelemetry.", "--spans")] = False
+    spans: Annotated[
+        bool, _server("Export OpenTelemetry spans of every request, as OTEL_* say.", "--spans")
+    ] = False
     max_waiting: Annotated[int, _limit("Requests that may wait; more get a 429.", min=1)] = 1024
     max_waiting_tokens: Annotated[int, _limit("Tokens that may wait.", min=1)] = 1 << 20
     max_per_client: Annotated[

@@ -63,15 +63,23 @@ class ThreadPort:
         self._anteroom = Anteroom(self.loop.post, engine.preparation)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._handover: Handover | None = None
+        self._receive: Receive | None = None
         # With depth 1 a device is at work on the next step meanwhile, and must not run dry.
         self._gives_way = engine.depth == 0
 
     async def open(self, receive: Receive) -> None:
-        self._handover = Handover(asyncio.get_running_loop(), receive)
+        self._handover, self._receive = Handover(asyncio.get_running_loop(), receive), receive
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
-        self._anteroom.send(messages)
+        """Pass messages to the loop; observations are answered here, also while a step runs."""
+        known, rest = self.loop.observations, list[ToLoop]()
+        for message in messages:
+            if isinstance(message, Ask) and message.what in known and self._receive is not None:
+                self._receive([self.loop.reply(message)])
+            else:
+                rest.append(message)
+        self._anteroom.send(rest)
 
     async def close(self) -> None:
         self._anteroom.close()
@@ -135,13 +143,15 @@ class AsyncEngine:
                 yield await stream.take()
 
     @contextmanager
-    def submitted(self, id: str, prompt: Sequence[int], params: Params) -> Iterator[Stream]:
+    def submitted(
+        self, id: str, prompt: Sequence[int], params: Params, traceparent: str = ""
+    ) -> Iterator[Stream]:
         """A request's stream, to take from until nothing of it is open; leaving ends the rest."""
         self._check_free(id)
         # A wrong number of samples is refused, which takes one answer.
         stream = self._streams[id] = Stream(max(1, params.n))
         try:
-            self.port.send([Submit(id, prompt, params)])
+            self.port.send([Submit(id, prompt, params, traceparent)])
             yield stream
         finally:
             del self._streams[id]

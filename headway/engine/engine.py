@@ -6,6 +6,7 @@ while one is in flight. Knows no tokens' meaning, no device and no network.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -46,6 +47,8 @@ class Engine:
         self.forgive: Forgive | None = None  # told of an observer that raises; None: it is raised
         self.preparation: Preparation | None = None  # what is done ahead of requests, elsewhere
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
+        self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
+        self.step_began: float | None = None  # clock time; None between two steps
         self._num_faults = 0
         self._flight: deque[tuple[Plan, Handle]] = deque()
         self._last_progress = self.clock.now()
@@ -66,6 +69,12 @@ class Engine:
     def idle(self) -> float:
         """Seconds since a step came to its end, or since work came to an engine without any."""
         return self.clock.now() - self._last_progress
+
+    @property
+    def step_seconds(self) -> float | None:
+        """How long the running step has taken so far; None between two steps. From any thread."""
+        began = self.step_began
+        return None if began is None else max(0.0, self.clock.now() - began)
 
     @property
     def has_given_up(self) -> bool:
@@ -112,18 +121,13 @@ class Engine:
 
     def step(self) -> StepReport | None:
         """Make and launch the next plan, settle the oldest; None if nothing was settled."""
+        self.step_began = self.clock.now()
         try:  # whatever a policy or an executor may raise ends requests, not the engine
-            began_at = self.clock.now()
-            plan = self.scheduler.schedule()
-            plan.began_at, plan.planned_at = began_at, self.clock.now()
+            plan = self._make_plan(self.step_began)
             if not plan.is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
-            report = None
-            if self._flight and (plan.is_empty or len(self._flight) > self.depth):
-                oldest, handle = self._flight[0]
-                report = self.scheduler.complete(oldest, handle.wait())
-                self._flight.popleft()
-                self._end_failed(report)
+            is_due = self._flight and (plan.is_empty or len(self._flight) > self.depth)
+            report = self._settle_oldest() if is_due else None
         except ReplayMismatch:
             raise  # nothing failed: a replay has no more to say
         except Exception as error:
@@ -135,8 +139,26 @@ class Engine:
             except Exception:  # broken off in the middle of a change
                 self.restart()
             raise
+        finally:
+            self.step_began = None
         report = report or self.scheduler.take_news()
         return self._report(report) if report else None
+
+    def _make_plan(self, began_at: float) -> Plan:
+        with self.lock:
+            plan = self.scheduler.schedule()
+            plan.began_at, plan.planned_at = began_at, self.clock.now()
+        return plan
+
+    def _settle_oldest(self) -> StepReport:
+        """Wait for the oldest plan in flight, without the lock, and apply its result."""
+        plan, handle = self._flight[0]
+        result = handle.wait()
+        with self.lock:
+            report = self.scheduler.complete(plan, result)
+            self._flight.popleft()
+            self._end_failed(report)
+        return report
 
     def run(self) -> None:
         """Step until there is nothing left to do."""
@@ -182,10 +204,11 @@ class Engine:
         """End what was in flight; after too many failures in a row, end everything."""
         self.fault = f"{type(error).__name__}: {error}"
         self._num_faults += 1
-        self._flight.clear()
-        self.scheduler.fail(self.fault)
-        if self.has_given_up:
-            for id in list(self.scheduler.requests):
-                self.scheduler.abort(id, "error", self.fault)
+        with self.lock:
+            self._flight.clear()
+            self.scheduler.fail(self.fault)
+            if self.has_given_up:
+                for id in list(self.scheduler.requests):
+                    self.scheduler.abort(id, "error", self.fault)
         report = self.scheduler.take_news()
         return self._report(report) if report else None

@@ -1,28 +1,63 @@
-"""Why is nothing moving? The scheduler's state and its latest decisions, in sentences."""
+"""Why is nothing moving? The scheduler's state and its latest decisions, in sentences.
+
+The only place that words why a request waits: `why()`, the live page, `headway top` and the
+terminal view all use `why_blocked` and `why_behind`.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from headway.plan import Blocked
+from headway.config import Config
+from headway.plan import Behind, Blocked
 from headway.scheduler import Scheduler
 
 SENTENCES = {
-    "seats": "all {limit} seats are taken",
-    "kept seats": "{have} of {limit} seats are free, and kept for clients that hold few",
-    "tokens": "it wants {need} tokens and {have} are left of the step's budget",
-    "blocks": "it needs {need} free KV blocks and {have} are free",
+    "tokens": "it wants {need} token{s} and {have} are left of the step's budget",
+    "blocks": "it needs {need} free KV block{s} and {have} are free",
     "headroom": "admission must leave blocks free: it asks for {need} and {have} are free",
     "order": "it waits for the sample that computes its prompt",
-    "back-off": "preemptions were recent: admission asks for {need} blocks and {have} are free",
+    "back-off": "preemptions were recent: admission asks for {need} block{s} and {have} are free",
 }
+UNSETTLED = "it was just preempted and can be admitted again after the running step"
 BEHIND = {
-    "seats": "because all {limit} seats are taken",
     "tokens": "because the step's token budget is used up",
     "back-off": "because this step had to preempt, so nobody is admitted",
     "order": "behind those above, in the queue's order",
 }
 MOST_LISTED = 5
+
+
+def why_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
+    """Why a request that was considered was not admitted, with `num_running` requests running.
+
+    Pass the plan's own count for the time of the plan, or the scheduler's for the present.
+    """
+    if blocked.reason == "seats":
+        return _why_seats(num_running, config.max_requests, is_kept=blocked.have > 0)
+    # Only a request with a token in flight has these numbers: they are not numbers of blocks.
+    is_unsettled = blocked.request.history.num_preemptions and blocked[2:] == (1, 0)
+    if blocked.reason == "back-off" and is_unsettled:
+        return UNSETTLED
+    plural = "" if blocked.need == 1 else "s"
+    return SENTENCES[blocked.reason].format(need=blocked.need, have=blocked.have, s=plural)
+
+
+def why_behind(behind: Behind, num_running: int, config: Config) -> str:
+    """Why the requests that were not considered wait; follows the word `wait` in a sentence."""
+    if behind.reason == "seats":
+        return f"because {_why_seats(num_running, config.max_requests, is_kept=False)}"
+    return BEHIND.get(behind.reason, f"because of {behind.reason}")
+
+
+def _why_seats(num_running: int, limit: int, *, is_kept: bool) -> str:
+    """Names all seats as taken only if they are: requests may have ended since the plan."""
+    if num_running >= limit:
+        return f"all {limit} seats are taken"
+    if is_kept:
+        free = limit - num_running
+        return f"{free} of {limit} seats are free, and kept for clients that hold few"
+    return f"all {limit} seats were taken when the step was planned"
 
 
 def explain(scheduler: Scheduler, num_in_flight: int, idle: float, fault: str | None) -> str:
@@ -51,24 +86,18 @@ def _running(scheduler: Scheduler, num_in_flight: int, idle: float) -> list[str]
 
 
 def _waiting(scheduler: Scheduler) -> list[str]:
-    plan, limit = scheduler.last_plan, scheduler.config.max_requests
+    plan, config, num_running = scheduler.last_plan, scheduler.config, len(scheduler.running)
     if not scheduler.queue:
         return ["Nobody waits."]
     lines = [f"{len(scheduler.queue)} waiting ({len(scheduler.swapped)} of them swapped out)."]
     still = [b for b in plan.blocked if b.request.id in scheduler.requests and b.request.row < 0]
     for blocked in still[:MOST_LISTED]:
-        lines.append(f"  {blocked.request.id}: {_sentence(blocked, limit)}.")
+        lines.append(f"  {blocked.request.id}: {why_blocked(blocked, num_running, config)}.")
     if len(still) > MOST_LISTED:
         lines.append(f"  and {len(still) - MOST_LISTED} more that were looked at.")
     if plan.behind:
-        reason = BEHIND.get(plan.behind.reason, plan.behind.reason).format(limit=limit)
+        reason = why_behind(plan.behind, num_running, config)
         lines.append(f"  {plan.behind.num_requests} more wait {reason}.")
     if not still and not plan.behind:
         lines.append("  They came after the latest plan was made; the next step looks at them.")
     return lines
-
-
-def _sentence(blocked: Blocked, limit: int) -> str:
-    is_kept = blocked.reason == "seats" and blocked.have > 0
-    reason = "kept seats" if is_kept else blocked.reason
-    return SENTENCES[reason].format(need=blocked.need, have=blocked.have, limit=limit)

@@ -14,13 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from headway.engine.engine import Engine, Observer
+from headway.engine.latest import Latest
 from headway.engine.messages import Ask, Cancel, FromLoop, Gone, Refusal, Reply, Submit, ToLoop
 from headway.engine.news import News
 from headway.errors import ExecutorError, Overloaded, RequestError
 from headway.plan import StepReport
+from headway.request import Request
 
 Deliver = Callable[[list[FromLoop]], None]
 Answer = Callable[[Any], Any]
+OnSubmit = Callable[[Submit, list[Request]], None]
 log = logging.getLogger(__name__)
 
 
@@ -39,12 +42,16 @@ class EngineLoop:
     def __init__(self, engine: Engine, deliver: Deliver, limits: Limits | None = None) -> None:
         self.engine = engine
         self.limits = limits or Limits()
-        self.answers: dict[str, Answer] = {
-            "why": lambda _: engine.why(),
-            "now": lambda _: engine.clock.now(),
-            "load": lambda _: self._load(),
+        why = Latest(engine, engine.why)
+        self.answers: dict[str, Answer] = {  # given between two steps
             "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
         }
+        self.observations: dict[str, Answer] = {  # given at once, on any thread, also during a step
+            "why": lambda _: why.get()[0],
+            "now": lambda _: engine.clock.now(),
+            "load": lambda _: self._load(),
+        }
+        self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
         self.begin: Callable[[], None] = lambda: None  # on the loop's thread, before anything else
         self.ended: str | None = None  # why the loop is over; None while it runs
         self._deliver = deliver
@@ -70,6 +77,20 @@ class EngineLoop:
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
+
+    @property
+    def num_unread(self) -> int:
+        """Requests that were received during the running step and are not scheduled yet."""
+        with self._wake:
+            return sum(max(1, each.params.n) for each in self._inbox if isinstance(each, Submit))
+
+    def reply(self, message: Ask) -> Reply:
+        """The answer to a query; the reply names the error if it cannot be answered."""
+        try:
+            answer = self.observations.get(message.what) or self.answers[message.what]
+            return Reply(message.number, answer(message.details))
+        except Exception as error:  # a query that fails must not end the loop
+            return Reply(message.number, None, f"{type(error).__name__}: {error}")
 
     # On the loop's thread.
 
@@ -102,13 +123,18 @@ class EngineLoop:
     def _read(self) -> None:
         self._waiting_tokens = None
         while self._inbox:
-            message = self._inbox.popleft()
-            if isinstance(message, Submit):
-                self._submit(message)
-            elif isinstance(message, Cancel):
-                self._cancel(message)
-            else:
-                self._outbox.append(self._reply(message))
+            with self._wake:
+                message = self._inbox.popleft()
+            with self.engine.lock:
+                self._take(message)
+
+    def _take(self, message: ToLoop) -> None:
+        if isinstance(message, Submit):
+            self._submit(message)
+        elif isinstance(message, Cancel):
+            self._cancel(message)
+        else:
+            self._outbox.append(self.reply(message))
 
     def _submit(self, message: Submit) -> None:
         try:
@@ -119,6 +145,8 @@ class EngineLoop:
             self._outbox.append(Refusal(message.id, kind, str(error), numbers))
             return
         self._news.expect(requests)
+        for notify in self.on_submit:
+            notify(message, requests)
         if self._waiting_tokens is not None:
             self._waiting_tokens += len(requests) * requests[0].num_prompt
 
@@ -154,15 +182,10 @@ class EngineLoop:
         else:
             self.engine.stop(f"{message.id}/{message.sample}" if message.sample else message.id)
 
-    def _reply(self, message: Ask) -> Reply:
-        try:
-            return Reply(message.number, self.answers[message.what](message.details))
-        except Exception as error:  # a question that fails must not end the loop
-            return Reply(message.number, None, f"{type(error).__name__}: {error}")
-
-    def _load(self) -> dict[str, int]:
-        scheduler = self.engine.scheduler
-        return {"running": len(scheduler.running), "waiting": len(scheduler.queue)}
+    def _load(self) -> dict[str, float]:
+        scheduler, age = self.engine.scheduler, self.engine.step_seconds or 0.0
+        num_waiting = len(scheduler.queue) + self.num_unread
+        return {"running": len(scheduler.running), "waiting": num_waiting, "age": age}
 
     def _flush(self) -> None:
         if self._outbox:

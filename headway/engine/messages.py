@@ -23,6 +23,7 @@ class Submit:
     id: str
     prompt: Sequence[int]
     params: Params
+    traceparent: str = ""  # W3C trace context of the caller; empty: none
 
 
 @dataclass(frozen=True, slots=True)

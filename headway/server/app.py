@@ -5,6 +5,7 @@ Starts and ends no engine: whoever runs the server does.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,6 +50,7 @@ from headway.server.security import Guard
 from headway.server.streaming import Whole
 from headway.server.wishes import check_model
 
+ANSWERS_WITHIN = 5.0  # seconds; only what changes the engine waits for the running step
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KEY = {"type": "http", "scheme": "bearer"}
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -63,7 +65,7 @@ WHY = {
     415: "The body is not declared to be JSON.",
     429: "Too much waits; come again after Retry-After seconds.",
     500: "A step of the engine failed.",
-    503: "The engine has ended.",
+    503: "The engine has ended, or does not answer in time.",
     504: "The request took longer than the server allows.",
 }
 ASKED = (400, 401, 404, 408, 413, 415)  # of everything with a body
@@ -230,13 +232,16 @@ def _watching(context: Context) -> APIRouter:
         return await get_health()
 
     @router.get("/load", responses=_errors(503))
-    async def get_load() -> dict[str, int]:
-        """Requests open at this process, and running and waiting in the engine."""
+    async def get_load() -> dict[str, int | float]:
+        """Requests open at this process, running and waiting in the engine; age in seconds."""
         return {"server_load": engine.num_open, **await _ask(context, "load")}
 
     @router.post("/reset_prefix_cache", responses=_errors(409, 503))
     async def post_reset() -> dict[str, bool]:
-        """Forget all cached prefixes; only while no request runs."""
+        """Forget all cached prefixes; only while no request runs. Waits for the running step.
+
+        After a 503 with the code engine_busy it may still be done when that step ends.
+        """
         if not await _ask(context, "reset_prefix_cache"):
             raise ApiError(409, "requests are running and hold cached blocks; try again later")
         return {"success": True}
@@ -252,9 +257,13 @@ def _watching(context: Context) -> APIRouter:
 
 
 async def _ask(context: Context, what: str, details: Any = None) -> Any:
-    """The engine's answer; 503 if there is no engine any more."""
+    """The engine's answer; 503 if the engine has ended or does not answer in time."""
     try:
-        return await context.engine.ask(what, details)
+        async with asyncio.timeout(ANSWERS_WITHIN):
+            return await context.engine.ask(what, details)
+    except TimeoutError:
+        busy = f"the engine has not answered for {ANSWERS_WITHIN:g} s; a step is running"
+        raise ApiError(503, busy, code="engine_busy", headers={"Retry-After": "1"}) from None
     except ExecutorError as error:
         if context.engine.gone is None:
             raise ApiError(500, str(error), code="internal_error") from error

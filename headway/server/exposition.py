@@ -45,6 +45,7 @@ GAUGES = {
     "num_requests_swapped": "Of those that wait: their computed tokens are kept on the host.",
     "kv_cache_usage_perc": "Share of the KV blocks that requests hold; 1 is all of them.",
     "waiting_by_reason": "Requests that wait, by what the latest plan did not have for them.",
+    "snapshot_age_seconds": "Age of these values: the time since the running step began, 0 if none.",
 }
 COUNTERS = {
     "num_preemptions": "Times a running request was sent back to wait.",
@@ -93,6 +94,11 @@ class Histogram:
         self.counts[bisect_left(self.bounds, value)] += count
         self.total += value * count
 
+    def copy(self) -> Histogram:
+        copied = Histogram(self.bounds)
+        copied.counts, copied.total = self.counts.copy(), self.total
+        return copied
+
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bounds with how many were not above, as Prometheus wants them."""
         pairs, num_so_far = [], 0
@@ -122,6 +128,11 @@ class Numbers:
         histograms = {name: Histogram(b or tokens) for name, (_, b) in HISTOGRAMS.items()}
         names = [(name, label) for name in COUNTERS for label in VALUES.get(name, ("",))]
         return cls(histograms, Counter(dict.fromkeys(names, 0)))  # a rate needs a beginning
+
+    def copy(self) -> Numbers:
+        """The same values, which no later step changes."""
+        histograms = {name: histogram.copy() for name, histogram in self.histograms.items()}
+        return Numbers(histograms, self.counters.copy(), self.gauges.copy())
 
 
 @dataclass(frozen=True, slots=True)

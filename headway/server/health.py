@@ -1,7 +1,8 @@
 """Is the engine alive? Not if it has ended, keeps failing, or work waits and nothing moves.
 
 A watchdog reads plain attributes from another thread than the engine's, so that it can tell even
-of a step that never returns. Behind a socket the engine's loop is asked, and silence is an answer.
+of a step that never returns. Behind a socket the engine's process is asked; it answers also during
+a step, so silence means that the process itself is stuck.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 from typing import Any
 
 from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.latest import Latest
 from headway.engine.loop import EngineLoop
 from headway.errors import ConfigError, ExecutorError
 
@@ -23,7 +25,8 @@ class Watchdog:
     def __init__(self, loop: EngineLoop, patience: float = PATIENCE) -> None:
         self.patience = _checked(patience)
         self._loop = loop
-        loop.answers["problem"] = lambda _: self.problem()
+        self._explained = Latest(loop.engine, loop.engine.why)
+        loop.observations["problem"] = lambda _: self.problem()
 
     async def __call__(self, engine: AsyncEngine) -> str | None:
         return self.problem()
@@ -37,21 +40,15 @@ class Watchdog:
             return f"too many steps have failed in a row, the latest so: {engine.fault}"
         idle = engine.idle
         if engine.has_work and idle > self.patience:
-            return f"work waits and nothing has moved for {idle:.1f} s.\n{self._why()}"
+            return f"work waits and nothing has moved for {idle:.1f} s.\n{self._explained.get()[0]}"
         # An engine without work cannot show that it is well again: then a fault counts for a while.
         if engine.fault is not None and (engine.has_work or idle <= self.patience):
             return f"the latest step failed: {engine.fault}"
         return None
 
-    def _why(self) -> str:
-        try:
-            return self._loop.engine.why()
-        except RuntimeError:  # the engine's thread changed something while it was read
-            return "The engine's state changes too fast to be read."
-
 
 class RemoteWatchdog:
-    """Watches an engine in another process, whose own watchdog answers between two steps."""
+    """Watches an engine in another process, whose own watchdog answers also during a step."""
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = _checked(patience)
@@ -59,7 +56,7 @@ class RemoteWatchdog:
         self._since = 0.0
 
     async def __call__(self, engine: AsyncEngine) -> str | None:
-        """What is wrong; None if nothing is, or if a step is merely taking its time."""
+        """What is wrong; None if nothing is, or if the process has been silent only for a moment."""
         now = asyncio.get_running_loop().time
         if self._asking is None:
             self._asking, self._since = asyncio.create_task(engine.ask("problem")), now()

@@ -1,15 +1,13 @@
 """GET / and GET /live: the live page, and the snapshots that it draws.
 
 The page is one document with its style and script inside, made from the files in page/; its policy
-lets nothing else run. Knows no engine beyond its answer to the question "snapshot".
+lets nothing else run. A snapshot is made without waiting for a step; one is shared by all clients
+that ask within a quarter of a second. Knows no engine beyond its answer to the query "snapshot".
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter
@@ -19,17 +17,18 @@ from headway.engine.async_engine import AsyncEngine
 from headway.errors import ExecutorError
 from headway.server.answers import ErrorResponse
 from headway.server.errors import ApiError
+from headway.server.pages import page
 
 if TYPE_CHECKING:
     from headway.server.context import Context
 
-PAGE = Path(__file__).parent / "page"
 SECONDS_KEPT = 0.25  # however many watch, the engine is asked no more often
 WRONG: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong."},
-    503: {"model": ErrorResponse, "description": "The engine has ended, or does not answer."},
+    503: {"model": ErrorResponse, "description": "The engine has ended, or is stuck."},
 }
-PATIENCE = 2.0  # seconds for an answer before the page is told that the engine does not answer
+RETRY = {"Retry-After": "1"}
+PATIENCE = 2.0  # seconds for an answer, which does not wait for a step
 
 
 class Snapshots:
@@ -48,10 +47,8 @@ class Snapshots:
                 snapshot: dict[str, Any] = await asyncio.shield(self._asking)
                 return snapshot
         except TimeoutError:
-            words = (
-                f"the engine has not answered for {PATIENCE:g} s: a step takes long, or is stuck"
-            )
-            raise ApiError(503, words, code="engine_busy") from None
+            words = f"the engine's process has not answered for {PATIENCE:g} s; it may be stuck"
+            raise ApiError(503, words, code="engine_busy", headers=RETRY) from None
         except ExecutorError as error:
             raise ApiError(503, str(error), code="engine_gone") from None
 
@@ -65,32 +62,15 @@ class Snapshots:
         self._asking = None
 
 
-def page() -> tuple[str, str]:
-    """The document, and the Content-Security-Policy under which it works."""
-    style, script = ((PAGE / name).read_text(encoding="utf-8") for name in ("live.css", "live.js"))
-    document = (PAGE / "index.html").read_text(encoding="utf-8")
-    document = document.replace("/*STYLE*/", style).replace("/*SCRIPT*/", script)
-    policy = (
-        f"default-src 'none'; style-src {_digest(style)}; script-src {_digest(script)}; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
-    )
-    return document, policy
-
-
-def _digest(text: str) -> str:
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
-
-
 def router(context: Context) -> APIRouter:
     """The live view's routes."""
     routes, snapshots = APIRouter(), Snapshots(context.engine)
-    document, policy = page()
-    headers = {"Content-Security-Policy": policy, "X-Frame-Options": "DENY"}
+    document = page("index.html", "live.css", "live.js")
 
     @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def live_page() -> HTMLResponse:
         """The live page."""
-        return HTMLResponse(document, headers=headers)
+        return document
 
     @routes.get("/live", responses=WRONG)
     async def live() -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""An observer that counts all that operators watch, and answers for it on the engine's thread.
+"""An observer that counts what operators watch, and answers queries without waiting for a step.
 
-Counters and histograms follow the step reports; gauges are read from the scheduler when somebody
-asks. Nothing grows with the number of requests that have ended. Knows no HTTP.
+Counters and histograms follow the step reports on the engine's thread; gauges are read from the
+scheduler when a query comes, on the thread that it comes on. Nothing grows with the number of
+requests that have ended. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 from collections import Counter
 from typing import get_args
 
+from headway.engine.latest import Latest
 from headway.engine.loop import EngineLoop
 from headway.plan import Reason, StepReport
 from headway.request import Request
@@ -19,45 +21,55 @@ from headway.server.lives import COMPLETED, Happened, Life, Lives
 from headway.server.snapshot import Live, Snapshot
 
 PREFIX = "headway"
-NEWCOMER = "new"  # came after the latest plan was made
+NEW = "new"  # came after the latest plan was made
 log = logging.getLogger(__name__)
 
 
 class ServerMetrics:
-    """Watches the engine of a loop; answers its questions "metrics" and "snapshot"."""
+    """Watches the engine of a loop; answers its queries "metrics" and "snapshot"."""
 
     def __init__(self, loop: EngineLoop, model_name: str) -> None:
-        self._engine = engine = loop.engine
+        self._loop, self._engine = loop, loop.engine
+        engine = loop.engine
         self._lives = Lives(engine.clock.now)
-        self._live = Live(engine, model_name)
+        self._live = Live(loop, model_name)
         self.numbers = Numbers.empty(engine.scheduler.config.max_length)
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM's own two
+        self._numbers_read = Latest(engine, self._read)
+        self._snapshot_read = Latest(engine, self._live.snapshot)
         engine.observers.append(self)
-        loop.answers["metrics"] = lambda prefix: self.text(prefix or PREFIX)
-        loop.answers["snapshot"] = lambda _: self.snapshot()
+        loop.observations["metrics"] = lambda prefix: self.text(prefix or PREFIX)
+        loop.observations["snapshot"] = lambda _: self.snapshot()
 
     def __call__(self, report: StepReport) -> None:
         try:
-            happened = self._lives.follow(report)
-            self._count(report, happened)
-            self._live.follow(report, happened)
+            with self._engine.lock:
+                happened = self._lives.follow(report)
+                self._count(report, happened)
+                self._live.follow(report, happened)
         except Exception:  # what watches the engine must not be what ends it
             log.exception("a step was not counted")
 
     def text(self, prefix: str = PREFIX) -> str:
         """All metrics in Prometheus' text form; names are `prefix:name`."""
-        scheduler = self._engine.scheduler
-        self.numbers.gauges = _gauges(scheduler)
-        config = scheduler.config
+        numbers, age = self._numbers_read.get()
+        numbers.gauges["snapshot_age_seconds", ""] = age
+        config = self._engine.scheduler.config
         cache = {
             "block_size": str(config.block_size), "num_gpu_blocks": str(config.num_blocks),
             "num_cpu_blocks": str(config.num_host_blocks),
         }  # fmt: skip
-        return Exposition(self.numbers, prefix, self._labels, cache).text()
+        return Exposition(numbers, prefix, self._labels, cache).text()
 
     def snapshot(self) -> Snapshot:
-        """What the live page shows."""
-        return self._live.snapshot()
+        """What the live page shows, with its age and the time that the running step has taken."""
+        snapshot, age = self._snapshot_read.get()
+        return {**snapshot, "age": age, "step_seconds": self._engine.step_seconds}
+
+    def _read(self) -> Numbers:
+        numbers = self.numbers.copy()
+        numbers.gauges = _gauges(self._engine.scheduler, self._loop.num_unread)
+        return numbers
 
     def _count(self, report: StepReport, happened: Happened) -> None:
         plan, counters = report.plan, self.numbers.counters
@@ -111,17 +123,18 @@ class ServerMetrics:
                 self.numbers.histograms[name].observe(value)
 
 
-def _gauges(scheduler: Scheduler) -> dict[tuple[str, str], float]:
-    """How things stand now."""
+def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], float]:
+    """How things stand now; `num_unread` requests have come since the running step began."""
     num_blocks = scheduler.num_blocks
     gauges = {
         ("num_requests_running", ""): float(len(scheduler.running)),
-        ("num_requests_waiting", ""): float(len(scheduler.queue)),
+        ("num_requests_waiting", ""): float(len(scheduler.queue) + num_unread),
         ("num_requests_swapped", ""): float(len(scheduler.swapped)),
         ("kv_cache_usage_perc", ""): (num_blocks - scheduler.num_free) / num_blocks,
     }
     reasons = waiting_by_reason(scheduler)
-    for reason in (*get_args(Reason), NEWCOMER):
+    reasons[NEW] += num_unread
+    for reason in (*get_args(Reason), NEW):
         gauges["waiting_by_reason", reason] = float(reasons[reason])
     return gauges
 
@@ -135,7 +148,7 @@ def waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
         reasons[plan.behind.reason] += max(
             0, min(plan.behind.num_requests, num_waiting - num_known)
         )
-    reasons[NEWCOMER] = max(0, num_waiting - reasons.total())
+    reasons[NEW] = max(0, num_waiting - reasons.total())
     return reasons
 
 

@@ -18,6 +18,7 @@ from headway.sampling import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.errors import ApiError
 from headway.server.samples import Sample
+from headway.server.trace_context import TRACEPARENT
 
 NO_SCORES: list[TokenLogprobs] = []
 
@@ -99,7 +100,8 @@ class Run:
         What goes straight is left out; while an iteration is not waited for, nothing does.
         """
         try:
-            with self._engine.submitted(self.id, self.prompt, self.params) as stream:
+            asked = self.id, self.prompt, self.params, TRACEPARENT.get()
+            with self._engine.submitted(*asked) as stream:
                 if straight is not None and len(self.samples) == 1:
                     stream.sink = partial(self._went_straight, straight)
                 while stream.num_open:

@@ -68,7 +68,21 @@ const short = (text) => text.replace(/(?:(?:chat)?cmpl-)?([0-9a-f]{8})[0-9a-f]{8
 const part = (some, all) => (some < all ? `${number(some)} / ${number(all)}` : number(all));
 
 function more(count, listed) {
-  return count > listed ? `${number(count)}, the first ${listed}` : number(count);
+  return count > listed ? `${number(count)}, the first ${listed} listed` : number(count);
+}
+
+// Only worth a line once a step takes long: then the page shows how things were at its start.
+function age(s) {
+  if (s.age < 1) return "";
+  const step = s.step_seconds === null ? "" : `, step running for ${seconds(s.step_seconds)}`;
+  return `as of ${seconds(s.age)} ago${step}`;
+}
+
+function waiting(s) {
+  const received = s.num_new ? `, ${number(s.num_new)} received during this step` : "";
+  const listed = s.waiting.length + s.num_new;
+  const first = s.num_waiting > listed ? `, the first ${s.waiting.length} listed` : "";
+  return number(s.num_waiting) + received + first;
 }
 
 function draw(s) {
@@ -77,16 +91,25 @@ function draw(s) {
   for (const id of ["output_tokens", "requests", "prompt_tokens", "preemptions", "steps"]) {
     at(id).textContent = number(s.rates[id]);
   }
-  at("ttft").textContent = s.rates.ttft ? seconds(s.rates.ttft) : "–";
   spark("tokens", s.history.output_tokens, number);
-  spark("ttft", s.history.ttft, seconds);
+  for (const id of ["ttft", "itl"]) {
+    at(id).textContent = s.rates[id] ? seconds(s.rates[id]) : "–";
+    spark(id, s.history[id], seconds);
+  }
+  const hits = s.minute.prefix_cache_hit_rate;
+  at("hit_rate").textContent = hits === null ? "–" : `${Math.round(100 * hits)} %`;
+  for (const id of ["errors", "aborts"]) at(id).textContent = number(s.minute[id]);
+  const { requests, errors, aborts } = s.totals;
+  at("totals").textContent =
+    `since start: ${number(requests)} requests, ${number(errors)} errors, ${number(aborts)} aborts`;
+  at("age").textContent = age(s);
   bar("seats", s.seats.taken, s.seats.limit, `${number(s.seats.taken)} of ${number(s.seats.limit)}`);
   const b = s.blocks;
   bar("blocks", b.held, b.total, `${number(b.held)} of ${number(b.total)}`);
   at("host").hidden = !b.host_total;
   bar("host", b.host_held, b.host_total, `${number(b.host_held)} of ${number(b.host_total)}`);
   at("num_running").textContent = more(s.num_running, s.running.length);
-  at("num_waiting").textContent = more(s.num_waiting, s.waiting.length);
+  at("num_waiting").textContent = waiting(s);
   list("running", s.running.map((r) => row([
     [short(r.id), r.state, r.id], [r.client, "who"], [r.state, `wide ${r.state}`],
     [part(r.computed, r.prompt), "num"], [`${number(r.output)} / ${number(r.most)}`, "num"],
@@ -96,6 +119,7 @@ function draw(s) {
     [short(r.id), r.state, `${r.id}, ${r.state}`], [r.client, "who"],
     [number(r.prompt + r.output), "num wide"], [seconds(r.age), "num"], [r.reason, "long"],
   ])));
+  at("none_waiting").hidden = s.num_waiting > 0;
   list("decisions", s.decisions.slice().reverse().map((d) => {
     const line = document.createElement("li");
     const step = document.createElement("span");
