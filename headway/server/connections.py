@@ -19,9 +19,9 @@ from headway.server.settings import ConnectionSettings
 if TYPE_CHECKING:
     from headway.server.connection import Connection
 
-MAX_ACCEPTS = 16  # connections accepted at once: the limit is checked only afterwards
+MAX_ACCEPTS = 8  # connections accepted at once: the limit is checked only afterwards
 MAX_DEFAULT = 1 << 16  # connections, however many descriptors the system allows
-MAX_LINGERING = 32  # refused connections that are kept until their clients have read why
+MAX_LINGERING = 16  # refused connections that are kept until their clients have read why
 RETRY_AFTER = {"Retry-After": "1"}  # seconds
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def default_max_connections(max_descriptors: int) -> int:
     """What a limit of descriptors leaves for connections; the rest is for files and the engine."""
     if max_descriptors == resource.RLIM_INFINITY:
         return MAX_DEFAULT
-    margin = max(64, max_descriptors // 8)
+    margin = max(96, max_descriptors // 8)
     return max(1, min(MAX_DEFAULT, max_descriptors - margin))
 
 

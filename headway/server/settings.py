@@ -48,6 +48,7 @@ class Settings:
     max_choices: int = 2048  # texts of one request: prompts times n
     metrics_prefix: str = "headway"
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call; none: CORS is off
+    allowed_hosts: tuple[str, ...] = ("*",)  # accepted in the Host header; *: any
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may call
 
     def __post_init__(self) -> None:
