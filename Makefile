@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,9 @@ test: $(READY)  ## all checks and all tests, side by side
 tests: $(READY)  ## all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-clients: $(READY)  ## clients in other languages; needs node, npm and a network
+	$(BIN)/python -m pytest tests/clients
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
@@ -64,4 +67,4 @@ clean:  ## remove what was built
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test tests test-gpu sanitize $(SANITIZED) check format bench clean
+.PHONY: help run demo test tests test-clients test-gpu sanitize $(SANITIZED) check format bench clean

@@ -50,10 +50,15 @@ class Server:
         port: int = 0,
         is_real: bool = False,
         trace: str | None = None,
+        recipe: str | None = None,
+        max_descriptors: int | None = None,
+        **connections: Any,
     ) -> None:
+        """`recipe` is `module:function`; `connections` are fields of ConnectionSettings."""
         options = {
             "num_workers": num_workers, "seconds": seconds, "grace": grace, "port": port,
-            "is_real": is_real, "trace": trace,
+            "is_real": is_real, "trace": trace, "recipe": recipe, "connections": connections,
+            "max_descriptors": max_descriptors,
         }  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, "-c", MAIN, json.dumps(options)],

@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from resource import RLIMIT_NOFILE, setrlimit
 from typing import Any
 
 from headway.engine.async_engine import AsyncEngine
@@ -24,6 +26,7 @@ from headway.plan import Plan
 from headway.request import Params
 from headway.scheduler import Scheduler, preset
 from headway.server.serving import Recipe, Served, bind, serve_here
+from headway.server.settings import ConnectionSettings
 from headway.server.workers import Supervisor
 
 ROOT = Path(__file__).parent.parent
@@ -128,12 +131,17 @@ def main(given: str) -> None:
     options = json.loads(given)
     recipe = Recipe(
         make_engine=partial(mini_served, options["seconds"]), make_app=MiniApp,
-        grace=options["grace"],
+        grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
     )  # fmt: skip
     if options["is_real"]:
         from tests.lettered import real_recipe
 
         recipe = real_recipe(options["seconds"], options["trace"], options["grace"])
+    if options["recipe"]:
+        module, _, name = options["recipe"].partition(":")
+        recipe = getattr(import_module(module), name)(options)
+    if options["max_descriptors"]:
+        setrlimit(RLIMIT_NOFILE, (options["max_descriptors"],) * 2)
     bound = bind("127.0.0.1", options["port"])
     number = bound.getsockname()[1]
 

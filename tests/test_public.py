@@ -90,9 +90,10 @@ COMMANDS = {
     "serve": {
         "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
         "--api-workers", "--engine-process",
-        "--api-key", "--api-key-file", "--cors-origin", "--grace", "--watchdog",
+        "--api-key", "--api-key-file", "--cors-origin", "--allowed-host", "--grace", "--watchdog",
         "--metrics-prefix", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
-        "--timeout", "--stall-timeout", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
+        "--timeout", "--stall-timeout", "--timeout-head", "--timeout-keep-alive",
+        "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
     },
     "top": {"url", "--api-key", "--every", "--once"},
     "bench throughput": {

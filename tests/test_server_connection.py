@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from headway.engine.async_engine import AsyncEngine
-from headway.server.connection import MOST_HELD, outlet_of
+from headway.server.connection import MAX_HEAD_BYTES, outlet_of
 from tests.processes import Server
 from tests.scripted import make_engine
 from tests.served import on_loop
@@ -58,9 +58,9 @@ def test_a_head_without_an_end_is_refused_with_its_limit(here: Server, begin: by
         while num_sent < FAR and not select([connection], [], [], 0.02)[0]:
             connection.sendall(PIECE)
             num_sent += 1
-        assert MOST_HELD < num_sent * len(PIECE) < FAR * len(PIECE)
+        assert MAX_HEAD_BYTES < num_sent * len(PIECE) < FAR * len(PIECE)
         said = answer(connection)
-    assert said.startswith(b"HTTP/1.1 400") and str(MOST_HELD).encode() in said
+    assert said.startswith(b"HTTP/1.1 400") and str(MAX_HEAD_BYTES).encode() in said
     assert here.is_serving()
 
 
@@ -75,7 +75,7 @@ def test_many_headers_are_as_much_as_a_long_one(here: Server) -> None:
 
 
 def test_a_body_in_tiny_chunks_may_be_as_long_as_any(here: Server) -> None:
-    body = ASKED + b" " * (MOST_HELD // 2)  # each byte brings five of framing
+    body = ASKED + b" " * (MAX_HEAD_BYTES // 2)  # each byte brings five of framing
     with connected(here) as connection:
         connection.sendall(CHUNKED + b"Connection: close\r\n\r\n")
         connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
@@ -84,7 +84,7 @@ def test_a_body_in_tiny_chunks_may_be_as_long_as_any(here: Server) -> None:
 
 
 def test_a_request_may_begin_in_the_same_bytes_as_a_long_body_ends(here: Server) -> None:
-    body = ASKED + b" " * (3 * MOST_HELD)
+    body = ASKED + b" " * (3 * MAX_HEAD_BYTES)
     head = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n" % len(body)
     with connected(here) as connection:
         connection.sendall(head + b"\r\n" + body + b"GET / HTTP/1.1\r\nHost:")
@@ -109,6 +109,7 @@ class Flood:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         self.was_open.append(outlet.is_open)
         while outlet.is_open and self.num_written < 4 * FAR:
+            outlet.write(b"")  # as a chunk it would end the response
             outlet.write(PIECE)
             self.num_written += 1
             await asyncio.sleep(0)
@@ -147,6 +148,7 @@ async def test_an_outlet_closes_before_much_is_heaped_up_and_all_arrives() -> No
             said = await asyncio.to_thread(answer, small)
         assert apps[0].was_open == [False, True, False]
         assert said.count(PIECE) == apps[0].num_written and said.endswith(b"4\r\nrest\r\n0\r\n\r\n")
+        assert said.count(b"\r\n0\r\n") == 1
 
 
 @on_loop

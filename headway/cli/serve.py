@@ -103,6 +103,7 @@ def _recipe(serving: ServeOptions, model: ModelOptions, settings: Settings) -> R
         make_app=partial(make_app, settings, serving.watchdog),
         setup=partial(set_up_logs, serving.log_format, serving.log_level),
         grace=serving.grace,
+        connections=serving.connections(),
     )
 
 

@@ -12,7 +12,7 @@ from headway.engine.loop import Limits
 from headway.errors import ConfigError
 
 if TYPE_CHECKING:
-    from headway.server.settings import Settings
+    from headway.server.settings import ConnectionSettings, Settings
 
 SERVER, LIMITS, LOGS = "Server", "Limits", "Logs"
 NONE = "no limit"
@@ -68,6 +68,13 @@ class ServeOptions:
         list[str] | None,
         _server("A web page's origin that may call it. May be repeated.", show_default="none"),
     ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        _server(
+            "Accepted in the Host header; '*' accepts any. May be repeated.",
+            show_default="names of this machine on a loopback address without a key, else any",
+        ),
+    ] = None
     grace: Annotated[
         float, _server("Seconds for open requests after a signal to stop.", min=0.0)
     ] = 30.0
@@ -91,6 +98,22 @@ class ServeOptions:
     stall_timeout: Annotated[
         float, _limit("Seconds for a client to take what it is sent.", min=0.001)
     ] = 60.0
+    timeout_head: Annotated[
+        float, _limit("Seconds for the head of a request to arrive.", min=0.001)
+    ] = 10.0
+    timeout_keep_alive: Annotated[
+        float, _limit("Seconds for which an idle connection is kept.", min=0.001)
+    ] = 75.0
+    max_connections: Annotated[
+        int | None,
+        _limit(
+            "Connections of one API process; more get a 503.",
+            show_default="from the limit of open files", min=1,
+        ),
+    ] = None  # fmt: skip
+    max_connections_per_address: Annotated[
+        int | None, _limit("Connections from one IP address.", show_default=NONE, min=1)
+    ] = None
     max_body: Annotated[int, _limit("Bytes of a request's body.", min=1)] = 16 << 20
     log_format: Annotated[str, _logs("human or json.")] = "human"
     log_level: Annotated[str, _logs("debug, info, warning or error.")] = "info"
@@ -128,11 +151,24 @@ class ServeOptions:
 
     def settings(self) -> Settings:
         """What the endpoints go by; ConfigError for keys that cannot be read or sent."""
+        from headway.server.origins import default_allowed_hosts
         from headway.server.settings import Settings, read_api_keys
 
         keys = (*(self.api_key or ()), *read_api_keys(self.api_key_file))
+        hosts = default_allowed_hosts(self.host, has_key=bool(keys))
         return Settings(
             request_timeout=self.timeout, stall_timeout=self.stall_timeout,
             max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
             allowed_origins=tuple(self.cors_origin or ()), api_keys=keys,
+            allowed_hosts=tuple(self.allowed_host or hosts),
+        )  # fmt: skip
+
+    def connections(self) -> ConnectionSettings:
+        """Limits and timeouts of connections."""
+        from headway.server.settings import ConnectionSettings
+
+        return ConnectionSettings(
+            head_timeout=self.timeout_head, keep_alive_timeout=self.timeout_keep_alive,
+            stall_timeout=self.stall_timeout, max_connections=self.max_connections,
+            max_connections_per_address=self.max_connections_per_address,
         )  # fmt: skip

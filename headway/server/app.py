@@ -53,11 +53,13 @@ from headway.server.wishes import check_model
 ANSWERS_WITHIN = 5.0  # seconds; only what changes the engine waits for the running step
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KEY = {"type": "http", "scheme": "bearer"}
+EXPOSED_HEADERS = ("X-Request-Id", "Retry-After")  # scripts of web pages may read these
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 EVENTS = {"text/event-stream": {"itemSchema": EVENT}}
 WHY = {
     400: "A field is wrong; the message names it, its problem and the limit.",
     401: "The API key is missing or wrong.",
+    403: "The Host, or the web page that calls, is not allowed.",
     404: "The model is not served here; the message lists those that are.",
     408: "The body did not arrive in time.",
     409: "Requests hold what was to be dropped.",
@@ -68,7 +70,7 @@ WHY = {
     503: "The engine has ended, or does not answer in time.",
     504: "The request took longer than the server allows.",
 }
-ASKED = (400, 401, 404, 408, 413, 415)  # of everything with a body
+ASKED = (400, 401, 403, 404, 408, 413, 415)  # of everything with a body
 GENERATED = (*ASKED, 429, 500, 503, 504)
 
 
@@ -109,7 +111,8 @@ def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
     if context.settings.allowed_origins:  # outside the guard: a browser's first question has no key
         app.add_middleware(
             CORSMiddleware, allow_origins=list(context.settings.allowed_origins),
-            allow_methods=["GET", "POST"], allow_headers=["Authorization", "Content-Type"],
+            # Any header: SDKs send many of their own, and new ones with every version.
+            allow_methods=["GET", "POST"], allow_headers=["*"], expose_headers=EXPOSED_HEADERS,
         )  # fmt: skip
     return app
 

@@ -119,8 +119,8 @@ class Run:
             return False
         try:
             gained = self._gain_of(update)
-            if gained and (body := straight.form(gained)):  # held-back text makes no event
-                straight.outlet.write(body)
+            if gained and (event := straight.form(gained)):  # held-back text forms no event
+                straight.outlet.write(event)
         except Exception as error:  # it is this request's alone: its reader is told
             self._broken = error
         return self._broken is None

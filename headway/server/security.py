@@ -1,4 +1,4 @@
-"""The door of the server: API keys, and bodies that are too large, too slow or no JSON.
+"""The door of the server: API keys, foreign web pages, and bodies that cannot be read.
 
 Plain ASGI, before any endpoint: what is refused here costs no parsing. Bodies are read whole, so
 that what follows never waits for a client.
@@ -14,12 +14,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.server.errors import ApiError, shown
+from headway.server.origins import check_host, check_origin
 from headway.server.settings import Settings
 
 OPEN_PATHS = frozenset(
     {"/", "/docs", "/health", "/ping", "/version"}
 )  # they tell nothing that needs a key
 WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
+CLOSING = {"Connection": "close"}  # the rest of a body is not read
 
 
 class Guard:
@@ -35,6 +37,9 @@ class Guard:
             return await self._app(scope, receive, send)
         try:
             headers = Headers(scope=scope)
+            check_host(headers, self._settings.allowed_hosts)
+            if not self._keys:  # a foreign page has no key
+                check_origin(scope["method"], headers, self._settings.allowed_origins)
             if self._keys and scope["path"] not in OPEN_PATHS:
                 self._check_key(headers)
             if scope["method"] in WITH_BODY:
@@ -48,11 +53,13 @@ class Guard:
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer":
+            given = headers.get("x-api-key", "")  # as Anthropic's clients send it
         asked = given.strip().encode("utf-8", "surrogateescape")
         # All are compared, each in constant time: how long it takes tells nothing of the keys.
-        is_known = sum(hmac.compare_digest(asked, key) for key in self._keys) > 0
-        if scheme.lower() != "bearer" or not is_known:
-            problem = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+        if not sum(hmac.compare_digest(asked, key) for key in self._keys):
+            sent_as = "'Authorization: Bearer KEY' or 'x-api-key: KEY'"
+            problem = f"the API key is missing or wrong: send it as {sent_as}"
             wanted = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, problem, code="invalid_api_key", headers=wanted)
 
@@ -73,14 +80,13 @@ class Guard:
                         return bytes(body)
         except TimeoutError:
             seconds = self._settings.body_timeout
-            raise ApiError(408, f"the body did not arrive within {seconds} seconds") from None
+            problem = f"the body did not arrive within {seconds} seconds"
+            raise ApiError(408, problem, code="timeout", headers=CLOSING) from None
         return None
 
     def _too_large(self) -> ApiError:
         limit = self._settings.max_body_bytes
-        # What was not read would be taken for the next request.
-        closing = {"Connection": "close"}
-        return ApiError(413, f"the body is larger than {limit} bytes", headers=closing)
+        return ApiError(413, f"the body is larger than {limit} bytes", headers=CLOSING)
 
 
 def _check_type(headers: Headers, body: bytearray) -> None:

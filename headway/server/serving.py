@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -19,6 +19,8 @@ from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.uncollected import uncollected
 from headway.errors import ConfigError
+from headway.server.connections import ConnectionTable, Listener, raise_descriptor_limit
+from headway.server.settings import ConnectionSettings
 from headway.server.shutdown import GracefulServer
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -52,6 +54,7 @@ class Recipe:
     make_app: Callable[[AsyncEngine, Any], Any]  # from the engine and its facts
     setup: Callable[[], Callable[[], None]] = set_up_nothing  # of a process; gives what ends it
     grace: float = 30.0  # seconds for open requests after a signal to stop
+    connections: ConnectionSettings = field(default_factory=ConnectionSettings)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -84,8 +87,9 @@ def serve_here(recipe: Recipe, bound: socket.socket, ready: Ready) -> int:
     served = recipe.make_engine()
     port = ThreadPort(served.engine, served.limits)
     served.prepare(port.loop)
+    listener = Listener(fileno=bound.detach())
     work = serve_http(
-        recipe, AsyncEngine(port), lambda: served.facts, bound, ready=ready, begin=_mind_signals
+        recipe, AsyncEngine(port), lambda: served.facts, listener, ready=ready, begin=_mind_signals
     )
     try:
         asyncio.run(work)
@@ -106,7 +110,8 @@ async def serve_http(
     """Serve until somebody calls `stop` of the server that `begin` is given."""
     await engine.start()  # the facts may come with it
     app = recipe.make_app(engine, facts())
-    server = GracefulServer(app, engine, recipe.grace, lambda: ready(facts()))
+    table = ConnectionTable(recipe.connections, raise_descriptor_limit())
+    server = GracefulServer(app, engine, recipe.grace, lambda: ready(facts()), table)
     begin(server)
     with uncollected():
         await server.serve(sockets=[bound])

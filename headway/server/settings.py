@@ -17,6 +17,27 @@ KEY_VARIABLE = "HEADWAY_API_KEY"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionSettings:
+    """Limits of the connections of one API process. Times in seconds."""
+
+    # From connecting to the end of the first head, and from a later head's first byte to its end.
+    head_timeout: float = 10.0
+    # Between two requests. Longer than the 60 s for which proxies keep idle connections: a proxy
+    # must not send a request into a connection that the server closes at that moment.
+    keep_alive_timeout: float = 75.0
+    stall_timeout: float = 60.0  # for the client to take what is sent to it
+    max_connections: int | None = None  # None: as many as the limit of descriptors allows
+    max_connections_per_address: int | None = None  # None: no limit
+
+    def __post_init__(self) -> None:
+        _check_times(self, "head_timeout", "keep_alive_timeout", "stall_timeout")
+        for name in ("max_connections", "max_connections_per_address"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, or None, not {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The server's limits and secrets. Times in seconds; None: no such limit."""
 
@@ -27,19 +48,24 @@ class Settings:
     max_choices: int = 2048  # texts of one request: prompts times n
     metrics_prefix: str = "headway"
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call; none: CORS is off
+    allowed_hosts: tuple[str, ...] = ("*",)  # accepted in the Host header; *: any
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may call
 
     def __post_init__(self) -> None:
-        for name in ("request_timeout", "body_timeout", "stall_timeout"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} must be above 0 seconds, or None, not {value!r}")
+        _check_times(self, "request_timeout", "body_timeout", "stall_timeout")
         for name in ("max_body_bytes", "max_choices"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)!r}")
         for key in self.api_keys:  # a header cannot carry anything else
             if not key.isascii() or not key.isprintable() or key.strip() != key or not key:
                 raise ConfigError("an API key is printable ASCII without spaces around it")
+
+
+def _check_times(settings: Settings | ConnectionSettings, *names: str) -> None:
+    for name in names:
+        value = getattr(settings, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0 seconds, or None, not {value!r}")
 
 
 def read_api_keys(

@@ -10,12 +10,14 @@ import logging
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 
 from headway.engine.async_engine import AsyncEngine
 from headway.server.connection import Connection
+from headway.server.connections import ConnectionTable, log_accept_errors
 
 LAST_WORDS = 2.0  # seconds for responses to end once their requests have
 PAUSE = 0.05
@@ -26,14 +28,22 @@ class GracefulServer(uvicorn.Server):
     """Serves an app over an engine until `stop`; `grace` seconds for what is open then."""
 
     def __init__(
-        self, app: Any, engine: AsyncEngine, grace: float, ready: Callable[[], None]
+        self,
+        app: Any,
+        engine: AsyncEngine,
+        grace: float,
+        ready: Callable[[], None],
+        table: ConnectionTable,
     ) -> None:
+        protocol = cast(type[asyncio.Protocol], partial(Connection, table=table))
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
-            lifespan="auto", ws="none", http=Connection,
+            lifespan="auto", ws="none", http=protocol,
         )  # fmt: skip
         super().__init__(config)
         self._engine, self._grace, self._ready = engine, grace, ready
+        self._table = table
+        self._sweeping: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Take no more connections, and end once what is open has ended."""
@@ -44,6 +54,8 @@ class GracefulServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(log_accept_errors)
+        self._sweeping = asyncio.create_task(self._table.sweep())
         await super().startup(sockets)
         if self.started:
             self._ready()
@@ -52,6 +64,8 @@ class GracefulServer(uvicorn.Server):
         draining = asyncio.create_task(self._drain())
         await super().shutdown(sockets)
         draining.cancel()
+        if self._sweeping is not None:
+            self._sweeping.cancel()
 
     async def _drain(self) -> None:
         """Let the engine's requests finish, then end them, then whatever else still responds."""

@@ -24,6 +24,7 @@ from typing import Any
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.uncollected import uncollected
 from headway.errors import ExecutorError, HeadwayError
+from headway.server.connections import Listener
 from headway.server.port import SocketPort
 from headway.server.service import Service
 from headway.server.serving import SIGNALS, Ready, Recipe, serve_http
@@ -34,20 +35,15 @@ CONTEXT = get_context("spawn")
 log = logging.getLogger(__name__)
 
 
-class SharedSocket(socket.socket):
+class SharedSocket(Listener):
     """A listening socket of several processes.
 
-    Gives one connection for each time it is ready: asyncio would take all that wait, and the
-    process that is first would have a whole burst of them.
+    Gives one connection each time it is ready. With more, the first process to wake up would take
+    most of a burst.
     """
 
-    __slots__ = ("_has_given",)
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        self._has_given = not getattr(self, "_has_given", False)
-        if not self._has_given:
-            raise BlockingIOError
-        return super().accept()
+    __slots__ = ()
+    max_accepts = 1
 
 
 def run_engine(recipe: Recipe, path: str, control: Connection) -> None:
