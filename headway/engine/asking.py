@@ -8,18 +8,19 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from headway.engine.chat import render_chat
+from headway.engine.long_text import check_num_tokens
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import InvalidRequest
 from headway.grammar import check
 from headway.request import Params
-from headway.sampling import SamplingParams, check_tokens, token_level
+from headway.sampling import Sampling, SamplingParams, check_tokens, token_level
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -33,12 +34,16 @@ class Asking:
     vocab_size: int
     eos_ids: frozenset[int]
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model."""
+    def tokens(self, prompt: Prompt, max_tokens: int | None = None) -> list[int]:
+        """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model.
+
+        RequestTooLong if there are more than `max_tokens`, without looking at all of them.
+        """
         if isinstance(prompt, str):
-            return self._known(self.need_tokenizer().encode(prompt))
+            return self._known(self.need_tokenizer().encode(prompt, max_tokens=max_tokens))
         if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) != 1:
             raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
+        check_num_tokens(len(prompt), max_tokens, is_exact=True)
         given: list[Any] = list(prompt)
         try:  # all at once: to look at each took longer than planning a step
             tokens = array("q", given)  # numpy's whole numbers become Python's
@@ -57,13 +62,18 @@ class Asking:
             )
         return tokens.tolist()
 
-    def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """A conversation as the model's template writes it, up to where the answer begins."""
+    def chat_tokens(
+        self, messages: Sequence[Message], max_tokens: int | None = None, /, **options: Any
+    ) -> list[int]:
+        """A conversation as the model's template writes it, up to where the answer begins.
+
+        RequestTooLong if there are more than `max_tokens`.
+        """
         tokenizer = self.need_tokenizer()
         text = render_chat(
             tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
         )
-        return self._known(tokenizer.encode(text, special=False))
+        return self._known(tokenizer.encode(text, special=False, max_tokens=max_tokens))
 
     def _known(self, tokens: list[int]) -> list[int]:
         """A tokenizer may have more tokens than the model was made for, such as one to pad with."""
@@ -75,6 +85,13 @@ class Asking:
             )
         return tokens
 
+    def params_of_each(self, asked: SamplingParams, ids: Sequence[str]) -> list[Params]:
+        """The params of several prompts with the same SamplingParams, which are read only once."""
+        first = self.params(asked, ids[0])
+        if asked.seed is not None:
+            return [first] * len(ids)
+        return [first, *(_with_new_seed(first) for _ in ids[1:])]
+
     def params(self, asked: SamplingParams, id: str) -> Params:
         """What the engine reads of a request."""
         try:
@@ -82,7 +99,7 @@ class Asking:
             self._check_grammar(asked)
         except InvalidRequest as error:
             raise InvalidRequest(f"request {id!r}: {error}") from None
-        seed = random.getrandbits(63) if asked.seed is None else asked.seed
+        seed = _new_seed() if asked.seed is None else asked.seed
         bad_words = self._bad_words(asked.bad_words)
         if asked.stop_strings:
             self.need_tokenizer()
@@ -121,6 +138,15 @@ class Asking:
             encode(lead + word.lstrip(), special=False) for word in words for lead in ("", " ")
         ]
         return tuple(dict.fromkeys(tuple(tokens) for tokens in spelled))
+
+
+def _new_seed() -> int:
+    return random.getrandbits(63)
+
+
+def _with_new_seed(params: Params) -> Params:
+    assert isinstance(params.sampling, Sampling), "made by token_level"
+    return replace(params, sampling=replace(params.sampling, seed=_new_seed()))
 
 
 def _is_below(token: Any, size: int) -> bool:
