@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from headway.sampling import SamplingParams
 from headway.server.context import Context
 from headway.server.errors import refused, to_json
 from headway.server.logprobs import chat_shape
+from headway.server.offload import aside
 from headway.server.protocol import ChatRequest
 from headway.server.runs import Delta, Outlet, Run, Straight, joined
 from headway.server.streaming import Chunks, Events, Watched, Whole, new_id, usage_of
@@ -156,7 +158,9 @@ async def _answer(context: Context, body: ChatRequest) -> dict[str, Any]:
     for index, (choice, deltas) in enumerate(zip(opened.choices, gained, strict=True)):
         whole = joined(deltas)
         message = choice.message(whole.text)
-        about = {"index": index, "message": message, "logprobs": choice.logprobs(whole)}
+        size = len(whole.scores) * ((opened.run.asked.logprobs or 0) + 1)
+        logprobs = await aside(size, partial(choice.logprobs, whole))
+        about = {"index": index, "message": message, "logprobs": logprobs}
         choices.append({**about, "finish_reason": choice.finish_reason(whole.finish_reason)})
     about = {"id": opened.id, "object": KIND, "created": opened.created}
     return {**about, "model": context.model_name, "choices": choices, "usage": opened.usage}

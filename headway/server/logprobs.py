@@ -8,19 +8,20 @@ from typing import Any
 from headway.engine.text import Detokenizer
 from headway.engine.tokenizer import Tokenizer
 from headway.sampling import TokenLogprobs
+from headway.server.offload import pause
 
+NAMES = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 LEAST = -9999.0  # JSON has no infinity
 
 
 def chat_shape(tokenizer: Tokenizer, scores: Sequence[TokenLogprobs]) -> dict[str, Any]:
     """What a chat's choice has under `logprobs`."""
-    entries = [
-        {
-            **_token(tokenizer, score.token, score.logprob),
-            "top_logprobs": [_token(tokenizer, *each) for each in score.top],
-        }
-        for score in scores
-    ]
+    entries = []
+    for score in scores:
+        top = [_token(tokenizer, *each) for each in score.top]
+        token = _token(tokenizer, score.token, score.logprob)
+        entries.append({**token, "top_logprobs": top})
+        pause()
     return {"content": entries, "refusal": None}
 
 
@@ -40,17 +41,16 @@ class Columns:
 
     def shape(self, scores: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         """What a choice has under `logprobs` for these tokens; a first token has no score."""
-        offsets = []
-        for token, _ in scores:
+        columns: dict[str, Any] = {name: [] for name in NAMES}
+        offsets, logprobs, tokens, tops = columns.values()
+        for token, score in scores:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token]))
-        piece = self._tokenizer.piece
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [max(score.logprob, LEAST) if score else None for _, score in scores],
-            "tokens": [piece(token) for token, _ in scores],
-            "top_logprobs": [self._top(score) if score else None for _, score in scores],
-        }
+            logprobs.append(max(score.logprob, LEAST) if score else None)
+            tokens.append(self._tokenizer.piece(token))
+            tops.append(self._top(score) if score else None)
+            pause()
+        return columns
 
     def _top(self, score: TokenLogprobs) -> dict[str, float]:
         """The best ones and the token itself, which may not be among them."""

@@ -19,7 +19,10 @@ from starlette.types import Receive, Scope, Send
 from headway.server.connection import Outlet, outlet_of
 from headway.server.context import Context
 from headway.server.errors import ApiError, api_error, to_json
+from headway.server.json_output import PART, large_to_json
+from headway.server.offload import SHORT, aside
 
+PER_TOKEN = 20  # numbers that an answer may hold for each of its tokens, often far fewer
 DONE = b"data: [DONE]\n\n"
 EVENTS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy holds them back
 
@@ -80,7 +83,7 @@ class Whole(Watched):
         try:
             async with asyncio.timeout(self._context.settings.request_timeout):
                 value = await self._make()
-            response = Response(to_json(value), media_type=self.media_type)
+            response = Response(await _to_json(value), media_type=self.media_type)
         except Exception as error:
             response = self._error(error).response
         await response(scope, receive, send)
@@ -137,6 +140,12 @@ class Events(Watched):
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
+async def _to_json(value: Mapping[str, Any]) -> bytes:
+    usage = value.get("usage") or {}
+    size = PER_TOKEN * (usage.get("total_tokens", 0) + value.get("count", 0))
+    return to_json(value) if size <= SHORT else await aside(size, lambda: large_to_json(value))
+
+
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -160,7 +169,7 @@ class Chunks:
         if logprobs is None and finish_reason is None:
             rest = '"logprobs":null,"finish_reason":null'
         else:
-            scores = "null" if logprobs is None else to_json(logprobs).decode()
+            scores = "null" if logprobs is None else _dumped(logprobs)
             reason = "null" if finish_reason is None else quoted(finish_reason)
             rest = f'"logprobs":{scores},"finish_reason":{reason}'
         return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
@@ -168,6 +177,12 @@ class Chunks:
     def usage(self, usage: Mapping[str, Any]) -> bytes:
         """The last event, which has no choices."""
         return f'{self._head}],"usage":{to_json(usage).decode()}}}\n\n'.encode("ascii")
+
+
+def _dumped(logprobs: Mapping[str, list[Any]]) -> str:
+    """Log probabilities as JSON, in parts if they are those of a long prompt."""
+    is_long = len(next(iter(logprobs.values()))) > PART
+    return (large_to_json(logprobs) if is_long else to_json(logprobs)).decode()
 
 
 def new_id(kind: str) -> str:

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 from headway.engine.chat import render_chat
 from headway.errors import InvalidRequest, ModelError
 from headway.grammar import Grammar, check, with_few_blanks
+from headway.server.json_size import excess
 from headway.server.tool_calls import JSON_ALONE, TAGGED, CallReader, Style
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -127,6 +128,8 @@ def _opened(call: Any, where: str) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.function must have a name and arguments, not {function!r}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
+        if problem := excess(arguments.encode(errors="replace")):
+            raise InvalidRequest(f"{where}.function.arguments {problem}")
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:

@@ -5,27 +5,27 @@ Refuses here, with the field's name, what the engine need not even see.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from headway.engine.asking import Prompt
-from headway.errors import InvalidRequest, ModelError
+from headway.errors import InvalidRequest, ModelError, RequestTooLong
 from headway.sampling import SamplingParams
 from headway.server.context import Context
 from headway.server.errors import ApiError, refused, shown
+from headway.server.limits import check_sizes
+from headway.server.offload import SHORT, aside
 from headway.server.protocol import ChatMessage, CompletionRequest, Wishes
 from headway.server.tools import for_template
 
-Result = TypeVar("Result")
 MOST_DIGITS = 18  # of a token id; what is too large for the model is told its limit
-LONG = 4000  # letters or ids; reading more than this would hold up everybody's streams
 SAME_NAME = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
     "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "priority",
 )  # fmt: skip
+PER_MESSAGE = 40  # characters that take as long as what each message costs
 OTHER_NAME = {"user": "client", "cache_salt": "salt"}
 
 
@@ -53,6 +53,7 @@ async def sampling(
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "is only for requests with stream: true")
     _check_lengths(context, body)
+    check_sizes(context, body)
     return SamplingParams(max_tokens=max_tokens, **asked, **more)
 
 
@@ -85,9 +86,9 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
 
 async def tokens_of(context: Context, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Each prompt's tokens."""
-    size, asking = sum(map(len, prompts)), context.asking
+    size, asking, most = sum(map(len, prompts)), context.asking, context.max_length
     with naming("prompt"):
-        tokens = await aside(size, lambda: [asking.tokens(prompt) for prompt in prompts])
+        tokens = await aside(size, lambda: [asking.tokens(prompt, most) for prompt in prompts])
     empty = next((number for number, each in enumerate(tokens) if not each), None)
     if empty is not None:
         which = f"[{empty}]" if len(tokens) > 1 else ""
@@ -97,13 +98,29 @@ async def tokens_of(context: Context, prompts: Sequence[Prompt]) -> list[list[in
 
 
 async def chat_tokens_of(
-    context: Context, messages: Sequence[ChatMessage], options: Mapping[str, Any]
+    context: Context,
+    messages: Sequence[ChatMessage],
+    options: Mapping[str, Any],
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """A conversation's tokens."""
-    num_letters = sum(len(str(message.content)) for message in messages)
-    with naming("messages"):
+    """A conversation's tokens; at most `max_tokens`, or the model's length."""
+    most = context.max_length if max_tokens is None else max_tokens
+
+    def tokens() -> list[int]:
         plain = for_template([message.model_dump(exclude_unset=True) for message in messages])
-        return await aside(num_letters, lambda: context.asking.chat_tokens(plain, **options))
+        return context.asking.chat_tokens(plain, most, **options)
+
+    with naming("messages"):
+        return await aside(sum(map(_size, messages)), tokens)
+
+
+def _size(message: ChatMessage) -> int:
+    """About what rendering a message costs, in characters."""
+    content = message.content or ""
+    size = len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+    others = [message.tool_calls, *(message.model_extra or {}).values()]
+    size += sum(len(each) if isinstance(each, str) else SHORT for each in others if each)
+    return PER_MESSAGE + size
 
 
 @contextmanager
@@ -111,14 +128,12 @@ def naming(param: str) -> Iterator[None]:
     """Whatever is wrong in here is wrong with this field, and the message says so."""
     try:
         yield
+    except RequestTooLong as error:
+        code = "context_length_exceeded"
+        raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
     except (InvalidRequest, ModelError) as error:
         words = str(error) if str(error).startswith(param) else f"{param}: {error}"
         raise ApiError(400, words, param=param) from error
-
-
-async def aside(size: int, work: Callable[[], Result]) -> Result:
-    """Do work on a text or on ids: at once if they are few, else on another thread."""
-    return work() if size <= LONG else await asyncio.to_thread(work)
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
