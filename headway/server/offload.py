@@ -7,6 +7,7 @@ a CPU needs it a hundred times. So such work calls `pause` between small parts.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ LARGE = 1 << 18  # work of this size is done one at a time, so that memory stays
 SLICE = 0.004  # seconds of work between two pauses
 PAUSE = 2.0  # seconds of pause for each second of work
 _LARGE_WORK = ThreadPoolExecutor(1, "large-requests")
+_TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _thread = threading.local()  # `worked_since`: only on threads that `aside` uses
 
 
@@ -36,6 +38,12 @@ def _with_pauses(work: Callable[[], Result]) -> Result:
         return work()
     finally:
         del _thread.worked_since
+
+
+async def return_memory() -> None:
+    """Give what large requests have freed back to the system; glibc would keep some of it."""
+    if _TRIM is not None:
+        await asyncio.get_running_loop().run_in_executor(_LARGE_WORK, _TRIM, 0)
 
 
 def pause() -> None:
