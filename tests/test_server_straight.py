@@ -24,10 +24,11 @@ from headway.engine.stream import Stream
 from headway.request import Params
 from headway.sampling import SamplingParams
 from headway.server.context import Context
+from headway.server.offload import SHORT
 from headway.server.port import Frames, frame
 from headway.server.protocol import CompletionRequest
 from headway.server.runs import Delta, Run, Straight
-from headway.server.wishes import LONG, tokens_of
+from headway.server.wishes import tokens_of
 from tests.served import Server, on_loop, server
 
 DONE = End("length", None, None, 0, 0, 0.0, 0.0, 0.0)
@@ -243,10 +244,10 @@ def test_a_wrong_prompt_has_no_more_problems_than_it_could_be_kinds(prompt: list
     assert caught.value.error_count() <= 4  # to find and list thousands would hold up everybody
 
 
-@pytest.mark.parametrize("length", [10, LONG + 1])
+@pytest.mark.parametrize("length", [10, SHORT + 1])
 @on_loop
 async def test_long_prompts_are_looked_at_beside_the_event_loop(length: int) -> None:
-    async with server(max_length=2 * LONG) as here:
+    async with server(max_length=2 * SHORT) as here:
         before: Asking = here.app.state.context.asking
         asking = Noting(**{each.name: getattr(before, each.name) for each in fields(before)})
         context = replace(here.app.state.context, asking=asking)
@@ -254,7 +255,7 @@ async def test_long_prompts_are_looked_at_beside_the_event_loop(length: int) -> 
             Noting.threads.clear()
             [tokens] = await tokens_of(context, [prompt])
             assert len(tokens) == length
-            assert (Noting.threads == [threading.get_ident()]) == (length <= LONG)
+            assert (Noting.threads == [threading.get_ident()]) == (length <= SHORT)
 
 
 class Noting(Asking):
@@ -262,6 +263,8 @@ class Noting(Asking):
 
     threads: ClassVar[list[int]] = []
 
-    def tokens(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+    def tokens(
+        self, prompt: Prompt, max_tokens: int | None = None, *, special: bool = True
+    ) -> list[int]:
         self.threads.append(threading.get_ident())
-        return super().tokens(prompt, special=special)
+        return super().tokens(prompt, max_tokens, special=special)

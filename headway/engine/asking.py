@@ -8,18 +8,19 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from headway.engine.chat import render_chat
+from headway.engine.long_text import check_num_tokens
 from headway.engine.tokenizer import Tokenizer
 from headway.errors import InvalidRequest
 from headway.grammar import check
 from headway.request import Params, Pooling, check_pooling
-from headway.sampling import SamplingParams, check_tokens, token_level
+from headway.sampling import Sampling, SamplingParams, check_tokens, token_level
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -34,15 +35,21 @@ class Asking:
     hidden_size: int  # of an embedding
     eos_ids: frozenset[int]
 
-    def tokens(self, prompt: Prompt, *, special: bool = True) -> list[int]:
+    def tokens(
+        self, prompt: Prompt, max_tokens: int | None = None, *, special: bool = True
+    ) -> list[int]:
         """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model.
 
+        RequestTooLong if there are more than `max_tokens`, without looking at all of them.
         `special` adds the tokenizer's own tokens, such as BOS, to a text.
         """
         if isinstance(prompt, str):
-            return self._known(self.need_tokenizer().encode(prompt, special=special))
+            tokenizer = self.need_tokenizer()
+            found = tokenizer.encode(prompt, special=special, max_tokens=max_tokens)
+            return self._known(found)
         if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) != 1:
             raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
+        check_num_tokens(len(prompt), max_tokens, is_exact=True)
         given: list[Any] = list(prompt)
         try:  # all at once: to look at each took longer than planning a step
             tokens = array("q", given)  # numpy's whole numbers become Python's
@@ -62,14 +69,23 @@ class Asking:
         return tokens.tolist()
 
     def chat_tokens(
-        self, messages: Sequence[Message], *, special: bool = False, **options: Any
+        self,
+        messages: Sequence[Message],
+        max_tokens: int | None = None,
+        /,
+        *,
+        special: bool = False,
+        **options: Any,
     ) -> list[int]:
-        """A conversation as the model's template writes it, up to where the answer begins."""
+        """A conversation as the model's template writes it, up to where the answer begins.
+
+        RequestTooLong if there are more than `max_tokens`.
+        """
         tokenizer = self.need_tokenizer()
         text = render_chat(
             tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
         )
-        return self._known(tokenizer.encode(text, special=special))
+        return self._known(tokenizer.encode(text, special=special, max_tokens=max_tokens))
 
     def _known(self, tokens: list[int]) -> list[int]:
         """A tokenizer may have more tokens than the model was made for, such as one to pad with."""
@@ -81,6 +97,13 @@ class Asking:
             )
         return tokens
 
+    def params_of_each(self, asked: SamplingParams, ids: Sequence[str]) -> list[Params]:
+        """The params of several prompts with the same SamplingParams, which are read only once."""
+        first = self.params(asked, ids[0])
+        if asked.seed is not None:
+            return [first] * len(ids)
+        return [first, *(_with_new_seed(first) for _ in ids[1:])]
+
     def params(self, asked: SamplingParams, id: str) -> Params:
         """What the engine reads of a request."""
         try:
@@ -88,7 +111,7 @@ class Asking:
             self._check_grammar(asked)
         except InvalidRequest as error:
             raise InvalidRequest(f"request {id!r}: {error}") from None
-        seed = random.getrandbits(63) if asked.seed is None else asked.seed
+        seed = _new_seed() if asked.seed is None else asked.seed
         bad_words = self._bad_words(asked.bad_words)
         if asked.stop_strings:
             self.need_tokenizer()
@@ -154,6 +177,15 @@ def is_single(prompts: object) -> bool:
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
     return len(prompts) > 0 and not any(isinstance(p, Sequence | np.ndarray) for p in prompts)
+
+
+def _new_seed() -> int:
+    return random.getrandbits(63)
+
+
+def _with_new_seed(params: Params) -> Params:
+    assert isinstance(params.sampling, Sampling), "made by token_level"
+    return replace(params, sampling=replace(params.sampling, seed=_new_seed()))
 
 
 def _is_below(token: Any, size: int) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from headway.request import Request
 Deliver = Callable[[list[FromLoop]], None]
 Answer = Callable[[Any], Any]
 OnSubmit = Callable[[Submit, list[Request]], None]
+READ_SECONDS = 0.05  # a request of thousands of prompts must not hold up the next step for longer
 log = logging.getLogger(__name__)
 
 
@@ -121,8 +123,10 @@ class EngineLoop:
         return not self._is_stopping
 
     def _read(self) -> None:
+        """Read messages in order; after `READ_SECONDS` the rest waits for the next step to end."""
         self._waiting_tokens = None
-        while self._inbox:
+        ends_at = time.perf_counter() + READ_SECONDS
+        while self._inbox and time.perf_counter() < ends_at:
             with self._wake:
                 message = self._inbox.popleft()
             with self.engine.lock:

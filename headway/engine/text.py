@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence, Set
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from headway.errors import InvalidRequest
@@ -87,9 +88,8 @@ class StopScanner:
             if not isinstance(stop, str) or not stop:
                 raise InvalidRequest(f"stop[{index}] is {stop!r}; a stop is a text, not empty")
         self.hit: str | None = None
-        self._stops = sorted(stops, key=len, reverse=True)
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matched = [0] * len(stops)  # of each stop: how much of its beginning ends the text
+        self._root = _automaton(tuple(stops)) if stops else None
+        self._state = self._root
         self._include = include
         self._held = ""
 
@@ -97,15 +97,18 @@ class StopScanner:
         """The text that may be shown now; a stop that is hit ends it, and what follows is dropped."""
         if self.hit is not None:
             return ""
-        if not self._stops:
+        if self._state is None:
             return text
         text = self._held + text
+        state = self._state
         for index in range(len(self._held), len(text)):
-            if (hit := self._advance(text[index])) is not None:
-                self.hit, self._held = hit, ""
+            state = state.next(text[index])
+            if state.stop:
+                self.hit, self._held = state.stop, ""
                 end = index + 1
-                return text[: end if self._include else end - len(hit)]
-        num_shown = len(text) - max(self._matched, default=0)
+                return text[: end if self._include else end - len(state.stop)]
+        self._state = state
+        num_shown = len(text) - state.depth
         self._held = text[num_shown:]
         return text[:num_shown]
 
@@ -114,29 +117,47 @@ class StopScanner:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, letter: str) -> str | None:
-        """Match one more letter against every stop (Knuth, Morris and Pratt); the stop that is hit."""
-        hit = None
-        for number, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
-            length = self._matched[number]
-            while length and stop[length] != letter:
-                length = borders[length - 1]
-            length += stop[length] == letter
-            self._matched[number] = length
-            if length == len(stop):
-                hit = hit or stop
-        return hit
+
+class _State:
+    """The longest end of a text that begins a stop string (Aho and Corasick)."""
+
+    __slots__ = ("children", "depth", "fallback", "stop")
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth  # its number of characters
+        self.children: dict[str, _State] = {}
+        self.fallback: _State | None = None  # the longest shorter one; None at the root
+        self.stop = ""  # the longest stop string that it ends with
+
+    def next(self, letter: str) -> _State:
+        """The state after one more letter; constant time on average over a text."""
+        state = self
+        while letter not in state.children:
+            if state.fallback is None:
+                return state
+            state = state.fallback
+        return state.children[letter]
 
 
-def _borders(stop: str) -> list[int]:
-    """For each beginning of a stop: the longest shorter beginning it also ends with."""
-    borders, length = [0] * len(stop), 0
-    for index in range(1, len(stop)):
-        while length and stop[index] != stop[length]:
-            length = borders[length - 1]
-        length += stop[index] == stop[length]
-        borders[index] = length
-    return borders
+@lru_cache(maxsize=8)
+def _automaton(stops: tuple[str, ...]) -> _State:
+    """The root of all states; the samples of a request share it."""
+    root = _State(0)
+    for stop in stops:
+        state = root
+        for letter in stop:
+            if letter not in state.children:
+                state.children[letter] = _State(state.depth + 1)
+            state = state.children[letter]
+        state.stop = stop
+    level = [root]
+    while level:  # shorter ones first: a fallback is shorter
+        for state in level:
+            for letter, child in state.children.items():
+                child.fallback = state.fallback.next(letter) if state.fallback else root
+                child.stop = child.stop or child.fallback.stop
+        level = [child for state in level for child in state.children.values()]
+    return root
 
 
 class TextStream:

@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from headway.engine.long_text import Cutter, TokenBound, check_num_tokens, frame_of, state_of
 from headway.engine.vocabulary import SPACE, Vocabulary
 from headway.errors import InvalidRequest, ModelError
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+SHORT = 1000  # characters; more are encoded by a call that releases the GIL
 SENTENCEPIECE = [  # the decoder of Llama 2 and its like, less what it strips
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
     {"type": "ByteFallback"},
@@ -53,6 +56,7 @@ class Tokenizer:
         self.eos_ids = frozenset([*more_eos_ids, *([] if eos_id is None else [eos_id])])
         # How many leading spaces decode() drops; None: tokens spell bytes, as GPT-2's do.
         self.num_stripped = _num_stripped(backend, where)
+        self._cutter = Cutter.of(backend)
 
     @property
     def bos_id(self) -> int | None:
@@ -62,11 +66,51 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str, *, special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         """The ids of a text. Special tokens written in it always count as such; `special` also
-        frames it with what the model's tokenizer adds (usually BOS, or nothing)."""
-        _check_text(text, "the text")
-        return self._backend.encode(text, add_special_tokens=special).ids
+        frames it with what the model's tokenizer adds (usually BOS, or nothing). RequestTooLong if
+        there are more than `max_tokens`; most of the text is then not even looked at."""
+        data = _check_text(text, "the text")
+        if len(text) <= SHORT:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
+        else:
+            if max_tokens is not None and self._bound is not None:
+                check_num_tokens(self._bound.least(data), max_tokens)
+            ids = self._encode_long(text, special, max_tokens)
+        check_num_tokens(len(ids), max_tokens, is_exact=True)
+        return ids
+
+    def _encode_long(self, text: str, special: bool, max_tokens: int | None) -> list[int]:
+        """In pieces where that is the same; other threads run meanwhile."""
+        if self._cutter is None:
+            return self._encode_piece(text, special)
+        before, after = frame_of(self._backend) if special else ([], [])
+        ids = [*before]
+        for piece in self._cutter.pieces(text):
+            ids += self._encode_piece(piece, special=False)
+            check_num_tokens(len(ids), max_tokens)
+        return ids + after
+
+    def _encode_piece(self, text: str, special: bool) -> list[int]:
+        """`encode` of the backend would hold the GIL."""
+        (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
+        ids: list[int] = found.ids
+        return ids
+
+    def prepare(self) -> None:
+        """Compute now what the first long text would otherwise wait for."""
+        _ = self._bound
+
+    @cached_property
+    def _bound(self) -> TokenBound | None:
+        is_byte_level = self.num_stripped is None
+        if is_byte_level:
+            spelled = [_spell_bytes(token).spelled for token in self._backend.get_vocab()]
+        else:  # a space of the text is one byte, or three in a token: count three
+            spelled = [token.encode() for token in self._backend.get_vocab()]
+        return TokenBound.of(self._backend, spelled, is_byte_level)
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
         """The ids of each text, on all cores."""
@@ -77,7 +121,11 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of all these ids together; ids outside the vocabulary are no text."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special)
+        if len(ids) <= SHORT:
+            return self._backend.decode(ids, skip_special_tokens=skip_special)
+        # Other threads run meanwhile, unlike in `decode` of the backend.
+        (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special)
+        return text
 
     def id_of(self, token: str) -> int | None:
         """The id of a token as the vocabulary writes it."""
@@ -107,9 +155,10 @@ class Tokenizer:
         _write(folder, "generation_config.json", {"eos_token_id": sorted(self.eos_ids)})
 
 
-def _check_text(text: str, what: str) -> None:
+def _check_text(text: str, what: str) -> bytes:
+    """The text as UTF-8; InvalidRequest if it has none."""
     try:
-        text.encode()
+        return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
             f"{what} holds {text[error.start]!r} at character {error.start}: half of a surrogate"
@@ -142,8 +191,7 @@ def _spell_text(token: str) -> Piece:
 
 def _num_stripped(backend: Backend, where: str) -> int | None:
     """How the backend's decoder reads tokens: see Tokenizer.num_stripped."""
-    state: Any = backend.decoder.__getstate__() if backend.decoder else b"{}"
-    decoder = json.loads(state)
+    decoder = state_of(backend.decoder)
     match steps := decoder.get("decoders", [decoder]):
         case [{"type": "ByteLevel"}]:
             return None

@@ -103,6 +103,8 @@ def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
     )  # fmt: skip
     app.needs_key = bool(context.settings.api_keys)
     app.state.context = context
+    if context.asking.tokenizer is not None:
+        context.asking.tokenizer.prepare()
     problems.install(app)
     ours = (_generating, _anthropic, _tokenizing, _naming, _watching)
     for router in (*(make(context) for make in ours), *routers):

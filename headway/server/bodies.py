@@ -16,8 +16,11 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from headway.server.errors import ApiError, lowered, shown
+from headway.server.json_size import excess
+from headway.server.offload import aside, pause
 
 FIELD = re.compile(r"\w+(?![\w ])")  # what a place begins with
+QUICK = 1 << 16  # bytes; reading more is not for the event loop
 MOST_DIGITS = sys.get_int_max_str_digits()
 
 
@@ -38,7 +41,11 @@ class ReadRoute(APIRoute):
 
         async def read(request: Request) -> Response:
             mine = ReadRequest(request.scope, request.receive)
-            mine.value = read_object(await mine.body())
+            body = await mine.body()
+            if len(body) <= QUICK:
+                mine.value = read_object(body)
+            else:
+                mine.value = await aside(len(body), lambda: read_object(body))
             return await answer(mine)
 
         return read
@@ -54,10 +61,12 @@ def read_object(body: bytes) -> dict[str, Any]:
         line = body.count(b"\n", 0, error.start) + 1
         what = f"0x{body[error.start]:02x} at byte {error.start} (line {line}): {error.reason}"
         raise ApiError(400, f"the body is not UTF-8 text: {what}") from None
+    if problem := excess(body):
+        raise ApiError(400, f"the body {problem}")
     value = _decoded(text)
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {shown(value)}")
-    if "\\ud" in text or "\\uD" in text:  # only an escape can write half of a pair
+    if ("\\ud" in text or "\\uD" in text) and _has_half(value):  # only an escape can write one
         _check_pairs(value)
     return value
 
@@ -78,6 +87,31 @@ def _decoded(text: str) -> Any:
 
 def _number(digits: str) -> float:
     return int(digits) if len(digits) <= MOST_DIGITS else float(digits)
+
+
+def _has_half(value: Any) -> bool:
+    """Whether a text in a value, or a key, holds half of a surrogate pair; quicker than its place."""
+    left = [value]
+    while left:
+        each = left.pop()
+        inner = each.values() if isinstance(each, dict) else each
+        keys = each if isinstance(each, dict) else ()
+        for number, item in enumerate((*inner, *keys)):
+            if isinstance(item, str):
+                if not _is_whole(item):
+                    return True
+            elif isinstance(item, dict | list):
+                left.append(item)
+            if number % 1024 == 1023:
+                pause()
+    return False
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _check_pairs(value: Any) -> None:

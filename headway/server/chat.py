@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -11,6 +12,7 @@ from headway.server.context import Context
 from headway.server.conversation import Conversation, open_conversation
 from headway.server.errors import to_json
 from headway.server.logprobs import chat_shape, prompt_shape
+from headway.server.offload import aside
 from headway.server.protocol import ChatRequest
 from headway.server.runs import Delta, Outlet, Straight
 from headway.server.streaming import Chunks, Events, Watched, Whole, usage_of
@@ -67,10 +69,11 @@ async def _answer(context: Context, body: ChatRequest) -> dict[str, Any]:
     shape, choices = Shape(body, opened), []
     for index, delta in enumerate(await opened.all_deltas()):
         answer = opened.answers[index]
+        size = len(delta.scores) * ((opened.run.asked.logprobs or 0) + 1)
         choices.append({
             "index": index,
             "message": _message(gathered(answer.pieces(delta))),
-            "logprobs": shape.logprobs(delta),
+            "logprobs": await aside(size, partial(shape.logprobs, delta)),
             "finish_reason": answer.finish_reason(delta.finish_reason),
             **shape.token_ids(index),
         })  # fmt: skip
@@ -81,8 +84,9 @@ async def _answer(context: Context, body: ChatRequest) -> dict[str, Any]:
     }  # fmt: skip
     if body.prompt_logprobs is not None:
         run = opened.run
-        scores = prompt_shape(opened.tokenizer, len(run.prompt), run.prompt_scores)
-        value["prompt_logprobs"] = scores
+        size, num_tokens = (body.prompt_logprobs + 1) * len(run.prompt), len(run.prompt)
+        write = partial(prompt_shape, opened.tokenizer, num_tokens, run.prompt_scores)
+        value["prompt_logprobs"] = await aside(size, write)
     return value
 
 

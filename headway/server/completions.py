@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any, NamedTuple
 
@@ -12,14 +14,17 @@ from headway.engine.asking import Prompt
 from headway.sampling import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.errors import refused, shown
+from headway.server.limits import check_echoed_logprobs
 from headway.server.logprobs import Columns, prompt_shape
+from headway.server.offload import aside
 from headway.server.protocol import CompletionRequest
-from headway.server.runs import Delta, Outlet, Run, Straight, joined, together
+from headway.server.runs import AT_ONCE, Delta, Outlet, Run, Straight, joined, together
 from headway.server.streaming import Chunks, Events, Watched, Whole, new_id, usage_of
 from headway.server.structure import grammar_of
 from headway.server.wishes import (
     check_model,
     check_num_choices,
+    most_tokens,
     prompts_of,
     sampling,
     tokens_of,
@@ -60,9 +65,15 @@ class Choice:
     """One text of an answer: its echo, its logprobs, and whether what is generated shows."""
 
     def __init__(
-        self, context: Context, body: CompletionRequest, run: Run, prompt: Prompt, sample: int
+        self,
+        context: Context,
+        body: CompletionRequest,
+        run: Run,
+        prompt: Prompt,
+        echo: str,
+        sample: int,
     ) -> None:
-        self.echo = _echo(context, prompt) if body.echo else ""
+        self.echo = echo
         self.shows_output = body.max_tokens != 0
         self._run, self._sample = run, run.samples[sample]
         self._has_ids = bool(body.return_token_ids)
@@ -92,6 +103,13 @@ class Choice:
             echoed = self._echoed.shape(self._prompt_scores())
             shaped = {name: echoed[name] + shaped[name] for name in shaped}
         return self.echo + text, shaped
+
+    def size(self, delta: Delta) -> int:
+        """Log probabilities that `news` has to write."""
+        if self._columns is None:
+            return 0
+        num_echoed = len(self._run.prompt) if self._is_first else 0
+        return (num_echoed + len(delta.scores)) * ((self._run.asked.logprobs or 0) + 1)
 
     def finish_reason(self, delta: Delta) -> str | None:
         is_cut = delta.finish_reason is not None and not self.shows_output
@@ -125,6 +143,12 @@ def _echo(context: Context, prompt: Prompt) -> str:
     return context.asking.need_tokenizer().decode(prompt)
 
 
+async def _echoes(context: Context, prompts: list[Prompt]) -> list[str]:
+    return await aside(
+        sum(map(len, prompts)), lambda: [_echo(context, prompt) for prompt in prompts]
+    )
+
+
 async def _open(context: Context, body: CompletionRequest, *, is_live: bool) -> Opened:
     check_model(context, body.model)
     if body.suffix:
@@ -135,16 +159,30 @@ async def _open(context: Context, body: CompletionRequest, *, is_live: bool) -> 
     check_num_choices(context, len(prompts), body.n or 1)
     asked = await _sampling(context, body)
     is_framed = body.add_special_tokens is not False
-    found = await tokens_of(context, prompts, special=is_framed)
+    most = most_tokens(context, body)
+    found = await tokens_of(context, prompts, max_tokens=most, special=is_framed)
     tokens = [truncated(each, body) for each in found]
+    num_tokens = asked.n * sum(map(len, tokens))
+    if body.prompt_logprobs is not None:
+        check_echoed_logprobs(num_tokens, body.prompt_logprobs, "prompt_logprobs")
+    if body.echo:
+        check_echoed_logprobs(num_tokens, body.logprobs)
+    echoes = await _echoes(context, prompts) if body.echo else [""] * len(prompts)
     id = new_id("cmpl")
-    runs = [
-        Run(context, f"{id}-{number}", each, asked, field="prompt", is_live=is_live, number=number)
-        for number, each in enumerate(tokens)
-    ]
+    ids = [f"{id}-{number}" for number in range(len(tokens))]
+    params = context.asking.params_of_each(asked, ids)
+    runs = []
+    for number, each in enumerate(tokens):
+        run = Run(
+            context, ids[number], each, asked, field="prompt", is_live=is_live, number=number,
+            params=params[number],
+        )  # fmt: skip
+        runs.append(run)
+        if number % AT_ONCE == AT_ONCE - 1:
+            await asyncio.sleep(0)  # other streams go on meanwhile
     choices = [
-        Choice(context, body, run, prompt, sample)
-        for run, prompt in zip(runs, prompts, strict=True)
+        Choice(context, body, run, prompt, echo, sample)
+        for run, prompt, echo in zip(runs, prompts, echoes, strict=True)
         for sample in range(asked.n)
     ]
     return Opened(id, int(time.time()), runs, choices)
@@ -178,11 +216,13 @@ async def _answer(context: Context, body: CompletionRequest) -> dict[str, Any]:
     choices = []
     for index, (choice, deltas) in enumerate(zip(opened.choices, gained, strict=True)):
         whole = joined(deltas)
-        text, logprobs = choice.news(whole)
+        text, logprobs = await aside(choice.size(whole), partial(choice.news, whole))
         reason = choice.finish_reason(whole)
         about = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
         if body.prompt_logprobs is not None:
-            about["prompt_logprobs"] = choice.prompt_logprobs(context)
+            size = (body.prompt_logprobs + 1) * len(opened.runs[index // (body.n or 1)].prompt)
+            write = partial(choice.prompt_logprobs, context)
+            about["prompt_logprobs"] = await aside(size, write)
         choices.append({**about, **choice.token_ids()})
     return {
         "id": opened.id, "object": KIND, "created": opened.created, "model": context.model_name,
@@ -205,7 +245,8 @@ async def _events(
     straight = Straight(outlet, form) if outlet else None
     async with aclosing(together(opened.runs, straight)) as news:
         async for deltas in news:
-            yield form(deltas)
+            size = sum(opened.choices[delta.choice].size(delta) for delta in deltas)
+            yield await aside(size, partial(form, deltas))
     if chunks.has_usage:
         yield chunks.usage(opened.usage)
 

@@ -25,6 +25,7 @@ from headway.server.wishes import (
     chat_tokens_of,
     check_model,
     check_num_choices,
+    most_tokens,
     naming,
     sampling,
     truncated,
@@ -87,7 +88,8 @@ async def open_conversation(
         parallel=body.parallel_tool_calls is not False, parser=context.tool_call_parser,
     )  # fmt: skip
     asked = await _sampling(context, body, use, tokenizer)
-    tokens = await chat_tokens_of(context, body.messages, use, template_options(body, use))
+    options, most = template_options(body, use), most_tokens(context, body)
+    tokens = await chat_tokens_of(context, body.messages, use, options, most)
     id = new_id(id_prefix)
     answers = [Answer(use.parser() if use else None) for _ in range(asked.n)]
     prompt = truncated(tokens, body)

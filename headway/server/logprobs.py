@@ -8,7 +8,9 @@ from typing import Any
 from headway.engine.text import Detokenizer
 from headway.engine.tokenizer import Tokenizer
 from headway.sampling import TokenLogprobs
+from headway.server.offload import pause
 
+NAMES = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
 LEAST = -9999.0  # JSON has no infinity
 
 
@@ -23,23 +25,24 @@ def token_entries(
     tokenizer: Tokenizer, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
     """One entry for each token, with its alternatives; `as_ids` writes tokens as ids."""
-    return [
-        {
-            **_token(tokenizer, score.token, score.logprob, as_ids),
-            "top_logprobs": [_token(tokenizer, *each, as_ids) for each in score.top],
-        }
-        for score in scores
-    ]
+    entries = []
+    for score in scores:
+        top = [_token(tokenizer, *each, as_ids) for each in score.top]
+        token = _token(tokenizer, score.token, score.logprob, as_ids)
+        entries.append({**token, "top_logprobs": top})
+        pause()
+    return entries
 
 
 def prompt_shape(
     tokenizer: Tokenizer, num_tokens: int, scores: Mapping[int, TokenLogprobs]
 ) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: for each place a map from token ids; the first has none."""
-    return [
-        None if place not in scores else _ranked(tokenizer, scores[place])
-        for place in range(num_tokens)
-    ]
+    found: list[dict[str, Any] | None] = []
+    for place in range(num_tokens):
+        found.append(None if place not in scores else _ranked(tokenizer, scores[place]))
+        pause()
+    return found
 
 
 def _ranked(tokenizer: Tokenizer, score: TokenLogprobs) -> dict[str, Any]:
@@ -76,17 +79,16 @@ class Columns:
 
     def shape(self, scores: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
         """What a choice has under `logprobs` for these tokens; a first token has no score."""
-        offsets = []
-        for token, _ in scores:
+        columns: dict[str, Any] = {name: [] for name in NAMES}
+        offsets, logprobs, tokens, tops = columns.values()
+        for token, score in scores:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token]))
-        piece = self._piece
-        return {
-            "text_offset": offsets,
-            "token_logprobs": [max(score.logprob, LEAST) if score else None for _, score in scores],
-            "tokens": [piece(token) for token, _ in scores],
-            "top_logprobs": [self._top(score) if score else None for _, score in scores],
-        }
+            logprobs.append(max(score.logprob, LEAST) if score else None)
+            tokens.append(self._piece(token))
+            tops.append(self._top(score) if score else None)
+            pause()
+        return columns
 
     def _top(self, score: TokenLogprobs) -> dict[str, float]:
         """The best ones and the token itself, which may not be among them."""

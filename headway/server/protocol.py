@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticKnownError
 
 from headway.sampling import HUGE, RANGES
 
 MOST_STOPS = 64
 LONGEST_NAME = 512  # characters of a name that a client gives
 MOST_BIASES = 4096
+MAX_MESSAGES = 8192
 
 Item = TypeVar("Item")
 Text = Annotated[str, Field(max_length=LONGEST_NAME)]
@@ -30,6 +32,14 @@ def _limited(name: str, about: str = "") -> Any:
     if limits.is_open:
         return Field(default=None, gt=low, le=high, description=about or None)
     return Field(default=None, ge=low, le=high, description=about or None)
+
+
+def _few(biases: Any) -> Any:
+    """Refuse too many by their number alone: a list of what is wrong with each would be long."""
+    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
+        limits = {"max_length": MOST_BIASES, "actual_length": len(biases)}
+        raise PydanticKnownError("too_long", {"field_type": "Dictionary", **limits})
+    return biases
 
 
 class Taken(BaseModel):
@@ -66,7 +76,7 @@ class StructuredOutputs(Taken):
         default=None, alias="json", description="A JSON schema."
     )
     regex: str | None = None
-    choice: Annotated[list[str], Field(min_length=1)] | None = None
+    choice: Annotated[Many[str], Field(min_length=1)] | None = None
     grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
 
 
@@ -102,7 +112,7 @@ class Wishes(Queued):
     frequency_penalty: float | None = _limited("frequency_penalty")
     presence_penalty: float | None = _limited("presence_penalty")
     repetition_penalty: float | None = _limited("repetition_penalty")
-    logit_bias: dict[str, float] | None = Field(
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = Field(
         default=None, max_length=MOST_BIASES, description="By token id, from -100 to 100."
     )
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
@@ -111,7 +121,7 @@ class Wishes(Queued):
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     bad_words: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Many[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
@@ -162,22 +172,22 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
-    content: str | list[TextPart] | None = Field(
+    content: str | Many[TextPart] | None = Field(
         default=None, description="Text, or parts of type text."
     )
     name: Text | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: Text | None = None
 
 
 class ChatRequest(Wishes):
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Many[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(
         default=None, ge=1, description="Most tokens to generate; goes before max_tokens."
     )
     logprobs: bool | None = None
     top_logprobs: int | None = _limited("logprobs", "Needs logprobs.")
-    tools: list[dict[str, Any]] | None = None
+    tools: Many[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -196,7 +206,7 @@ class ChatRequest(Wishes):
 class TokenizeRequest(Taken):
     model: Text | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = Field(default=None, min_length=1)
+    messages: Many[ChatMessage] | None = Field(default=None, min_length=1, max_length=MAX_MESSAGES)
     add_special_tokens: bool | None = Field(
         default=None, description="Of a prompt; true if absent."
     )
@@ -209,4 +219,4 @@ class TokenizeRequest(Taken):
 
 class DetokenizeRequest(Taken):
     model: Text | None = None
-    tokens: list[int]
+    tokens: Many[int]

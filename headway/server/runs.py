@@ -7,19 +7,22 @@ connections and JSON.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.messages import End, Update
-from headway.errors import RequestTooLong
+from headway.errors import Overloaded, RequestTooLong
+from headway.request import Params
 from headway.sampling import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.errors import ApiError
 from headway.server.samples import Sample
 from headway.server.trace_context import TRACEPARENT
 
+AT_ONCE = 32  # prompts that are opened or sent between two looks at other streams
 NO_SCORES: list[TokenLogprobs] = []
 
 
@@ -58,7 +61,7 @@ class Run:
     """A prompt with its n samples.
 
     `field` is where the client wrote the prompt; `is_live`: text is wanted as it comes; `number`
-    counts the prompts of one answer.
+    counts the prompts of one answer; `params` are those of `asked` if they are known already.
     """
 
     def __init__(
@@ -71,12 +74,13 @@ class Run:
         field: str,
         is_live: bool,
         number: int = 0,
+        params: Params | None = None,
     ) -> None:
         self.id = id
         self.field = field
         self.prompt = prompt
         self.asked = asked
-        self.params = context.asking.params(asked, id)
+        self.params = context.asking.params(asked, id) if params is None else params
         self.samples = [
             Sample(context, asked, self.params.stops, is_live) for _ in range(asked.n)
         ]  # fmt: skip
@@ -93,6 +97,11 @@ class Run:
     def num_cached(self) -> int:
         end = self.samples[0].end
         return end.num_cached if end else 0
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether it makes sense to send the prompt again later."""
+        return not self._engine.is_closing
 
     async def deltas(self, straight: Straight | None = None) -> AsyncGenerator[list[Delta], None]:
         """What the samples gain, until all have ended; all that is there at once comes at once.
@@ -179,6 +188,9 @@ def _as_one(updates: Sequence[Update]) -> Update:
     )
 
 
+News = tuple[Run, list[Delta] | Exception | None]  # None: all samples have ended
+
+
 def together(
     runs: Sequence[Run], straight: Straight | None = None
 ) -> AsyncGenerator[list[Delta], None]:
@@ -187,28 +199,45 @@ def together(
 
 
 async def _merged(runs: Sequence[Run]) -> AsyncGenerator[list[Delta], None]:
-    news: asyncio.Queue[list[Delta] | Exception | None] = asyncio.Queue()
-    tasks = [asyncio.create_task(_pump(run, news)) for run in runs]
+    """All at once. A prompt that finds the queue full is sent again when another one has ended,
+    unless all of them find it full: a request with more prompts than may wait still runs."""
+    news: asyncio.Queue[News] = asyncio.Queue()
+    tasks: dict[Run, asyncio.Task[None]] = {}
+    num_open, parked, is_admitted = len(runs), deque[Run](), False
     try:
-        num_open = len(tasks)
+        for number, run in enumerate(runs):
+            tasks[run] = asyncio.create_task(_pump(run, news))
+            if number % AT_ONCE == AT_ONCE - 1:
+                await asyncio.sleep(0)  # other streams go on meanwhile
         while num_open:
-            gained = await news.get()
-            if isinstance(gained, Exception):
+            run, gained = await news.get()
+            if isinstance(gained, Overloaded) and run.can_wait and (num_open > 1 or is_admitted):
+                parked.append(run)
+                if num_open > 1:
+                    num_open -= 1
+                    continue
+                await asyncio.sleep(gained.retry_after)  # only other requests can make room
+            elif isinstance(gained, Exception):
                 raise gained
-            if gained is None:
-                num_open -= 1
-            else:
+            elif gained is not None:
+                is_admitted = True
                 yield gained
+                continue
+            if parked:
+                run = parked.popleft()
+                tasks[run] = asyncio.create_task(_pump(run, news))
+            else:
+                num_open -= 1
     finally:
-        for task in tasks:
+        for task in tasks.values():
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _pump(run: Run, news: asyncio.Queue[list[Delta] | Exception | None]) -> None:
+async def _pump(run: Run, news: asyncio.Queue[News]) -> None:
     try:
         async for deltas in run.deltas():
-            news.put_nowait(deltas)
-        news.put_nowait(None)
+            news.put_nowait((run, deltas))
+        news.put_nowait((run, None))
     except Exception as error:
-        news.put_nowait(error)
+        news.put_nowait((run, error))

@@ -14,6 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from headway.server.errors import ApiError, shown
+from headway.server.offload import LARGE, return_memory
 from headway.server.origins import check_host, check_origin
 from headway.server.settings import Settings
 
@@ -35,6 +36,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
+        is_large = False
         try:
             headers = Headers(scope=scope)
             check_host(headers, self._settings.allowed_hosts)
@@ -46,10 +48,13 @@ class Guard:
                 body = await self._body(headers, receive)
                 if body is None:
                     return None  # the client has gone
+                is_large = len(body) > LARGE
                 receive = _replaying(body, receive)
+                del body  # it may be large, and is needed only until it is parsed
         except ApiError as error:
             return await error.response_at(scope["path"])(scope, receive, send)
-        return await self._app(scope, receive, send)
+        await self._app(scope, receive, send)
+        return await return_memory() if is_large else None
 
     def _check_key(self, headers: Headers) -> None:
         scheme, _, given = headers.get("authorization", "").partition(" ")

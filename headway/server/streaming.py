@@ -18,8 +18,11 @@ from starlette.types import Receive, Scope, Send
 from headway.server.connection import Outlet, outlet_of
 from headway.server.context import Context
 from headway.server.errors import ApiError, api_error, to_json
+from headway.server.json_output import PART, large_to_json
+from headway.server.offload import SHORT, aside
 from headway.server.protocol import StreamOptions
 
+PER_TOKEN = 20  # numbers that an answer may hold for each of its tokens, often far fewer
 DONE = b"data: [DONE]\n\n"
 EVENTS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy holds them back
 
@@ -80,7 +83,7 @@ class Whole(Watched):
         try:
             async with asyncio.timeout(self._context.settings.request_timeout):
                 value = await self._make()
-            response = Response(to_json(value), media_type=self.media_type)
+            response = Response(await _to_json(value), media_type=self.media_type)
         except Exception as error:
             response = self._error(error).response_at(scope["path"])
         await response(scope, receive, send)
@@ -141,6 +144,12 @@ class Events(Watched):
         return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
+async def _to_json(value: Mapping[str, Any]) -> bytes:
+    usage = value.get("usage") or {}
+    size = PER_TOKEN * (usage.get("total_tokens", 0) + value.get("count", 0))
+    return to_json(value) if size <= SHORT else await aside(size, lambda: large_to_json(value))
+
+
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -180,9 +189,8 @@ class Chunks:
         if logprobs is None and finish_reason is None and not choice:
             rest = '"logprobs":null,"finish_reason":null'
         else:
-            rest = _members(
-                {"logprobs": logprobs, "finish_reason": finish_reason, **(choice or {})}
-            )
+            scores = "null" if logprobs is None else _dumped(logprobs)
+            rest = f'"logprobs":{scores},{_members({"finish_reason": finish_reason, **(choice or {})})}'
         if not top:
             return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
         return f'{self._head}{{"index":{index},{member},{rest}}}],{_members(top)}}}\n\n'
@@ -200,6 +208,12 @@ def _members(values: Mapping[str, Any]) -> str:
 def named_event(event: Mapping[str, Any]) -> bytes:
     """An event whose name is its type, as OpenAI's newer and Anthropic's API have them."""
     return f"event: {event['type']}\ndata: {to_json(event).decode()}\n\n".encode("ascii")
+
+
+def _dumped(logprobs: Mapping[str, list[Any]]) -> str:
+    """Log probabilities as JSON, in parts if they are those of a long prompt."""
+    is_long = len(next(iter(logprobs.values()))) > PART
+    return (large_to_json(logprobs) if is_long else to_json(logprobs)).decode()
 
 
 def new_id(kind: str) -> str:

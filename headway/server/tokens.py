@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from headway.engine.tokenizer import Tokenizer
 from headway.server.context import Context
 from headway.server.conversation import template_options
-from headway.server.errors import refused
+from headway.server.errors import refused, shown
+from headway.server.limits import max_listed_tokens
+from headway.server.offload import aside, pause
 from headway.server.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.toolcalls.choice import ToolUse, tool_use
-from headway.server.wishes import aside, chat_tokens_of, check_model, naming
+from headway.server.wishes import chat_tokens_of, check_model, naming
 
 LETTERS = 4  # of a token, about
+PART = 1024  # tokens that are spelled between two pauses
 
 
 async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
@@ -20,16 +24,19 @@ async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
     tokenizer = context.asking.need_tokenizer()
     if (body.prompt is None) == (body.messages is None):
         raise refused("prompt", "or messages, one of them, must be given")
+    most = max_listed_tokens(context)
     if body.messages is not None:
-        tokens = await chat_tokens_of(context, body.messages, *_shown(context, body))
+        tokens = await chat_tokens_of(context, body.messages, *_shown(context, body), most)
     else:
         text = body.prompt or ""
         special = body.add_special_tokens is not False
         with naming("prompt"):
-            tokens = await aside(len(text), lambda: tokenizer.encode(text, special=special))
+            tokens = await aside(
+                len(text), lambda: tokenizer.encode(text, special=special, max_tokens=most)
+            )
     told = {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens}
     if body.return_token_strs:
-        told["token_strs"] = [tokenizer.piece(token) for token in tokens]
+        told["token_strs"] = await aside(len(tokens), lambda: _pieces(tokenizer, tokens))
     return told
 
 
@@ -45,14 +52,24 @@ def _shown(context: Context, body: TokenizeRequest) -> tuple[ToolUse | None, dic
     return use, template_options(chat, use)
 
 
+def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    pieces: list[str] = []
+    for start in range(0, len(tokens), PART):
+        pieces += [tokenizer.piece(token) for token in tokens[start : start + PART]]
+        pause()
+    return pieces
+
+
 async def detokenize(context: Context, body: DetokenizeRequest) -> dict[str, Any]:
     """The text of tokens, special ones included."""
     check_model(context, body.model)
     tokenizer = context.asking.need_tokenizer()
-    limit = context.asking.vocab_size
-    wrong = next((token for token in body.tokens if not 0 <= token < limit), None)
-    if wrong is not None:
-        raise refused("tokens", f"holds {wrong}; token ids are from 0 to {limit - 1}")
+    limit, most = context.asking.vocab_size, max_listed_tokens(context)
+    if len(body.tokens) > most:
+        raise refused("tokens", f"must have at most {most} items, not {len(body.tokens)}")
+    for wrong in (min(body.tokens, default=0), max(body.tokens, default=0)):
+        if not 0 <= wrong < limit:
+            raise refused("tokens", f"holds {shown(wrong)}; token ids are from 0 to {limit - 1}")
     num_letters = LETTERS * len(body.tokens)
     decode = tokenizer.decode
     text = await aside(num_letters, lambda: decode(body.tokens, skip_special=False))

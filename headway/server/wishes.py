@@ -5,30 +5,30 @@ Refuses here, with the field's name, what the engine need not even see.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from headway.engine.asking import Prompt
-from headway.errors import InvalidRequest, ModelError
+from headway.errors import InvalidRequest, ModelError, RequestTooLong
 from headway.sampling import SamplingParams
 from headway.server.context import Context
 from headway.server.errors import ApiError, refused, shown
+from headway.server.limits import check_sizes, max_listed_tokens
+from headway.server.offload import SHORT, aside
 from headway.server.protocol import ChatMessage, Wishes
 from headway.server.toolcalls.choice import ToolUse
 from headway.server.toolcalls.formats import HERMES
 from headway.server.toolcalls.prompt import template_messages
 from headway.server.unsupported import check_supported
 
-Result = TypeVar("Result")
 MOST_DIGITS = 18  # of a token id; what is too large for the model is told its limit
-LONG = 4000  # letters or ids; reading more than this would hold up everybody's streams
 SAME_NAME = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
     "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "priority",
 )  # fmt: skip
+PER_MESSAGE = 40  # characters that take as long as what each message costs
 OTHER_NAME = {"user": "client", "cache_salt": "salt"}
 
 
@@ -57,6 +57,7 @@ async def sampling(
     if body.prompt_logprobs is not None and body.stream:
         raise refused("prompt_logprobs", "is only for requests without stream")
     _check_lengths(context, body)
+    check_sizes(context, body)
     return SamplingParams(max_tokens=max_tokens, **asked, **more)
 
 
@@ -99,12 +100,21 @@ def prompts_of(
 
 
 async def tokens_of(
-    context: Context, prompts: Sequence[Prompt], field: str = "prompt", *, special: bool = True
+    context: Context,
+    prompts: Sequence[Prompt],
+    field: str = "prompt",
+    *,
+    max_tokens: int | None = None,
+    special: bool = True,
 ) -> list[list[int]]:
-    """The tokens of each prompt of this field."""
-    size, asking = sum(map(len, prompts)), context.asking
+    """The tokens of each prompt of this field; at most `max_tokens`, or the model's length."""
+    most = context.max_length if max_tokens is None else max_tokens
+
+    def tokens_of_each() -> list[list[int]]:
+        return [context.asking.tokens(prompt, most, special=special) for prompt in prompts]
+
     with naming(field):
-        tokens = await aside(size, lambda: [asking.tokens(p, special=special) for p in prompts])
+        tokens = await aside(sum(map(len, prompts)), tokens_of_each)
     empty = next((number for number, each in enumerate(tokens) if not each), None)
     if empty is not None:
         which = f"[{empty}]" if len(tokens) > 1 else ""
@@ -118,16 +128,35 @@ async def chat_tokens_of(
     messages: Sequence[ChatMessage],
     use: ToolUse | None,
     options: Mapping[str, Any],
+    max_tokens: int | None = None,
 ) -> list[int]:
-    """A conversation's tokens."""
-    num_letters = sum(len(str(message.content)) for message in messages)
-    template = context.asking.need_tokenizer().chat_template
-    with naming("messages"):
+    """A conversation's tokens; at most `max_tokens`, or the model's length."""
+    most = context.max_length if max_tokens is None else max_tokens
+
+    def tokens() -> list[int]:
         given = [message.model_dump(exclude_unset=True) for message in messages]
+        template = context.asking.need_tokenizer().chat_template
         plain = template_messages(template, given, use.format if use else HERMES)
         if use is not None:
             plain = list(use.messages(plain))
-        return await aside(num_letters, lambda: context.asking.chat_tokens(plain, **options))
+        return context.asking.chat_tokens(plain, most, **options)
+
+    with naming("messages"):
+        return await aside(sum(map(_size, messages)), tokens)
+
+
+def _size(message: ChatMessage) -> int:
+    """About what rendering a message costs, in characters."""
+    content = message.content or ""
+    size = len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
+    others = [message.tool_calls, *(message.model_extra or {}).values()]
+    size += sum(len(each) if isinstance(each, str) else SHORT for each in others if each)
+    return PER_MESSAGE + size
+
+
+def most_tokens(context: Context, body: Wishes) -> int | None:
+    """Tokens that a prompt may have before it is truncated; None: the model's length."""
+    return None if body.truncate_prompt_tokens is None else max_listed_tokens(context)
 
 
 def truncated(tokens: list[int], body: Wishes) -> list[int]:
@@ -140,14 +169,12 @@ def naming(param: str) -> Iterator[None]:
     """Whatever is wrong in here is wrong with this field, and the message says so."""
     try:
         yield
+    except RequestTooLong as error:
+        code = "context_length_exceeded"
+        raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
     except (InvalidRequest, ModelError) as error:
         words = str(error) if str(error).startswith(param) else f"{param}: {error}"
         raise ApiError(400, words, param=param) from error
-
-
-async def aside(size: int, work: Callable[[], Result]) -> Result:
-    """Do work on a text or on ids: at once if they are few, else on another thread."""
-    return work() if size <= LONG else await asyncio.to_thread(work)
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:

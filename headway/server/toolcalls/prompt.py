@@ -13,6 +13,7 @@ from typing import Any
 
 from headway.engine.chat import render_chat
 from headway.errors import InvalidRequest, ModelError
+from headway.server.json_size import excess
 from headway.server.toolcalls.formats import HERMES, LLAMA3, ToolFormat
 
 Message = Mapping[str, Any]
@@ -141,6 +142,8 @@ def _opened(call: Any, where: str) -> dict[str, Any]:
         raise InvalidRequest(f"{where}.function must have a name and arguments, not {function!r}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
+        if problem := excess(arguments.encode(errors="replace")):
+            raise InvalidRequest(f"{where}.function.arguments {problem}")
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:

@@ -1,0 +1,216 @@
+"""A server under attack: how much longer 32 ordinary streams wait for a token.
+
+    python bench/server_attack.py                     some ten minutes, one JSON object
+    python bench/server_attack.py --only huge_text    one attack; may be given several times
+
+Starts `headway serve` with the bundled model on this machine. Windows of quiet and of attack follow
+each other while the streams run. For each attack:
+
+added_ms        the longest wait for a token of a stream, beyond the longest in the quiet before and
+                after; also for the 99th percentile
+health_ms       the slowest answer of /health; null if one failed
+memory_mb       resident before, at most, and after
+files           open before and after
+answers         statuses, or what else came of it
+
+`ok` is true if no attack adds more than 200 ms, no answer is 5xx, /health always answers, no file
+stays open, and the server does not log an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from server_attacks import Attack, attacks
+from server_process import ServerProcess
+
+from headway.lab.http_client import Address, Client
+
+NUM_STREAMS = 32
+QUIET_SECONDS = 4.0
+ATTACK_SECONDS = 4.0  # at least; and one more after the last answer
+MAX_ADDED_MS = 200.0
+NUM_FILES = 1024  # descriptors that the server may have
+SERVER = ["--precision", "quantized", "--max-tokens", "64"]  # short steps
+SETTLES_WITHIN = 20.0
+
+
+@dataclass
+class Window:
+    """What was seen between two moments."""
+
+    gaps: list[float] = field(default_factory=list)  # seconds between two tokens of a stream
+    health: list[float] = field(default_factory=list)  # seconds
+    num_unhealthy: int = 0
+    resident: list[int] = field(default_factory=list)  # bytes
+    begun: float = field(default_factory=time.monotonic)
+
+    def gap(self, share: float) -> float:
+        """A quantile of the gaps, in ms; 1: the longest."""
+        ordered = sorted(self.gaps) or [0.0]
+        return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+class Watch:
+    """Streams, /health and memory, noted in the window that is open."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self.window = Window()
+        self._server = server
+        self._client = Client(server.address)
+
+    def open(self) -> Window:
+        self.window = Window()
+        return self.window
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        work = [self._stream(number) for number in range(NUM_STREAMS)]
+        tasks = [asyncio.create_task(each) for each in (*work, self._ask_health(), self._weigh())]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._client.close()
+
+    async def _stream(self, number: int) -> None:
+        """One request after another."""
+        fields = {"max_tokens": 400, "ignore_eos": True, "stream": True, "temperature": 0}
+        body = json.dumps({"prompt": f"{number}: Once upon a time", **fields}).encode()
+        while True:
+            latest: float | None = None
+
+            def receive(_: bytes) -> None:
+                nonlocal latest
+                now = time.monotonic()
+                if latest is not None and latest > self.window.begun:
+                    self.window.gaps.append(now - latest)
+                latest = now
+
+            try:
+                await self._client.post("/v1/completions", body, receive)
+            except Exception as error:
+                print(f"a stream broke off: {error!r}", file=sys.stderr)
+                await asyncio.sleep(0.5)
+
+    async def _ask_health(self) -> None:
+        while True:
+            begun, window = time.monotonic(), self.window
+            try:
+                async with asyncio.timeout(30.0):
+                    is_well = (await self._client.get("/health")).status == 200
+            except Exception:
+                is_well = False
+            window.num_unhealthy += not is_well
+            window.health.append(time.monotonic() - begun)
+            await asyncio.sleep(0.2)
+
+    async def _weigh(self) -> None:
+        while True:
+            self.window.resident.append(self._server.resident_bytes())
+            await asyncio.sleep(0.05)
+
+
+async def _quiet(watch: Watch) -> Window:
+    window = watch.open()
+    await asyncio.sleep(QUIET_SECONDS)
+    return window
+
+
+async def _attacked(watch: Watch, attack: Attack, address: Address) -> tuple[Window, Counter[str]]:
+    window = watch.open()
+    answers = await attack(address)
+    await asyncio.sleep(max(1.0, ATTACK_SECONDS - (time.monotonic() - window.begun)))
+    watch.open()
+    return window, answers
+
+
+async def _files_after(server: ServerProcess, before: int) -> int:
+    """Files still open once those of the attack had time to be closed."""
+    ends_at = time.monotonic() + SETTLES_WITHIN
+    while server.num_files() > before and time.monotonic() < ends_at:
+        await asyncio.sleep(0.2)
+    return server.num_files()
+
+
+def _compared(window: Window, quiet: list[Window]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, share in (("max", 1.0), ("p99", 0.99)):
+        without = max(each.gap(share) for each in quiet)
+        found[f"gap_ms_{name}"] = [round(without), round(window.gap(share))]
+        found[f"added_ms_{name}"] = round(window.gap(share) - without)
+    is_well = window.health and not window.num_unhealthy
+    found["health_ms"] = round(1000 * max(window.health)) if is_well else None
+    return found
+
+
+async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
+    watch, results = Watch(server), {}
+    async with watch.running():
+        await asyncio.sleep(QUIET_SECONDS)  # until all streams have begun
+        quiet = await _quiet(watch)
+        for name in names:
+            attack = attacks()[name]()
+            await asyncio.sleep(0.5)  # what making it took is in no window
+            before, num_files = quiet.resident[-1], server.num_files()
+            window, answers = await _attacked(watch, attack, server.address)
+            del attack
+            files = [num_files, await _files_after(server, num_files)]
+            quiet, last = await _quiet(watch), quiet
+            weights = (before, max(window.resident), quiet.resident[-1])
+            results[name] = _compared(window, [last, quiet]) | {
+                "seconds": round(time.monotonic() - window.begun, 1), "answers": dict(answers),
+                "memory_mb": [round(size / 1e6) for size in weights], "files": files,
+            }  # fmt: skip
+            print(f"{name}: {json.dumps(results[name])}", file=sys.stderr, flush=True)
+    return results
+
+
+def is_ok(found: dict[str, Any]) -> bool:
+    num_failed = sum(n for status, n in found["answers"].items() if status.startswith("5"))
+    is_quick = found["added_ms_max"] <= MAX_ADDED_MS and found["health_ms"] is not None
+    return is_quick and not num_failed and found["files"][1] <= found["files"][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    names = list(attacks())
+    parser.add_argument(
+        "--only", action="append", choices=names, metavar="NAME",
+        help=f"Run only this attack; one of {', '.join(names)}.",
+    )  # fmt: skip
+    asked = parser.parse_args()
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))  # the server's
+    with ServerProcess(SERVER) as server:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        found = asyncio.run(measure(server, asked.only or names))
+        result: dict[str, Any] = {"attacks": found, "log_errors": server.log_errors()}
+        result["exit_code"] = server.stop()
+    statuses = Counter[str]()
+    for each in found.values():
+        statuses.update(each["answers"])
+    result["num_5xx"] = sum(n for status, n in statuses.items() if status.startswith("5"))
+    result["failed"] = [name for name, each in found.items() if not is_ok(each)]
+    result["ok"] = not (result["failed"] or result["log_errors"] or result["exit_code"])
+    print(json.dumps(result, indent=2))
+    sys.exit(not result["ok"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Requests that are meant to do harm: each attack sends them to one server on this machine.
+
+An attack returns what came of it, counted: HTTP statuses, or words. All are bounded in number and
+time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from headway.lab.http_client import Address, Client
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WORDS = "The quick brown fox, jumps over the lazy dog. "
+HUGE = 15_900_000  # bytes: just below what the server takes
+NUM_SOCKETS = 300
+HOLDS = 4.0  # seconds that idle sockets are held
+ANSWERS_WITHIN = 90.0
+Attack = Callable[[Address], Awaitable[Counter[str]]]
+Make = Callable[[], Iterable[tuple[str, bytes]]]  # paths and bodies
+
+
+def post(path: str, **fields: Any) -> tuple[str, bytes]:
+    return path, json.dumps(fields).encode()
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def call(arguments: str) -> dict[str, Any]:
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
+
+
+def huge_text() -> Iterable[tuple[str, bytes]]:
+    yield post(COMPLETIONS, prompt=(WORDS * HUGE)[:HUGE])
+    yield post(CHAT, messages=[user("a" * HUGE)])
+    yield (
+        COMPLETIONS,
+        json.dumps({"prompt": "😀" + "a b" * (HUGE // 3)}, ensure_ascii=False).encode(),
+    )
+
+
+def tokenize() -> Iterable[tuple[str, bytes]]:
+    yield post("/tokenize", prompt=(WORDS * HUGE)[:HUGE])
+    yield post("/tokenize", prompt="\n" * (HUGE // 2), return_token_strs=True)
+    yield post("/tokenize", prompt=WORDS * 20_000, return_token_strs=True)
+
+
+def detokenize() -> Iterable[tuple[str, bytes]]:
+    yield post("/detokenize", tokens=[5000] * (HUGE // 6))
+    yield post("/detokenize", tokens=[5000] * 262_144)
+    yield post("/detokenize", tokens=["a"] * 500_000)
+
+
+def many_values() -> Iterable[tuple[str, bytes]]:
+    yield COMPLETIONS, b'{"prompt": [' + b"[]," * 5_000_000 + b"[]]}"
+    yield post(COMPLETIONS, prompt="a", logit_bias={str(number): "a" for number in range(500_000)})
+    yield post(COMPLETIONS, prompt="a", allowed_token_ids=[1] * 500_000)
+    yield post(CHAT, messages=[call("[" + "[]," * 5_000_000 + "[]]"), user("a")])
+
+
+def many_messages() -> Iterable[tuple[str, bytes]]:
+    yield post(CHAT, messages=[user("a")] * 300_000)
+    yield post(CHAT, messages=[user("a")] * 8000)
+    yield post(CHAT, messages=[user([{"type": "text", "text": "a"}] * 15_000)])
+
+
+def long_stops() -> Iterable[tuple[str, bytes]]:
+    yield post(COMPLETIONS, prompt="a", stop=["ab" * 100_000] * 64)
+    yield post(COMPLETIONS, prompt="a", bad_words=["ab" * 100_000] * 64)
+    stops = [f"{number:02}" + "a" * 120 for number in range(64)]
+    yield post(COMPLETIONS, prompt="a", stop=stops, n=32, max_tokens=2)
+
+
+def echo() -> Iterable[tuple[str, bytes]]:
+    fields = {"prompt": WORDS * 120, "echo": True, "logprobs": 100, "max_tokens": 1}
+    yield post(COMPLETIONS, **fields)
+    yield post(COMPLETIONS, **fields, n=1000)
+
+
+def grammars() -> Iterable[tuple[str, bytes]]:
+    lark = "start: " + " ".join(f"r{number}" for number in range(2000)) + "\n"
+    lark += "\n".join(f'r{number}: ("a" | "b" r{number})*' for number in range(2000))
+    for form in (
+        {"choice": [f"a choice of {number}" for number in range(2010)]},
+        {"regex": "(((a{1,200}){1,200}){1,200}){1,200}"},
+        {"regex": "(a|b|ab)*" * 2000},
+        {"grammar": lark},
+    ):
+        yield post(COMPLETIONS, prompt="a", max_tokens=2, structured_outputs=form)
+
+
+def referring_tool() -> Iterable[tuple[str, bytes]]:
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}, "other": {"$ref": "#/$defs/x"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": node}}
+    yield post(CHAT, messages=[user("a")], tools=[tool], tool_choice="required", max_tokens=2)
+
+
+def many_prompts() -> Iterable[tuple[str, bytes]]:
+    yield post(COMPLETIONS, prompt=[f"{number}" for number in range(1025)], max_tokens=1)
+
+
+def odd_values() -> Iterable[tuple[str, bytes]]:
+    yield post(CHAT, messages=[user("a"), call("{}"), user("b")], max_tokens=2)
+    for value in ("1e999", "-1e999", "NaN", "9" * 5000, "-1", "0.5", "1e308", "null", "true"):
+        for name in ("max_tokens", "n", "temperature", "top_k", "seed", "priority", "deadline"):
+            yield COMPLETIONS, f'{{"prompt": "a", "max_tokens": 1, "{name}": {value}}}'.encode()
+    for opening, closing in ((b"[", b"]"), (b'{"a":', b"}")):
+        for depth in (900, 5000, 1_000_000):
+            nested = opening * depth + b"1" + closing * depth
+            yield COMPLETIONS, b'{"prompt": "a", "max_tokens": 1, "x": ' + nested + b"}"
+    yield COMPLETIONS, rb'{"prompt": "a\ud800"}'
+    yield CHAT, rb'{"messages": [{"role": "user", "content": "\udfff\ud800"}]}'
+    yield COMPLETIONS, b'{"prompt": [' + rb'"\ud83d\ude00",' * 400_000 + rb'"\ud83d"]}'
+
+
+def posts(make: Make) -> Attack:
+    """Send each body, one after the other; they are made before the clock runs."""
+
+    async def attack(address: Address) -> Counter[str]:
+        came: Counter[str] = Counter()
+        client = Client(address)
+        for path, body in made:
+            try:
+                async with asyncio.timeout(ANSWERS_WITHIN):
+                    came[str((await client.post(path, body)).status)] += 1
+            except Exception as error:  # whatever happens is counted, and the next one sent
+                came[type(error).__name__] += 1
+        client.close()
+        return came
+
+    made = list(make())
+    return attack
+
+
+async def _connect(address: Address, count: int, first: bytes) -> list[asyncio.StreamWriter]:
+    writers = []
+    for _ in range(count):
+        try:
+            async with asyncio.timeout(2.0):
+                _, writer = await asyncio.open_connection(address.host, address.port)
+        except OSError:  # refused, or out of time
+            break
+        writer.write(first)
+        writers.append(writer)
+    return writers
+
+
+def sockets(count: int, first: bytes) -> Attack:
+    """Open connections, send the beginning of a request, and hold them for a while."""
+
+    async def attack(address: Address) -> Counter[str]:
+        writers = await _connect(address, count, first)
+        await asyncio.sleep(HOLDS)
+        for writer in writers:
+            writer.close()
+        return Counter({"connected": len(writers)})
+
+    return attack
+
+
+async def dripped_body(address: Address) -> Counter[str]:
+    """A body that comes byte by byte, on a few connections."""
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    writers = await _connect(address, 20, f"{head}Content-Length: 100000\r\n\r\n".encode())
+    for _ in range(80):
+        for writer in writers:
+            writer.write(b" ")
+        await asyncio.sleep(HOLDS / 80)
+    for writer in writers:
+        writer.close()
+    return Counter({"connected": len(writers)})
+
+
+def beyond_descriptors() -> Attack:
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sockets(min(limit, 1024) + 200, b"")
+
+
+def attacks() -> dict[str, Callable[[], Attack]]:
+    """Each by its name; called, it makes what it sends."""
+    bodies: list[Make] = [
+        huge_text, tokenize, detokenize, many_values, many_messages, long_stops, echo, grammars,
+        referring_tool, many_prompts, odd_values,
+    ]  # fmt: skip
+    return {make.__name__: lambda make=make: posts(make) for make in bodies} | {
+        "partial_heads": lambda: sockets(NUM_SOCKETS, b"POST /v1/completions HTTP/1.1\r\nHost"),
+        "silent_sockets": lambda: sockets(NUM_SOCKETS, b""),
+        "beyond_descriptors": beyond_descriptors,
+        "dripped_body": lambda: dripped_body,
+    }
