@@ -384,7 +384,7 @@ async def test_several_prompts_get_a_429_where_none_of_them_finds_room() -> None
 
 
 def test_the_params_of_many_prompts_are_read_once() -> None:
-    asking = Asking(tokenizer=letters(), vocab_size=260, eos_ids=frozenset())
+    asking = Asking(tokenizer=letters(), vocab_size=260, hidden_size=8, eos_ids=frozenset())
     asked = SamplingParams(allowed_token_ids=range(200), bad_words=["ab"])
     found = [params.sampling for params in asking.params_of_each(asked, ["a", "b", "c"])]
     one, *_ = sampled = [each for each in found if isinstance(each, Sampling)]
