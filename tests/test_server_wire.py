@@ -101,6 +101,19 @@ def test_a_broken_request_is_refused_after_the_responses_before_it(
     assert last.status == 400 and answer(400, last.body).rest["error"]["message"]
 
 
+def test_an_offer_of_http_2_is_ignored(here: Server) -> None:
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAB",
+    )
+    case = Case(COMPLETIONS, {"prompt": saying("upgrade: no"), "max_tokens": 20})
+    found = hold(here, [raw(case, *offer), raw(case, *offer)], [raw(case)])
+    assert [answer(each.status, each.body).choices[0]["text"] for each in found] == [
+        "upgrade: no"
+    ] * 3
+
+
 def test_a_body_that_breaks_off_is_refused_at_once(here: Server) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     [exchange] = hold(here, [Exchange(None, head + b"5\r\nabcde\r\nzz\r\n", closes=True)])
