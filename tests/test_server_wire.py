@@ -17,7 +17,8 @@ import pytest
 from tests.processes import Server
 from tests.wire_answers import answer, streamed_answer
 from tests.wire_cases import CHAT, COMPLETIONS, TOOLS, Case
-from tests.wire_fuzz import Conversation, Exchange, Fuzz, written
+from tests.wire_fuzz import Conversation, Fuzz, written
+from tests.wire_reader import Exchange
 from tests.wire_server import SLOWLY, saying
 
 CALL = (

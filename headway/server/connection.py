@@ -62,6 +62,8 @@ def outlet_of(scope: Scope) -> Outlet | None:
 class UnchunkedResponse(RequestResponseCycle):
     """A response to HTTP/1.0, which has no chunks: the end of the connection ends the body."""
 
+    _is_sized = True  # has a Content-Length
+
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", ())}
