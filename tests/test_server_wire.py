@@ -17,7 +17,8 @@ import pytest
 from tests.processes import Server
 from tests.wire_answers import answer, streamed_answer
 from tests.wire_cases import CHAT, COMPLETIONS, TOOLS, Case
-from tests.wire_fuzz import Conversation, Exchange, Fuzz, written
+from tests.wire_fuzz import Conversation, Fuzz, written
+from tests.wire_reader import Exchange
 from tests.wire_server import SLOWLY, saying
 
 CALL = (
@@ -99,6 +100,19 @@ def test_a_broken_request_is_refused_after_the_responses_before_it(
     assert streamed_answer(200, first.body).choices[0]["text"] == "a stream of some length"
     assert streamed_answer(200, second.body).choices[0]["text"] == "another"
     assert last.status == 400 and answer(400, last.body).rest["error"]["message"]
+
+
+def test_an_offer_of_http_2_is_ignored(here: Server) -> None:
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAB",
+    )
+    case = Case(COMPLETIONS, {"prompt": saying("upgrade: no"), "max_tokens": 20})
+    found = hold(here, [raw(case, *offer), raw(case, *offer)], [raw(case)])
+    assert [answer(each.status, each.body).choices[0]["text"] for each in found] == [
+        "upgrade: no"
+    ] * 3
 
 
 def test_a_body_that_breaks_off_is_refused_at_once(here: Server) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections import deque
 from http import HTTPStatus
 from typing import Any
@@ -21,6 +22,9 @@ from headway.server.errors import ApiError, to_json
 
 NAME, OUTLET = "headway", "outlet"  # among a scope's extensions
 MAX_HEAD_BYTES = 64 << 10  # bytes that end no head and are no part of a body
+# A header that this server ignores, and that makes httptools drop the request's body. Java's client
+# offers HTTP/2 this way. The name in its place is as long, as the body must keep its length.
+UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
 LINGER = 2.0  # seconds in which a refused client can still send what it had begun to send
 
 
@@ -57,6 +61,8 @@ def outlet_of(scope: Scope) -> Outlet | None:
 
 class UnchunkedResponse(RequestResponseCycle):
     """A response to HTTP/1.0, which has no chunks: the end of the connection ends the body."""
+
+    _is_sized = True  # has a Content-Length
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -106,6 +112,8 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_ended or self._refusal is not None:
             return
+        if self._part != "body" and b"pgrade" in data:
+            data = UPGRADE.sub(b"ignored", data)
         self._has_moved = False
         super().data_received(data)
         self._num_held = 0 if self._has_moved else self._num_held + len(data)
