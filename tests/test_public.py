@@ -56,6 +56,7 @@ ERRORS = {
     "ConfigError": ["HeadwayError", "ValueError"],
     "RequestError": ["HeadwayError", "ValueError"],
     "InvalidRequest": ["RequestError"],
+    "InvalidGrammar": ["InvalidRequest"],
     "RequestTooLong": ["RequestError"],
     "Overloaded": ["RequestError"],
     "ModelError": ["HeadwayError"],
@@ -88,7 +89,7 @@ COMMANDS = {
     "serve": {
         "name", "--host", "--port", "--served-model-name", "--api-workers", "--engine-process",
         "--api-key", "--api-key-file", "--cors-origin", "--grace", "--watchdog",
-        "--metrics-prefix", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
+        "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
         "--timeout", "--stall-timeout", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
     },
     "top": {"url", "--api-key", "--every", "--once"},

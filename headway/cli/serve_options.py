@@ -65,6 +65,14 @@ class ServeOptions:
     metrics_prefix: Annotated[
         str, _server("Of the metrics' names; vllm makes its dashboards work.")
     ] = "headway"
+    disable_additional_properties: Annotated[
+        bool,
+        _server(
+            "Allow objects of a JSON schema only the properties that it names, unless it says "
+            "otherwise.",
+            "--disable-additional-properties",
+        ),
+    ] = False
     spans: Annotated[bool, _server("Trace every request with OpenTelemetry.", "--spans")] = False
     max_waiting: Annotated[int, _limit("Requests that may wait; more get a 429.", min=1)] = 1024
     max_waiting_tokens: Annotated[int, _limit("Tokens that may wait.", min=1)] = 1 << 20
@@ -120,4 +128,5 @@ class ServeOptions:
             request_timeout=self.timeout, stall_timeout=self.stall_timeout,
             max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
             allowed_origins=tuple(self.cors_origin or ()), api_keys=keys,
+            disable_additional_properties=self.disable_additional_properties,
         )  # fmt: skip

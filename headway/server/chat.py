@@ -121,7 +121,7 @@ async def _sampling(context: Context, body: ChatRequest, use: ToolUse | None) ->
     max_tokens = body.max_completion_tokens or body.max_tokens
     if max_tokens == 0:
         raise refused("max_tokens", "must be at least 1, not 0")
-    grammar = await grammar_of(body)
+    grammar = await grammar_of(body, context.settings)
     if use is not None and use.grammar is not None:
         if grammar is not None:
             raise refused("tool_choice", "asks for a call, response_format for something else")

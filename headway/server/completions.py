@@ -132,7 +132,7 @@ async def _sampling(context: Context, body: CompletionRequest) -> SamplingParams
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
-        grammar=await grammar_of(body),
+        grammar=await grammar_of(body, context.settings),
     )
 
 

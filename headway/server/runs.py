@@ -12,11 +12,12 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from headway.engine.messages import End, Update
-from headway.errors import RequestTooLong
+from headway.errors import InvalidGrammar, RequestTooLong
 from headway.sampling import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.errors import ApiError
 from headway.server.samples import Sample
+from headway.server.structure import grammar_error
 
 NO_SCORES: list[TokenLogprobs] = []
 
@@ -108,6 +109,8 @@ class Run:
                     gained = self._gain(updates)
                     if gained:
                         yield gained
+        except InvalidGrammar as error:
+            raise grammar_error(self.asked.grammar, str(error)) from error
         except RequestTooLong as error:
             code = "context_length_exceeded"
             raise ApiError(400, f"{self.field}: {error}", param=self.field, code=code) from error
@@ -153,6 +156,8 @@ class Run:
         return [Delta(self._first_choice + number, text, scores, sample.finish_reason)]
 
     def _failure(self, end: End) -> ApiError:
+        if end.error_code == "grammar":
+            return grammar_error(self.asked.grammar, end.error or "", "grammar_failed")
         if end.reason == "error":
             return ApiError(500, f"a step of the engine failed: {end.error}", code="step_failed")
         if self._engine.is_closing:
