@@ -108,9 +108,10 @@ class Grammar:
         if self.kind in ("lark", "tool_calls"):
             return LLMatcher.grammar_from_lark(self.text)
         if self.kind == "choice":
-            texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(self.text))
+            texts = " | ".join(json.dumps(text) for text in json.loads(self.text))
+            texts = texts.replace("\x7f", "\\u007f")  # the one character that only JSON allows
             # A terminal: as a rule, each text would be an item that every step carries along.
-            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         schema = {"type": "object"} if self.kind == "json_object" else json.loads(self.text)
         return json.dumps({"grammars": [{"json_schema": with_few_blanks(schema)}]})
 

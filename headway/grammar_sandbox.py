@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,10 +26,10 @@ if TYPE_CHECKING:
 MAX_COMPILE_SECONDS = 0.5  # CPU time to compile a grammar and to compute its first mask
 MAX_MASK_SECONDS = 0.05  # CPU time of a later mask
 MAX_PROBE_SECONDS = 0.25  # CPU time after which a probe ends without a verdict
-MAX_BYTES = 256 << 20
+MAX_BYTES = 128 << 20
 STACK_BYTES = 1 << 20  # less than any thread of a serving process has
 MAX_PROBE_TOKENS = 256
-FEW = 32  # tokens allowed next; as many or fewer: most of the next text is fixed
+FEW = 32  # tokens at most that are taken for spellings of one text, which must come next
 QUOTED = re.compile(r"^\s*(?:\d+ \|.*|\^+)$", re.MULTILINE)  # a line of it, or what marks its place
 TOO_LARGE = f"it needs more than {MAX_BYTES >> 20} MB of memory; make it smaller"
 TOO_SLOW = f"it takes more than {MAX_COMPILE_SECONDS} s of CPU time to compile; make it smaller"
@@ -76,7 +77,7 @@ def try_grammar(tokenizer: LLTokenizer, source: str, limits: dict[str, Any], num
 
 
 def probe(tokenizer: LLTokenizer, matcher: LLMatcher, mask: bytes, num_steps: int) -> str:
-    """Follow a grammar along a random text for `num_steps` choices; fixed text is no choice."""
+    """Follow a grammar along a random text for `num_steps` choices; required text is no choice."""
     draw, begun = random.Random(0), time.thread_time()
     for _ in range(MAX_PROBE_TOKENS if num_steps else 0):
         token, is_choice = _next_token(tokenizer, mask, draw)
@@ -99,20 +100,25 @@ def probe(tokenizer: LLTokenizer, matcher: LLMatcher, mask: bytes, num_steps: in
 def _next_token(
     tokenizer: LLTokenizer, mask: bytes, draw: random.Random
 ) -> tuple[int | None, bool]:
-    """A token that a mask allows, None if only an end is, and whether it was one of many."""
-    bits = int.from_bytes(mask, "little")
+    """A token that a mask allows, None if only an end is, and whether it is a choice."""
+    allowed = int.from_bytes(mask, "little")
+    bits = allowed
     for end in tokenizer.eos_tokens:
         bits &= ~(1 << end)
     if not bits:
         return None, False
-    if bits.bit_count() > FEW:
-        start = draw.randrange(bits.bit_length())
-        return start + _lowest(bits >> start), True
-    allowed = []
+    if bits == allowed and bits.bit_count() <= FEW:
+        spelled = {tokenizer.decode_bytes([token]): token for token in _ones(bits)}
+        if len({piece[:1] for piece in spelled}) == 1:
+            return spelled[max(spelled, key=len)], False
+    start = draw.randrange(bits.bit_length())
+    return start + _lowest(bits >> start), True
+
+
+def _ones(bits: int) -> Iterator[int]:
     while bits:
-        allowed.append(_lowest(bits))
+        yield _lowest(bits)
         bits &= bits - 1
-    return max(allowed, key=lambda token: len(tokenizer.decode_bytes([token]))), False
 
 
 def _lowest(bits: int) -> int:
@@ -179,7 +185,9 @@ def make_tokenizer(vocabulary: tuple[list[bytes], list[int], list[int]] | None) 
     if vocabulary is None:
         return LLTokenizer("byte")
     form = _Form(*vocabulary)
-    return LLTokenizer(TokenizerWrapper(form), n_vocab=len(form.tokens), eos_token=form.eos_ids)
+    wrapper = TokenizerWrapper(form)
+    form.trie = LLTokenizer(wrapper, n_vocab=len(form.tokens), eos_token=form.eos_ids)
+    return form.trie
 
 
 class _Form:
@@ -190,12 +198,12 @@ class _Form:
     def __init__(self, tokens: list[bytes], special_ids: list[int], eos_ids: list[int]) -> None:
         self.tokens, self.special_token_ids, self.eos_ids = tokens, special_ids, eos_ids
         self.eos_token_id = eos_ids[0]
-        self._ids = {token: id for id, token in reversed(list(enumerate(tokens)))}
+        self.trie: LLTokenizer | None = None
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """A text byte by byte: no trial depends on how a model would split it."""
-        found = text.encode() if isinstance(text, str) else text
-        return [self._ids.get(bytes([byte]), 0) for byte in found]
+        """Any tokens of a text: no trial depends on how a model would split it."""
+        text = text if isinstance(text, str) else text.decode()
+        return [] if self.trie is None else self.trie.greedy_tokenize(text)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,9 @@ class Grammars:
 
     def _fill(self, words: Words, follower: Follower) -> None:
         """Write one row's mask; it allows the end alone if the grammar cannot be followed."""
+        if not follower.tokens and follower.grammar is not None and follower.grammar.first_mask:
+            words[:] = np.frombuffer(follower.grammar.first_mask, dtype=np.int32)[: len(words)]
+            return
         while follower.matcher is not None and not follower.matcher.is_error():
             follower.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if not follower.matcher.is_error():

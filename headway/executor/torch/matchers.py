@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 32  # grammars that are ready for the next request
+MAX_ENCODED = 1000  # characters of required text that are split as the model would
 NUM_PROBE_STEPS = 16  # tokens for which a grammar is followed before its request is taken
 
 
@@ -48,6 +49,7 @@ class ReadGrammar(Grammar):
     """A grammar with a matcher at the start of an answer, which is only ever copied."""
 
     first: LLMatcher = field(compare=False, repr=False)
+    first_mask: bytes = field(compare=False, repr=False)  # empty if there is an error
 
     def is_full(self) -> bool:
         """Whether the lexer that all copies share has no room left: not even an answer can begin."""
@@ -121,9 +123,9 @@ class Matchers:
 
         limits = LLParserLimits(**grammar.limits)
         first = LLMatcher(self._read_vocabulary(), grammar.source, log_level=0, limits=limits)
-        if not first.is_error():
-            first.deep_copy().compute_bitmask()  # fills the lexer that all copies share
-        found = ReadGrammar(grammar.kind, grammar.text, first)
+        copy = first.deep_copy()
+        mask = b"" if copy.is_error() else copy.compute_bitmask()  # the costliest, so done here
+        found = ReadGrammar(grammar.kind, grammar.text, first, b"" if copy.is_error() else mask)
         with self._keeping:
             self._kept[grammar] = found
             self._kept.move_to_end(grammar)
@@ -189,6 +191,9 @@ class _Form:
     def __call__(self, text: str | bytes) -> list[int]:
         """How the model would write a text that must come next."""
         text = text if isinstance(text, str) else text.decode()
+        if self._trie is not None and len(text) > MAX_ENCODED:  # again at every token of it
+            rest = self._trie.greedy_tokenize(text[MAX_ENCODED:])
+            return self(text[:MAX_ENCODED]) + rest
         found = self._speller.encode(text, special=False)
         # The text of a special token, written in a grammar, is not that token; and a tokenizer may
         # put a space before a text. Then any tokens that spell the text will do.
