@@ -4,6 +4,7 @@ HeadwayError
 ├── ConfigError          numbers that contradict each other, unknown preset, slot or profile
 ├── RequestError         one request is at fault; the others go on
 │   ├── InvalidRequest   it makes no sense: empty prompt, max_tokens 0, an id already in use
+│   │   └── InvalidGrammar   its grammar cannot be compiled or followed
 │   ├── RequestTooLong   it makes sense but can never run here; carries need and limit
 │   └── Overloaded       too much waits already; it may be sent again later
 ├── ModelError           a model cannot be found, fetched or loaded; says what was tried
@@ -29,6 +30,10 @@ class RequestError(HeadwayError, ValueError):
 
 class InvalidRequest(RequestError):
     """The request makes no sense, here or anywhere."""
+
+
+class InvalidGrammar(InvalidRequest):
+    """The grammar of a request cannot be compiled, or cannot be followed within the limits."""
 
 
 class RequestTooLong(RequestError):

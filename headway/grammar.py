@@ -7,22 +7,17 @@ with it make a matcher of its `source`. llguidance reads it, and is loaded when 
 from __future__ import annotations
 
 import json
-import re
-import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
-from headway.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from llguidance import LLParserLimits
+from headway.errors import InvalidGrammar, InvalidRequest
+from headway.grammar_checker import GrammarChecker
+from headway.json_schema import closed
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls")
 MOST_CHARACTERS = 100_000
-QUOTED = re.compile(r"^\s*(?:\d+ \|.*|\^+)$", re.MULTILINE)  # a line of it, or what marks its place
-COSTLIEST = 0.5  # seconds of a core that reading a grammar may take
-MOST_KNOWN = 256
+MAX_CHOICE_CHARACTERS = 500_000  # one terminal, which compiles faster than rules do
 # One space, or a line break and its indentation: a model cannot go on with blanks for ever.
 BLANKS = r" |\n {0,40}"
 
@@ -33,6 +28,7 @@ class Grammar:
 
     kind: str
     text: str
+    param: str | None = field(default=None, compare=False, kw_only=True)  # the field it came in
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -41,15 +37,25 @@ class Grammar:
             raise InvalidRequest(f"{self.kind} must be a text, not {self.text!r}")
         if not self.text.isascii():
             _check_characters(self.kind, self.text)
-        if len(self.text) > MOST_CHARACTERS:
-            raise InvalidRequest(
-                f"{self.kind} has {len(self.text)} characters; {MOST_CHARACTERS} is the most"
-            )
+        most = MAX_CHOICE_CHARACTERS if self.kind == "choice" else MOST_CHARACTERS
+        if len(self.text) > most:
+            raise InvalidRequest(f"{self.kind} has {len(self.text)} characters; {most} is the most")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
-        """JSON that a JSON schema accepts; the schema as an object or as its JSON."""
-        return cls("json_schema", _json("json_schema", _schema(schema)))
+    def json_schema(
+        cls, schema: Mapping[str, Any] | str, *, disable_additional_properties: bool = False
+    ) -> Grammar:
+        """JSON that a JSON schema accepts; the schema as an object or as its JSON.
+
+        `disable_additional_properties`: as `headway.json_schema.closed`.
+        """
+        read = _schema(schema)
+        if disable_additional_properties:
+            try:
+                read = closed(read)
+            except RecursionError:
+                raise InvalidGrammar("json_schema is nested too deeply; make it flatter") from None
+        return cls("json_schema", _json("json_schema", read))
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -67,6 +73,8 @@ class Grammar:
         is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
         if not is_list or not texts or not all(isinstance(text, str) for text in texts):
             raise InvalidRequest(f"choice must be a list of at least 1 text, not {texts!r}")
+        for text in texts:
+            _check_characters("choice", text)
         return cls("choice", _json("choice", list(texts)))
 
     @classmethod
@@ -80,6 +88,17 @@ class Grammar:
         return cls("tool_calls", text)
 
     @property
+    def limits(self) -> dict[str, Any]:
+        """What a matcher may use, as llguidance names it.
+
+        Error messages are short: a long one would quote the text of a user.
+        """
+        # A user's Lark can be read in many ways at once, and each takes time at every token: with
+        # 2000, as large schemas need, a fifth of a second.
+        most = 500 if self.kind == "lark" else 2000
+        return {"max_items_in_row": most, "max_lexer_states": 50_000, "verbose_errors": False}
+
+    @property
     def source(self) -> str:
         """The grammar as llguidance reads it."""
         from llguidance import LLMatcher
@@ -89,8 +108,10 @@ class Grammar:
         if self.kind in ("lark", "tool_calls"):
             return LLMatcher.grammar_from_lark(self.text)
         if self.kind == "choice":
-            choices = " | ".join(json.dumps(text) for text in json.loads(self.text))
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            texts = " | ".join(json.dumps(text) for text in json.loads(self.text))
+            texts = texts.replace("\x7f", "\\u007f")  # the one character that only JSON allows
+            # A terminal: as a rule, each text would be an item that every step carries along.
+            return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         schema = {"type": "object"} if self.kind == "json_object" else json.loads(self.text)
         return json.dumps({"grammars": [{"json_schema": with_few_blanks(schema)}]})
 
@@ -103,60 +124,29 @@ def with_few_blanks(schema: Mapping[str, Any], **more: bool) -> dict[str, Any]:
 
 def is_known(grammar: Grammar) -> bool:
     """Whether it was checked of late, so that checking it again takes no time."""
-    return grammar in _problems
+    return CHECKER.knows(grammar)
 
 
 def check(grammar: Grammar) -> None:
-    """InvalidRequest, with the reason, if a grammar cannot be read or allows no text at all."""
+    """InvalidGrammar, with the reason, if a grammar cannot be read or allows no text at all."""
     try:
-        problem = _problems.get(grammar)
-        if problem is None:
-            problem = _problems[grammar] = _problem(grammar)
-            while len(_problems) > MOST_KNOWN:  # the oldest; another thread may be as fast
-                _problems.pop(next(iter(_problems)), None)
+        refuse(grammar, CHECKER.problem(grammar))
     except ImportError:
-        raise InvalidRequest(
+        raise InvalidGrammar(
             f"{grammar.kind} needs the package llguidance, which is not installed here"
         ) from None
+
+
+def refuse(grammar: Grammar, problem: str) -> None:
+    """InvalidGrammar if there is a problem."""
     if problem:
-        raise InvalidRequest(f"{grammar.kind} cannot be used: {problem}")
+        raise InvalidGrammar(f"{grammar.kind} cannot be used: {problem}")
 
 
-_problems: dict[Grammar, str] = {}  # of those that were checked; empty: none
+CHECKER = GrammarChecker()
 
 
-def _problem(grammar: Grammar) -> str:
-    from llguidance import LLMatcher, LLTokenizer
-
-    source, begun = grammar.source, time.thread_time()  # whatever else runs here does not count
-    matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=limits(grammar))
-    is_read = not matcher.is_error()
-    if is_read:
-        matcher.compute_bitmask()
-    seconds = time.thread_time() - begun
-    if matcher.is_error():
-        return one_line(matcher.get_error()) if is_read is False else "no text satisfies it"
-    if seconds > COSTLIEST:
-        return f"it takes {seconds:.1f} s to read and {COSTLIEST} s is the most; make it smaller"
-    return ""
-
-
-def limits(grammar: Grammar) -> LLParserLimits:
-    """What a matcher may use. Errors are short: a long one would tell of a user's text."""
-    from llguidance import LLParserLimits
-
-    # A user's Lark can be read in many ways at once, and each takes time at every token: with 2000,
-    # as large schemas need, a fifth of a second.
-    most = 500 if grammar.kind == "lark" else 2000
-    return LLParserLimits(max_items_in_row=most, max_lexer_states=50_000, verbose_errors=False)
-
-
-def one_line(error: str) -> str:
-    """llguidance's words without their line breaks, and without what they quote of the grammar."""
-    return " ".join(QUOTED.sub("", error.replace("<non-verbose/>", "")).split())[:500]
-
-
-def _schema(schema: object) -> object:
+def _schema(schema: object) -> dict[str, Any]:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)

@@ -122,6 +122,7 @@ class Failure(NamedTuple):
 
     step: int
     reason: str
+    code: str | None = None  # "grammar": the request's own grammar is at fault
 
 
 @dataclass(slots=True)

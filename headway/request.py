@@ -131,8 +131,8 @@ class Request:
     """One sequence of tokens on its way from prompt to finish."""
 
     __slots__ = (
-        "__weakref__", "arrival", "base", "error", "finish_reason", "held", "history", "id", "leader", "limit",
-        "num_prompt", "pace", "params", "prefill_end", "prompt", "row", "sample", "state", "stop_token",
+        "__weakref__", "arrival", "base", "error", "error_code", "finish_reason", "held", "history", "id", "leader",
+        "limit", "num_prompt", "pace", "params", "prefill_end", "prompt", "row", "sample", "state", "stop_token",
         "stops", "written", "written_to",
     )  # fmt: skip
 
@@ -172,6 +172,7 @@ class Request:
         self.finish_reason: str | None = None  # stop, length, abort or error
         self.stop_token: int | None = None
         self.error: str | None = None
+        self.error_code: str | None = None  # as in plan.Failure
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.state.value} {self.num_computed}/{self.num_known}>"

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.engine.anteroom import Anteroom
-from headway.engine.messages import Ask, Cancel, Submit, ToLoop
+from headway.engine.messages import Ask, Cancel, Refusal, Submit, ToLoop
+from headway.errors import InvalidGrammar, Overloaded
 from headway.request import Params
 from tests.scripted import make_engine, script
 from tests.test_async_engine import read, running, sayings, within
@@ -40,10 +42,12 @@ class Reading:
         return replace(params, salt="made ready")
 
 
-def passed(through: Callable[[Anteroom], None], reading: Reading) -> list[ToLoop]:
-    """All that comes to a loop in the end."""
+def passed(
+    through: Callable[[Anteroom], None], reading: Reading, refused: list[Refusal] | None = None
+) -> list[ToLoop]:
+    """All that comes to a loop in the end; refusals go to `refused`."""
     seen: list[ToLoop] = []
-    anteroom = Anteroom(seen.extend, reading)
+    anteroom = Anteroom(seen.extend, reading, [].append if refused is None else refused.append)
     through(anteroom)
     reading.gate.set()
     assert anteroom._thread is not None
@@ -98,7 +102,7 @@ def test_nothing_is_lost_and_nothing_overtakes_its_request(
 
 def test_what_is_ready_passes_at_once_beside_what_is_not() -> None:
     reading, seen = Reading(), list[ToLoop]()
-    anteroom = Anteroom(seen.extend, reading)
+    anteroom = Anteroom(seen.extend, reading, [].append)
     ready = Submit("b", [], READY)
     anteroom.send([Submit("a", [], SLOW), ready, Ask(0, "why"), Cancel("a"), Cancel("b")])
     assert seen == [ready, Ask(0, "why"), Cancel("b")]
@@ -111,6 +115,49 @@ def test_what_cannot_be_made_ready_goes_on_as_it_is() -> None:
     asked = Submit("a", [1], SLOW)
     reading = Reading(ValueError("no tokenizer"))
     assert passed(lambda anteroom: anteroom.send([asked]), reading) == [asked]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "numbers"),
+    [
+        (InvalidGrammar("regex cannot be used: too large"), "InvalidGrammar", {}),
+        (Overloaded("no process", retry_after=2.0), "Overloaded", {"retry_after": 2.0}),
+    ],
+)
+def test_a_request_whose_params_are_wrong_is_refused_and_never_comes_to_the_loop(
+    error: Exception, kind: str, numbers: dict[str, Any]
+) -> None:
+    refused: list[Refusal] = []
+    other = Submit("b", [1], READY)
+    sent: list[ToLoop] = [Submit("a", [1], SLOW), Cancel("a"), other]
+    assert passed(lambda anteroom: anteroom.send(sent), Reading(error), refused) == [other]
+    assert refused == [Refusal("a", kind, str(error), numbers)]
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_refusal_of_the_anteroom_reaches_the_stream_and_frees_the_id(is_left: bool) -> None:
+    engine = make_engine()
+    reading = engine.preparation = Reading(InvalidGrammar("regex cannot be used: too large"))
+
+    async def work() -> None:
+        async with running(engine) as here:
+            slow = replace(script(5), salt="slow")
+            waiting = asyncio.create_task(read(here, "r", [1, 2, 3], slow))
+            while not reading.num_begun:
+                await asyncio.sleep(0.001)
+            if is_left:
+                waiting.cancel()
+                await asyncio.wait([waiting])
+            reading.gate.set()
+            if not is_left:
+                with pytest.raises(InvalidGrammar, match="too large"):
+                    await waiting
+            while here._left:
+                await asyncio.sleep(0.001)
+            again = await read(here, "r", [1, 2, 3], script(5))
+            assert sayings(again)[0][1].reason == "stop"
+
+    within(work())
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])

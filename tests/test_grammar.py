@@ -25,6 +25,7 @@ from headway.executor.torch.executor import TorchExecutor
 from headway.executor.torch.grammar import Grammars, unpacked, unpacked_there
 from headway.executor.torch.sampler import Sampler
 from headway.grammar import MOST_CHARACTERS, check
+from headway.grammar_sandbox import make_tokenizer
 from headway.loading import find_tokenizer
 from headway.model.checkpoint import open_checkpoint
 from headway.model.decoder import Decoder
@@ -254,6 +255,62 @@ def test_masks_are_unpacked_alike_on_the_host_and_on_a_device() -> None:
         assert torch.equal(truths, unpacked_there(torch.from_numpy(words), size))
 
 
+# Choices.
+
+
+def allowed_texts(grammar: Grammar, most: int = 1000) -> set[bytes]:
+    """All texts that a grammar allows, found byte by byte."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    tokenizer, limits = make_tokenizer(None), LLParserLimits(**grammar.limits)
+    first = LLMatcher(tokenizer, grammar.source, log_level=0, limits=limits)
+    found, waiting = set[bytes](), [(b"", first)]
+    while waiting and len(found) < most:
+        text, matcher = waiting.pop()
+        assert not matcher.is_error(), matcher.get_error()
+        if matcher.is_accepting():
+            found.add(text)
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        for byte in (byte for byte in range(256) if bits >> byte & 1):
+            copy = matcher.deep_copy()
+            assert copy.consume_token(byte)
+            waiting.append((text + bytes([byte]), copy))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=12))
+def test_a_choice_allows_exactly_its_texts(texts: list[str]) -> None:
+    grammar = Grammar.choice(texts)
+    if texts == [""] * len(texts):
+        return  # llguidance wants at least one character
+    assert allowed_texts(grammar) == {text.encode() for text in texts}
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        CHOICES,
+        ["", "a", "ab"],
+        ["\\", '"', "\\u0041", "a|b", "/x/i", "[a-z]+", "\x00\x7f", "🎉🎊", "ß", "%ignore /a/"],
+    ],
+)
+def test_a_choice_means_its_texts_and_not_what_they_look_like(texts: list[str]) -> None:
+    assert allowed_texts(Grammar.choice(texts)) == {text.encode() for text in texts}
+
+
+@pytest.mark.parametrize("num_texts", [2010, 10_000])
+def test_a_choice_may_be_among_thousands(num_texts: int) -> None:
+    texts = [f"item {number}" for number in range(num_texts)]
+    sampler, request = a_sampler(1), a_request(Grammar.choice(texts), temperature=1.0)
+    check(Grammar.choice(texts))
+    sampler.seat(0, request, [0])
+    steps = noise(4, 20)
+    steps[:, LETTERS.end] = -1e4  # goes on as long as it may
+    assert LETTERS.text(answer(sampler, 0, steps)) in texts
+    assert sampler.grammars.take_failed() == {}
+
+
 # Grammars that break.
 
 
@@ -276,6 +333,61 @@ def test_a_grammar_that_needs_too_much_work_is_told() -> None:
     tokens = answer(sampler, 0, steps)
     assert 1 < len(tokens) < 60 and tokens[-1] == LETTERS.end
     assert "items" in sampler.grammars.take_failed()[request].reason
+
+
+def test_a_failure_says_that_the_grammar_is_at_fault() -> None:
+    sampler, request = a_sampler(1), a_request(DEAD_END)
+    sampler.seat(0, request, [0])
+    answer(sampler, 0, noise(7, 9))
+    assert sampler.grammars.take_failed(3)[request][::2] == (3, "grammar")
+
+
+def test_a_mask_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = a_sampler(2)
+    requests = [a_request(Grammar.regex("[a-z]{30}"), id) for id in ("slow", "other")]
+    for row, request in enumerate(requests):
+        sampler.seat(row, request, [0])
+    assert len(answer(sampler, 0, noise(1, 5))) == 5
+    monkeypatch.setattr("headway.executor.torch.grammar.MAX_MASK_SECONDS", 0.0)
+    assert len(answer(sampler, 0, noise(1, 1))) == 1
+    assert answer(sampler, 0, noise(1, 1)) == [LETTERS.end]
+    failed = sampler.grammars.take_failed()
+    assert list(failed) == requests[:1] and "CPU time" in failed[requests[0]].reason
+    monkeypatch.undo()
+    assert len(answer(sampler, 1, noise(1, 5))) == 5
+
+
+# Matchers of one grammar share a lexer.
+
+
+def with_few_states(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    values = {"max_items_in_row": 2000, "max_lexer_states": most, "verbose_errors": False}
+    monkeypatch.setattr(Grammar, "limits", values)
+
+
+GREEDY = Grammar.regex("[ab]*a[ab]{50}c")  # a state for nearly every text
+
+
+def test_requests_go_on_when_others_have_filled_the_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs less than the limit, all of them together need more."""
+    with_few_states(monkeypatch, 300)
+    sampler, steps, lexers = a_sampler(2), noise(3, 80), set()
+    for number in range(8):
+        sampler.seat(number % 2, a_request(GREEDY, str(number), seed=number), [0])
+        tokens = answer(sampler, number % 2, steps)
+        assert tokens[-1] == LETTERS.end and satisfies(GREEDY, LETTERS.text(tokens))
+        assert sampler.grammars.take_failed() == {}
+        lexers.add(id(sampler.grammars.matchers.read(GREEDY).first))
+    assert len(lexers) > 1, "the first lexer was never full"
+
+
+def test_a_request_that_fills_every_lexer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_few_states(monkeypatch, 60)
+    sampler, request = a_sampler(1), a_request(GREEDY)
+    sampler.seat(0, request, [0])
+    tokens = answer(sampler, 0, noise(3, 80))
+    assert len(tokens) < 50 and tokens[-1] == LETTERS.end
+    assert "states" in sampler.grammars.take_failed()[request].reason
 
 
 @pytest.mark.parametrize(
@@ -390,6 +502,8 @@ def test_a_dead_end_after_the_last_token_is_nobodys(tiny: Path, decode_steps: in
         (lambda: Grammar.choice([]), "choice must be a list"),
         (lambda: Grammar.choice("yes"), "choice must be a list"),
         (lambda: Grammar.choice(["a", 3]), "choice must be a list"),
+        (lambda: Grammar.choice(["a", "\ud800"]), "choice holds .*surrogate"),
+        (lambda: Grammar.choice(["a" * 500_000]), "500004 characters; 500000"),
         (lambda: Grammar.json_schema({"type": "person"}), "json_schema cannot be used: .*person"),
         (lambda: Grammar.json_schema({"uniqueItems": True}), "uniqueItems"),
         (lambda: Grammar.json_schema({"$ref": "http://a.b/c"}), "http://a.b/c"),

@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-NOUNS = ("errors", "request", "plan", "config", "slots", "grammar", "sampling")
+GRAMMAR = ("grammar", "grammar_checker", "grammar_sandbox", "json_schema")
+NOUNS = ("errors", "request", "plan", "config", "slots", *GRAMMAR, "sampling")
 # What each part of the package may import of it; a part is the longest prefix that is listed.
 MAY_SEE: dict[str, tuple[str, ...]] = {
     "": (*NOUNS, "kv", "scheduler", "executor", "engine", "lab", "llm"),  # the package's exports
     "errors": (),
     "request": ("errors",),
     "slots": ("errors",),
-    "grammar": ("errors",),
+    "grammar": ("errors", *GRAMMAR),
+    "grammar_checker": ("errors", "grammar_sandbox"),
+    "grammar_sandbox": (),
+    "json_schema": (),
     "sampling": ("errors", "grammar"),
     "plan": ("request",),
     "config": ("errors", "request", "plan"),

@@ -325,6 +325,19 @@ def test_required_allows_calls_of_these_tools_and_nothing_else(template: str) ->
     assert one is not None and not accepts(one.grammar, both) and accepts(one.grammar, rome)
 
 
+def test_strict_tools_have_no_other_properties_than_they_name() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    more = tagged("weather", {"a": 1, "b": 2})
+    for tools, is_closed, allows in (
+        ([tool], False, True), ([strict], False, False), ([tool], True, False),
+    ):  # fmt: skip
+        use = tool_use(QWEN, tools, "required", disable_additional_properties=is_closed)
+        assert use is not None and accepts(use.grammar, more) == allows
+        assert accepts(use.grammar, tagged("weather", {"a": 1}))
+
+
 def test_a_named_choice_allows_one_call_of_that_tool() -> None:
     pytest.importorskip("llguidance")
     use = tool_use(QWEN, TOOLS, {"type": "function", "function": {"name": "no-thing"}})

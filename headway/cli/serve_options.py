@@ -84,6 +84,14 @@ class ServeOptions:
     metrics_prefix: Annotated[
         str, _server("Of the metrics' names; vllm makes its dashboards work.")
     ] = "headway"
+    disable_additional_properties: Annotated[
+        bool,
+        _server(
+            "Allow objects of a JSON schema only the properties that it names, unless it says "
+            "otherwise.",
+            "--disable-additional-properties",
+        ),
+    ] = False
     spans: Annotated[
         bool, _server("Export OpenTelemetry spans of every request, as OTEL_* say.", "--spans")
     ] = False
@@ -161,6 +169,7 @@ class ServeOptions:
             max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
             allowed_origins=tuple(self.cors_origin or ()), api_keys=keys,
             allowed_hosts=tuple(self.allowed_host or hosts),
+            disable_additional_properties=self.disable_additional_properties,
         )  # fmt: skip
 
     def connections(self) -> ConnectionSettings:

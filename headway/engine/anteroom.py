@@ -2,7 +2,8 @@
 
 They are read on a thread of its own, so that no step of the engine waits for one; then the request
 goes on to the loop. Everything else passes at once, in order; what is said of a request that waits
-here waits with it. Knows no grammars: a `Preparation` does.
+here waits with it. A request whose params turn out to be wrong is refused here and never comes to
+the loop. Knows no grammars: a `Preparation` does.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from headway.engine.messages import Ask, Submit, ToLoop
+from headway.engine.messages import Ask, Refusal, Submit, ToLoop, refusal_of
+from headway.errors import RequestError
 from headway.executor.base import Preparation
 
 Post = Callable[[list[ToLoop]], None]
+Refuse = Callable[[Refusal], None]
 log = logging.getLogger(__name__)
 
 
 class Anteroom:
-    """Stands before a loop; `send` is called by one thread at a time."""
+    """Stands before a loop; `send` is called by one thread at a time.
 
-    def __init__(self, post: Post, preparation: Preparation | None) -> None:
-        self._post, self._preparation = post, preparation
+    `refuse` is called on the thread that reads params.
+    """
+
+    def __init__(self, post: Post, preparation: Preparation | None, refuse: Refuse) -> None:
+        self._post, self._preparation, self._refuse = post, preparation, refuse
         self._held: dict[str, list[ToLoop]] = {}  # by id: a request, and what came after it
         self._lock = threading.Lock()
         # One thread: however much there is to read, it takes one core from the engine at most.
@@ -64,6 +70,11 @@ class Anteroom:
         assert self._preparation is not None, "else nothing waits"
         try:
             message = replace(message, params=self._preparation.make_ready(message.params))
+        except RequestError as error:
+            with self._lock:
+                del self._held[message.id]  # a cancellation of it, at most: it has ended
+            self._refuse(refusal_of(message.id, error))
+            return
         except Exception as error:  # the executor meets it again, and ends the request with it
             log.debug("request %r could not be made ready: %s", message.id, error)
         with self._lock:  # posted under it: what comes now must come after

@@ -60,7 +60,7 @@ class ThreadPort:
 
     def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
         self.loop = EngineLoop(engine, self._deliver, limits)
-        self._anteroom = Anteroom(self.loop.post, engine.preparation)
+        self._anteroom = Anteroom(self.loop.post, engine.preparation, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._handover: Handover | None = None
         self._receive: Receive | None = None
@@ -91,6 +91,11 @@ class ThreadPort:
             self.loop.run()
         except Exception:  # it is told to whoever is connected, by `Gone`
             return
+
+    def _refuse(self, refusal: Refusal) -> None:
+        """Deliver a refusal that the loop has no part in."""
+        assert self._handover is not None, "opened before anything is sent"
+        self._handover.deliver([refusal])
 
     def _deliver(self, messages: list[FromLoop]) -> None:
         """Both threads need the interpreter: what there is goes out before the next step begins."""

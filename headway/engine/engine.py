@@ -192,9 +192,10 @@ class Engine:
     def _end_failed(self, report: StepReport) -> None:
         """End those who cannot go on, as one that has failed, whatever else would have ended them."""
         plan = report.plan
-        for request, (step, reason) in report.result.failed.items():
+        for request, (step, reason, code) in report.result.failed.items():
             if step >= plan.cut.get(request, plan.num_steps):
                 continue  # it had ended before
+            request.error_code = code
             if request in report.finished:
                 request.finish_reason, request.error = "error", reason
             elif not request.is_finished:

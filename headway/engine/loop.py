@@ -16,7 +16,16 @@ from typing import Any
 
 from headway.engine.engine import Engine, Observer
 from headway.engine.latest import Latest
-from headway.engine.messages import Ask, Cancel, FromLoop, Gone, Refusal, Reply, Submit, ToLoop
+from headway.engine.messages import (
+    Ask,
+    Cancel,
+    FromLoop,
+    Gone,
+    Reply,
+    Submit,
+    ToLoop,
+    refusal_of,
+)  # fmt: skip
 from headway.engine.news import News
 from headway.errors import ExecutorError, Overloaded, RequestError
 from headway.plan import StepReport
@@ -145,8 +154,7 @@ class EngineLoop:
             self._check_room(message)
             requests = self.engine.add(message.id, message.prompt, message.params)
         except (RequestError, ExecutorError) as error:
-            kind, numbers = type(error).__name__, dict(vars(error))
-            self._outbox.append(Refusal(message.id, kind, str(error), numbers))
+            self._outbox.append(refusal_of(message.id, error))
             return
         self._news.expect(requests)
         for notify in self.on_submit:

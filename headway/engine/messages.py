@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from headway.errors import HeadwayError
 from headway.plan import Embedding
 from headway.request import Params
 from headway.sampling import TokenLogprobs
@@ -57,6 +58,7 @@ class End(NamedTuple):
     queue: float
     first_token: float
     total: float
+    error_code: str | None = None  # "grammar": the request's own grammar is at fault
 
 
 class Update(NamedTuple):
@@ -88,6 +90,11 @@ class Refusal(NamedTuple):
     kind: str
     words: str
     numbers: dict[str, Any]
+
+
+def refusal_of(id: str, error: HeadwayError) -> Refusal:
+    """The refusal that raises `error` again where the request came from."""
+    return Refusal(id, type(error).__name__, str(error), dict(vars(error)))
 
 
 class Reply(NamedTuple):

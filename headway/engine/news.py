@@ -84,6 +84,7 @@ class News:
             request.finish_reason or "abort", request.stop_token, request.error,
             request.history.num_cached, request.history.num_preemptions,
             seated - times.arrival, first - times.arrival, now - times.arrival,
+            request.error_code,
         )  # fmt: skip
 
 

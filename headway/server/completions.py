@@ -202,7 +202,7 @@ async def _sampling(context: Context, body: CompletionRequest) -> SamplingParams
         max_tokens=max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
-        grammar=await grammar_of(body),
+        grammar=await grammar_of(body, context.settings),
     )
 
 

@@ -86,6 +86,7 @@ async def open_conversation(
     use = tool_use(
         tokenizer.chat_template, body.tools, body.tool_choice,
         parallel=body.parallel_tool_calls is not False, parser=context.tool_call_parser,
+        disable_additional_properties=context.settings.disable_additional_properties,
     )  # fmt: skip
     asked = await _sampling(context, body, use, tokenizer)
     options, most = template_options(body, use), most_tokens(context, body)
@@ -102,7 +103,7 @@ async def _sampling(
 ) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise refused("top_logprobs", "is only for requests with logprobs: true")
-    grammar = await grammar_of(body)
+    grammar = await grammar_of(body, context.settings)
     if use is not None and use.grammar is not None:
         if grammar is not None:
             raise refused("tool_choice", "asks for a call, response_format for something else")

@@ -70,7 +70,7 @@ class ResponseFormat(Taken):
 
 
 class StructuredOutputs(Taken):
-    """Further forms of an answer; exactly one of them."""
+    """Further forms of an answer; exactly one of json, regex, choice and grammar."""
 
     json_: dict[str, Any] | str | None = Field(
         default=None, alias="json", description="A JSON schema."
@@ -78,6 +78,9 @@ class StructuredOutputs(Taken):
     regex: str | None = None
     choice: Annotated[Many[str], Field(min_length=1)] | None = None
     grammar: str | None = Field(default=None, description="Lark, as llguidance reads it.")
+    disable_additional_properties: bool | None = Field(
+        default=None, description="Objects of the schema have only the properties it names."
+    )
 
 
 class Queued(Taken):

@@ -14,12 +14,13 @@ from typing import NamedTuple, Protocol
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.messages import End, Update
-from headway.errors import Overloaded, RequestTooLong
+from headway.errors import InvalidGrammar, Overloaded, RequestTooLong
 from headway.request import Params
 from headway.sampling import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.errors import ApiError
 from headway.server.samples import Sample
+from headway.server.structure import grammar_error
 from headway.server.trace_context import TRACEPARENT
 
 AT_ONCE = 32  # prompts that are opened or sent between two looks at other streams
@@ -120,6 +121,8 @@ class Run:
                     gained = self._gain(updates)
                     if gained:
                         yield gained
+        except InvalidGrammar as error:
+            raise grammar_error(self.asked.grammar, str(error)) from error
         except RequestTooLong as error:
             raise too_long(error, self.field) from error
 
@@ -157,6 +160,8 @@ class Run:
                 self._engine.stop_sample(self.id, number)
         if end is not None:
             if end.reason in ("error", "abort") and not sample.is_stopped:
+                if end.error_code == "grammar":
+                    raise grammar_error(self.asked.grammar, end.error or "", "grammar_failed")
                 raise failure(self._engine, end)
             text += sample.finish(end)
         if not (text or scores or end):

@@ -47,6 +47,7 @@ class Settings:
     max_body_bytes: int = 16 << 20
     max_choices: int = 2048  # texts of one request: prompts times n
     metrics_prefix: str = "headway"
+    disable_additional_properties: bool = False  # objects of JSON schemas are closed by default
     allowed_origins: tuple[str, ...] = ()  # of web pages that may call; none: CORS is off
     allowed_hosts: tuple[str, ...] = ("*",)  # accepted in the Host header; *: any
     api_keys: tuple[str, ...] = field(default=(), repr=False)  # none: everybody may call

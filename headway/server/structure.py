@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 from headway.grammar import Grammar, check, is_known
 from headway.server.errors import ApiError, refused
 from headway.server.protocol import ResponseFormat, StructuredOutputs, Wishes
+from headway.server.settings import Settings
 from headway.server.unsupported import GUIDED, guided
 from headway.server.wishes import naming
 
@@ -25,19 +27,21 @@ FORMS: dict[str, Callable[[Any], Grammar]] = {
 }
 
 
-async def grammar_of(body: Wishes) -> Grammar | None:
+async def grammar_of(body: Wishes, settings: Settings) -> Grammar | None:
     """The grammar of an answer; None: any text."""
+    closes = settings.disable_additional_properties  # a request can turn it on, not off
     wanted, also = body.response_format, body.structured_outputs
     if also is None and (older := guided(body.model_extra)):
         also = _validated(older)
     param = "response_format" if also is None else "structured_outputs"
     with naming(param):
-        grammar = None if wanted is None else _from_format(wanted)
+        grammar = None if wanted is None else _from_format(wanted, closes)
         if also is not None:
             if grammar is not None:
                 raise refused(param, "and response_format: only one may be given")
-            grammar = _from_outputs(also)
+            grammar = _from_outputs(also, closes)
         if grammar is not None:
+            grammar = replace(grammar, param=param)
             await checked(grammar, lambda: check(grammar))
     return grammar
 
@@ -58,7 +62,13 @@ async def checked(grammar: Grammar, check: Callable[[], None]) -> None:
     return await asyncio.get_running_loop().run_in_executor(READER, check)
 
 
-def _from_format(wanted: ResponseFormat) -> Grammar | None:
+def grammar_error(grammar: Grammar | None, problem: str, code: str | None = None) -> ApiError:
+    """A 400 that names the field that the grammar of a request came in."""
+    param = (grammar.param if grammar is not None else None) or "tools"
+    return ApiError(400, f"{param}: {problem}", param=param, code=code)
+
+
+def _from_format(wanted: ResponseFormat, closes: bool) -> Grammar | None:
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -66,13 +76,17 @@ def _from_format(wanted: ResponseFormat) -> Grammar | None:
     if wanted.json_schema is None:
         problem = "response_format.json_schema is missing; the type json_schema needs it"
         raise ApiError(400, problem, param="response_format")
-    return Grammar.json_schema(wanted.json_schema.schema_)
+    closes = closes or bool(wanted.json_schema.strict)
+    return Grammar.json_schema(wanted.json_schema.schema_, disable_additional_properties=closes)
 
 
-def _from_outputs(wanted: StructuredOutputs) -> Grammar:
+def _from_outputs(wanted: StructuredOutputs, closes: bool) -> Grammar:
     given = wanted.model_dump(by_alias=True, exclude_none=True)
+    closes = given.pop("disable_additional_properties", False) or closes
     if len(given) != 1:
         names = ", ".join(FORMS)
         raise refused("structured_outputs", f"must have exactly one of {names}, not {len(given)}")
     ((name, value),) = given.items()
+    if name == "json":
+        return Grammar.json_schema(value, disable_additional_properties=closes)
     return FORMS[name](value)

@@ -9,8 +9,9 @@ Shapes: n rows that have a grammar, v tokens of the vocabulary, w words of 32 of
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +20,8 @@ import torch
 from torch import Tensor
 
 from headway.executor.torch.logits import index
-from headway.executor.torch.matchers import Matchers
-from headway.grammar import one_line
+from headway.executor.torch.matchers import Matchers, ReadGrammar
+from headway.grammar_sandbox import one_line
 from headway.plan import Failure, Rows
 from headway.request import Request
 from headway.sampling import Sampling
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Words = npt.NDArray[np.int32]
+MAX_MASK_SECONDS = 0.1  # CPU time of one mask; a grammar that needs more ends its request
+MIN_TOKENS_PER_LEXER = 64  # a request that fills a lexer with fewer tokens ends
 
 
 @dataclass(slots=True, eq=False)
@@ -36,8 +39,11 @@ class Follower:
     """A seated request and its matcher; None if there could be none."""
 
     request: Request
-    matcher: LLMatcher | None
     may_ban: bool  # tokens that the grammar may need, by another of its wishes
+    grammar: ReadGrammar | None = None
+    matcher: LLMatcher | None = None
+    tokens: list[int] = field(default_factory=list)  # generated so far
+    num_before_lexer: int | None = None  # tokens when it last got a new lexer
 
 
 class Grammars:
@@ -57,20 +63,17 @@ class Grammars:
         if sampling.grammar is None:
             return
         may_ban = bool(sampling.bad_words) or sampling.allowed_tokens is not None
-        follower = Follower(request, None, may_ban or request.params.min_tokens > 0)
+        follower = Follower(request, may_ban or request.params.min_tokens > 0, tokens=list(output))
         self._followers[row] = follower
         try:
-            follower.matcher = self.matchers.read(sampling.grammar).first.deep_copy()
+            self._follow(follower, self.matchers.read(sampling.grammar))
         except Exception as error:  # whatever it is, it is this request's and not the batch's
             self._fail(follower, f"{type(error).__name__}: {error}")
-            return
-        if follower.matcher.is_error() or not follower.matcher.consume_tokens(list(output)):
-            self._fail(follower)
 
     def take_failed(self, step: int = 0) -> dict[Request, Failure]:
         """Those whose grammar broke since the last call, as of this step."""
         taken, self._failed = self._failed, {}
-        return {request: Failure(step, reason) for request, reason in taken.items()}
+        return {request: Failure(step, reason, "grammar") for request, reason in taken.items()}
 
     def mask(self, choice_nv: Tensor, logits_nv: Tensor, rows: Rows) -> None:
         """Rule out, in place, what the grammars of these rows do not allow next.
@@ -95,20 +98,55 @@ class Grammars:
         follower = self._followers.get(row)
         if follower is None or follower.matcher is None or follower.matcher.is_error():
             return
+        follower.tokens.append(token)
         if not follower.matcher.consume_token(token):
-            self._fail(follower)
+            self._recover(follower)
 
     def _words(self, followers: list[Follower]) -> Words:
         """A bit for each token that may come next. [n, w]"""
         words = np.zeros((len(followers), -(-self.vocab_size // 32)), dtype=np.int32)
         for place, follower in enumerate(followers):
-            if follower.matcher is None:
-                words[place] = self._ends(follower.request)
-                continue
-            follower.matcher.unsafe_compute_mask_ptr(words[place].ctypes.data, words[place].nbytes)
-            if follower.matcher.is_error():  # its mask allows the end alone
-                self._fail(follower)
+            begun = time.thread_time()  # what else the machine does must not end a request
+            self._fill(words[place], follower)
+            seconds = time.thread_time() - begun
+            if seconds > MAX_MASK_SECONDS and follower.matcher is not None:
+                most = f"the limit is {MAX_MASK_SECONDS * 1e3:.0f} ms"
+                self._fail(follower, f"a token took {seconds * 1e3:.0f} ms of CPU time; {most}")
+                follower.matcher = None
         return words
+
+    def _fill(self, words: Words, follower: Follower) -> None:
+        """Write one row's mask; it allows the end alone if the grammar cannot be followed."""
+        if not follower.tokens and follower.grammar is not None and follower.grammar.first_mask:
+            words[:] = np.frombuffer(follower.grammar.first_mask, dtype=np.int32)[: len(words)]
+            return
+        while follower.matcher is not None and not follower.matcher.is_error():
+            follower.matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            if not follower.matcher.is_error():
+                return
+            self._recover(follower)
+        words[:] = self._ends(follower.request)
+
+    def _follow(self, follower: Follower, grammar: ReadGrammar) -> None:
+        """Give a follower a matcher that has seen its tokens."""
+        follower.grammar, follower.matcher = grammar, grammar.first.deep_copy()
+        if follower.matcher.is_error() or not follower.matcher.consume_tokens(follower.tokens):
+            self._recover(follower)
+
+    def _recover(self, follower: Follower) -> None:
+        """After an error of its matcher: begin again with a new lexer, or fail.
+
+        Requests with the same grammar share a lexer. When it is full, each goes on with a new one,
+        except a request that fills them by itself.
+        """
+        assert follower.matcher is not None and follower.grammar is not None, "else no error"
+        before, num_tokens = follower.num_before_lexer, len(follower.tokens)
+        is_greedy = before is not None and num_tokens - before < MIN_TOKENS_PER_LEXER
+        if is_greedy or not follower.grammar.is_full():
+            self._fail(follower)
+            return
+        follower.num_before_lexer = num_tokens
+        self._follow(follower, self.matchers.renew(follower.grammar))
 
     def _ends(self, request: Request) -> Words:
         """Only what ends a request; anything, if nothing does."""

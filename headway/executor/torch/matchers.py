@@ -13,7 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
-from headway.grammar import Grammar, limits
+from headway.grammar import Grammar, refuse
+from headway.grammar_checker import GrammarChecker
+from headway.grammar_sandbox import Vocabulary
 from headway.request import Params
 from headway.sampling import Sampling
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MOST_KEPT = 32  # grammars that are ready for the next request
+MAX_ENCODED = 1000  # characters of required text that are split as the model would
+NUM_PROBE_STEPS = 16  # tokens for which a grammar is followed before its request is taken
 
 
 class Spelled(Protocol):
@@ -45,6 +49,13 @@ class ReadGrammar(Grammar):
     """A grammar with a matcher at the start of an answer, which is only ever copied."""
 
     first: LLMatcher = field(compare=False, repr=False)
+    first_mask: bytes = field(compare=False, repr=False)  # empty if there is an error
+
+    def is_full(self) -> bool:
+        """Whether the lexer that all copies share has no room left: not even an answer can begin."""
+        copy = self.first.deep_copy()
+        copy.compute_bitmask()
+        return copy.is_error()
 
 
 class Matchers:
@@ -55,6 +66,7 @@ class Matchers:
         self._speller: Speller | None = None
         self._eos_ids: Collection[int] = ()
         self._vocabulary: LLTokenizer | None = None
+        self._checker: GrammarChecker | None = None  # with the vocabulary
         self._kept: OrderedDict[Grammar, ReadGrammar] = OrderedDict()  # the latest used last
         self._keeping = threading.Lock()  # held for a moment
         self._spelling = threading.Lock()  # held while the vocabulary is read
@@ -63,13 +75,14 @@ class Matchers:
         """Take the model's tokenizer; without one no grammar can be read."""
         with self._spelling, self._keeping:
             self._speller, self._eos_ids = speller, eos_ids
-            self._vocabulary = None
+            self._vocabulary = self._checker = None
             self._kept.clear()
 
     def warm_up(self) -> None:
         """Read the vocabulary ahead of the first grammar: a second for a large one."""
-        with suppress(ImportError, ValueError):  # told to whoever asks for a grammar
+        with suppress(ImportError, ValueError, OSError):  # raised again for the first grammar
             self._read_vocabulary()
+            self._vocabulary_checker().start()
 
     def ready(self, params: Params) -> Params | None:
         """Params whose grammar, if any, has been read; None if that has yet to be done."""
@@ -80,22 +93,42 @@ class Matchers:
         return None if found is None else _with(params, sampling, found)
 
     def make_ready(self, params: Params) -> Params:
-        """The same, however long it takes; raises if no grammar can be read here at all."""
+        """The same, however long it takes; raises if no grammar can be read here at all.
+
+        InvalidGrammar for one that cannot be compiled, or cannot be followed within its limits.
+        """
         sampling = params.sampling
         assert isinstance(sampling, Sampling) and sampling.grammar is not None, "else it is ready"
+        refuse(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
         return _with(params, sampling, self.read(sampling.grammar))
 
     def read(self, grammar: Grammar) -> ReadGrammar:
         """A grammar with its matcher, which tells by itself if there is a mistake in it."""
-        from llguidance import LLMatcher
-
         if (found := self._find(grammar)) is not None:
             return found
-        vocabulary = self._read_vocabulary()
-        first = LLMatcher(vocabulary, grammar.source, log_level=0, limits=limits(grammar))
-        found = ReadGrammar(grammar.kind, grammar.text, first)
+        return self._compiled(Grammar(grammar.kind, grammar.text))
+
+    def renew(self, used: ReadGrammar) -> ReadGrammar:
+        """The grammar with a lexer that no request has filled yet.
+
+        All matchers of a grammar share a lexer, whose states are limited and never forgotten.
+        """
+        plain = Grammar(used.kind, used.text)
+        with self._keeping:
+            kept = self._kept.get(plain)
+        return self._compiled(plain) if kept is None or kept.first is used.first else kept
+
+    def _compiled(self, grammar: Grammar) -> ReadGrammar:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**grammar.limits)
+        first = LLMatcher(self._read_vocabulary(), grammar.source, log_level=0, limits=limits)
+        copy = first.deep_copy()
+        mask = b"" if copy.is_error() else copy.compute_bitmask()  # the costliest, so done here
+        found = ReadGrammar(grammar.kind, grammar.text, first, b"" if copy.is_error() else mask)
         with self._keeping:
             self._kept[grammar] = found
+            self._kept.move_to_end(grammar)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return found
@@ -113,26 +146,29 @@ class Matchers:
     def _read_vocabulary(self) -> LLTokenizer:
         with self._spelling:
             if self._vocabulary is None:
-                self._vocabulary = _vocabulary(self._speller, self.vocab_size, self._eos_ids)
+                form = _form(self._speller, self.vocab_size, self._eos_ids)
+                self._vocabulary = form.trie
+                self._checker = GrammarChecker(form.vocabulary, num_steps=NUM_PROBE_STEPS)
             return self._vocabulary
+
+    def _vocabulary_checker(self) -> GrammarChecker:
+        self._read_vocabulary()
+        assert self._checker is not None, "made with the vocabulary"
+        return self._checker
 
 
 def _with(params: Params, sampling: Sampling, grammar: ReadGrammar) -> Params:
     return replace(params, sampling=replace(sampling, grammar=grammar))
 
 
-def _vocabulary(speller: Speller | None, vocab_size: int, eos_ids: Collection[int]) -> LLTokenizer:
+def _form(speller: Speller | None, vocab_size: int, eos_ids: Collection[int]) -> _Form:
     """A tokenizer as llguidance knows it; ValueError if there is none, or no end."""
-    from llguidance import LLTokenizer, TokenizerWrapper
-
     if speller is None:
         raise ValueError("this model has no tokenizer here")
     ends = sorted(token for token in eos_ids if 0 <= token < vocab_size)
     if not ends:
         raise ValueError("this model has no token that ends an answer")
-    form = _Form(speller, vocab_size, ends)
-    form.trie = LLTokenizer(TokenizerWrapper(form), n_vocab=vocab_size, eos_token=ends)
-    return form.trie
+    return _Form(speller, vocab_size, ends)
 
 
 class _Form:
@@ -141,19 +177,27 @@ class _Form:
     bos_token_id = None
 
     def __init__(self, speller: Speller, vocab_size: int, ends: list[int]) -> None:
+        from llguidance import LLTokenizer, TokenizerWrapper
+
         self._speller = speller
-        self.trie: LLTokenizer | None = None
+        self._trie: LLTokenizer | None = None
         self.eos_token_id = ends[0]
         self.special_token_ids = sorted({*speller.special_ids, *ends})
         self.tokens = [speller.spell(id).spelled for id in range(vocab_size)]
+        self.vocabulary = Vocabulary(self.tokens, self.special_token_ids, ends)
+        self.trie = LLTokenizer(TokenizerWrapper(self), n_vocab=vocab_size, eos_token=ends)
+        self._trie = self.trie
 
     def __call__(self, text: str | bytes) -> list[int]:
         """How the model would write a text that must come next."""
         text = text if isinstance(text, str) else text.decode()
+        if self._trie is not None and len(text) > MAX_ENCODED:  # again at every token of it
+            rest = self._trie.greedy_tokenize(text[MAX_ENCODED:])
+            return self(text[:MAX_ENCODED]) + rest
         found = self._speller.encode(text, special=False)
         # The text of a special token, written in a grammar, is not that token; and a tokenizer may
         # put a space before a text. Then any tokens that spell the text will do.
         is_text = b"".join(self.tokens[id] for id in found) == text.encode()
-        if self.trie is None or (is_text and self._speller.special_ids.isdisjoint(found)):
+        if self._trie is None or (is_text and self._speller.special_ids.isdisjoint(found)):
             return found
-        return self.trie.greedy_tokenize(text)
+        return self._trie.greedy_tokenize(text)

@@ -10,12 +10,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from headway.errors import InvalidRequest
 from headway.grammar import Grammar, check, with_few_blanks
+from headway.json_schema import closed
 from headway.server.toolcalls.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
 from headway.server.toolcalls.parser import ToolCallParser
 from headway.server.toolcalls.prompt import NOTHING, Message, shown_tools, with_tools_described
@@ -39,6 +40,7 @@ class ToolUse:
     names: frozenset[str]  # of those that it may call
     grammar: Grammar | None  # None: the model may call or not
     is_described: bool  # in the system message: the template knows no tools
+    are_closed: bool = False  # the objects of all tools' parameters, not only of strict ones
 
     def parser(self) -> ToolCallParser:
         """A new parser, for one sample."""
@@ -58,7 +60,7 @@ class ToolUse:
         except InvalidRequest:
             for number, tool in enumerate(self.tools):
                 with _naming(number):
-                    check(Grammar.json_schema(_arguments(tool)))
+                    check(Grammar.json_schema(_arguments(tool, is_closed=self.are_closed)))
             raise
 
 
@@ -77,11 +79,13 @@ def tool_use(
     *,
     parallel: bool = True,
     parser: str = AUTO,
+    disable_additional_properties: bool = False,
 ) -> ToolUse | None:
     """The tools of a request; None if the model may use none.
 
-    `parser` names the format of calls; `auto` finds it in the template. InvalidRequest names the
-    field that makes no sense, or says what the template lacks.
+    `parser` names the format of calls; `auto` finds it in the template. Arguments have no other
+    properties than a tool names if it is strict, or with `disable_additional_properties`.
+    InvalidRequest names the field that makes no sense, or says what the template lacks.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
@@ -95,9 +99,14 @@ def tool_use(
     grammar = None
     if chosen.must_call:
         is_one = chosen.is_one or not (parallel and format.between)
-        grammar = _calls(format, chosen.allowed, is_one=is_one)
+        schemas = {
+            number: _arguments(tool, is_closed=disable_additional_properties)
+            for number, tool in chosen.allowed.items()
+        }
+        grammar = _calls(format, chosen.allowed, schemas, is_one=is_one)
     return ToolUse(
         format=format, tools=tuple(tools), grammar=grammar, is_described=is_described,
+        are_closed=disable_additional_properties,
         names=frozenset(_name(tool) for tool in chosen.allowed.values()),
     )  # fmt: skip
 
@@ -183,7 +192,13 @@ def _place(function: Any, tools: Sequence[Tool]) -> int:
     return known[name]
 
 
-def _calls(format: ToolFormat, tools: Mapping[int, Tool], *, is_one: bool) -> Grammar:
+def _calls(
+    format: ToolFormat,
+    tools: Mapping[int, Tool],
+    schemas: Mapping[int, dict[str, Any]],
+    *,
+    is_one: bool,
+) -> Grammar:
     """One call or more of these tools, and nothing else."""
     calls = "one" if is_one else f"one ({json.dumps(format.between)} one)*"
     lines = [f'start: "[" {calls} "]"' if format.is_list else f"start: {calls}"]
@@ -193,16 +208,16 @@ def _calls(format: ToolFormat, tools: Mapping[int, Tool], *, is_one: bool) -> Gr
         end = "}" + format.end
         lines.append(f"call{number}: {json.dumps(begin)} json{number} {json.dumps(end)}")
         with _naming(number):
-            lines.append(f"json{number}: %json {Grammar.json_schema(_arguments(tool)).text}")
-    return Grammar.tool_calls("\n".join(lines))
+            lines.append(f"json{number}: %json {Grammar.json_schema(schemas[number]).text}")
+    return replace(Grammar.tool_calls("\n".join(lines)), param="tools")
 
 
-def _arguments(tool: Tool) -> dict[str, Any]:
-    """The schema of a tool's arguments.
-
-    What it says that cannot be held to is left out: tools need not be strict.
-    """
-    parameters = tool["function"].get("parameters") or NOTHING
+def _arguments(tool: Tool, *, is_closed: bool) -> dict[str, Any]:
+    """The schema of a tool's arguments; keywords that cannot be enforced are left out."""
+    function = tool["function"]
+    parameters = function.get("parameters") or NOTHING
+    if is_closed or function.get("strict") is True:
+        parameters = closed(parameters)
     return with_few_blanks(parameters, lenient=True)
 
 

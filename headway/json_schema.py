@@ -1,0 +1,128 @@
+"""Closes the objects of a JSON schema: no properties but those that it names.
+
+By the standard, an object that does not say `additionalProperties` may have any others. Knows the
+keywords that hold schemas, and nothing of grammars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# Keywords by what they hold: schemas for the same value, schemas for a part of it, maps of those.
+CONDITIONAL = ("if", "then", "else", "not", "dependentSchemas")
+IN_PLACE = ("allOf", "anyOf", "oneOf", *CONDITIONAL)
+WITHIN = (
+    "items", "prefixItems", "additionalItems", "unevaluatedItems", "contains", "propertyNames",
+    "additionalProperties", "unevaluatedProperties", "contentSchema",
+)  # fmt: skip
+MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
+SAYS_OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+
+
+def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with `additionalProperties: false` in every object that names its properties.
+
+    Left as they are: objects that say which others they may have, objects that name no properties,
+    and the parts of an object that several schemas describe together, as those of allOf do: each
+    part would forbid what the others name.
+    """
+    closing = _Closing()
+    closing.find_parts(schema)
+    result: dict[str, Any] = closing.close(schema, "#", is_part=False)
+    return result
+
+
+class _Closing:
+    """Closes one schema. A part describes an object together with another schema."""
+
+    def __init__(self) -> None:
+        self._parts: set[str] = set()  # places of definitions
+        self._refs: dict[str, set[str]] = {}  # by place: references that stand for the same value
+        self._named: dict[int, bool] = {}  # by id: whether a schema names properties
+
+    def close(self, schema: Any, place: str, *, is_part: bool) -> Any:
+        """A copy with its objects closed."""
+        if isinstance(schema, list):
+            return [
+                self.close(each, f"{place}/{number}", is_part=is_part)
+                for number, each in enumerate(schema)
+            ]
+        if not isinstance(schema, Mapping):
+            return schema
+        is_part = is_part or place in self._parts or self._num_sources(schema) > 1
+        changed = dict(schema)
+        for name, where, value in _members(schema, place):
+            is_inner = name in CONDITIONAL or (is_part and name in IN_PLACE)
+            if name in MAPS:
+                changed[name] = {
+                    key: self.close(each, f"{where}/{_escaped(key)}", is_part=is_inner)
+                    for key, each in value.items()
+                }
+            else:
+                changed[name] = self.close(value, where, is_part=is_inner)
+        says = any(name in schema for name in SAYS_OTHERS)
+        if "properties" in schema and not is_part and not says:
+            changed["additionalProperties"] = False
+        return changed
+
+    def find_parts(self, schema: Any) -> None:
+        """Find the definitions that are parts, directly or by way of other definitions."""
+        self._collect(schema, "#", "#", is_part=False)
+        waiting = list(self._parts)
+        while waiting:
+            found = self._refs.get(waiting.pop(), set()) - self._parts
+            self._parts |= found
+            waiting += found
+
+    def _collect(self, schema: Any, place: str, owner: str, *, is_part: bool) -> None:
+        """Note the references of a schema; `owner` is the place of the value it describes."""
+        if isinstance(schema, list):
+            for number, each in enumerate(schema):
+                self._collect(each, f"{place}/{number}", owner, is_part=is_part)
+        if not isinstance(schema, Mapping):
+            return
+        is_part = is_part or self._num_sources(schema) > 1
+        if isinstance(ref := schema.get("$ref"), str):
+            self._refs.setdefault(owner, set()).add(ref)
+            if is_part:
+                self._parts.add(ref)
+        for name, where, value in _members(schema, place):
+            is_same = name in IN_PLACE
+            for key, each in value.items() if name in MAPS else [("", value)]:
+                inner = f"{where}/{_escaped(key)}" if name in MAPS else where
+                own = owner if is_same else inner
+                self._collect(each, inner, own, is_part=is_part and is_same)
+
+    def _num_sources(self, schema: Mapping[str, Any]) -> int:
+        """How many schemas name properties of the same object."""
+        all_of = schema.get("allOf")
+        others = [schema.get(name) for name in IN_PLACE if name != "allOf"]
+        each = [*(all_of if isinstance(all_of, list) else ()), *others]
+        return ("properties" in schema) + ("$ref" in schema) + sum(map(self._is_named, each))
+
+    def _is_named(self, schema: Any) -> bool:
+        """Whether any of the schemas for one value names properties, here or by reference."""
+        if isinstance(schema, list):
+            return any(map(self._is_named, schema))
+        if not isinstance(schema, Mapping):
+            return False
+        found = self._named.get(id(schema))
+        if found is None:
+            found = "properties" in schema or "$ref" in schema
+            found = found or any(self._is_named(schema.get(name)) for name in IN_PLACE)
+            self._named[id(schema)] = found
+        return found
+
+
+def _members(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, Any]]:
+    """Keywords that hold schemas, their places and values; others, such as enum, hold data."""
+    for name, value in schema.items():
+        is_map = name in MAPS and isinstance(value, Mapping)
+        if is_map or (name not in MAPS and (name in IN_PLACE or name in WITHIN)):
+            yield name, f"{place}/{_escaped(name)}", value
+
+
+def _escaped(name: str) -> str:
+    """A name as a JSON pointer writes it."""
+    return str(name).replace("~", "~0").replace("/", "~1")
