@@ -61,6 +61,7 @@ ERRORS = {
     "ModelError": ["HeadwayError"],
     "FormatError": ["HeadwayError", "ValueError"],
     "ReplayMismatch": ["HeadwayError"],
+    "PolicyError": ["HeadwayError"],
     "ExecutorError": ["HeadwayError"],
 }
 SCHEDULER_FLAGS = {

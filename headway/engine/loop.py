@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
 from headway.engine.engine import Engine, Observer
 from headway.engine.messages import Ask, Cancel, FromLoop, Gone, Refusal, Reply, Submit, ToLoop
 from headway.engine.news import News
-from headway.errors import ExecutorError, Overloaded, RequestError
+from headway.errors import ExecutorError, Overloaded, PolicyError, RequestError
 from headway.plan import StepReport
 
 Deliver = Callable[[list[FromLoop]], None]
@@ -114,7 +114,7 @@ class EngineLoop:
         try:
             self._check_room(message)
             requests = self.engine.add(message.id, message.prompt, message.params)
-        except (RequestError, ExecutorError) as error:
+        except (RequestError, PolicyError, ExecutorError) as error:
             kind, numbers = type(error).__name__, dict(vars(error))
             self._outbox.append(Refusal(message.id, kind, str(error), numbers))
             return
@@ -130,9 +130,11 @@ class EngineLoop:
             raise Overloaded(f"{num_waiting} requests wait, and no more than that may")
         if limits.max_waiting_tokens is not None:
             waiting = self._num_waiting_tokens()
-            if num_waiting and waiting + len(message.prompt) > limits.max_waiting_tokens:
+            # The engine refuses a prompt that has no length.
+            num_prompt = len(message.prompt) if isinstance(message.prompt, Sized) else 0
+            if num_waiting and waiting + num_prompt > limits.max_waiting_tokens:
                 raise Overloaded(
-                    f"{waiting} tokens wait; with {len(message.prompt)} more they would be over "
+                    f"{waiting} tokens wait; with {num_prompt} more they would be over "
                     f"{limits.max_waiting_tokens}"
                 )
         if limits.max_per_client is not None:
@@ -144,7 +146,7 @@ class EngineLoop:
     def _num_waiting_tokens(self) -> int:
         """Tokens of all who wait; those cancelled since the latest step may still be among them."""
         if self._waiting_tokens is None:
-            waiting = self.engine.scheduler.queue.walk()
+            waiting = self.engine.scheduler.queue  # in any order: a rule need not be asked
             self._waiting_tokens = sum(request.num_known for request in waiting)
         return self._waiting_tokens
 

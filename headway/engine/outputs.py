@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headway.engine.text import TextStream
 from headway.engine.tokenizer import Tokenizer
-from headway.errors import RequestError
+from headway.errors import PolicyError, RequestError
 from headway.request import Request
 from headway.sampling import SamplingParams, TokenLogprobs
 
@@ -49,7 +49,7 @@ class Result:
     cached_tokens: int = 0
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
-    error: RequestError | None = None  # why it was refused; it has no samples then
+    error: RequestError | PolicyError | None = None  # why it was refused; it has no samples then
 
     @property
     def text(self) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from headway.plan import Behind, Blocked, Chunk, Plan, Reason
 from headway.request import Request, State
 from headway.scheduler import turns
+from headway.scheduler.policy_calls import call_chunk
 
 if TYPE_CHECKING:
     from headway.scheduler.scheduler import Scheduler
@@ -229,8 +230,7 @@ class Step:
         left = self.tokens_left
         if left <= 0:
             return 0
-        chunk = self._scheduler.config.chunk(want, left, not self.plan.chunks)
-        return max(0, min(chunk, want, left))
+        return call_chunk(self._scheduler.config.chunk, want, left, not self.plan.chunks)
 
     def _compute(self, request: Request, num_tokens: int) -> None:
         """Put the next tokens of a prompt into the plan."""
