@@ -40,7 +40,7 @@ class Scheduler:
         self.blocks_of, self.num_private_blocks = self.kv.blocks_of, self.kv.num_private_blocks
         self.queue = WaitingQueue(config.queue, self)
         self.ledger = Ledger()
-        self.lockstep = Lockstep(config.block_size, config.max_requests)
+        self.lockstep: Lockstep = Lockstep(config.block_size, config.max_requests)
         self.requests: dict[str, Request] = {}  # everyone not finished
         self.running: dict[Request, None] = {}  # everyone with a seat, in the order of admission
         self.prefilling: dict[Request, None] = {}
