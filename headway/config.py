@@ -8,12 +8,15 @@ combinations of them in scheduler/presets.py.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Protocol
 
-from headway.errors import ConfigError
+from headway.errors import ConfigError, shorten
 from headway.request import Request
+
+HUGE = sys.float_info.max
 
 
 class World(Protocol):
@@ -96,10 +99,11 @@ class Checked:
 def check(name: str, value: object, kind: Any, low: float, high: float = math.inf) -> None:
     """ConfigError, in one sentence, unless a value is of its kind and in its range."""
     is_number = isinstance(value, kind) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
+    # An infinity, or a whole number that no float can hold, would fail later in arithmetic.
+    if not is_number or not low <= value <= min(high, HUGE):  # type: ignore[operator]
         wanted = "a whole number" if kind is int else "a number"
         limits = f"from {low:.15g} up" if high == math.inf else f"from {low:.15g} to {high:.15g}"
-        raise ConfigError(f"{name} must be {wanted} {limits}, not {value!r}")
+        raise ConfigError(f"{name} must be {wanted} {limits}, not {shorten(value)}")
 
 
 Recipe = Callable[[Verbs], None]
@@ -109,7 +113,15 @@ VictimRule = Callable[[Request, World], Any]  # a key; the largest goes first
 SwapRule = Callable[[Request, World], bool]  # True: keep its work on the host
 
 
-MOST = {"num_blocks": 1 << 26, "num_host_blocks": 1 << 26, "max_requests": 1 << 20}
+MOST = {
+    "num_blocks": 1 << 26,
+    "num_host_blocks": 1 << 26,
+    "max_requests": 1 << 20,
+    "max_tokens": (1 << 31) - 1,
+    "decode_steps": 1 << 16,
+    "block_size": 1 << 16,  # the decoding batch keeps a list entry for each
+    "max_length": (1 << 31) - 1,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +145,7 @@ class Config:
     def __post_init__(self) -> None:
         least = {"num_host_blocks": 0, "max_length": 2}
         for name in (f.name for f in fields(self) if f.default is not MISSING):
-            check(name, getattr(self, name), int, least.get(name, 1), MOST.get(name, math.inf))
+            check(name, getattr(self, name), int, least.get(name, 1), MOST[name])
         if self.max_tokens < self.max_requests and not getattr(self.recipe, "defers", False):
             raise ConfigError(
                 f"max_tokens ({self.max_tokens}) is below max_requests ({self.max_requests}): "

@@ -10,6 +10,7 @@ HeadwayError
 ├── ModelError           a model cannot be found, fetched or loaded; says what was tried
 ├── FormatError          a workload, profile or trace file cannot be read; names file and line
 ├── ReplayMismatch       a replay took another decision than the recorded run
+├── PolicyError          a policy raised, or returned what its slot cannot use; carries the slot
 └── ExecutorError        a step failed; the requests in flight were failed with its reason
 """
 
@@ -71,3 +72,27 @@ class ReplayMismatch(HeadwayError):
 
 class ExecutorError(HeadwayError):
     """The executor failed a step."""
+
+
+class PolicyError(HeadwayError):
+    """A policy raised, or returned a value that its slot cannot use. The request is not at fault."""
+
+    def __init__(self, message: str, *, slot: str) -> None:
+        super().__init__(message)
+        self.slot = slot  # queue, chunk, ...
+
+
+MAX_SHOWN = 60  # characters of a wrong value in a message
+
+
+def shorten(value: object) -> str:
+    """A wrong value for an error message: its repr, cut to MAX_SHOWN characters. Never raises."""
+    if (
+        isinstance(value, int) and value.bit_length() > 1024
+    ):  # Python refuses to print very long ones
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        text = repr(value)
+    except Exception:
+        return f"a value of type {type(value).__name__}"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

@@ -23,12 +23,12 @@ from headway.engine.clock import RealClock
 from headway.engine.engine import Engine, Observer
 from headway.engine.outputs import Delta, Gathering, Result, drop_sample
 from headway.engine.trace import TraceWriter
-from headway.errors import ExecutorError, FormatError, InvalidRequest, RequestError
+from headway.errors import ExecutorError, FormatError, InvalidRequest, PolicyError, RequestError
 from headway.executor.torch import count_blocks, make_executor
 from headway.executor.torch.rates import Timed, measured
 from headway.gatherer import Gatherer
 from headway.loading import Loaded, Progress, Wishes, load
-from headway.request import Params, Pooling
+from headway.request import Params, Pooling, Request
 from headway.sampling import SamplingParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper
@@ -205,21 +205,33 @@ class LLM:
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
         gatherings: list[Gathering] = []
-        for prompt, asked in zip(prompts, each, strict=True):
-            text = prompt if isinstance(prompt, str) else None
-            result = Result(id=str(next(self._numbers)), prompt=text, prompt_token_ids=[])
-            results.append(result)
-            try:
-                result.prompt_token_ids = self.asking.tokens(prompt)
-                own = fixed or self.asking.params(asked, result.id)
-                requests = self.engine.add(result.id, result.prompt_token_ids, own)
-            except RequestError as error:
-                result.error = error
-                continue
-            gathering = Gathering(result, requests, asked, self.tokenizer, is_watched=is_watched)
-            gatherings.append(gathering)
-            self._gatherer.gatherings.update(dict.fromkeys(requests, gathering))
+        try:
+            for prompt, asked in zip(prompts, each, strict=True):
+                text = prompt if isinstance(prompt, str) else None
+                result = Result(id=str(next(self._numbers)), prompt=text, prompt_token_ids=[])
+                results.append(result)
+                if requests := self._add(prompt, asked, result, fixed):
+                    gathering = Gathering(
+                        result, requests, asked, self.tokenizer, is_watched=is_watched
+                    )
+                    gatherings.append(gathering)
+                    self._gatherer.gatherings.update(dict.fromkeys(requests, gathering))
+        except Exception:  # the prompts before this one must not stay in the engine
+            self._close(gatherings)
+            raise
         return gatherings
+
+    def _add(
+        self, prompt: Prompt, asked: SamplingParams, result: Result, fixed: Params | None
+    ) -> list[Request]:
+        """Give one prompt to the engine; none, and the error in the result, if it is refused."""
+        try:
+            result.prompt_token_ids = self.asking.tokens(prompt)
+            params = fixed or self.asking.params(asked, result.id)
+            return self.engine.add(result.id, result.prompt_token_ids, params)
+        except (RequestError, PolicyError) as error:
+            result.error = error
+            return []
 
     # The loop.
 

@@ -8,15 +8,21 @@ keeps its blocks here. Lengths are derived: prompt and output are the one record
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
+from math import inf
+from operator import index
 from typing import Literal, get_args
 
-from headway.errors import InvalidRequest
+from headway.errors import InvalidRequest, shorten
 
 NO_TOKENS: frozenset[int] = frozenset()
 Pooling = Literal["mean", "last"]  # over all prompt tokens, or the last one
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_PROMPT = 1 << 27  # tokens; more is not read at all
+MAX_STOPS = 1 << 20  # token ids that end one request
 
 
 class State(Enum):
@@ -67,9 +73,9 @@ class Params:
 
 def check_pooling(pooling: object) -> None:
     """InvalidRequest unless this is a pooling."""
-    if pooling not in get_args(Pooling):
+    if not isinstance(pooling, str) or pooling not in get_args(Pooling):
         wanted = " or ".join(map(repr, get_args(Pooling)))
-        raise InvalidRequest(f"pooling must be {wanted}, not {pooling!r}")
+        raise InvalidRequest(f"pooling must be {wanted}, not {shorten(pooling)}")
 
 
 class Pace:
@@ -124,6 +130,7 @@ class History:
     num_bumped: int = 0  # preemptions in favour of a higher priority
     num_overtaken: int = 0
     aborted_after: int = 0  # requests that had newly come when it was aborted
+    group: str | None = None  # of the queue's rule; fixed when the request is added
     furthest: int = 0  # most tokens ever computed; anything below computed again is waste
 
 
@@ -151,13 +158,8 @@ class Request:
         self.arrival = arrival
         self.leader = leader  # the sample of the same prompt that computes it for all
         self.sample = sample  # which of the n samples of its prompt it is
-        try:
-            self.prompt: array[int] = array("i", prompt)
-            self.stops = params.stops
-        except (TypeError, OverflowError) as error:
-            raise InvalidRequest(
-                f"request {id!r}: tokens are lists of token ids: {error}"
-            ) from None
+        self.prompt = _token_ids(id, prompt)
+        self.stops = _stops(id, params)
         self.num_prompt = len(self.prompt)
         self.written: array[int] = array("i")  # read `output`, which is up to date
         self.written_to = 0  # the tick of its pace up to which it is
@@ -210,3 +212,62 @@ class Request:
         """Change state; anything but a listed transition is our bug."""
         assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
         self.state = state
+
+
+def _token_ids(id: str, prompt: Iterable[int]) -> array[int]:
+    """The prompt as 32-bit numbers; InvalidRequest names the first that is not one."""
+    name = f"request {id!r}: prompt"
+    if isinstance(prompt, str | bytes | bytearray | Mapping):
+        raise InvalidRequest(f"{name} must be a list of token ids, not {shorten(prompt)}")
+    try:
+        if isinstance(prompt, Iterator):  # kept, so that a wrong element can be found again
+            prompt = list(islice(prompt, MAX_PROMPT + 1))
+        if _num_elements(prompt) <= MAX_PROMPT:
+            return array("i", prompt)
+    except (TypeError, ValueError, OverflowError):
+        wrong = shorten(_first_wrong(prompt))
+        wanted = f"a list of token ids from 0 to {MAX_TOKEN_ID}"
+        raise InvalidRequest(f"{name} must be {wanted}, not {wrong}") from None
+    raise InvalidRequest(f"{name} must be at most {MAX_PROMPT} tokens long, not {shorten(prompt)}")
+
+
+def _first_wrong(prompt: object) -> object:
+    """The first element that is no 32-bit number; the prompt itself if it has no elements."""
+    try:
+        for token in prompt:  # type: ignore[attr-defined]
+            try:
+                array("i", [index(token)])
+            except (TypeError, OverflowError):
+                return token
+    except (TypeError, ValueError):
+        pass
+    return prompt
+
+
+def _stops(id: str, params: Params) -> frozenset[int]:
+    """The ids that end the request; InvalidRequest names a field that holds anything else."""
+    for name in ("stop_ids", "eos_ids"):
+        ids = getattr(params, name)
+        if not _are_token_ids(ids):
+            wanted = f"a set of at most {MAX_STOPS} token ids, each at most {MAX_TOKEN_ID}"
+            raise InvalidRequest(f"request {id!r}: {name} must be {wanted}, not {shorten(ids)}")
+    if not isinstance(params.ignore_eos, bool):
+        wrong = shorten(params.ignore_eos)
+        raise InvalidRequest(f"request {id!r}: ignore_eos must be a bool, not {wrong}")
+    return params.stops
+
+
+def _are_token_ids(ids: object) -> bool:
+    if not isinstance(ids, Collection) or isinstance(ids, str | bytes | Mapping):
+        return False
+    return _num_elements(ids) <= MAX_STOPS and all(
+        isinstance(token, int) and -MAX_TOKEN_ID <= token <= MAX_TOKEN_ID for token in ids
+    )
+
+
+def _num_elements(values: object) -> float:
+    """The length, if it is known; infinite if it is beyond what len() can return."""
+    try:
+        return len(values) if isinstance(values, Sized) else 0
+    except OverflowError:  # such as of range(10**30)
+        return inf

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -183,10 +183,12 @@ async def server(
     max_length: int = 256,
     template: str = TEMPLATE,
     vocab_size: int = VOCAB_SIZE,
+    policies: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Server]:
     executor = Capitals()
-    config = preset("headway", max_length=max_length, num_blocks=256, block_size=16)
+    numbers = {"max_length": max_length, "num_blocks": 256, "block_size": 16}
+    config = preset("headway", **numbers, **(policies or {}))
     port = ThreadPort(Engine(Scheduler(config), executor), limits)
     port.loop.answers["metrics"] = lambda prefix: f"# {prefix}\n"
     engine = AsyncEngine(port)

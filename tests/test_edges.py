@@ -17,7 +17,7 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.metrics import Metrics
 from headway.engine.trace import TraceWriter, describe_step, header
-from headway.errors import InvalidRequest
+from headway.errors import InvalidRequest, PolicyError
 from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import load_profile
 from headway.lab.replay import check_replay
@@ -133,7 +133,7 @@ def test_a_result_of_the_wrong_shape_fails_its_plan_and_nothing_is_lost(
 @each_depth
 def test_a_queue_key_that_raises_when_a_request_comes_leaves_nothing_behind(depth: int) -> None:
     engine = engine_with(depth=depth, queue=lambda request, world: request.params.deadline - 1)
-    with pytest.raises(TypeError):
+    with pytest.raises(PolicyError, match="queue policy.*TypeError"):
         ask(engine, "a")
     assert not engine.has_work and not engine.scheduler.ledger.served
     b = ask(engine, "b", deadline=9.0)

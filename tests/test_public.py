@@ -64,6 +64,7 @@ ERRORS = {
     "ModelError": ["HeadwayError"],
     "FormatError": ["HeadwayError", "ValueError"],
     "ReplayMismatch": ["HeadwayError"],
+    "PolicyError": ["HeadwayError"],
     "ExecutorError": ["HeadwayError"],
 }
 SCHEDULER_FLAGS = {

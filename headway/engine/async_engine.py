@@ -154,7 +154,8 @@ class AsyncEngine:
         """A request's stream, to take from until nothing of it is open; leaving ends the rest."""
         self._check_free(id)
         # A wrong number of samples is refused, which takes one answer.
-        stream = self._streams[id] = Stream(max(1, params.n))
+        num_samples = params.n if isinstance(params.n, int) else 1
+        stream = self._streams[id] = Stream(max(1, num_samples))
         try:
             self.port.send([Submit(id, prompt, params, traceparent)])
             yield stream

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from headway.engine.clock import Clock, RealClock
 from headway.engine.explain import explain
-from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMismatch
+from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMismatch, shorten
 from headway.executor.base import Executor, Handle, Preparation
 from headway.plan import Plan, StepReport
 from headway.request import Params, Request
@@ -84,25 +84,24 @@ class Engine:
     def add(
         self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
     ) -> list[Request]:
-        """Take a request; n samples of it become n requests that share the prompt's blocks."""
+        """Take a request; n samples of it become n requests that share the prompt's blocks.
+
+        All samples are taken or none: a RequestError says what is wrong with the request, a
+        PolicyError which policy failed, and then nothing has changed.
+        """
         if self.has_given_up:
             raise ExecutorError(f"the engine has stopped: {self.fault}")
-        if not isinstance(params.n, int) or not 1 <= params.n <= MOST_SAMPLES:
-            limits = f"a whole number from 1 to {MOST_SAMPLES}"
-            raise InvalidRequest(f"request {id!r}: n must be {limits}, not {params.n!r}")
-        arrival = self.clock.now() if arrival is None else arrival
-        if not self.has_work:
-            self._last_progress = self.clock.now()
+        _check_call(id, params)
+        had_work, now = self.has_work, self.clock.now()
+        arrival = now if arrival is None else arrival
         leader = Request(id, prompt, params, arrival=arrival)
         samples = [leader] + [
             Request(f"{id}/{i}", leader.prompt, params, arrival=arrival, leader=leader, sample=i)
             for i in range(1, params.n)
         ]
-        taken = next((r.id for r in samples if r.id in self.scheduler.requests), None)
-        if taken is not None:
-            raise InvalidRequest(f"request {taken!r}: this id is in use")
-        for request in samples:  # one is like the other, so the first is refused or none
-            self.scheduler.add(request)
+        self.scheduler.add(*samples)
+        if not had_work:
+            self._last_progress = now
         return samples
 
     def abort(self, id: str) -> bool:
@@ -213,3 +212,15 @@ class Engine:
                     self.scheduler.abort(id, "error", self.fault)
         report = self.scheduler.take_news()
         return self._report(report) if report else None
+
+
+def _check_call(id: object, params: object) -> None:
+    """InvalidRequest unless the arguments have the types that `add` reads, and n is in its range."""
+    if not isinstance(id, str):
+        raise InvalidRequest(f"the id of a request must be a text, not {shorten(id)}")
+    if not isinstance(params, Params):
+        raise InvalidRequest(f"request {id!r}: params must be a Params, not {shorten(params)}")
+    is_whole = isinstance(params.n, int) and not isinstance(params.n, bool)
+    if not is_whole or not 1 <= params.n <= MOST_SAMPLES:
+        limits = f"a whole number from 1 to {MOST_SAMPLES}"
+        raise InvalidRequest(f"request {id!r}: n must be {limits}, not {shorten(params.n)}")

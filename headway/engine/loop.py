@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from headway.engine.messages import (
     refusal_of,
 )  # fmt: skip
 from headway.engine.news import News
-from headway.errors import ExecutorError, Overloaded, RequestError
+from headway.errors import ExecutorError, Overloaded, PolicyError, RequestError
 from headway.plan import StepReport
 from headway.request import Request
 
@@ -153,7 +153,7 @@ class EngineLoop:
         try:
             self._check_room(message)
             requests = self.engine.add(message.id, message.prompt, message.params)
-        except (RequestError, ExecutorError) as error:
+        except (RequestError, PolicyError, ExecutorError) as error:
             self._outbox.append(refusal_of(message.id, error))
             return
         self._news.expect(requests)
@@ -170,9 +170,11 @@ class EngineLoop:
             raise Overloaded(f"{num_waiting} requests wait, and no more than that may")
         if limits.max_waiting_tokens is not None:
             waiting = self._num_waiting_tokens()
-            if num_waiting and waiting + len(message.prompt) > limits.max_waiting_tokens:
+            # The engine refuses a prompt that has no length.
+            num_prompt = len(message.prompt) if isinstance(message.prompt, Sized) else 0
+            if num_waiting and waiting + num_prompt > limits.max_waiting_tokens:
                 raise Overloaded(
-                    f"{waiting} tokens wait; with {len(message.prompt)} more they would be over "
+                    f"{waiting} tokens wait; with {num_prompt} more they would be over "
                     f"{limits.max_waiting_tokens}"
                 )
         if limits.max_per_client is not None:
@@ -184,7 +186,7 @@ class EngineLoop:
     def _num_waiting_tokens(self) -> int:
         """Tokens of all who wait; those cancelled since the latest step may still be among them."""
         if self._waiting_tokens is None:
-            waiting = self.engine.scheduler.queue.walk()
+            waiting = self.engine.scheduler.queue  # in any order: a rule need not be asked
             self._waiting_tokens = sum(request.num_known for request in waiting)
         return self._waiting_tokens
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from headway.engine.text import TextStream
 from headway.engine.tokenizer import Tokenizer
-from headway.errors import ExecutorError, RequestError
+from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.plan import Embedding
 from headway.request import Request
 from headway.sampling import SamplingParams, TokenLogprobs
@@ -51,7 +51,7 @@ class Result:
     preemptions: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
     embedding: Embedding | None = field(default=None, compare=False)  # of `LLM.embed`: no samples
-    error: RequestError | None = None  # why it was refused; it has no samples then
+    error: RequestError | PolicyError | None = None  # why it was refused; it has no samples then
 
     @property
     def text(self) -> str:

@@ -15,7 +15,7 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine, Observer
 from headway.engine.metrics import Metrics
 from headway.engine.trace import TraceWriter, describe_step, header
-from headway.errors import ConfigError, RequestError
+from headway.errors import ConfigError, PolicyError, RequestError
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import Profile
 from headway.lab.jobs import Job
@@ -85,8 +85,8 @@ def serve(
                 run.rejected.append((coming.id, str(error)))
                 if progress:
                     progress(coming.n)
-            except Exception as error:  # a queue's key or a chunk rule of the user's
-                raise ConfigError(f"a policy failed: {type(error).__name__}: {error}") from None
+            except PolicyError as error:
+                raise ConfigError(str(error)) from None
             coming = next(jobs, None)
         if engine.has_work:
             engine.step()

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Container
 
 import numpy as np
 
 from headway.config import Config
-from headway.errors import InvalidRequest, RequestTooLong
-from headway.request import Request, check_pooling
+from headway.errors import InvalidRequest, RequestTooLong, shorten
+from headway.request import Request, State, check_pooling
+from headway.scheduler.policy_calls import call_chunk
+
+MAX_WHOLE = (1 << 63) - 1
+MAX_SECONDS = 1e15
+WHOLE_NUMBERS = {  # field: smallest, largest
+    "max_tokens": (1, MAX_WHOLE),
+    "min_tokens": (0, MAX_WHOLE),
+    "n": (1, MAX_WHOLE),
+    "priority": (-MAX_WHOLE, MAX_WHOLE),
+}
+KINDS: dict[str, type] = {"reads_cache": bool, "client": str, "salt": str}
 
 
-def check(request: Request, config: Config) -> int:
-    """The length at which the request ends; raises a RequestError if it can never get there."""
+def check(request: Request, config: Config, in_use: Container[str]) -> int:
+    """The length at which the request ends; raises a RequestError if it can never get there.
+
+    Raises a PolicyError if the chunk rule fails. `in_use` has the ids that are taken.
+    """
     params, name = request.params, f"request {request.id!r}"
+    if request.id in in_use:
+        raise InvalidRequest(f"{name}: this id is in use")
+    if request.state is not State.WAITING or request.num_generated:
+        raise InvalidRequest(f"{name} has run before; make a new one")
+    _check_prompt(request, name)
     _check_params(request, name)
     if params.pooling is not None:
         _check_pooling(request, name)
@@ -27,7 +46,7 @@ def check(request: Request, config: Config) -> int:
     length = min(config.max_length, request.num_prompt + (params.max_tokens or config.max_length))
     if params.max_tokens is None:  # as far as it can run
         length = min(length, config.num_blocks * config.block_size + 1)
-        if config.chunk(length, config.max_tokens, True) < 1:
+        if call_chunk(config.chunk, length, config.max_tokens, True) < 1:
             length = min(length, config.max_tokens + 1)
         length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
@@ -40,7 +59,7 @@ def check(request: Request, config: Config) -> int:
             limit=config.num_blocks,
         )
     # A preempted request is computed again at any length up to the full one, so ask for that.
-    if config.chunk(num_stored, config.max_tokens, True) < 1:
+    if call_chunk(config.chunk, num_stored, config.max_tokens, True) < 1:
         raise RequestTooLong(
             f"{name} may grow to {length} tokens and the chunk rule does not cut prompts; "
             f"a step computes at most {config.max_tokens}",
@@ -50,27 +69,40 @@ def check(request: Request, config: Config) -> int:
     return length
 
 
-def _check_params(request: Request, name: str) -> None:
-    params = request.params
+def _check_prompt(request: Request, name: str) -> None:
     if request.num_prompt == 0:
         raise InvalidRequest(f"{name} has an empty prompt; at least one token is needed")
     least_token = np.frombuffer(request.prompt, dtype=np.intc).min()
     if least_token < 0:
         raise InvalidRequest(f"{name}: a token id must not be negative, got {least_token}")
-    for field, least in (("max_tokens", 1), ("min_tokens", 0), ("n", 1), ("priority", None)):
+
+
+def _check_params(request: Request, name: str) -> None:
+    params = request.params
+    for field, (low, high) in WHOLE_NUMBERS.items():
         value = getattr(params, field)
-        if value is None and field == "max_tokens":
-            continue
-        if not isinstance(value, int) or (least is not None and value < least):
-            wanted = "a whole number" + (f" of at least {least}" if least is not None else "")
-            raise InvalidRequest(f"{name}: {field} must be {wanted}, not {value!r}")
+        if not (value is None and field == "max_tokens"):
+            _check_whole(f"{name}: {field}", value, low, high)
     for field, time in (("deadline", params.deadline), ("arrival", request.arrival)):
-        if time is not None and not (isinstance(time, int | float) and math.isfinite(time)):
-            raise InvalidRequest(f"{name}: {field} must be a time in seconds, not {time!r}")
-    if not all(isinstance(token, int) for token in request.stops):
-        raise InvalidRequest(f"{name}: stop and end tokens are token ids, not {params.stops}")
-    if not isinstance(params.salt, str) or not params.salt.isprintable():
-        raise InvalidRequest(f"{name}: salt must be printable text, not {params.salt!r}")
+        is_number = isinstance(time, int | float) and not isinstance(time, bool)
+        if time is not None and not (is_number and -MAX_SECONDS <= time <= MAX_SECONDS):
+            wanted = f"a time in seconds of at most {MAX_SECONDS:.0e}"
+            raise InvalidRequest(f"{name}: {field} must be {wanted}, not {shorten(time)}")
+    for field, kind in KINDS.items():
+        if not isinstance(getattr(params, field), kind):
+            wrong = shorten(getattr(params, field))
+            raise InvalidRequest(f"{name}: {field} must be a {kind.__name__}, not {wrong}")
+    if not params.salt.isprintable():
+        raise InvalidRequest(f"{name}: salt must be printable text, not {shorten(params.salt)}")
+
+
+def _check_whole(name: str, value: object, low: int, high: int) -> None:
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if is_whole and low <= value <= high:  # type: ignore[operator]
+        return
+    is_high = is_whole and value > high  # type: ignore[operator]
+    limit = f" of at most {high}" if is_high else f" of at least {low}"
+    raise InvalidRequest(f"{name} must be a whole number{limit}, not {shorten(value)}")
 
 
 def _check_pooling(request: Request, name: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from headway.config import Checked, QueueRule, World, count, number
 from headway.request import Request
+from headway.scheduler.policy_calls import call_group, call_key, policy_failed
 
 FRONT = 16  # requests whose drifting keys are looked at in every step
 
@@ -37,27 +38,38 @@ class WaitingQueue:
         return (request for group in self._groups.values() for _, request in group)
 
     def _entry(self, request: Request) -> tuple[Any, Request]:
-        return (self.rule.key(request, self._world), request.history.serial), request
+        return (call_key(self.rule, request, self._world), request.history.serial), request
+
+    def group_of(self, request: Request) -> str:
+        """Its group; the rule is asked once, so that a request never changes its group."""
+        if request.history.group is None:
+            request.history.group = call_group(self.rule, request)
+        return request.history.group
 
     def place(self, request: Request) -> Any:
         """Sorts requests, waiting or running, as this queue would serve them."""
-        key, group = self._entry(request)[0], self.rule.group(request)
+        key, group = self._entry(request)[0], self.group_of(request)
         return key if group == ALL else (self._world.service().get(group, 0.0), key)
 
     def push(self, request: Request) -> None:
-        entry, name = self._entry(request), self.rule.group(request)
+        """Insert a request; PolicyError, and nothing changed, if its key cannot be used."""
+        entry, name = self._entry(request), self.group_of(request)
         group = self._groups.get(name, [])
-        if group and entry[0] < group[-1][0]:
-            insort(group, entry, key=_sort_key)
-        else:
-            group.append(entry)
+        try:
+            if group and entry[0] < group[-1][0]:
+                insort(group, entry, key=_sort_key)
+            else:
+                group.append(entry)
+        except Exception as error:
+            raise policy_failed("queue", f"to compare request {request.id!r}", error) from error
         self._groups[name] = group
         self._keys[request] = name, entry[0]
 
     def remove(self, request: Request) -> None:
+        """Take out a request, also if the order of the keys is not consistent."""
         name, key = self._keys.pop(request)
         group = self._groups[name]
-        del group[bisect_left(group, key, key=_sort_key)]
+        del group[_position(group, key, request)]
         if not group:
             del self._groups[name]
             self._turns.pop(name, None)
@@ -78,7 +90,7 @@ class WaitingQueue:
 
     def has_others(self, request: Request) -> bool:
         """Whether somebody of another group waits."""
-        return len(self._groups) > (self.rule.group(request) in self._groups)
+        return len(self._groups) > (self.group_of(request) in self._groups)
 
     def walk_within(self, most: float) -> Iterator[Request]:
         """As `walk`, but only who, given all of it, leaves its group served no more than `most`."""
@@ -113,14 +125,25 @@ class WaitingQueue:
             try:
                 for entry in fresh:
                     insort(group, entry, key=_sort_key)
-            except Exception:  # a user's keys that do not compare: nobody is lost for it
+            except Exception as error:  # a user's keys that do not compare: no request is lost
                 group[:] = before
-                raise
+                raise policy_failed("queue", "to compare waiting requests", error) from error
             self._keys.update((request, (name, key)) for key, request in fresh)
 
 
 def _sort_key(entry: tuple[Any, Request]) -> Any:
     return entry[0]
+
+
+def _position(group: list[tuple[Any, Request]], key: Any, request: Request) -> int:
+    """Where a request is in its group: by bisection, or by search if its key misleads."""
+    try:
+        place = bisect_left(group, key, key=_sort_key)
+    except Exception:  # keys that do not compare
+        place = len(group)
+    if place < len(group) and group[place][1] is request:
+        return place
+    return next(place for place, (_, other) in enumerate(group) if other is request)
 
 
 ALL = "all"  # the one group of rules that do not serve groups in turn

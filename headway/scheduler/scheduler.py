@@ -15,7 +15,6 @@ from collections import Counter, deque
 from typing import Any
 
 from headway.config import Config
-from headway.errors import InvalidRequest
 from headway.kv.manager import KVCache, Survey
 from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
 from headway.request import Request, State
@@ -41,7 +40,7 @@ class Scheduler:
         self.blocks_of, self.num_private_blocks = self.kv.blocks_of, self.kv.num_private_blocks
         self.queue = WaitingQueue(config.queue, self)
         self.ledger = Ledger()
-        self.lockstep = Lockstep(config.block_size, config.max_requests)
+        self.lockstep: Lockstep = Lockstep(config.block_size, config.max_requests)
         self.requests: dict[str, Request] = {}  # everyone not finished
         self.running: dict[Request, None] = {}  # everyone with a seat, in the order of admission
         self.prefilling: dict[Request, None] = {}
@@ -59,20 +58,26 @@ class Scheduler:
         self._step = Step(self, self.last_plan)
         self._service: dict[str, float] | None = None  # kept until somebody comes, goes or steps
 
-    def add(self, request: Request) -> None:
-        """Take a request, or raise a RequestError that says why it can never run."""
-        if request.id in self.requests:
-            raise InvalidRequest(f"request {request.id!r}: this id is in use")
-        if request.state is not State.WAITING or request.num_generated:
-            raise InvalidRequest(f"request {request.id!r} has run before; make a new one")
-        request.limit = door.check(request, self.config)
-        request.history.serial = self._num_added
-        self.queue.push(request)  # first: it may raise, if the key is a user's
-        self.ledger.arrive(self.config.queue.group(request))
-        self._num_added += 1
-        self.requests[request.id] = request
-        self.watched.update(request.stops)
-        self._news.added.append(request)
+    def add(self, *requests: Request) -> None:
+        """Take requests, all or none; a RequestError or PolicyError says why one cannot be taken."""
+        taken: list[Request] = []
+        try:
+            for request in requests:
+                request.limit = door.check(request, self.config, self.requests)
+                request.history.serial = self._num_added + len(taken)
+                self.queue.push(request)
+                self.requests[request.id] = request
+                taken.append(request)
+        except BaseException:
+            for request in taken:
+                self.queue.remove(request)
+                del self.requests[request.id]
+            raise
+        for request in requests:  # from here on nothing can fail
+            self.ledger.arrive(self.queue.group_of(request))
+            self.watched.update(request.stops)
+        self._num_added += len(requests)
+        self._news.added += requests
 
     def abort(self, id: str, reason: str = "abort", error: str | None = None) -> bool:
         """End a request at once, wherever it is; False if there is none of that id."""
@@ -188,7 +193,7 @@ class Scheduler:
     def service(self) -> dict[str, float]:
         """Weighted tokens served to every group; those in seats count with their whole prompts."""
         if self._service is None:
-            self._service, group = self.ledger.served.copy(), self.config.queue.group
+            self._service, group = self.ledger.served.copy(), self.queue.group_of
             for request in self.running:
                 self._service[group(request)] += _served(request)
         return self._service
@@ -217,7 +222,7 @@ class Scheduler:
         if not is_resume:
             request.history.num_cached = num_hit
         if self._service is not None:
-            self._service[self.config.queue.group(request)] += _served(request)
+            self._service[self.queue.group_of(request)] += _served(request)
         request.history.admission = self._num_admitted
         self._num_admitted += 1
         num_swapped = survey.num_computed - num_hit
@@ -247,7 +252,7 @@ class Scheduler:
 
     def _unseat(self, request: Request) -> None:
         """Out of the seat; the caller gives back its blocks."""
-        self.ledger.charge(self.config.queue.group(request), _served(request))
+        self.ledger.charge(self.queue.group_of(request), _served(request))
         request.history.furthest = max(request.history.furthest, request.num_computed)
         if request in self.lockstep.members:
             self.lockstep.leave(request)
@@ -275,7 +280,7 @@ class Scheduler:
             self.watched[token] -= 1
             if not self.watched[token]:
                 del self.watched[token]
-        self.ledger.depart(self.config.queue.group(request))
+        self.ledger.depart(self.queue.group_of(request))
         if reason in ("stop", "length") and request.params.pooling is None:
             allowed = request.limit - request.num_prompt
             self.output_shares.append(request.num_generated / allowed)

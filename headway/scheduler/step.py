@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from headway.plan import Behind, Blocked, Chunk, Plan, Reason
 from headway.request import Request, State
 from headway.scheduler import turns
+from headway.scheduler.policy_calls import call_chunk
+from headway.scheduler.priority_preemption import choose_victims
 
 if TYPE_CHECKING:
     from headway.scheduler.scheduler import Scheduler
 
-MOST_BUMPS = 16  # of one request, whatever the queue's rule allows
 UNCOMPUTED = frozenset({State.WAITING, State.PREFILL, State.SWAPPED})
 
 
@@ -51,23 +52,11 @@ class Step:
 
     def make_way(self) -> None:
         """If the first in line outranks running requests, send back as many as it needs."""
-        scheduler, lockstep, kv = self._scheduler, self._scheduler.lockstep, self._scheduler.kv
-        head, outranks = next(scheduler.queue.walk()), scheduler.config.queue.outranks
-        running = (*scheduler.prefilling, *lockstep.members)
-        inferior = [r for r in running if r.history.num_bumped < MOST_BUMPS and outranks(head, r)]
-        if not inferior or not self._lacks_only_room(head):
+        head = next(self._scheduler.queue.walk())
+        if self._must_wait(head):
             return
-        inferior.sort(key=lambda r: scheduler.config.victim(r, scheduler))
-        need = kv.num_taken(head, kv.survey(head)) + len(lockstep.due)
-        free, seats = kv.num_free, scheduler.config.max_requests - len(scheduler.running)
-        chosen: list[Request] = []
-        while inferior and (free < need or seats < 1):
-            chosen.append(inferior.pop())
-            free += kv.num_private_blocks(chosen[-1])
-            seats += 1
-        if chosen and free >= need and seats > 0:
-            for request in chosen:
-                scheduler.preempt(request, is_bump=True)
+        for request in choose_victims(head, self._scheduler):
+            self._scheduler.preempt(request, is_bump=True)
             self._entitled = head
 
     def decode(self, at_most: int | None = None) -> None:
@@ -229,8 +218,7 @@ class Step:
         left = self.tokens_left
         if left <= 0:
             return 0
-        chunk = self._scheduler.config.chunk(want, left, not self.plan.chunks)
-        return max(0, min(chunk, want, left))
+        return call_chunk(self._scheduler.config.chunk, want, left, not self.plan.chunks)
 
     def _compute(self, request: Request, num_tokens: int) -> None:
         """Put the next tokens of a prompt into the plan."""
@@ -245,13 +233,6 @@ class Step:
         history.num_recomputed += max(0, min(end, history.furthest) - start)
         if is_last:
             del scheduler.prefilling[request]
-
-    def _lacks_only_room(self, request: Request) -> bool:
-        """Whether blocks and a seat are all that a request may lack."""
-        want = self._scheduler.num_uncached(request)
-        left = self.tokens_left - self.num_decoding
-        fits = self._scheduler.config.chunk(want, left, True) > 0
-        return fits and not self._must_wait(request)
 
     def _must_wait(self, request: Request) -> Blocked | None:
         """For its leader, who computes the prompt for both, or for a token still in flight."""

@@ -25,7 +25,7 @@ def had_by(begun: Request, scheduler: Scheduler) -> float:
     that has had nothing waits for no more of it than its own request is long, and of those that
     have had the same none passes another.
     """
-    group = scheduler.config.queue.group(begun)
+    group = scheduler.queue.group_of(begun)
     return scheduler.service()[group] - scheduler.num_uncached(begun)
 
 
@@ -35,6 +35,6 @@ def leaves_seats(request: Request, scheduler: Scheduler) -> Blocked | None:
     kept = scheduler.config.max_requests // KEPT_SHARE
     if free > kept or len(scheduler.ledger.served) < 2:  # nobody else is known
         return None
-    group = scheduler.config.queue.group
+    group = scheduler.queue.group_of
     num_seats = sum(group(other) == group(request) for other in scheduler.running)
     return Blocked(request, "seats", kept + 1, free) if num_seats >= kept else None

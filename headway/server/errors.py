@@ -19,6 +19,7 @@ from headway.errors import (
     InvalidRequest,
     ModelError,
     Overloaded,
+    PolicyError,
     RequestError,
 )
 
@@ -121,6 +122,9 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
             return ApiError(400, words, param=_field_of(words))
         case ModelError():  # the model cannot do what was asked, such as chat without a template
             return ApiError(400, str(error))
+        case PolicyError():  # a user's own policy is broken, not the request
+            log.error("a request was refused: %s", error)
+            return ApiError(500, str(error), code="policy_failed")
         case ExecutorError():
             return ApiError(503, str(error), code="engine_gone")
         case TimeoutError():

@@ -1,0 +1,74 @@
+"""Call a policy and check what it returns; a PolicyError names the slot, the request and the cause.
+
+A policy may be a user's own function, so it may raise anything and return anything. These calls
+change nothing themselves: the caller decides what a failure ends.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from typing import Any
+
+from headway.config import ChunkRule, QueueRule, World
+from headway.errors import PolicyError, shorten
+from headway.request import Request
+
+
+def policy_failed(slot: str, where: str, error: Exception) -> PolicyError:
+    """The error to raise for what a policy raised; one that is a PolicyError stays as it is."""
+    if isinstance(error, PolicyError):
+        return error
+    return PolicyError(f"{slot} policy failed {where}: {type(error).__name__}: {error}", slot=slot)
+
+
+def call_key(rule: QueueRule, request: Request, world: World) -> Any:
+    """The sort key of a request; PolicyError unless it can be ordered."""
+    try:
+        key = rule.key(request, world)
+    except Exception as error:
+        raise policy_failed("queue", f"for request {request.id!r}", error) from error
+    if not is_orderable(key):
+        raise PolicyError(
+            f"queue policy returned {shorten(key)} as the sort key of request {request.id!r}; "
+            "return a number, a text or a tuple of these, without NaN or None",
+            slot="queue",
+        )
+    return key
+
+
+def call_group(rule: QueueRule, request: Request) -> str:
+    """The name of the group that a request is served with."""
+    try:
+        group = rule.group(request)
+    except Exception as error:
+        raise policy_failed("queue", f"in group() for request {request.id!r}", error) from error
+    if not isinstance(group, str):
+        raise PolicyError(
+            f"queue policy returned {shorten(group)} as the group of request {request.id!r}; "
+            "return a text",
+            slot="queue",
+        )
+    return group
+
+
+def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
+    """Tokens that the chunk rule grants of `want`, in [0, min(want, left)]; floats round down."""
+    try:
+        granted: Any = rule(want, left, is_first)
+        granted = granted if isinstance(granted, float) else index(granted)
+        return int(max(min(granted, want, left), 0))  # in this order int() sees, and refuses, NaN
+    except Exception as error:
+        where = f"for {want} tokens wanted and {left} left"
+        raise policy_failed("chunk", where, error) from error
+
+
+def is_orderable(key: Any) -> bool:
+    """Whether a key equals itself and is not below itself, with everything that is in it."""
+    if isinstance(key, float | int | str):
+        return bool(key == key)  # NaN does not equal itself
+    try:
+        if isinstance(key, tuple | list):
+            return all(map(is_orderable, key))
+        return bool(key == key) and not key < key
+    except Exception:  # no order, or a list that holds itself
+        return False
