@@ -80,9 +80,9 @@ def test_a_silent_connection_is_closed_without_a_word(here: Server, sent: bytes)
 
 def test_an_idle_connection_is_closed_later_than_a_slow_head(here: Server) -> None:
     with connected(here) as connection:
+        begun = time.monotonic()
         connection.sendall(GET + b"\r\n")
         said = connection.recv(65536)
-        begun = time.monotonic()
         assert said.startswith(b"HTTP/1.1 200") and connection.recv(65536) == b""
         assert time.monotonic() - begun > 1.5 * SHORT
 
@@ -103,17 +103,20 @@ def test_a_stream_may_take_longer_than_every_timeout(here: Server) -> None:
 def test_connections_above_a_limit_get_a_503_until_there_is_room(here: Server) -> None:
     until_free(here)
     with ExitStack() as stack:
-        open_ones = [stack.enter_context(connected(here)) for _ in range(5)]
-        for each in open_ones:
-            each.sendall(GET)  # not finished: it is not idle
-        time.sleep(0.05)
+        body = json.dumps(
+            {"prompt": SLOWLY + saying("x" * 1000), "max_tokens": 1000, "stream": True}
+        )
+        head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        asked = f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+        for _ in range(5):
+            running = stack.enter_context(connected(here))
+            running.sendall(asked)
+            assert running.recv(10)
         with connected(here) as refused:
             refused.sendall(GET + b"\r\n")
             status, headers, body = read(answer(refused))
         assert status == 503 and headers["connection"] == "close" and headers["retry-after"]
         assert body["error"]["code"] == "too_many_connections" and "5" in body["error"]["message"]
-        open_ones[0].sendall(b"Connection: close\r\n\r\n")
-        assert answer(open_ones[0]).startswith(b"HTTP/1.1 200")
     until_free(here)
 
 
