@@ -64,7 +64,8 @@ def survival_curve(finished: Floats, running: Floats) -> SurvivalCurve:
 
 def _bin(lengths: Floats) -> Floats:
     """The bin of each length; the fraction says how far inside the bin it is."""
-    return np.minimum(np.log2(lengths + 1) * PER_DOUBLING, NUM_BINS - 1e-6)
+    places: Floats = np.minimum(np.log2(lengths + 1) * PER_DOUBLING, NUM_BINS - 1e-6)
+    return places
 
 
 def _passed(places: Floats) -> Floats:
@@ -72,7 +73,8 @@ def _passed(places: Floats) -> Floats:
     whole = places.astype(np.intp)
     inside = np.bincount(whole, weights=places - whole, minlength=NUM_BINS)
     num_later = np.bincount(whole, minlength=NUM_BINS)[::-1].cumsum()[::-1]
-    return inside + np.append(num_later[1:], 0)
+    passed: Floats = inside + np.append(num_later[1:], 0)
+    return passed
 
 
 def _at(values: Floats, places: Floats) -> Floats:
