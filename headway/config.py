@@ -38,6 +38,8 @@ class World(Protocol):
     def pressure(self) -> float: ...  # recent preemptions, fading with every step
     @property
     def output_shares(self) -> Sequence[float]: ...  # generated / allowed of requests that ended
+    @property
+    def output_lengths(self) -> Sequence[int]: ...  # tokens of open-ended requests that ended
     def service(self) -> dict[str, float]: ...  # tokens served to every group of a fair queue
     def place(self, request: Request) -> Any: ...  # its sort key in the queue's order
     def num_uncached(self, request: Request) -> int: ...  # tokens left to compute before it decodes

@@ -17,10 +17,14 @@ import numpy.typing as npt
 from headway.config import Checked, World, number
 from headway.errors import ConfigError
 from headway.request import Request
+from headway.scheduler.lengths import is_open_ended, survival_curve
 
 Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 CLOSEST = 8  # moments near the peak that are counted block by block
 NUM_MOMENTS = 32  # at which an expected peak is looked for
+PRESSURE_DEVIATIONS = 0.5  # per recent preemption, for open-ended requests
+MIN_CHANCE = 0.5  # moments at which an open-ended new request runs with less are left out
 PRIOR = (np.arange(16) + 0.5) / 16  # shares of the allowed output, before any has been seen
 
 
@@ -84,29 +88,64 @@ def limit(batch: Batch, world: World) -> int:
 class learned(Checked):
     """Outputs that may stop end like those seen so far; the others go on to their limit.
 
-    `deviations` above what is expected are kept free.
+    Keeps `deviations` above the expected peak free; `open_deviations` for requests that are
+    open-ended, whose lengths are learned in tokens, plus half a deviation per recent preemption.
     """
 
     deviations: float = number(2.5, 0)
+    open_deviations: float = number(1.0, 0)
 
     def __call__(self, batch: Batch, world: World) -> int:
         goes_on = np.array([not request.stops for request in batch.requests])
         if goes_on.all():
             return limit(batch, world)
-        seen = np.sort(np.concatenate([PRIOR, np.asarray(world.output_shares)]))
-        generated = np.maximum(batch.held - batch.prompt, 0.0) / batch.allowed
-        moments = np.linspace(0.0, batch.left.max(), NUM_MOMENTS)[:, None]
-        num_longer = len(seen) - np.searchsorted(seen, generated, side="right")
-        outlived = np.searchsorted(seen, generated + moments / batch.allowed, side="right")
-        chance = np.where(goes_on, 1.0, (len(seen) - outlived) / np.maximum(num_longer, 1))
-        alive = chance * (moments <= batch.left)
+        is_open = np.array([is_open_ended(request) for request in batch.requests]) & ~goes_on
+        moments = np.linspace(0.0, 1.0, NUM_MOMENTS)[:, None]
+        moments = batch.left.max() * (moments**2 if is_open.any() else moments)
+        chance, error = _chance_by_share(batch, moments, world), np.zeros((NUM_MOMENTS, 1))
+        if is_open.any():
+            chance[:, is_open], error = _chance_by_length(batch, is_open, moments, world)
+        alive = np.where(goes_on, 1.0, chance) * (moments <= batch.left)
         order = np.argsort(-batch.left, kind="stable")
         shared = np.zeros(len(order))
         shared[order] = _shared([batch.requests[i] for i in order], world)
         blocks = (batch.held + moments) / world.block_size + 0.5 - shared
-        spread = np.sqrt((alive * (1 - alive) * blocks**2).sum(axis=1))
-        peak = ((alive * blocks).sum(axis=1) + self.deviations * spread).max()
-        return max(0, int(peak - (np.ceil(batch.held / world.block_size) - shared).sum()))
+        peaks = (alive * blocks).sum(axis=1) + self._margins(alive, blocks, error, is_open, world)
+        if is_open[-1]:  # once the new request has probably ended, refusing it would not help
+            peaks = peaks[chance[:, -1] >= MIN_CHANCE]
+        return max(0, int(peaks.max() - (np.ceil(batch.held / world.block_size) - shared).sum()))
+
+    def _margins(
+        self, alive: Floats, blocks: Floats, error: Floats, is_open: Bools, world: World
+    ) -> Floats:
+        """Blocks above the expected ones at each moment; errors of open-ended ones add up."""
+        variance = alive * (1 - alive) * blocks**2
+        margins: Floats = self.deviations * np.sqrt((variance * ~is_open).sum(axis=1))
+        if is_open.any():
+            common = ((alive * blocks)[:, is_open] * error).sum(axis=1)
+            spread = np.sqrt((variance * is_open).sum(axis=1) + common**2)
+            deviations = self.open_deviations + PRESSURE_DEVIATIONS * world.pressure
+            margins = np.hypot(margins, deviations * spread)
+        return margins
+
+
+def _chance_by_share(batch: Batch, moments: Floats, world: World) -> Floats:
+    """Chance of each output to go on to each moment, from shares of the allowed output."""
+    seen = np.sort(np.concatenate([PRIOR, np.asarray(world.output_shares)]))
+    generated = np.maximum(batch.held - batch.prompt, 0.0) / batch.allowed
+    num_longer = len(seen) - np.searchsorted(seen, generated, side="right")
+    outlived = np.searchsorted(seen, generated + moments / batch.allowed, side="right")
+    chance: Floats = (len(seen) - outlived) / np.maximum(num_longer, 1)
+    return chance
+
+
+def _chance_by_length(
+    batch: Batch, is_open: Bools, moments: Floats, world: World
+) -> tuple[Floats, Floats]:
+    """The same from lengths in tokens, for the open-ended, and the relative error of it."""
+    reached = np.maximum(batch.held - batch.prompt, 0.0)[is_open]
+    finished = np.asarray(world.output_lengths, dtype=np.float64)
+    return survival_curve(finished, reached).going_on(reached, moments)
 
 
 def _delays(requests: list[Request], world: World) -> tuple[Floats, Floats]:

@@ -20,13 +20,14 @@ from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
 from headway.request import Request, State
 from headway.scheduler import door
 from headway.scheduler.ledger import OUTPUT_WEIGHT, Ledger
+from headway.scheduler.lengths import is_open_ended
 from headway.scheduler.lockstep import Lockstep
 from headway.scheduler.queues import WaitingQueue
 from headway.scheduler.settle import check_result, settle
 from headway.scheduler.step import Step
 
 FADE = 0.97  # of `pressure` per step: a preemption is half forgotten after 23
-NUM_SHARES = 256  # finished outputs remembered for estimates
+NUM_OUTPUTS = 256  # finished outputs of each kind, remembered for estimates
 
 
 class Scheduler:
@@ -49,7 +50,8 @@ class Scheduler:
         self.in_flight: deque[Plan] = deque()
         self.pressure = 0.0
         self.prefill_streak = 0
-        self.output_shares: deque[float] = deque(maxlen=NUM_SHARES)
+        self.output_shares: deque[float] = deque(maxlen=NUM_OUTPUTS)
+        self.output_lengths: deque[int] = deque(maxlen=NUM_OUTPUTS)
         self.last_plan = Plan(-1)
         self._rows = list(range(config.max_requests))[::-1]
         self.watched: Counter[int] = Counter()  # stop tokens of everyone not finished
@@ -282,8 +284,15 @@ class Scheduler:
                 del self.watched[token]
         self.ledger.depart(self.queue.group_of(request))
         if reason in ("stop", "length") and request.params.pooling is None:
+            self._remember_output(request)
+
+    def _remember_output(self, request: Request) -> None:
+        """Keep what headroom rules learn from: a length if open-ended, a share otherwise."""
+        if not is_open_ended(request):
             allowed = request.limit - request.num_prompt
             self.output_shares.append(request.num_generated / allowed)
+        elif request.stops:
+            self.output_lengths.append(request.num_generated)
 
     # The two ends of a plan's life.
 

@@ -1,0 +1,83 @@
+"""Output lengths of open-ended requests: the chance that an output goes on, learned as it runs.
+
+A request without `max_tokens` may run to the model's length, so its limit says little about its
+output. This file estimates a survival curve instead: the chance that an output reaches a length.
+Lengths fall into bins of equal ratio, four per doubling. In each bin, the chance to end there is
+the number of outputs that ended in it over the number that entered it. Running requests count in
+every bin that they have passed, so long outputs are learned before the first of them ends. The
+prior counts as `PRIOR_WEIGHT` outputs in every bin.
+
+Knows lengths only, no blocks and no queue. The scheduler keeps the lengths; peak.py uses them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.request import Request
+
+Floats = npt.NDArray[np.float64]
+OPEN_ENDED = 2048  # tokens; a request that allows more is open-ended even with max_tokens
+PER_DOUBLING = 4
+NUM_BINS = 21 * PER_DOUBLING  # up to 2 million tokens
+EDGES = 2.0 ** (np.arange(NUM_BINS + 1) / PER_DOUBLING) - 1  # tokens; bin k is [k, k + 1)
+PRIOR_MEDIAN = 256  # tokens
+PRIOR_WEIGHT = 4.0  # outputs
+# One output in 17 is longer than 4 medians, one in 257 longer than 16: a heavy tail.
+PRIOR_SURVIVAL = 1 / (1 + (EDGES / PRIOR_MEDIAN) ** 2)
+PRIOR_ENDS = PRIOR_WEIGHT * (1 - PRIOR_SURVIVAL[1:] / PRIOR_SURVIVAL[:-1])
+
+
+def is_open_ended(request: Request) -> bool:
+    """Whether the limit of a request says little about the length of its output."""
+    return request.params.max_tokens is None or request.limit - request.num_prompt > OPEN_ENDED
+
+
+@dataclass(frozen=True)
+class SurvivalCurve:
+    """The chance that an output reaches a length; sums over the bins below each edge."""
+
+    hazard: Floats  # -log of the chance to reach the edge
+    variance: Floats  # of the estimate, relative to the square of that chance (Greenwood)
+
+    def going_on(self, reached: Floats, further: Floats) -> tuple[Floats, Floats]:
+        """Chance that outputs of `reached` tokens grow by `further`, and its relative error."""
+        start, end = _bin(reached), _bin(reached + further)
+        chance = np.exp(_at(self.hazard, start) - _at(self.hazard, end))
+        variance = _at(self.variance, end) - _at(self.variance, start)
+        return chance, np.sqrt(np.minimum(variance, 1.0))
+
+
+def survival_curve(finished: Floats, running: Floats) -> SurvivalCurve:
+    """The curve from the lengths of finished outputs and those that running ones have reached."""
+    ends = np.bincount(_bin(finished).astype(np.intp), minlength=NUM_BINS)
+    entered = ends[::-1].cumsum()[::-1] + _passed(_bin(running)) + PRIOR_WEIGHT
+    chance = (ends + PRIOR_ENDS) / entered
+    hazard, variance = np.zeros((2, NUM_BINS + 1))
+    np.cumsum(-np.log1p(-chance), out=hazard[1:])
+    np.cumsum(chance / ((1 - chance) * (entered + 1)), out=variance[1:])
+    return SurvivalCurve(hazard, variance)
+
+
+def _bin(lengths: Floats) -> Floats:
+    """The bin of each length; the fraction says how far inside the bin it is."""
+    places: Floats = np.minimum(np.log2(lengths + 1) * PER_DOUBLING, NUM_BINS - 1e-6)
+    return places
+
+
+def _passed(places: Floats) -> Floats:
+    """Running outputs that have passed each bin; the bin of an output counts as its fraction."""
+    whole = places.astype(np.intp)
+    inside = np.bincount(whole, weights=places - whole, minlength=NUM_BINS)
+    num_later = np.bincount(whole, minlength=NUM_BINS)[::-1].cumsum()[::-1]
+    passed: Floats = inside + np.append(num_later[1:], 0)
+    return passed
+
+
+def _at(values: Floats, places: Floats) -> Floats:
+    """Values of a curve between its edges, on straight lines."""
+    whole = places.astype(np.intp)
+    return values[whole] + (places - whole) * np.diff(values)[whole]
