@@ -30,8 +30,18 @@ tests: $(READY)  ## all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-clients: $(READY)  ## clients in other languages; needs node, npm and a network
-	$(BIN)/python -m pytest tests/clients
+CLIENTS := .venv-clients
+
+$(CLIENTS)/.ready: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+test-clients: $(READY) $(CLIENTS)/.ready  ## other clients of the server, of Python and Node; needs npm
+	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
+	$(BIN)/python -m pytest tests/clients/test_node.py
+	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python -m pytest -W ignore \
+	  --confcutdir tests/clients tests/clients/test_python.py
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
@@ -64,7 +74,7 @@ bench: $(READY)  ## what the scheduler costs, how good its decisions are, and th
 	$(BIN)/python bench/cpu_compare.py --skip-peers
 
 clean:  ## remove what was built
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help run demo test tests test-clients test-gpu sanitize $(SANITIZED) check format bench clean
