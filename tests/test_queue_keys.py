@@ -88,7 +88,7 @@ def test_remove_takes_out_exactly_that_request(
 @pytest.mark.parametrize(
     "key",
     [nan, (1.0, nan), (1, (2, [nan])), np.float64(nan), None, (None, 1), {}, 1j, object(), [{}]],
-    ids=repr,
+    ids=lambda key: type(key).__name__,
 )
 def test_a_key_that_has_no_place_in_an_order_is_refused_and_shown(key: Any) -> None:
     scheduler = Scheduler(preset(queue=lambda request, world: key))
