@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from headway.errors import InvalidRequest, shorten
+from headway.errors import InvalidRequest
 from headway.grammar import Grammar
 
 MOST_LOGPROBS = 100
@@ -188,7 +188,7 @@ KINDS: dict[str, type] = {
 
 
 def _wrong(name: str, wanted: str, value: object) -> InvalidRequest:
-    return InvalidRequest(f"{name} must be {wanted}, not {shorten(value)}")
+    return InvalidRequest(f"{name} must be {wanted}, not {value!r}")
 
 
 def _check_list(name: str, values: object, wanted: str, is_fine: Callable[[object], bool]) -> None:
@@ -196,7 +196,7 @@ def _check_list(name: str, values: object, wanted: str, is_fine: Callable[[objec
         raise _wrong(name, f"a list of {wanted}", values)
     for value in values:
         if not is_fine(value):
-            raise InvalidRequest(f"{name} must be a list of {wanted}; it holds {shorten(value)}")
+            raise InvalidRequest(f"{name} must be a list of {wanted}; it holds {value!r}")
 
 
 def _check_texts(name: str, texts: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench.trace_files import reuse
 from headway.errors import ConfigError, FormatError
 from headway.lab.jobs import FIRST_TOKEN, LAST_TOKEN
 from headway.lab.synthetic import parse_synthetic
@@ -80,6 +81,18 @@ def test_block_reuse_counts_leading_blocks_seen_before(tmp_path: Path) -> None:
     reuse = block_reuse(save(tmp_path, "a.jsonl", *rows))
     assert (reuse.num_blocks, reuse.num_hits) == (11, 0 + 2 + 0 + 3)
     assert reuse.share == 5 / 11
+
+
+def test_rejected_requests_count_in_no_hit_ratio(tmp_path: Path) -> None:
+    """The third line's last block and the fourth line are only in the request that is rejected."""
+    too_long = 400  # blocks; the profile's model has room for 256
+    long = [0, 1, *range(100, 98 + too_long)]
+    rows = mooncake((1024, [0, 1]), (too_long * 512, long), (1536, [0, 1, 100]), (512, [101]))
+    path = save(tmp_path, "a.jsonl", *rows)
+    assert block_reuse(path, skip={"1"}) == (2 + 3 + 1, 2)
+    found = reuse(str(path))
+    assert found["rejected"] == 1 and found["requests"] == 3 and found["blocks"] == 6
+    assert found["hit_ratio"] == found["trace_reuse"] == round(2 / 6, 5)
 
 
 def test_prompts_given_as_lengths_share_no_token(tmp_path: Path) -> None:

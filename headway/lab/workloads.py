@@ -23,9 +23,9 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,15 +100,17 @@ def _describe(job: Job) -> dict[str, Any]:
     return line if job.deadline is None else {**line, "deadline": job.deadline}
 
 
-def block_reuse(path: str | Path) -> Reuse:
+def block_reuse(path: str | Path, skip: Container[str] = ()) -> Reuse:
     """Count the hash ids of a Mooncake file, and those a cache without limit would serve.
 
-    Every hash id counts as one block, also the last of a prompt that fills it only in part. A
+    Requests whose ids are in `skip`, such as rejected ones, do not count and fill no cache. Every hash id counts as one block, also the last of a prompt that fills it only in part. A
     block is a hit if it and all before it in its prompt were in prompts of earlier lines.
     """
     seen: set[int | str] = set()
     num_blocks = num_hits = 0
-    for hashes in each(Path(path), Row.hashes):
+    numbers = count()  # a line without an id is named by its number, as in `read_jobs`
+    rows = each(Path(path), lambda row: (row.text("id", str(next(numbers))), row.hashes()))
+    for hashes in (hashes for id, hashes in rows if id not in skip):
         new = (place for place, block in enumerate(hashes) if block not in seen)
         num_hits += next(new, len(hashes))
         num_blocks += len(hashes)

@@ -73,40 +73,60 @@ class DryRun:
         return num_tokens
 
 
+class Shortage:
+    """What a waiting request needs, against what is free once some running ones have gone."""
+
+    def __init__(self, request: Request, scheduler: Scheduler) -> None:
+        kv = scheduler.kv
+        self._request, self._scheduler = request, scheduler
+        self._num_blocks = kv.num_taken(request, kv.survey(request)) + len(scheduler.lockstep.due)
+        self._num_blocks -= kv.num_free
+        self._num_rows = 1 + len(scheduler.running) - scheduler.config.max_requests
+        self._freed: dict[Request, int] = {}  # blocks, by the request that would give them back
+
+    def is_met(self, gone: list[Request]) -> bool:
+        """Whether the request could be admitted in this step if these were preempted first."""
+        if len(gone) < self._num_rows:
+            return False
+        for request in gone:
+            if request not in self._freed:
+                self._freed[request] = self._scheduler.kv.num_private_blocks(request)
+        if sum(self._freed[request] for request in gone) < self._num_blocks:
+            return False
+        streak = self._scheduler.prefill_streak
+        return bool(DryRun(self._request, self._scheduler, set(gone), streak).num_granted)
+
+
 def choose_victims(head: Request, scheduler: Scheduler) -> list[Request]:
     """The running requests to preempt for the first in the queue, in the order of the victim rule.
 
     Empty if it needs none, if all that it outranks together would not be enough, or if the recipe
     admits nothing in this step but will after the next decodes.
     """
-    outranks = scheduler.config.queue.outranks
+    outranks, victim = scheduler.config.queue.outranks, scheduler.config.victim
     running = (*scheduler.prefilling, *scheduler.lockstep.members)
     inferior = [r for r in running if r.history.num_bumped < MAX_PREEMPTIONS and outranks(head, r)]
-    if not inferior or _has_room(head, scheduler, []) or _is_turn_of_decodes(head, scheduler):
+    if not inferior:
         return []
-    inferior.sort(key=lambda r: scheduler.config.victim(r, scheduler), reverse=True)
-    if not _has_room(head, scheduler, inferior):
+    shortage = Shortage(head, scheduler)
+    if shortage.is_met([]) or not shortage.is_met(inferior) or _is_turn_of_decodes(head, scheduler):
         return []
-    num_chosen = 1
-    while not _has_room(head, scheduler, inferior[:num_chosen]):
-        num_chosen += 1
+    inferior.sort(key=lambda r: victim(r, scheduler))
+    inferior.reverse()  # the largest key goes first
+    counts = range(1, len(inferior) + 1)
+    # A recipe that draws lots may admit nothing at any count; then nothing is preempted.
+    num_chosen = next((count for count in counts if shortage.is_met(inferior[:count])), 0)
     chosen = inferior[:num_chosen]
-    for request in reversed(inferior[: num_chosen - 1]):  # the last one is needed
-        others = [r for r in chosen if r is not request]
-        if _has_room(head, scheduler, others):
+    return _needed(chosen, shortage)
+
+
+def _needed(chosen: list[Request], shortage: Shortage) -> list[Request]:
+    """The victims without those that turn out to be spare; the last one chosen is needed."""
+    for request in chosen[-2::-1]:
+        others = [other for other in chosen if other is not request]
+        if shortage.is_met(others):
             chosen = others
     return chosen
-
-
-def _has_room(head: Request, scheduler: Scheduler, gone: list[Request]) -> bool:
-    """Whether the request could be admitted in this step if these were preempted first."""
-    kv, config = scheduler.kv, scheduler.config
-    if len(scheduler.running) - len(gone) >= config.max_requests:
-        return False
-    need = kv.num_taken(head, kv.survey(head)) + len(scheduler.lockstep.due)
-    if kv.num_free + sum(map(kv.num_private_blocks, gone)) < need:
-        return False
-    return bool(DryRun(head, scheduler, set(gone), scheduler.prefill_streak).num_granted)
 
 
 def _is_turn_of_decodes(head: Request, scheduler: Scheduler) -> bool:
