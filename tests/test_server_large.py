@@ -105,6 +105,24 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(
     )
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "smollm"])
+@relaxed
+@given(text=pieces)
+@example(text="a\u0958.. b\u0301.. 가..")
+def test_every_cut_is_one_of_the_split_before_merging(
+    smollm2: Path, small_pieces: None, kind: str, text: str
+) -> None:
+    """Whatever the vocabulary: merges never cross a cut of the split."""
+    backend, cutter = made(kind, smollm2)._backend, made(kind, smollm2)._cutter
+    assert cutter is not None and backend.pre_tokenizer is not None
+
+    def split(part: str) -> list[str]:
+        normal = backend.normalizer.normalize_str(part) if backend.normalizer else part
+        return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(normal)]
+
+    assert [each for piece in cutter.pieces(text) for each in split(piece)] == split(text)
+
+
 @pytest.mark.parametrize("kind", ["bundled", "gpt2", "llama3", "qwen2", "smollm", "strips"])
 def test_ordinary_text_is_cut_into_small_pieces(smollm2: Path, kind: str) -> None:
     cutter = made(kind, smollm2)._cutter
