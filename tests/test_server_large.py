@@ -20,7 +20,7 @@ from headway.engine import long_text, tokenizer
 from headway.engine.asking import Asking
 from headway.engine.loop import Limits
 from headway.engine.tokenizer import Tokenizer, tokenizer_from_gguf
-from headway.errors import RequestTooLong
+from headway.errors import InvalidRequest, RequestTooLong
 from headway.sampling import Sampling, SamplingParams
 from headway.server import json_size, limits
 from headway.server.bodies import read_object
@@ -52,6 +52,7 @@ BITS = [
     "가.",
     "K",
 ]
+BITS += ["\u0958.", "नमस्ते ", "ที่ ก ", "لا ", "ᄀ", "ᅡ", "ᆨ ", "\u0301.", "Ⅻ.", "½,", "\u1c80 "]
 pieces = st.lists(
     st.sampled_from([*CORPUS, *BITS, "\u212aa", "\x04"]) | st.text(max_size=4), max_size=12
 ).map("".join)
@@ -92,6 +93,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @relaxed
 @given(text=pieces, special=st.booleans())
 @example(text="a <|im_end|> b. une ide\u0301e, <s> x", special=True)
+@example(text="a\u0958. b\u0301. 가.", special=False)
 @example(text="ab <left> c. <right> d word. word words,word", special=False)
 def test_the_tokens_of_the_pieces_are_those_of_the_whole(
     smollm2: Path, small_pieces: None, kind: str, text: str, special: bool
@@ -101,6 +103,24 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(
         ours.encode(text, special=special)
         == ours._backend.encode(text, add_special_tokens=special).ids
     )
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "smollm"])
+@relaxed
+@given(text=pieces)
+@example(text="a\u0958.. b\u0301.. 가..")
+def test_every_cut_is_one_of_the_split_before_merging(
+    smollm2: Path, small_pieces: None, kind: str, text: str
+) -> None:
+    """Whatever the vocabulary: merges never cross a cut of the split."""
+    backend, cutter = made(kind, smollm2)._backend, made(kind, smollm2)._cutter
+    assert cutter is not None and backend.pre_tokenizer is not None
+
+    def split(part: str) -> list[str]:
+        normal = backend.normalizer.normalize_str(part) if backend.normalizer else part
+        return [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(normal)]
+
+    assert [each for piece in cutter.pieces(text) for each in split(piece)] == split(text)
 
 
 @pytest.mark.parametrize("kind", ["bundled", "gpt2", "llama3", "qwen2", "smollm", "strips"])
@@ -147,6 +167,13 @@ def test_a_text_is_refused_exactly_if_it_has_more_tokens(
         with pytest.raises(RequestTooLong) as caught:
             ours.encode(text, max_tokens=max_tokens)
         assert max_tokens < caught.value.need <= len(ids) and caught.value.limit == max_tokens
+
+
+def test_a_run_that_cannot_be_cut_is_not_encoded_for_a_request(smollm2: Path) -> None:
+    ours, text = bundled(smollm2), " " * (long_text.MAX_RUN + 10)
+    with pytest.raises(InvalidRequest, match=str(long_text.MAX_RUN)):
+        ours.encode(text, max_tokens=1 << 20)
+    assert ours.decode(ours.encode(text)) == text  # offline, memory is the caller's own
 
 
 def test_a_bound_is_far_above_the_limit_for_a_huge_text(smollm2: Path) -> None:

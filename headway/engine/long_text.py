@@ -12,27 +12,23 @@ import string
 import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Self
 
 from tokenizers import Tokenizer as Backend
 
 from headway.engine.vocabulary import LLAMA_3, QWEN_2, SPACE
-from headway.errors import RequestTooLong
+from headway.errors import InvalidRequest, RequestTooLong
 
 PIECE = 1 << 14  # characters of a piece, at least
-WINDOW = 1 << 16  # characters that one search for a cut looks at; a search holds the GIL
+MAX_RUN = 1 << 17  # characters of a piece that has to fit; encoding one takes 100 times its memory
+WINDOW = 1 << 14  # characters that one search for a cut looks at; a search holds the GIL
 NFC_SHRINKS = 6  # NFC makes at most 3 characters of at most 4 bytes one of at least 2 bytes
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
-# Every pattern in use takes a letter or a numeral only into pieces that end with one, and looks
-# ahead only after white space. So a piece ends after a letter or numeral that neither follows, and
-# what comes before and after is split as if the other were not there. NFC changes neither side.
-CUT = re.compile(
-    "[0-9A-Za-zА-Яа-яぁ-ゖァ-ヺ一-龥가-힣]"
-    r"(?=[\t\n\r -/:-@\[-`{-~、-。！，：；？])"
-)
 ASCII_CLASSES = tuple(
     letters.encode() for letters in (string.ascii_letters, string.digits, string.punctuation)
 )
+PUNCTUATION = r"\t\n\r -/:-@\[-`{-~、-。！，：；？"  # also white space; in a regular expression
 PROBE = "a"  # a text that is no special token
 NON_ASCII = bytes(range(128, 256))
 
@@ -102,6 +98,24 @@ def _keeps_text(backend: Backend, normalizer: dict[str, Any]) -> bool:
     )
 
 
+@cache
+def cut_pattern() -> re.Pattern[str]:
+    """Matches a letter or numeral after which every split in use certainly cuts.
+
+    Those splits take a letter or numeral only into pieces that end with one, and look ahead only
+    after white space. So a piece ends where punctuation or white space follows one, and what comes
+    before and after is split as if the other were not there. NFC changes neither side.
+    """
+    old = unicodedata.ucd_3_2_0  # a letter then and now is one in whichever version a split uses
+    letters = [
+        letter
+        for letter in map(chr, range(0x10000))
+        if unicodedata.category(letter)[0] in "LN" and old.category(letter)[0] in "LN"
+        and unicodedata.is_normalized("NFC", letter)
+    ]  # fmt: skip
+    return re.compile(f"[{''.join(letters)}](?=[{PUNCTUATION}])")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutter:
     """Cuts texts so that the tokens of the pieces are the tokens of the whole."""
@@ -112,7 +126,7 @@ class Cutter:
 
     @classmethod
     def of(cls, backend: Backend) -> Self | None:
-        """For byte-level BPE with a split that `CUT` is known to hold for."""
+        """For byte-level BPE with a split that `cut_pattern` holds for."""
         normalizer = state_of(backend.normalizer)
         added = list(backend.get_added_tokens_decoder().values())
         composes = normalizer == {"type": "NFC"}
@@ -136,7 +150,7 @@ class Cutter:
 
     def _next_cut(self, text: str, start: int) -> int:
         while start < len(text):
-            found = CUT.search(text, start, start + WINDOW)
+            found = cut_pattern().search(text, start, start + WINDOW)
             if found is None:
                 start += WINDOW - 1  # a cut needs two characters
             elif self._is_free(text, found.end()):
@@ -165,6 +179,15 @@ def _is_known_split(steps: list[dict[str, Any]]) -> bool:
         ]:
             return regex in (LLAMA_3, QWEN_2)
     return False
+
+
+def check_run(piece: str) -> None:
+    """InvalidRequest for a piece that is too long to be encoded at once."""
+    if len(piece) > MAX_RUN:
+        raise InvalidRequest(
+            f"the text has {len(piece)} characters without the end of a word or number; at most "
+            f"{MAX_RUN} are encoded at once"
+        )
 
 
 def frame_of(backend: Backend) -> tuple[list[int], list[int]]:

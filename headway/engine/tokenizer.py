@@ -16,7 +16,15 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from headway.engine.long_text import Cutter, TokenBound, check_num_tokens, frame_of, state_of
+from headway.engine.long_text import (
+    Cutter,
+    TokenBound,
+    check_num_tokens,
+    check_run,
+    cut_pattern,
+    frame_of,
+    state_of,
+)
 from headway.engine.vocabulary import SPACE, Vocabulary
 from headway.errors import InvalidRequest, ModelError
 
@@ -89,6 +97,8 @@ class Tokenizer:
         before, after = frame_of(self._backend) if special else ([], [])
         ids = [*before]
         for piece in self._cutter.pieces(text):
+            if max_tokens is not None:
+                check_run(piece)
             ids += self._encode_piece(piece, special=False)
             check_num_tokens(len(ids), max_tokens)
         return ids + after
@@ -101,7 +111,7 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Compute now what the first long text would otherwise wait for."""
-        _ = self._bound
+        _ = self._bound, cut_pattern()
 
     @cached_property
     def _bound(self) -> TokenBound | None:
