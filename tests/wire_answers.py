@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
+from tests.wire_named import chunks_of, named_usage, plain_json, whole_named
+
 Choices = dict[int, dict[str, Any]]
 
 
@@ -20,6 +22,8 @@ class Answer(NamedTuple):
 def answer(status: int, body: bytes) -> Answer:
     """Of a response with one JSON body."""
     found = json.loads(body)
+    if found.get("object") == "response" or found.get("type") == "message":
+        return Answer(status, {0: whole_named(found)}, None, named_usage(found["usage"]))
     if "choices" not in found:
         return Answer(status, {}, {**found, "created": None, "data": None})
     return Answer(status, {c["index"]: _whole(c) for c in found["choices"]}, None, _usage(found))
@@ -29,12 +33,18 @@ def streamed_answer(status: int, body: bytes) -> Answer:
     """Of a response with events; AssertionError where they are not what they should be."""
     events = events_of(body)
     assert body.endswith(b"\n\n") and events and events[-1] == "[DONE]", body[-200:]
-    return Answer(status, joined(events[:-1]), None, _usage(json.loads(events[-2])))
+    choices = joined(events[:-1])
+    if body.startswith(b"event: message_start"):
+        for call in choices[0]["calls"]:
+            call["arguments"] = plain_json(call["arguments"])
+    return Answer(status, choices, None, _usage(json.loads(events[-2])))
 
 
 def events_of(body: bytes) -> list[str]:
-    """The data of every whole event."""
+    """The data of every whole event; named events as chunks that mean the same."""
     events = body.decode("ascii").split("\n\n")[:-1]
+    if body.startswith(b"event: "):
+        return chunks_of(events)
     assert all(event.startswith("data: ") and "\n" not in event for event in events), events
     return [event.removeprefix("data: ") for event in events]
 

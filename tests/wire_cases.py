@@ -7,9 +7,11 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.served import MODEL
 from tests.wire_server import saying
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 JSON = "application/json"
 WORDS = (
     "plain words", "grüße", "世界", "🙂🙃", "naïve", "\n", "  ", "\t", "a < b", "<", "<t", "<tool",
@@ -58,6 +60,11 @@ WRONG = (
     Case(CHAT, {"messages": [], "tools": "none"}),
     Case(CHAT, {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required"}),
     Case(CHAT, {"messages": [{"role": "user", "content": "a"}], "model": "another"}),
+    Case(RESPONSES, {"input": []}),
+    Case(
+        MESSAGES,
+        {"model": "another", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]},
+    ),
     Case("/v1/nothing", {"prompt": "a"}),
     Case(CHAT, method="GET", raw=b""),
     Case("/version", method="GET", raw=b""),
@@ -95,7 +102,8 @@ def output(chance: random.Random) -> str:
 def cases(seed: int, count: int) -> list[Case]:
     """`count` random right requests, and every wrong one."""
     chance = random.Random(seed)
-    made = [chance.choice((_chat, _chat, _completion))(chance) for _ in range(count)]
+    makers = (_chat, _chat, _completion, _response, _message)
+    made = [chance.choice(makers)(chance) for _ in range(count)]
     return [*made, *WRONG]
 
 
@@ -125,6 +133,34 @@ def _completion(chance: random.Random) -> Case:
     if chance.random() < 0.2:
         fields["echo"] = True
     return Case(COMPLETIONS, {**fields, "prompt": prompts if len(prompts) > 1 else prompts[0]})
+
+
+def _response(chance: random.Random) -> Case:
+    fields: dict[str, Any] = {"stop": "STOP"} if chance.random() < 0.3 else {}
+    if chance.random() < 0.2:
+        fields["max_output_tokens"] = chance.randint(1, 40)
+    text = output(chance)
+    if chance.random() < 0.75:
+        fields["tools"] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        fields["tool_choice"] = chance.choice(("auto", "auto", "required", "none"))
+        text = call(chance) if fields["tool_choice"] == "required" else text
+    return Case(RESPONSES, {**fields, "input": saying(text)})
+
+
+def _message(chance: random.Random) -> Case:
+    most = chance.randint(1, 40) if chance.random() < 0.2 else 400
+    fields: dict[str, Any] = {"model": MODEL, "max_tokens": most}
+    if chance.random() < 0.3:
+        fields["stop_sequences"] = ["STOP", "界"]
+    text = output(chance)
+    if chance.random() < 0.75:
+        fields["tools"] = [
+            {"name": tool["function"]["name"], "input_schema": {"type": "object"}} for tool in TOOLS
+        ]
+        kind = chance.choice(("auto", "auto", "any", "none"))
+        fields["tool_choice"] = {"type": kind}
+        text = call(chance) if kind == "any" else text
+    return Case(MESSAGES, {**fields, "messages": [{"role": "user", "content": saying(text)}]})
 
 
 def _common(chance: random.Random) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from headway.scheduler import Scheduler, preset
 from headway.server.serving import Recipe, Served
 from headway.server.settings import ConnectionSettings
 from tests.lettered import LONGEST, letters_app
-from tests.served import END, VOCAB_SIZE, Capitals, letters
+from tests.served import END, HIDDEN_SIZE, VOCAB_SIZE, Capitals, letters
 
 BEGIN, BETWEEN, FINISH = b"\x02", b"\x1e", b"\x03"
 SLOWLY, SLOW = "\x05", 0.01  # seconds of a step
@@ -61,7 +61,10 @@ class Parrot(Capitals):
 def parrot_served() -> Served:
     config = preset("headway", max_length=LONGEST, num_blocks=8192, block_size=16, max_requests=64)
     tokenizer = letters(TEMPLATE)
-    asking = Asking(tokenizer=tokenizer, vocab_size=VOCAB_SIZE, eos_ids=frozenset({END}))
+    asking = Asking(
+        tokenizer=tokenizer, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
+        eos_ids=frozenset({END}),
+    )  # fmt: skip
     return Served(engine=Engine(Scheduler(config), Parrot()), facts=asking)
 
 
