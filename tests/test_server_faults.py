@@ -155,10 +155,12 @@ def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
     letters = letters_served(0.0).facts.tokenizer
 
     class Delicate(Tokenizer):
-        def encode(self, text: str, *, special: bool = True) -> list[int]:
+        def encode(
+            self, text: str, *, special: bool = True, max_tokens: int | None = None
+        ) -> list[int]:
             if "poison" in text:
                 raise RuntimeError("a bug in a tokenizer")
-            return super().encode(text, special=special)
+            return super().encode(text, special=special, max_tokens=max_tokens)
 
     delicate = Delicate(letters._backend, eos=letters.eos, chat_template=letters.chat_template)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -389,16 +390,20 @@ async def test_a_long_echo_is_the_same_as_short_ones() -> None:
             assert [each for part in parts for each in part["logprobs"][name]] == column
 
 
+@pytest.mark.parametrize("limit", ["max_waiting", "max_per_client"])
 @on_loop
-async def test_more_prompts_than_may_wait_still_run() -> None:
+async def test_more_prompts_than_may_wait_still_run(limit: str) -> None:
     prompts = [f"p{number}" for number in range(100)]
-    async with server(Limits(max_waiting=10)) as here:
-        body = await here.complete(prompt=prompts)
-        assert [each["text"] for each in body["choices"]] == [each.upper() for each in prompts]
-        await here.settled()
-    async with server(Limits(max_per_client=3)) as here:
-        body = await here.complete(prompt=prompts[:10], user="one")
-        assert [each["text"] for each in body["choices"]] == [each.upper() for each in prompts[:10]]
+    async with server(Limits(**{limit: 10})) as here:
+        here.executor.gate.clear()
+        first = asyncio.create_task(here.complete(prompt="first"))  # its step waits at the gate
+        rest = asyncio.create_task(here.complete(prompt=prompts, user="one"))
+        while here.engine.num_open < len(prompts) + 1:
+            await asyncio.sleep(0.001)
+        here.executor.gate.set()  # all are read before the next step
+        texts = [each["text"] for each in (await rest)["choices"]]
+        assert texts == [each.upper() for each in prompts]
+        await first
         await here.settled()
 
 

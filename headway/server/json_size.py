@@ -29,7 +29,7 @@ class Counts:
         self.members += outside.count(b":")
 
     def excess(self) -> str | None:
-        """What there is too much of."""
+        """The first count above its limit, in words; None if all are within."""
         depth, several = sys.getrecursionlimit(), "send fewer in one request"
         if self.containers - self.closed > depth:
             return f"holds lists and objects nested over {depth} deep"
