@@ -2,25 +2,32 @@
 
     python bench/open_ended.py                           prints one JSON object
     python bench/open_ended.py --trace azure2023_conv.csv    adds lengths from a trace file
+    python bench/open_ended.py --url http://127.0.0.1:8000   32 chats against a running server
 
 Every request has max_tokens None and the model's length is 8192, so each may generate thousands of
 tokens; most generate a few hundred. Columns: the preset `headway`, the preset `vllm_v1`, and
 `headway` with the rule before lengths were learned (shares of the allowed output). Times are
 simulated, so the machine does not matter. `first_64_requests_per_second` is 64 over the time at
 which the 64th request ended.
+
+With --url nothing is simulated: start `headway serve` once with each preset, send the chats to each
+in turn and compare the ratio; a single figure depends on what else the machine does.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import sys
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
+import httpx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -158,13 +165,56 @@ def row(changes: dict[str, Any], regime: Regime) -> dict[str, float]:
     }
 
 
+TOPICS = ("rain", "bread", "chess", "rivers", "glass", "tea", "wood", "trains")
+QUESTIONS = (
+    "What is {} made of?",
+    "Say one sentence about {}.",
+    "Why do people like {}?",
+    "Define {}.",
+)
+
+
+async def send_chats(url: str) -> dict[str, float]:
+    """32 chats at once, without max_tokens, one sentence each; the rate and the most that ran."""
+    texts = [question.format(topic) for topic in TOPICS for question in QUESTIONS]
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        model = (await client.get("/v1/models")).raise_for_status().json()["data"][0]["id"]
+
+        async def chat(text: str) -> int:
+            messages = [{"role": "user", "content": text}]
+            body = {"model": model, "messages": messages, "temperature": 0, "stop": [".", "\n"]}
+            answer = await client.post("/v1/chat/completions", json=body)
+            return int(answer.raise_for_status().json()["usage"]["completion_tokens"])
+
+        start = perf_counter()
+        chats = asyncio.gather(*map(chat, texts))
+        most_running = 0
+        while not chats.done():
+            most_running = max(most_running, await num_running(client))
+            await asyncio.sleep(0.2)
+        tokens, seconds = sum(await chats), perf_counter() - start
+    rate = round(tokens / seconds, 1)
+    return {"output_tokens_per_second": rate, "tokens": tokens, "most_running": most_running}
+
+
+async def num_running(client: httpx.AsyncClient) -> int:
+    lines = (await client.get("/metrics")).raise_for_status().text.splitlines()
+    return sum(
+        int(float(x.split()[-1])) for x in lines if ":num_requests_running" in x and x[0] != "#"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trace", help="CSV file of arrivals and lengths; adds two regimes.")
     parser.add_argument("--only", help="Run only the regimes whose name contains this text.")
+    parser.add_argument("--url", help="Send 32 chats to the server at this address instead.")
     options = parser.parse_args()
+    if options.url:
+        print(json.dumps(asyncio.run(send_chats(options.url)), indent=1))
+        return
     regimes = REGIMES | (trace_regimes(options.trace) if options.trace else {})
     result: dict[str, Any] = {}
     for name, regime in regimes.items():

@@ -3,7 +3,8 @@
 While nobody ends, everybody grows; the batch holds most just before one of its ends. If the most
 fits, nobody will be preempted. `limit` takes every request to go on to its limit and is exact for
 known lengths, past cut prompts and shared prefixes too. `learned` knows only how outputs have ended
-so far, and asks for the expected peak plus some deviations.
+so far, and asks for the expected peak plus some deviations. It learns shares of the allowed output,
+and for open-ended requests lengths in tokens (lengths.py).
 """
 
 from __future__ import annotations
@@ -102,35 +103,43 @@ class learned(Checked):
         is_open = np.array([is_open_ended(request) for request in batch.requests]) & ~goes_on
         moments = np.linspace(0.0, 1.0, NUM_MOMENTS)[:, None]
         moments = batch.left.max() * (moments**2 if is_open.any() else moments)
-        chance, error = _chance_by_share(batch, moments, world), np.zeros((NUM_MOMENTS, 1))
-        if is_open.any():
-            chance[:, is_open], error = _chance_by_length(batch, is_open, moments, world)
+        chance, error = _chances(batch, is_open, moments, world)
         alive = np.where(goes_on, 1.0, chance) * (moments <= batch.left)
         order = np.argsort(-batch.left, kind="stable")
         shared = np.zeros(len(order))
         shared[order] = _shared([batch.requests[i] for i in order], world)
         blocks = (batch.held + moments) / world.block_size + 0.5 - shared
-        peaks = (alive * blocks).sum(axis=1) + self._margins(alive, blocks, error, is_open, world)
+        expected, variance = alive * blocks, alive * (1 - alive) * blocks**2
+        peaks = expected.sum(axis=1) + self._margins(expected, variance, error, is_open, world)
         if is_open[-1]:  # once the new request has probably ended, refusing it would not help
             peaks = peaks[chance[:, -1] >= MIN_CHANCE]
         return max(0, int(peaks.max() - (np.ceil(batch.held / world.block_size) - shared).sum()))
 
     def _margins(
-        self, alive: Floats, blocks: Floats, error: Floats, is_open: Bools, world: World
+        self, expected: Floats, variance: Floats, error: Floats, is_open: Bools, world: World
     ) -> Floats:
         """Blocks above the expected ones at each moment; errors of open-ended ones add up."""
-        variance = alive * (1 - alive) * blocks**2
-        margins: Floats = self.deviations * np.sqrt((variance * ~is_open).sum(axis=1))
-        if is_open.any():
-            common = ((alive * blocks)[:, is_open] * error).sum(axis=1)
-            spread = np.sqrt((variance * is_open).sum(axis=1) + common**2)
-            deviations = self.open_deviations + PRESSURE_DEVIATIONS * world.pressure
-            margins = np.hypot(margins, deviations * spread)
-        return margins
+        if not is_open.any():
+            return self.deviations * np.sqrt(variance.sum(axis=1))  # type: ignore[no-any-return]
+        bounded = self.deviations**2 * (variance * ~is_open).sum(axis=1)
+        spread = (variance * is_open).sum(axis=1) + (expected * error).sum(axis=1) ** 2
+        deviations = self.open_deviations + PRESSURE_DEVIATIONS * world.pressure
+        return np.sqrt(bounded + deviations**2 * spread)  # type: ignore[no-any-return]
+
+
+def _chances(batch: Batch, is_open: Bools, moments: Floats, world: World) -> tuple[Floats, Floats]:
+    """Chance of each output to go on to each moment, and the relative error where learned so."""
+    if is_open.all():
+        return _chance_by_length(batch, is_open, moments, world)
+    chance = _chance_by_share(batch, moments, world)
+    error = np.zeros_like(chance)
+    if is_open.any():
+        chance[:, is_open], error[:, is_open] = _chance_by_length(batch, is_open, moments, world)
+    return chance, error
 
 
 def _chance_by_share(batch: Batch, moments: Floats, world: World) -> Floats:
-    """Chance of each output to go on to each moment, from shares of the allowed output."""
+    """The chances from shares of the allowed output."""
     seen = np.sort(np.concatenate([PRIOR, np.asarray(world.output_shares)]))
     generated = np.maximum(batch.held - batch.prompt, 0.0) / batch.allowed
     num_longer = len(seen) - np.searchsorted(seen, generated, side="right")
@@ -142,7 +151,7 @@ def _chance_by_share(batch: Batch, moments: Floats, world: World) -> Floats:
 def _chance_by_length(
     batch: Batch, is_open: Bools, moments: Floats, world: World
 ) -> tuple[Floats, Floats]:
-    """The same from lengths in tokens, for the open-ended, and the relative error of it."""
+    """The chances of the open-ended ones from lengths in tokens, and their relative errors."""
     reached = np.maximum(batch.held - batch.prompt, 0.0)[is_open]
     finished = np.asarray(world.output_lengths, dtype=np.float64)
     return survival_curve(finished, reached).going_on(reached, moments)
