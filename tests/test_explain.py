@@ -26,6 +26,7 @@ MIXES: list[dict[str, Any]] = [
     {"name": "headway", "queue": "fair", "max_requests": 8, "num_blocks": 200},
     {"name": "vllm_v1", "max_requests": 3, "num_blocks": 60},
     {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True)", "num_blocks": 30},
+    {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True,patience=4)", "num_blocks": 44},
     {"name": "vllm_v1", "headroom": "back_off(watermark(0.05),share=0.05)", "num_blocks": 30},
     {"name": "minivllm", "num_blocks": 36},
 ]

@@ -82,16 +82,20 @@ def test_an_idle_connection_is_closed_later_than_a_slow_head(here: Server) -> No
     with connected(here) as connection:
         begun = time.monotonic()
         connection.sendall(GET + b"\r\n")
-        said = connection.recv(65536)
-        assert said.startswith(b"HTTP/1.1 200") and connection.recv(65536) == b""
+        said = b""
+        while piece := connection.recv(65536):
+            said += piece
+        assert said.startswith(b"HTTP/1.1 200")
         assert time.monotonic() - begun > 1.5 * SHORT
 
 
 def test_a_body_that_is_not_read_does_not_keep_a_connection(here: Server) -> None:
     with connected(here) as connection:
         connection.sendall(GET + b"Content-Length: 1000\r\n\r\nabc")
-        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
-        assert connection.recv(65536) == b""
+        said = connection.recv(65536)
+        assert said.startswith(b"HTTP/1.1 200")
+        while connection.recv(65536):
+            pass
 
 
 def test_a_stream_may_take_longer_than_every_timeout(here: Server) -> None:

@@ -99,10 +99,10 @@ def tool_use(
     grammar = None
     if chosen.must_call:
         is_one = chosen.is_one or not (parallel and format.between)
-        schemas = {
-            number: _arguments(tool, is_closed=disable_additional_properties)
-            for number, tool in chosen.allowed.items()
-        }
+        schemas = {}
+        for number, tool in chosen.allowed.items():
+            with _naming(number):
+                schemas[number] = _arguments(tool, is_closed=disable_additional_properties)
         grammar = _calls(format, chosen.allowed, schemas, is_one=is_one)
     return ToolUse(
         format=format, tools=tuple(tools), grammar=grammar, is_described=is_described,
