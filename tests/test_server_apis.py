@@ -127,6 +127,7 @@ async def test_items_of_an_input_become_the_conversation() -> None:
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text"),
         ({"input": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"input": "a", "echo": True}, "echo"),
     ],
 )
 @on_loop
@@ -243,6 +244,7 @@ async def test_an_assistants_last_turn_is_continued() -> None:
          "invalid_request_error", "messages[0].content[0]"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error",
          "thinking"),
+        ({"mcp_servers": [{"name": "a"}]}, 400, "invalid_request_error", "mcp_servers"),
         ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
         ({"tool_choice": {"type": "some"}}, 400, "invalid_request_error", "tool_choice"),
         ({"model": "other"}, 404, "not_found_error", "other"),

@@ -20,6 +20,7 @@ from headway.server.protocol import (
 )
 
 RENAMED = {"stop": "stop_sequences", "user": "metadata", "response_format": "output_config"}
+NOT_RUN_HERE = ("container", "mcp_servers")
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -70,6 +71,9 @@ def chat_request(body: CountRequest) -> ChatRequest:
     """The same request as a chat; ApiError names what is wrong or cannot be done here."""
     if (kind := (body.thinking or {}).get("type", "disabled")) not in ("disabled", "adaptive"):
         raise refused("thinking", f"must be disabled or adaptive, not {shown(kind)}")
+    for name in NOT_RUN_HERE:
+        if (body.model_extra or {}).get(name):
+            raise refused(name, "is not supported: the server runs no tools; leave it out")
     choice, config = body.tool_choice or {}, body.output_config or OutputConfig()
     messages = _messages(body)
     last = messages[-1]

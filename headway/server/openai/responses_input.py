@@ -73,9 +73,9 @@ class ResponsesRequest(Wishes):
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
     """The same request as a chat; ApiError names what is wrong or cannot be done here."""
-    more = body.model_extra or {}
+    given = body.model_extra or {}
     for name, advice in STATEFUL.items():
-        if more.get(name):
+        if given.get(name):
             raise refused(name, f"is not supported: the server keeps no responses; {advice}")
     if body.truncation == "auto":
         raise refused("truncation", 'must be "disabled": a prompt is never cut silently')
@@ -84,6 +84,8 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     fields = {
         name: getattr(body, name) for name in Wishes.model_fields if name in body.model_fields_set
     }
+    # Fields that only chats have would not be validated.
+    more = {name: given[name] for name in given if name not in ChatRequest.model_fields}
     effort = (body.reasoning or {}).get("effort")
     return ChatRequest.model_construct(
         _fields_set=None,
