@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import islice
@@ -20,6 +21,7 @@ from headway.errors import InvalidRequest, shorten
 
 NO_TOKENS: frozenset[int] = frozenset()
 Pooling = Literal["mean", "last"]  # over all prompt tokens, or the last one
+PLAIN_COLLECTIONS = (frozenset, set, list, tuple)
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_PROMPT = 1 << 27  # tokens; more is not read at all
 MAX_STOPS = 1 << 20  # token ids that end one request
@@ -216,6 +218,9 @@ class Request:
 
 def _token_ids(id: str, prompt: Iterable[int]) -> array[int]:
     """The prompt as 32-bit numbers; InvalidRequest names the first that is not one."""
+    if type(prompt) is list and len(prompt) <= MAX_PROMPT:  # nearly always; the rest takes longer
+        with suppress(TypeError, OverflowError):
+            return array("i", prompt)
     name = f"request {id!r}: prompt"
     if isinstance(prompt, str | bytes | bytearray | Mapping):
         raise InvalidRequest(f"{name} must be a list of token ids, not {shorten(prompt)}")
@@ -258,7 +263,8 @@ def _stops(id: str, params: Params) -> frozenset[int]:
 
 
 def _are_token_ids(ids: object) -> bool:
-    if not isinstance(ids, Collection) or isinstance(ids, str | bytes | Mapping):
+    is_plain = isinstance(ids, PLAIN_COLLECTIONS)  # quicker than asking for a Collection
+    if not is_plain and (not isinstance(ids, Collection) or isinstance(ids, str | bytes | Mapping)):
         return False
     return _num_elements(ids) <= MAX_STOPS and all(
         isinstance(token, int) and -MAX_TOKEN_ID <= token <= MAX_TOKEN_ID for token in ids

@@ -245,6 +245,9 @@ async def _events(
     straight = Straight(outlet, form) if outlet else None
     async with aclosing(together(opened.runs, straight)) as news:
         async for deltas in news:
+            if body.logprobs is None:
+                yield form(deltas)
+                continue
             size = sum(opened.choices[delta.choice].size(delta) for delta in deltas)
             yield await aside(size, partial(form, deltas))
     if chunks.has_usage:

@@ -17,13 +17,15 @@ MAX_ECHOED_LOGPROBS = 1 << 22  # of a prompt, in all choices of an answer
 def check_sizes(context: Context, body: Wishes) -> None:
     """Refuse fields whose lists or texts are too long in all."""
     for name in ("stop", "bad_words"):
-        value = getattr(body, name) or ()
+        value = getattr(body, name)
+        if not value:
+            continue
         size = len(value) if isinstance(value, str) else sum(map(len, value))
         if size > MAX_STOP_CHARACTERS:
             problem = f"must have at most {MAX_STOP_CHARACTERS} characters in all, not {size}"
             raise refused(name, problem)
-    allowed, most = body.allowed_token_ids or (), context.asking.vocab_size
-    if len(allowed) > most:
+    allowed, most = body.allowed_token_ids, context.asking.vocab_size
+    if allowed and len(allowed) > most:
         problem = f"must have at most {most} items, the model's tokens, not {len(allowed)}"
         raise refused("allowed_token_ids", problem)
 

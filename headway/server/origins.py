@@ -45,7 +45,7 @@ def check_host(headers: Headers, allowed: Collection[str]) -> None:
     if ANY in allowed or given is None:  # HTTP/1.0 has none; browsers always send one
         return
     name = host_name(given)
-    if name not in {host_name(each) for each in allowed}:
+    if name not in allowed and name not in {host_name(each) for each in allowed}:
         advice = "add it with --allowed-host, or '*' to accept any"
         problem = f"the Host {shown(name)} is not allowed; {advice}"
         raise ApiError(403, problem, param="Host", code="host_not_allowed")

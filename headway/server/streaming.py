@@ -10,6 +10,7 @@ import asyncio
 import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from starlette.responses import Response
@@ -164,12 +165,13 @@ class Chunks:
     def __init__(
         self, context: Context, id: str, kind: str, created: int, options: StreamOptions | None
     ) -> None:
-        facts = {"id": id, "object": kind, "created": created, "model": context.model_name}
+        about = f'"id":{quoted(id)},"object":"{kind}","created":{created}'
+        about += f',"model":{quoted(context.model_name)}'
         if context.fingerprint:
-            facts["system_fingerprint"] = context.fingerprint
+            about += f',"system_fingerprint":{quoted(context.fingerprint)}'
         self.has_usage = bool(options and options.include_usage)
         self.is_continuous = self.has_usage and bool(options and options.continuous_usage_stats)
-        self._head = f'data: {to_json(facts).decode()[:-1]},"choices":['
+        self._head = f'data: {{{about},"choices":['
         self._tail = ('],"usage":null}' if self.has_usage else "]}") + "\n\n"
 
     def chunk(

@@ -43,14 +43,16 @@ async def sampling(
     context: Context, body: Wishes, *, max_tokens: int | None, **more: Any
 ) -> SamplingParams:
     """The fields as the engine takes them; InvalidRequest or ApiError names the one it cannot."""
-    check_supported(body.model_extra)
+    if body.model_extra:
+        check_supported(body.model_extra)
     asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for name, ours in OTHER_NAME.items():
         if (value := getattr(body, name)) is not None:
             asked[ours] = value
     if body.logit_bias:
         asked["logit_bias"] = _biases(body.logit_bias)
-    asked["deadline"] = await deadline_of(context, body.deadline)
+    if body.deadline is not None:
+        asked["deadline"] = await deadline_of(context, body.deadline)
     check_salt(body.cache_salt)
     if body.stream_options is not None and not body.stream:
         raise refused("stream_options", "is only for requests with stream: true")
