@@ -6,8 +6,8 @@
 Starts `headway serve` with the bundled model on this machine. Windows of quiet and of attack follow
 each other while the streams run. For each attack:
 
-added_ms        the longest wait for a token of a stream, beyond the longest in all quiet windows of
-                the run; also for the 99th percentile
+added_ms        the longest wait for a token of a stream, beyond the longest in the quiet windows
+                right before and after; also for the 99th percentile
 health_ms       the slowest answer of /health; null if one failed
 memory_mb       resident before, at most, and after
 files           open before and after
@@ -40,6 +40,7 @@ from server_process import ServerProcess
 from headway.lab.http_client import Address, Client
 
 NUM_STREAMS = 32
+SETTLE_SECONDS = 30.0
 QUIET_SECONDS = 4.0
 ATTACK_SECONDS = 4.0  # at least; and one more after the last answer
 MAX_ADDED_MS = 200.0
@@ -162,9 +163,9 @@ def _compared(window: Window, quiet: list[Window]) -> dict[str, Any]:
 
 async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
     watch, results = Watch(server), dict[str, Any]()
-    windows: dict[str, Window] = {}
     async with watch.running():
-        await asyncio.sleep(QUIET_SECONDS)  # until all streams have begun
+        await asyncio.sleep(SETTLE_SECONDS)  # until the streams no longer begin and end together
+        await attacks()["referring_tool"]()(server.address)  # starts the process for grammars
         quiets = [await _quiet(watch)]
         for name in names:
             attack = attacks()[name]()
@@ -174,14 +175,13 @@ async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
             del attack
             files = [num_files, await _files_after(server, num_files)]
             quiets.append(await _quiet(watch))
-            windows[name] = window
             weights = (before, max(window.resident), quiets[-1].resident[-1])
-            results[name] = {
+            results[name] = _compared(window, quiets[-2:]) | {
                 "seconds": round(time.monotonic() - window.begun, 1), "answers": dict(answers),
                 "memory_mb": [round(size / 1e6) for size in weights], "files": files,
             }  # fmt: skip
-            print(name, results[name], _compared(window, quiets[-2:]), file=sys.stderr, flush=True)
-    return {name: _compared(windows[name], quiets) | results[name] for name in results}
+            print(name, results[name], file=sys.stderr, flush=True)
+    return results
 
 
 def is_ok(found: dict[str, Any]) -> bool:

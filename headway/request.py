@@ -263,8 +263,9 @@ def _stops(id: str, params: Params) -> frozenset[int]:
 
 
 def _are_token_ids(ids: object) -> bool:
-    is_plain = isinstance(ids, PLAIN_COLLECTIONS)  # quicker than asking for a Collection
-    if not is_plain and (not isinstance(ids, Collection) or isinstance(ids, str | bytes | Mapping)):
+    if not isinstance(ids, PLAIN_COLLECTIONS) and (  # quicker than asking for a Collection
+        not isinstance(ids, Collection) or isinstance(ids, str | bytes | Mapping)
+    ):
         return False
     return _num_elements(ids) <= MAX_STOPS and all(
         isinstance(token, int) and -MAX_TOKEN_ID <= token <= MAX_TOKEN_ID for token in ids
