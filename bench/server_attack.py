@@ -165,7 +165,7 @@ async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
     watch, results = Watch(server), dict[str, Any]()
     async with watch.running():
         await asyncio.sleep(SETTLE_SECONDS)  # until the streams no longer begin and end together
-        await attacks()["referring_tool"]()(server.address)  # starts the process for grammars
+        await attacks()["grammars"]()(server.address)  # starts the processes that try grammars
         quiets = [await _quiet(watch)]
         for name in names:
             attack = attacks()[name]()

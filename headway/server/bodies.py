@@ -128,14 +128,27 @@ def _check_pairs(value: Any) -> None:
 
 def _texts(value: Any) -> Iterator[tuple[str, str]]:
     """Every text in a value, keys too, with its place; in order."""
-    left = [("", value)]
-    while left:
-        where, each = left.pop()
+    open_: list[Iterator[tuple[str, Any]]] = [iter([("", value)])]  # one for each level
+    while open_:
+        found = next(open_[-1], None)
+        if found is None:
+            open_.pop()
+            continue
+        where, each = found
         if isinstance(each, str):
             yield where, each
         elif isinstance(each, list):
-            left += [(f"{where}[{at}]", inner) for at, inner in enumerate(each)][::-1]
+            open_.append(_items(where, each))
         elif isinstance(each, Mapping):
             yield from ((f"a key of {where or 'the body'}", key) for key in each)
             dot = "." if where else ""
-            left += [(f"{where}{dot}{key}", inner) for key, inner in each.items()][::-1]
+            open_.append(_members(where + dot, each))
+        pause()
+
+
+def _members(prefix: str, each: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{prefix}{key}", inner) for key, inner in each.items())
+
+
+def _items(where: str, each: list[Any]) -> Iterator[tuple[str, Any]]:
+    return ((f"{where}[{at}]", inner) for at, inner in enumerate(each))
