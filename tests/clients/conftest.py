@@ -20,7 +20,10 @@ def url() -> Iterator[str]:
     python = os.environ.get("HEADWAY_PYTHON", str(ROOT / ".venv" / "bin" / "python"))
     command = [python, "-m", "headway", "serve", NAME, "--port", "0", "--num-blocks", "512"]
     process = subprocess.Popen(
-        [*command, "--precision", "quantized", "--tool-call-parser", "hermes"],
+        [
+            *command, "--precision", "quantized", "--tool-call-parser", "hermes",
+            "--disable-additional-properties",  # litellm drops `strict` and `additionalProperties`
+        ],
         stderr=subprocess.PIPE, text=True, cwd=ROOT,
     )  # fmt: skip
     try:

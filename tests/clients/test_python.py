@@ -97,8 +97,7 @@ def test_litellm_completes_streams_and_calls_tools(url: str) -> None:
         chunk.choices[0].delta.content or "" for chunk in litellm.completion(**asked, stream=True)
     ]
     assert whole and "".join(pieces) == whole
-    schema = {**City.model_json_schema(), "additionalProperties": False}
-    function = {"name": "City", "parameters": schema}
+    function = {"name": "City", "parameters": City.model_json_schema()}
     tools = [{"type": "function", "function": function}]
     answer = litellm.completion(**asked, tools=tools, tool_choice="required")
     call = answer.choices[0].message.tool_calls[0]
