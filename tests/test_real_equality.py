@@ -149,7 +149,7 @@ def test_each_prompt_alone_is_continued_as_transformers_does(part: int) -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_says_the_same_in_a_batch(preset: str) -> None:
-    """The default one for the whole reference; the others differ at its beginning, if at all."""
+    """The default preset for the whole reference, the others for half of it, to save time."""
     trial = Trial(real.decoder(), preset)
     num_tokens = NUM_TOKENS if preset == DEFAULT else NUM_TOKENS // 2
     assert not unlike_reference(trial.ask_one(real.prompts(), num_tokens))
