@@ -45,11 +45,11 @@ test-clients: $(READY) $(CLIENTS)/.ready  ## other clients of the server, of Pyt
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
-	$(GPU_PYTHON) -m pytest -rs -W ignore tests/test_device.py tests/test_device_faults.py \
-	  tests/test_attention_adapters.py tests/test_gpu_real.py tests/test_gpu_commands.py tests/test_kernels_*.py
+	$(GPU_PYTHON) -m pytest -rs -W ignore tests/executor/test_gpu.py tests/executor/test_gpu_faults.py \
+	  tests/model/test_attention_adapters.py tests/end_to_end/test_gpu_real.py tests/end_to_end/test_gpu_commands.py tests/model/kernels
 
 # One target for each tool and file, so that --jobs 16 runs as many; the file left out launches nothing.
-KERNEL_TESTS := $(filter-out test_kernels_compiled,$(notdir $(basename $(wildcard tests/test_kernels_*.py))))
+KERNEL_TESTS := $(filter-out test_kernels_compiled,$(notdir $(basename $(wildcard tests/model/kernels/test_*.py))))
 SANITIZED := $(KERNEL_TESTS:%=memcheck-%) $(KERNEL_TESTS:%=racecheck-%)
 
 sanitize: $(SANITIZED)  ## compute-sanitizer over the kernels on a GPU: memory errors and races; takes minutes
@@ -57,7 +57,7 @@ sanitize: $(SANITIZED)  ## compute-sanitizer over the kernels on a GPU: memory e
 $(SANITIZED):
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \
 	  --tool $(firstword $(subst -, ,$@)) \
-	  $(GPU_PYTHON) -m pytest -q -W ignore tests/$(lastword $(subst -, ,$@)).py
+	  $(GPU_PYTHON) -m pytest -q -W ignore tests/model/kernels/$(lastword $(subst -, ,$@)).py
 
 check: $(READY)  ## formatting, lint and types
 	$(BIN)/ruff format --check --quiet .

@@ -43,8 +43,8 @@ from rich.console import Console
 
 from headway import SamplingParams
 from headway.loading import find_tokenizer
-from headway.model.checkpoint import open_checkpoint
-from headway.model.names import cache_root, resolve
+from headway.model.registry import cache_root, resolve
+from headway.model.weights.checkpoint import open_checkpoint
 
 NUM_PROMPT, MOST = 128, 32
 PRECISIONS = {"headway": "float32", "headway_fast": "fast"}

@@ -6,7 +6,7 @@
 
 perplexity    of the licence's first --tokens tokens, from the logprobs of a prompt: prefill
 ratio         ours / that of transformers in the same type; the goal is within 1 percent
-firsts        prompts of tests/real.py whose first token is that of transformers in the same type;
+firsts        prompts of tests/support/real.py whose first token is that of transformers in the same type;
               and `as_float32`: how often each of the two agrees with transformers in float32
 places        the same, of the most probable token after each token of the text but the last
 decodes       of --output greedy tokens after each prompt, the share that transformers finds most
@@ -37,13 +37,13 @@ from cpu_compare import NUM_SCORED
 from torch import Tensor
 
 from headway import LLM, SamplingParams
-from headway.engine.chat import render_chat
 from headway.loading import find_tokenizer
-from headway.model.checkpoint import open_checkpoint
 from headway.model.config import ModelConfig
 from headway.model.devices import use_device
-from headway.model.names import resolve
-from tests.real import PROMPTS
+from headway.model.registry import resolve
+from headway.model.weights.checkpoint import open_checkpoint
+from headway.text.chat_template import render_chat
+from tests.support.real import PROMPTS
 
 Figures = dict[str, Any]
 PARTS = {  # ours: precision, type of keys and values

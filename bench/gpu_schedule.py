@@ -38,8 +38,8 @@ from profiled import profiled
 
 from headway import LLM
 from headway.engine.engine import Engine
-from headway.engine.uncollected import uncollected
-from headway.executor.torch.rates import measured, recompute_seconds, resume_seconds, swap_seconds
+from headway.engine.gc_freeze import uncollected
+from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
 from headway.lab.bench import random_prompt
 from headway.plan import StepReport
 from headway.request import Params, Request

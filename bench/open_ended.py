@@ -34,15 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway.config import World
 from headway.lab.cost import load_profile
-from headway.lab.jobs import ENDS, Job
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.synthetic import parse_synthetic
-from headway.lab.workloads import adjust, read_jobs
+from headway.lab.workload.files import adjust, read_jobs
+from headway.lab.workload.jobs import ENDS, Job
+from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import StepReport
 from headway.request import Params
 from headway.scheduler import preset
-from headway.scheduler.peak import NUM_MOMENTS, PRIOR, Batch, future_peak
+from headway.scheduler.headroom import NUM_MOMENTS, PRIOR, Batch, future_peak
 
 PROFILE = "llama3.1-8b-a100-80gb"
 MAX_LENGTH = 8192

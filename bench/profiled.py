@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headway import LLM
-from headway.cli.profile import AMOUNTS, Logs, copy, learned, run
+from headway.cli.commands.profile import AMOUNTS, Logs, copy, learned, run
 from headway.lab.calibration import calibration
 from headway.lab.cost import Profile
 from headway.lab.fit import observations, predict

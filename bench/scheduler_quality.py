@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.synthetic import field_workload
+from headway.lab.workload.synthetic import field_workload
 from headway.scheduler import preset
 
 POOLS = (65_536, 32_768)

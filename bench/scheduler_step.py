@@ -3,7 +3,7 @@
     python bench/scheduler_step.py            prints one JSON object
 
 step_us          schedule + complete with that many running, context about 1000, blocks of 16
-plain_step_us    the same work by the plain model of nano-vLLM in tests/plain_nano.py
+plain_step_us    the same work by the plain model of nano-vLLM in tests/support/plain_nano.py
 admit_cold_us    add + schedule of a 4096-token prompt that nobody has seen
 admit_hit_us     the same, with all of it in the prefix cache
 finish_us        the step that ends a request of 1000 prompt and 512 output tokens, less a plain one
@@ -30,7 +30,7 @@ import numpy as np
 from headway.plan import Plan, StepResult
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
-from tests import plain_nano
+from tests.support import plain_nano
 
 CONTEXT, BLOCK, SIZES, PROMPT = 1000, 16, (64, 256, 1024), 4096
 EOS = frozenset({2})

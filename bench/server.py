@@ -41,12 +41,12 @@ import numpy.typing as npt
 
 from bench.server_halves import MODEL, SEATS, STREAMS, VOCAB, answer_offline
 from headway.errors import ConfigError
-from headway.lab import serve_report
-from headway.lab.asks import Wording, random_jobs
 from headway.lab.bench import Span
-from headway.lab.http_client import Address
-from headway.lab.jobs import Job
-from headway.lab.load import Outcome, find_model, send
+from headway.lab.loadgen import report as serve_report
+from headway.lab.loadgen.http_client import Address
+from headway.lab.loadgen.load import Outcome, find_model, send
+from headway.lab.loadgen.requests import Wording, random_jobs
+from headway.lab.workload.jobs import Job
 
 HALVES = Path(__file__).parent / "server_halves.py"
 INPUT, OUTPUT = Span(64, 128), Span(32, 96)

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from server_attacks import Attack, attacks
 from server_process import ServerProcess
 
-from headway.lab.http_client import Address, Client
+from headway.lab.loadgen.http_client import Address, Client
 
 NUM_STREAMS = 32
 SETTLE_SECONDS = 30.0

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from headway.lab.http_client import Address, Client
+from headway.lab.loadgen.http_client import Address, Client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = "The quick brown fox, jumps over the lazy dog. "

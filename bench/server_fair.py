@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_process import ServerProcess
 
-from headway.lab.asks import Wording, at_rate, random_jobs
 from headway.lab.bench import Span
-from headway.lab.http_client import Client
-from headway.lab.jobs import Job
-from headway.lab.load import Load, Outcome, find_model
+from headway.lab.loadgen.http_client import Client
+from headway.lab.loadgen.load import Load, Outcome, find_model
+from headway.lab.loadgen.requests import Wording, at_rate, random_jobs
+from headway.lab.workload.jobs import Job
 
 RATE = 1.0  # the small client's requests a second
 TIMES = 20  # the heavy one's, for one of those

@@ -24,23 +24,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from headway import LLM, SamplingParams
-from headway.cli.model_options import ModelOptions
-from headway.cli.serve import Facts, make_app, make_engine, set_up_logs
-from headway.cli.serve_options import ServeOptions
-from headway.engine.asking import Asking
+from headway.cli.commands.serve import Facts, make_app, make_engine, set_up_logs
+from headway.cli.options.model import ModelOptions
+from headway.cli.options.serve import ServeOptions
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
+from headway.engine.input_processor import Asking
 from headway.engine.loop import EngineLoop
-from headway.lab.asks import Wording
-from headway.lab.jobs import Job
+from headway.lab.loadgen.requests import Wording
+from headway.lab.workload.jobs import Job
 from headway.loading import find_tokenizer
-from headway.model.names import resolve
+from headway.model.registry import resolve
+from headway.observe.server_metrics import ServerMetrics
 from headway.plan import Column, Plan, StepReport, StepResult
 from headway.scheduler import Scheduler, preset
-from headway.server.metrics import ServerMetrics
-from headway.server.serving import Recipe, Served, bind, serve_here
+from headway.server.process.serve import Recipe, Served, bind, serve_here
+from headway.server.process.workers import Supervisor
 from headway.server.settings import Settings
-from headway.server.workers import Supervisor
 
 MODEL, VOCAB = "smollm2-135m", 49_152
 SEATS, STREAMS = 32, 256

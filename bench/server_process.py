@@ -17,8 +17,8 @@ from typing import Self
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway.errors import ConfigError
-from headway.lab.http_client import Address, Client
-from headway.lab.load import find_model
+from headway.lab.loadgen.http_client import Address, Client
+from headway.lab.loadgen.load import find_model
 
 STARTS_WITHIN = 120.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_process import ServerProcess
 
-from headway.lab.http_client import Address, Client, Reply
-from headway.lab.http_stream import EventReader
+from headway.lab.loadgen.http_client import Address, Client, Reply
+from headway.lab.loadgen.http_stream import EventReader
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY = 65_536

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workloads import MOONCAKE_BLOCK, block_reuse, read_jobs
+from headway.lab.workload.files import MOONCAKE_BLOCK, block_reuse, read_jobs
 from headway.plan import StepReport
 from headway.scheduler import preset
 

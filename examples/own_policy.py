@@ -14,7 +14,7 @@ from headway import Config, Request, World, preset
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.synthetic import parse_synthetic
+from headway.lab.workload.synthetic import parse_synthetic
 
 WORKLOAD = "requests=60,prompt=uniform(100,600),output=uniform(50,400)"
 

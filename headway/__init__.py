@@ -6,10 +6,10 @@ from headway.config import Config, World
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock, VirtualClock
 from headway.engine.engine import Engine
-from headway.grammar import Grammar
+from headway.grammar.grammar import Grammar
 from headway.plan import Plan, StepReport, StepResult
 from headway.request import Params, Request, State
-from headway.sampling import SamplingParams
+from headway.sampling_params import SamplingParams
 from headway.scheduler import PRESETS, Scheduler, preset
 
 if TYPE_CHECKING:

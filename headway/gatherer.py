@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.engine.clock import Clock
 from headway.engine.outputs import Gathering
-from headway.executor.torch.extra import Extra
+from headway.executor.extra import Extra
 from headway.plan import StepReport
 from headway.request import Request
 

@@ -18,18 +18,18 @@ from types import TracebackType
 from typing import IO, Any
 
 from headway.config import Config
-from headway.engine.asking import Asking, Message, Prompt, embedding_params, is_single
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine, Observer
+from headway.engine.input_processor import Asking, Message, Prompt, embedding_params, is_single
 from headway.engine.outputs import Delta, Gathering, Result, drop_sample
-from headway.engine.trace import TraceWriter
 from headway.errors import ExecutorError, FormatError, InvalidRequest, PolicyError, RequestError
-from headway.executor.torch import count_blocks, make_executor
-from headway.executor.torch.rates import Timed, measured
+from headway.executor.factory import count_blocks, make_executor
+from headway.executor.gpu.swap_cost import Timed, measured
 from headway.gatherer import Gatherer
 from headway.loading import Loaded, Progress, Wishes, load
+from headway.observe.trace import TraceWriter
 from headway.request import Params, Pooling, Request
-from headway.sampling import SamplingParams
+from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper
 

@@ -11,10 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headway.config import Config
-from headway.engine.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 from headway.errors import ConfigError
-from headway.model.backend import Backend
-from headway.model.checkpoint import Checkpoint, DummyCheckpoint, open_checkpoint
+from headway.model.backends.base import Backend
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.model.devices import (
@@ -26,8 +24,6 @@ from headway.model.devices import (
     size,
     use_device,
 )
-from headway.model.gguf import read_metadata
-from headway.model.names import resolve
 from headway.model.precision import (
     check_attention,
     choose_backend,
@@ -36,8 +32,12 @@ from headway.model.precision import (
     use_threads,
     weight_bytes,
 )
+from headway.model.registry import resolve
+from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint, open_checkpoint
+from headway.model.weights.gguf import read_metadata
 from headway.scheduler import preset
 from headway.scheduler.policies import recompute
+from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
 Steps = Callable[[int, int], None]  # (done, total)

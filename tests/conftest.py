@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from headway.model.names import resolve
-from tests.interpreter import hurry
+from headway.model.registry import resolve
+from tests.support.interpreter import hurry
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run side by side; set before torch loads
 if shutil.which("nvidia-smi") is None:  # known before triton loads, and without loading torch
@@ -27,8 +27,8 @@ def smollm2() -> Path:
 def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU hardly notices them; interpreted kernels do."""
     if os.environ.get("TRITON_INTERPRET"):
-        monkeypatch.setattr("headway.executor.torch.mixed.LEAST_DECODES", 4)
-        monkeypatch.setattr("headway.executor.torch.mixed.LEAST_TOKENS", 8)
+        monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_DECODES", 4)
+        monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_TOKENS", 8)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,9 +11,10 @@ import pytest
 from headway.config import Config, Verbs, World
 from headway.errors import ConfigError
 from headway.request import Params, Request
-from headway.scheduler import PRESETS, Scheduler, peak, policies, preset, queues
+from headway.scheduler import PRESETS, Scheduler, policies, preset, queues
+from headway.scheduler import headroom as peak
 from headway.scheduler.presets import NUMBERS, SLOTS, describe, slot
-from tests.drive import Drive
+from tests.support.drive import Drive
 
 
 def refusal(**changes: Any) -> str:

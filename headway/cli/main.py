@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway import __version__
-from headway.cli import (
+from headway.cli.commands import (
     bench,
     chat,
     compare,
@@ -25,7 +25,7 @@ from headway.cli import (
     top,
     trace,
 )
-from headway.cli.packages import install, is_optional
+from headway.cli.options.packages import install, is_optional
 from headway.errors import HeadwayError
 
 app = typer.Typer(

@@ -19,9 +19,8 @@ from itertools import count
 from typing import Any, Protocol
 
 from headway import errors
-from headway.engine.anteroom import Anteroom
 from headway.engine.engine import Engine
-from headway.engine.handover import Handover
+from headway.engine.event_loop_bridge import Handover
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.messages import (
     Ask,
@@ -35,6 +34,7 @@ from headway.engine.messages import (
     ToLoop,
     Update,
 )  # fmt: skip
+from headway.engine.preparation_queue import Anteroom
 from headway.engine.stream import Stream
 from headway.errors import ExecutorError, InvalidRequest, Overloaded
 from headway.request import Params

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from headway.engine.clock import Clock, RealClock
-from headway.engine.explain import explain
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMismatch, shorten
 from headway.executor.base import Executor, Handle, Preparation
+from headway.observe.explain import explain
 from headway.plan import Plan, StepReport
 from headway.request import Params, Request
 from headway.scheduler import Scheduler

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from headway.errors import HeadwayError
 from headway.plan import Embedding
 from headway.request import Params
-from headway.sampling import TokenLogprobs
+from headway.sampling_params import TokenLogprobs
 
 # To the loop.
 

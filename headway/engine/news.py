@@ -13,7 +13,7 @@ from headway.engine.engine import Engine
 from headway.engine.messages import End, Tokens, Update
 from headway.plan import Embedding, Plan, StepReport
 from headway.request import Request
-from headway.sampling import TokenLogprobs
+from headway.sampling_params import TokenLogprobs
 
 NO_TOKENS: list[int] = []
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from headway.engine.text import TextStream
-from headway.engine.tokenizer import Tokenizer
 from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.plan import Embedding
 from headway.request import Request
-from headway.sampling import SamplingParams, TokenLogprobs
+from headway.sampling_params import SamplingParams, TokenLogprobs
+from headway.text.detokenizer import TextStream
+from headway.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, kw_only=True)

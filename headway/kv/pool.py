@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from headway.kv.prefix import PrefixIndex
+from headway.kv.prefix_index import PrefixIndex
 
 
 class BlockPool:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headway.engine.metrics import Life, Metrics, percentiles
 from headway.errors import ConfigError
+from headway.observe.timeline import Life, Metrics, percentiles
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 MARKS = {"mean": "mean", "median": "p50", "p99": "p99"}  # their names, and ours

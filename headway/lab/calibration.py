@@ -15,14 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headway.config import Config
-from headway.engine.metrics import Metrics
-from headway.engine.trace import Line, header, unruns
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
 from headway.lab.fit import observations, predict
-from headway.lab.jobs import Job
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
+from headway.lab.workload.jobs import Job
+from headway.observe.timeline import Metrics
+from headway.observe.trace import Line, header, unruns
 
 Wave = list[tuple[int, int]]  # prompt and output lengths of requests that come at once
 LEAST_TOKENS = 64  # of what a request may have, prompt and output

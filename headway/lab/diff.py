@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-from headway.engine.trace import Line, decisions
+from headway.observe.trace import Line, decisions
 
 CHOICES = ("preempted", "admitted", "chunks", "decodes", "steps", "deferred", "finished")
 WORDS = {

@@ -14,10 +14,10 @@ from itertools import pairwise, product
 import numpy as np
 import numpy.typing as npt
 
-from headway.engine.trace import Line
 from headway.errors import ConfigError
 from headway.lab.cost import Machine, Model, Profile, Rates
 from headway.lab.search import lowest
+from headway.observe.trace import Line
 
 Numbers = npt.NDArray[np.float64]
 LEAST_STEPS = 24

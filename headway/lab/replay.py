@@ -13,10 +13,10 @@ from itertools import zip_longest
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
-from headway.engine.trace import Line, decisions, describe_step, request_of, unruns
 from headway.errors import ReplayMismatch
 from headway.executor.simulated import SimulatedHandle
 from headway.lab.diff import choices
+from headway.observe.trace import Line, decisions, describe_step, request_of, unruns
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 from headway.scheduler import Scheduler, preset

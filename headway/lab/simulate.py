@@ -13,12 +13,12 @@ from typing import IO
 from headway.config import Config
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine, Observer
-from headway.engine.metrics import Metrics
-from headway.engine.trace import TraceWriter, describe_step, header
 from headway.errors import ConfigError, PolicyError, RequestError
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import Profile
-from headway.lab.jobs import Job
+from headway.lab.workload.jobs import Job
+from headway.observe.timeline import Metrics
+from headway.observe.trace import TraceWriter, describe_step, header
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper

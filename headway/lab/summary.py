@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.engine.metrics import PERCENTILES, Life, Metrics, percentiles
+from headway.observe.timeline import PERCENTILES, Life, Metrics, percentiles
 
 Summary = dict[str, Any]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from headway.errors import ModelError
 from headway.model.fields import Fields
-from headway.model.frequencies import Rope, rope_from_gguf, rope_from_hf
+from headway.model.rope import Rope, rope_from_gguf, rope_from_hf
 
 __all__ = ["ModelConfig", "Rope", "from_gguf", "from_hf", "load_hf", "read_json"]
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from headway.model.backend import Backend, Layer
+from headway.model.backends.base import Backend, Layer
 from headway.model.batch import Batch
-from headway.model.checkpoint import Checkpoint
+from headway.model.weights.checkpoint import Checkpoint
 
 
 class Decoder:

@@ -16,13 +16,13 @@ from importlib.util import find_spec
 import torch
 
 from headway.errors import ConfigError
-from headway.model.backend import Backend
-from headway.model.checkpoint import DummyCheckpoint
+from headway.model.backends.base import Backend
+from headway.model.backends.native import backend as native
+from headway.model.backends.native.build import Unavailable, load
+from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
-from headway.model.native import backend as native
-from headway.model.native.build import Unavailable, load
-from headway.model.plain import PlainBackend
+from headway.model.weights.checkpoint import DummyCheckpoint
 
 PRECISIONS = ("auto", "float32", "fast", "quantized", "bfloat16", "float16")
 ON_CUDA = ("auto", "float32", "bfloat16", "float16")
@@ -74,11 +74,11 @@ def choose_backend(
 def _on_gpu(
     dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None, attention: str
 ) -> Backend:
-    from headway.model.gpu import GpuBackend  # needs triton
+    from headway.model.backends.gpu import GpuBackend  # needs triton
 
     if attention == "triton":
         return GpuBackend(dtype, str(device), kv_dtype)
-    from headway.model.attention_adapters import kernels_for
+    from headway.model.backends.attention_adapters import kernels_for
 
     kernels = kernels_for(ATTENTIONS[attention][0], dtype, kv_dtype, device)
     return GpuBackend(dtype, str(device), kv_dtype, kernels)

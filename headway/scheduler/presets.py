@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
-from headway import slots
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.scheduler import peak, policies, queues
+from headway.scheduler import headroom as peak
+from headway.scheduler import policies, queues
+from headway.scheduler import policy_text as slots
 
 SLOTS: dict[str, tuple[Any, ...]] = {
     "recipe": (

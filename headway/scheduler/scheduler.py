@@ -15,16 +15,16 @@ from collections import Counter, deque
 from typing import Any
 
 from headway.config import Config
-from headway.kv.manager import KVCache, Survey
+from headway.kv.cache import KVCache, Survey
 from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
 from headway.request import Request, State
-from headway.scheduler import door
+from headway.scheduler import validate as door
+from headway.scheduler.decode_batch import Lockstep
 from headway.scheduler.ledger import OUTPUT_WEIGHT, Ledger
-from headway.scheduler.lengths import is_open_ended
-from headway.scheduler.lockstep import Lockstep
+from headway.scheduler.output_lengths import is_open_ended
 from headway.scheduler.queues import WaitingQueue
-from headway.scheduler.settle import check_result, settle
-from headway.scheduler.step import Step
+from headway.scheduler.results import check_result, settle
+from headway.scheduler.step_builder import Step
 
 FADE = 0.97  # of `pressure` per step: a preemption is half forgotten after 23
 NUM_OUTPUTS = 256  # finished outputs of each kind, remembered for estimates

@@ -15,8 +15,26 @@ from starlette.responses import Response
 
 from headway import __version__
 from headway.errors import ExecutorError
-from headway.server import problems, tokens
-from headway.server.answers import (
+from headway.server.anthropic.messages import count_tokens, messages
+from headway.server.anthropic.messages_input import CountRequest, MessagesRequest
+from headway.server.context import Context
+from headway.server.generation.request_fields import check_model
+from headway.server.generation.stream import Whole
+from headway.server.http import validation_errors as problems
+from headway.server.http.errors import ApiError, api_error
+from headway.server.http.json_body import ReadRoute
+from headway.server.http.security import Guard
+from headway.server.openai import tokenize as tokens
+from headway.server.openai.chat import chat
+from headway.server.openai.completions import completions
+from headway.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embeddings
+from headway.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)  # fmt: skip
+from headway.server.openai.response_models import (
     AnthropicErrorResponse,
     ChatResponse,
     CompletionResponse,
@@ -29,26 +47,9 @@ from headway.server.answers import (
     ResponsesResponse,
     TokenizeResponse,
 )
-from headway.server.anthropic.messages import count_tokens, messages
-from headway.server.anthropic.messages_input import CountRequest, MessagesRequest
-from headway.server.bodies import ReadRoute
-from headway.server.chat import chat
-from headway.server.completions import completions
-from headway.server.context import Context
-from headway.server.errors import ApiError, api_error
-from headway.server.openai.embeddings import EmbeddingRequest, EmbeddingResponse, embeddings
 from headway.server.openai.responses import responses
 from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.pages import page
-from headway.server.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)  # fmt: skip
-from headway.server.security import Guard
-from headway.server.streaming import Whole
-from headway.server.wishes import check_model
 
 ANSWERS_WITHIN = 5.0  # seconds; only what changes the engine waits for the running step
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from headway.engine.asking import Asking
 from headway.engine.async_engine import AsyncEngine
+from headway.engine.input_processor import Asking
 from headway.server.settings import Settings
 
 Health = Callable[[AsyncEngine], Awaitable[str | None]]  # what is wrong; None: nothing

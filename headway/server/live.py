@@ -15,8 +15,8 @@ from fastapi.responses import HTMLResponse
 
 from headway.engine.async_engine import AsyncEngine
 from headway.errors import ExecutorError
-from headway.server.answers import ErrorResponse
-from headway.server.errors import ApiError
+from headway.server.http.errors import ApiError
+from headway.server.openai.response_models import ErrorResponse
 from headway.server.pages import page
 
 if TYPE_CHECKING:

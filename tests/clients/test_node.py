@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.processes import Server
-from tests.served import MODEL
-from tests.wire_server import saying
+from tests.support.processes import Server
+from tests.support.served import MODEL
+from tests.support.wire.server import saying
 
 HERE = Path(__file__).parent
 PLAIN = "grüße 世界 🙂"
@@ -42,7 +42,7 @@ def said(folder: Path) -> Any:
     """What the SDK made of a server's answers."""
     shutil.copy(HERE / "openai_node.mjs", folder)  # it imports from node_modules beside it
     call = f"<tool_call>\n{CALL}\n</tool_call>"
-    with Server(recipe="tests.wire_server:wire_recipe") as server:
+    with Server(recipe="tests.support.wire.server:wire_recipe") as server:
         prompts = [saying(PLAIN), saying(call)]
         command = ["node", "openai_node.mjs", f"{server.url}v1", *prompts]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)

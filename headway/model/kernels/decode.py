@@ -20,7 +20,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.cuts import Cut, cut_for
 from headway.model.kernels.launch import (
     ROUNDED_ALIKE,
     begin,
@@ -28,6 +27,7 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
+from headway.model.kernels.splits import Cut, cut_for
 
 LOG2_E = 1.4426950408889634
 

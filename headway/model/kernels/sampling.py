@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from headway.model.kernels.floors import COLD, INFINITY, LOG2E, find_floors
 from headway.model.kernels.launch import ceil_div, launched, power_of_2
-from headway.model.kernels.twins.floors import Columns
-from headway.model.kernels.twins.sampling import LAST, ROUNDS, WIDTH
+from headway.model.kernels.logit_thresholds import COLD, INFINITY, LOG2E, find_floors
+from headway.model.kernels.reference.logit_thresholds import Columns
+from headway.model.kernels.reference.sampling import LAST, ROUNDS, WIDTH
 
 __all__ = ["Columns", "Workspace", "sample", "workspace"]
 

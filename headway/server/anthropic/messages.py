@@ -15,13 +15,13 @@ from headway.server.anthropic.messages_input import (
     chat_request,
 )
 from headway.server.context import Context
-from headway.server.conversation import Conversation, open_conversation, template_options
-from headway.server.errors import ApiError, api_error, renamed
-from headway.server.runs import Delta, Outlet, Straight
-from headway.server.streaming import Events, Watched, Whole, named_event
+from headway.server.generation.conversation import Conversation, open_conversation, template_options
+from headway.server.generation.request_fields import chat_tokens_of, check_model
+from headway.server.generation.runs import Delta, Outlet, Straight
+from headway.server.generation.stream import Events, Watched, Whole, named_event
+from headway.server.http.errors import ApiError, api_error, renamed
 from headway.server.toolcalls.choice import tool_use
 from headway.server.toolcalls.formats import Piece, gathered
-from headway.server.wishes import chat_tokens_of, check_model
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from headway.server.errors import ApiError, refused, shown
-from headway.server.protocol import (
+from headway.server.http.errors import ApiError, refused, shown
+from headway.server.openai.protocol import (
     LONGEST_NAME,
     MOST_STOPS,
     ChatMessage,

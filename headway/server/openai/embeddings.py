@@ -13,16 +13,22 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from headway.engine.asking import embedding_params
+from headway.engine.input_processor import embedding_params
 from headway.errors import RequestTooLong
 from headway.plan import Embedding
 from headway.request import Params, Pooling
 from headway.server.context import Context
-from headway.server.errors import refused
-from headway.server.protocol import Many, Queued
-from headway.server.runs import failure, too_long
-from headway.server.streaming import Watched, Whole, new_id
-from headway.server.wishes import check_model, check_salt, deadline_of, prompts_of, tokens_of
+from headway.server.generation.request_fields import (
+    check_model,
+    check_salt,
+    deadline_of,
+    prompts_of,
+    tokens_of,
+)
+from headway.server.generation.runs import failure, too_long
+from headway.server.generation.stream import Watched, Whole, new_id
+from headway.server.http.errors import refused
+from headway.server.openai.protocol import Many, Queued
 
 Format = Literal["float", "base64"]
 

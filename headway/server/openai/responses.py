@@ -9,13 +9,13 @@ from typing import Any
 
 from headway.errors import InvalidRequest
 from headway.server.context import Context
-from headway.server.conversation import Conversation, open_conversation
-from headway.server.errors import ApiError, api_error, renamed
-from headway.server.logprobs import token_entries
+from headway.server.generation.conversation import Conversation, open_conversation
+from headway.server.generation.logprobs import token_entries
+from headway.server.generation.runs import Delta, Outlet, Straight
+from headway.server.generation.stream import Events, Watched, Whole, named_event
+from headway.server.http.errors import ApiError, api_error, renamed
 from headway.server.openai.responses_input import RENAMED, ResponsesRequest, chat_request
 from headway.server.openai.responses_items import OutputItems
-from headway.server.runs import Delta, Outlet, Straight
-from headway.server.streaming import Events, Watched, Whole, named_event
 
 INCOMPLETE = {"length": "max_output_tokens"}
 

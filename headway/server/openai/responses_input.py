@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headway.server.errors import ApiError, refused, shown
-from headway.server.protocol import (
+from headway.server.http.errors import ApiError, refused, shown
+from headway.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
     ResponseFormat,

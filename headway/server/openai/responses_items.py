@@ -9,8 +9,8 @@ import copy
 import secrets
 from typing import Any
 
-from headway.server.conversation import Answer
-from headway.server.runs import Delta
+from headway.server.generation.conversation import Answer
+from headway.server.generation.runs import Delta
 from headway.server.toolcalls.formats import CallDelta
 
 Event = dict[str, Any]

@@ -15,8 +15,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from headway.errors import InvalidRequest
-from headway.grammar import Grammar, check, with_few_blanks
-from headway.json_schema import closed
+from headway.grammar.grammar import Grammar, check, with_few_blanks
+from headway.grammar.json_schema import closed
 from headway.server.toolcalls.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
 from headway.server.toolcalls.parser import ToolCallParser
 from headway.server.toolcalls.prompt import NOTHING, Message, shown_tools, with_tools_described

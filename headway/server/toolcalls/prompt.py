@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from headway.engine.chat import render_chat
 from headway.errors import InvalidRequest, ModelError
-from headway.server.json_size import excess
+from headway.server.http.json_size import excess
 from headway.server.toolcalls.formats import HERMES, LLAMA3, ToolFormat
+from headway.text.chat_template import render_chat
 
 Message = Mapping[str, Any]
 PROBE = "a_tool_to_look_for"

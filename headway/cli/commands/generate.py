@@ -1,0 +1,195 @@
+"""`headway generate`: prompts in, texts out; many at a time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from headway.cli.options import prompts
+from headway.cli.options.model import (
+    SAMPLING,
+    ModelOptions,
+    SamplingOptions,
+    check_writable,
+    spread,
+)
+from headway.cli.options.prompts import Ask
+from headway.cli.view import live
+from headway.errors import InvalidRequest
+
+if TYPE_CHECKING:  # these need packages that a base installation does without
+    from headway.engine.outputs import Result, Sample
+    from headway.llm import LLM
+
+Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts.")]
+File = Annotated[
+    Path | None,
+    typer.Option(
+        help="More prompts: a .jsonl file, an object per line with prompt, prompt_token_ids or "
+        "messages, and any of id and the sampling fields (max_tokens, temperature, seed, ...); "
+        "any other file, a prompt per line, empty lines left out; '-' is stdin, as JSON if its "
+        "first line begins with '{'."
+    ),
+]
+Out = Annotated[Path | None, typer.Option(help="Write JSON lines here, as --json prints them.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print JSON lines, one per prompt as soon as it is done, so not in the prompts' "
+        "order: 'index' is the prompt's place, 'id' is its id in the file.",
+    ),
+]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateOptions(SamplingOptions):
+    """What only completions can be asked for."""
+
+    ignore_eos: Annotated[
+        bool,
+        typer.Option("--ignore-eos", help="Go on to the full length.", rich_help_panel=SAMPLING),
+    ] = False
+    samples: Annotated[
+        int, typer.Option("--samples", "-n", help="Texts per prompt.", rich_help_panel=SAMPLING)
+    ] = 1
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With so many alternatives per token.", rich_help_panel=SAMPLING),
+    ] = None
+
+
+@spread
+def generate_command(
+    prompt: Prompts = None,
+    file: File = None,
+    out: Out = None,
+    json_: Json = False,
+    *,
+    model: ModelOptions,
+    sampling: GenerateOptions,
+) -> None:
+    """Complete prompts: from the command line, from a file, or from stdin.
+
+    A prompt that fails does not stop the others; the exit code is 1 if any did.
+    """
+    asks = prompts.gather(prompt or (), file, sampling.params())
+    if not asks:
+        raise InvalidRequest("nothing to do: give a prompt, or a file of prompts with --file")
+    if out is not None:
+        check_writable(out)
+    with out.open("w", encoding="utf-8") if out else nullcontext() as output:
+        emit = _writer(output) if out or json_ else None
+        seconds, results = _run(asks, model, emit)
+    if emit is None:
+        _show(asks, results)
+    if not json_:
+        _print(Console(stderr=True), Text(_rates(results, seconds), "dim"))
+    if any(ask.error for ask in asks):
+        raise typer.Exit(1)
+
+
+def _run(
+    asks: list[Ask], model: ModelOptions, emit: Callable[[Row], None] | None
+) -> tuple[float, dict[int, Result]]:
+    """Answer all that can be; seconds it took, and results by the prompts' places."""
+    results: dict[int, Result] = {}
+    seconds = 0.0
+    if not all(ask.error for ask in asks):
+        with model.load() as llm:
+            ready = prompts.readable(llm, asks)
+            begun = time.perf_counter()
+            results = answer(llm, ready, lambda *both: emit(row(*both)) if emit else None)
+            seconds = time.perf_counter() - begun
+    console = Console(stderr=True)
+    for ask in asks:
+        if ask.error:
+            _print(console, Text.assemble(("error: ", "bold red"), ask.error))
+        if emit and ask.index not in results:
+            emit(row(ask))
+    return seconds, results
+
+
+def answer(
+    llm: LLM, asks: Sequence[Ask], on_finish: Callable[[Ask, Result], None]
+) -> dict[int, Result]:
+    """Results by the prompts' places; what is refused has its reason in the prompt instead."""
+
+    def finish(result: Result) -> None:
+        ask = asks[int(result.id)]  # a new LLM numbers its prompts from 0
+        broken = next((sample.error for sample in result.samples if sample.error), None)
+        if broken is not None:
+            ask.refuse(broken)
+        on_finish(ask, result)
+
+    given = [ask.params for ask in asks]
+    with live.bar(llm, "generating", sum(params.n for params in given)):
+        results = llm.generate([ask.content for ask in asks], given, on_finish=finish)
+    for ask, result in zip(asks, results, strict=True):
+        if result.error is not None:
+            ask.refuse(result.error)
+    pairs = zip(asks, results, strict=True)
+    return {ask.index: result for ask, result in pairs if result.error is None}
+
+
+def row(ask: Ask, result: Result | None = None) -> Row:
+    """One line of output. Times are seconds since the prompt was given."""
+    line: Row = {"index": ask.index, "id": ask.id, "error": ask.error}
+    if result is None:
+        return line
+    return line | {
+        "prompt": result.prompt,
+        "num_prompt_tokens": len(result.prompt_token_ids),
+        "samples": [_described(sample) for sample in result.samples],
+        "timings": asdict(result.timings),
+        "cached_tokens": result.cached_tokens,
+        "preemptions": result.preemptions,
+    }
+
+
+def _described(sample: Sample) -> Row:
+    if sample.logprobs is None:
+        return asdict(sample)
+    return {**asdict(sample), "logprobs": [entry._asdict() for entry in sample.logprobs]}
+
+
+def _writer(output: IO[str] | None) -> Callable[[Row], None]:
+    """Writes a line at once, so that whoever reads along need not wait; None is stdout."""
+    return lambda line: print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
+
+
+def _show(asks: Sequence[Ask], results: dict[int, Result]) -> None:
+    """Prompts dim, completions bold, in the prompts' order."""
+    console = Console()
+    for ask in asks:
+        for sample in results[ask.index].samples if ask.index in results else ():
+            # Token ids and messages have no text that the completion would go on from.
+            gap = "" if results[ask.index].prompt is not None else "\n"
+            text = Text.assemble((ask.shown + gap, "dim"), (live.safe(sample.text), "bold"), "\n")
+            _print(console, text)
+
+
+def _print(console: Console, text: Text) -> None:
+    """Broken into lines for people; whoever reads a pipe breaks them as they like."""
+    console.print(text, soft_wrap=not console.is_terminal)
+
+
+def _rates(results: dict[int, Result], seconds: float) -> str:
+    num_tokens = sum(result.num_generated for result in results.values())
+    num_prompt = sum(len(result.prompt_token_ids) for result in results.values())
+    num_cached = sum(result.cached_tokens for result in results.values())
+    rate = num_tokens / seconds if seconds else 0.0
+    return (
+        f"{len(results)} prompt{'s' * (len(results) != 1)}, {num_tokens:,} tokens in {seconds:.1f} s: {rate:.1f} tokens/s; "
+        f"{num_cached:,} of {num_prompt:,} prompt tokens from the cache"
+    )

@@ -1,0 +1,191 @@
+"""`headway run`: a few prompts served together, and what the scheduler does with them. `make run`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.text import Text
+
+from headway.cli.commands import generate
+from headway.cli.options.common import Json
+from headway.cli.options.model import ModelOptions, spread
+from headway.cli.options.prompts import Ask
+from headway.cli.view import live, render
+from headway.lab.summary import Summary, summarize
+from headway.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from headway.engine.outputs import Result
+    from headway.llm import LLM
+
+# Small, so that requests have to wait for seats and for blocks: that is what there is to see.
+SEATS, NUM_BLOCKS = 6, 32
+TEMPERATURE, TOP_P, REPETITION_PENALTY = 0.3, 0.95, 1.1
+MOST_SHOWN = 700  # characters of one text
+DICTIONARY = """A small dictionary for children
+
+Bridge: A bridge is a road that goes over a river, so that people can cross without getting wet.
+Candle: A candle is a stick of wax with a string in it. When you light the string, it burns slowly \
+and gives a warm light.
+Kitchen: The kitchen is the room of a house in which people cook their food and wash the dishes.
+Umbrella: An umbrella is a little roof that you carry in your hand, so that you stay dry when it \
+rains.
+Winter: Winter is the coldest time of the year, when the days are short and snow may fall.
+"""
+HINTS = (
+    "Next  [bold]headway run --preset static[/]                    one batch after the other",
+    "      [bold]headway run --preset vllm_v1 --num-blocks 20[/]   too few blocks: it preempts",
+    "      [bold]headway run --trace-out run.jsonl[/]              then: headway trace run.jsonl",
+    "      [bold]headway chat[/], [bold]headway generate --help[/], [bold]headway bench --help[/]",
+)
+MaxNewTokens = Annotated[
+    int | None, typer.Option(help="Cut every text here.", show_default="each text's own", min=1)
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One of the prompts: a text to go on with, perhaps after a shared prefix, or a chat."""
+
+    name: str
+    text: str
+    num_tokens: int
+    prefix: str = ""
+    is_chat: bool = False
+    stop: str | None = None
+    seed: int = 0
+
+
+def _word(word: str, seed: int) -> Sample:
+    return Sample(
+        name=word.lower(), text=f"{word}:", num_tokens=50, prefix=DICTIONARY, stop="\n", seed=seed
+    )
+
+
+SAMPLES = (
+    _word("Lighthouse", 7),
+    Sample(name="sea", text="The sea was calm that evening, and", num_tokens=120, seed=3),
+    _word("Library", 2),
+    Sample(
+        name="code", text="Write a Python function that adds the squares of a list.",
+        num_tokens=80, is_chat=True, stop="\n\n",
+    ),
+    Sample(name="capital", text="The capital of France is", num_tokens=16, stop="\n"),
+    _word("Garden", 4),
+    Sample(
+        name="note", text="Write a note of two sentences to thank Anna for a book.",
+        num_tokens=90, is_chat=True,
+    ),
+    _word("Baker", 5),
+    Sample(
+        name="walk", text="Three good reasons to go for a walk today:\n\n1.", num_tokens=100,
+        stop="\n4.", seed=6,
+    ),
+    Sample(
+        name="moon", text="Write three sentences about the moon.", num_tokens=100, is_chat=True,
+        seed=8,
+    ),
+)  # fmt: skip
+
+
+@spread
+def run_command(
+    max_new_tokens: MaxNewTokens = None, json_: Json = False, *, model: ModelOptions
+) -> None:
+    """Serve ten prompts together and watch the scheduler at work, then read the texts.
+
+    Seats and KV blocks are few unless told otherwise, so that requests wait and blocks run out.
+    """
+    defaults = {"max_requests": min(SEATS, model.max_tokens or SEATS)}
+    if model.kv_memory is None:
+        defaults["num_blocks"] = NUM_BLOCKS
+    with model.load(**defaults) as llm:
+        asks = [_ask(llm, index, max_new_tokens) for index in range(len(SAMPLES))]
+        metrics = live.measure(llm)
+        with live.View(llm, [sample.name for sample in SAMPLES], Console(stderr=True)):
+            results = llm.generate([ask.content for ask in asks], [ask.params for ask in asks])
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    summary = summarize(metrics)
+    if json_:
+        rows = [generate.row(ask, result) for ask, result in zip(asks, results, strict=True)]
+        run = {"model": llm.model_name, "config": metrics.config, "results": rows}
+        print(json.dumps({**run, "summary": summary}, indent=2))
+        return
+    _show(llm, results, summary)
+
+
+def _ask(llm: LLM, index: int, most: int | None) -> Ask:
+    sample = SAMPLES[index]
+    params = SamplingParams(
+        max_tokens=min(sample.num_tokens, most or sample.num_tokens), temperature=TEMPERATURE,
+        top_p=TOP_P, repetition_penalty=REPETITION_PENALTY, stop=sample.stop, seed=sample.seed,
+    )  # fmt: skip
+    content = _chat(llm, sample.text) if sample.is_chat else sample.prefix + sample.text
+    return Ask(index=index, id=sample.name, content=content, params=params)
+
+
+def _chat(llm: LLM, text: str) -> str | list[int]:
+    """As the model's template writes it; a model without one gets a question to answer."""
+    if llm.tokenizer is None or not llm.tokenizer.chat_template:
+        return f"Question: {text}\nAnswer:"
+    return llm.chat_tokens([{"role": "user", "content": text}])
+
+
+def _show(llm: LLM, results: Sequence[Result], summary: Summary) -> None:
+    console = Console(highlight=False)
+    for sample, result in zip(SAMPLES, results, strict=True):
+        console.print(_panel(sample, result))
+    num_cached = sum(result.cached_tokens for result in results)
+    lines = (
+        "",
+        f"[bold]{summary['output_tokens']:,} tokens in {summary['seconds']:.1f} s: "
+        f"{summary['output_tokens_per_second']:.1f} tokens/s[/] from "
+        f"{escape(Path(llm.model_name).name)}; half of the requests had their first token within "
+        f"{render.seconds(summary['ttft']['p50'])}.",
+        f"The scheduler took {summary['steps']:,} steps with {summary['per_step']['seats']:.1f} "
+        f"requests in each, found {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens in "
+        f"the cache, preempted {summary['preemptions']} times and computed "
+        f"{summary['recomputed_tokens']} tokens again.",
+        "",
+        *HINTS,
+    )
+    for line in lines:
+        console.print(line)
+
+
+def _panel(sample: Sample, result: Result) -> Panel:
+    text = _trimmed(result)
+    body = Text("… " if sample.prefix else "", "dim").append(sample.text, "dim")
+    body.append("\n\n" if sample.is_chat else " ").append(text, "not dim")
+    facts = (
+        f"{result.num_generated} tokens, first after {render.seconds(result.timings.first_token)}"
+    )
+    if result.cached_tokens:
+        facts += f", {result.cached_tokens} of {len(result.prompt_token_ids)} prompt tokens cached"
+    if result.preemptions:
+        facts += f", preempted {result.preemptions}x"
+    return Panel(
+        body, title=sample.name, title_align="left", subtitle=facts, subtitle_align="right",
+        border_style="cyan", padding=(0, 1),
+    )  # fmt: skip
+
+
+def _trimmed(result: Result) -> str:
+    """The text to its last full sentence, if it was cut off or is too long to show."""
+    text = live.safe(result.text).strip()
+    if len(text) <= MOST_SHOWN and result.samples[0].finish_reason != "length":
+        return text
+    text = text[:MOST_SHOWN]
+    whole = re.match(r".*[.!?][\"”]?(?=\s|$)", text, re.DOTALL)
+    return (whole[0] if whole else text) + " …"

@@ -1,0 +1,179 @@
+"""A conversation with a model: answers, commands, statistics. What chat.py reads and shows.
+
+Knows no terminal: whoever calls it gives it lines, and a function to write with.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from headway.cli.view import live
+from headway.errors import HeadwayError, RequestTooLong
+from headway.observe.timeline import Life
+from headway.plan import StepReport
+from headway.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from headway.llm import LLM
+
+HELP = """\
+/reset        forget the conversation, keep the system message
+/system TEXT  set the system message; without a text, show it
+/stats        tokens, speed, cache and scheduler
+/help         this
+/exit         leave, as Ctrl-D does; Ctrl-C ends an answer"""
+Write = Callable[[str], None]
+
+
+class Talk:
+    """A conversation with a model, and what it took."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
+        self.llm = llm
+        self.params = params
+        self.system = system
+        self.messages: list[dict[str, Any]] = []
+        self.metrics = live.measure(llm)
+        self.num_cached = 0  # of the latest prompt
+
+    def check(self) -> None:
+        """Raise whatever keeps this model from chatting, before anything is typed."""
+        self._prompt([{"role": "user", "content": "?"}])
+
+    def take(self, line: str, write: Write) -> bool:
+        """Obey a command or answer a message; False to leave."""
+        if not line.startswith("/"):
+            self.answer(line, write)
+            return True
+        command, _, text = line.partition(" ")
+        if command == "/exit":
+            return False
+        write(self._obey(command, text.strip()) + "\n")
+        return True
+
+    def _obey(self, command: str, text: str) -> str:
+        if command == "/reset":
+            self.messages.clear()
+            return "(a new conversation)"
+        if command == "/system":
+            if text:
+                self.system = text
+                return "(the system message holds from the next answer on)"
+            return self.system or "(no system message but the model's own)"
+        if command == "/stats":
+            return self.stats()
+        return HELP if command == "/help" else f"{command} is no command:\n{HELP}"
+
+    def answer(self, text: str, write: Write) -> None:
+        """Stream an answer. What was refused, or never begun, leaves no trace in the talk."""
+        messages = [*self.messages, {"role": "user", "content": text}]
+        said = ""
+        try:
+            prompt, room = self._fit(messages)
+            allowed = min(self.params.max_tokens or room, room)
+            said, reason = self._stream(prompt, replace(self.params, max_tokens=allowed), write)
+        except HeadwayError as error:
+            write(f"({error})\n")
+            return
+        except KeyboardInterrupt:
+            write(" (stopped)\n")
+            return
+        note = {"abort": " (stopped)", "error": " (the model failed)"}.get(reason or "", "")
+        if reason == "length":
+            is_full = allowed == room
+            limit = "the model's length is reached: /reset begins anew" if is_full else "cut off"
+            note = f" ({limit} after {allowed} tokens)"
+        write(f"{note}\n")
+        if said:
+            self.messages = [*messages, {"role": "assistant", "content": said}]
+
+    def _prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return self.llm.chat_tokens([*system, *messages])
+
+    def _fit(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
+        """The prompt, and how many tokens the answer may have; RequestTooLong if there are none."""
+        prompt, config = self._prompt(messages), self.llm.config
+        most = min(config.max_length, config.num_blocks * config.block_size + 1)
+        if len(prompt) >= most:
+            raise RequestTooLong(
+                f"the conversation has {len(prompt):,} tokens and there is room for {most:,}, "
+                "the answer included: /reset begins a new one",
+                need=len(prompt) + 1,
+                limit=most,
+            )
+        return prompt, most - len(prompt)
+
+    def _stream(
+        self, prompt: list[int], params: SamplingParams, write: Write
+    ) -> tuple[str, str | None]:
+        said, reason = "", None
+        num_cached = self.metrics.totals["cached_tokens"]
+        with stopped_by_interrupt(self.llm):
+            for delta in self.llm.stream(prompt, params):
+                write(delta.text)
+                said, reason = said + delta.text, delta.finish_reason
+        self.num_cached = self.metrics.totals["cached_tokens"] - num_cached
+        return said, reason
+
+    def stats(self) -> str:
+        """What the chat took so far, in a few lines."""
+        lives, totals = list(self.metrics.lives.values()), self.metrics.totals
+        if not lives:
+            return "(nothing has been answered yet)"
+        scheduler = self.llm.engine.scheduler
+        num_held = scheduler.num_blocks - scheduler.num_free
+        num_said = len(self._prompt(self.messages)) if self.messages else 0
+        lines = {
+            "last answer": self._last(lives[-1]),
+            "conversation": f"{num_said:,} of {self.llm.config.max_length:,} tokens",
+            "in all": f"{len(lives)} answers, {totals['output_tokens']:,} tokens; "
+            f"{totals['cached_tokens']:,} of {totals['prompt_tokens']:,} prompt tokens cached",
+            "KV cache": f"{num_held} of {scheduler.num_blocks:,} blocks held, "
+            f"{len(scheduler.kv.pool.index.block_of):,} prefix blocks known",
+            "scheduler": f"{len(self.metrics.steps['running']):,} steps, "
+            f"{totals['swaps'] + totals['recomputes']} preemptions, "
+            f"{totals['recomputed_tokens']} tokens recomputed",
+        }
+        return "\n".join(f"{name:14}{text}" for name, text in lines.items())
+
+    def _last(self, life: Life) -> str:
+        if life.first_token < 0:
+            return "stopped before its first token"
+        rate = (life.num_output - 1) / max(1e-9, life.finished - life.first_token)
+        return (
+            f"{life.num_output} tokens, the first after {life.first_token - life.arrival:.2f} s, "
+            f"then {rate:.1f} a second; {self.num_cached} of {life.num_prompt} prompt tokens cached"
+        )
+
+
+@contextmanager
+def stopped_by_interrupt(llm: LLM) -> Iterator[None]:
+    """Ctrl-C ends what runs at the end of its step: nothing is left half done, the cache stays.
+
+    A second one does not wait for that.
+    """
+    num_interrupts = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal num_interrupts
+        num_interrupts += 1
+        if num_interrupts > 1:
+            raise KeyboardInterrupt
+
+    def observe(report: StepReport) -> None:
+        if num_interrupts:
+            for id in list(llm.engine.scheduler.requests):
+                llm.engine.abort(id)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    llm.engine.observers.append(observe)
+    try:
+        yield
+    finally:
+        llm.engine.observers.remove(observe)
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,120 @@
+"""Runs plans on a real model: copies, then one forward pass over everything the plan computes.
+
+Finishes a plan before it returns from `launch`. Knows rows and blocks, no queues and no policies.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headway.config import Config
+from headway.executor.extra import Extra
+from headway.executor.pooling import Pooler
+from headway.executor.row_table import RowTable
+from headway.executor.sampling.sampler import Sampler
+from headway.model.decoder import Decoder
+from headway.plan import Chunk, Column, Copy, Plan, StepResult
+
+NO_CHUNKS: list[Chunk] = []
+
+
+@dataclass(slots=True)
+class Done:
+    """A plan that has run."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class TorchExecutor:
+    """A decoder, its blocks on device and host, and the rows of those who are seated."""
+
+    def __init__(
+        self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        sizes = config.block_size
+        self.decoder = decoder
+        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, sizes)
+        self.host_blocks = torch.empty(
+            (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
+        )
+        self.rows = RowTable(config.max_requests, sizes, config.max_length)
+        self.sampler = Sampler(
+            config.max_requests, decoder.config.vocab_size, self.device_blocks.device
+        )
+        self.pooler = Pooler()
+        self.model_seconds = 0.0  # spent in forward passes and products with the head
+        self.now = now
+
+    @torch.inference_mode()
+    def launch(self, plan: Plan) -> Done:
+        started = self.now()
+        _copy(self.device_blocks, self.host_blocks, plan.copies_out)
+        _copy(self.host_blocks, self.device_blocks, plan.copies_in)
+        for admission in plan.admitted:
+            self.rows.seat(admission.request)
+        for chunk in plan.chunks:
+            if chunk.is_last:
+                request = chunk.request
+                self.sampler.seat(request.row, request, request.tokens)
+        self.rows.grow(plan)
+        result, extra = StepResult(started=started), Extra()
+        for step in range(plan.num_steps if plan.decodes else 1):
+            self._run(plan, NO_CHUNKS if step else plan.chunks, result, extra)
+            result.failed = self.sampler.grammars.take_failed(step) | result.failed
+        if extra:
+            result.extra = extra
+        result.ended = self.now()
+        return Done(result)
+
+    def _run(self, plan: Plan, chunks: list[Chunk], result: StepResult, extra: Extra) -> None:
+        """One forward pass, and the tokens that come of it."""
+        if not (plan.decodes or chunks):
+            return
+        batch = self.rows.batch(plan.rows, chunks)
+        begun = time.perf_counter()
+        hidden = self.decoder.forward(batch, self.device_blocks)
+        logits = self.decoder.logits(hidden[batch.sampled_n]) if len(batch.sampled_n) else None
+        self.model_seconds += time.perf_counter() - begun
+        last = [chunk for chunk in chunks if chunk.is_last]
+        firsts = np.array([chunk.request.row for chunk in last], dtype=np.intp)
+        seats = np.concatenate([plan.rows, firsts])
+        tokens = self._sample(logits, seats)
+        if plan.decodes:
+            column: Column = tokens[: len(plan.decodes)]
+            result.columns.append(column)
+            self.rows.advance(plan.rows, tokens[: len(plan.decodes)])
+        self._finish_chunks(chunks, tokens[len(plan.decodes) :], result)
+        requests = (*plan.decodes, *(chunk.request for chunk in last))
+        extra.keep(self.sampler.take_logprobs(), requests)
+        starts = batch.starts_s[len(plan.decodes) : -1].tolist()
+        extra.score_prompts(self.decoder, chunks, hidden, starts)
+        extra.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
+
+    def _sample(self, logits: Tensor | None, seats: np.ndarray) -> np.ndarray:
+        if logits is None:
+            return np.zeros(0, dtype=np.intc)
+        tokens: np.ndarray = self.sampler.sample(logits, seats).to(torch.int32).cpu().numpy()
+        return tokens
+
+    def _finish_chunks(self, chunks: list[Chunk], tokens: np.ndarray, result: StepResult) -> None:
+        sampled = iter(tokens.tolist())
+        for chunk in chunks:
+            self.rows.lengths[chunk.request.row] = chunk.end
+            if chunk.is_last:
+                result.firsts.append(next(sampled))
+                self.rows.last[chunk.request.row] = result.firsts[-1]
+
+
+def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:
+    """Whole blocks; each is one piece of memory on both sides."""
+    for copy in copies:
+        target[copy.target].copy_(source[copy.source], non_blocking=True)

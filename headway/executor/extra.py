@@ -1,0 +1,52 @@
+"""What a step finds out beyond its tokens, for the requests that asked for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headway.executor.sampling.sampler import prompt_logprobs
+from headway.model.decoder import Decoder
+from headway.plan import Chunk, Embedding
+from headway.request import Request
+from headway.sampling_params import Sampling, TokenLogprobs
+
+SLICE = 256  # prompt positions whose logits are there at once
+
+
+@dataclass(slots=True)
+class Extra:
+    """Logprobs of generated tokens in order and of prompt tokens by place; finished embeddings."""
+
+    logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
+    embeddings: dict[Request, Embedding] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.logprobs or self.prompt or self.embeddings)
+
+    def keep(self, found: Mapping[int, TokenLogprobs], requests: Iterable[Request]) -> None:
+        """What the sampler found by row, of those who were sampled."""
+        if found:
+            for request in requests:
+                if request.row in found:
+                    self.logprobs.setdefault(request, []).append(found[request.row])
+
+    def score_prompts(
+        self, decoder: Decoder, chunks: list[Chunk], hidden: Tensor, starts: list[int]
+    ) -> None:
+        """How likely each prompt token was after those before it; `starts` are the chunks' rows."""
+        for start, chunk in zip(starts, chunks, strict=True):
+            sampling, request = chunk.request.params.sampling, chunk.request
+            if not isinstance(sampling, Sampling) or sampling.prompt_logprobs is None:
+                continue
+            end = min(chunk.end, request.num_prompt - 1)  # what follows the last is not prompt
+            for begin in range(chunk.start, end, SLICE):
+                stop, row = min(begin + SLICE, end), start + begin - chunk.start
+                logits = decoder.logits(hidden[row : row + stop - begin])
+                targets = torch.tensor(request.prompt[begin + 1 : stop + 1], device=logits.device)
+                scores = prompt_logprobs(logits, targets, sampling.prompt_logprobs)
+                self.prompt.setdefault(request, []).extend(enumerate(scores, start=begin + 1))

@@ -1,0 +1,1 @@
+"""Run plans on a GPU."""

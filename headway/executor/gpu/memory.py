@@ -1,0 +1,147 @@
+"""How many KV blocks fit on a GPU beside the weights: found by trying the largest step there can be.
+
+A step of `max_tokens` prompt tokens is run, and all seats are sampled with logprobs and edited
+logits, the most that sampling takes. What that takes at its peak stays free. So does a reserve: as
+much as the largest steps that are captured take, decodes and mixed passes, since graphs keep memory
+of their own; what the executor keeps; blocks on their way to the host and back; and a fixed room for
+what torch does not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headway.config import Config
+from headway.errors import ConfigError
+from headway.executor.extra import SLICE
+from headway.executor.gpu.graphs import padded_rows
+from headway.executor.gpu.mixed_pass import MOST_GRAPHS, most_rows
+from headway.executor.gpu.swap import AT_ONCE
+from headway.executor.sampling.sampler import prompt_logprobs
+from headway.model.batch import Batch
+from headway.model.decoder import Decoder
+from headway.model.devices import explaining, size
+from headway.model.kernels.splits import SHARINGS
+
+UNCOUNTED = 256 * 2**20  # bytes the driver takes later: kernels, a workspace
+GRAPH = 40 * 2**10  # bytes the driver takes for a layer of a captured graph
+ADVICE = (
+    "raise --gpu-memory-utilization (1 is all of it), lower --max-tokens or --max-requests, "
+    "or take a smaller --precision"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Bytes of a GPU, and what takes them."""
+
+    total: int
+    weights: int
+    others: int  # in use besides: by the driver, by torch and by other programs
+    step: int  # the most that one step adds
+    reserve: int  # for graphs, swapping and the driver
+    block: int
+
+
+def num_blocks_in(budget: Budget, utilization: float) -> int:
+    """Blocks that fit into this share of the memory; ConfigError if not even one does."""
+    have = int(budget.total * utilization)
+    need = budget.weights + budget.others + budget.step + budget.reserve
+    if have < need + budget.block:
+        missing = need + budget.block - have
+        raise ConfigError(
+            f"the model needs at least {size(need + budget.block)} of the GPU's memory (weights "
+            f"{size(budget.weights)}, others {size(budget.others)}, one step {size(budget.step)}, "
+            f"reserve {size(budget.reserve)}, one KV block {size(budget.block)}), and a "
+            f"share of {utilization:g} of {size(budget.total)} is {size(have)}: "
+            f"{size(missing)} too little; {ADVICE}"
+        )
+    return (have - need) // budget.block
+
+
+def num_blocks_for(decoder: Decoder, config: Config, utilization: float) -> int:
+    """Blocks that fit beside everything else, into this share of the GPU's memory."""
+    tried = f"a step of {config.max_tokens} tokens does not fit on the GPU beside the weights"
+    with explaining(tried, ADVICE):
+        return num_blocks_in(measure(decoder, config), utilization)
+
+
+def measure(decoder: Decoder, config: Config) -> Budget:
+    """What a loaded model takes on its GPU, besides the blocks."""
+    device = decoder.norm.device
+    blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size)
+    _peak(decoder, config, config.max_tokens, blocks)  # what the first step loads stays
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    step = _peak(decoder, config, config.max_tokens, blocks)
+    captured = config.max_requests, most_rows(config.max_requests, config.max_tokens)
+    reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
+    reserve += UNCOUNTED + graph_bytes(decoder.config.num_layers, config.max_requests)
+    reserve += kept_bytes(decoder, config)
+    reserve += 2 * min(AT_ONCE, config.num_host_blocks) * blocks.nbytes
+    torch.cuda.empty_cache()  # the blocks will be one piece
+    return Budget(
+        total=total,
+        weights=decoder.num_bytes,
+        others=total - free - decoder.num_bytes,
+        step=step,
+        reserve=reserve,
+        block=blocks.nbytes,
+    )
+
+
+def graph_bytes(num_layers: int, num_seats: int) -> int:
+    """The driver's copies of all graphs there may be; decodes may have one for each way to share."""
+    num_decodes = len({padded_rows(count) for count in range(1, num_seats + 1)})
+    return GRAPH * num_layers * (MOST_GRAPHS + len(SHARINGS) * num_decodes)
+
+
+def kept_bytes(decoder: Decoder, config: Config) -> int:
+    """What an executor keeps: hidden states of a captured pass, and block tables."""
+    row = decoder.config.hidden_size * decoder.norm.element_size()
+    table = 4 * -(-config.max_length // config.block_size)
+    hidden = most_rows(config.max_requests, config.max_tokens) * row
+    return hidden + (config.max_requests + 1) * table
+
+
+def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:
+    """Bytes by which a step's memory grows, as torch takes it from the GPU: in large pieces."""
+    device = blocks.device
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_reserved(device)
+    run_step(decoder, config, num_tokens, blocks)
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_reserved(device) - before
+
+
+@torch.inference_mode()
+def run_step(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> None:
+    """One pass over prompts of so many tokens, and all that can be asked of every seat's logits."""
+    batch = prompts(config, num_tokens, blocks.device)
+    hidden = decoder.forward(batch, blocks)
+    logits = decoder.logits(hidden[batch.sampled_n])
+    edited = logits.to(torch.float32, copy=True)
+    prompt_logprobs(logits[batch.sampled_n], edited.argmax(-1), 1)
+
+
+def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
+    """Prompts of so many tokens in all, none too long. All lie in one block: nobody reads them."""
+    longest = min(num_tokens, config.max_length)
+    starts = torch.tensor([*range(0, num_tokens, longest), num_tokens], dtype=torch.int32)
+    lengths, width = starts.diff(), -(-longest // config.block_size)
+    positions = torch.arange(num_tokens, device=device) % longest
+    return Batch(
+        tokens_t=torch.zeros_like(positions),
+        positions_t=positions,
+        slots_t=positions % config.block_size,
+        tables_sw=torch.zeros((1, width), dtype=torch.int32, device=device),
+        starts_s=starts.to(device),
+        ends_s=lengths.to(device),
+        sampled_n=torch.arange(min(max(config.max_requests, SLICE), num_tokens), device=device),
+        seats_s=torch.zeros(len(lengths), dtype=torch.int32, device=device),
+        longest=longest,
+    )

@@ -1,0 +1,110 @@
+"""The rows as a device keeps them, in one buffer of 32-bit words that is changed by patches.
+
+Holds for every seat its block table, its lengths, its latest token and how its tokens are drawn.
+The host sends what changed since the last plan, one pair of (word, value) for each; a steady
+decode sends nothing. One seat more than there are requests is for rows that only fill a batch up.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from headway.executor.sampling.draw import Seats
+from headway.model.kernels.rows import SeatTensors
+from headway.model.kernels.sampling import Columns
+
+COLUMNS = ("lengths", "limits", "last", "num_generated", "temperature", "top_k", "top_p", "min_p")
+Words = npt.NDArray[np.int32]
+
+
+class DeviceSeats:
+    """The words, and views of them."""
+
+    def __init__(self, num_seats: int, table_width: int, device: torch.device) -> None:
+        self.num_seats = num_seats + 1
+        self.width = table_width
+        self._starts: dict[str, int] = {}
+        start = 2 * self.num_seats  # seeds come first: they are 64 bits wide
+        for name in COLUMNS:
+            self._starts[name] = start
+            start += self.num_seats
+        self._table = start
+        self.words = torch.zeros(
+            start + self.num_seats * table_width, dtype=torch.int32, device=device
+        )
+        self._places: list[npt.NDArray[np.int64]] = []
+        self._values: list[Words] = []
+        column = {name: self._column(name) for name in COLUMNS}
+        floats = {name: column[name].view(torch.float32) for name in COLUMNS[4:] if name != "top_k"}
+        self.tensors = SeatTensors(
+            tables=self.words[self._table :].view(self.num_seats, table_width),
+            lengths=column["lengths"],
+            limits=column["limits"],
+            last=column["last"],
+            num_generated=column["num_generated"],
+        )
+        self.columns = Columns(
+            temperature=floats["temperature"],
+            top_k=column["top_k"],
+            top_p=floats["top_p"],
+            min_p=floats["min_p"],
+            seed=self.words[: 2 * self.num_seats].view(torch.int64),
+            num_generated=column["num_generated"],
+        )
+
+    @property
+    def spare(self) -> int:
+        """The seat of rows that fill a batch up: it stores nothing."""
+        return self.num_seats - 1
+
+    def _column(self, name: str) -> Tensor:
+        return self.words[self._starts[name] : self._starts[name] + self.num_seats]
+
+    def set_length(self, seat: int, length: int) -> None:
+        self._put(self._starts["lengths"] + seat, [length])
+
+    def set_blocks(self, seat: int, first: int, blocks: list[int]) -> None:
+        self._put(self._table + seat * self.width + first, blocks)
+
+    def set_limit(self, seat: int, limit: int) -> None:
+        self._put(self._starts["limits"] + seat, [limit])
+
+    def set_sampling(self, seat: int, sampling: Seats) -> None:
+        """`sampling` is the seat's row of the sampler's columns."""
+        self._put(2 * seat, np.array([sampling["seed"]], dtype=np.uint64).view(np.int32))
+        for name, kind in (("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
+                           ("num_generated", "i4")):  # fmt: skip
+            value = np.array([sampling[name]]).astype(kind).view(np.int32)
+            self._put(self._starts[name] + seat, value)
+
+    def _put(self, first: int, values: list[int] | Words) -> None:
+        if len(values):
+            self._places.append(np.arange(first, first + len(values), dtype=np.int64))
+            self._values.append(np.asarray(values, dtype=np.int32))
+
+    def drop(self) -> None:
+        """Forget what was put and not sent."""
+        self._places, self._values = [], []
+
+    def send(self) -> None:
+        """Apply what was put since the last time, after all that the device was given before."""
+        if not self._places:
+            return
+        places, values = np.concatenate(self._places), np.concatenate(self._values)
+        self._places, self._values = [], []
+        if len(np.unique(places)) < len(places):  # the latest of two for a word is meant
+            last = len(places) - 1 - np.unique(places[::-1], return_index=True)[1]
+            places, values = places[last], values[last]
+        device = self.words.device
+        self.words.scatter_(0, upload(places, device), upload(values, device))
+
+
+def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
+    """An array on the device, without waiting for it to arrive."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

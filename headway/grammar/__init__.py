@@ -1,0 +1,1 @@
+"""Structured output: grammars, their checks, and JSON schemas."""

@@ -1,0 +1,210 @@
+"""A process that tries grammars, so that a bad one cannot harm the process that serves requests.
+
+`headway.grammar.checker` starts this file as a script and sends it grammars on stdin. Each one is
+tried in a forked child with limits on CPU time, memory and stack. A child that exceeds a limit is
+killed by the operating system. Imports nothing of the package: a start takes 0.1 s.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MAX_COMPILE_SECONDS = 0.5  # CPU time to compile a grammar and to compute its first mask
+MAX_MASK_SECONDS = 0.05  # CPU time of a later mask
+MAX_PROBE_SECONDS = 0.25  # CPU time after which a probe ends without a verdict
+MAX_BYTES = 128 << 20
+STACK_BYTES = 1 << 20  # less than any thread of a serving process has
+MAX_PROBE_TOKENS = 256
+FEW = 32  # tokens at most that are taken for spellings of one text, which must come next
+QUOTED = re.compile(r"^\s*(?:\d+ \|.*|\^+)$", re.MULTILINE)  # a line of it, or what marks its place
+TOO_LARGE = f"it needs more than {MAX_BYTES >> 20} MB of memory; make it smaller"
+TOO_SLOW = f"it takes more than {MAX_COMPILE_SECONDS} s of CPU time to compile; make it smaller"
+TOO_DEEP = "its rules are nested too deeply; make it smaller"
+BY_SIGNAL = {
+    signal.SIGPROF: TOO_SLOW,
+    signal.SIGSEGV: TOO_DEEP,
+    signal.SIGBUS: TOO_DEEP,
+    signal.SIGABRT: TOO_LARGE,
+    signal.SIGKILL: TOO_LARGE,
+}
+
+
+class Vocabulary(NamedTuple):
+    """The tokens of a model: bytes by id, which of them are special and which end an answer."""
+
+    tokens: list[bytes]
+    special_ids: list[int]
+    eos_ids: list[int]
+
+
+def one_line(error: str) -> str:
+    """llguidance's words without their line breaks, and without what they quote of the grammar."""
+    return " ".join(QUOTED.sub("", error.replace("<non-verbose/>", "")).split())[:500]
+
+
+def problem_of(matcher: LLMatcher) -> str:
+    """Why a matcher is in its error state."""
+    error = one_line(matcher.get_error())
+    return "no text satisfies it" if error.startswith("NoExtension") else error
+
+
+def try_grammar(tokenizer: LLTokenizer, source: str, limits: dict[str, Any], num_steps: int) -> str:
+    """Compile a grammar, compute its first mask and follow it; what is wrong with it, or ""."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**limits))
+    if matcher.is_error():
+        return one_line(matcher.get_error())
+    mask = matcher.compute_bitmask()
+    if matcher.is_error():
+        return problem_of(matcher)
+    signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)  # from here on, for the probe
+    return probe(tokenizer, matcher, mask, num_steps)
+
+
+def probe(tokenizer: LLTokenizer, matcher: LLMatcher, mask: bytes, num_steps: int) -> str:
+    """Follow a grammar along a random text for `num_steps` choices; required text is no choice."""
+    draw, begun = random.Random(0), time.thread_time()
+    for _ in range(MAX_PROBE_TOKENS if num_steps else 0):
+        token, is_choice = _next_token(tokenizer, mask, draw)
+        num_steps -= is_choice
+        before = time.thread_time()
+        if token is None or num_steps < 0 or before - begun > MAX_PROBE_SECONDS:
+            break
+        if matcher.consume_token(token):
+            mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return f"after the beginning of a text it cannot go on: {problem_of(matcher)}"
+        if (seconds := time.thread_time() - before) > MAX_MASK_SECONDS:
+            most = f"the limit is {MAX_MASK_SECONDS * 1e3:.0f} ms"
+            return f"a token takes {seconds * 1e3:.0f} ms of CPU time; {most}; make it smaller"
+        if matcher.is_stopped():
+            break
+    return ""
+
+
+def _next_token(
+    tokenizer: LLTokenizer, mask: bytes, draw: random.Random
+) -> tuple[int | None, bool]:
+    """A token that a mask allows, None if only an end is, and whether it is a choice."""
+    allowed = int.from_bytes(mask, "little")
+    bits = allowed
+    for end in tokenizer.eos_tokens:
+        bits &= ~(1 << end)
+    if not bits:
+        return None, False
+    if bits == allowed and bits.bit_count() <= FEW:
+        spelled = {tokenizer.decode_bytes([token]): token for token in _ones(bits)}
+        if len({piece[:1] for piece in spelled}) == 1:
+            return spelled[max(spelled, key=len)], False
+    start = draw.randrange(bits.bit_length())
+    return start + _lowest(bits >> start), True
+
+
+def _ones(bits: int) -> Iterator[int]:
+    while bits:
+        yield _lowest(bits)
+        bits &= bits - 1
+
+
+def _lowest(bits: int) -> int:
+    return (bits & -bits).bit_length() - 1
+
+
+def main() -> None:
+    """Read a vocabulary, then grammars until the pipe closes; write a verdict on each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it ends it
+    threading.stack_size(STACK_BYTES)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    with suppress(EOFError):
+        tokenizer = make_tokenizer(pickle.load(requests))
+        while True:
+            answers.write(pickle.dumps(_apart(tokenizer, pickle.load(requests))))
+            answers.flush()
+
+
+def _apart(tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]) -> str:
+    """The verdict of a forked child; the reason for its death, if it has none."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        _limit()
+        thread = threading.Thread(target=_answer, args=(writer, tokenizer, trial))
+        thread.start()
+        thread.join()
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        said = answer.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return BY_SIGNAL.get(signal.Signals(number), f"compiling it ended with signal {number}")
+    return said.decode()
+
+
+def _answer(writer: int, tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]) -> None:
+    try:
+        said = try_grammar(tokenizer, *trial)
+    except MemoryError:
+        said = TOO_LARGE
+    except BaseException as error:  # a panic in llguidance is one that is no Exception
+        said = f"{type(error).__name__}: {one_line(str(error))}"
+    os.write(writer, said.encode())
+
+
+def _limit() -> None:
+    """Limits of a child. A signal that Python does not handle kills it at once."""
+    signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
+    with suppress(OSError, ValueError):  # not all systems say how much they use, or limit it
+        with open("/proc/self/statm", encoding="ascii") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def make_tokenizer(vocabulary: tuple[list[bytes], list[int], list[int]] | None) -> LLTokenizer:
+    """The tokenizer of a model as far as a trial needs it; None: every byte is a token."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if vocabulary is None:
+        return LLTokenizer("byte")
+    form = _Form(*vocabulary)
+    wrapper = TokenizerWrapper(form)
+    form.trie = LLTokenizer(wrapper, n_vocab=len(form.tokens), eos_token=form.eos_ids)
+    return form.trie
+
+
+class _Form:
+    """A vocabulary in the form that llguidance takes."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special_ids: list[int], eos_ids: list[int]) -> None:
+        self.tokens, self.special_token_ids, self.eos_ids = tokens, special_ids, eos_ids
+        self.eos_token_id = eos_ids[0]
+        self.trie: LLTokenizer | None = None
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Any tokens of a text: no trial depends on how a model would split it."""
+        text = text if isinstance(text, str) else text.decode()
+        return [] if self.trie is None else self.trie.greedy_tokenize(text)
+
+
+if __name__ == "__main__":
+    main()

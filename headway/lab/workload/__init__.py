@@ -1,0 +1,1 @@
+"""Workloads: request arrivals and lengths, from files or distributions."""

@@ -1,0 +1,188 @@
+"""The lines of a workload file as rows of named values; every complaint names file and line.
+
+Knows the syntax of CSV and JSON lines and what the public traces call their fields; what a row
+means is the business of workloads.py.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+from headway.errors import FormatError
+from headway.lab.workload.jobs import MOST_TOKENS
+
+MOST_SECONDS = 1e15
+T = TypeVar("T")
+ALIASES = {
+    "arrival_s": "arrival", "prompt_tokens": "prompt", "output_tokens": "output",
+    "TIMESTAMP": "arrival", "ContextTokens": "prompt", "GeneratedTokens": "output",
+    "client_id": "client", "timestamp": "arrival", "input_length": "prompt",
+    "output_length": "output",
+}  # fmt: skip
+OWN = (
+    "arrival", "prompt", "output", "max_tokens", "prefix", "prefix_tokens", "client", "priority",
+    "deadline", "n", "id",
+)  # fmt: skip
+
+
+class Row:
+    """One line by our field names; knows what the file calls them. Raises ValueError sentences."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self._values = {ALIASES.get(name, name): value for name, value in values.items()}
+        self._names = {ALIASES.get(name, name): name for name in values}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def get(self, key: str) -> Any:
+        if key not in self._values:
+            raise ValueError(f"there is no field {_spellings(key)}")
+        return self._values[key]
+
+    def whole(self, key: str, least: int, default: int | None = None) -> int:
+        """A whole number in [least, MOST_TOKENS]."""
+        if default is not None and key not in self:
+            return default
+        return whole(self.get(key), self._names[key], least, MOST_TOKENS)
+
+    def seconds(self, key: str) -> float:
+        value, name = self.get(key), self._names[key]
+        if isinstance(value, timedelta):
+            return value.total_seconds()
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 <= value < MOST_SECONDS):
+            raise ValueError(f"{name} must be a number from 0 up, not {value!r}")
+        return value / 1000 if name == "timestamp" else float(value)
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.get(key) if default is None else self._values.get(key, default)
+        is_text = isinstance(value, str | int) and not isinstance(value, bool)
+        if not is_text:
+            raise ValueError(f"{self._names[key]} must be a text, not {value!r}")
+        return str(value)
+
+    def hashes(self) -> list[int | str]:
+        values = self.get("hash_ids")
+        if not (isinstance(values, list) and all(isinstance(v, int | str) for v in values)):
+            raise ValueError(f"hash_ids must be a list of numbers, not {values!r}")
+        return values
+
+    def refuse_unknown(self) -> None:
+        for key in sorted(self._values.keys() - set(OWN)):
+            raise ValueError(f"unknown field {self._names[key]!r}; known: {', '.join(OWN)}")
+
+
+class Lines:
+    """The lines of a file, and the number of the one read last."""
+
+    def __init__(self, file: Iterable[str]) -> None:
+        self._file = iter(file)
+        self.number = 0
+
+    def __iter__(self) -> Lines:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._file)
+        self.number += 1
+        return line
+
+
+def each(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
+    """What `make` makes of every row; whatever is wrong becomes a FormatError with the line."""
+    rows_of = KINDS.get(path.suffix.lower())
+    if rows_of is None:
+        raise FormatError(path, None, f"unknown kind of workload file; known: {', '.join(KINDS)}")
+    try:
+        file = path.open(encoding="utf-8-sig", newline="")
+    except OSError as error:
+        raise FormatError(path, None, f"cannot be read: {error.strerror}") from None
+    with file:
+        lines = Lines(file)
+        try:
+            for row in rows_of(lines):
+                yield make(row)
+        except UnicodeDecodeError:
+            raise FormatError(path, lines.number + 1, "not UTF-8 text") from None
+        except (ValueError, csv.Error, RecursionError) as error:
+            raise FormatError(path, lines.number, str(error)) from None
+
+
+def _csv_rows(lines: Lines) -> Iterator[Row]:
+    reader = csv.reader(lines, strict=True)
+    header = [name.strip() for name in next(reader, [])]
+    for key in ("arrival", "prompt", "output"):
+        if not any(ALIASES.get(name, name) == key for name in header):
+            raise ValueError(f"the header has no column {_spellings(key)}")
+    start: datetime | None = None
+    for cells in reader:
+        if not cells:
+            continue
+        if len(cells) != len(header):
+            raise ValueError(f"{len(header)} columns expected, but there are {len(cells)}")
+        values: dict[str, Any] = dict(zip(header, cells, strict=True))
+        if "TIMESTAMP" in values:
+            date = _date(values["TIMESTAMP"])
+            start = start or date
+            values["TIMESTAMP"] = date - start
+        yield Row({name: _number(name, value) for name, value in values.items()})
+
+
+def _date(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text.strip()).replace(tzinfo=None)
+    except ValueError:
+        raise ValueError(f"TIMESTAMP must be a date and a time, not {text!r}") from None
+
+
+def _number(name: str, value: Any) -> Any:
+    """The number a cell holds; as it is if it holds none or if the column is not of numbers."""
+    if ALIASES.get(name, name) not in ("arrival", "prompt", "output"):
+        return value
+    for kind in (int, float):
+        try:
+            return kind(value)
+        except (TypeError, ValueError):
+            continue
+    return value
+
+
+def _json_rows(lines: Lines) -> Iterator[Row]:
+    for text in lines:
+        if text.isspace():
+            continue
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+        is_object = isinstance(values, dict)
+        if not is_object:
+            raise ValueError(f"a line must be a JSON object, not {text.strip()[:40]}")
+        row = Row(values)
+        if "hash_ids" not in row:
+            row.refuse_unknown()
+        yield row
+
+
+KINDS: dict[str, Callable[[Lines], Iterator[Row]]] = {".csv": _csv_rows, ".jsonl": _json_rows}
+
+
+def _spellings(key: str) -> str:
+    """A field's name and what else it may be called."""
+    return " or ".join([key, *(name for name, known in ALIASES.items() if known == key)])
+
+
+def whole(value: Any, name: str, least: int, most: int) -> int:
+    """`value`, if it is a whole number in [least, most]; ValueError with a sentence if not."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if not is_whole:
+        raise ValueError(f"{name} must be a whole number, not {value!r}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
+    return int(value)

@@ -1,0 +1,104 @@
+"""Compile kernels.c, with the parts it includes, for this machine, once, and load it.
+
+No compiler, no library: torch does it all.
+
+The library is kept in the cache folder under a name made of the source, the compiler and the CPU's
+features, so that a shared home folder never gives one machine the code of another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from headway.model.registry import cache_root
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-fopenmp", "-Wno-psabi")
+POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+SIGNATURES = {
+    "layout": [POINTER],
+    "linear": [POINTER, INTEGER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER],
+    "quantized_linear": [
+        POINTER, INTEGER, INTEGER, POINTER, INTEGER, INTEGER, POINTER, POINTER, INTEGER, POINTER,
+    ],
+    "quantized_rows": [POINTER, INTEGER, INTEGER, POINTER, INTEGER, POINTER],
+    "rms_norm": [POINTER, POINTER, INTEGER, INTEGER, REAL, POINTER],
+    "silu_multiply": [POINTER, INTEGER, INTEGER, POINTER],
+    "rotate_and_store": [
+        POINTER, INTEGER, INTEGER, POINTER, POINTER, POINTER, POINTER, REAL, POINTER, POINTER,
+    ],
+    "attention": [
+        POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER, POINTER, REAL, POINTER, INTEGER,
+        INTEGER, INTEGER, POINTER,
+    ],
+    "layer": [POINTER, POINTER, POINTER],
+}  # fmt: skip
+
+
+class Unavailable(Exception):
+    """There is no native library here; the message says why."""
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, built if need be; Unavailable with the reason if it cannot be."""
+    if os.environ.get("HEADWAY_NATIVE") == "0":
+        raise Unavailable("switched off by HEADWAY_NATIVE=0")
+    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "cc"))), None)
+    if compiler is None:
+        raise Unavailable("no C compiler (gcc or cc) was found")
+    path = cache_root() / "native" / f"kernels-{_fingerprint(compiler)}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise Unavailable(f"{path} cannot be loaded: {error}") from None
+    for name, arguments in SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    return library
+
+
+def _fingerprint(compiler: str) -> str:
+    """Everything that the compiled code depends on, as a short name."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
+    features = platform.machine()
+    if (cpu := Path("/proc/cpuinfo")).exists():
+        lines = cpu.read_text(encoding="utf-8", errors="replace").splitlines()
+        kinds = ("flags", "Features", "model name", "CPU part", "CPU implementer")
+        features += "".join(sorted({line for line in lines if line.startswith(kinds)}))
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.c")))
+    parts = (sources, version, features.encode(), " ".join(FLAGS).encode(),
+             torch.__version__.encode())  # fmt: skip
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _compile(compiler: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        target = Path(folder) / path.name
+        command = [compiler, *FLAGS, "-shared", "-o", str(target), str(SOURCE), "-Wl,--as-needed"]
+        done = subprocess.run(
+            [*command, *_threads(), "-lm"], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise Unavailable(f"{compiler} could not build it: {last}")
+        os.replace(target, path)  # whole or not at all, whoever else builds it now
+
+
+def _threads() -> list[str]:
+    """torch's own OpenMP, where it brings one: two thread pools would fight for the cores."""
+    folder = Path(torch.__file__).parent / "lib"
+    return [str(path) for path in sorted(folder.glob("libgomp*.so*"))[:1]]

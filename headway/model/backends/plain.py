@@ -1,0 +1,162 @@
+"""The decoder's arithmetic in plain torch: the reference, and what runs where no kernel does.
+
+Works on any device and float type. Attention takes the sequences one by one: no padding, and no
+more memory than the longest of them needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from headway.model.backends.base import Layer, Pass, Weight, step_through
+from headway.model.batch import Batch
+from headway.model.config import ModelConfig
+from headway.model.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class PlainWeight:
+    """A matrix as torch likes it."""
+
+    matrix: Tensor  # [N, K]
+    bias: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.nbytes
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.matrix[ids]
+
+
+class PlainBackend:
+    """torch's own operations, in one float type."""
+
+    looks_up_turns = fills_up = False
+
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.name = f"torch {dtype}".replace("torch.", "")
+
+    def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> PlainWeight:
+        matrix = self._stacked(checkpoint, [f"{name}.weight" for name in names])
+        has_bias = checkpoint.has(f"{names[0]}.bias")
+        bias = self._stacked(checkpoint, [f"{n}.bias" for n in names]) if has_bias else None
+        return PlainWeight(matrix, bias)
+
+    def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
+        return self._stacked(checkpoint, [name])
+
+    def _stacked(self, checkpoint: Checkpoint, names: list[str]) -> Tensor:
+        if len(names) == 1:
+            return checkpoint.read(names[0]).to(self.device, self.dtype).contiguous()
+        return torch.cat([checkpoint.read(n).to(self.device, self.dtype) for n in names])
+
+    def prepared(self, layer: Layer) -> Layer:
+        return layer
+
+    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        assert isinstance(weight, PlainWeight)
+        return F.linear(x, weight.matrix, weight.bias)
+
+    def add_linear(self, residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
+        return residual + self.linear(x, weight)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        wide = x.float()  # as the models were trained: the mean in float32, then rounded
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+        return weight * wide.to(x.dtype)
+
+    def silu_multiply(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
+        shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
+        return torch.empty((num_blocks, *shape), dtype=self.dtype, device=self.device)
+
+    def begin(
+        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> Pass:
+        return PlainPass(self, config, batch, blocks, cosine.to(self.dtype), sine.to(self.dtype))
+
+
+class PlainPass:
+    """One batch: attention takes its sequences one by one."""
+
+    def __init__(
+        self,
+        backend: PlainBackend,
+        config: ModelConfig,
+        batch: Batch,
+        blocks: Tensor,
+        cosine_td: Tensor,
+        sine_td: Tensor,
+    ) -> None:
+        self._backend = backend
+        self._config = config
+        self._blocks = blocks
+        tables = batch.tables_sw if batch.seats_s is None else batch.tables_sw[batch.seats_s.long()]
+        self._tables = tables.long()
+        self._starts, self._ends = batch.starts_s.tolist(), batch.ends_s.tolist()
+        self._cosine, self._sine = cosine_td[:, None], sine_td[:, None]
+        stored = batch.slots_t >= 0
+        self._rows = stored.nonzero().squeeze(1)
+        slots = batch.slots_t[self._rows]
+        self._homes = slots // blocks.shape[4], slots % blocks.shape[4]
+
+    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+        return step_through(self._backend, self, number, layer, x, self._config.norm_eps)
+
+    def rotate_and_store(
+        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
+    ) -> None:
+        q_thd, k_tgd, v_tgd = self._split(qkv)
+        for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
+            turned = (
+                heads
+                if norm is None
+                else self._backend.rms_norm(heads, norm, self._config.norm_eps)
+            )
+            heads.copy_(self._rotated(turned))
+        block, offset = self._homes
+        self._blocks[block, layer, 0, :, offset] = k_tgd[self._rows]
+        self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]
+
+    def attention(self, layer: int, qkv: Tensor) -> Tensor:
+        q_thd, _, _ = self._split(qkv)
+        out = torch.empty_like(q_thd)
+        for s, end in enumerate(self._ends):
+            first, last = self._starts[s], self._starts[s + 1]
+            k_gpd, v_gpd = self._cached(layer, s, end)
+            seen = torch.arange(end, device=qkv.device)
+            mask = seen[None] <= seen[end - (last - first) :, None]
+            out[first:last] = F.scaled_dot_product_attention(
+                q_thd[first:last].transpose(0, 1)[None], k_gpd[None], v_gpd[None],
+                attn_mask=mask, enable_gqa=True,
+            )[0].transpose(0, 1)  # fmt: skip
+        return out.flatten(1)
+
+    def _cached(self, layer: int, sequence: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [G, end, D] of a sequence, gathered from its blocks."""
+        num_blocks = -(-end // self._blocks.shape[4])
+        held = self._blocks[self._tables[sequence, :num_blocks], layer]  # [B, 2, G, P, D]
+        flat = held.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :end]
+        return flat[0], flat[1]
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config = self._config
+        heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        q, k, v = torch.split(qkv.view(len(qkv), sum(heads), config.head_dim), heads, dim=1)
+        return q, k, v
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, dim=-1)
+        parts = (a * self._cosine - b * self._sine, b * self._cosine + a * self._sine)
+        return torch.cat(parts, dim=-1)

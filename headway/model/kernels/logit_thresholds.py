@@ -1,0 +1,175 @@
+"""How low a row may go: the least logit that min_p, top_k and top_p keep, without sorting the row.
+
+A floor is found by bisection. The few best logits stay in registers: the four greatest of each
+column, if the row is laid out in lines of so many columns. As long as the floor is above all fourth
+ones, no other logit matters, and the row is read once, or twice for its mass; else once for every
+step. Sums are taken in an order that the vocabulary's size decides. Does not know what is drawn.
+
+Legend: n rows, v tokens of the vocabulary; a row has a seat, and a seat its place in the columns.
+"""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from headway.model.kernels.launch import ceil_div, launched, power_of_2
+from headway.model.kernels.reference.logit_thresholds import Columns
+from headway.sampling_params import COLDEST
+
+COLD, LOG2E = tl.constexpr(COLDEST), tl.constexpr(1.4426950408889634)
+INFINITY, LEAST = tl.constexpr(float("inf")), tl.constexpr(2.0**-126)
+STAGES = tl.constexpr(4)  # lines of a row on their way while one is looked at
+MOST_COLUMNS = 4096
+
+
+@triton.jit
+def _numbers(line, column, size):
+    """A stretch of logits, -inf past the size. NaN never is at least or more than anything."""
+    return tl.load(line + column, mask=column < size, other=-INFINITY).to(tl.float32)
+
+
+@triton.jit
+def _image(number):
+    """An integer for a float, in the same order."""
+    bits = number.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def _number(image):
+    """The float of an image."""
+    bits = image.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _summits(line, vocab_size, COLUMNS: tl.constexpr):
+    """The four greatest logits of each column, if the row is laid out in lines of so many."""
+    column = tl.arange(0, COLUMNS)
+    first = tl.full([COLUMNS], -INFINITY, tl.float32)
+    second, third, fourth = first, first, first
+    for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
+        x = tl.maximum(_numbers(line, start + column, vocab_size), -INFINITY)  # NaN is not greater
+        first, x = tl.maximum(first, x), tl.minimum(first, x)
+        second, x = tl.maximum(second, x), tl.minimum(second, x)
+        third, x = tl.maximum(third, x), tl.minimum(third, x)
+        fourth = tl.maximum(fourth, x)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _tally(x, pivot, weights, above, below, best, scale, MASS: tl.constexpr):
+    """Add numbers to the mass or count from a pivot up, the least there, the greatest below."""
+    is_above = x >= pivot
+    weights += tl.where(is_above, tl.exp2((x - best) * scale) if MASS else 1.0, 0.0)
+    above = tl.minimum(above, tl.where(is_above, x, INFINITY))
+    return weights, above, tl.maximum(below, tl.where(is_above, -INFINITY, x))
+
+
+@triton.jit
+def _reach(view, pivot, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tally of a row; if near, of its summits alone, which are in registers."""
+    line, vocab_size, summits, best, _, scale = view
+    weights = tl.zeros([COLUMNS], tl.float32)
+    above = tl.full([COLUMNS], INFINITY, tl.float32)
+    below = tl.full([COLUMNS], -INFINITY, tl.float32)
+    if NEAR:
+        for rank in tl.static_range(4):
+            x = summits[rank]
+            weights, above, below = _tally(x, pivot, weights, above, below, best, scale, MASS)
+    else:
+        for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
+            x = _numbers(line, start + tl.arange(0, COLUMNS), vocab_size)
+            weights, above, below = _tally(x, pivot, weights, above, below, best, scale, MASS)
+    return tl.sum(weights), tl.min(above), tl.max(below)
+
+
+@triton.jit
+def _search(view, low, high, target, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The greatest logit from which up they reach the target; `low` if none does. As images."""
+    while low < high:
+        pivot = high - (high - low) // 2
+        weight, above, below = _reach(view, _number(pivot), NEAR, MASS, COLUMNS)
+        # On to the next logit there is, but past the pivot whatever they are, or it might not end.
+        if weight >= target:
+            low = tl.maximum(pivot, tl.minimum(_image(above), high))
+        else:
+            high = tl.minimum(pivot - 1, tl.maximum(_image(below), low))
+    return low
+
+
+@triton.jit
+def _find(view, low, target, MASS: tl.constexpr, COLUMNS: tl.constexpr):
+    """As `_search`: first where the summits are all there is, then further down in the row."""
+    _, _, _, best, hidden, _ = view
+    start = tl.maximum(low, hidden)
+    found = _search(view, start, _image(best), target, True, MASS, COLUMNS)
+    if (found == start) & (low < hidden):
+        found = _search(view, low, hidden, target, False, MASS, COLUMNS)
+    return found
+
+
+@triton.jit
+def _mass(view, low, COLUMNS: tl.constexpr):
+    """The mass of a row from an image up."""
+    _, _, _, _, hidden, _ = view
+    if low > hidden:
+        total, _, _ = _reach(view, _number(low), True, True, COLUMNS)
+    else:
+        total, _, _ = _reach(view, _number(low), False, True, COLUMNS)
+    return total
+
+
+@triton.jit
+def _floor(line, vocab_size, heat, top_k, top_p, min_p, COLUMNS: tl.constexpr):
+    """The least logit that min_p and top_k keep, and top_p of what is left."""
+    summits = _summits(line, vocab_size, COLUMNS)
+    best = tl.max(summits[0])
+    hidden = _image(tl.max(summits[3]))  # above it no column has logits but its summits
+    view = (line, vocab_size, summits, best, hidden, LOG2E / heat)
+    low = _image(tl.where(min_p > 0, best + heat * tl.log(tl.maximum(min_p, LEAST)), -INFINITY))
+    if top_k > 0:
+        low = _find(view, low, top_k, False, COLUMNS)
+    if top_p < 1:
+        total = _mass(view, low, COLUMNS)
+        # Even if all logits were as low as this, they would weigh too little to be kept.
+        low = tl.maximum(low, _image(best + heat * tl.log((1 - top_p) / vocab_size)))
+        low = _find(view, low, top_p * total, True, COLUMNS)
+    return _number(low)
+
+
+@launched
+@triton.jit
+def _floor_kernel(
+    floors_n, logits_nv, seats_n, temperature, top_k, top_p, min_p, vocab_size, stride,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The floor of one row, below which no logit is drawn: -inf if nothing is cut away."""
+    row = tl.program_id(0).to(tl.int64)
+    seat = tl.load(seats_n + row)
+    heat = tl.load(temperature + seat)
+    num_best, share, ratio = tl.load(top_k + seat), tl.load(top_p + seat), tl.load(min_p + seat)
+    num_best = tl.where(num_best < vocab_size, num_best, 0)
+    floor = tl.full((), -INFINITY, tl.float32)
+    if (heat >= COLD) & ((num_best > 0) | (share < 1) | (ratio > 0)):
+        line = logits_nv + row * stride
+        floor = _floor(line, vocab_size, heat, num_best, share, ratio, COLUMNS)
+    tl.store(floors_n + row, floor)
+
+
+def find_floors(logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor) -> None:
+    """The floor of each row for its seat, as float32: -inf if all may be drawn, or it is greedy."""
+    num_rows, vocab_size = logits_nv.shape
+    if num_rows == 0:
+        return
+    assert logits_nv.stride(1) == 1 or vocab_size == 1, "the logits of a row lie side by side"
+    num_columns = min(MOST_COLUMNS, power_of_2(ceil_div(vocab_size, 16)))
+    _floor_kernel[(num_rows,)](
+        floors_n, logits_nv, seats_n, columns.temperature, columns.top_k, columns.top_p,
+        columns.min_p, vocab_size, logits_nv.stride(0),
+        COLUMNS=num_columns, num_warps=max(1, num_columns // 256),
+    )  # fmt: skip

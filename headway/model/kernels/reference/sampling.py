@@ -1,0 +1,63 @@
+"""The choice of tokens in plain torch, a row at a time and in float64.
+
+A draw is the greatest of logits over temperature plus Gumbel noise. The noise is a function of the
+seed, the index of the token to be drawn and the token's id: word (id % 1024) // 256 of Philox 4x32
+under the seed as its key, at the counter (id // 1024 * 256 + id % 256, index, 0, 0).
+
+Legend: n rows, v tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headway.model.kernels.reference.logit_thresholds import Columns, find_floors
+from headway.sampling_params import COLDEST
+
+ROUNDS = 7  # the fewest of Philox 4x32 that pass the known tests of randomness
+WIDTH = 256  # tokens in a row that take the same word of their counters
+LAST = 1 - 2.0**-24  # the greatest float32 below 1
+
+
+def sample(
+    logits_nv: Tensor, seats_n: Tensor, columns: Columns, out_n: Tensor, space: object = None
+) -> None:
+    """Choose a token for each row as its seat asks. NaN counts as -inf. Needs no space."""
+    floors_n = torch.empty(len(logits_nv), dtype=torch.float32, device=logits_nv.device)
+    find_floors(logits_nv, seats_n, columns, floors_n)
+    for row, seat in enumerate(seats_n.tolist()):
+        scores_v = logits_nv[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
+        if columns.temperature[seat] >= COLDEST:
+            seed, index = int(columns.seed[seat]), int(columns.num_generated[seat])
+            is_cut_v = scores_v < floors_n[row]
+            scores_v = scores_v / columns.temperature[seat].double()
+            scores_v += gumbel(seed, index, len(scores_v)).to(scores_v.device)
+            scores_v[is_cut_v] = -torch.inf
+        out_n[row] = (scores_v == scores_v.max()).nonzero()[0, 0]  # the first of the greatest
+
+
+def gumbel(seed: int, index: int, vocab_size: int) -> Tensor:
+    """The noise of every token at one place of a request's output. [v] float64."""
+    tokens_v = torch.arange(vocab_size)
+    counters_v = tokens_v // (4 * WIDTH) * WIDTH + tokens_v % WIDTH
+    words_4v = torch.stack(philox(seed, counters_v, index))
+    bits_v = words_4v.gather(0, tokens_v[None] % (4 * WIDTH) // WIDTH)[0]
+    # As float32, which is fine near 0 and coarse near 1: what is near 0 becomes great noise.
+    chance_v = ((bits_v.float() + 0.5) * 2.0**-32).clamp(max=LAST).double()
+    return -(-torch.log1p(-chance_v)).log()
+
+
+def philox(seed: int, counters: Tensor, index: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four words of 32 random bits for each counter, as int64."""
+    mask = 0xFFFFFFFF
+    key0, key1 = seed & mask, seed >> 32 & mask
+    c0, c1 = counters & mask, torch.full_like(counters, index & mask)
+    c2, c3 = torch.zeros_like(counters), torch.zeros_like(counters)
+    for _ in range(ROUNDS):
+        # A product may pass 2**63 and wrap around, which leaves its 64 bits as they should be.
+        product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = (product2 >> 32 & mask) ^ c1 ^ key0, product2 & mask
+        c2, c3 = (product0 >> 32 & mask) ^ c3 ^ key1, product0 & mask
+        key0, key1 = key0 + 0x9E3779B9 & mask, key1 + 0xBB67AE85 & mask
+    return c0, c1, c2, c3

@@ -1,0 +1,1 @@
+"""Read a model's weights from safetensors and GGUF files."""

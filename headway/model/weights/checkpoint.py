@@ -1,0 +1,169 @@
+"""A model's weights by their Hugging Face names, whatever file they lie in, one at a time.
+
+Opening checks a file from end to end of its header; reading one tensor never brings in another.
+"""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from headway.errors import ModelError
+from headway.model.config import ModelConfig, load_hf, read_json
+from headway.model.weights.gguf_checkpoint import GgufCheckpoint
+from headway.model.weights.tensors import Expected, Groups
+
+__all__ = [
+    "Checkpoint", "DummyCheckpoint", "GgufCheckpoint", "Groups", "SafetensorsCheckpoint",
+    "open_checkpoint",
+]  # fmt: skip
+
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+FLOATS = ("F64", "F32", "F16", "BF16")
+INDEX = "model.safetensors.index.json"
+
+
+class Checkpoint(Protocol):
+    """Weights that can be asked for by name; ModelError for a tensor that is missing or wrong."""
+
+    config: ModelConfig
+    path: Path | None
+
+    def has(self, name: str) -> bool:
+        """Whether the model has this tensor and the file holds it."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor in the type it is stored in; float32 where it is stored in groups."""
+        ...
+
+    def read_groups(self, name: str) -> Groups | None:
+        """The tensor as it is stored in groups; None if it is stored in another way."""
+        ...
+
+
+class SafetensorsCheckpoint:
+    """A folder's safetensors: one file, or the shards that an index names."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path: Path | None = folder
+        self.config = load_hf(folder)
+        self._expected = Expected(self.config, folder)
+        self._files: dict[str, Any] = {}  # by the tensor's name in the file
+        for file in _safetensors_files(folder):
+            opened = _open_safetensors(file)
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def has(self, name: str) -> bool:
+        return name in self._expected.shapes and self._stored(name) in self._files
+
+    def read(self, name: str) -> torch.Tensor:
+        stored = self._stored(name)
+        entry = self._files[stored].get_slice(stored) if stored in self._files else None
+        self._expected.check(name, None if entry is None else entry.get_shape())
+        assert entry is not None, "a missing tensor was refused above"
+        if entry.get_dtype() not in FLOATS:
+            raise ModelError(
+                f"{self.path}: tensor {name} is stored as {entry.get_dtype()}; "
+                f"supported are {', '.join(FLOATS)}"
+            )
+        tensor: torch.Tensor = self._files[stored].get_tensor(stored)
+        return tensor
+
+    def read_groups(self, name: str) -> Groups | None:
+        return None
+
+    def _stored(self, name: str) -> str:
+        """The name in the file: a model saved without its head has no leading `model.`."""
+        return name if name in self._files else name.removeprefix("model.")
+
+
+class DummyCheckpoint:
+    """Random weights, the same on every run of a kind of device: for measuring without the model."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
+        """`device` is where they are made: on a GPU, billions of them take seconds."""
+        self.config = config
+        self.path: Path | None = None
+        self._device = torch.device(device)
+        self._expected = Expected(config, None)
+
+    def has(self, name: str) -> bool:
+        return name in self._expected.shapes
+
+    def read(self, name: str) -> torch.Tensor:
+        shape = self._expected.check(name, self._expected.shapes.get(name))
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, device=self._device)
+        generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator)
+
+    def read_groups(self, name: str) -> Groups | None:
+        return None
+
+
+def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
+    """The weights at a folder or file; dummy needs no more than a config.json or GGUF header."""
+    if load_format not in LOAD_FORMATS:
+        formats = ", ".join(LOAD_FORMATS)
+        raise ModelError(f"load format {load_format!r} is unknown; there are {formats}")
+    if not path.exists():
+        raise ModelError(f"{path}: no such file or folder")
+    if load_format == "dummy" and (path.name == "config.json" or (path / "config.json").exists()):
+        return DummyCheckpoint(load_hf(path))
+    if load_format in ("auto", "safetensors"):
+        if (path / "config.json").exists() and _safetensors_files(path):
+            return SafetensorsCheckpoint(path)
+        if load_format == "safetensors":
+            raise ModelError(f"{path}: is no folder with config.json and *.safetensors")
+    opened = GgufCheckpoint(_gguf_file(path, load_format))
+    return DummyCheckpoint(opened.config) if load_format == "dummy" else opened
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """The files of a folder's weights; one file counts before an index, as in transformers."""
+    single, index = folder / "model.safetensors", folder / INDEX
+    if single.exists():
+        return [single]
+    if not index.exists():
+        found = sorted(folder.glob("*.safetensors"))
+        if len(found) > 1:
+            raise ModelError(f"{folder}: {len(found)} safetensors files, but no {INDEX}")
+        return found
+    shards = read_json(index).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
+        raise ModelError(f"{index}: has no weight_map from tensors to files")
+    files = [folder / shard for shard in sorted(set(shards.values()))]
+    for file in files:
+        if not file.exists():
+            raise ModelError(f"{file}: is named by {INDEX} but does not exist")
+    return files
+
+
+def _open_safetensors(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: not a sound safetensors file: {error}") from error
+
+
+def _gguf_file(path: Path, load_format: str) -> Path:
+    """The one GGUF file that a path means."""
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return path
+        raise ModelError(f"{path}: give a .gguf file, or the folder that holds config.json")
+    found = sorted(path.glob("*.gguf"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = ", ".join(file.name for file in found)
+        raise ModelError(f"{path}: holds {len(found)} GGUF files ({names}); give one of them")
+    wanted = {"gguf": "a .gguf file", "dummy": "config.json or a .gguf file"}
+    needs = wanted.get(load_format, "config.json with *.safetensors, or a .gguf file")
+    raise ModelError(f"{path}: no model here; looked for {needs}")

@@ -1,0 +1,114 @@
+"""Weights of a GGUF file under Hugging Face names and in Hugging Face order of rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from headway.errors import ModelError
+from headway.model.config import ModelConfig, from_gguf
+from headway.model.weights import gguf
+from headway.model.weights.tensors import Expected, Groups
+
+GROUP_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
+GGUF_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+class GgufCheckpoint:
+    """A GGUF file under Hugging Face names and in Hugging Face order of rows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path: Path | None = path
+        self._file = path
+        header = gguf.read_header(path)
+        self._places = header.tensors
+        self.config = _gguf_config(path, header)
+        self._expected = Expected(self.config, path)
+
+    def has(self, name: str) -> bool:
+        return name in self._expected.shapes and gguf_name(name) in self._places
+
+    def read(self, name: str) -> torch.Tensor:
+        values = _dequantize(self._file, name, self._place(name))
+        return torch.from_numpy(self._in_order(name, values))
+
+    def read_groups(self, name: str) -> Groups | None:
+        from gguf import GGMLQuantizationType
+
+        place = self._place(name)
+        kind = GGMLQuantizationType(place.kind).name
+        if kind not in GROUP_BITS:
+            return None
+        parts = gguf.unpack_groups(gguf.read_bytes(self._file, place), kind)
+        _check_numbers(self._file, name, *parts[1:])
+        q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
+        return Groups(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
+
+    def _place(self, name: str) -> gguf.TensorPlace:
+        place = self._places.get(gguf_name(name))
+        self._expected.check(name, None if place is None else place.shape)
+        return self._places[gguf_name(name)]
+
+    def _in_order(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
+        """Undo llama.cpp's order, in which the two halves of a Llama head are interleaved."""
+        found = re.search(r"\.(q|k)_proj\.", name)
+        if self.config.architecture != "llama" or found is None:
+            return rows
+        heads = self.config.num_heads if found[1] == "q" else self.config.num_kv_heads
+        paired = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
+        return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def gguf_name(name: str) -> str:
+    """What llama.cpp calls the tensor with this Hugging Face name."""
+    base, _, ending = name.rpartition(".")
+    if base in GGUF_TOP:
+        return f"{GGUF_TOP[base]}.{ending}"
+    layer, _, part = base.removeprefix("model.layers.").partition(".")
+    return f"blk.{layer}.{GGUF_LAYER.get(part, part)}.{ending}"
+
+
+def _gguf_config(path: Path, header: gguf.Header) -> ModelConfig:
+    num_parts = header.metadata.get("split.count")
+    if isinstance(num_parts, int) and num_parts > 1:
+        raise ModelError(f"{path}: is one part of a split file; join the parts with gguf-split")
+    place, divisors = header.tensors.get("rope_freqs.weight"), None
+    if place is not None:
+        divisors = tuple(_dequantize(path, "rope_freqs.weight", place).ravel().tolist())
+    return from_gguf(header.metadata, str(path), tensors=header.tensors, divisors=divisors)
+
+
+def _dequantize(path: Path, name: str, place: gguf.TensorPlace) -> NDArray[np.float32]:
+    try:
+        values = gguf.dequantize(path, place)
+    except NotImplementedError as error:
+        raise ModelError(f"{path}: tensor {name} cannot be expanded: {error}") from error
+    _check_numbers(path, name, values)
+    return values
+
+
+def _check_numbers(path: Path, name: str, *arrays: NDArray[np.float32]) -> None:
+    if not all(np.isfinite((values.min(), values.max())).all() for values in arrays):
+        raise ModelError(f"{path}: tensor {name} holds what is no number: the file is damaged")

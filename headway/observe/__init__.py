@@ -1,0 +1,1 @@
+"""What a run shows of itself: traces, timelines, explanations, metrics and spans."""

@@ -1,0 +1,97 @@
+"""The last minute of an engine, counted by second: rates, latencies, cache hits, errors.
+
+Follows the step reports on the engine's thread. Rates are taken over a sliding window of
+RATE_SECONDS that ends now: the second that the window's start falls into counts in part, so a rate
+moves smoothly instead of once a second. Draws nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from headway.observe.lives import Happened
+from headway.plan import StepReport
+
+Counts = Counter[str]
+NUM_SECONDS = 60  # of history
+RATE_SECONDS = 5  # that a rate and a mean latency are taken over
+RATES = ("output_tokens", "prompt_tokens", "requests", "preemptions", "steps")
+TOTALS = ("requests", "output_tokens", "errors", "aborts")
+
+
+class RateWindow:
+    """Counts of the last minute by second, and totals since the start."""
+
+    def __init__(self, started: float) -> None:
+        self.totals: Counts = Counter(dict.fromkeys(TOTALS, 0))
+        self._started = started
+        self._seconds: deque[tuple[int, Counts]] = deque(maxlen=NUM_SECONDS + 1)
+
+    def follow(self, report: StepReport, happened: Happened) -> None:
+        """Count a step."""
+        plan, second = report.plan, int(happened.now)
+        if not self._seconds or self._seconds[-1][0] < second:
+            self._seconds.append((second, Counter()))
+        counts = self._seconds[-1][1]
+        counts["steps"] += plan.step >= 0
+        counts["output_tokens"] += happened.num_output
+        self.totals["output_tokens"] += happened.num_output
+        for seconds, num_gaps in happened.gaps:
+            counts["gaps"] += num_gaps
+            counts["itl_us"] += int(1e6 * seconds * num_gaps)
+        if plan.admitted or plan.chunks or plan.preempted or happened.ended:
+            self._count_changes(report, happened, counts)
+
+    def _count_changes(self, report: StepReport, happened: Happened, counts: Counts) -> None:
+        """Count what a steady decode step does not have."""
+        counts["prompt_tokens"] += happened.num_prompt
+        counts["preemptions"] += len(report.plan.preempted)
+        counts["firsts"] += len(happened.firsts)
+        counts["ttft_us"] += int(1e6 * sum(happened.firsts))
+        counts["queried"] += happened.num_queried
+        counts["hit"] += happened.num_hit
+        counts["requests"] += len(happened.ended)
+        self.totals["requests"] += len(happened.ended)
+        for request, _ in happened.ended:
+            if request.finish_reason in ("error", "abort"):
+                name = f"{request.finish_reason}s"
+                counts[name] += 1
+                self.totals[name] += 1
+
+    def rates(self, now: float) -> dict[str, float]:
+        """Rates per second, and mean latencies in seconds (0 if there were none)."""
+        span = min(float(RATE_SECONDS), max(1.0, now - self._started))
+        shares = [(min(1.0, second + 1 - (now - span)), c) for second, c in self._seconds]
+        recent = [(share, counts) for share, counts in shares if share > 0]
+
+        def total(name: str) -> float:
+            return sum(share * counts[name] for share, counts in recent)
+
+        rates = {name: total(name) / span for name in RATES}
+        rates["ttft"] = total("ttft_us") / 1e6 / max(1.0, total("firsts"))
+        rates["itl"] = total("itl_us") / 1e6 / max(1.0, total("gaps"))
+        return rates
+
+    def minute(self, now: float) -> dict[str, float | None]:
+        """Errors and aborts of the last minute; the share of prompt tokens found in the cache."""
+        last = [counts for second, counts in self._seconds if second > now - NUM_SECONDS]
+        queried, hit, errors, aborts = (
+            sum(counts[name] for counts in last) for name in ("queried", "hit", "errors", "aborts")
+        )
+        hit_rate = hit / queried if queried else None
+        return {"errors": errors, "aborts": aborts, "prefix_cache_hit_rate": hit_rate}
+
+    def history(self, now: float) -> dict[str, list[float | None]]:
+        """The last 60 whole seconds, oldest first; latencies only where there were any."""
+        by_second, nothing = dict(self._seconds), Counter[str]()
+        last = [by_second.get(int(now) - ago, nothing) for ago in range(NUM_SECONDS, 0, -1)]
+        return {
+            "output_tokens": [counts["output_tokens"] for counts in last],
+            "ttft": list(_means(last, "ttft_us", "firsts")),
+            "itl": list(_means(last, "itl_us", "gaps")),
+        }
+
+
+def _means(seconds: Iterable[Counts], microseconds: str, count: str) -> Iterable[float | None]:
+    return (c[microseconds] / 1e6 / c[count] if c[count] else None for c in seconds)

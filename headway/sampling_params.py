@@ -1,0 +1,281 @@
+"""How the next token is chosen: what a user writes, and what an executor reads of it.
+
+`SamplingParams` is flat and in words; `Sampling` is the part that an executor needs, in tokens.
+Knows nothing of tensors or tokenizers: the caller turns texts into tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from headway.errors import InvalidRequest
+from headway.grammar.grammar import Grammar
+
+MOST_LOGPROBS = 100
+COLDEST = 1e-4  # a lower temperature is greedy: float32 would lose the chance between equals
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What the executor reads of one request. It travels in `Params.sampling`."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int = 0
+    logprobs: int | None = None  # top alternatives to report; 0: only the chosen token's
+    prompt_logprobs: int | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_tokens: frozenset[int] | None = None  # None: all
+    grammar: Grammar | None = None
+
+    @property
+    def is_greedy(self) -> bool:
+        """True if the most probable token is taken."""
+        return self.temperature < COLDEST
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if it matters which tokens there have been, and how often."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
+        return penalties != (1.0, 0.0, 0.0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if logits are masked, biased or penalised before anything is chosen."""
+        is_masked = bool(self.bad_words) or self.allowed_tokens is not None
+        is_masked = is_masked or self.grammar is not None
+        return is_masked or bool(self.logit_bias) or self.has_penalties
+
+    @property
+    def is_plain(self) -> bool:
+        """True if there is nothing beyond temperature, top_k, top_p and min_p."""
+        return not self.edits_logits and self.logprobs is None and self.prompt_logprobs is None
+
+
+class TokenLogprobs(NamedTuple):
+    """One token's log probability under the raw logits, and its best alternatives'."""
+
+    token: int
+    logprob: float
+    rank: int  # 1: no token was more probable
+    top: list[tuple[int, float]]  # tokens with their logprobs, most probable first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """What a user may ask of one prompt. Raises InvalidRequest for what makes no sense."""
+
+    n: int = 1  # samples of the prompt
+    max_tokens: int | None = 128  # None: as far as the model's length allows
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    seed: int | None = None  # None: whoever sends the request draws one
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    stop: str | Sequence[str] | None = None
+    include_stop_str_in_output: bool = False
+    stop_token_ids: Collection[int] = ()
+    ignore_eos: bool = False
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Collection[int] | None = None
+    skip_special_tokens: bool = True
+    grammar: Grammar | None = None  # what the answer must look like
+    priority: int = 0
+    client: str = ""
+    deadline: float | None = None
+    salt: str = ""
+
+    def __post_init__(self) -> None:
+        for name, limits in RANGES.items():
+            limits.check(name, getattr(self, name))
+        for name, kind in KINDS.items():
+            if not isinstance(getattr(self, name), kind):
+                raise _wrong(name, f"a {kind.__name__}", getattr(self, name))
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _wrong("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+        _check_texts("stop", self.stop_strings)
+        _check_texts("bad_words", self.bad_words)
+        _check_ids("stop_token_ids", self.stop_token_ids)
+        if self.allowed_token_ids is not None:
+            _check_ids("allowed_token_ids", self.allowed_token_ids)
+        _check_bias(self.logit_bias)
+        _check_grammar(self)
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        """`stop` as a sequence, whichever way it was written."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else self.stop
+
+
+class Range(NamedTuple):
+    """The numbers a field may have."""
+
+    low: float
+    high: float
+    is_whole: bool = False
+    is_open: bool = False  # `low` itself is not allowed
+    is_optional: bool = False  # None is allowed
+
+    def __str__(self) -> str:
+        kind = "a whole number" if self.is_whole else "a number"
+        if self.is_open:
+            limits = f" above {self.low} and at most {self.high}"
+        elif self.high < HUGE:
+            limits = f" from {self.low} to {self.high}"
+        else:
+            limits = f" of at least {self.low}" if self.low > -HUGE else ""
+        return f"{kind}{limits}{' or None' if self.is_optional else ''}"
+
+    def check(self, name: str, value: object) -> None:
+        """InvalidRequest unless the value is one of them."""
+        if not (value is None and self.is_optional) and not self.has(value):
+            raise _wrong(name, str(self), value)
+
+    def has(self, value: object) -> bool:
+        """True if a value is one of them."""
+        kinds = int if self.is_whole else int | float
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            return False
+        is_open_end = self.is_open and value == self.low
+        return self.low <= value <= self.high and not is_open_end  # NaN is not
+
+
+HUGE = sys.float_info.max  # an infinity is above it
+TOKEN_ID = Range(0, HUGE, is_whole=True)
+BIAS = Range(-100, 100)
+RANGES = {
+    "n": Range(1, 1024, is_whole=True),
+    "max_tokens": Range(1, HUGE, is_whole=True, is_optional=True),
+    "min_tokens": Range(0, HUGE, is_whole=True),
+    "temperature": Range(0, 1000),
+    "top_k": Range(-1, HUGE, is_whole=True),
+    "top_p": Range(0, 1, is_open=True),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.001, 1000),  # nearer to 0, a logit could become infinite
+    "frequency_penalty": Range(-2, 2),
+    "presence_penalty": Range(-2, 2),
+    "seed": Range(-(2**63), 2**64 - 1, is_whole=True, is_optional=True),
+    "logprobs": Range(0, MOST_LOGPROBS, is_whole=True, is_optional=True),
+    "prompt_logprobs": Range(0, MOST_LOGPROBS, is_whole=True, is_optional=True),
+    "priority": Range(-HUGE, HUGE, is_whole=True),
+    "deadline": Range(-HUGE, HUGE, is_optional=True),
+}
+KINDS: dict[str, type] = {
+    "include_stop_str_in_output": bool,
+    "ignore_eos": bool,
+    "skip_special_tokens": bool,
+    "client": str,
+    "salt": str,
+}
+
+
+def _wrong(name: str, wanted: str, value: object) -> InvalidRequest:
+    return InvalidRequest(f"{name} must be {wanted}, not {value!r}")
+
+
+def _check_list(name: str, values: object, wanted: str, is_fine: Callable[[object], bool]) -> None:
+    if not isinstance(values, Collection) or isinstance(values, str | bytes | Mapping):
+        raise _wrong(name, f"a list of {wanted}", values)
+    for value in values:
+        if not is_fine(value):
+            raise InvalidRequest(f"{name} must be a list of {wanted}; it holds {value!r}")
+
+
+def _check_texts(name: str, texts: object) -> None:
+    wanted = "texts of at least 1 character"
+    _check_list(name, texts, wanted, lambda text: isinstance(text, str) and text != "")
+
+
+def _check_ids(name: str, ids: object) -> None:
+    _check_list(name, ids, "token ids, whole numbers of at least 0", TOKEN_ID.has)
+
+
+def _check_bias(bias: object) -> None:
+    if bias is None:
+        return
+    if not isinstance(bias, Mapping):
+        raise _wrong("logit_bias", f"a map from token ids to {BIAS}", bias)
+    _check_ids("logit_bias", list(bias))
+    for token, value in bias.items():
+        BIAS.check(f"logit_bias of token {token}", value)
+
+
+def _check_grammar(params: SamplingParams) -> None:
+    """A grammar says where an answer ends, so nothing else may keep it from ending there."""
+    if params.grammar is None:
+        return
+    if not isinstance(params.grammar, Grammar):
+        raise _wrong("grammar", "a Grammar or None", params.grammar)
+    for name in ("ignore_eos", "min_tokens"):
+        if getattr(params, name):
+            value = getattr(params, name)
+            raise InvalidRequest(f"{name} is {value!r}, but with a grammar it cannot be set")
+
+
+def check_tokens(params: SamplingParams, vocab_size: int) -> None:
+    """InvalidRequest if the params name a token that the model does not have, or allow none."""
+    allowed = params.allowed_token_ids
+    if allowed is not None and len(allowed) == 0:
+        raise InvalidRequest(
+            f"allowed_token_ids is empty; allow at least one of the {vocab_size} tokens, "
+            "or write None to allow all"
+        )
+    named = {
+        "logit_bias": params.logit_bias or (),
+        "allowed_token_ids": allowed or (),
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if token >= vocab_size:
+                raise InvalidRequest(
+                    f"{name} has token {token}; the model's tokens are 0 to {vocab_size - 1}"
+                )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            raise _wrong(name, f"at most {vocab_size}, the model's tokens", getattr(params, name))
+
+
+def token_level(
+    params: SamplingParams, *, seed: int, bad_words: tuple[tuple[int, ...], ...]
+) -> Sampling:
+    """What an executor reads of params that `check_tokens` let pass."""
+    if not all(bad_words):
+        raise InvalidRequest(
+            f"bad_words has a text without tokens, which cannot be kept out: {params.bad_words!r}"
+        )
+    allowed = params.allowed_token_ids
+    return Sampling(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=dict(params.logit_bias or {}),
+        seed=seed,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        bad_words=bad_words,
+        allowed_tokens=None if allowed is None else frozenset(allowed),
+        grammar=params.grammar,
+    )

@@ -1,0 +1,1 @@
+"""What all generation endpoints share: request fields, streams, stop strings, log probabilities."""

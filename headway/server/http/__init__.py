@@ -1,0 +1,1 @@
+"""HTTP below the endpoints: connections, limits, bodies, errors and access control."""

@@ -1,0 +1,1 @@
+"""How a server runs: one process or several, sockets between them, logs and shutdown."""

@@ -1,0 +1,391 @@
+"""Laws of the command line: every command works, every mistake gets one sentence and exit code 2."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from headway import __version__
+from headway.cli.commands.compare import parse_variant
+from headway.cli.main import main
+from headway.errors import ConfigError
+from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
+
+WORK = "requests=12,arrivals=poisson(100),prompt=uniform(5,60),output=uniform(2,30),max_tokens=30"
+PROFILE = "qwen3-0.6b-h200"
+SMALL = ["--num-blocks", "40", "--block-size", "4", "--max-requests", "6", "--max-tokens", "64"]
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+def headway(*arguments: str | Path) -> Done:
+    """Run the command in this process, as its entry point does."""
+    out, err, before, code = io.StringIO(), io.StringIO(), list(sys.path), 0
+    argv, sys.argv = sys.argv, ["headway", *map(str, arguments)]
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    finally:
+        sys.argv, sys.path[:] = argv, before
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def refused(*arguments: str | Path) -> str:
+    """What a command says that ends with an error."""
+    done = headway(*arguments)
+    assert done.code == 2 and not done.out.strip(), done
+    assert "Traceback" not in done.err and done.err.strip()
+    return done.err
+
+
+def sentence(*arguments: str | Path) -> str:
+    """As `refused`, for what is our own sentence and not a usage message."""
+    text = refused(*arguments).strip()
+    assert text.startswith("error: ") and "\n" not in text, text
+    return text
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Recorded runs of the same workload under two presets."""
+    folder = tmp_path_factory.mktemp("traces")
+    files = {name: folder / f"{name}.jsonl" for name in ("headway", "vllm_v1")}
+    for name, file in files.items():
+        done = headway(
+            "simulate", WORK, "--preset", name, "--profile", PROFILE, "--trace-out", file, *SMALL
+        )
+        assert done.code == 0, done.err
+    return files
+
+
+# What works.
+
+
+def test_the_module_runs_as_a_program() -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-m", "headway"]
+    version = subprocess.run(
+        [*command, "--version"], capture_output=True, text=True, cwd=root, check=False
+    )
+    assert (version.returncode, version.stdout.strip()) == (0, f"headway {__version__}")
+    wrong = subprocess.run(
+        [*command, "simulate", "--preset", "nobody"],
+        capture_output=True, text=True, cwd=root, check=False,
+    )  # fmt: skip
+    assert wrong.returncode == 2 and "unknown preset 'nobody'" in wrong.stderr
+    assert "Traceback" not in wrong.stderr and not wrong.stdout
+
+
+def test_help_names_every_command() -> None:
+    for arguments in ((), ("--help",)):
+        done = headway(*arguments)
+        text = done.out + done.err
+        assert all(f" {name} " in text for name in ("simulate", "compare", "trace", "demo"))
+    assert headway("--help").code == 0
+    for command in ("simulate", "compare", "trace", "demo", "presets", "profiles"):
+        assert headway(command, "--help").code == 0
+
+
+def test_simulate_reports_a_run() -> None:
+    done = headway("simulate", WORK, "--profile", PROFILE, *SMALL)
+    assert done.code == 0
+    assert "12 of 12 completed" in done.out and "time to first token" in done.out
+    assert "doctor" in done.out
+
+
+SUMMARY_KEYS = {
+    "requests", "completed", "rejected", "finish_reasons", "seconds", "requests_per_second",
+    "output_tokens", "output_tokens_per_second", "prompt_tokens", "ttft", "time_between_tokens",
+    "end_to_end", "queue_time", "steps", "per_step", "preemptions", "preemptions_per_second",
+    "preemptions_by_swap", "preemptions_for_priority", "recomputed_tokens", "recompute_tax",
+    "swapped_blocks", "cache_hit_ratio", "waiting_steps_by_reason", "clients", "fairness",
+    "deadlines", "deadline_misses",
+}  # fmt: skip
+NESTED_KEYS = {
+    "ttft": {"mean", "p50", "p90", "p99"},
+    "time_between_tokens": {"mean", "p50", "p90", "p99"},
+    "end_to_end": {"mean", "p50", "p90", "p99"},
+    "queue_time": {"mean", "p50", "p90", "p99"},
+    "swapped_blocks": {"out", "in"},
+    "per_step": {
+        "seats", "seats_share", "tokens", "tokens_share", "prefill_share", "waiting",
+        "free_blocks", "seconds",
+    },
+}  # fmt: skip
+
+
+def check_summary(summary: dict[str, Any]) -> None:
+    """The keys that scripts rely on. Change on purpose."""
+    assert set(summary) == SUMMARY_KEYS
+    for key, inner in NESTED_KEYS.items():
+        assert set(summary[key]) == inner, key
+
+
+def check_report(report: dict[str, Any]) -> None:
+    config, doctor = report.pop("config"), report.pop("doctor")
+    assert set(config) == {*SLOTS, *NUMBERS}
+    assert all(set(finding) == {"symptom", "cause", "remedy"} for finding in doctor)
+    check_summary(report)
+
+
+def test_simulate_prints_json_with_frozen_keys() -> None:
+    done = headway("simulate", WORK, "--profile", PROFILE, "--json", *SMALL)
+    assert done.code == 0
+    report = json.loads(done.out)
+    check_report(report)
+    assert report["completed"] == 12
+
+
+def test_every_slot_and_number_can_be_set() -> None:
+    done = headway(
+        "simulate", WORK, "--profile", PROFILE, "--json", *SMALL, "--preset", "vllm", "--recipe",
+        "mixed", "--queue", "fair(3)", "--chunk", "at_most(32)", "--headroom", "watermark(0.05)",
+        "--victim", "least_work", "--swap", "swap", "--decode-steps", "2", "--num-host-blocks",
+        "9", "--max-length", "500", "--depth", "1", "--limit", "5",
+    )  # fmt: skip
+    report = json.loads(done.out)
+    config = report["config"]
+    assert config["recipe"] == "mixed" and config["queue"] == "fair(patience=3)"
+    assert config["chunk"] == "at_most(tokens=32)" and config["victim"] == "least_work"
+    assert (config["num_blocks"], config["max_length"], config["decode_steps"]) == (40, 500, 2)
+    assert report["requests"] == 5
+
+
+def test_a_policy_of_ones_own_is_found_where_the_user_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cli_own_policy.py").write_text("def last(request, world):\n    return -1\n")
+    monkeypatch.chdir(tmp_path)
+    done = headway(
+        "simulate", WORK, "--profile", PROFILE, "--json", "--victim", "cli_own_policy:last"
+    )
+    assert json.loads(done.out)["config"]["victim"] == "cli_own_policy:last"
+
+
+def test_simulate_reads_workload_files(tmp_path: Path) -> None:
+    csv = tmp_path / "a.csv"
+    csv.write_text("arrival_s,prompt_tokens,output_tokens\n0,20,5\n0.5,30,6\n")
+    done = headway("simulate", csv, "--profile", PROFILE, "--json", "--speed", "2")
+    assert json.loads(done.out)["output_tokens"] == 11
+
+
+def test_requests_that_cannot_run_are_told_with_their_reasons() -> None:
+    done = headway("simulate", "requests=3,prompt=1000,output=5", "--profile", PROFILE, *SMALL)
+    assert done.code == 0
+    assert "3 requests were refused" in done.out and "the cache has 40" in " ".join(
+        done.out.split()
+    )
+
+
+def test_compare_shows_presets_and_variants_side_by_side() -> None:
+    arguments = [
+        "compare", WORK, "--profile", PROFILE, *SMALL, "--presets", "vllm_v1, static",
+        "--variant", "mine: vllm_v1; headroom=watermark(0.1); max_requests=3",
+        "--variant", "other: headway",
+    ]  # fmt: skip
+    done = headway(*arguments)
+    assert done.code == 0
+    assert all(name in done.out for name in ("vllm_v1", "static", "mine", "other", "tok/s"))
+    summaries = json.loads(headway(*arguments, "--json").out)
+    assert list(summaries) == ["vllm_v1", "static", "mine", "other"]
+    for summary in summaries.values():
+        check_summary(summary)
+    assert summaries["mine"]["per_step"]["seats"] <= 3
+
+
+def test_compare_takes_all_presets_unless_told() -> None:
+    done = headway("compare", WORK, "--profile", PROFILE, "--json", "--limit", "4")
+    assert list(json.loads(done.out)) == list(PRESETS)
+
+
+def test_a_variant_is_parsed() -> None:
+    assert parse_variant("a: vllm; queue=fcfs(2) ; max_tokens = 99") == (
+        "a", "vllm", {"queue": "fcfs(2)", "max_tokens": 99},
+    )  # fmt: skip
+    assert parse_variant("a:vllm") == ("a", "vllm", {})
+    assert parse_variant("own: vllm; victim=module:function")[2] == {"victim": "module:function"}
+    for text in ("vllm", ": vllm", "a: vllm; queue", "a: vllm; max_tokens=many"):
+        with pytest.raises(ConfigError):
+            parse_variant(text)
+
+
+def test_trace_summarizes_a_file(traces: dict[str, Path]) -> None:
+    done = headway("trace", traces["headway"])
+    assert done.code == 0 and "12 of 12 completed" in done.out
+    report = json.loads(headway("trace", traces["headway"], "--json").out)
+    live = json.loads(headway("simulate", WORK, "--profile", PROFILE, "--json", *SMALL).out)
+    assert report == live
+    check_report(report)
+
+
+def test_trace_replays_a_file(traces: dict[str, Path]) -> None:
+    done = headway("trace", traces["vllm_v1"], "--replay")
+    assert done.code == 0 and "every decision is the recorded one" in " ".join(done.out.split())
+
+
+def test_trace_writes_for_perfetto(traces: dict[str, Path], tmp_path: Path) -> None:
+    out = tmp_path / "events.json"
+    assert headway("trace", traces["headway"], "--perfetto", out).code == 0
+    events = json.loads(out.read_text())["traceEvents"]
+    assert {event["ph"] for event in events} == set("MiXCbe")
+
+
+def test_trace_says_where_two_files_part(traces: dict[str, Path]) -> None:
+    left, right = traces.values()
+    same = headway("trace", left, "--diff", left)
+    assert same.code == 0 and "take the same decisions" in same.out
+    done = headway("trace", left, "--diff", right)
+    assert done.code == 0 and "part at step" in done.out
+    parting = json.loads(headway("trace", left, "--diff", right, "--json").out)
+    assert set(parting) == {"step", "lines"} and isinstance(parting["step"], int)
+
+
+def test_demo_shows_what_continuous_batching_is_for() -> None:
+    shown = json.loads(headway("demo", "--json").out)
+    assert set(shown) == {"utilisation", "presets"} and set(shown["presets"]) == set(PRESETS)
+    shares = shown["utilisation"]
+    assert set(shares) == {"static", "vllm_v1", "headway"}
+    assert shares["static"] < 0.3 and shares["vllm_v1"] > 0.9 and shares["headway"] > 0.9
+
+
+def test_lists_name_all_there_is() -> None:
+    described = json.loads(headway("presets", "--json").out)
+    assert set(described) == set(PRESETS)
+    assert all(set(config) == {*SLOTS, *NUMBERS} for config in described.values())
+    assert headway("presets").code == 0
+    profiles = json.loads(headway("profiles", "--json").out)
+    assert PROFILE in profiles and all(set(p) == {"kv_tokens"} for p in profiles.values())
+    assert PROFILE in headway("profiles").out
+
+
+# What does not.
+
+
+def test_a_missing_file_is_named() -> None:
+    for command in (("simulate", "nowhere.csv"), ("compare", "nowhere.jsonl")):
+        assert command[1] in sentence(*command)
+    for more in ((), ("--json",), ("--replay",), ("--perfetto", "out.json")):
+        assert "nowhere.jsonl: " in sentence("trace", "nowhere.jsonl", *more)
+    assert not Path("out.json").exists()
+
+
+def test_a_workload_of_an_unknown_kind_is_named(tmp_path: Path) -> None:
+    (tmp_path / "work.txt").write_text("hello")
+    assert "work.txt" in sentence("simulate", tmp_path / "work.txt")
+    assert "known" in sentence("simulate", "hello")
+
+
+def test_a_malformed_line_is_named_with_its_file(tmp_path: Path) -> None:
+    csv, jsonl = tmp_path / "bad.csv", tmp_path / "bad.jsonl"
+    csv.write_text("arrival_s,prompt_tokens,output_tokens\n0,20,5\n0,many,5\n")
+    jsonl.write_text('{"arrival":0,"prompt":5,"output":2}\n{"arrival":\n')
+    assert f"{csv}:3: prompt_tokens must be a whole number" in sentence("simulate", csv)
+    assert f"{jsonl}:2: not JSON" in sentence("simulate", jsonl)
+
+
+BAD_TRACES = {
+    "not json": "hello\n",
+    "no header": '{"step":0}\n',
+    "old": '{"headway_trace":0}\n',
+    "cut off": '{"headway_trace":1,"config":{},"depth":0}\n{"step":\n',
+    "empty": "",
+    "no config": '{"headway_trace":1}\n',
+    "no fields": '{"headway_trace":1,"config":{"max_requests":1,"max_tokens":1},"depth":0}\n'
+    '{"step":0}\n',
+}
+
+
+@pytest.mark.parametrize("kind", BAD_TRACES)
+@pytest.mark.parametrize("more", [(), ("--replay",), ("--perfetto", "x.json"), ("--diff", "SAME")])
+def test_a_malformed_trace_is_named(tmp_path: Path, kind: str, more: tuple[str, ...]) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(BAD_TRACES[kind])
+    arguments = [str(file) if a == "SAME" else a.replace("x.json", f"{tmp_path}/x") for a in more]
+    assert "bad.jsonl" in sentence("trace", file, *arguments)
+
+
+def test_a_tampered_trace_is_told_in_one_sentence(traces: dict[str, Path], tmp_path: Path) -> None:
+    lines = traces["headway"].read_text().splitlines()
+    lines[4] = lines[4].replace('"free":', '"free":9')
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    assert "step 3" in sentence("trace", file, "--replay")
+
+
+def test_unknown_names_are_told_with_the_known_ones() -> None:
+    assert "did you mean vllm?" in sentence("simulate", WORK, "--preset", "vlm")
+    assert "did you mean static?" in sentence("compare", WORK, "--presets", "vllm,statik")
+    for command in ("simulate", "compare"):
+        assert PROFILE in sentence(command, WORK, "--profile", "nothing")
+    assert "known: " in sentence("simulate", "requests=3,colour=red")
+    assert "did you mean fcfs?" in sentence("simulate", WORK, "--queue", "fcsf")
+    assert "nothing:at_all" in sentence("simulate", WORK, "--victim", "nothing:at_all")
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["vllm", ": vllm", "a: nobody", "a: vllm; colour=red", "a: vllm; queue", "a: vllm; queue=red",
+     "a: vllm; max_tokens=many", "a: vllm; max_tokens=0", ""],
+)  # fmt: skip
+def test_a_bad_variant_is_told(variant: str) -> None:
+    sentence("compare", WORK, "--presets", "static", "--variant", variant)
+
+
+def test_names_given_twice_are_told() -> None:
+    variant = ("--variant", "static: vllm")
+    assert "static" in sentence("compare", WORK, "--presets", "static", *variant)
+
+
+def test_a_comparison_of_nothing_is_told() -> None:
+    sentence("compare", WORK, "--presets", "")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--max-tokens", "3"), ("--num-blocks", "0"), ("--depth", "2"), ("--depth", "-1"),
+        ("--limit", "0"), ("--limit", "-3"), ("--speed", "0"), ("--speed", "nan"),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_work_are_told(tmp_path: Path, more: tuple[str, str]) -> None:
+    csv = tmp_path / "a.csv"
+    csv.write_text("arrival_s,prompt_tokens,output_tokens\n0,20,5\n")
+    sentence("simulate", csv, "--profile", PROFILE, *more)
+
+
+@pytest.mark.parametrize("more", [("--limit", "0"), ("--limit", "-3"), ("--speed", "0")])
+def test_a_synthetic_workload_minds_the_same_numbers(more: tuple[str, str]) -> None:
+    sentence("simulate", WORK, "--profile", PROFILE, *more)
+
+
+def test_a_file_that_cannot_be_written_is_named(traces: dict[str, Path], tmp_path: Path) -> None:
+    for bad in (tmp_path / "no" / "folder.jsonl", tmp_path):
+        assert str(bad) in sentence("simulate", WORK, "--profile", PROFILE, "--trace-out", bad)
+        assert str(bad) in sentence("trace", traces["headway"], "--perfetto", bad)
+
+
+def test_square_brackets_in_a_users_text_are_shown_as_they_are() -> None:
+    assert "[bold]x[/bold]" in sentence("simulate", WORK, "--preset", "[bold]x[/bold]")
+    assert "[/]" in sentence("simulate", WORK, "--queue", "[/]")
+
+
+def test_what_is_no_option_is_told_without_a_traceback() -> None:
+    refused("simulate", WORK, "--colour", "red")
+    refused("simulate", WORK, "--max-tokens", "many")
+    refused("nonsense")
+    refused("trace")

@@ -1,0 +1,146 @@
+"""Laws of `headway profile`: it writes a profile that simulates, and says how far it is off."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headway.cli.commands.profile import TIMES_COPIED, copy, learned, model_facts, run
+from headway.cli.view.profile import warn
+from headway.lab.calibration import QUICK_ON_CPU, Errors, calibration, errors
+from headway.lab.cost import load_profile
+from headway.lab.fit import observations
+from headway.llm import LLM
+from tests.cli.test_cli import headway, sentence
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 512, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+RANDOM = ("--load-format", "dummy", "--kv-memory", "64MiB", "--threads", "1")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where a tiny model's config lies, and where the command runs."""
+    monkeypatch.chdir(tmp_path)
+    yield write(tmp_path / "Tiny-0.6B")
+
+
+def write(path: Path, **changes: object) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**TINY, **changes}))
+    return path
+
+
+def test_a_profile_is_written_that_simulates(folder: Path) -> None:
+    done = headway("profile", folder, *RANDOM, "--quick", "--json", "--name", "mine")
+    assert done.code == 0, done.err
+    said, profile = json.loads(done.out), load_profile("mine.json")
+    assert said["out"] == "mine.json" and said["profile"]["name"] == profile.name == "mine"
+    assert set(said["held_out"]) == set(Errors._fields)
+    assert 0 <= said["held_out"]["median"] <= said["held_out"]["p90"]
+    assert all(error >= -1 for error in said["held_out"].values())
+    assert profile.kv_tokens == 64 * 2**20 // (3 * 2 * 2 * 16 * 4) // 16 * 16
+    assert 0 < profile.machine.host_seconds < 1 and profile.machine.copy_bandwidth > 1e6
+    assert f"{said['held_out']['median']:.1%} (median)" in profile.description
+    used = headway("simulate", "requests=9,prompt=20,output=5", "--profile", "mine.json", "--json")
+    assert used.code == 0 and json.loads(used.out)["completed"] == 9
+
+
+def test_the_table_has_units_and_says_what_comes_next(folder: Path) -> None:
+    done = headway("profile", folder, *RANDOM, "--quick")
+    assert done.code == 0, done.err
+    for shown in (
+        "GB/s",
+        "GFLOP/s",
+        "(median)",
+        "(p90)",
+        "the run, simulated",
+        "tiny-0.6b-float32",
+    ):
+        assert shown in done.out
+    assert "headway simulate --profile tiny-0.6b-float32.json" in done.out
+    assert load_profile("tiny-0.6b-float32.json").name == "tiny-0.6b-float32"
+
+
+def test_a_profile_that_foretells_badly_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    warn(Errors(median=0.1, p90=0.5, total=-0.2, simulated=0.15, ttft=0.9))
+    assert capsys.readouterr().err == ""
+    for bad in ({"median": 0.21}, {"total": -0.21}, {"simulated": 0.21}):
+        warn(Errors(**{**dict.fromkeys(Errors._fields, 0.0), **bad}))
+        assert "the profile is off by 21%" in capsys.readouterr().err
+
+
+def test_mistakes_get_one_sentence_and_leave_an_old_profile_alone(tmp_path: Path) -> None:
+    short = write(tmp_path / "short", max_position_embeddings=40)
+    old = tmp_path / "old.json"
+    old.write_text("precious")
+    found = sentence("profile", short, *RANDOM, "--out", old)
+    assert "requests of 40 tokens are too short to learn from" in found
+    assert "cannot be written" in sentence("profile", short, *RANDOM, "--out", tmp_path / "a/b")
+    assert "no model here" in sentence("profile", tmp_path, "--out", old)
+    assert "too short" in sentence("profile", short, *RANDOM, "--out", tmp_path / "new.json")
+    assert old.read_text() == "precious" and not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_what_a_model_asks_of_a_machine_follows_from_its_shapes(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    path = write(tmp_path / "model", tie_word_embeddings=is_tied)
+    with LLM(str(path), load_format="dummy", kv_memory="4MiB", threads=1) as llm:
+        facts = model_facts(llm)
+    layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128  # q, k and v; o; gate, up and down
+    assert facts.dense_flops == 2 * 3 * layer
+    assert facts.head_flops == 2 * 64 * 512
+    assert facts.attention_flops == 4 * 3 * 4 * 16
+    assert facts.kv_bytes == 2 * 3 * 2 * 16 * 4
+    assert facts.weight_bytes == pytest.approx(4 * (3 * layer + 64 * 512), rel=0.01)
+    assert facts.max_length == 512
+
+
+def test_timing_copies_leaves_the_blocks_as_they_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "model")
+    with LLM(str(path), load_format="dummy", kv_memory="512KiB", threads=1) as llm:
+        llm.generate([[5, 6, 7] * 20])
+        blocks = llm.executor.device_blocks.view(torch.int32)  # bits: what is unused may be NaN
+        before = blocks.clone()
+        seen = observations(copy(llm))
+        assert torch.equal(before, blocks)
+        sizes = seen.copies[:, 1].tolist()  # it has 42 blocks on each side
+        assert sizes == [size for size in (1, 4, 16) for _ in range(2 * TIMES_COPIED)]
+
+
+def test_a_copy_is_timed_until_the_host_has_it(tmp_path: Path) -> None:
+    class Slow:
+        def finish(self) -> None:
+            time.sleep(0.004)
+
+    path = write(tmp_path / "model")
+    with LLM(str(path), load_format="dummy", kv_memory="512KiB", threads=1) as llm:
+        llm.executor.swapper = Slow()  # type: ignore[union-attr, assignment]
+        assert observations(copy(llm)).seconds.min() >= 0.004
+
+
+def test_with_overlap_the_time_between_steps_is_seen_in_a_run_without(tmp_path: Path) -> None:
+    path = write(tmp_path / "model")
+    with LLM(str(path), load_format="dummy", kv_memory="4MiB", threads=1, depth=1) as llm:
+        logs = run(llm, calibration(512, QUICK_ON_CPU))
+        assert llm.engine.depth == 1
+        assert any(line.get("in_flight") for line in logs.fitted)
+        assert any(line.get("in_flight") for line in logs.held_out)
+        assert logs.apart and not any(line.get("in_flight") for line in logs.apart)
+        profile, found = learned(llm, "mine", logs, copy(llm))
+    assert profile.machine.host_seconds == pytest.approx(np.median(observations(logs.apart).gaps))
+    again = errors(logs.held_out, llm.config, profile, depth=1)
+    assert found == again != errors(logs.held_out, llm.config, profile, depth=0)

@@ -1,0 +1,119 @@
+"""Laws of `headway serve`: two layouts serve the same, mistakes get a sentence before the model loads."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headway.cli.options.serve import ServeOptions
+from headway.model import devices
+from headway.observe.trace import read_trace
+from headway.server.process.serve import bind
+from tests.cli.test_cli import sentence
+from tests.cli.test_cli_generate import options_of, save_tiny
+from tests.support.processes import ROOT, serving
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def ask(url: str, path: str, **fields: Any) -> Any:
+    headers = {"Authorization": "Bearer sesame"}
+    response = httpx.post(url + path, json=fields, headers=headers, timeout=20)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("layout", [(), ("--api-workers", "2")], ids=["one process", "several"])
+def test_a_model_is_served_until_a_signal(
+    tiny: list[str], layout: tuple[str, ...], tmp_path: Path
+) -> None:
+    trace, template = tmp_path / "trace.jsonl", tmp_path / "chat.jinja"
+    template.write_text("{% for message in messages %}<{{ message.content }}>{% endfor %}")
+    options = (
+        "--api-key", "sesame", "--trace-out", str(trace), "--num-blocks", "64",
+        "--chat-template", str(template), "--tool-call-parser", "hermes",
+    )  # fmt: skip
+    with serving(*tiny, *options, *layout) as (process, said):
+        found = re.search(r"at (http://127.0.0.1:\d+); .* 64 KV blocks of \d+ tokens", said)
+        assert found, said
+        url = found[1]
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        body = ask(url, "/v1/completions", prompt="abc", max_tokens=5, temperature=0)
+        assert body["usage"]["completion_tokens"] <= 5 and body["model"] == Path(tiny[1]).name
+        talk = [{"role": "user", "content": "abc"}]
+        tokens = ask(url, "/tokenize", messages=talk)["tokens"]
+        assert ask(url, "/detokenize", tokens=tokens)["prompt"].strip() == "<abc>"
+        assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        assert body["system_fingerprint"].startswith("fp_")
+        key = {"Authorization": "Bearer sesame"}
+        assert "headway:generation_tokens_total" in httpx.get(f"{url}/metrics", headers=key).text
+        assert httpx.get(f"{url}/live", headers=key).json()["blocks"]["total"] == 64
+        process.send_signal(signal.SIGTERM)
+        _, rest = process.communicate(timeout=20)
+        assert process.returncode == 0 and "sesame" not in said + rest
+        assert "Traceback" not in rest, rest
+    assert len(list(read_trace(trace))) > 1
+
+
+def test_mistakes_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+    with bind("127.0.0.1", 0) as taken:
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert "Address already in use" in sentence("serve", "--port", port)
+    assert "no.such.host" in sentence("serve", "--host", "no.such.host.invalid")
+    several = ["--api-workers", "2", "--no-engine-process"]
+    assert "--no-engine-process" in sentence("serve", *several)
+    assert "--log-format" in sentence("serve", "--log-format", "xml")
+    assert "cannot be read" in sentence("serve", "--api-key-file", tmp_path / "none")
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for")
+    for path in (tmp_path / "none", broken):
+        assert "--chat-template" in sentence("serve", "--chat-template", path)
+    assert "--tool-call-parser" in sentence("serve", "--tool-call-parser", "xml")
+    assert "ASCII" in sentence("serve", "--api-key", "schlüssel")
+
+
+def test_missing_packages_are_all_named_with_the_command_that_installs_them() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['fastapi'] = None\n"
+        "sys.argv = ['headway', 'serve']\n"
+        "from headway.cli.main import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert done.returncode == 2 and "torch, fastapi, which are not installed" in done.stderr
+    assert "pip install 'headway[torch,server]'" in done.stderr
+
+
+def test_an_error_of_the_engine_process_is_told_as_in_one_process() -> None:
+    for layout in ((), ("--engine-process",)):
+        text = sentence("serve", "/no/such/model", "--port", "0", *layout)
+        assert "/no/such/model" in text
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_gpu_several_workers_or_a_wish_put_the_engine_into_its_own_process(
+    is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "why_no_cuda", lambda: None if is_there else "there is none")
+    used = {"auto": is_there, "cuda": True, "cuda:1": True, "cpu": False}
+    for device, is_used in used.items():
+        assert ServeOptions().has_engine_process(device) == is_used
+        assert ServeOptions(api_workers=2).has_engine_process(device)
+        assert ServeOptions(engine_process=True).has_engine_process(device)
+        assert not ServeOptions(engine_process=False).has_engine_process(device)
+
+
+def test_nobody_elses_machine_may_ask_unless_it_is_said() -> None:
+    assert ServeOptions().host == "127.0.0.1"  # nobody else's machine, unless it is asked for

@@ -1,0 +1,31 @@
+"""Benchmarks of a GPU run without one as well, slowly: what they measure is there to be measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import ROOT
+
+pytest.importorskip("triton")
+
+
+def test_every_kernel_of_a_decode_step_is_timed(tmp_path: Path) -> None:
+    written = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, "bench/gpu_kernels.py", "--tiny", "--out", written],
+        capture_output=True, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said == json.loads(written.read_text())
+    assert list(said["kernels"]) == [
+        "qkv", "attention", "output", "gate and up", "down", "head", "draw"
+    ]  # fmt: skip
+    for by_rows in said["kernels"].values():
+        assert list(by_rows) == ["1", "3"]
+        assert all(found["us"] > found["floor_us"] > 0 for found in by_rows.values())

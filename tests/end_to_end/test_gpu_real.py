@@ -1,0 +1,221 @@
+"""The bundled model on a GPU, in float32, says what transformers says greedily, whatever happens.
+
+The reference is that of the CPU's tests. Every run here is also replayed: a record of a GPU's run
+holds all that its decisions depended on. HEADWAY_TEST_MODEL names the model's GGUF file on a machine
+that cannot fetch it.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
+from headway.lab.replay import check_replay
+from headway.loading import fit
+from headway.model.decoder import Decoder
+from headway.model.precision import ATTENTIONS, choose_backend
+from headway.model.registry import BUNDLED, resolve
+from headway.model.weights.checkpoint import open_checkpoint
+from headway.observe.trace import TraceWriter, read_trace
+from tests.support import real
+from tests.support.real import Seen, Trial, unlike_reference
+
+MODEL = "smollm2-135m"
+FEW = ("one token", "capital", "python", "json", "emoji", "chat", "dijkstra", "long list")
+NUM_FEW = 24  # tokens, where the settings matter and not the length
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def given_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The file that HEADWAY_TEST_MODEL names, where the bundled model is looked for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if given := os.environ.get("HEADWAY_TEST_MODEL"):
+            cache = tmp_path_factory.mktemp("cache")
+            place = cache / "models" / MODEL / BUNDLED[MODEL].file_name
+            place.parent.mkdir(parents=True)
+            place.symlink_to(Path(given).resolve())
+            patch.setenv("HEADWAY_CACHE", str(cache))
+        yield
+
+
+@pytest.fixture(scope="module")
+def decoder(given_model: None) -> Decoder:
+    """Loaded once; every trial has an executor of its own over it."""
+    checkpoint = open_checkpoint(resolve(MODEL))
+    return Decoder(checkpoint, choose_backend(checkpoint.config, "float32", "cuda"))
+
+
+class GpuTrial(Trial):
+    """A decoder on a GPU under one configuration, and a record of all that it did."""
+
+    def __init__(
+        self, model: Decoder, preset: str = "headway", *, depth: int = 1, **settings: Any
+    ) -> None:
+        from headway.executor.gpu.executor import DeviceExecutor  # needs triton
+
+        itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
+        self.config = fit(model.config, itemsize, preset, "400MiB", settings)
+        executor = DeviceExecutor(model, self.config)
+        self.seen, self._record = Seen(), io.StringIO()
+        observers = [self.seen, TraceWriter(self._record, self.config, depth)]
+        self.engine = Engine(Scheduler(self.config), executor, depth=depth, observers=observers)
+        executor.now = self.engine.clock.now
+
+    def check_empty(self) -> None:
+        """Also: the scheduler would decide the same again."""
+        super().check_empty()
+        lines = [json.loads(line) for line in self._record.getvalue().splitlines()]
+        assert check_replay(lines) == len(lines) - 1 > 0
+
+
+def how_far(prompt: str, place: int, right: int, wrong: int) -> float:
+    """Between the logits of two tokens after the reference up to there."""
+    before = [*real.prompts()[prompt], *real.reference()[prompt][:place]]
+    logits = real.logits_of(real.decoder(), before)[-1]
+    return float(logits[right] - logits[wrong])
+
+
+def check(found: dict[str, list[int]]) -> None:
+    """All as the reference has it; else where it parts, and how near the two tokens are there."""
+    told = []
+    for name, place, right, wrong in unlike_reference(dict(found)):
+        gap = how_far(name, place, right, wrong)
+        told.append(f"{name!r} at {place}: {right} became {wrong}; logits {gap:.2e} apart")
+    assert not told, f"below {real.TIE} it is a tie: name it in real.TIES; above, a mistake: {told}"
+
+
+def few() -> dict[str, list[int]]:
+    return {name: real.prompts()[name] for name in FEW}
+
+
+# All of the reference.
+
+
+def test_each_prompt_alone_is_continued_as_transformers_does(decoder: Decoder) -> None:
+    trial = GpuTrial(decoder, max_requests=1)
+    check(trial.ask_one(real.prompts()))
+    assert trial.seen.most_decodes == 1
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_all_prompts_together_are_continued_as_transformers_does(
+    decoder: Decoder, depth: int
+) -> None:
+    trial = GpuTrial(decoder, depth=depth)
+    check(trial.ask_one(real.prompts()))
+    assert trial.seen.most_decodes > 12
+
+
+# A few prompts, whatever the scheduler does.
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_says_the_same(decoder: Decoder, preset: str) -> None:
+    trial = GpuTrial(decoder, preset)
+    check(trial.ask_one(few(), NUM_FEW))
+    assert trial.seen.most_decodes > 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings to try, and what must have happened for the trial to mean anything."""
+
+    settings: dict[str, Any]
+    happened: Callable[[Seen], bool]
+    num_times: int = 1
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+CRAMPED = {"preset": "vllm_v1", "block_size": 1, "num_blocks": 200, "victim": "least_work"}
+CASES = {
+    "chunks of 7": Case({"chunk": "at_most(7)"}, lambda seen: seen.longest_chunk == 7),
+    "blocks of 1, asked twice": Case(
+        {"block_size": 1}, lambda seen: seen.num_full_hits >= len(FEW), 2
+    ),
+    "blocks of 16, asked twice": Case(
+        {"block_size": 16, "preset": "vllm_v1"}, lambda seen: seen.num_cached > 200, 2
+    ),
+    "blocks of 64": Case({"block_size": 64}, lambda seen: seen.longest_chunk > 64),
+    "recompute": Case({**CRAMPED, "swap": "recompute"}, lambda seen: seen.num_recomputed >= 8),
+    "swap": Case(
+        {**CRAMPED, "swap": "swap", "num_host_blocks": 400},
+        lambda seen: seen.num_swapped >= 8 and min(seen.num_copied) >= 100,
+    ),
+    "four steps a plan": Case({"decode_steps": 4}, lambda seen: seen.num_steps < 12),
+    "three samples": Case({}, lambda seen: seen.most_decodes > 16, params={"n": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("name", CASES)
+def test_no_setting_changes_a_token(decoder: Decoder, name: str, depth: int) -> None:
+    case = CASES[name]
+    trial = GpuTrial(decoder, depth=depth, **case.settings)
+    for _ in range(case.num_times):
+        outputs = trial.ask(few(), NUM_FEW, **case.params)
+        for number in range(case.params.get("n", 1)):
+            check({key: found[number] for key, found in outputs.items()})
+    assert case.happened(trial.seen), trial.seen
+
+
+def test_a_shared_beginning_is_found_and_changes_no_token(decoder: Decoder) -> None:
+    """Prompts that begin alike, one of them the other to its end; asked one after the other."""
+    start, right = len(real.prompts()["long story"]), real.reference()["long story"]
+    tokens = real.prompts()["long story"] + right
+    trial = GpuTrial(decoder)
+    for length in (320, 336, 336, 350):  # whole blocks, so that the third is found complete
+        (output,) = trial.ask_one({str(length): tokens[:length]}, 8).values()
+        assert output == right[length - start :][:8]
+    assert trial.seen.num_cached == 320 + 335 + 336 and trial.seen.num_full_hits == 1
+
+
+# As a user asks.
+
+
+LIBRARIES = {"flashinfer": 16, "flash-attn": 256}  # and blocks that they read
+NEAR = 0.5  # between logits: in bfloat16 ours chose tokens up to 0.23 below the best
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_an_installed_library_chooses_tokens_that_are_as_good(name: str) -> None:
+    pytest.importorskip(ATTENTIONS[name][0])
+    checkpoint = open_checkpoint(resolve(MODEL))
+    backend = choose_backend(checkpoint.config, "bfloat16", "cuda", attention=name)
+    settings = {"block_size": LIBRARIES[name], "chunk": "at_most(300)"}
+    trial = GpuTrial(Decoder(checkpoint, backend), **settings)
+    for _ in range(2):  # the second time with beginnings that are there
+        found = trial.ask_one(real.prompts(), NUM_FEW)
+        worse = [
+            (prompt, place, gap)
+            for prompt, place, right, wrong in unlike_reference(dict(found))
+            if (gap := how_far(prompt, place, right, wrong)) > NEAR
+        ]
+        assert not worse
+    assert trial.seen.most_decodes > 12 and trial.seen.longest_chunk > 256
+
+
+def test_the_offline_api_says_the_same_and_its_record_replays(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace.jsonl"
+    cramped = {**CRAMPED, "swap": "swap", "num_host_blocks": 400, "max_requests": len(FEW)}
+    params = SamplingParams(temperature=0, max_tokens=NUM_FEW, ignore_eos=True)
+    with LLM(MODEL, device="cuda", precision="float32", trace_out=path, **cramped) as llm:
+        said = [real.PROMPTS[name] for name in FEW]
+        asked = [each if isinstance(each, str) else llm.chat_tokens(each) for each in said]
+        results = llm.generate(asked, params)
+        assert llm.engine.is_healthy, llm.engine.fault
+    check({n: r.samples[0].token_ids for n, r in zip(FEW, results, strict=True)})
+    for name, result in zip(FEW, results, strict=True):
+        assert result.text == real.tokenizer().decode(real.reference()[name][:NUM_FEW])
+    lines = list(read_trace(path))
+    assert lines[0]["depth"] == 1 and check_replay(lines) == len(lines) - 1 > NUM_FEW
+    assert any(kind == "swap" for line in lines for _, kind, *_ in line.get("preempted", ()))

@@ -1,0 +1,220 @@
+"""The bundled model under every policy says, token for token, what transformers says greedily.
+
+The reference lies in real_reference.json; the first tests here hold it against transformers itself.
+By induction: if at every place of an output the most probable next token, given all before it, is
+the one that is there, then the output is what greedy generation gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headway import LLM, PRESETS, SamplingParams
+from headway.model.backends.base import Backend
+from headway.model.backends.native.backend import NativeBackend
+from headway.model.backends.plain import PlainBackend
+from headway.model.decoder import Decoder
+from headway.model.precision import why_not_native
+from headway.model.registry import resolve
+from headway.model.weights.checkpoint import open_checkpoint
+from headway.request import Pooling
+from headway.scheduler.presets import DEFAULT
+from tests.support import real
+from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
+
+PARTS = 4  # for processes that share the work
+
+
+# The reference is what transformers says.
+
+
+def test_the_reference_is_what_transformers_finds_most_probable() -> None:
+    model, ties, wrong = real.transformers_model(), [], []
+    assert len(real.PROMPTS) >= 24 and list(real.reference()) == list(real.PROMPTS)
+    for name, prompt in real.prompts().items():
+        output = real.reference()[name]
+        assert len(output) == NUM_TOKENS
+        values, tokens = real.transformers_logits(model, prompt, output).topk(2)
+        for place in range(NUM_TOKENS):
+            pair, gap = tokens[place].tolist(), float(values[place, 0] - values[place, 1])
+            if gap < real.TIE and output[place] in pair:
+                other = pair[pair[0] == output[place]]
+                ties.append((name, place, output[place], other))
+            elif output[place] != pair[0]:
+                wrong.append((name, place, output[place], pair[0]))
+    assert not wrong
+    assert ties == real.TIES, "name every tie in real.py"
+
+
+def test_the_reference_is_what_transformers_generates() -> None:
+    model = real.transformers_model()
+    for name in ("one token", "capital", "emoji"):
+        ids = torch.tensor([real.prompts()[name]])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20,
+            eos_token_id=-1,
+        )  # fmt: skip
+        assert output[0, ids.shape[1] :].tolist() == real.reference()[name][:20]
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": PlainBackend}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.inference_mode()
+def test_the_states_after_every_layer_are_those_of_transformers(backend: str) -> None:
+    if backend == "native" and (reason := why_not_native()):
+        pytest.skip(reason)
+    own = Decoder(open_checkpoint(resolve("smollm2-135m")), BACKENDS[backend]())
+    tokens = real.prompts()["long chat"] + real.reference()["long chat"][:20]
+    states: list[Tensor] = []
+    logits = own.logits(
+        own.forward(
+            real.whole(tokens), real.blocks_for(own, len(tokens)),
+            watch=lambda layer, state: states.append(state.clone()),
+        )
+    )  # fmt: skip
+    model = real.transformers_model()
+    expected = model(torch.tensor([tokens]), output_hidden_states=True)
+    # The first are the embeddings, the last are after the final norm.
+    layers = [layer[0] for layer in expected.hidden_states[1:-1]]
+    assert len(states) == own.config.num_layers == len(layers) + 1
+    pairs = [*zip(layers, states, strict=False), (expected.logits[0], logits)]
+    errors = [float((found - wanted).norm() / wanted.norm()) for wanted, found in pairs]
+    assert max(errors) < 1e-4, errors
+
+
+@torch.inference_mode()
+def test_embeddings_are_the_pooled_states_of_transformers() -> None:
+    names = ("one token", "german", "long chat")
+    with LLM(num_blocks=60, max_requests=8, max_tokens=48) as llm:  # two chunks of the longest
+        prompts = [real.prompts()[name] for name in names]
+        found = {p: llm.embed(prompts, pooling=p) for p in get_args(Pooling)}
+    for number, prompt in enumerate(prompts):
+        states = real.transformers_model().model(torch.tensor([prompt])).last_hidden_state[0]
+        for pooling, vector in {"mean": states.mean(0), "last": states[-1]}.items():
+            wanted = (vector / vector.norm()).numpy()
+            np.testing.assert_allclose(found[pooling][number].embedding, wanted, atol=1e-4)
+
+
+def test_the_offline_api_says_the_same_as_text() -> None:
+    """From text, messages and tokens to text, as a user asks for it; logprobs as transformers'."""
+    with LLM(num_blocks=60) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+        said = ["name", "german", "chat"]
+        talk: Any = real.PROMPTS["chat"]
+        asked: list[Any] = [real.PROMPTS["name"], real.prompts()["german"]]
+        results = llm.generate(asked, params)
+        results += llm.chat(talk, params)
+    for name, result in zip(said, results, strict=True):
+        expected = real.reference()[name][:12]
+        assert result.prompt_token_ids == real.prompts()[name]
+        assert result.samples[0].token_ids == expected
+        assert result.text == real.tokenizer().decode(expected)
+        logits = real.transformers_logits(
+            real.transformers_model(), result.prompt_token_ids, expected
+        )
+        wanted = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None])[:, 0]
+        found = [score.logprob for score in result.samples[0].logprobs or []]
+        assert found == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+# Every policy says what the reference says.
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_each_prompt_alone_is_continued_as_transformers_does(part: int) -> None:
+    """All prompts by induction, in one pass over prompt and output; some of them step by step.
+
+    One pass gives the logits of single steps to the bit: test_invariance.py.
+    """
+    asked = dict(list(real.prompts().items())[part::PARTS])
+    found = {}
+    for name, prompt in asked.items():
+        logits = real.logits_of(real.decoder(), prompt + real.reference()[name][:-1])
+        found[name] = logits[len(prompt) - 1 :].argmax(-1).tolist()
+        assert len(found[name]) == NUM_TOKENS
+    assert not unlike_reference(found)
+    trial = Trial(real.decoder(), max_requests=1)
+    assert not unlike_reference(trial.ask_one(dict(list(asked.items())[:1])))
+    assert trial.seen.most_decodes == 1
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_says_the_same_in_a_batch(preset: str) -> None:
+    """The default preset for the whole reference, the others for half of it, to save time."""
+    trial = Trial(real.decoder(), preset)
+    num_tokens = NUM_TOKENS if preset == DEFAULT else NUM_TOKENS // 2
+    assert not unlike_reference(trial.ask_one(real.prompts(), num_tokens))
+    assert trial.seen.most_decodes > 12
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings to try, and what must have happened for the trial to mean anything.
+
+    All prompts are asked, for the beginning of the reference only: the presets above have the rest.
+    """
+
+    settings: dict[str, Any]
+    happened: Callable[[Seen], bool]
+    num_tokens: int = 12
+    num_times: int = 1
+    params: dict[str, Any] = field(default_factory=dict)
+
+
+CRAMPED = {"preset": "vllm_v1", "block_size": 2, "num_blocks": 200, "victim": "least_work"}
+CASES = {
+    "chunks of 7": Case({"chunk": "at_most(7)"}, lambda seen: seen.longest_chunk == 7),
+    "recompute": Case(
+        {**CRAMPED, "swap": "recompute"}, lambda seen: seen.num_recomputed >= 20, 24
+    ),
+    "swap": Case(
+        {**CRAMPED, "swap": "swap", "num_host_blocks": 400},
+        lambda seen: seen.num_swapped >= 20 and min(seen.num_copied) >= 20, 24,
+    ),
+    "blocks of 1, all asked twice": Case(
+        {"block_size": 1}, lambda seen: seen.num_full_hits >= len(real.PROMPTS), 6, 2
+    ),
+    "blocks of 64, one step ahead": Case(
+        {"block_size": 64, "depth": 1}, lambda seen: seen.longest_chunk > 64
+    ),
+    "blocks of 16, all asked twice, one step ahead": Case(
+        {"preset": "vllm_v1", "depth": 1}, lambda seen: seen.num_cached > 500, 6, 2
+    ),
+    "four steps a plan": Case({"decode_steps": 4}, lambda seen: seen.num_steps < 9, 13),
+    "four steps a plan, one ahead": Case(
+        {"decode_steps": 4, "depth": 1}, lambda seen: seen.num_steps < 9, 13
+    ),
+    "three samples": Case({}, lambda seen: seen.most_decodes > 48, 5, params={"n": 3}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_setting_changes_a_token(name: str) -> None:
+    case = CASES[name]
+    trial = Trial(real.decoder(), **case.settings)
+    for _ in range(case.num_times):
+        outputs = trial.ask(real.prompts(), case.num_tokens, **case.params)
+        for number in range(case.params.get("n", 1)):
+            assert not unlike_reference({key: found[number] for key, found in outputs.items()})
+    assert case.happened(trial.seen), trial.seen
+
+
+def test_a_shared_beginning_is_found_and_changes_no_token() -> None:
+    """Prompts that begin alike, one of them the other to its end; asked one after the other."""
+    tokens = real.prompts()["long story"] + real.reference()["long story"]
+    trial = Trial(real.decoder())
+    for length in (320, 336, 336, 350):  # whole blocks, so that the third is found complete
+        start = len(real.prompts()["long story"])
+        assert start <= length
+        output = trial.ask_one({"long story": tokens[:length]}, 8)["long story"]
+        assert output == real.reference()["long story"][length - start :][:8]
+    assert trial.seen.num_cached == 320 + 335 + 336 and trial.seen.num_full_hits == 1

@@ -1,0 +1,209 @@
+"""Every family and way of saving that the decoder knows, against transformers, at a tiny size.
+
+Models are random, with norms and biases that matter, and are saved by transformers itself. There is
+no tokenizer beside them: token ids go in and come out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headway import LLM, SamplingParams
+from headway.errors import InvalidRequest
+from headway.model.backends.base import Backend
+from headway.model.backends.native.backend import NativeBackend
+from headway.model.backends.plain import PlainBackend
+from headway.model.decoder import Decoder
+from headway.model.precision import choose_backend, why_not_native
+from headway.model.weights.checkpoint import open_checkpoint
+from tests.support import real
+
+transformers = pytest.importorskip("transformers")
+VOCABULARY, LENGTH = 199, 256
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of model, and how it is saved."""
+
+    kind: str
+    numbers: dict[str, Any] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    shard: str = "1GB"
+
+
+TIED = {"tie_word_embeddings": True}
+FAMILIES = {
+    "qwen2": Family("Qwen2", {"num_attention_heads": 7, "num_key_value_heads": 1} | TIED),
+    "qwen3": Family("Qwen3", {"head_dim": 32}),
+    "qwen3 with biases, in shards": Family("Qwen3", {"attention_bias": True}, shard="40KB"),
+    "llama, as small ones are": Family("Llama", TIED),
+    "llama in shards": Family("Llama", shard="40KB"),
+    "llama with all biases": Family("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama 3's positions": Family(
+        "Llama",
+        rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+             original_max_position_embeddings=32),
+    ),
+    "yarn": Family("Llama", rope("yarn", factor=4.0, original_max_position_embeddings=64)),
+    "linear": Family("Llama", rope("linear", factor=4.0) | TIED),
+    "mistral": Family("Mistral", {"sliding_window": None, "head_dim": 32}),
+    "bfloat16": Family("Llama", dtype=torch.bfloat16),
+    "tied bfloat16 in shards": Family("Qwen2", TIED, torch.bfloat16, "20KB"),
+    "odd heads": Family("Llama", {"head_dim": 10, "intermediate_size": 150}),
+}  # fmt: skip
+FITTING = [name for name in FAMILIES if name != "odd heads"]
+BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": PlainBackend}
+
+
+def save(family: Family, folder: Path) -> None:
+    """A random model of the family, as transformers writes it."""
+    numbers = {
+        "vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 160,
+        "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-5, "bos_token_id": 1,
+        "eos_token_id": 2, "pad_token_id": 0, "tie_word_embeddings": False, **family.numbers,
+    }  # fmt: skip
+    config = getattr(transformers, f"{family.kind}Config")(**numbers)
+    model = getattr(transformers, f"{family.kind}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(5)
+    for name, value in model.named_parameters():
+        noise = torch.randn(value.shape, generator=generator)
+        value.data.copy_(1 + 0.3 * noise if name.endswith("norm.weight") else 0.15 * noise)
+    model.to(family.dtype).save_pretrained(folder, max_shard_size=family.shard)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """The folder of a family, and transformers' reading of it in float32; made when asked for."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def find(name: str) -> tuple[Path, Any]:
+        if name not in made:
+            folder = tmp_path_factory.mktemp("family")
+            save(FAMILIES[name], folder)
+            auto = transformers.AutoModelForCausalLM
+            made[name] = folder, auto.from_pretrained(folder, dtype=torch.float32).eval()
+        return made[name]
+
+    return find
+
+
+Saved = Callable[[str], tuple[Path, Any]]
+
+
+def prompts(seed: int) -> dict[str, list[int]]:
+    """Of one token, of some, and of so many that scaled positions matter."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = (1, 9, 30, 150)
+    return {
+        str(n): torch.randint(3, VOCABULARY, (n,), generator=generator).tolist() for n in lengths
+    }
+
+
+def check_against_transformers(model: Decoder, reference: Any) -> None:
+    """Logits at every place, and what is generated in one batch."""
+    tokens = prompts(1)["150"]
+    with torch.inference_mode():
+        expected = reference(torch.tensor([tokens])).logits[0]
+    found = real.logits_of(model, tokens)
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert errors.max() < 1e-4
+    trial = real.Trial(model, num_blocks=60)
+    for prompt, output in zip(
+        prompts(2).values(), trial.ask_one(prompts(2), 24).values(), strict=True
+    ):
+        logits = real.transformers_logits(reference, prompt, output)
+        best = logits.topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > real.TIE, "a tie: give these tests another seed"
+        assert output == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", FITTING)
+def test_logits_and_tokens_are_those_of_transformers(saved: Saved, name: str, backend: str) -> None:
+    if backend == "native" and (reason := why_not_native()):
+        pytest.skip(reason)
+    folder, reference = saved(name)
+    is_sharded = (folder / "model.safetensors.index.json").exists()
+    assert is_sharded == ("shards" in name), "the sizes no longer make the shards they should"
+    check_against_transformers(Decoder(open_checkpoint(folder), BACKENDS[backend]()), reference)
+
+
+def test_sizes_the_kernels_do_not_take_run_on_torch(saved: Saved) -> None:
+    folder, reference = saved("odd heads")
+    checkpoint = open_checkpoint(folder)
+    reason = why_not_native(checkpoint.config)
+    assert reason is not None and (why_not_native() is not None or "head size 10" in reason)
+    backend = choose_backend(checkpoint.config, "float32")
+    assert isinstance(backend, PlainBackend)
+    check_against_transformers(Decoder(checkpoint, backend), reference)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "tied bfloat16 in shards", "odd heads"])
+def test_without_a_tokenizer_ids_go_in_and_come_out(saved: Saved, name: str) -> None:
+    folder, reference = saved(name)
+    asked = list(prompts(3).values())
+    with LLM(str(folder), num_blocks=60) as llm:
+        assert llm.tokenizer is None and llm.config.max_length == LENGTH
+        results = llm.generate(asked, GREEDY)
+    for prompt, result in zip(asked, results, strict=True):
+        assert (result.prompt, result.text, result.error) == (None, "", None)
+        output = result.samples[0].token_ids
+        assert output == real.transformers_logits(reference, prompt, output).argmax(-1).tolist()
+
+
+def test_without_a_tokenizer_ids_are_streamed(saved: Saved) -> None:
+    asked = list(prompts(3).values())
+    with LLM(str(saved("qwen3")[0]), num_blocks=60) as llm:
+        expected = [result.samples[0].token_ids for result in llm.generate(asked, GREEDY)]
+        streamed: list[list[int]] = [[] for _ in asked]
+        ends = []
+        for delta in llm.stream(asked, GREEDY):
+            streamed[delta.index] += delta.token_ids
+            ends += [delta.index] if delta.finish_reason else []
+    assert streamed == expected and sorted(ends) == [0, 1, 2, 3]
+
+
+NEEDING_TEXT: dict[str, Callable[[LLM], object]] = {
+    "a prompt": lambda llm: llm.generate("Hello"),
+    "a conversation": lambda llm: llm.chat([{"role": "user", "content": "Hello"}]),
+    "bad_words": lambda llm: llm.generate([5], SamplingParams(bad_words=["no"])),
+    "stop": lambda llm: llm.generate([5], SamplingParams(stop="no")),
+}
+
+
+@pytest.mark.parametrize("what", NEEDING_TEXT)
+def test_without_a_tokenizer_text_is_refused(saved: Saved, what: str) -> None:
+    with (
+        LLM(str(saved("qwen3")[0]), num_blocks=60) as llm,
+        pytest.raises(InvalidRequest, match="no tokenizer"),
+    ):
+        NEEDING_TEXT[what](llm)
+
+
+def test_the_ends_of_both_config_files_end_a_text(saved: Saved, tmp_path: Path) -> None:
+    folder, _ = saved("qwen3")
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with LLM(str(folder), num_blocks=60) as llm:
+        free = llm.generate(prompts(3)["9"], GREEDY)[0].samples[0].token_ids
+    end = free[5]
+    generation = {"eos_token_id": [2, end]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+    with LLM(str(tmp_path), num_blocks=60) as llm:
+        sample = llm.generate(prompts(3)["9"], SamplingParams(temperature=0))[0].samples[0]
+    assert sample.token_ids == free[: free.index(end) + 1]
+    assert (sample.finish_reason, sample.stop_reason) == ("stop", end)

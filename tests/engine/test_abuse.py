@@ -1,0 +1,458 @@
+"""Laws under abuse: a policy that raises, or a value that is absurd, fails one request and no more."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from inspect import signature
+from math import inf, nan
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway import LLM, SamplingParams
+from headway.engine.clock import VirtualClock
+from headway.engine.engine import MOST_FAULTS, MOST_SAMPLES, Engine
+from headway.engine.loop import EngineLoop, Limits
+from headway.engine.messages import FromLoop, Gone, Refusal, Submit, Tokens
+from headway.errors import (
+    ConfigError,
+    HeadwayError,
+    InvalidRequest,
+    PolicyError,
+    RequestTooLong,
+    shorten,
+)
+from headway.observe.trace import TraceWriter
+from headway.request import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, Params, Request
+from headway.scheduler import Scheduler, preset, queues
+from headway.scheduler.presets import NUMBERS
+from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
+from tests.support import real
+from tests.support.drive import check_no_leaks
+from tests.support.served import on_loop, server
+from tests.support.shadow import ShadowExecutor, oracle
+
+SMALL = {"block_size": 4, "num_blocks": 24, "max_requests": 4, "max_tokens": 32}
+each_depth = pytest.mark.parametrize("depth", [0, 1])
+
+
+class Broken(RuntimeError):
+    """What a broken policy raises."""
+
+
+def make(depth: int = 0, **changes: Any) -> Engine:
+    scheduler = Scheduler(preset("vllm_v1", **{**SMALL, **changes}))
+    return Engine(scheduler, ShadowExecutor(scheduler), VirtualClock(), depth=depth)
+
+
+def params(seed: int = 0, max_tokens: int = 8, **more: Any) -> Params:
+    return Params(max_tokens=max_tokens, sampling=seed, **more)
+
+
+def is_poison(request: Request) -> bool:
+    return request.id.startswith("poison") and request.sample == request.params.n - 1
+
+
+def poisoned_key(request: Request, world: object) -> float:
+    """Fails for the last sample of requests that are called poison."""
+    if is_poison(request):
+        raise Broken(f"no key for {request.id}")
+    return request.arrival
+
+
+@dataclass(frozen=True)
+class poisoned_group(queues.Rule):
+    """As `fair`, but fails for the last sample of requests that are called poison."""
+
+    def key(self, request: Request, world: object) -> Any:
+        return request.arrival
+
+    def group(self, request: Request) -> str:
+        if is_poison(request):
+            raise Broken(f"no group for {request.id}")
+        return request.params.client
+
+
+def poisoned_chunk(want: int, left: int, is_first: bool) -> int:
+    if want == 12 + 7:  # the full length of the poison, less the token that is never computed
+        raise Broken("no chunk")
+    return min(want, left)
+
+
+POISONS: dict[str, dict[str, Any]] = {
+    "key": {"queue": poisoned_key},
+    "no order": {"queue": lambda request, world: "x" if is_poison(request) else request.arrival},
+    "nan": {"queue": lambda request, world: (nan if is_poison(request) else 1.0, request.arrival)},
+    "none": {"queue": lambda request, world: None if is_poison(request) else request.arrival},
+    "group": {"queue": poisoned_group()},
+    "chunk": {"chunk": poisoned_chunk},
+}
+each_poison = pytest.mark.parametrize("poison", POISONS)
+
+
+def slot_of(poison: str) -> str:
+    return next(iter(POISONS[poison]))
+
+
+# A policy that fails when a request arrives.
+
+
+def trace_of(poison: str, depth: int, num_poisoned: int) -> list[dict[str, Any]]:
+    """The trace of a run in which every request is followed by so many that cannot be added."""
+    engine, file = make(depth, **POISONS[poison]), io.StringIO()
+    engine.observers.append(TraceWriter(file, preset("vllm_v1", **SMALL), depth))
+    for number in range(9):
+        more = {"client": "ab"[number % 2], "stop_ids": frozenset({number})}
+        engine.add(str(number), [number] * (3 + number), params(number, n=1 + number % 2, **more))
+        for count in range(num_poisoned):
+            stops = frozenset({900 + count})
+            with pytest.raises(PolicyError) as caught:
+                engine.add(
+                    f"poison {count}", [7] * 12, params(n=1 + count, client="c", stop_ids=stops)
+                )
+            assert caught.value.slot == slot_of(poison)
+            assert not stops & engine.scheduler.watched.keys()
+            assert "c" not in engine.scheduler.ledger.served
+        engine.step()
+    engine.run()
+    check_no_leaks(engine.scheduler)
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+@each_depth
+@each_poison
+def test_a_policy_that_fails_for_one_request_leaves_no_trace_of_it(poison: str, depth: int) -> None:
+    assert trace_of(poison, depth, num_poisoned=3) == trace_of(poison, depth, num_poisoned=0)
+
+
+def test_the_error_of_a_policy_names_slot_request_type_and_message() -> None:
+    with pytest.raises(PolicyError, match="queue.*'poison'.*Broken.*no key") as caught:
+        make(queue=poisoned_key).add("poison", [1], params())
+    assert isinstance(caught.value.__cause__, Broken) and caught.value.slot == "queue"
+
+
+@each_poison
+def test_a_loop_refuses_what_a_policy_fails_for_and_goes_on(poison: str) -> None:
+    told: list[FromLoop] = []
+    engine = make(**POISONS[poison])
+    loop = EngineLoop(engine, told.extend, Limits(max_waiting_tokens=10_000))
+    asked = {"a": [7] * 5, "poison": [7] * 12, "b": [7] * 6}
+    loop.post([Submit(id, prompt, params()) for id, prompt in asked.items()])
+    while loop._inbox or engine.has_work:  # by hand: its thread would wait for more
+        loop._read()
+        engine.step()
+        loop._flush()
+    (refusal,) = [message for message in told if isinstance(message, Refusal)]
+    assert (refusal.id, refusal.kind) == ("poison", "PolicyError")
+    assert refusal.numbers == {"slot": slot_of(poison)}
+    gained = {id for message in told if isinstance(message, Tokens) for id in message.ids}
+    assert gained == {"a", "b"} and not any(isinstance(message, Gone) for message in told)
+
+
+def test_a_prompt_without_a_length_is_refused_by_a_loop_that_counts_tokens() -> None:
+    told: list[FromLoop] = []
+    loop = EngineLoop(make(), told.extend, Limits(max_waiting_tokens=10))
+    loop.post([Submit("a", 5, params())])  # type: ignore[arg-type]
+    loop._read()
+    loop._flush()
+    assert [message.kind for message in told if isinstance(message, Refusal)] == ["InvalidRequest"]
+
+
+@on_loop
+async def test_a_server_answers_500_for_a_broken_policy_and_goes_on() -> None:
+    def key(request: Request, world: object) -> float:
+        return 1 / (request.num_prompt - 3)
+
+    async with server(policies={"queue": key}) as served:
+        for stream in (False, True):
+            response = await served.post("/v1/completions", prompt="bad", stream=stream)
+            assert response.status_code == 500
+            error = response.json()["error"]
+            assert error["code"] == "policy_failed" and error["type"] == "server_error"
+            assert "queue" in error["message"] and "ZeroDivisionError" in error["message"]
+        assert (await served.complete(prompt="good"))["choices"][0]["text"] == "GOOD"
+        assert (await served.client.get("/health")).status_code == 200
+        assert served.engine.gone is None
+        await served.settled()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return real.write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def test_a_policy_that_fails_offline_fails_its_prompt_alone(tiny: Path) -> None:
+    def key(request: Request, world: object) -> float:
+        return 1 / (request.num_prompt - 3)
+
+    asked = SamplingParams(max_tokens=4, temperature=0.0)
+    with LLM(str(tiny), num_blocks=50, queue=key) as llm:
+        first, refused, last = llm.generate([[5] * 4, [5] * 3, [6] * 5], asked)
+        assert first.num_generated == last.num_generated == 4
+        assert isinstance(refused.error, PolicyError) and not refused.samples
+        with pytest.raises(PolicyError, match="ZeroDivisionError"):
+            llm.generate([5] * 3, asked)
+        with pytest.raises(PolicyError):
+            list(llm.stream([[5] * 4, [5] * 3], asked))
+        assert llm.engine.scheduler.is_idle and not llm.engine.has_work
+        with pytest.raises(
+            AttributeError
+        ):  # what is no prompt's fault ends the earlier prompts too
+            llm.generate([[5] * 4, [6] * 4], [asked, None])  # type: ignore[list-item]
+        assert llm.engine.scheduler.is_idle and not llm.engine.has_work
+
+
+# A policy that fails inside a step.
+
+
+def failing(policy: Callable[..., Any], calls: range) -> Callable[..., Any]:
+    """The policy, but it fails at these of its calls."""
+    count = iter(range(1 << 30))
+
+    def call(*arguments: Any) -> Any:
+        if next(count) in calls:
+            raise Broken("in a step")
+        return policy(*arguments)
+
+    call.__signature__ = signature(policy)  # type: ignore[attr-defined]
+    return call
+
+
+TIGHT = {"num_blocks": 9, "num_host_blocks": 6, "swap": "swap", "headroom": "watermark(0.0)"}
+
+
+@each_depth
+@pytest.mark.parametrize("slot", ["recipe", "chunk", "headroom", "victim", "swap"])
+def test_a_policy_that_fails_in_a_step_ends_requests_and_not_the_engine(
+    slot: str, depth: int
+) -> None:
+    ready_made = getattr(preset("vllm_v1", **{**SMALL, **TIGHT}), slot)
+    num_failed = 0
+    for call in range(6, 18) if slot == "chunk" else range(12):  # it is asked once for each add
+        policy = failing(ready_made, range(call, call + MOST_FAULTS - 1))
+        engine = make(depth, **{**TIGHT, slot: policy})
+        requests = [engine.add(str(i), [i] * (4 + i), params(i))[0] for i in range(6)]
+        faults = []
+        while engine.has_work:
+            engine.step()
+            faults.append(engine.fault)
+        assert not engine.has_given_up
+        num_failed += any(fault and "in a step" in fault for fault in faults)
+        for request in requests:
+            tokens, reason = oracle(request.prompt, request.params, 1 << 20)
+            assert list(request.output) == tokens[: request.num_generated]
+            assert request.finish_reason in (reason, "error")
+        check_idle(engine)
+    assert num_failed >= 3
+
+
+NONSENSE = (None, nan, inf, -inf, 2.5, "x", (), [], {}, object(), 10**400, -5, b"", 1j, print)
+
+
+@given(
+    slot=st.sampled_from(["chunk", "headroom", "victim", "swap", "queue"]),
+    value=st.sampled_from(NONSENSE),
+    late=st.integers(0, 12),
+    depth=st.integers(0, 1),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_policy_that_returns_nonsense_ends_requests_and_not_the_engine(
+    slot: str, value: Any, late: int, depth: int
+) -> None:
+    calls = iter(range(1 << 30))
+    ready_made = getattr(preset("vllm_v1", **{**SMALL, **TIGHT}), slot)
+    ready_made = ready_made.key if slot == "queue" else ready_made
+
+    def two(request: Any, world: Any) -> Any:
+        return value if next(calls) >= late else ready_made(request, world)
+
+    def three(want: int, left: int, is_first: bool) -> Any:
+        return value if next(calls) >= late else ready_made(want, left, is_first)
+
+    engine = make(depth, **{**TIGHT, slot: three if slot == "chunk" else two})
+    for number in range(6):
+        try:
+            engine.add(str(number), [number] * (4 + number), params(number))
+        except PolicyError as error:
+            assert error.slot == slot
+        except RequestTooLong:
+            assert slot == "chunk"  # it grants nothing
+    engine.run()
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("amount", [2.0, 2.5, inf, np.int64(2)])
+def test_a_chunk_rule_may_count_in_any_kind_of_number(amount: Any) -> None:
+    engine = make(chunk=lambda want, left, is_first: amount)
+    (request,) = engine.add("a", [1] * 7, params())
+    engine.run()
+    assert (list(request.output), request.finish_reason) == oracle(
+        request.prompt, params(), 1 << 20
+    )
+    check_no_leaks(engine.scheduler)
+
+
+def check_idle(engine: Engine) -> None:
+    scheduler = engine.scheduler
+    assert scheduler.is_idle and not engine.has_work and not scheduler.watched
+    assert not scheduler.prefilling and not scheduler.lockstep.members
+
+
+# Values that are absurd.
+
+HUGE = (10**30, -(10**30), 10**400, -(10**400), 10**5000, 1 << 63, 1e300, 1e400, -1e400)
+JUNK: tuple[Any, ...] = (
+    *HUGE, nan, -inf, 1.5, True, False, None, "", "x", "\ud800", "\0", b"", b"abcd", b"abc",
+    bytearray(8), (), (1,), [1.5], [None], [[1]], [1 << 31], [10**400], {}, {1: 2}, {1}, object(),
+    object, range(3), range(10**12), range(10**30), np.int64(3), np.float64(nan), np.zeros(3),
+    np.array([1, 2]), np.ones((2, 2)), iter("ab"), 1j, Params(), lambda: 1, Ellipsis,
+)  # fmt: skip
+junk = st.one_of(
+    st.sampled_from(JUNK), st.integers(), st.floats(), st.text(), st.binary(),
+    st.recursive(st.integers() | st.floats() | st.text(), st.lists, max_leaves=5),
+)  # fmt: skip
+REQUEST_FIELDS = ("id", "prompt", "arrival", "params", *(f.name for f in fields(Params)))
+
+
+def check_request(field: str, value: Any) -> None:
+    """With this value in one field a request is served, or refused with a typed error."""
+    engine = make(queue="priority(preempts=True)")
+    asked: dict[str, Any] = {"id": "a", "prompt": [1, 2], "params": params(n=2), "arrival": 0.0}
+    if field in asked:
+        asked[field] = value
+    elif field != "sampling":  # carried to the executor unread
+        asked["params"] = params(**{"max_tokens": 4, field: value})
+    try:
+        engine.add(**asked)
+    except HeadwayError as error:
+        assert len(str(error)) < 400
+        check_idle(engine)
+    engine.add("b", [3, 4], params())
+    engine.run()
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("field", REQUEST_FIELDS)
+def test_junk_in_any_field_of_a_request_is_a_typed_error_or_is_served(field: str) -> None:
+    for value in JUNK:
+        check_request(field, value)
+
+
+@given(field=st.sampled_from(REQUEST_FIELDS), value=junk)
+@settings(max_examples=150, deadline=None)
+def test_random_junk_in_a_request_is_a_typed_error_or_is_served(field: str, value: Any) -> None:
+    check_request(field, value)
+
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("deadline", 10**400, f"{MAX_SECONDS:.0e}"), ("deadline", inf, f"{MAX_SECONDS:.0e}"),
+    ("deadline", True, "True"), ("priority", 10**400, str(MAX_WHOLE)), ("priority", True, "True"),
+    ("priority", nan, "nan"), ("max_tokens", 10**400, str(MAX_WHOLE)),
+    ("max_tokens", 10**5000, "16610 bits"), ("min_tokens", 10**5000, str(MAX_WHOLE)),
+    ("n", 10**30, str(MOST_SAMPLES)), ("n", 10**5000, "bits"), ("n", True, "True"),
+    ("salt", 5, "5"), ("client", 5, "5"), ("client", None, "None"), ("reads_cache", "x", "'x'"),
+    ("ignore_eos", np.ones(2), "array"), ("stop_ids", {1 << 31}, str(MAX_TOKEN_ID)),
+    ("eos_ids", range(10**12), str(MAX_STOPS)), ("eos_ids", "ab", "'ab'"), ("stop_ids", [[1]], r"\[\[1\]\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value", "shown"), REFUSED, ids=shorten)
+def test_an_absurd_param_names_field_and_value_or_limit(field: str, value: Any, shown: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"{field} must be .*{shown.replace('+', '.')}"):
+        make().add("a", [1, 2], Params(**{field: value}))
+
+
+@pytest.mark.parametrize("arrival", [10**400, nan, inf, "z", True, 1e16], ids=shorten)
+def test_an_absurd_arrival_is_named(arrival: Any) -> None:
+    with pytest.raises(InvalidRequest, match="arrival must be a time in seconds"):
+        make().add("a", [1], params(), arrival)
+
+
+PROMPTS: list[tuple[Any, str]] = [
+    ("text", "'text'"), (b"abcd", "b'abcd'"), (bytearray(4), "bytearray"), ([1, 2.5], "2.5"),
+    ([1, 1 << 31], f"{MAX_TOKEN_ID}, not {1 << 31}"), ([10**400], "1329 bits"), (5, "not 5"),
+    (None, "None"), ([[1]], r"\[1\]"), (iter([1, "x"]), "'x'"), ({1: 2}, r"\{1: 2\}"),
+    (range(MAX_PROMPT + 1), str(MAX_PROMPT)), (range(10**30), "range"), (np.ones(3), "1.0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("prompt", "shown"), PROMPTS, ids=[shown for _, shown in PROMPTS])
+def test_a_prompt_that_is_no_list_of_token_ids_names_what_is_wrong(prompt: Any, shown: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"prompt .*{shown}"):
+        make().add("a", prompt, params())
+
+
+@pytest.mark.parametrize("prompt", [range(3), (1, 2), np.array([1, 2]), iter([1, 2])])
+def test_any_iterable_of_whole_numbers_is_a_prompt(prompt: Any) -> None:
+    engine = make()
+    engine.add("a", prompt, params())
+    engine.run()
+    check_no_leaks(engine.scheduler)
+
+
+def check_number(number: str, value: Any) -> None:
+    try:
+        config = preset("minivllm", **{number: value})
+    except ConfigError as error:
+        assert number in str(error) and len(str(error)) < 400
+    else:
+        Scheduler(config)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_junk_for_any_number_of_a_config_is_a_config_error(number: str) -> None:
+    for value in JUNK:
+        check_number(number, value)
+
+
+@given(number=st.sampled_from(NUMBERS), value=junk)
+@settings(max_examples=100, deadline=None)
+def test_random_junk_for_a_number_of_a_config_is_a_config_error(number: str, value: Any) -> None:
+    if not isinstance(value, int) or value > 1 << 40 or value < 1 << 20:  # else: tables of 2**26
+        check_number(number, value)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_number_of_a_config_has_a_limit_that_its_error_names(number: str) -> None:
+    for value in (10**12, 10**400, 10**5000):
+        with pytest.raises(ConfigError, match=rf"{number} must be .* to \d+, not .*"):
+            preset(**{number: value})
+
+
+def test_the_largest_block_size_still_makes_a_scheduler() -> None:
+    largest = 1 << 16
+    engine = make(block_size=largest, num_blocks=4)
+    engine.add("a", [1] * 5, params())
+    engine.run()
+    with pytest.raises(ConfigError, match=f"block_size .* to {largest}, not {largest + 1}"):
+        preset(block_size=largest + 1)
+
+
+@pytest.mark.parametrize("value", [inf, 10**400, nan], ids=shorten)
+@pytest.mark.parametrize(
+    "make_policy", [queues.deadline, queues.priority, queues.shortest_first], ids=str
+)
+def test_a_number_of_a_policy_is_finite(make_policy: Any, value: Any) -> None:
+    with pytest.raises(ConfigError):
+        make_policy(0, value)
+
+
+def test_any_value_can_be_shown_and_is_short() -> None:
+    class Silent:
+        def __repr__(self) -> str:
+            raise Broken
+
+    for value in (*JUNK, Silent(), "x" * 10**6):
+        assert 0 < len(shorten(value)) < 80
+
+
+def test_params_of_another_class_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="params must be a Params, not SamplingParams"):
+        make().add("a", [1], SamplingParams())  # type: ignore[arg-type]

@@ -1,0 +1,422 @@
+"""Laws of an engine that runs by itself: every request is answered, in order, exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+
+from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.engine import MOST_FAULTS, Engine
+from headway.engine.loop import EngineLoop, Limits
+from headway.engine.messages import End, FromLoop, Submit, Update
+from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
+from headway.plan import StepReport
+from headway.request import Params
+from tests.support.drive import check_no_leaks
+from tests.support.scripted import END, Breaking, make_engine, script
+
+each_depth = pytest.mark.parametrize("depth", [0, 1])
+PROMPT = [1, 2, 3]
+SLOW = 0.002  # seconds a step takes where something has to happen in between
+
+
+def within(work: Coroutine[Any, Any, Any], seconds: float = 10.0) -> Any:
+    """Run to the end; silence is a failure."""
+
+    async def timed() -> Any:
+        async with asyncio.timeout(seconds):
+            return await work
+
+    return asyncio.run(timed())
+
+
+@asynccontextmanager
+async def running(engine: Engine, limits: Limits | None = None) -> AsyncIterator[AsyncEngine]:
+    """An engine on its thread; at the end nothing may be left of any request."""
+    running = AsyncEngine(engine, limits)
+    await running.start()
+    try:
+        yield running
+        while engine.has_work and running.gone is None:  # what was cancelled is on its way out
+            await asyncio.sleep(0.001)
+    finally:
+        await running.close()
+    assert running.num_open == 0 and not running._left and not running._asked
+    if isinstance(running.port, ThreadPort):
+        assert not running.port.loop._news.times
+    check_no_leaks(engine.scheduler)
+
+
+async def read(engine: AsyncEngine, id: str, prompt: list[int], params: Params) -> list[Update]:
+    """All that a request gains."""
+    return [u async for updates in engine.stream(id, prompt, params) for u in updates]
+
+
+def sayings(updates: list[Update], n: int = 1) -> list[tuple[list[int], End]]:
+    """By sample: its tokens and its one end, which comes last."""
+    samples: list[tuple[list[int], End]] = []
+    for sample in range(n):
+        own = [update for update in updates if update.sample == sample]
+        assert [u.end is not None for u in own] == [False] * (len(own) - 1) + [True]
+        tokens = [token for update in own for token in update.tokens]
+        assert own[-1].end is not None
+        samples.append((tokens, own[-1].end))
+    return samples
+
+
+@each_depth
+def test_a_stream_gains_all_tokens_in_order_and_one_end(depth: int) -> None:
+    async def ask() -> None:
+        async with running(make_engine(depth=depth)) as engine:
+            [(tokens, end)] = sayings(await read(engine, "a", PROMPT, script(6, filler=4)))
+            assert tokens == [4] * 5 + [END] and end.reason == "stop" and end.stop_token == END
+            assert 0 <= end.queue <= end.first_token <= end.total
+
+    within(ask())
+
+
+@each_depth
+def test_every_one_of_n_samples_has_its_own_end(depth: int) -> None:
+    async def ask() -> None:
+        async with running(make_engine(depth=depth)) as engine:
+            updates = await read(engine, "a", PROMPT, script(5, n=3))
+            assert [tokens for tokens, _ in sayings(updates, 3)] == [[1, 1, 1, 1, END]] * 3
+
+    within(ask())
+
+
+def test_one_sample_may_stop_while_the_others_go_on() -> None:
+    async def ask() -> None:
+        async with running(make_engine(SLOW)) as engine:
+            updates: list[Update] = []
+            async for news in engine.stream("a", PROMPT, script(40, n=3)):
+                updates += news
+                if len(updates) >= 6:
+                    engine.stop_sample("a", 1)
+            first, second, third = sayings(updates, 3)
+            assert len(first[0]) == len(third[0]) == 40 > len(second[0])
+            assert second[1].reason == "stop" and second[1].stop_token is None
+
+    within(ask())
+
+
+@pytest.mark.parametrize("leave", ["break", "cancel", "raise"])
+@each_depth
+def test_leaving_a_stream_frees_what_it_held_within_a_step(depth: int, leave: str) -> None:
+    async def first_of(engine: AsyncEngine) -> None:
+        async for _ in engine.stream("long", PROMPT, script(900, n=2)):
+            if leave == "break":
+                return
+            if leave == "raise":
+                raise KeyError
+            await asyncio.sleep(60)
+
+    async def ask() -> None:
+        inner = make_engine(SLOW, depth)
+        steps: list[StepReport] = []
+        async with running(inner) as engine:
+            task = asyncio.create_task(first_of(engine))
+            await asyncio.sleep(10 * SLOW)
+            task.cancel()
+            with suppress(KeyError, asyncio.CancelledError):
+                await task
+            inner.observers.append(steps.append)
+            while inner.scheduler.requests:
+                await asyncio.sleep(0)
+        assert len([s for s in steps if s.plan.step >= 0]) <= 2 + depth
+
+    within(ask())
+
+
+def test_an_id_is_free_again_only_when_its_last_request_has_ended() -> None:
+    async def ask() -> None:
+        async with running(make_engine(SLOW)) as engine:
+            left = engine.stream("a", PROMPT, script(900))
+            await anext(left)
+            with pytest.raises(InvalidRequest, match="in use"):
+                await read(engine, "a", PROMPT, script(2))
+            await left.aclose()  # type: ignore[attr-defined]
+            with pytest.raises(InvalidRequest, match="in use"):
+                await read(engine, "a", PROMPT, script(2))
+            await asyncio.sleep(20 * SLOW)
+            [(tokens, end)] = sayings(await read(engine, "a", PROMPT, script(2)))
+            assert tokens == [1, END] and end.reason == "stop"
+
+    within(ask())
+
+
+def test_what_makes_no_sense_is_refused_as_the_engine_says_it() -> None:
+    async def ask() -> None:
+        async with running(make_engine()) as engine:
+            with pytest.raises(RequestTooLong) as caught:
+                await read(engine, "long", PROMPT, script(4, max_tokens=5000))
+            assert caught.value.need > caught.value.limit > 0
+            for prompt, params in (
+                ([], script(4)),
+                (PROMPT, script(4, n=0)),
+                ([-1 << 40], script(4)),
+            ):
+                with pytest.raises(InvalidRequest):
+                    await read(engine, "wrong", prompt, params)
+            assert sayings(await read(engine, "fine", PROMPT, script(1)))[0][0] == [END]
+
+    within(ask())
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        Limits(max_waiting=3),
+        Limits(max_waiting_tokens=4 * len(PROMPT)),
+        Limits(max_per_client=3),
+    ],
+)
+def test_over_a_limit_requests_are_refused_and_the_others_go_on(limits: Limits) -> None:
+    async def ask() -> None:
+        async with running(make_engine(SLOW, max_requests=2), limits) as engine:
+            asked = [read(engine, f"{i}", PROMPT, script(5, client="one")) for i in range(30)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+            refused = [a for a in answers if isinstance(a, Overloaded)]
+            assert 0 < len(refused) < 30 and all(error.retry_after > 0 for error in refused)
+            for answer in answers:
+                if isinstance(answer, list):
+                    assert sayings(answer)[0][0] == [1] * 4 + [END]
+            assert sayings(await read(engine, "later", PROMPT, script(1)))[0][0] == [END]
+
+    within(ask())
+
+
+def test_a_busy_engine_answers_questions_between_steps() -> None:
+    async def ask() -> None:
+        inner = make_engine(SLOW)
+        async with running(inner) as engine:
+            assert isinstance(engine.port, ThreadPort)
+            engine.port.loop.answers["double"] = lambda number: 2 * number
+            reading = asyncio.create_task(read(engine, "a", PROMPT, script(100)))
+            assert await asyncio.gather(*(engine.ask("double", i) for i in range(5))) == [
+                0, 2, 4, 6, 8,
+            ]  # fmt: skip
+            assert "1 of 8 seats" in await engine.ask("why")
+            for what in ("unknown", "double"):
+                with pytest.raises(ExecutorError):
+                    await engine.ask(what)
+            assert not reading.done() and len(sayings(await reading)[0][0]) == 100
+
+    within(ask())
+
+
+@each_depth
+def test_a_failed_step_ends_its_requests_and_later_ones_work(depth: int) -> None:
+    async def ask() -> None:
+        inner = make_engine(depth=depth)
+        Breaking(inner, lambda plan: plan.step == 4)
+        async with running(inner) as engine:
+            asked = [read(engine, f"{i}", PROMPT, script(50)) for i in range(3)]
+            for updates in await asyncio.gather(*asked):
+                [(_, end)] = sayings(updates)
+                assert end.reason == "error" and "the device fell off" in (end.error or "")
+            assert sayings(await read(engine, "later", PROMPT, script(3)))[0][0] == [1, 1, END]
+
+    within(ask())
+
+
+def test_an_engine_that_only_fails_refuses_with_the_reason() -> None:
+    async def ask() -> None:
+        inner = make_engine()
+        Breaking(inner, lambda plan: True)
+        async with AsyncLeftover(inner) as engine:
+            for i in range(MOST_FAULTS):
+                [(_, end)] = sayings(await read(engine, f"{i}", PROMPT, script(3)))
+                assert end.reason == "error"
+            with pytest.raises(ExecutorError, match="the device fell off"):
+                await read(engine, "later", PROMPT, script(3))
+
+    within(ask())
+
+
+class AsyncLeftover:
+    """An engine that may be left in any state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = AsyncEngine(engine)
+
+    async def __aenter__(self) -> AsyncEngine:
+        await self.engine.start()
+        return self.engine
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close()
+
+
+def test_when_the_loop_dies_all_that_is_open_fails_with_the_reason() -> None:
+    def broken() -> None:
+        raise RuntimeError("what no step survives")
+
+    async def ask() -> None:
+        inner = make_engine(SLOW)
+        async with AsyncLeftover(inner) as engine:
+            asked = [
+                asyncio.create_task(read(engine, f"{i}", PROMPT, script(900))) for i in range(20)
+            ]
+            await asyncio.sleep(10 * SLOW)
+            inner.step = broken  # type: ignore[method-assign]
+            question = asyncio.create_task(engine.ask("why"))
+            for answer in await asyncio.gather(*asked, return_exceptions=True):
+                assert isinstance(answer, ExecutorError) and "no step survives" in str(answer)
+            with suppress(ExecutorError):
+                await question  # asked in time, or not; but answered
+            assert engine.gone is not None and engine.num_open == 0
+            for later in (read(engine, "later", PROMPT, script(1)), engine.ask("why")):
+                with pytest.raises(ExecutorError, match="has ended"):
+                    await later
+
+    within(ask())
+
+
+def test_closing_an_engine_ends_what_is_open() -> None:
+    async def ask() -> None:
+        async with AsyncLeftover(make_engine(SLOW)) as engine:
+            reading = asyncio.create_task(read(engine, "a", PROMPT, script(900)))
+            await asyncio.sleep(10 * SLOW)
+        with pytest.raises(ExecutorError, match="was stopped"):
+            await reading
+
+    within(ask())
+
+
+def test_cancel_all_gives_every_stream_its_end_and_takes_nothing_new() -> None:
+    async def ask() -> None:
+        async with running(make_engine(SLOW, max_requests=2)) as engine:
+            asked = [
+                asyncio.create_task(read(engine, f"{i}", PROMPT, script(200, n=2)))
+                for i in range(5)
+            ]
+            await asyncio.sleep(10 * SLOW)
+            engine.cancel_all()
+            for updates in await asyncio.gather(*asked):
+                assert {end.reason for _, end in sayings(updates, 2)} == {"abort"}
+            with pytest.raises(Overloaded, match="shutting down"):
+                await read(engine, "later", PROMPT, script(1))
+
+    within(ask())
+
+
+def test_an_observer_that_raises_is_left_out_and_no_request_notices(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told: list[int] = []
+
+    def full_disk(report: StepReport) -> None:
+        if report.plan.step >= 3:
+            raise OSError(28, "No space left on device")
+
+    async def ask() -> None:
+        inner = make_engine()
+        inner.observers.append(full_disk)
+        async with running(inner) as engine:
+            inner.observers.append(lambda report: told.append(report.plan.step))
+            for id in "ab":
+                assert len(sayings(await read(engine, id, PROMPT, script(10)))[0][0]) == 10
+            assert full_disk not in inner.observers
+
+    with caplog.at_level(logging.WARNING):
+        within(ask())
+    assert told == list(range(20)) and len(caplog.records) == 1
+    assert "full_disk" in caplog.text and "No space left" in caplog.text
+
+
+def test_what_an_observer_raises_offline_is_still_raised() -> None:
+    def fail(report: StepReport) -> None:
+        raise KeyError("a user's mistake")
+
+    engine = make_engine()
+    engine.observers.append(fail)
+    engine.add("a", PROMPT, script(3))
+    with pytest.raises(KeyError):
+        engine.run()
+
+
+def test_messages_from_many_threads_are_all_answered() -> None:
+    answered: list[FromLoop] = []
+    loop = EngineLoop(make_engine(), answered.extend)
+    running = threading.Thread(target=loop.run)
+    running.start()
+
+    def post(name: str) -> None:
+        for number in range(25):
+            loop.post([Submit(f"{name}{number}", PROMPT, script(3))])
+
+    posting = [threading.Thread(target=post, args=(name,)) for name in "abcd"]
+    for thread in posting:
+        thread.start()
+    for thread in posting:
+        thread.join()
+    while loop._inbox or loop.engine.has_work:
+        pass
+    loop.stop()
+    running.join(5)
+    assert sum(isinstance(u, Update) and u.end is not None for u in answered) == 100
+    assert type(answered[-1]).__name__ == "Gone" and loop.ended == "the engine was stopped"
+
+
+# Random worlds: requests come and are left at any moment, and everything holds.
+
+
+async def wander(engine: AsyncEngine, rng: random.Random, id: str) -> str:
+    """One client: asks for something, reads some or all of it; how it went."""
+    n, num_output, filler = rng.choice((1, 1, 2, 4)), rng.randrange(1, 30), rng.randrange(1, 8)
+    params = script(
+        num_output, filler, n=n, client=rng.choice("ab"), priority=rng.randrange(3),
+        max_tokens=rng.choice((num_output + 1, 5, 30, 4000)),
+    )  # fmt: skip
+    prompt = [rng.randrange(3) for _ in range(rng.choice((0, 1, 5, 40, 40)))]
+    patience = rng.choice((None, None, 0, 1, 3))
+    await asyncio.sleep(rng.random() * 0.02)
+    updates: list[Update] = []
+    try:
+        stream = engine.stream(id, prompt, params)
+        async for news in stream:
+            updates += news
+            if patience is not None and len(updates) > patience:
+                return "left"
+            if rng.random() < 0.05:
+                engine.stop_sample(id, rng.randrange(n))
+    except (InvalidRequest, RequestTooLong, Overloaded) as error:
+        assert not updates
+        return type(error).__name__
+    assert params.max_tokens is not None
+    said = [filler] * (num_output - 1) + [END]
+    if params.max_tokens <= num_output:  # the script's end is never reached
+        said = [filler] * params.max_tokens
+    for tokens, end in sayings(updates, n):
+        assert tokens == said[: len(tokens)] and end.reason in ("stop", "length")
+        is_cut = end.reason == "stop" and end.stop_token is None
+        assert is_cut or len(tokens) == len(said), (tokens, said, end)
+    return "read"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_random_worlds_every_request_has_one_answer(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def live() -> list[str]:
+        inner = make_engine(
+            rng.choice((0.0, 0.0005)), depth=seed % 2, max_requests=rng.randrange(2, 9),
+            num_blocks=rng.choice((24, 60)), queue=rng.choice(("fcfs", "fair", "priority")),
+            decode_steps=rng.choice((1, 3)),
+        )  # fmt: skip
+        limits = rng.choice((Limits(), Limits(max_waiting=8), Limits(max_per_client=5)))
+        async with running(inner, limits) as engine:
+            rngs = [random.Random(rng.random()) for _ in range(60)]
+            clients = [wander(engine, own, f"{i}") for i, own in enumerate(rngs)]
+            return list(await asyncio.gather(*clients))
+
+    outcomes = within(live(), 20)
+    assert len(outcomes) == 60 and {"read", "left"} <= set(outcomes)

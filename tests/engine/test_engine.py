@@ -1,0 +1,467 @@
+"""Laws of the loop: every token reported once and in order, failures end only what they must."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from headway.engine.clock import VirtualClock
+from headway.engine.engine import MOST_FAULTS, Engine
+from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
+from headway.executor.base import Handle
+from headway.plan import Plan, StepReport, StepResult
+from headway.request import Params, Request
+from headway.scheduler import Scheduler, preset
+from tests.support.drive import check_no_leaks
+from tests.support.shadow import EOS, ShadowExecutor, oracle
+
+each_depth = pytest.mark.parametrize("depth", [0, 1])
+SMALL = {"block_size": 4, "num_blocks": 24, "max_requests": 4, "max_tokens": 32}
+
+
+class Breakdown(RuntimeError):
+    """What a broken device raises."""
+
+
+@dataclass(slots=True)
+class BrokenHandle:
+    """A plan that ran, or that fails when it is waited for."""
+
+    owner: BrokenExecutor
+    plan: Plan
+    handle: Handle
+
+    def wait(self) -> StepResult:
+        if self.plan.step in self.owner.waits:
+            self.owner.crash("wait")
+        self.owner.flight.remove(self.plan)
+        return self.handle.wait()
+
+
+class BrokenExecutor:
+    """The shadow executor, but some steps fail at launch and some when they are waited for."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        launches: range | set[int] = range(0),
+        waits: range | set[int] = range(0),
+        error: type[BaseException] = Breakdown,
+    ) -> None:
+        self.inner = ShadowExecutor(scheduler)
+        self.launches, self.waits, self.error = launches, waits, error
+        self.flight: list[Plan] = []
+
+    def launch(self, plan: Plan) -> BrokenHandle:
+        self.flight.append(plan)
+        if plan.step in self.launches:
+            self.crash("launch")
+        return BrokenHandle(self, plan, self.inner.launch(plan))
+
+    def crash(self, where: str) -> None:
+        self.inner.crash(self.flight)
+        self.flight.clear()
+        raise self.error(f"the device fell off at {where}")
+
+
+def params(seed: int = 0, max_tokens: int | None = 8, **more: Any) -> Params:
+    return Params(max_tokens=max_tokens, sampling=seed, **more)
+
+
+def make(depth: int = 0, name: str = "headway", **changes: Any) -> tuple[Engine, list[StepReport]]:
+    """An engine over the shadow executor, and the reports it will make."""
+    scheduler = Scheduler(preset(name, **{**SMALL, **changes}))
+    reports: list[StepReport] = []
+    engine = Engine(scheduler, ShadowExecutor(scheduler), VirtualClock(), depth=depth)
+    engine.observers.append(reports.append)
+    return engine, reports
+
+
+def make_broken(depth: int = 0, **failures: Any) -> tuple[Engine, list[StepReport]]:
+    scheduler = Scheduler(preset(**SMALL))
+    reports: list[StepReport] = []
+    executor = BrokenExecutor(scheduler, **failures)
+    engine = Engine(scheduler, executor, VirtualClock(), depth=depth, observers=[reports.append])
+    return engine, reports
+
+
+def streamed(reports: list[StepReport]) -> dict[str, list[int]]:
+    """Every request's tokens, as a reader of the reports would have seen them."""
+    tokens: dict[str, list[int]] = defaultdict(list)
+    for report in reports:
+        for request, gained in report.outputs():
+            tokens[request.id] += gained
+    return dict(tokens)
+
+
+def right(request: Request) -> tuple[list[int], str]:
+    return oracle(request.prompt, request.params, 1 << 20)
+
+
+# The loop.
+
+
+@each_depth
+@pytest.mark.parametrize("changes", [{}, {"num_blocks": 9}, {"decode_steps": 3}])
+def test_reports_are_in_order_and_carry_every_token_once(
+    depth: int, changes: dict[str, Any]
+) -> None:
+    engine, reports = make(depth, "vllm_v1", **changes)
+    requests: list[Request] = []
+    for i in range(8):
+        prompt = [i % 3] * (4 + i)
+        requests += engine.add(f"r{i}", prompt, params(i, 6 + i, eos_ids=frozenset({EOS})))
+    engine.run()
+    assert [r.plan.step for r in reports] == list(range(len(reports)))
+    tokens = streamed(reports)
+    for request in requests:
+        assert (tokens[request.id], request.finish_reason) == right(request)
+        assert list(request.output) == tokens[request.id]
+    ends = [r.id for report in reports for r in report.finished]
+    assert sorted(ends) == sorted(r.id for r in requests)
+    check_no_leaks(engine.scheduler)
+
+
+def test_with_depth_1_the_first_step_settles_nothing_and_the_last_plans_nothing() -> None:
+    engine, reports = make(1)
+    engine.add("a", [1, 2, 3], params(max_tokens=2))
+    assert engine.step() is None and engine.has_work
+    assert engine.step() is reports[0] and engine.has_work
+    assert engine.step() is reports[1] and not engine.has_work
+    assert [r.id for r in reports[1].finished] == ["a"]
+
+
+@pytest.mark.parametrize("depth", [-1, 2, 10])
+def test_a_depth_other_than_0_and_1_is_refused(depth: int) -> None:
+    with pytest.raises(ConfigError, match=str(depth)):
+        make(depth)
+
+
+def test_a_step_with_nothing_to_do_reports_nothing() -> None:
+    engine, reports = make()
+    assert engine.step() is None and not reports and not engine.has_work
+    engine.run()
+    assert not reports
+
+
+# Samples of one prompt.
+
+
+@each_depth
+def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(depth: int) -> None:
+    engine, reports = make(depth, num_blocks=64)
+    prompt = list(range(40, 81))
+    samples = engine.add("a", prompt, params(3, n=4))
+    assert [s.id for s in samples] == ["a", "a/1", "a/2", "a/3"]
+    most_shared = 0
+    while engine.has_work:
+        engine.step()
+        held = [s.held.blocks for s in samples if s.row >= 0]
+        if len(held) == 4:
+            most_shared = max(most_shared, len(set.intersection(*map(set, held))))
+    chunks = [c for report in reports for c in report.plan.chunks]
+    num_computed = sum(c.end - c.start for c in chunks)
+    assert num_computed <= len(prompt) + 3 * SMALL["block_size"]
+    assert most_shared == len(prompt) // SMALL["block_size"]
+    tokens = streamed(reports)
+    assert all(tokens[s.id] == right(s)[0] for s in samples)
+
+
+# The door.
+
+
+@pytest.mark.parametrize("n", [0, -1])
+def test_fewer_than_one_sample_is_refused(n: int) -> None:
+    engine, _ = make()
+    with pytest.raises(InvalidRequest, match=f"n must be a whole number from 1 to 1024, not {n}"):
+        engine.add("a", [1], params(n=n))
+    assert not engine.has_work
+
+
+def test_an_id_in_use_is_refused_and_nothing_is_half_added() -> None:
+    engine, reports = make()
+    (first,) = engine.add("a/1", [1, 2], params())
+    for id, n in (("a/1", 1), ("a", 2), ("a", 4)):
+        with pytest.raises(InvalidRequest, match="'a/1'"):
+            engine.add(id, [1, 2, 3], params(n=n))
+        assert list(engine.scheduler.requests) == ["a/1"] and len(engine.scheduler.queue) == 1
+    engine.run()
+    assert streamed(reports) == {"a/1": right(first)[0]}
+    engine.add("a/1", [1, 2], params())  # an id is free again once its request has ended
+
+
+def test_what_can_never_run_is_refused_and_nothing_is_half_added() -> None:
+    engine, _ = make()
+    with pytest.raises(RequestTooLong, match="24"):
+        engine.add("a", [1] * 90, params(max_tokens=50, n=3))
+    with pytest.raises(InvalidRequest, match="empty prompt"):
+        engine.add("b", [], params(n=3))
+    with pytest.raises(
+        InvalidRequest, match="max_tokens must be a whole number of at least 1, not 0"
+    ):
+        engine.add("c", [1], params(max_tokens=0, n=3))
+    assert not engine.has_work and not engine.scheduler.queue
+    check_no_leaks(engine.scheduler)
+
+
+# Aborts.
+
+
+@each_depth
+def test_an_abort_is_reported_while_others_run(depth: int) -> None:
+    engine, reports = make(depth)
+    _, other = engine.add("a", [1, 2], params()) + engine.add("b", [3, 4], params())
+    engine.step()
+    assert engine.abort("a") and not engine.abort("a") and not engine.abort("nobody")
+    engine.run()
+    ends = [(r.id, r.finish_reason) for report in reports for r in report.finished]
+    assert sorted(ends) == [("a", "abort"), ("b", "length")]
+    assert streamed(reports)["b"] == right(other)[0]
+    check_no_leaks(engine.scheduler)
+
+
+@each_depth
+def test_an_abort_with_nothing_left_to_run_is_reported_by_the_next_step(depth: int) -> None:
+    engine, reports = make(depth)
+    (request,) = engine.add("a", [1, 2], params())
+    engine.abort("a")
+    report = engine.step()
+    assert report is not None and report is reports[0]
+    assert report.finished == [request] and report.plan.aborted == [request]
+    assert request.finish_reason == "abort" and engine.step() is None
+
+
+@each_depth
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_run_to_the_end_reports_every_abort(depth: int, num_steps: int) -> None:
+    engine, reports = make(depth)
+    engine.add("a", [1, 2], params())
+    for _ in range(num_steps):
+        engine.step()
+    engine.abort("a")
+    assert engine.has_work  # the end of "a" has not been told to anybody
+    engine.run()
+    assert [r.id for report in reports for r in report.finished] == ["a"]
+
+
+# Failures.
+
+
+@each_depth
+@pytest.mark.parametrize("where", ["launches", "waits"])
+def test_a_failed_step_ends_what_was_in_flight_and_nothing_else(depth: int, where: str) -> None:
+    engine, reports = make_broken(depth, **{where: {3}})
+    requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(7)]  # four seats
+    faults = []
+    while engine.has_work:
+        engine.step()
+        faults.append(engine.fault)
+        assert engine.is_healthy == (engine.fault is None)
+    assert any(faults) and engine.is_healthy  # set, then cleared by a step that worked
+    failed = [r for r in requests if r.finish_reason == "error"]
+    assert 0 < len(failed) <= 4
+    for request in failed:
+        assert request.error is not None and "Breakdown: the device fell off" in request.error
+        assert list(request.output) == right(request)[0][: request.num_generated]
+    tokens = streamed(reports)
+    for request in set(requests) - set(failed):
+        assert (tokens[request.id], request.finish_reason) == right(request)
+    ends = [r.id for report in reports for r in report.finished]
+    assert sorted(ends) == sorted(r.id for r in requests)
+    check_no_leaks(engine.scheduler)
+
+
+@each_depth
+def test_failures_that_are_not_in_a_row_are_forgiven(depth: int) -> None:
+    engine, _ = make_broken(depth, launches={1, 4, 7, 10, 13})
+    for i in range(20):
+        engine.add(f"r{i}", [i] * 3, params(i, 5))
+    engine.run()
+    engine.add("last", [1], params())
+    engine.run()
+    assert engine.is_healthy
+
+
+@each_depth
+@pytest.mark.parametrize("where", ["launches", "waits"])
+def test_after_too_many_failures_in_a_row_everything_ends(depth: int, where: str) -> None:
+    engine, reports = make_broken(depth, **{where: range(100)})
+    requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(40)]
+    engine.run()
+    assert not engine.has_work and not engine.is_healthy
+    assert {r.finish_reason for r in requests} == {"error"}
+    assert all(r.error and "the device fell off" in r.error for r in requests)
+    assert sum(len(report.finished) for report in reports) == 40
+    assert sum(bool(report.finished) for report in reports) == MOST_FAULTS
+    with pytest.raises(ExecutorError, match="the device fell off"):
+        engine.add("late", [1], params())
+    assert "the device fell off" in engine.why()
+
+
+@each_depth
+@pytest.mark.parametrize("where", ["launches", "waits"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_is_not_taken_for_a_failure(
+    depth: int, where: str, error: type[BaseException]
+) -> None:
+    engine, reports = make_broken(depth, error=error, **{where: {0}})
+    engine.add("a", [1, 2], params())
+    with pytest.raises(error):
+        engine.run()
+    assert engine.is_healthy and not reports
+
+
+def test_an_observers_exception_reaches_the_caller() -> None:
+    engine, reports = make()
+
+    def complain(report: StepReport) -> None:
+        raise ValueError(f"cannot bear step {report.plan.step}")
+
+    engine.observers.append(complain)
+    engine.add("a", [1, 2], params())
+    with pytest.raises(ValueError, match="cannot bear step 0"):
+        engine.step()
+    assert len(reports) == 1 and engine.is_healthy  # those before it have seen the report
+
+
+# Why is nothing moving?
+
+
+def test_why_has_an_answer_with_nothing_to_do() -> None:
+    engine, _ = make()
+    assert engine.why() == "Nothing to do: no request is waiting or running."
+
+
+def test_why_tells_of_those_who_came_after_the_latest_plan() -> None:
+    engine, _ = make()
+    engine.add("a", [1, 2], params())
+    assert "1 waiting" in engine.why() and "the next step looks at them" in engine.why()
+
+
+def test_why_says_that_nobody_waits() -> None:
+    engine, _ = make(1)
+    engine.add("a", [1, 2], params())
+    engine.step()
+    text = engine.why()
+    assert "1 of 4 seats taken (1 in decoding)" in text and "Nobody waits." in text
+    assert "1 of 24 KV blocks held, 23 free" in text and "1 plan(s) in flight" in text
+
+
+def test_why_names_the_seats() -> None:
+    engine, _ = make(max_requests=2)
+    for i in range(5):
+        engine.add(f"r{i}", [i], params(i))
+    engine.step()
+    assert "2 of 2 seats taken" in engine.why()
+    assert "3 more wait because all 2 seats are taken" in engine.why()
+
+
+def test_why_names_the_seats_that_are_kept_for_others() -> None:
+    engine, _ = make(max_requests=8, queue="fair", num_blocks=200)
+    engine.add("small", [1], params(client="small"))
+    for i in range(9):
+        engine.add(f"r{i}", [i], params(i, client="heavy"))
+    engine.step()
+    assert "1 of 8 seats are free, and kept for clients that hold few" in engine.why()
+
+
+def test_why_names_the_tokens_of_a_prompt_that_may_not_be_cut() -> None:
+    engine, _ = make(name="minivllm")
+    engine.add("a", [1] * 20, params())
+    engine.add("b", [2] * 19, params())
+    engine.add("c", [3] * 5, params())
+    engine.step()
+    assert "b: it wants 19 tokens and 12 are left of the step's budget." in engine.why()
+    assert "1 more wait behind those above" in engine.why()
+
+
+def test_why_names_a_token_budget_that_is_used_up() -> None:
+    engine, _ = make(name="vllm_v1")
+    engine.add("a", [1] * 40, params())
+    engine.add("b", [2] * 5, params())
+    engine.step()
+    assert "1 more wait because the step's token budget is used up" in engine.why()
+
+
+def test_why_names_the_blocks() -> None:
+    engine, _ = make(name="vllm_v1", num_blocks=8)
+    engine.add("a", [1] * 20, params())
+    engine.add("b", [2] * 16, params())
+    engine.step()
+    assert "b: it needs 4 free KV blocks and 3 are free." in engine.why()
+
+
+def test_why_names_the_headroom() -> None:
+    engine, _ = make(name="vllm_v1", headroom="watermark(0.25)", num_blocks=8)
+    engine.add("a", [1] * 12, params(max_tokens=4))
+    engine.add("b", [2] * 15, params(max_tokens=2))
+    engine.step()
+    assert "b: admission must leave blocks free: it asks for 6 and 5 are free." in engine.why()
+
+
+def test_why_names_the_back_off() -> None:
+    changes = {"headroom": "back_off(watermark(0.0), 0.5)", "num_blocks": 8, "max_requests": 3}
+    engine, reports = make(name="vllm_v1", **changes)
+    for i in range(3):
+        engine.add(f"r{i}", [i] * 8, params(i, 20))
+    while not any(r.plan.preempted for r in reports):
+        engine.step()
+    assert "because this step had to preempt, so nobody is admitted" in engine.why()
+    texts = []
+    while engine.has_work:
+        engine.step()
+        texts.append(engine.why())
+    assert any("preemptions were recent: admission asks for" in text for text in texts)
+
+
+def test_why_names_the_sample_that_is_waited_for() -> None:
+    engine, _ = make()
+    engine.add("a", [1] * 60, params(n=2))
+    engine.step()  # only a part of the prompt
+    engine.step()
+    assert "a/1: it waits for the sample that computes its prompt." in engine.why()
+
+
+def test_why_lists_a_few_and_counts_the_rest() -> None:
+    engine, _ = make(name="vllm_v1", queue="fcfs(20)", num_blocks=8)
+    engine.add("a", [1] * 20, params())
+    for i in range(10):
+        engine.add(f"r{i}", [10 + i] * 16, params())
+    engine.step()
+    assert "and 5 more that were looked at." in engine.why()
+    assert engine.why().count("it needs 4 free KV blocks") == 5
+
+
+def test_why_names_the_fault_until_a_step_works() -> None:
+    engine, _ = make_broken(launches={0})
+    engine.add("a", [1, 2], params())
+    engine.step()
+    assert engine.why() == (
+        "The latest step failed: Breakdown: the device fell off at launch\n"
+        "Nothing to do: no request is waiting or running."
+    )
+    engine.add("b", [1, 2], params())
+    assert "The latest step failed" in engine.why() and "1 waiting" in engine.why()
+    engine.step()
+    assert "failed" not in engine.why()
+
+
+@each_depth
+@pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
+def test_why_can_be_asked_at_any_time(depth: int, name: str) -> None:
+    engine, _ = make(depth, name, num_blocks=10, num_host_blocks=8, queue="priority(4)")
+    for i in range(9):
+        engine.add(f"r{i}", [i % 3] * (3 + i), params(i, 3 + i, priority=i % 3, n=1 + i % 2))
+        assert engine.why()
+        engine.step()
+        assert engine.why()
+        if i == 5:
+            engine.abort("r5")
+            assert "r5:" not in engine.why()
+    while engine.has_work:
+        engine.step()
+        text = engine.why()
+        assert "{" not in text and len(text) < 2000

@@ -1,0 +1,486 @@
+"""The device executor: the tokens of the plain path, whatever the scheduler does on the way.
+
+Where there is no GPU the kernels run under Triton's interpreter, so models and runs are tiny.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headway.config import Config
+from headway.engine.engine import Engine
+from headway.engine.input_processor import embedding_params
+from headway.errors import ConfigError
+from headway.executor.base import Executor
+from headway.executor.cpu import TorchExecutor
+from headway.executor.extra import Extra
+from headway.executor.gpu.graphs import padded_rows
+from headway.executor.gpu.mixed_pass import Size
+from headway.model.backends.plain import PlainBackend
+from headway.model.batch import Batch
+from headway.model.config import ModelConfig, from_hf
+from headway.model.decoder import Decoder
+from headway.model.weights.checkpoint import DummyCheckpoint
+from headway.plan import Copy, Embedding, Plan, StepReport
+from headway.request import Params, Pooling, Request
+from headway.sampling_params import Sampling
+from headway.scheduler import Scheduler, preset
+
+pytest.importorskip("triton")
+from headway.executor.gpu.executor import DeviceExecutor
+from headway.executor.gpu.row_state import DeviceSeats
+from headway.executor.gpu.swap import AT_ONCE, _pin, _unpin
+from headway.model.backends.gpu import GpuBackend
+from headway.model.kernels.splits import SHARINGS
+
+pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCABULARY = 61
+
+
+class Loud(DummyCheckpoint):
+    """Random weights large enough for clear choices, and norms that matter."""
+
+    def read(self, name: str) -> Tensor:
+        quiet = super().read(name)
+        if name.endswith("norm.weight"):
+            noise = torch.randn(quiet.shape, generator=torch.Generator().manual_seed(len(name)))
+            return quiet + 0.3 * noise
+        return quiet * 10
+
+
+def model(kind: str = "Qwen3", **more: object) -> ModelConfig:
+    numbers = {
+        "architectures": [f"{kind}ForCausalLM"], "model_type": kind.lower(),
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 1, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "head_dim": 16, "max_position_embeddings": 128, "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0, "tie_word_embeddings": True,
+    }  # fmt: skip
+    return from_hf(numbers | more, "tiny")
+
+
+def settings(name: str = "headway", **more: object) -> Config:
+    numbers: dict[str, object] = {
+        "block_size": 4, "max_requests": 4, "max_length": 64, "max_tokens": 24, "num_blocks": 60,
+    }  # fmt: skip
+    return preset(name, **(numbers | more))
+
+
+def plain(config: Config, about: ModelConfig) -> TorchExecutor:
+    return TorchExecutor(Decoder(Loud(about), PlainBackend()), config)
+
+
+def on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
+    return DeviceExecutor(Decoder(Loud(about), GpuBackend(torch.float32, DEVICE)), config)
+
+
+def answers(
+    make: Callable[[Config, ModelConfig], Executor],
+    config: Config,
+    about: ModelConfig,
+    *,
+    depth: int = 0,
+    samplings: list[Sampling | None] | None = None,
+    count: int = 4,
+    watch: Callable[[StepReport], None] | None = None,
+) -> list[list[int]]:
+    """The outputs of a few requests, of which every second begins alike."""
+    engine = Engine(Scheduler(config), make(config, about), depth=depth)
+    if watch is not None:
+        engine.observers.append(watch)
+    source = random.Random(7)
+    shared = [source.randrange(VOCABULARY) for _ in range(9)]
+    requests: list[Request] = []
+    for number in range(count):
+        own = [source.randrange(VOCABULARY) for _ in range(source.randint(1, 8))]
+        sampling = samplings[number % len(samplings)] if samplings else None
+        params = Params(max_tokens=2 + number % 4, sampling=sampling)
+        requests += engine.add(str(number), (shared if number % 2 else []) + own, params)
+    engine.run()
+    assert engine.fault is None, engine.fault
+    return [request.tokens[request.num_prompt :] for request in requests]
+
+
+FAMILIES = {
+    "norms of heads": model(),
+    "seven heads, biases": model("Qwen2", num_attention_heads=7, num_key_value_heads=1),
+    "its own head": model("Llama", tie_word_embeddings=False, num_attention_heads=4),
+}
+
+
+@pytest.mark.parametrize("about", FAMILIES.values(), ids=list(FAMILIES))
+def test_every_family_says_what_it_says_in_plain_torch(about: ModelConfig) -> None:
+    config = settings()
+    assert answers(on_device, config, about, depth=1) == answers(plain, config, about)
+
+
+def test_many_decodes_beside_prompts_are_told_apart_from_them() -> None:
+    """So many that their rows would fill tiles of the prompts' attention."""
+    config = settings(max_requests=16, max_tokens=24, num_blocks=120)
+    about, seen = FAMILIES["seven heads, biases"], list[StepReport]()
+    found = answers(on_device, config, about, depth=1, count=14, watch=seen.append)
+    assert any(len(each.plan.decodes) > 4 and each.plan.chunks for each in seen)
+    assert found == answers(plain, config, about, count=14)
+
+
+WAYS: dict[str, tuple[Config, int]] = {
+    "alone in flight": (settings(), 0),
+    "short pieces": (settings(max_tokens=5, chunk="at_most(3)"), 1),
+    "recomputed": (settings(num_blocks=7, headroom="watermark(0)"), 1),
+    "swapped": (settings("vllm", num_blocks=7, num_host_blocks=40, swap="swap"), 1),
+    "several steps": (settings(decode_steps=3), 1),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_do_not_depend_on_what_the_scheduler_does(way: str) -> None:
+    config, depth = WAYS[way]
+    seen: list[StepReport] = []
+    found = answers(on_device, config, FAMILIES["norms of heads"], depth=depth, watch=seen.append)
+    assert found == answers(plain, settings(), FAMILIES["norms of heads"])
+    preempted = [each for report in seen for each in report.plan.preempted]
+    if way in ("recomputed", "swapped"):
+        assert any(each.is_swap == (way == "swapped") for each in preempted)
+    if way == "several steps":
+        assert any(report.plan.num_steps > 1 for report in seen)
+
+
+class Scores(dict[str, list[float]]):
+    """Logprobs that were told, of outputs by request and of prompts."""
+
+    def __call__(self, report: StepReport) -> None:
+        if isinstance(report.result.extra, Extra):
+            for request, found in report.result.extra.logprobs.items():
+                self.setdefault(request.id, []).extend(one.logprob for one in found)
+            for request, places in report.result.extra.prompt.items():
+                scores = [one.logprob for _, one in places]
+                self.setdefault(f"{request.id} prompt", []).extend(scores)
+
+    def check(self, others: Scores) -> None:
+        assert self.keys() == others.keys()
+        for name, scores in others.items():
+            np.testing.assert_allclose(self[name], scores, atol=2e-4)
+
+
+def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
+    asked = [
+        Sampling(temperature=0.0, repetition_penalty=1.8, logprobs=2),
+        Sampling(temperature=0.0, prompt_logprobs=1),
+        Sampling(temperature=0.0, logit_bias={3: 50.0}),
+        None,
+    ]
+    about, config = FAMILIES["norms of heads"], settings()
+    told, found = Scores(), Scores()
+    expected = answers(plain, config, about, samplings=asked, watch=told)
+    assert answers(on_device, config, about, depth=1, samplings=asked, watch=found) == expected
+    assert told.keys() == {"0", "1 prompt"}
+    found.check(told)
+
+
+class Vectors(dict[str, Embedding]):
+    """An observer: embeddings by request."""
+
+    def __call__(self, report: StepReport) -> None:
+        if isinstance(report.result.extra, Extra):
+            self.update({r.id: v for r, v in report.result.extra.embeddings.items()})
+
+
+def embeddings(
+    make: Callable[[Config, ModelConfig], Executor], config: Config, depth: int
+) -> Vectors:
+    """Of a few prompts with both poolings, beside requests that generate."""
+    found, source = Vectors(), random.Random(3)
+    engine = Engine(
+        Scheduler(config), make(config, FAMILIES["norms of heads"]), depth=depth, observers=[found]
+    )
+    for number in range(4):
+        prompt = [source.randrange(VOCABULARY) for _ in range(source.randint(3, 14))]
+        pooling: Pooling = "last" if number % 2 else "mean"
+        engine.add(f"text {number}", prompt[:5], Params(max_tokens=4))
+        engine.add(f"{pooling} {number}", prompt, embedding_params(pooling))
+    engine.run()
+    assert engine.fault is None, engine.fault
+    return found
+
+
+@pytest.mark.parametrize("way", ["short pieces", "recomputed"])
+def test_embeddings_are_as_on_the_plain_path(way: str) -> None:
+    config, depth = WAYS[way]
+    found, expected = embeddings(on_device, config, depth), embeddings(plain, settings(), 0)
+    assert found.keys() == expected.keys() == {"mean 0", "last 1", "mean 2", "last 3"}
+    for name, vector in expected.items():
+        np.testing.assert_allclose(found[name], vector, atol=1e-5)
+
+
+def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> None:
+    about, config = FAMILIES["norms of heads"], settings()
+    drawn = Sampling(temperature=1.0, seed=5)
+    together = answers(on_device, config, about, depth=1, samplings=[drawn])
+    beside = [replace(drawn, logprobs=0), drawn, replace(drawn, logit_bias={1: 0.0}), drawn]
+    assert answers(on_device, config, about, samplings=beside) == together
+    others = answers(on_device, config, about, samplings=[replace(drawn, seed=6)])
+    assert others != together
+
+
+def test_blocks_that_left_come_back_as_they_were() -> None:
+    executor = on_device(settings(num_blocks=6, num_host_blocks=6), FAMILIES["norms of heads"])
+    blocks = executor.device_blocks
+    blocks.copy_(torch.randn(blocks.shape))
+    before = blocks.clone()
+    executor.launch(Plan(0, copies_out=[Copy(1, 4), Copy(3, 0)])).wait()
+    blocks.zero_()
+    executor.launch(Plan(1, copies_in=[Copy(4, 5), Copy(0, 2)])).wait()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(blocks[5], before[1]) and torch.equal(blocks[2], before[3])
+    assert not blocks[[0, 1, 3, 4]].any()
+
+
+def test_more_blocks_than_there_is_room_for_leave_and_come_back() -> None:
+    executor = on_device(settings(num_blocks=400, num_host_blocks=400), FAMILIES["norms of heads"])
+    blocks, count = executor.device_blocks, 3 * AT_ONCE + 5
+    blocks.copy_(torch.randn(blocks.shape))
+    before = blocks.clone()
+    executor.launch(Plan(0, copies_out=[Copy(n, n) for n in range(count)])).wait()
+    executor.launch(Plan(1, copies_in=[Copy(n, count - 1 - n) for n in range(count)])).wait()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    assert torch.equal(blocks[:count], before[:count].flip(0))
+    assert torch.equal(blocks[count:], before[count:])
+
+
+def test_the_latest_of_two_words_for_a_place_is_kept() -> None:
+    seats = DeviceSeats(3, 5, torch.device(DEVICE))
+    seats.set_blocks(1, 0, [7, 8, 9])
+    seats.set_blocks(1, 1, [4])
+    seats.set_length(2, 11)
+    seats.set_limit(2, 12)
+    seats.send()
+    assert seats.tensors.tables[1].tolist() == [7, 4, 9, 0, 0]
+    assert seats.tensors.lengths.tolist() == [0, 0, 11, 0]
+    assert seats.tensors.limits.tolist() == [0, 0, 12, 0]
+
+
+def exactly_on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
+    """As with attention by others: no pass has rows of nobody."""
+    executor = on_device(config, about)
+    executor.decoder.backend.fills_up = False
+    return executor
+
+
+def test_rows_of_nobody_change_no_token() -> None:
+    config, about = settings(max_tokens=5, chunk="at_most(3)"), FAMILIES["norms of heads"]
+    rounded, exact = (answers(make, config, about) for make in (on_device, exactly_on_device))
+    assert rounded == exact
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("no room for a graph"), RuntimeError("CUDA error: out of memory\nX"),
+])  # fmt: skip
+def test_a_pass_that_cannot_be_captured_runs_as_before(error: Exception, is_late: bool) -> None:
+    """Some of a graph's memory may be asked for only when it is first replayed: that is late."""
+    config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
+    executor, tried = on_device(config, about), list[object]()
+    graphs = executor.mixed.graphs
+
+    class Unlaunchable:
+        def replay(self) -> None:
+            raise error
+
+    def capture(size: Any) -> None:
+        tried.append(size)
+        if not is_late:
+            raise error
+        graphs._graphs[size] = Unlaunchable()  # type: ignore[assignment]
+
+    graphs.capture = capture  # type: ignore[method-assign]
+    told = [answers(lambda *_: executor, config, about) for _ in range(2)]
+    assert told == [answers(plain, config, about)] * 2
+    assert len(tried) == 1 and not len(graphs), "no memory for one is no memory for others"
+
+
+class Replayed:
+    """A graph, as far as a CPU can have one."""
+
+    def __init__(self, replay: Callable[[], None]) -> None:
+        self.replay = replay
+
+
+@pytest.mark.parametrize("is_worth", [True, False])
+def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(
+    is_worth: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the most prompt tokens are there from the start."""
+    monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_TOKENS", 8)
+    config, about = settings(max_tokens=12), FAMILIES["norms of heads"]
+    executor, replayed = on_device(config, about), list[Size]()
+    mixed, graphs = executor.mixed, executor.mixed.graphs
+    mixed._worth = 0 if is_worth else 1e9
+
+    def capture(size: Any) -> None:
+        def replay() -> None:
+            replayed.append(size)
+            mixed._step(*size)
+
+        graphs._graphs[size] = Replayed(replay)  # type: ignore[assignment]
+
+    largest = {mixed._largest, mixed._largest._replace(decodes=0)}
+    for size in largest:
+        capture(size)
+    graphs.capture = capture  # type: ignore[method-assign]
+    samplings = [None, Sampling(temperature=0.0, prompt_logprobs=1)]
+    told, found = Scores(), Scores()
+    expected = answers(plain, config, about, samplings=samplings, watch=told)
+    for _ in range(2):
+        assert answers(lambda *_: executor, config, about, samplings=samplings) == expected
+    answers(lambda *_: executor, config, about, samplings=samplings, watch=found)
+    found.check(told)
+    assert replayed and (len(graphs) > len(largest)) == is_worth
+    assert not is_worth or set(replayed) - largest
+    assert is_worth or set(replayed) == largest, "with decodes and without"
+
+
+def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as_its_own() -> None:
+    source, executor = random.Random(3), on_device(settings(), FAMILIES["norms of heads"])
+    mixed = executor.mixed
+
+    def some() -> Size:
+        tokens, chunks = (source.choice((1, 4, 16, 64)) for _ in "tc")
+        return Size(source.choice((0, 8)), tokens, chunks, source.choice((1, 1, 1, 1, 4)))
+
+    num_larger = 0
+    for _ in range(300):
+        mixed._lost.clear()
+        mixed._worth, mixed._is_full = source.choice((30, 100, 300)), source.random() < 0.2
+        graphs = [some() for _ in range(source.randint(0, 12))]
+        mixed.graphs._graphs = dict.fromkeys(graphs)  # type: ignore[arg-type]
+        size, lost = some(), 0
+        holding = [g for g in graphs if g.holds(size) and 2 * g.num_rows < mixed._worth]
+        for _ in range(40):
+            found = mixed._fitting(size)
+            if size in graphs or not holding:
+                assert found == size
+                continue
+            extra = min(g.num_rows for g in holding) - size.num_rows
+            lost += extra if extra > mixed._worth / 64 else 0
+            assert found.holds(size) and found.num_rows == size.num_rows + extra * (found != size)
+            assert (found != size) == (lost < mixed._worth or mixed._is_full)
+            num_larger += found != size
+        with mixed.in_own_graphs():
+            assert mixed._fitting(size) == size
+    assert num_larger > 1000
+
+
+def test_larger_sizes_hold_smaller_ones_with_as_many_decodes() -> None:
+    size = Size(8, 64, 4)
+    assert all(each.holds(size) for each in (size, Size(8, 128, 4), Size(8, 64, 16)))
+    for other in (
+        Size(32, 64, 4), Size(0, 64, 4), Size(8, 32, 4),
+        Size(8, 128, 1), Size(8, 64, 4, 4),
+    ):  # fmt: skip
+        assert not other.holds(size)
+    assert not size.holds(Size(8, 0, 0)), "decodes alone have faster kernels"
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
+def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
+    for _ in range(2):
+        executor = on_device(settings(num_host_blocks=6), FAMILIES["norms of heads"])
+        blocks = executor.host_blocks
+        assert blocks.is_pinned() and len(blocks) == 6
+        del executor
+        gc.collect()
+        assert not blocks.is_pinned()
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
+def test_what_cannot_be_pinned_fails_nobody_later() -> None:
+    blocks, ones = torch.empty((2, 2**19)), torch.ones(4, device="cuda")
+    _pin(blocks)
+    with pytest.raises(ConfigError, match=r"already mapped\): lower --num-host-blocks"):
+        _pin(blocks)
+    assert int((ones * 2).sum()) == 8
+    _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+    _pin(blocks)
+    _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("num_heads", [2, 8, 32])
+def test_decodes_of_any_lengths_were_captured_ahead(num_heads: int) -> None:
+    about = model(num_attention_heads=num_heads, num_key_value_heads=num_heads)
+    executor = on_device(settings(max_requests=256, max_tokens=256, max_length=8192), about)
+    lengths, ahead, ways = executor.rows.lengths, executor._steps(), set[int]()
+    for count in range(1, 257):
+        rows = np.arange(count)
+        for most, longest in ((10, 10), (3000, 3000), (10, 3000), (3000, 8000)):
+            lengths[:count] = most
+            lengths[0] = longest
+            ways.add(executor._sharing(rows))
+            assert (padded_rows(count), executor._sharing(rows)) in ahead
+    assert ways == ({1} if num_heads == 2 else set(SHARINGS))
+    assert len(ahead) == len(set(ahead)) <= len(SHARINGS) * 28, (
+        "as many as have memory: graph_bytes"
+    )
+
+
+@pytest.mark.parametrize(("longest", "num_rows", "is_small", "sharing"), [
+    (1020, 100, True, 8),  # as many programs as if they were 128
+    (1020, 100, False, 1),
+    (10, 100, True, 1),
+    (1020, 96, True, 1),
+])  # fmt: skip
+def test_decodes_are_shared_among_as_many_as_the_pass_has(
+    longest: int, num_rows: int, is_small: bool, sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = model(num_attention_heads=8, num_key_value_heads=8)
+    monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_DECODES", 32)
+    executor = on_device(settings(max_requests=192, max_tokens=256, max_length=1024), about)
+    executor.rows.lengths[:num_rows] = 10
+    executor.rows.lengths[num_rows - 1] = longest
+    executor.decoder.backend.fills_up = is_small
+    sizes = list[Size]()
+
+    def forward(batch: Batch, _blocks: Tensor) -> Tensor:
+        sizes.append(Size(batch.num_decodes, 0, 0, batch.sharing))
+        return torch.zeros((len(batch.tokens_t), 32), device=DEVICE)
+
+    executor.decoder.forward = forward  # type: ignore[assignment,method-assign]
+    executor.mixed.run(np.arange(num_rows), [])
+    assert sizes == [Size(128 if is_small and num_rows > 96 else num_rows, 0, 0, sharing)]
+
+
+def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:
+    config, about = settings(), FAMILIES["its own head"]
+    executor, sizes = exactly_on_device(config, about), list[object]()
+    executor.mixed._step = lambda *size: sizes.append(size)  # type: ignore[method-assign]
+    executor.mixed.warm_up()
+    assert not sizes
+    executor.decoder.backend.fills_up = True
+    executor.mixed.warm_up()
+    assert len(sizes) > 1 and max(map(sum, sizes)) == sum(executor.mixed._largest)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU captures")
+def test_a_pass_over_prompts_is_captured_when_it_comes_again_and_says_the_same() -> None:
+    config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
+    executor = on_device(config, about)
+    told = [answers(lambda *_: executor, config, about, depth=1) for _ in range(4)]
+    assert executor.mixed.graphs and told == [answers(plain, config, about)] * 4
+
+
+def test_a_batch_is_padded_a_little_and_never_cut() -> None:
+    for count in range(1, 2000):
+        padded = padded_rows(count)
+        assert count <= padded <= count + max(3, count // 8 + 8)
+        assert padded_rows(padded) == padded

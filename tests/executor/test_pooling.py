@@ -1,0 +1,349 @@
+"""Embeddings: pooled hidden states that do not depend on chunks, company or preemptions."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headway import LLM, Engine, Params, Request, SamplingParams, Scheduler, StepReport, preset
+from headway.config import Config
+from headway.engine.input_processor import embedding_params
+from headway.errors import ExecutorError, InvalidRequest, RequestTooLong
+from headway.executor.cpu import TorchExecutor
+from headway.executor.extra import Extra
+from headway.executor.pooling import SLICE, add_rows
+from headway.lab.replay import check_replay
+from headway.model.backends.plain import PlainBackend
+from headway.model.decoder import Decoder
+from headway.model.precision import why_not_native
+from headway.observe.trace import read_trace
+from headway.plan import Embedding
+from headway.request import Pooling
+from headway.sampling_params import Sampling
+from tests.scheduler.test_invariance import CONFIGS, Loud, decoder
+from tests.support import real
+
+needs_native = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+MODEL = "seven share one, with norms"
+LENGTHS = (1, 2, 17, 40, 41, 64, SLICE + 44)
+POOLINGS: tuple[Pooling, ...] = ("mean", "last")
+
+
+def some_prompts() -> list[list[int]]:
+    """Of several lengths, one longer than what is normalized at once; the last begins as another."""
+    chance = random.Random(1)
+    found = [[chance.randrange(131) for _ in range(length)] for length in LENGTHS]
+    return [*found, [*found[-1][:60], 7]]
+
+
+class Run:
+    """An engine over a decoder; keeps the embeddings and what happened to them."""
+
+    def __init__(self, model: Decoder, config: Config, depth: int = 0) -> None:
+        self.executor = TorchExecutor(model, config)
+        self.engine = Engine(
+            Scheduler(config), self.executor, depth=depth, observers=[self._observe]
+        )
+        self.found: dict[str, Embedding] = {}
+        self.num_preempted = self.num_swapped = 0
+
+    def _observe(self, report: StepReport) -> None:
+        if isinstance(report.result.extra, Extra):
+            for request, vector in report.result.extra.embeddings.items():
+                assert request.id not in self.found
+                self.found[request.id] = vector
+        halted = [p for p in report.plan.preempted if p.request.params.pooling and p.num_lost]
+        self.num_preempted += sum(not p.is_swap for p in halted)
+        self.num_swapped += sum(p.is_swap for p in halted)
+
+    def embed(self, id: str, prompt: list[int], pooling: Pooling) -> Request:
+        return self.engine.add(id, prompt, embedding_params(pooling))[0]
+
+
+def roomy(**more: Any) -> Config:
+    numbers = {
+        "block_size": 16,
+        "num_blocks": 100,
+        "max_length": 400,
+        "max_tokens": 512,
+        "max_requests": 16,
+    }
+    return preset("headway", **{**numbers, **more})
+
+
+def alone(model: Decoder) -> dict[str, Embedding]:
+    """The embedding of every prompt, each in an engine of its own and in one chunk."""
+    found: dict[str, Embedding] = {}
+    for number, prompt in enumerate(some_prompts()):
+        for pooling in POOLINGS:
+            run = Run(model, roomy())
+            run.embed(f"{pooling} {number}", prompt, pooling)
+            run.engine.run()
+            found |= run.found
+    return found
+
+
+def check_equal(found: dict[str, Embedding], expected: dict[str, Embedding]) -> None:
+    assert found.keys() == expected.keys()
+    for name, vector in expected.items():
+        assert vector.dtype == np.float32 and np.array_equal(found[name], vector), name
+
+
+CRAMPED = {
+    "recipe": "mixed", "queue": "fcfs", "headroom": "watermark(0)", "victim": "newest",
+    "num_blocks": 24, "max_tokens": 16,
+}  # fmt: skip
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "short chunks": (0, {"chunk": "at_most(7)", "max_tokens": 60}),
+    "chunks of any size": (1, {"chunk": "split_any", "max_tokens": 23, "block_size": 5}),
+    "recomputed": (1, CRAMPED),
+    "swapped": (1, {**CRAMPED, "num_host_blocks": 60, "swap": "swap"}),
+    "several decode steps": (0, {"decode_steps": 3, "max_requests": 5}),
+}  # fmt: skip
+
+
+def run_in_company(run: Run, chance: random.Random) -> None:
+    """All prompts with both poolings, in random order, beside generation from the same prompts."""
+    prompts = some_prompts()
+    for number in range(3):
+        run.engine.add(f"long {number}", prompts[2], Params(max_tokens=110))
+        run.engine.step()
+    run.embed("mean 6", prompts[6], "mean")  # beside outputs that need more and more blocks
+    for _ in range(25):
+        run.engine.step()
+    asked = [(p, n) for p in POOLINGS for n in range(len(prompts)) if (p, n) != ("mean", 6)]
+    chance.shuffle(asked)
+    for pooling, number in asked:
+        if chance.random() < 0.4:
+            scored = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
+            more = {"sampling": scored, "reads_cache": False} if chance.random() < 0.5 else {}
+            params = Params(max_tokens=20, **more)  # type: ignore[arg-type]
+            run.engine.add(f"text {number} {pooling}", prompts[number], params)
+        run.embed(f"{pooling} {number}", prompts[number], pooling)
+        run.engine.step()
+    run.engine.run()
+    assert run.engine.fault is None, run.engine.fault
+
+
+@needs_native
+@pytest.mark.parametrize("precision", ["float32", "8 bits", "4 bits"])
+def test_an_embedding_is_the_same_to_the_bit_in_any_company_and_chunking(precision: str) -> None:
+    model, chance = decoder(MODEL, precision), random.Random(precision)
+    expected = alone(model)
+    for way, (depth, changes) in WAYS.items():
+        run = Run(model, roomy(**changes), depth)
+        run_in_company(run, chance)
+        check_equal(run.found, expected)
+        assert way != "recomputed" or run.num_preempted
+        assert way != "swapped" or run.num_swapped
+        assert not len(run.executor.pooler._sums), "a sum outlives its request"
+
+
+@needs_native
+@pytest.mark.parametrize("seed", range(6))
+def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> None:
+    """Preempted at random, resumed from its own blocks, from those of an equal prompt, or anew."""
+    model, chance = decoder(MODEL, "float32"), random.Random(seed)
+    prompt = some_prompts()[-2]
+    single = Run(model, roomy())
+    single.embed("mean", prompt, "mean")
+    single.engine.run()
+    run = Run(model, roomy(max_tokens=70, chunk="at_most(33)", block_size=4))
+    request, spans = run.embed("mean", prompt, "mean"), list[tuple[int, int]]()
+    scheduler, texts = run.engine.scheduler, 0
+    while not request.is_finished:
+        report = run.engine.step()
+        assert report is not None and run.engine.fault is None, run.engine.fault
+        spans += [(c.start, c.end) for c in report.plan.chunks if c.request is request]
+        if texts < 3 and chance.random() < 0.3:
+            run.engine.add(f"text {texts}", prompt, Params(max_tokens=2))
+            texts += 1
+        if request in scheduler.running and chance.random() < 0.6 and len(spans) < 40:
+            scheduler.preempt(request, may_swap=False)
+            if chance.random() < 0.3:
+                scheduler.reset_cache(force=True)
+    assert sum(end - start for start, end in spans) > len(prompt), "nothing was computed again"
+    check_equal(run.found, single.found)
+
+
+@needs_native
+def test_a_sum_covers_what_was_computed_before_a_restart_from_zero() -> None:
+    """Restarted, halted early, then resumed further on, in blocks that an equal prompt has filled."""
+    model, prompt = decoder(MODEL, "float32"), some_prompts()[-2]
+    run = Run(model, roomy(max_tokens=70, max_requests=1, block_size=4, queue="priority"))
+    (request,) = run.engine.add("mean 6", prompt, embedding_params("mean", priority=1))
+    scheduler, starts = run.engine.scheduler, list[int]()
+    for num_steps in (2, 1):
+        for _ in range(num_steps):
+            run.engine.step()
+        starts.append(request.num_computed)
+        scheduler.preempt(request, may_swap=False)
+        scheduler.reset_cache(force=True)
+    run.engine.add("text", prompt, Params(max_tokens=2))
+    while not request.is_finished:
+        report = run.engine.step()
+        assert report is not None and run.engine.fault is None, run.engine.fault
+        starts += [chunk.start for chunk in report.plan.chunks if chunk.request is request]
+    assert starts[:3] == [140, 70, 140]
+    single = Run(model, roomy())
+    single.embed("mean 6", prompt, "mean")
+    single.engine.run()
+    check_equal(run.found, single.found)
+
+
+def test_plain_torch_finds_the_same_as_the_kernels() -> None:
+    prompts, plain = some_prompts(), Decoder(Loud(CONFIGS[MODEL]), PlainBackend())
+    for pooling in POOLINGS:
+        runs = [Run(plain, roomy(**changes)) for changes in ({}, {"chunk": "at_most(9)"})]
+        if why_not_native() is None:
+            runs.append(Run(decoder(MODEL, "float32"), roomy()))
+        for run in runs:
+            for number, prompt in enumerate(prompts):
+                run.embed(str(number), prompt, pooling)
+            run.engine.run()
+        for number, prompt in enumerate(prompts):
+            wanted = by_hand(plain, prompt, pooling)
+            for run in runs:
+                np.testing.assert_allclose(run.found[str(number)], wanted, atol=1e-5)
+
+
+@torch.inference_mode()
+def by_hand(model: Decoder, prompt: list[int], pooling: Pooling) -> Embedding:
+    """As the definition says: final norm, then the mean or the last row, then length 1."""
+    states = model.forward(real.whole(prompt), real.blocks_for(model, len(prompt)))
+    states = model.backend.rms_norm(states, model.norm, model.config.norm_eps).double()
+    vector = states.mean(0) if pooling == "mean" else states[-1]
+    found: Embedding = (vector / vector.norm()).float().numpy()
+    return found
+
+
+def test_the_sum_of_rows_does_not_depend_on_how_they_are_cut() -> None:
+    chance, generator = random.Random(0), torch.Generator().manual_seed(0)
+    sizes = torch.exp(12 * torch.randn(300, 1, generator=generator))
+    rows = (torch.randn(300, 33, generator=generator) * sizes).float()
+    sums = []
+    for _ in range(20):
+        total, at = torch.zeros(33, dtype=torch.float64), 0
+        while at < len(rows):
+            count = chance.randint(1, 90)
+            add_rows(total, rows[at : at + count])
+            at += count
+        sums.append(total)
+    assert all(torch.equal(each, sums[0]) for each in sums)
+    assert torch.allclose(sums[0], rows.double().sum(0))
+
+
+def test_nothing_is_kept_of_an_embedding_that_is_aborted() -> None:
+    run = Run(Decoder(Loud(CONFIGS[MODEL]), PlainBackend()), roomy(chunk="at_most(9)"))
+    run.embed("a", some_prompts()[-2], "mean")
+    run.engine.step()
+    assert len(run.executor.pooler._sums) == 1
+    run.engine.abort("a")
+    run.engine.run()
+    run.engine.scheduler.last_plan = None  # type: ignore[assignment]
+    gc.collect()
+    assert not len(run.executor.pooler._sums) and not run.found
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "pooling": {"pooling": "max", "max_tokens": 1},
+    "max_tokens": {"pooling": "last", "max_tokens": 2},
+    "n 1": {"pooling": "last", "max_tokens": 1, "n": 2},
+    "reads_cache": {"pooling": "mean", "max_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("word", WRONG)
+def test_a_request_that_cannot_be_an_embedding_is_refused(word: str) -> None:
+    scheduler = Scheduler(roomy())
+    with pytest.raises(InvalidRequest, match=word):
+        scheduler.add(Request("a", [1, 2], Params(**WRONG[word])))
+
+
+# The offline API.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def llm(tiny: str) -> Iterator[LLM]:
+    with LLM(tiny, num_blocks=60) as llm:
+        yield llm
+
+
+TEXTS = ["Marta", "The harbour master", real.STORY, "crème brûlée"]
+
+
+def test_embed_gives_unit_vectors_in_the_order_of_the_prompts(llm: LLM) -> None:
+    results = llm.embed(TEXTS)
+    vectors = []
+    for text, result in zip(TEXTS, results, strict=True):
+        assert result.prompt == text and result.prompt_token_ids == llm.asking.tokens(text)
+        assert result.samples == [] and result.text == "" and result.error is None
+        assert result.embedding is not None and result.embedding.dtype == np.float32
+        assert result.embedding.shape == (64,)
+        assert np.linalg.norm(result.embedding) == pytest.approx(1, abs=1e-6)
+        vectors.append(result.embedding)
+    assert len({vector.tobytes() for vector in vectors}) == len(TEXTS)
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        (single,) = llm.embed(text)
+        (ids,) = llm.embed(llm.asking.tokens(text))
+        assert single.embedding is not None and ids.embedding is not None
+        np.testing.assert_allclose(single.embedding, vector, atol=1e-6)
+        np.testing.assert_allclose(ids.embedding, vector, atol=1e-6)
+    assert llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=3))[0].samples
+
+
+def test_the_last_token_reads_the_cache_and_the_mean_does_not(llm: LLM) -> None:
+    found = {p: [llm.embed(real.STORY, pooling=p)[0] for _ in range(2)] for p in POOLINGS}
+    assert [result.cached_tokens for result in found["mean"]] == [0, 0]
+    assert all(result.cached_tokens > 0 for result in found["last"])
+    vectors = {p: [r.embedding for r in results] for p, results in found.items()}
+    for first, second in vectors.values():
+        assert first is not None and second is not None
+        np.testing.assert_allclose(first, second, atol=1e-6)
+    assert not np.allclose(vectors["mean"][0], vectors["last"][0], atol=1e-3)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="pooling"):
+        llm.embed(TEXTS, pooling="max")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest):
+        llm.embed("")
+    with pytest.raises(RequestTooLong):
+        llm.embed([1] * 600)
+    good, bad = llm.embed(["Marta", ""])
+    assert good.embedding is not None and bad.embedding is None
+    assert isinstance(bad.error, InvalidRequest)
+
+
+def test_a_step_that_fails_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.executor.pooler, "pool", None)
+        with pytest.raises(ExecutorError, match="NoneType"):
+            llm.embed("Marta")
+    assert llm.embed("Marta")[0].embedding is not None
+
+
+def test_recorded_embeddings_replay_and_teach_no_output_lengths(tiny: str, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    settings = {"num_blocks": 40, "chunk": "at_most(20)", "headroom": "future_peak(learned)"}
+    with LLM(tiny, trace_out=path, **settings) as llm:
+        llm.embed(TEXTS)
+        llm.embed(TEXTS, pooling="last")
+        assert not llm.engine.scheduler.output_shares
+        llm.generate(TEXTS, SamplingParams(seed=1, max_tokens=20))
+    lines = list(read_trace(path))
+    asked = [each.get("pooling") for line in lines for each in line.get("added", ())]
+    assert asked == ["mean"] * 4 + ["last"] * 4 + [None] * 4
+    assert check_replay(lines) == len(lines) - 1

@@ -1,0 +1,227 @@
+"""Laws of the simulator: virtual time, scripted outputs, and nothing left to chance."""
+
+from __future__ import annotations
+
+import io
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from headway.engine.clock import VirtualClock
+from headway.engine.engine import Engine
+from headway.executor.simulated import Script, SimulatedExecutor
+from headway.lab.cost import load_profile
+from headway.lab.simulate import Run, simulate, with_profile
+from headway.lab.summary import summarize
+from headway.lab.workload.jobs import EOS, Job, TokenSpace
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.trace import Line
+from headway.plan import Plan, StepReport
+from headway.request import Params, Request
+from headway.scheduler import PRESETS, Scheduler, preset
+from headway.scheduler.policies import cheaper
+
+PROFILE = load_profile("qwen3-0.6b-h200")
+each_depth = pytest.mark.parametrize("depth", [0, 1])
+SMALL = {"block_size": 4, "num_blocks": 40, "max_requests": 8, "max_tokens": 128}
+CROWDED = (
+    "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(1,30),max_tokens=30,"
+    "prefix=2x16@0.5,n=2,clients=2,priorities=2,seed=4"
+)
+
+
+def record(text: str, depth: int, name: str = "headway", **changes: Any) -> tuple[Run, str]:
+    file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
+    run = simulate(parse_synthetic(text).jobs(), config, PROFILE, depth=depth, trace=file)
+    return run, file.getvalue()
+
+
+def steps_of(text: str) -> list[Line]:
+    return [json.loads(line) for line in text.splitlines()[1:]]
+
+
+# Time.
+
+
+def test_a_virtual_clock_moves_only_forwards() -> None:
+    clock = VirtualClock()
+    assert clock.now() == 0.0
+    clock.advance_to(2.0)
+    clock.advance_to(1.0)
+    assert clock.now() == 2.0
+
+
+def test_plans_run_one_after_the_other_and_waiting_moves_the_clock() -> None:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, lambda plan: 2.0, host_seconds=0.5)
+    first, second = executor.launch(Plan(0)), executor.launch(Plan(1))
+    assert clock.now() == 1.0  # twice the host's time
+    one, two = first.wait(), second.wait()
+    assert (one.started, one.ended) == (0.5, 2.5)
+    assert (two.started, two.ended) == (2.5, 4.5) and clock.now() == 4.5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_overlap_hides_the_hosts_time(name: str) -> None:
+    text = "requests=12,prompt=uniform(5,40),output=uniform(5,30)"
+    slow = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.002))
+    jobs, seconds, num_steps = parse_synthetic(text).jobs(), [], []
+    for depth in (0, 1):
+        summary = summarize(simulate(jobs, preset(name, **SMALL), slow, depth=depth).metrics)
+        seconds.append(summary["seconds"])
+        num_steps.append(summary["steps"])
+    assert seconds[1] < 0.9 * seconds[0]
+    assert seconds[0] > 0.002 * num_steps[0]
+
+
+def test_without_host_time_there_is_nothing_to_hide() -> None:
+    ideal = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.0))
+    jobs = parse_synthetic("requests=6,prompt=uniform(5,20),output=9").jobs()
+    runs = [simulate(jobs, preset(), ideal, depth=d).metrics.ended_at for d in (0, 1)]
+    assert runs[0] == pytest.approx(runs[1])
+
+
+@each_depth
+def test_idle_time_is_skipped_and_nobody_is_served_before_it_came(depth: int) -> None:
+    space = TokenSpace()
+    jobs = [
+        Job(id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3)
+        for i in range(4)
+    ]
+    run = simulate(jobs, preset(), PROFILE, depth=depth)
+    for job in jobs:
+        life = run.metrics.lives[job.id]
+        assert job.arrival == life.arrival <= life.admitted < job.arrival + 1
+        assert life.admitted < life.first_token < life.finished < job.arrival + 1
+    assert 3000 < run.metrics.ended_at < 3001
+    assert len(run.metrics.steps["running"]) == 12
+
+
+# Scripts.
+
+
+def scripted(request: Request) -> list[int]:
+    script = request.params.sampling
+    assert isinstance(script, Script)
+    full = [script.filler] * (script.num_output - 1) + [script.end]
+    most = request.params.max_tokens or 0
+    return full if script.num_output < most else [script.filler] * (most - 1) + [full[-1]]
+
+
+STRAINS: dict[str, dict[str, Any]] = {
+    "roomy": {"num_blocks": 400},
+    "recompute": {"num_blocks": 30, "headroom": "watermark(0.0)"},
+    "swap": {"num_blocks": 30, "headroom": "watermark(0.0)", "swap": "swap", "num_host_blocks": 30},
+    "multi-step": {"decode_steps": 3, "num_blocks": 60},
+    "deferral": {"recipe": "charged_in_full", "max_tokens": 5, "num_blocks": 100},
+    "priority": {"queue": "priority(preempts=True)", "headroom": "watermark(0.0)"},
+}
+
+
+@each_depth
+@pytest.mark.parametrize("strain", STRAINS)
+def test_everyone_says_what_its_script_says(strain: str, depth: int) -> None:
+    ended: list[Request] = []
+    jobs = parse_synthetic(CROWDED).jobs()
+    config = preset("vllm_v1", **{**SMALL, **STRAINS[strain]})
+
+    def observe(report: StepReport) -> None:
+        ended.extend(report.finished)
+
+    run = simulate(jobs, config, PROFILE, depth=depth, observers=[observe])
+    assert len(ended) == sum(job.n for job in jobs) and not run.rejected
+    by_id = {job.id: job for job in jobs}
+    for request in ended:
+        job = by_id[request.id.split("/")[0]]
+        assert request.num_generated == job.num_output
+        assert request.finish_reason == ("stop" if job.num_output < job.max_tokens else "length")
+        assert list(request.output)[:-1] == scripted(request)[:-1]
+        if request.finish_reason == "stop":
+            assert request.output[-1] == request.stop_token == EOS
+    preempts = strain in ("recompute", "swap", "priority")
+    assert not preempts or run.metrics.totals["swaps"] + run.metrics.totals["recomputes"] > 3
+
+
+@each_depth
+def test_an_output_longer_than_allowed_is_cut_where_its_user_said(depth: int) -> None:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, lambda plan: 1.0)
+    engine = Engine(Scheduler(preset(**SMALL)), executor, clock, depth=depth)
+    params = Params(max_tokens=3, eos_ids=frozenset({EOS}), sampling=Script(9, 7, EOS))
+    (request,) = engine.add("a", [1, 2, 3], params)
+    engine.run()
+    assert list(request.output) == [7, 7, 7] and request.finish_reason == "length"
+
+
+def test_a_request_without_a_script_is_our_bug_and_says_so() -> None:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, lambda plan: 1.0)
+    scheduler = Scheduler(preset(**SMALL))
+    scheduler.add(Request("a", [1, 2], Params()))
+    with pytest.raises(AssertionError, match="no script"):
+        executor.launch(scheduler.schedule())
+
+
+# Whole runs.
+
+
+@each_depth
+@pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
+def test_a_run_is_the_same_every_time(name: str, depth: int) -> None:
+    assert record(CROWDED, depth, name)[1] == record(CROWDED, depth, name)[1]
+
+
+@each_depth
+def test_requests_that_can_never_run_are_listed_and_the_others_go_on(depth: int) -> None:
+    space = TokenSpace()
+    lengths = [10, 1000, 20, 1, 500, 30]
+    jobs = [
+        Job(id=f"r{i}", arrival=i / 1000, pieces=(space.take(n),), num_output=5, max_tokens=5)
+        for i, n in enumerate(lengths)
+    ]
+    told: list[int] = []
+    run = simulate(jobs, preset(**SMALL), PROFILE, depth=depth, progress=told.append)
+    assert [id for id, _ in run.rejected] == ["r1", "r4"]
+    assert all(id in reason and "40" in reason for id, reason in run.rejected)
+    summary = summarize(run.metrics, len(run.rejected))
+    assert (summary["completed"], summary["requests"], summary["rejected"]) == (4, 6, 2)
+    assert sum(told) == len(jobs)
+
+
+def test_a_run_of_nothing_ends_at_once() -> None:
+    run = simulate([], preset(), PROFILE)
+    assert not run.rejected and not len(run.metrics.steps["running"])
+
+
+def test_observers_see_every_step_of_the_trace() -> None:
+    reports: list[StepReport] = []
+    file, jobs = io.StringIO(), parse_synthetic("requests=5,prompt=9,output=4").jobs()
+    simulate(jobs, preset(), PROFILE, observers=[reports.append], trace=file)
+    assert [r.plan.step for r in reports] == [li["step"] for li in steps_of(file.getvalue())]
+
+
+# What the profile says.
+
+
+def test_the_default_cheaper_takes_the_profiles_times() -> None:
+    config = with_profile(preset("vllm"), PROFILE)
+    assert config.swap == PROFILE.cheaper() != cheaper()
+    chosen = cheaper(copy=1.0)
+    assert with_profile(preset("vllm", swap=chosen), PROFILE).swap == chosen
+    assert with_profile(preset("vllm", swap="recompute"), PROFILE).swap == preset("static").swap
+    _, text = record("requests=2,prompt=5,output=2", 0, "vllm")
+    written = json.loads(text.splitlines()[0])["config"]["swap"]
+    assert preset(swap=written).swap == PROFILE.cheaper()
+
+
+def test_the_models_length_is_a_limit() -> None:
+    assert with_profile(preset(), PROFILE).max_length == PROFILE.model.max_length
+    assert with_profile(preset(max_length=99), PROFILE).max_length == 99
+    short = replace(PROFILE, model=replace(PROFILE.model, max_length=20))
+    jobs = parse_synthetic("requests=3,prompt=10,output=50").jobs()
+    run = simulate(jobs, preset(), short)
+    assert {life.num_output for life in run.metrics.lives.values()} == {10}
+    long = parse_synthetic("requests=3,prompt=20,output=50").jobs()
+    assert len(simulate(long, preset(), short).rejected) == 3

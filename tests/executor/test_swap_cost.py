@@ -1,0 +1,303 @@
+"""Laws of measured swap times: the rule picks what is faster, and measuring leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from itertools import chain, repeat
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headway.engine.clock import VirtualClock
+from headway.engine.engine import Engine
+from headway.executor.cpu import TorchExecutor
+from headway.executor.gpu.swap_cost import (
+    FEW_TRIES,
+    SwapTimes,
+    Timed,
+    _copying,
+    _fitted,
+    _least,
+    measured,
+    recompute_seconds,
+    resume_seconds,
+    swap_seconds,
+)
+from headway.executor.simulated import SimulatedExecutor, SimulatedHandle
+from headway.lab.cost import Profile, load_profile
+from headway.llm import with_measured_swap
+from headway.model.backends.plain import PlainBackend
+from headway.model.config import from_hf
+from headway.model.decoder import Decoder
+from headway.model.weights.checkpoint import DummyCheckpoint
+from headway.plan import Plan
+from headway.request import Params, Request
+from headway.scheduler import Scheduler, preset
+from headway.scheduler.policies import cheaper
+from headway.scheduler.presets import describe, slot
+
+ROOT = Path(__file__).parents[2]
+CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
+CONFIG = preset("headway", num_blocks=4096, num_host_blocks=4096, max_length=40960)
+
+
+class Pretended(SimulatedExecutor):
+    """Takes a profile's time for every plan; `lag` more until copies to the host are there."""
+
+    def __init__(self, profile: Profile, lag: float = 0.0) -> None:
+        self.clock, self.lag = VirtualClock(), lag
+        super().__init__(self.clock, profile.step_seconds)
+        self.now = self.clock.now
+        self.swapper = self
+
+    def finish(self) -> None:
+        self.clock.advance_to(self.clock.now() + self.lag)
+
+
+class Alone:
+    """A world in which a request shares nothing."""
+
+    block_size = 16
+
+    def num_private_blocks(self, request: Request) -> int:
+        return -(-request.num_computed // 16)
+
+
+def swaps(rule: cheaper, num_tokens: int) -> bool:
+    request = Request("a", [0] * num_tokens, Params())
+    request.base = num_tokens
+    world: Any = Alone()
+    return rule(request, world)
+
+
+H200 = load_profile("qwen3-0.6b-h200")
+MACHINES = {
+    "small model": H200,
+    "slow copies": replace(H200, machine=replace(H200.machine, copy_bandwidth=2e10)),
+    "very slow copies": replace(H200, machine=replace(H200.machine, copy_bandwidth=4e9)),
+    "slow to start": replace(H200, machine=replace(H200.machine, copy_seconds=5e-3)),
+    "slow passes": replace(H200, machine=replace(H200.machine, fixed_seconds=8e-3)),
+    "8B": load_profile("llama3.1-8b-a100-80gb"),
+    "70B": load_profile("llama3-70b-4xa100"),
+}
+
+
+@pytest.mark.parametrize("max_tokens", [512, 8192])
+@pytest.mark.parametrize("profile", MACHINES.values(), ids=MACHINES)
+def test_the_measured_rule_picks_what_is_faster(profile: Profile, max_tokens: int) -> None:
+    executor, config = Pretended(profile), replace(CONFIG, max_tokens=max_tokens)
+    rule = cheaper(*measured(executor, config))
+    for context in CONTEXTS:
+        swapping = swap_seconds(executor, context // 16) + resume_seconds(executor, config, context)
+        again = recompute_seconds(executor, config, context)
+        is_close = abs(swapping / again - 1) < 0.1
+        assert is_close or swaps(rule, context) == (swapping < again), (context, swapping, again)
+
+
+def test_the_choice_may_turn_with_the_length() -> None:
+    """Which no rule without a number for attention could follow."""
+    rule = cheaper(*measured(Pretended(H200), CONFIG))
+    assert not swaps(rule, 256) and swaps(rule, 32768)
+    assert rule.pair > 0 and not swaps(replace(rule, pair=0.0), 32768)
+
+
+def test_what_is_measured_is_what_a_plan_takes() -> None:
+    executor = Pretended(H200)
+    blocks_back = swap_seconds(executor, 64)
+    assert blocks_back == pytest.approx(2 * H200.copy_seconds(1024))
+    copy, start = _copying(executor, CONFIG)
+    assert copy == pytest.approx(H200.model.kv_bytes / H200.machine.copy_bandwidth)
+    assert start == pytest.approx(H200.machine.copy_seconds)
+    found = measured(executor, CONFIG)
+    assert found.copy == pytest.approx(copy) and found.start >= start
+    added = H200.prefill_seconds(6000) - H200.prefill_seconds(3000)
+    assert found.compute * 3000 + found.pair * 4500 * 3000 == pytest.approx(added, rel=0.05)
+
+
+def test_a_copy_is_not_over_before_the_host_has_it() -> None:
+    late, lag = Pretended(H200, lag=1e-3), 1e-3
+    assert swap_seconds(late, 16) == pytest.approx(2 * H200.copy_seconds(256) + 2 * lag)
+    assert _copying(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 4096), (3, 2), (4096, 1)])
+def test_the_smallest_caches_can_be_measured(sizes: tuple[int, int]) -> None:
+    config = replace(CONFIG, num_blocks=sizes[0], num_host_blocks=sizes[1])
+    assert all(number >= 0 for number in measured(Pretended(H200), config))
+
+
+def test_parts_are_found_and_never_taken_less_than_0_times() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(100):
+        parts, times = random.normal(size=(3, 5)), random.exponential(size=3)
+        assert _fitted(parts, times @ parts) == pytest.approx(times)
+        wholes = random.normal(size=5)
+        found = np.array(_fitted(parts, wholes))
+        assert found.min() >= 0
+        for part in range(3):  # no small change of one is better
+            for other in (found[part] + 1e-3, max(0.0, found[part] - 1e-3)):
+                changed = np.where(np.arange(3) == part, other, found)
+                assert off(changed, parts, wholes) >= off(found, parts, wholes) - 1e-12
+
+
+def off(times: Any, parts: Any, wholes: Any) -> float:
+    return float(np.sum((times @ parts - wholes) ** 2))
+
+
+def test_only_the_default_rule_is_replaced_and_only_if_there_is_where_to() -> None:
+    executor, chosen = Pretended(H200), cheaper(copy=1e-3)
+    found = with_measured_swap(CONFIG, executor)
+    assert found.swap != cheaper() and replace(found, swap=cheaper()) == CONFIG
+    assert astuple(found.swap) == pytest.approx(measured(executor, CONFIG))  # type: ignore[call-overload]
+    assert preset(swap=describe(found)["swap"]).swap == found.swap  # as a trace writes it
+    for other in (
+        replace(CONFIG, swap=chosen), replace(CONFIG, num_host_blocks=0),
+        preset("static", num_host_blocks=8),
+    ):  # fmt: skip
+        assert with_measured_swap(other, executor) == other
+    assert SwapTimes._fields == tuple(cheaper.__dataclass_fields__)
+
+
+# On tensors.
+
+SMALL = replace(CONFIG, num_blocks=12, num_host_blocks=12, block_size=4, max_length=64,
+                max_requests=4, max_tokens=24)  # fmt: skip
+
+
+def on_cpu() -> TorchExecutor:
+    return TorchExecutor(Decoder(checkpoint(), PlainBackend()), SMALL)
+
+
+def on_device() -> Any:
+    pytest.importorskip("triton")
+    from headway.executor.gpu.executor import DeviceExecutor
+    from headway.model.backends.gpu import GpuBackend
+
+    where = "cuda" if torch.cuda.is_available() else "cpu"
+    return DeviceExecutor(Decoder(checkpoint(), GpuBackend(torch.float32, where)), SMALL)
+
+
+def checkpoint() -> DummyCheckpoint:
+    return DummyCheckpoint(from_hf({
+        "architectures": ["Qwen3ForCausalLM"], "vocab_size": 61, "hidden_size": 32,
+        "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    }, "tiny"))  # fmt: skip
+
+
+def outputs(executor: Any) -> list[list[int]]:
+    engine, random = Engine(Scheduler(SMALL), executor, depth=1), Random(3)
+    executor.now = engine.clock.now
+    for number in range(2):
+        prompt = [random.randrange(61) for _ in range(5 + 3 * number)]
+        engine.add(str(number), prompt, Params(max_tokens=3))
+    requests = list(engine.scheduler.requests.values())
+    engine.run()
+    assert engine.fault is None, engine.fault
+    return [list(request.output) for request in requests]
+
+
+def test_what_is_timed_is_the_computing_of_all_tokens_into_blocks_of_their_own() -> None:
+    torch.set_num_threads(1)
+    executor = on_cpu()
+    executor.device_blocks.zero_()
+    recompute_seconds(executor, SMALL, 30)
+    is_used = executor.device_blocks.flatten(1).any(1).tolist()
+    assert is_used == [True] * 8 + [False] * 4
+
+
+@pytest.mark.parametrize(("chunk", "sizes"), [
+    ("split_any", [24, 6]), ("at_most(9)", [9, 9, 9, 3]), ("whole", [24, 6]),
+])  # fmt: skip
+def test_prompts_are_cut_as_the_scheduler_cuts_them(chunk: str, sizes: list[int]) -> None:
+    class Noting(Pretended):
+        def launch(self, plan: Plan) -> SimulatedHandle:
+            seen.extend(chunk.end - chunk.start for chunk in plan.chunks)
+            return super().launch(plan)
+
+    seen: list[int] = []
+    recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
+    assert seen == sizes * FEW_TRIES
+
+
+def test_prompts_are_measured_in_graphs_of_their_own() -> None:
+    """A larger one would take longer, until it is worth to capture another."""
+    executor, seen = Pretended(load_profile("qwen3-0.6b-h200-headway")), list[bool]()
+
+    class Mixed:
+        is_own = False
+
+        @contextmanager
+        def in_own_graphs(self) -> Iterator[None]:
+            self.is_own = True
+            yield
+            self.is_own = False
+
+    executor.mixed, launch = Mixed(), executor.launch  # type: ignore[attr-defined]
+
+    def watched(plan: Plan) -> SimulatedHandle:
+        seen.append(executor.mixed.is_own)  # type: ignore[attr-defined]
+        return launch(plan)
+
+    executor.launch = watched  # type: ignore[method-assign]
+    recompute_seconds(executor, CONFIG, 1000)
+    resume_seconds(executor, CONFIG, 1000)
+    assert len(seen) > 4 and all(seen) and not executor.mixed.is_own  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("seconds", [
+    [0.01], [3.0, 0.03, 0.01], [5.0, 0.4, 0.33, 0.33], [0.3, 0.3, 0.1], [30.0, 29.0], [0.03, 0.02, 0.015, 0.01],
+])  # fmt: skip
+def test_what_compiles_or_captures_at_first_is_tried_until_it_does_not(
+    seconds: list[float],
+) -> None:
+    tries = chain(seconds, repeat(seconds[-1]))
+    assert _least(lambda: next(tries)) == seconds[-1]
+
+
+def test_what_takes_long_is_tried_twice() -> None:
+    tries = iter([30.0, 30.0])
+    assert _least(lambda: next(tries)) == 30.0
+
+
+@pytest.mark.usefixtures("few_rows_of_nobody")
+@pytest.mark.parametrize("make", [on_cpu, on_device])
+def test_measuring_leaves_no_trace_in_what_is_said(make: Callable[[], Any]) -> None:
+    torch.set_num_threads(1)
+    executor: Timed = make()
+    times = measured(executor, replace(SMALL, num_blocks=2))  # quick: it may be interpreted
+    assert min(times) >= 0 and times.copy + times.start > 0
+    assert outputs(executor) == outputs(make())
+
+
+# The benchmark that uses them.
+
+
+def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "bench/gpu_schedule.py"), "--device", "cpu", "--tiny"]
+    written, log = tmp_path / "out.json", tmp_path / "log.jsonl"
+    done = subprocess.run(
+        [*command, "--out", str(written), "--log", str(log)],
+        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said == json.loads(written.read_text())
+    for found in said["gaps"]:
+        assert 0 < found["p50_gap_ms"] <= found["p99_gap_ms"] <= found["worst_gap_ms"]
+        assert len(found["ttft_of_long_ms"]) == 2
+    assert [row["tokens"] for found in said["swap"] for row in found["rows"]] == [16, 256] * 2
+    assert set(said["profile"]["held_out"]) >= {"simulated", "ttft"}
+    kinds = {json.loads(line)["kind"] for line in log.read_text().splitlines()}
+    assert kinds == {"fitted", "held_out", "copies"}

@@ -1,0 +1,680 @@
+"""The laws of grammars: an answer that has ended satisfies its own, and nobody else notices it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway import LLM, Engine, Grammar, Params, Request, SamplingParams, Scheduler, preset
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.input_processor import Asking
+from headway.errors import InvalidRequest
+from headway.executor.cpu import TorchExecutor
+from headway.executor.sampling.grammar import Grammars, unpacked, unpacked_there
+from headway.executor.sampling.sampler import Sampler
+from headway.grammar.grammar import MOST_CHARACTERS, check
+from headway.grammar.sandbox import make_tokenizer
+from headway.loading import find_tokenizer
+from headway.model.backends.plain import PlainBackend
+from headway.model.decoder import Decoder
+from headway.model.weights.checkpoint import open_checkpoint
+from headway.plan import StepReport
+from headway.sampling_params import Sampling
+from tests.support import real
+
+pytest.importorskip("llguidance")
+torch.set_num_threads(1)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+PATTERN = "[a-c]{2}(-[0-9]{1,3})?!"
+CHOICES = ["yes", "yesterday", 'ünï "q" /\n\\', "<end>"]
+DEAD_END = Grammar.lark('start: "a" NEVER\nNEVER: /[^\\s\\S]/\n')  # seen only after the a
+
+
+# A vocabulary of all bytes, a few longer tokens and an end; the rest of the logits is no token.
+
+
+class Spelled(NamedTuple):
+    spelled: bytes
+
+
+class Letters:
+    """A tokenizer without a file."""
+
+    def __init__(self) -> None:
+        longer = [b'{"', b'": ', b'"}', b"yes", b"ster", b"-1", b"a-", b"\n  ", "ü".encode()]
+        self.pieces = [bytes([byte]) for byte in range(256)] + longer
+        self.end = len(self.pieces)
+        self.special_ids = frozenset({self.end})
+        self.vocab_size = self.end + 1
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        parts = text.split("<end>")  # written out, a special token is that token
+        return [t for part in parts for t in (self.end, *part.encode())][1:]
+
+    def spell(self, id: int) -> Spelled:
+        if id == self.end:
+            return Spelled(b"<end>")
+        return Spelled(self.pieces[id] if id < self.end else b"")
+
+    def text(self, tokens: Sequence[int]) -> str:
+        return b"".join(self.pieces[token] for token in tokens if token != self.end).decode()
+
+
+LETTERS = Letters()
+WIDTH = 300  # logits: more than there are tokens
+
+
+def a_sampler(num_rows: int) -> Sampler:
+    sampler = Sampler(num_rows, WIDTH)
+    sampler.grammars.matchers.use(LETTERS, {LETTERS.end})
+    return sampler
+
+
+def a_request(grammar: Grammar | None, id: str = "r", **sampling: Any) -> Request:
+    params = Params(
+        eos_ids=frozenset({LETTERS.end}), sampling=Sampling(grammar=grammar, **sampling)
+    )
+    return Request(id, [0], params)
+
+
+def noise(seed: int, num_steps: int, scale: float = 3.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn((num_steps, WIDTH), generator=generator) * scale
+
+
+def answer(sampler: Sampler, row: int, steps: torch.Tensor) -> list[int]:
+    """Tokens up to the end, or as many as there are steps."""
+    tokens: list[int] = []
+    for logits in steps:
+        tokens.append(int(sampler.sample(logits[None], np.array([row]))[0]))
+        if tokens[-1] == LETTERS.end:
+            break
+    return tokens
+
+
+def satisfies(grammar: Grammar, text: str) -> bool:
+    if grammar.kind == "regex":
+        return re.fullmatch(grammar.text, text) is not None
+    if grammar.kind == "choice":
+        return text in json.loads(grammar.text)
+    value = json.loads(text)
+    if grammar.kind == "json_object":
+        return isinstance(value, dict)
+    return (
+        set(value) == {"name", "age", "tags"}
+        and len(value["name"]) <= 8
+        and 0 <= value["age"] <= 120
+        and set(value["tags"]) <= {"a", "b"}
+    )
+
+
+GRAMMARS = [
+    Grammar.json_schema(PERSON), Grammar.json_object(), Grammar.regex(PATTERN),
+    Grammar.choice(CHOICES),
+]  # fmt: skip
+samplings = st.fixed_dictionaries({
+    "temperature": st.sampled_from([0.0, 0.5, 1.0, 5.0, 100.0]),
+    "top_k": st.sampled_from([0, 1, 40]),
+    "top_p": st.sampled_from([1.0, 0.5]),
+    "seed": st.integers(0, 2**32),
+    "frequency_penalty": st.sampled_from([0.0, 1.5]),
+    "logit_bias": st.sampled_from([{}, {ord("a"): -100.0, LETTERS.end: 100.0}]),
+})  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(grammar=st.sampled_from(GRAMMARS), sampling=samplings, seed=st.integers(0, 10**6))
+def test_what_has_ended_satisfies_its_grammar(
+    grammar: Grammar, sampling: dict[str, Any], seed: int
+) -> None:
+    sampler = a_sampler(1)
+    sampler.seat(0, a_request(grammar, **sampling), [0])
+    tokens = answer(sampler, 0, noise(seed, 120))
+    assert sampler.grammars.take_failed() == {}
+    assert all(token <= LETTERS.end for token in tokens), "what spells nothing is never drawn"
+    if tokens[-1] == LETTERS.end:
+        assert satisfies(grammar, LETTERS.text(tokens))
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: str(grammar.kind))
+def test_a_model_that_wants_to_end_ends_as_soon_as_it_may_and_not_before(grammar: Grammar) -> None:
+    steps = noise(1, 200, scale=0.5)
+    steps[:, LETTERS.end] = 50.0
+    steps[:, [ord("}"), ord('"')]] += 20.0  # or a string would go on by chance
+    sampler = a_sampler(1)
+    sampler.seat(0, a_request(grammar, temperature=1.0), [0])
+    tokens = answer(sampler, 0, steps)
+    assert tokens[-1] == LETTERS.end and satisfies(grammar, LETTERS.text(tokens))
+
+
+@pytest.mark.parametrize("text", ["aa!", "yes", "no"])
+def test_a_model_that_hates_to_end_ends_when_nothing_else_may_follow(text: str) -> None:
+    steps = noise(2, 40)
+    steps[:, LETTERS.end] = -1e4
+    sampler = a_sampler(1)
+    sampler.seat(0, a_request(Grammar.choice([text])), [0])
+    tokens = answer(sampler, 0, steps)
+    assert tokens[-1] == LETTERS.end and LETTERS.text(tokens) == text
+
+
+def test_the_text_of_a_special_token_is_spelled_and_does_not_end_the_answer() -> None:
+    sampler = a_sampler(1)
+    sampler.seat(0, a_request(Grammar.choice(["<end>!"])), [0])
+    assert LETTERS.text(answer(sampler, 0, noise(3, 30))) == "<end>!"
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0.0, 1.0]))
+def test_a_neighbours_grammar_changes_nothing(seed: int, temperature: float) -> None:
+    plain = a_request(None, temperature=temperature, seed=seed)
+    alone, company = a_sampler(1), a_sampler(3)
+    alone.seat(0, plain, [0])
+    for row, request in enumerate((a_request(GRAMMARS[0]), plain, a_request(GRAMMARS[2]))):
+        company.seat(row, request, [0])
+    for logits in noise(seed, 12):
+        expected = alone.sample(logits[None], np.array([0]))
+        found = company.sample(logits.expand(3, -1), np.array([0, 1, 2]))
+        assert int(found[1]) == int(expected[0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(grammar=st.sampled_from(GRAMMARS), seed=st.integers(0, 10**6), cut=st.integers(0, 30))
+def test_who_is_seated_again_goes_on_as_if_never_sent_away(
+    grammar: Grammar, seed: int, cut: int
+) -> None:
+    steps, request = noise(seed, 60), a_request(grammar, seed=seed)
+    sampler = a_sampler(2)
+    sampler.seat(0, request, [0])
+    whole = answer(sampler, 0, steps)
+    cut = min(cut, len(whole) - 1)
+    sampler.seat(1, request, [0, *whole[:cut]])
+    assert whole[:cut] + answer(sampler, 1, steps[cut:]) == whole
+
+
+def test_a_row_forgets_the_grammar_of_who_sat_there_before() -> None:
+    sampler, steps, rows = a_sampler(2), noise(5, 20), np.array([0, 1])
+    sampler.seat(0, a_request(None, seed=9), [0])
+    free = [int(sampler.sample(logits[None], rows[:1])[0]) for logits in steps]
+    for row in (0, 1):  # the second stays, so that masks are made
+        sampler.seat(row, a_request(GRAMMARS[1]), [0])
+    sampler.sample(steps[:2], rows)
+    sampler.seat(0, a_request(None, seed=9), [0])
+    found = [int(sampler.sample(logits.expand(2, -1), rows)[0]) for logits in steps]
+    assert found == free
+
+
+@pytest.mark.parametrize(
+    "wishes",
+    [
+        {"allowed_tokens": frozenset({ord("x")})},
+        {"bad_words": tuple((token,) for token in range(256))},
+    ],
+)
+def test_a_grammar_is_served_where_other_wishes_leave_it_nothing(wishes: dict[str, Any]) -> None:
+    sampler = a_sampler(1)
+    sampler.seat(0, a_request(Grammar.choice(["no"]), **wishes), [0])
+    assert LETTERS.text(answer(sampler, 0, noise(6, 9))) == "no"
+
+
+def test_a_row_with_a_grammar_needs_the_host_for_every_token() -> None:
+    sampler = a_sampler(2)
+    sampler.seat(0, a_request(GRAMMARS[1]), [0])
+    sampler.seat(1, a_request(None), [0])
+    assert sampler.needs_host(0) and not sampler.needs_host(1)
+    sampler.sample(noise(0, 2), np.array([0, 1]))
+    assert sampler.needs_host(0)
+
+
+def test_masks_are_unpacked_alike_on_the_host_and_on_a_device() -> None:
+    words = np.random.default_rng(0).integers(-(2**31), 2**31, (5, 7), dtype=np.int32)
+    for size in (7 * 32, 7 * 32 - 13):
+        truths = unpacked(words, size, torch.device("cpu"))
+        assert truths.shape == (5, size) and 0 < truths.sum() < truths.numel()
+        assert torch.equal(truths, unpacked_there(torch.from_numpy(words), size))
+
+
+# Choices.
+
+
+def allowed_texts(grammar: Grammar, most: int = 1000) -> set[bytes]:
+    """All texts that a grammar allows, found byte by byte."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    tokenizer, limits = make_tokenizer(None), LLParserLimits(**grammar.limits)
+    first = LLMatcher(tokenizer, grammar.source, log_level=0, limits=limits)
+    found, waiting = set[bytes](), [(b"", first)]
+    while waiting and len(found) < most:
+        text, matcher = waiting.pop()
+        assert not matcher.is_error(), matcher.get_error()
+        if matcher.is_accepting():
+            found.add(text)
+        bits = int.from_bytes(matcher.compute_bitmask(), "little")
+        for byte in (byte for byte in range(256) if bits >> byte & 1):
+            copy = matcher.deep_copy()
+            assert copy.consume_token(byte)
+            waiting.append((text + bytes([byte]), copy))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text(max_size=6), min_size=1, max_size=12))
+def test_a_choice_allows_exactly_its_texts(texts: list[str]) -> None:
+    grammar = Grammar.choice(texts)
+    if texts == [""] * len(texts):
+        return  # llguidance wants at least one character
+    assert allowed_texts(grammar) == {text.encode() for text in texts}
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        CHOICES,
+        ["", "a", "ab"],
+        ["\\", '"', "\\u0041", "a|b", "/x/i", "[a-z]+", "\x00\x7f", "🎉🎊", "ß", "%ignore /a/"],
+    ],
+)
+def test_a_choice_means_its_texts_and_not_what_they_look_like(texts: list[str]) -> None:
+    assert allowed_texts(Grammar.choice(texts)) == {text.encode() for text in texts}
+
+
+@pytest.mark.parametrize("num_texts", [2010, 10_000])
+def test_a_choice_may_be_among_thousands(num_texts: int) -> None:
+    texts = [f"item {number}" for number in range(num_texts)]
+    sampler, request = a_sampler(1), a_request(Grammar.choice(texts), temperature=1.0)
+    check(Grammar.choice(texts))
+    sampler.seat(0, request, [0])
+    steps = noise(4, 20)
+    steps[:, LETTERS.end] = -1e4  # goes on as long as it may
+    assert LETTERS.text(answer(sampler, 0, steps)) in texts
+    assert sampler.grammars.take_failed() == {}
+
+
+# Grammars that break.
+
+
+def test_a_dead_end_is_told_and_allows_the_end_alone() -> None:
+    sampler, request = a_sampler(1), a_request(DEAD_END)
+    sampler.seat(0, request, [0])
+    assert LETTERS.text(answer(sampler, 0, noise(7, 9))) == "a"
+    failed = sampler.grammars.take_failed()
+    assert list(failed) == [request] and "cannot be followed" in failed[request].reason
+    assert sampler.grammars.take_failed() == {}, "told once"
+
+
+def test_a_grammar_that_needs_too_much_work_is_told() -> None:
+    many_ways = Grammar.lark('start: s\ns: s s | s s s | s s s s | "x"\n')
+    check(many_ways)
+    steps = noise(9, 60)
+    steps[:, LETTERS.end] = -1e4
+    sampler, request = a_sampler(1), a_request(many_ways)
+    sampler.seat(0, request, [0])
+    tokens = answer(sampler, 0, steps)
+    assert 1 < len(tokens) < 60 and tokens[-1] == LETTERS.end
+    assert "items" in sampler.grammars.take_failed()[request].reason
+
+
+def test_a_failure_says_that_the_grammar_is_at_fault() -> None:
+    sampler, request = a_sampler(1), a_request(DEAD_END)
+    sampler.seat(0, request, [0])
+    answer(sampler, 0, noise(7, 9))
+    assert sampler.grammars.take_failed(3)[request][::2] == (3, "grammar")
+
+
+def test_a_mask_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = a_sampler(2)
+    requests = [a_request(Grammar.regex("[a-z]{30}"), id) for id in ("slow", "other")]
+    for row, request in enumerate(requests):
+        sampler.seat(row, request, [0])
+    assert len(answer(sampler, 0, noise(1, 5))) == 5
+    monkeypatch.setattr("headway.executor.sampling.grammar.MAX_MASK_SECONDS", 0.0)
+    assert len(answer(sampler, 0, noise(1, 1))) == 1
+    assert answer(sampler, 0, noise(1, 1)) == [LETTERS.end]
+    failed = sampler.grammars.take_failed()
+    assert list(failed) == requests[:1] and "CPU time" in failed[requests[0]].reason
+    monkeypatch.undo()
+    assert len(answer(sampler, 1, noise(1, 5))) == 5
+
+
+# Matchers of one grammar share a lexer.
+
+
+def with_few_states(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    values = {"max_items_in_row": 2000, "max_lexer_states": most, "verbose_errors": False}
+    monkeypatch.setattr(Grammar, "limits", values)
+
+
+GREEDY = Grammar.regex("[ab]*a[ab]{50}c")  # a state for nearly every text
+
+
+def test_requests_go_on_when_others_have_filled_the_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each needs less than the limit, all of them together need more."""
+    with_few_states(monkeypatch, 300)
+    sampler, steps, lexers = a_sampler(2), noise(3, 80), set()
+    for number in range(8):
+        sampler.seat(number % 2, a_request(GREEDY, str(number), seed=number), [0])
+        tokens = answer(sampler, number % 2, steps)
+        assert tokens[-1] == LETTERS.end and satisfies(GREEDY, LETTERS.text(tokens))
+        assert sampler.grammars.take_failed() == {}
+        lexers.add(id(sampler.grammars.matchers.read(GREEDY).first))
+    assert len(lexers) > 1, "the first lexer was never full"
+
+
+def test_a_request_that_fills_every_lexer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_few_states(monkeypatch, 60)
+    sampler, request = a_sampler(1), a_request(GREEDY)
+    sampler.seat(0, request, [0])
+    tokens = answer(sampler, 0, noise(3, 80))
+    assert len(tokens) < 50 and tokens[-1] == LETTERS.end
+    assert "states" in sampler.grammars.take_failed()[request].reason
+
+
+@pytest.mark.parametrize(
+    ("speller", "ends", "reason"),
+    [(None, {1}, "no tokenizer"), (LETTERS, set(), "no token that ends")],
+)
+def test_a_grammar_that_nobody_can_follow_is_told(speller: Any, ends: Any, reason: str) -> None:
+    sampler, request = a_sampler(1), a_request(GRAMMARS[0])
+    sampler.grammars.matchers.use(speller, ends)
+    sampler.seat(0, request, [0])
+    assert answer(sampler, 0, noise(8, 1)) == [LETTERS.end]
+    assert reason in sampler.grammars.take_failed()[request].reason
+
+
+def test_many_grammars_do_not_pile_up() -> None:
+    grammars = Grammars(WIDTH)
+    grammars.matchers.use(LETTERS, {LETTERS.end})
+    for number in range(100):
+        asked = Sampling(grammar=Grammar.choice([f"number {number}"]))
+        grammars.seat(number % 3, a_request(None), asked)
+    assert len(grammars.matchers._kept) <= 32 and len(grammars._followers) == 3
+
+
+def test_a_request_that_was_made_ready_carries_what_was_read() -> None:
+    grammars = Grammars(WIDTH)
+    grammars.matchers.use(LETTERS, {LETTERS.end})
+    plain = Params(sampling=Sampling())
+    assert grammars.matchers.ready(plain) is plain
+    asked = Params(sampling=Sampling(grammar=Grammar.choice(["ab"])))
+    assert grammars.matchers.ready(asked) is None
+    made = grammars.matchers.make_ready(asked)
+    assert grammars.matchers.ready(made) == made == grammars.matchers.ready(asked)
+    assert made == replace(asked, sampling=made.sampling) and isinstance(made.sampling, Sampling)
+    grammars.matchers.use(None, ())  # from here on nothing can be read
+    for row, params in enumerate((made, made, asked)):
+        request = Request(str(row), [0], params)
+        grammars.seat(row, request, params.sampling)  # type: ignore[arg-type]
+        assert (request in grammars.take_failed()) == (params is asked)
+    words = grammars._words([grammars._followers[0]])
+    allowed = np.flatnonzero(unpacked(words, WIDTH, torch.device("cpu"))[0].numpy())
+    spelled = [LETTERS.spell(id).spelled for id in allowed.tolist()]
+    assert spelled and all(b"ab".startswith(each) for each in spelled)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return real.write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("decode_steps", [1, 3])
+def test_a_grammar_that_breaks_ends_its_request_alone(
+    tiny: Path, depth: int, decode_steps: int
+) -> None:
+    config = preset("headway", block_size=4, num_blocks=64, max_length=64, max_requests=4,
+                    max_tokens=64, decode_steps=decode_steps)  # fmt: skip
+    tokenizer = find_tokenizer(tiny)
+    assert tokenizer is not None
+    ends = frozenset({1})
+
+    def outputs(*asked: tuple[str, Grammar | None]) -> dict[str, Request]:
+        executor = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config)
+        executor.sampler.grammars.matchers.use(tokenizer, ends)
+        engine = Engine(Scheduler(config), executor, depth=depth)
+        found = {}
+        for id, grammar in asked:
+            sampling = Sampling(temperature=0.0, grammar=grammar)
+            params = Params(max_tokens=12, eos_ids=ends, sampling=sampling)
+            found[id] = engine.add(id, [5, 6, 7], params)[0]
+        engine.run()
+        assert engine.is_healthy and engine.scheduler.num_free == config.num_blocks
+        return found
+
+    found = outputs(("bad", DEAD_END), ("plain", None), ("good", Grammar.choice(["ab"])))
+    assert found["bad"].finish_reason == "error"
+    assert "cannot be followed" in (found["bad"].error or "")
+    assert found["good"].finish_reason == "stop" and found["good"].error is None
+    assert tokenizer.decode(found["good"].output) == "ab"
+    assert found["plain"].output == outputs(("plain", None))["plain"].output
+
+
+@pytest.mark.parametrize("decode_steps", [1, 4])
+def test_a_dead_end_after_the_last_token_is_nobodys(tiny: Path, decode_steps: int) -> None:
+    """Steps of a plan go on when a request has reached its length."""
+    config = preset("headway", block_size=4, num_blocks=64, max_length=64, max_requests=4,
+                    max_tokens=64, decode_steps=decode_steps)  # fmt: skip
+    executor, ends = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config), {1}
+    executor.sampler.grammars.matchers.use(find_tokenizer(tiny), ends)
+    engine, reasons = Engine(Scheduler(config), executor), {}
+    late = Grammar.lark('start: "a" "b" NEVER\nNEVER: /[^\\s\\S]/\n')
+    for length in (1, 2, 3, 4):
+        sampling = Sampling(temperature=0.0, grammar=late)
+        params = Params(max_tokens=length, eos_ids=frozenset(ends), sampling=sampling)
+        (reasons[length],) = engine.add(str(length), [5, 6, 7], params)
+    engine.add("other", [3, 4], Params(max_tokens=12))
+    engine.run()
+    told = {length: request.finish_reason for length, request in reasons.items()}
+    assert told == {1: "length", 2: "length", 3: "error", 4: "error"}
+
+
+# The door.
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: Grammar.regex("["), "regex cannot be used: .*unclosed"),
+        (lambda: Grammar.regex("(?=a)b"), "look-around"),
+        (lambda: Grammar.regex("[^\\s\\S]"), "no text satisfies it"),
+        (lambda: Grammar.regex(3), "regex must be a text"),
+        (lambda: Grammar.regex("a" * (MOST_CHARACTERS + 1)), "100001 characters; 100000"),
+        (lambda: Grammar.choice([]), "choice must be a list"),
+        (lambda: Grammar.choice("yes"), "choice must be a list"),
+        (lambda: Grammar.choice(["a", 3]), "choice must be a list"),
+        (lambda: Grammar.choice(["a", "\ud800"]), "choice holds .*surrogate"),
+        (lambda: Grammar.choice(["a" * 500_000]), "500004 characters; 500000"),
+        (lambda: Grammar.json_schema({"type": "person"}), "json_schema cannot be used: .*person"),
+        (lambda: Grammar.json_schema({"uniqueItems": True}), "uniqueItems"),
+        (lambda: Grammar.json_schema({"$ref": "http://a.b/c"}), "http://a.b/c"),
+        (lambda: Grammar.json_schema("{"), "json_schema is not JSON"),
+        (lambda: Grammar.json_schema("[]"), "json_schema must be an object"),
+        (lambda: Grammar.json_schema({"const": {1, 2}}), "json_schema is no JSON"),
+        (lambda: Grammar.json_schema({"x-guidance": 3}), "x-guidance must be an object"),
+        (lambda: Grammar.lark("start: nothing"), "lark cannot be used: .*nothing"),
+        (lambda: Grammar("xml", ""), "a grammar is one of .*, not 'xml'"),
+    ],
+)  # fmt: skip
+def test_a_bad_grammar_is_refused_with_its_problem(make: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=f"(?s){problem}"):
+        check(make())
+
+
+def test_params_say_what_does_not_go_with_a_grammar() -> None:
+    for more in ({"ignore_eos": True}, {"min_tokens": 3}):
+        with pytest.raises(InvalidRequest, match="with a grammar it cannot be set"):
+            SamplingParams(grammar=Grammar.json_object(), **more)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="grammar must be a Grammar or None, not 'x'"):
+        SamplingParams(grammar="x")  # type: ignore[arg-type]
+
+
+def test_the_door_names_the_request_and_what_its_model_lacks() -> None:
+    asked = SamplingParams(grammar=Grammar.regex("["))
+    without = Asking(tokenizer=None, vocab_size=9, hidden_size=8, eos_ids=frozenset({1}))
+    with pytest.raises(InvalidRequest, match="request 'r7': .*no tokenizer"):
+        without.params(asked, "r7")
+    with pytest.raises(InvalidRequest, match="regex: this model has no token that ends"):
+        replace(without, tokenizer=LETTERS, eos_ids=frozenset()).params(asked, "r7")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="request 'r7': regex cannot be used"):
+        replace(without, tokenizer=LETTERS).params(asked, "r7")  # type: ignore[arg-type]
+
+
+def test_a_grammar_travels_between_processes() -> None:
+    for grammar in GRAMMARS:
+        assert pickle.loads(pickle.dumps(Sampling(grammar=grammar))).grammar == grammar
+        assert hash(grammar) == hash(Grammar(grammar.kind, grammar.text))
+
+
+# The bundled model.
+
+
+def test_a_real_model_keeps_to_its_grammars_whatever_happens_to_it(smollm2: Path) -> None:
+    tight = {"block_size": 4, "num_blocks": 32, "max_requests": 7, "decode_steps": 2}
+    trial = real.Trial(real.decoder(), "vllm_v1", depth=1, **tight)
+    trial.engine.executor.sampler.grammars.matchers.use(real.tokenizer(), {2})  # type: ignore[attr-defined]
+    prompt = real.tokenizer().encode("Ada was born in 1815. As JSON:")
+    asked = {}
+    for number, grammar in enumerate((GRAMMARS[0], GRAMMARS[2], Grammar.choice(["yes", "no"]))):
+        for temperature in (0.0, 3.0):
+            sampling = Sampling(grammar=grammar, temperature=temperature, seed=number)
+            params = Params(max_tokens=60, eos_ids=frozenset({2}), sampling=sampling, n=2)
+            added = trial.engine.add(f"{number} {temperature}", prompt, params)
+            asked.update(dict.fromkeys(added, grammar))
+    plain = trial.engine.add("plain", real.prompts()["capital"], Params(max_tokens=24))[0]
+    trial.engine.run()
+    trial.check_empty()
+    assert trial.engine.is_healthy and trial.seen.num_recomputed + trial.seen.num_swapped > 0
+    for request, grammar in asked.items():
+        assert request.finish_reason == "stop", request
+        assert satisfies(grammar, real.tokenizer().decode(request.output)), request
+    assert not real.unlike_reference({"capital": plain.output})
+
+
+def test_the_offline_api_takes_a_grammar(tiny: Path) -> None:
+    with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
+        asked = SamplingParams(grammar=Grammar.choice(["red", "blue"]), n=3, max_tokens=20)
+        (result,) = llm.generate("The", asked)
+        assert {sample.text for sample in result.samples} <= {"red", "blue"}
+        assert {sample.finish_reason for sample in result.samples} == {"stop"}
+        broken = llm.generate("The", SamplingParams(grammar=DEAD_END, max_tokens=20))
+        assert broken[0].samples[0].finish_reason == "error"
+        assert "cannot be followed" in (broken[0].samples[0].error or "")
+
+
+def huge(number: int) -> Grammar:
+    """A schema that takes a tenth of a second to read, or more."""
+    kinds = [
+        {
+            "type": "object",
+            "properties": {
+                f"k{number}_{i}": {"type": "integer", "minimum": i, "maximum": i * 1000 + 7},
+                f"m{i}": {"type": "string", "format": "date-time"},
+            },
+            "required": [f"k{number}_{i}"],
+        }
+        for i in range(250)
+    ]
+    return Grammar.json_schema({"anyOf": kinds})
+
+
+def test_an_engine_goes_on_while_huge_grammars_are_read(smollm2: Path) -> None:
+    with LLM(str(smollm2), kv_memory="64MiB", threads=1) as llm:
+        matchers = llm.executor.sampler.grammars.matchers
+        matchers.warm_up()
+        steps: list[StepReport] = []
+        llm.engine.observers.append(steps.append)
+        seen: list[int] = []  # steps while a grammar was read
+
+        class Watched:
+            ready = staticmethod(matchers.ready)
+
+            def make_ready(self, params: Params) -> Params:
+                before = len(steps)
+                made = matchers.make_ready(params)
+                seen.append(len(steps) - before)
+                return made
+
+        llm.engine.preparation = Watched()
+
+        async def answer(engine: AsyncEngine, id: str, params: Params) -> list[int]:
+            stream = engine.stream(id, [1, 2, 3], params)
+            return [token async for updates in stream for u in updates for token in u.tokens]
+
+        async def work() -> None:
+            engine = AsyncEngine(llm.engine)
+            await engine.start()
+            other = asyncio.create_task(answer(engine, "other", Params(max_tokens=400)))
+            while len(steps) < 3:
+                await asyncio.sleep(0.001)
+            ends = {"max_tokens": 8, "eos_ids": llm.asking.eos_ids}
+            asked = [Params(sampling=Sampling(grammar=huge(n)), **ends) for n in range(4)]
+            texts = [answer(engine, str(n), params) for n, params in enumerate(asked)]
+            found = await asyncio.gather(*texts)
+            assert all(llm.tokenizer.decode(each).startswith("{") for each in found)
+            other.cancel()
+            await asyncio.wait([other])
+            await engine.close()
+
+        asyncio.run(asyncio.wait_for(work(), 60))
+    assert len(seen) == 4 and sum(seen) >= 4  # none at all, if the engine read them
+
+
+class Digits:
+    """An end, ten digits and letters for the rest of a vocabulary."""
+
+    special_ids = frozenset({0})
+
+    def __init__(self, vocab_size: int) -> None:
+        letters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+        self.pieces = ["<end>", *"0123456789", *letters][:vocab_size]
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        return [self.pieces.index(letter) for letter in text if letter in self.pieces]
+
+    def spell(self, id: int) -> Spelled:
+        return Spelled(self.pieces[id].encode() if id < len(self.pieces) else b"")
+
+
+def test_a_device_that_runs_ahead_waits_for_grammars() -> None:
+    pytest.importorskip("triton")
+    from tests.executor.test_gpu import model, on_device, plain
+    from tests.executor.test_gpu import settings as few
+
+    config, about = few(), model()
+
+    def outputs(make: Any, depth: int) -> list[list[int]]:
+        executor = make(config, about)
+        executor.sampler.grammars.matchers.use(Digits(about.vocab_size), {0})
+        engine = Engine(Scheduler(config), executor, depth=depth)
+        requests = []
+        for number, grammar in enumerate((Grammar.regex("[0-9]{2}"), None, DEAD_END)):
+            sampling = Sampling(grammar=grammar, temperature=0.0)
+            params = Params(max_tokens=4, eos_ids=frozenset({0}), sampling=sampling)
+            requests += engine.add(str(number), [3, 4, 5 + number], params)
+        engine.run()
+        assert engine.fault is None and requests[2].finish_reason == "error"
+        return [list(request.output) for request in requests]
+
+    found = outputs(on_device, 1)
+    assert found == outputs(plain, 0)
+    assert len(found[0]) == 3 and found[0][2] == 0 and all(1 <= t <= 10 for t in found[0][:2])

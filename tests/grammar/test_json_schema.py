@@ -1,0 +1,107 @@
+"""The laws of closed schemas: an object has the properties that its schema names, and no others."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from headway.errors import InvalidRequest
+from headway.grammar.grammar import Grammar
+from headway.grammar.json_schema import closed
+from headway.grammar.sandbox import make_tokenizer
+
+pytest.importorskip("llguidance")
+
+OPEN = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED = {**OPEN, "additionalProperties": False}
+
+
+def accepts(grammar: Grammar, value: Any) -> bool:
+    from llguidance import LLMatcher, LLParserLimits
+
+    limits = LLParserLimits(**grammar.limits)
+    matcher = LLMatcher(make_tokenizer(None), grammar.source, log_level=0, limits=limits)
+    text = json.dumps(value).encode()
+    return matcher.try_consume_tokens(list(text)) == len(text) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        (OPEN, CLOSED),
+        ({"type": ["object", "null"], "properties": {}}, {"additionalProperties": False}),
+        ({"$defs": {"d": OPEN}}, {"$defs": {"d": CLOSED}}),
+        ({"definitions": {"d": OPEN}}, {"definitions": {"d": CLOSED}}),
+        ({"items": OPEN}, {"items": CLOSED}),
+        ({"prefixItems": [OPEN, True]}, {"prefixItems": [CLOSED, True]}),
+        ({"anyOf": [OPEN, {"type": "null"}]}, {"anyOf": [CLOSED, {"type": "null"}]}),
+        ({"allOf": [OPEN]}, {"allOf": [CLOSED]}),
+        ({"additionalProperties": OPEN}, {"additionalProperties": CLOSED}),
+        ({"properties": {"b": OPEN}}, {"properties": {"b": CLOSED}, "additionalProperties": False}),
+        (
+            {"properties": {"properties": OPEN}},
+            {"properties": {"properties": CLOSED}, "additionalProperties": False},
+        ),
+        ({**OPEN, "anyOf": [{"required": ["a"]}]}, {"additionalProperties": False}),
+    ],
+)
+def test_objects_that_do_not_say_otherwise_are_closed(
+    schema: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    before = json.dumps(schema)
+    assert closed(schema) == {**schema, **expected}
+    assert closed(closed(schema)) == closed(schema)
+    assert json.dumps(schema) == before, "the caller's own is not touched"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OPEN, "additionalProperties": True},
+        {**OPEN, "additionalProperties": {"type": "string"}},
+        {**OPEN, "unevaluatedProperties": True},
+        {**OPEN, "patternProperties": {"^x": {"type": "string"}}},
+        {"type": "object"},
+        {"enum": [OPEN]},
+        {"const": OPEN},
+        {"properties": 3, "additionalProperties": 4},
+        {"allOf": [OPEN, {"properties": {"b": {}}}]},
+        {**OPEN, "anyOf": [{"properties": {"b": {}}}]},
+        {"allOf": [{"$ref": "#/$defs/d"}, OPEN], "$defs": {"d": {"properties": {"b": {}}}}},
+        {
+            "allOf": [{"$ref": "#/$defs/d"}, OPEN],
+            "$defs": {"d": {"$ref": "#/$defs/e~1f"}, "e/f": {"properties": {"b": {}}}},
+        },
+    ],
+)
+def test_what_says_otherwise_and_parts_of_one_object_stay_as_they_are(
+    schema: dict[str, Any],
+) -> None:
+    assert closed(schema) == schema
+
+
+def test_an_object_made_of_parts_can_still_be_written() -> None:
+    base = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    schema = {"allOf": [{"$ref": "#/$defs/base"}, OPEN], "$defs": {"base": base}}
+    grammar = Grammar.json_schema(schema, disable_additional_properties=True)
+    assert accepts(grammar, {"b": 1, "a": 2})
+
+
+def test_a_grammar_is_closed_only_if_it_is_asked_for() -> None:
+    free = Grammar.json_schema(OPEN)
+    strict = Grammar.json_schema(json.dumps(OPEN), disable_additional_properties=True)
+    for value, is_named in (({"a": 1}, True), ({}, True), ({"a": 1, "x": 2}, False)):
+        assert accepts(free, value)
+        assert accepts(strict, value) == is_named
+    own = Grammar.json_schema({**OPEN, "additionalProperties": True})
+    assert accepts(own, {"x": 2})
+
+
+def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(5000):
+        schema = {"items": schema}
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        Grammar.json_schema(schema, disable_additional_properties=True)

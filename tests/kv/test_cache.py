@@ -1,0 +1,385 @@
+"""Laws of the block pool, the prefix index and the cache that joins them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from headway.kv.cache import KVCache
+from headway.kv.pool import BlockPool
+from headway.kv.prefix_index import PrefixIndex, extend_keys
+from headway.request import Params, Request
+
+SIZE = 4
+
+
+def request(tokens: Any, *, salt: str = "", reads_cache: bool = True) -> Request:
+    return Request("r", tokens, Params(salt=salt, reads_cache=reads_cache))
+
+
+def keys_of(tokens: Any, *, salt: str = "", size: int = SIZE) -> list[bytes]:
+    keys: list[bytes] = []
+    extend_keys(keys, request(tokens, salt=salt), size)
+    return keys
+
+
+def admit(kv: KVCache, tokens: Any, **params: Any) -> Request:
+    """Reserve blocks for a prompt, and publish it as if a plan had computed all of it."""
+    admitted = request(tokens, **params)
+    survey = kv.survey(admitted)
+    kv.reserve(admitted, survey)
+    admitted.base = len(admitted.tokens)
+    kv.publish(admitted, survey.num_hits, admitted.base // kv.block_size)
+    return admitted
+
+
+# pool
+
+
+def test_taken_blocks_are_held_once_and_no_longer_free() -> None:
+    pool = BlockPool(4)
+    taken = pool.take(3)
+    assert len(set(taken)) == 3 and [pool.refs[b] for b in taken] == [1, 1, 1]
+    assert pool.num_free == 1
+
+
+def test_a_block_is_free_when_its_last_holder_drops_it() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.share([block])
+    pool.drop(block)
+    assert pool.num_free == 1
+    pool.drop(block)
+    assert pool.num_free == 2
+
+
+def test_dropping_more_often_than_holding_is_caught() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take(1)
+    pool.drop(block)
+    with pytest.raises(AssertionError, match="more often than held"):
+        pool.drop(block)
+
+
+def cached_pool(*keys: bytes) -> tuple[BlockPool, list[int]]:
+    """A pool with one block more than keys; the keyed ones were dropped in this order."""
+    pool = BlockPool(len(keys) + 1)
+    blocks = pool.take(len(keys))
+    for block, key in zip(blocks, keys, strict=True):
+        pool.index.add([block], [key])
+        pool.drop(block)
+    return pool, blocks
+
+
+def test_blank_blocks_are_taken_before_cached_ones_and_those_least_recently_used_first() -> None:
+    pool, blocks = cached_pool(b"a", b"b", b"c")
+    blank, first, second, third = pool.take(4)
+    assert blank not in blocks
+    assert [first, second, third] == blocks
+
+
+def test_a_hit_takes_a_free_block_off_the_free_list_and_makes_it_recent() -> None:
+    pool, (a, b, c) = cached_pool(b"a", b"b", b"c")
+    pool.share([a])
+    assert pool.num_free == 3
+    pool.drop(a)
+    assert pool.take(4)[1:] == [b, c, a]
+
+
+def test_a_reused_block_loses_its_key() -> None:
+    pool, (a, b) = cached_pool(b"a", b"b")
+    pool.take(2)
+    assert pool.index.match([b"a"]) == 0
+    assert pool.index.match([b"b"]) == 1
+    assert pool.index.key_of[a] is None and pool.index.key_of[b] == b"b"
+
+
+def test_forgetting_everything_frees_nothing_that_is_held() -> None:
+    pool, (a, _) = cached_pool(b"a", b"b")
+    pool.share([a])
+    pool.forget_all()
+    assert pool.num_free == 2 and pool.index.match([b"a"]) == 0
+    pool.drop(a)
+    assert pool.num_free == 3 and sorted(pool.take(3)) == [0, 1, 2]
+
+
+def test_random_use_keeps_every_block_either_held_or_free() -> None:
+    rng, pool, held = random.Random(0), BlockPool(12), list[int]()
+    for turn in range(3000):
+        free = pool.num_free
+        if rng.random() < 0.5 and free:
+            taken = pool.take(rng.randrange(1, free + 1))
+            assert not set(taken) & set(held)
+            held += taken
+        elif held:
+            block = held.pop(rng.randrange(len(held)))
+            if pool.index.key_of[block] is None and rng.random() < 0.5:
+                pool.index.add([block], [b"%d" % turn])
+            pool.drop(block)
+        if held and rng.random() < 0.2:
+            pool.share([held[0]])
+            held.append(held[0])
+        assert pool.num_free == 12 - len(set(held))
+        assert sum(pool.refs) == len(held)
+
+
+# prefix
+
+
+def test_only_full_blocks_have_keys() -> None:
+    assert len(keys_of(range(3))) == 0
+    assert len(keys_of(range(4))) == 1
+    assert len(keys_of(range(11))) == 2
+
+
+def test_keys_are_chained_over_everything_before() -> None:
+    one, two = keys_of([1, 1, 1, 1, 5, 5, 5, 5]), keys_of([2, 1, 1, 1, 5, 5, 5, 5])
+    assert one[0] != two[0] and one[1] != two[1]
+    assert keys_of([1] * 8)[0] != keys_of([1] * 8)[1]
+
+
+def test_keys_depend_on_salt_and_on_nothing_else() -> None:
+    assert keys_of(range(8)) == keys_of(range(8))
+    assert not set(keys_of(range(8))) & set(keys_of(range(8), salt="x"))
+
+
+def test_keys_are_extended_and_never_made_again() -> None:
+    known = request(range(11))
+    keys: list[bytes] = []
+    extend_keys(keys, known, SIZE)
+    first = list(keys)
+    longer = request(range(16))
+    extend_keys(keys, longer, SIZE)
+    assert all(now is then for now, then in zip(keys, first, strict=False))
+    assert keys == keys_of(range(16))
+
+
+def test_the_longest_prefix_is_matched() -> None:
+    index, keys = PrefixIndex(8), keys_of(range(16))
+    for length in range(5):
+        assert index.match(keys) == length
+        assert index.match(keys[:2]) == min(length, 2)
+        if length < 4:
+            index.add([length], [keys[length]])
+    assert index.match([]) == 0
+
+
+def test_a_twin_survives_the_eviction_of_the_other() -> None:
+    for evicted in ((0, 1), (1, 0)):
+        index = PrefixIndex(2)
+        index.add([0], [b"k"])
+        index.add([1], [b"k"])
+        index.forget(evicted[0])
+        assert index.match([b"k"]) == 1 and index.block_of[b"k"] == evicted[1]
+        index.forget(evicted[1])
+        assert index.match([b"k"]) == 0
+
+
+def test_many_twins_are_forgotten_in_any_order() -> None:
+    for seed in range(20):
+        index, blocks = PrefixIndex(5), list(range(5))
+        for block in blocks:
+            index.add([block], [b"k"])
+        random.Random(seed).shuffle(blocks)
+        for number, block in enumerate(blocks):
+            assert index.key_of[index.block_of[b"k"]] == b"k"
+            index.forget(block)
+            assert index.match([b"k"]) == (number < 4)
+
+
+# manager
+
+
+def test_a_request_gets_a_block_for_every_known_token() -> None:
+    kv = KVCache(8, SIZE)
+    a = admit(kv, range(9))
+    assert len(a.held.blocks) == 3 and kv.num_free == 5
+
+
+def test_a_prefix_is_found_and_its_blocks_are_shared() -> None:
+    kv = KVCache(8, SIZE)
+    a = admit(kv, range(10))
+    b = request([*range(8), 99])
+    survey = kv.survey(b)
+    assert (survey.num_hits, survey.num_blocks, survey.num_computed) == (2, 3, 8)
+    assert kv.num_taken(b, survey) == 1  # the hits are held already
+    kv.reserve(b, survey)
+    assert b.held.blocks[:2] == a.held.blocks[:2] and b.held.blocks[2] not in a.held.blocks
+
+
+def test_a_hit_nobody_holds_counts_as_taken() -> None:
+    kv = KVCache(8, SIZE)
+    kv.release(admit(kv, range(8)))
+    b = request([*range(8), 99])
+    assert kv.num_taken(b, kv.survey(b)) == 3
+
+
+def test_a_prompt_found_complete_still_computes_its_last_token() -> None:
+    kv = KVCache(8, SIZE)
+    kv.release(admit(kv, range(8)))
+    b = request(range(8))
+    survey = kv.survey(b)
+    assert (survey.num_hits, survey.num_blocks, survey.num_computed) == (2, 2, 7)
+
+
+def test_a_partly_filled_block_is_never_matched() -> None:
+    kv = KVCache(8, SIZE)
+    kv.release(admit(kv, range(7)))
+    assert kv.survey(request(range(7))).num_hits == 1
+
+
+def test_what_is_not_computed_is_not_published_on_release() -> None:
+    kv = KVCache(8, SIZE)
+    a = request(range(12))
+    kv.reserve(a, kv.survey(a))
+    a.base = 6  # a prompt cut after 6 tokens
+    kv.release(a)
+    assert kv.survey(request(range(12))).num_hits == 1
+    assert kv.num_free == 8
+
+
+def test_blocks_are_given_up_tail_first_so_that_a_prefix_outlives_its_tail() -> None:
+    kv = KVCache(4, SIZE)
+    kv.release(admit(kv, range(16)))
+    for left in (3, 2, 1, 0):
+        kv.pool.take(1)
+        assert kv.survey(request(range(16))).num_hits == left
+
+
+def test_hits_are_not_evicted_for_their_own_request() -> None:
+    kv = KVCache(4, SIZE)
+    kv.release(admit(kv, range(8)))
+    kv.release(admit(kv, range(100, 108)))  # nothing is blank; the first two are least recent
+    b = request([*range(8), *range(50, 58)])
+    survey = kv.survey(b)
+    kv.reserve(b, survey)
+    assert survey.num_hits == 2 and len(set(b.held.blocks)) == 4
+    assert kv.num_free == 0
+
+
+def test_salt_isolates() -> None:
+    kv = KVCache(8, SIZE)
+    kv.release(admit(kv, range(8), salt="one"))
+    assert kv.survey(request(range(8), salt="one")).num_hits == 2
+    assert kv.survey(request(range(8), salt="two")).num_hits == 0
+    assert kv.survey(request(range(8))).num_hits == 0
+
+
+def test_a_request_that_does_not_read_the_cache_makes_twins() -> None:
+    kv = KVCache(8, SIZE)
+    a = admit(kv, range(8))
+    b = admit(kv, range(8), reads_cache=False)
+    assert not set(a.held.blocks) & set(b.held.blocks)
+    kv.release(a)
+    kv.pool.take(kv.num_free)  # a's blocks hold something else now
+    assert kv.survey(request(range(8))).num_hits == 2  # b's serve
+
+
+def test_a_survey_changes_nothing() -> None:
+    kv = KVCache(8, SIZE)
+    kv.release(admit(kv, range(8)))
+    before = (list(kv.pool.refs), list(kv.pool.index.key_of), kv.num_free)
+    b = request([*range(8), 9])
+    kv.num_taken(b, kv.survey(b))
+    assert before == (kv.pool.refs, kv.pool.index.key_of, kv.num_free)
+
+
+def test_private_blocks_are_those_that_would_become_free() -> None:
+    kv = KVCache(8, SIZE)
+    a = admit(kv, range(12))
+    b = admit(kv, [*range(8), *range(50, 54)])
+    assert kv.num_private_blocks(a) == kv.num_private_blocks(b) == 1
+    free = kv.num_free
+    kv.release(a)
+    assert kv.num_free == free + 1 and kv.num_private_blocks(b) == 3
+
+
+# host
+
+
+def test_a_swap_brings_back_what_left() -> None:
+    kv = KVCache(6, SIZE, num_host_blocks=4)
+    a = admit(kv, range(10))
+    blocks = list(a.held.blocks)
+    copies = kv.swap_out(a)
+    assert copies is not None and [c.source for c in copies] == blocks
+    assert kv.num_free == 6 and kv.host.num_free == 1
+    out = {c.source: c.target for c in copies}
+    a.base = 0
+    kv.pool.take(3)
+    for block in kv.pool.take(3):  # everything of it on the device is gone
+        kv.pool.drop(block)
+    survey = kv.survey(a)
+    assert (survey.num_hits, survey.num_computed, survey.uses_host) == (0, 9, True)
+    back = kv.reserve(a, survey)
+    assert [c.source for c in back] == [out[block] for block in blocks]
+    assert [c.target for c in back] == a.held.blocks
+
+
+def test_host_blocks_are_free_only_after_the_plan_that_reads_them() -> None:
+    kv = KVCache(6, SIZE, num_host_blocks=3)
+    a = admit(kv, range(10))
+    kv.swap_out(a)
+    a.base = 0
+    kv.reserve(a, kv.survey(a))
+    assert kv.host.num_free == 0
+    kv.settle_host()
+    assert kv.host.num_free == 3
+
+
+def test_a_failed_swap_changes_nothing() -> None:
+    kv = KVCache(6, SIZE, num_host_blocks=2)
+    a = admit(kv, range(10))
+    blocks = list(a.held.blocks)
+    before = (list(kv.pool.refs), list(kv.pool.index.key_of), kv.num_free, kv.host.num_free)
+    assert kv.swap_out(a) is None
+    after = (kv.pool.refs, kv.pool.index.key_of, kv.num_free, kv.host.num_free)
+    assert before == after and a.held.blocks == blocks and a.held.host is None
+
+
+def test_leading_blocks_that_others_hold_are_not_copied() -> None:
+    kv = KVCache(8, SIZE, num_host_blocks=8)
+    admit(kv, range(8))
+    b = admit(kv, [*range(8), *range(50, 54)])
+    copies = kv.swap_out(b)
+    assert copies is not None and len(copies) == 1
+    assert b.held.host is not None and b.held.host.first == 2
+
+
+def test_a_host_copy_without_its_leading_blocks_is_not_used() -> None:
+    kv = KVCache(4, SIZE, num_host_blocks=8)
+    a = admit(kv, range(8))
+    b = admit(kv, [*range(8), *range(50, 54)])
+    kv.swap_out(b)
+    kv.release(a)
+    b.base = 0
+    for block in kv.pool.take(4):
+        kv.pool.drop(block)
+    survey = kv.survey(b)
+    assert (survey.num_hits, survey.num_computed, survey.uses_host) == (0, 0, False)
+    assert kv.reserve(b, survey) == []
+    kv.settle_host()
+    assert kv.host.num_free == 8
+
+
+def test_a_binary_search_finds_what_a_walk_would() -> None:
+    """The index stays closed under prefixes however requests come and go."""
+    rng = random.Random(1)
+    for _ in range(40):
+        kv, running = KVCache(10, 2, num_host_blocks=6), list[Request]()
+        for _ in range(120):
+            new = request([rng.randrange(2) for _ in range(rng.randrange(1, 12))])
+            survey = kv.survey(new)
+            walked = 0
+            while walked < len(new.held.keys) and new.held.keys[walked] in kv.pool.index.block_of:
+                walked += 1
+            assert survey.num_hits == walked
+            if kv.num_taken(new, survey) <= kv.num_free:
+                kv.reserve(new, survey)
+                new.base = rng.randrange(survey.num_computed, len(new.tokens)) + 1
+                kv.publish(new, survey.num_hits, new.base // 2)
+                running.append(new)
+            while running and rng.random() < 0.5:
+                kv.release(running.pop(rng.randrange(len(running))))

@@ -1,0 +1,181 @@
+"""Laws of reading traces: where two runs part and why, and what Perfetto is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter, defaultdict
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from headway.lab.cost import load_profile
+from headway.lab.diff import diff
+from headway.lab.simulate import simulate
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.perfetto import to_perfetto
+from headway.observe.trace import Line, decisions
+from headway.scheduler import PRESETS, preset
+
+PROFILE = load_profile("qwen3-0.6b-h200")
+WORKLOAD = (
+    "requests=20,arrivals=poisson(300),prompt=uniform(5,60),output=uniform(1,30),max_tokens=30,"
+    "prefix=2x16@0.5,seed=6"
+)
+SMALL = {"block_size": 4, "num_blocks": 40, "max_requests": 8, "max_tokens": 128}
+NAMES = ("left", "right")
+
+
+def record(name: str = "headway", depth: int = 0, **changes: Any) -> list[Line]:
+    file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
+    jobs = parse_synthetic(WORKLOAD).jobs()
+    simulate(jobs, config, PROFILE, depth=depth, trace=file)
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+# Diff.
+
+
+@pytest.mark.parametrize("name", ["headway", "vllm_v1", "static"])
+def test_a_trace_takes_the_same_decisions_as_itself(name: str) -> None:
+    lines = record(name)
+    assert diff(lines, lines, NAMES) == (None, [])
+
+
+def test_times_alone_do_not_part_two_runs() -> None:
+    lines = record()
+    later = [lines[0]] + [
+        {**line, "t": line["t"] + 1, "start": line["start"] + 2, "end": line["end"] + 3}
+        for line in lines[1:]
+    ]
+    assert diff(lines, later, NAMES).step is None
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [("vllm_v1", "static"), ("nano_vllm", "headway"), ("vllm", "deep_dive")]
+)
+def test_two_presets_part_at_the_first_step_that_differs(left: str, right: str) -> None:
+    one, other = record(left), record(right)
+    parting = diff(one, other, (left, right))
+    pairs = zip(one[1:], other[1:], strict=False)
+    first = next(a["step"] for a, b in pairs if decisions(a) != decisions(b))
+    assert parting.step == first
+    text = "\n".join(parting.lines)
+    assert left in text and right in text
+    recipes = (one[0]["config"]["recipe"], other[0]["config"]["recipe"])
+    if recipes[0] != recipes[1]:
+        assert f"recipe: {left} {recipes[0]}, {right} {recipes[1]}" in parting.lines
+
+
+def test_a_parting_names_the_reason_with_need_and_have() -> None:
+    one, other = record("vllm_v1", max_requests=30), record("deep_dive", max_requests=30)
+    parting = diff(one, other, NAMES)
+    waits = [line for line in parting.lines if line.startswith("right leaves ")]
+    assert waits and "headroom, needs" in waits[0] and ", has " in waits[0]
+    assert any(line.startswith("left admits") for line in parting.lines)
+    assert any(line.startswith("right admits") for line in parting.lines)
+    assert any(line.startswith("free blocks after the step") for line in parting.lines)
+
+
+def test_seats_are_named_as_what_keeps_others_from_being_looked_at() -> None:
+    parting = diff(record(max_requests=1), record(max_requests=2), NAMES)
+    assert any(line.endswith("more: seats") for line in parting.lines)
+    assert "max_requests: left 1, right 2" in parting.lines
+
+
+def test_the_shorter_of_two_runs_is_named() -> None:
+    lines = record()
+    cut = lines[:-3]
+    assert diff(lines, cut, NAMES) == (
+        lines[-3]["step"], ["right has ended; left goes on."]
+    )  # fmt: skip
+    assert diff(cut, lines, NAMES).lines == ["left has ended; right goes on."]
+
+
+def test_every_pair_of_presets_has_a_diff_in_sentences() -> None:
+    traces = {name: record(name) for name in PRESETS}
+    for left, one in traces.items():
+        for right, other in traces.items():
+            parting = diff(one, other, (left, right))
+            assert parting.lines or left == right
+            assert all(0 < len(line) < 400 for line in parting.lines)
+
+
+# Perfetto.
+
+
+TRACES: list[tuple[str, int, dict[str, Any]]] = [
+    ("headway", 0, {}),
+    ("vllm_v1", 1, {}),
+    ("vllm", 0, {"swap": "swap", "num_host_blocks": 20, "headroom": "watermark(0.0)"}),
+    ("minivllm", 1, {"decode_steps": 3}),
+]
+each_trace = pytest.mark.parametrize(("name", "depth", "changes"), TRACES)
+
+
+def events_of(name: str, depth: int, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    events = list(to_perfetto(record(name, depth, **changes)))
+    assert json.loads(json.dumps({"traceEvents": events}))["traceEvents"] == events
+    return events
+
+
+@each_trace
+def test_every_event_has_what_its_kind_must_have(
+    name: str, depth: int, changes: dict[str, Any]
+) -> None:
+    for event in events_of(name, depth, changes):
+        assert event["pid"] == 1 and event["ph"] in "MiXCbe" and event["name"]
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], int | float) and event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+        if event["ph"] in "be":
+            assert event["id"] and event["cat"]
+
+
+@each_trace
+def test_what_begins_ends_once_and_in_order(name: str, depth: int, changes: dict[str, Any]) -> None:
+    open_: dict[str, list[tuple[str, float]]] = defaultdict(list)
+    seen: Counter[str] = Counter()
+    for event in events_of(name, depth, changes):
+        if event["ph"] == "b":
+            open_[event["id"]].append((event["name"], event["ts"]))
+            seen[event["name"]] += 1
+        elif event["ph"] == "e":
+            began, ts = open_[event["id"]].pop()
+            assert began == event["name"] and ts <= event["ts"]
+    assert len(open_) == 20 and not any(open_.values())
+    assert seen["waiting"] == 20 and seen["prefill"] >= 20 and seen["decode"] >= 20
+
+
+@each_trace
+def test_times_rise_on_every_track(name: str, depth: int, changes: dict[str, Any]) -> None:
+    tracks: dict[Any, list[float]] = defaultdict(list)
+    ends: list[tuple[float, float]] = []
+    for event in events_of(name, depth, changes):
+        if event["ph"] == "X":
+            ends.append((event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] in "XC":
+            tracks[event["ph"], event["name"] if event["ph"] == "C" else ""].append(event["ts"])
+        elif event["ph"] in "be":
+            tracks[event["id"]].append(event["ts"])
+    assert len(tracks) == 20 + 4 + 1
+    for times in tracks.values():
+        assert times == sorted(times)
+    for (_, end), (start, _) in pairwise(ends):
+        assert end <= start + 1e-3  # a step starts when the one before has ended
+
+
+@each_trace
+def test_counters_show_what_the_steps_say(name: str, depth: int, changes: dict[str, Any]) -> None:
+    lines, events = record(name, depth, **changes), events_of(name, depth, changes)
+    for counter, field in (("running",) * 2, ("waiting",) * 2, ("free blocks", "free")):
+        shown = [e["args"][counter] for e in events if e["ph"] == "C" and e["name"] == counter]
+        assert shown == [line[field] for line in lines[1:]]
+    assert any(e["name"] == "tokens" for e in events if e["ph"] == "C")
+
+
+def test_preempted_requests_show_how_they_were_preempted() -> None:
+    names = {e["name"] for e in events_of(*TRACES[2])}
+    assert "preempted (swap)" in names

@@ -1,0 +1,426 @@
+"""Laws of `headway bench serve`: lengths and arrivals are kept, every request ends, counts are true."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import selectors
+import threading
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.cli.commands.bench_serve import serve_command
+from headway.errors import ConfigError, HeadwayError
+from headway.lab import plots
+from headway.lab.bench import Span
+from headway.lab.loadgen import report as serve_report
+from headway.lab.loadgen.http_client import Address, Reply
+from headway.lab.loadgen.http_stream import BadResponse, ConnectionLost, EventReader, ResponseReader
+from headway.lab.loadgen.load import Load, Outcome, send
+from headway.lab.loadgen.requests import FIRST_PLAIN, Wording, at_rate, cut, random_jobs
+from headway.lab.workload.files import read_jobs
+from headway.lab.workload.jobs import Job
+from tests.support.fake_openai import FakeServer
+
+KEYS = {
+    "backend", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration",
+    "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
+    "request_goodput", "output_throughput", "total_token_throughput", "max_concurrent_requests",
+    "p99_send_delay_ms", "errors",
+}  # fmt: skip
+TIMES = {f"{mark}_{name}_ms" for mark in ("mean", "median", "std", "p90", "p99") for name in
+         ("ttft", "tpot", "itl", "e2el")}  # fmt: skip
+
+
+class Done:
+    """A command that was run: what it printed, and how it ended."""
+
+    def __init__(self, *arguments: object) -> None:
+        app = typer.Typer(pretty_exceptions_enable=False)
+        app.command()(serve_command)
+        out, err = io.StringIO(), io.StringIO()
+        self.error: HeadwayError | None = None
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                self.code = app([str(a) for a in arguments], standalone_mode=False) or 0
+            except HeadwayError as error:
+                self.code, self.error = 2, error
+        self.out, self.err = out.getvalue(), err.getvalue()
+
+    @property
+    def result(self) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads(self.out)
+        return result
+
+
+def jobs_of(count: int, num_input: int = 5, num_output: int = 4) -> list[Job]:
+    return random_jobs(count, Span(num_input, num_input), Span(num_output, num_output), 0)
+
+
+def load(server: FakeServer, model: str, jobs: Sequence[Job], **more: Any) -> list[Outcome]:
+    return send(Address.parse(server.url), Wording(model=model), jobs, **more).outcomes
+
+
+# The bytes.
+
+
+def cut_up(data: bytes, cuts: list[int]) -> list[bytes]:
+    places = sorted({0, len(data), *(place % (len(data) + 1) for place in cuts)})
+    return [data[a:b] for a, b in pairwise(places)]
+
+
+@given(
+    texts=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\r\n"), min_size=1), max_size=5
+    ),
+    cuts=st.lists(st.integers(0, 10_000)),
+    line_end=st.sampled_from([b"\n", b"\r\n"]),
+    size=st.integers(1, 50),
+    is_chunked=st.booleans(),
+)
+def test_the_cut_into_packets_changes_no_event(
+    texts: list[str], cuts: list[int], line_end: bytes, size: int, is_chunked: bool
+) -> None:
+    body = b"".join(b": hi%b%bdata: %b%b%b" % (*[line_end] * 2, t.encode(), *[line_end] * 2)
+                    for t in texts)  # fmt: skip
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    framed = b"".join(b"%x;a=b\r\n%b\r\n" % (len(piece), piece) for piece in pieces)
+    head = b"HTTP/1.1 200 OK\r\n"
+    if is_chunked:
+        sent = head + b"Transfer-Encoding: chunked\r\n\r\n" + framed + b"0\r\n\r\n"
+    else:
+        sent = head + b"content-length: %d\r\n\r\n" % len(body) + body
+    response, events, got = ResponseReader(), EventReader(), list[bytes]()
+    for packet in cut_up(sent, cuts):
+        assert not response.is_done
+        got += events.feed(response.feed(packet))
+    assert response.is_done and response.status == 200 and response.stays_open
+    assert got == [text.encode() for text in texts]
+
+
+def test_a_body_without_length_ends_with_its_connection() -> None:
+    response = ResponseReader()
+    assert response.feed(b"HTTP/1.1 500 Oh\r\nConnection: close\r\n\r\nit broke") == b"it broke"
+    assert not response.is_done and not response.stays_open
+    response.end()
+    assert response.is_done
+
+
+@pytest.mark.parametrize("sent", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf",
+                                  b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab"])  # fmt: skip
+def test_half_a_response_is_none(sent: bytes) -> None:
+    response = ResponseReader()
+    response.feed(sent)
+    with pytest.raises(ConnectionLost):
+        response.end()
+
+
+@pytest.mark.parametrize("sent", [b"SSH-2.0\r\n\r\n", b"HTTP/1.1 200\r\nContent-Length: x\r\n\r\n",
+                                  b"HTTP/1.1 200\r\nTransfer-Encoding: chunked\r\n\r\n-1\r\n"])  # fmt: skip
+def test_what_is_no_response_is_said_to_be_none(sent: bytes) -> None:
+    with pytest.raises(BadResponse):
+        ResponseReader().feed(sent)
+
+
+@pytest.mark.parametrize(("url", "want"), [
+    ("http://127.0.0.1:8000", Address("127.0.0.1", 8000, "", False)),
+    ("localhost:9/v1/", Address("localhost", 9, "", False)),
+    ("https://a.b/models/v1", Address("a.b", 443, "/models", True)),
+])  # fmt: skip
+def test_a_url_is_read_as_people_write_it(url: str, want: Address) -> None:
+    assert Address.parse(url) == want
+
+
+# What is sent.
+
+
+def test_prompts_have_their_length_and_share_only_what_the_trace_shares(tmp_path: Path) -> None:
+    file = tmp_path / "mooncake.jsonl"
+    lines = [{"timestamp": 100 * i, "input_length": 600, "output_length": 3, "hash_ids": [7, i]}
+             for i in range(20, 23)]  # fmt: skip
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    wording = Wording(model="m", vocab_size=1000)
+    prompts = [wording.tokens(job) for job in read_jobs(file)]
+    assert {len(prompt) for prompt in prompts} == {600}
+    assert all(FIRST_PLAIN <= token < 1000 for prompt in prompts for token in prompt)
+    assert prompts[0][:512] == prompts[1][:512] == prompts[2][:512]
+    assert prompts[0][512:] != prompts[1][512:] and prompts[0][512:520] != prompts[0][:8]
+    assert prompts != [replace_seed.tokens(job) for replace_seed in [Wording(model="m", seed=1)]
+                       for job in read_jobs(file)]  # fmt: skip
+
+
+def test_real_ids_are_sent_as_they_are() -> None:
+    job = Job(id="a", pieces=(array("i", [5, 0, 49_000]),), num_output=1, max_tokens=1)
+    assert Wording(model="m").tokens(job) == [5, 0, 49_000]
+
+
+@pytest.mark.parametrize("kind", ["ids", "text", "chat"])
+def test_every_kind_of_prompt_is_answered_and_counted(kind: str) -> None:
+    with FakeServer(gap=0.002) as server:
+        wording = Wording(model="good", kind=kind)
+        outcomes = send(Address.parse(server.url), wording, jobs_of(3, 7, 4)).outcomes
+    assert [(o.error, o.num_output, o.num_pieces) for o in outcomes] == [(None, 4, 4)] * 3
+    assert {o.num_input for o in outcomes} == {17 if kind == "chat" else 7}
+    assert all(sum(o.gaps) == pytest.approx(o.last - o.first) for o in outcomes)
+    assert all(o.due <= o.sent < o.first <= o.last for o in outcomes)
+    assert all(a["stream"] and a["ignore_eos"] and a["max_tokens"] == 4 for a in server.asked)
+
+
+def test_client_priority_and_deadline_go_along() -> None:
+    pieces = (range(1 << 20, (1 << 20) + 3),)
+    job = Job(id="a", pieces=pieces, num_output=1, max_tokens=9, client="ann", priority=-2,
+              arrival=5.0, deadline=7.5)  # fmt: skip
+    asked = json.loads(Wording(model="m").body(job))
+    assert (asked["user"], asked["priority"], asked["max_tokens"]) == ("ann", -2, 1)
+    assert asked["deadline"] == 2.5
+
+
+@given(st.lists(st.integers(1, 9), min_size=1), st.integers(1, 40))
+def test_a_cut_prompt_is_the_beginning_of_the_whole(lengths: list[int], most: int) -> None:
+    pieces = tuple(range(1 << 20, (1 << 20) + length) for length in lengths)
+    job = Job(id="a", pieces=pieces, num_output=5, max_tokens=9)
+    short = cut(job, most, 3)
+    assert list(short.prompt()) == list(job.prompt())[:most] and all(short.pieces)
+    assert (short.num_output, short.max_tokens) == (3, 3)
+    assert list(cut(job, None, None).prompt()) == list(job.prompt())
+
+
+def test_arrivals_have_the_rate_that_was_asked_for() -> None:
+    jobs = at_rate(jobs_of(2000), 50.0, seed=1)
+    gaps = np.diff([job.arrival for job in jobs])
+    assert (gaps >= 0).all() and 0.018 < gaps.mean() < 0.022
+    assert 0.8 < gaps.std() / gaps.mean() < 1.2  # as of a Poisson process
+
+
+# When it is sent.
+
+
+class Leaping(selectors.DefaultSelector):
+    """Of an event loop whose time passes only where everybody sleeps, and then at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        self.now += timeout or 0.0
+        return super().select(0)
+
+
+class Slow:
+    """A client whose server takes long to say nothing."""
+
+    async def post(self, _path: str, _body: bytes, _receive: Any) -> Reply:
+        await asyncio.sleep(100.0)
+        return Reply(503, b"{}")
+
+
+def test_requests_are_sent_the_moment_they_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, selector = at_rate(jobs_of(12, num_output=3), 60.0, seed=3), Leaping()
+    loop = asyncio.SelectorEventLoop(selector)
+    monkeypatch.setattr(loop, "time", lambda: selector.now)
+    monkeypatch.setattr("headway.lab.loadgen.load.perf_counter", loop.time)
+    sent = Load(Slow(), Wording(model="m"), 600.0, lambda: None)  # type: ignore[arg-type]
+    loop.run_until_complete(sent.open_loop(jobs))
+    loop.close()
+    assert sent.most_open == 12
+    assert [outcome.due for outcome in sent.outcomes] == [job.arrival for job in jobs]
+    assert all(0 <= outcome.sent - outcome.due < 1e-6 for outcome in sent.outcomes)
+
+
+@contextmanager
+def stalls() -> Iterator[list[float]]:
+    """By how many seconds a thread that sleeps a little was woken far too late, each time."""
+    found, is_over = list[float](), threading.Event()
+
+    def sleep() -> None:
+        while not is_over.is_set():
+            begun = time.perf_counter()
+            time.sleep(0.005)
+            if (late := time.perf_counter() - begun - 0.005) > 0.02:
+                found.append(late)
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def test_requests_leave_when_due_however_slow_the_server_is() -> None:
+    with FakeServer(gap=0.1) as server, stalls() as stalled:
+        jobs = at_rate(jobs_of(12, num_output=3), 60.0, seed=3)
+        outcomes = load(server, "good", jobs)
+    assert server.most_open > 6  # nobody waited for another's answer
+    came = np.array(server.times) - server.times[0]
+    late = np.abs(came - [job.arrival for job in jobs]).max()
+    assert late < 0.15 + sum(stalled), "later than the machine itself was"
+    assert all(outcome.error is None for outcome in outcomes)
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_a_concurrency_is_never_exceeded_and_connections_are_used_again(concurrency: int) -> None:
+    with FakeServer(gap=0.002) as server:
+        outcomes = load(server, "good", jobs_of(9), concurrency=concurrency)
+    assert len(outcomes) == 9 and all(outcome.error is None for outcome in outcomes)
+    assert server.most_open == server.num_connections == concurrency
+
+
+@pytest.mark.parametrize("model", ["closing", "rude"])
+def test_a_server_may_close_idle_connections(model: str) -> None:
+    with FakeServer() as server:
+        outcomes = load(server, model, jobs_of(6), concurrency=2)
+    assert [outcome.error for outcome in outcomes] == [None] * 6
+
+
+# Every request ends.
+
+
+@pytest.mark.parametrize(("model", "kind"), [
+    ("busy", "HTTP 429"), ("broken", "connection lost"), ("mute", "timeout"),
+    ("failing", "error in stream"), ("garbage", "bad response"), ("odd", "bad response"),
+    ("aborting", "finished by abort"),
+])  # fmt: skip
+def test_every_failure_ends_and_is_counted_by_kind(model: str, kind: str) -> None:
+    begun = time.perf_counter()
+    with FakeServer() as server:
+        outcomes = load(server, model, jobs_of(3), timeout=0.5)
+    assert {outcome.error for outcome in outcomes} == {kind}
+    assert time.perf_counter() - begun < 5
+    result = serve_report.report(outcomes, 3)
+    assert (result["completed"], result["failed"], result["errors"]) == (0, 3, {kind: 3})
+    assert result["total_output_tokens"] == 0
+
+
+def test_a_dead_port_is_counted_not_raised() -> None:
+    with FakeServer() as server:
+        pass
+    assert load(server, "good", jobs_of(2))[0].error == "connection refused"
+
+
+# The report.
+
+
+def outcome(sent: float, first: float, gaps: list[float], error: str | None = None) -> Outcome:
+    return Outcome(sent, sent, first, first + sum(gaps), array("d", gaps), 10, len(gaps) + 1, error)
+
+
+def test_the_report_is_what_a_clock_would_say() -> None:
+    outcomes = [outcome(0.0, 0.5, [0.1, 0.3]), outcome(1.0, 1.1, [0.2]), outcome(0.0, 0.0, [], "x")]
+    result = serve_report.report(outcomes, 2, {"ttft": 200.0, "tpot": 250.0})
+    assert result["duration"] == pytest.approx(1.3)
+    assert result["completed"] == 2 and result["errors"] == {"x": 1}
+    assert result["output_throughput"] == pytest.approx(5 / 1.3)
+    assert result["mean_ttft_ms"] == pytest.approx(300) and result["mean_itl_ms"] == pytest.approx(
+        200
+    )
+    assert result["median_tpot_ms"] == pytest.approx(200)
+    assert result["mean_e2el_ms"] == pytest.approx((900 + 300) / 2)
+    assert result["request_goodput"] == pytest.approx(1 / 1.3)  # the first was late
+
+
+def test_an_objective_counts_whole_requests() -> None:
+    one_token = outcome(0.0, 0.1, [])
+    assert serve_report.num_good(serve_report.times_of([one_token]), {"tpot": 1.0}) == 1
+    assert serve_report.num_good(serve_report.times_of([one_token]), {"ttft": 99.0}) == 0
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "speed:5", "ttft:-1", "ttft:0", ""])
+def test_an_unreadable_objective_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="goodput"):
+        serve_report.parse_goodput(text)
+
+
+@given(st.lists(st.floats(0.001, 1e6), min_size=1), st.lists(st.floats(0.001, 1e6)))
+def test_a_text_plot_shows_every_curve_within_its_frame(
+    first: list[float], second: list[float]
+) -> None:
+    drawn = plots.text(plots.shares("t", {"A": np.array(first), "B": np.array(second)}))
+    lines = drawn.splitlines()
+    assert len(lines) == plots.HEIGHT + 3 and "o A" in lines[0]
+    assert ("+ B" in lines[0]) == bool(second)
+    assert max(len(line) for line in lines[1:-1]) <= plots.WIDTH + 11
+
+
+# The command.
+
+
+def test_the_command_prints_vllms_keys_as_json() -> None:
+    with FakeServer(gap=0.001) as server:
+        done = Done("--url", server.url, "--num-prompts", 6, "--rate", 200, "--input-len", "3-9",
+                    "--output-len", 4, "--goodput", "ttft:5000,tpot:5000", "--json")  # fmt: skip
+    assert set(done.result) == KEYS | TIMES
+    assert (done.result["completed"], done.result["total_output_tokens"]) == (6, 24)
+    assert done.result["request_goodput"] == pytest.approx(done.result["request_throughput"])
+    assert len(server.asked) == 7  # one to see that it answers
+    assert len({tuple(asked["prompt"][:3]) for asked in server.asked}) == 7
+
+
+def test_a_sweep_measures_each_and_draws_them(tmp_path: Path) -> None:
+    plot = tmp_path / "plot.txt"
+    with FakeServer(gap=0.001) as server, stalls() as stalled:
+        options = ["--url", server.url, "--num-prompts", 8, "--output-len", 3, "--plot", plot]
+        done = Done(*options, "--concurrency", "1,4", "--json")
+        assert len({tuple(asked["prompt"][:4]) for asked in server.asked}) == 1 + 2 * 8
+        shown = Done(*options, "--rate", "50,inf")
+    assert [run["max_concurrent_requests"] for run in done.result["runs"]] == [1, 4]
+    assert [run["completed"] for run in done.result["runs"]] == [8, 8]
+    rows = [line.split() for line in shown.out.splitlines() if line.strip()]
+    if stalled and rows[-1][:2] == ["requests", "left"]:  # late, as is told of a busy machine
+        rows.pop()
+    assert rows[0][0] == "rate" and [row[:3] for row in rows[1:]] == [
+        ["50.0", "8", "0"], ["inf", "8", "0"]
+    ]  # fmt: skip
+    assert "p99_ttft_ms" in plot.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["azure.csv", "mooncake.jsonl", "own.jsonl"])
+def test_a_trace_is_replayed_with_its_times_and_lengths(name: str, tmp_path: Path) -> None:
+    text = {
+        "azure.csv": "arrival_s,prompt_tokens,output_tokens\n0,600,2\n0.2,20,5\n",
+        "mooncake.jsonl": '{"timestamp":0,"input_length":600,"output_length":2,"hash_ids":[1,2]}\n'
+        '{"timestamp":200,"input_length":20,"output_length":5,"hash_ids":[3]}\n',
+        "own.jsonl": '{"arrival":0,"prompt":600,"output":2}\n{"arrival":0.2,"prompt":20,"output":5}\n',
+    }[name]
+    (file := tmp_path / name).write_text(text)
+    with FakeServer() as server:
+        done = Done("--url", server.url, "--trace", file, "--max-input-len", 100, "--json")
+    assert (done.result["total_input_tokens"], done.result["total_output_tokens"]) == (120, 7)
+    assert 0.15 < server.times[2] - server.times[1] < 1.0
+
+
+@pytest.mark.parametrize("model", ["busy", "broken"])
+def test_a_server_that_fails_the_first_request_is_not_measured(model: str) -> None:
+    with FakeServer(model=model) as server:
+        done = Done("--url", server.url, "--num-prompts", 3, "--timeout", 1)
+    assert done.code == 2 and "first request" in str(done.error) and len(server.asked) == 1
+
+
+def test_a_key_is_sent_and_a_wrong_one_told() -> None:
+    with FakeServer(api_key="sesame") as server:
+        assert Done("--url", server.url, "--num-prompts", 1, "--api-key", "sesame").code == 0
+        assert "api-key" in str(Done("--url", server.url, "--api-key", "no").error)
+
+
+@pytest.mark.parametrize(("options", "word"), [
+    (["--rate", "1", "--concurrency", "2"], "--rate and --concurrency"), (["--rate", "0"], "rate"),
+    (["--rate", "x"], "rate"), (["--concurrency", "1.5"], "concurrency"),
+    (["--prompts", "song"], "prompts"), (["--plot", "x.doc"], "plot"), (["--input-len", "0"], "input"),
+    (["--url", "ftp://x"], "url"), (["--goodput", "ttft"], "goodput"),
+    (["--url", "http://127.0.0.1:1"], "no server answers"), (["--plot", "/nowhere/x.txt"], "/nowhere"),
+])  # fmt: skip
+def test_a_wrong_option_is_named_before_any_load(options: list[str], word: str) -> None:
+    done = Done(*options)
+    assert done.code == 2 and word in str(done.error)

@@ -1,0 +1,386 @@
+"""The law of replay: a recorded run, lived through again, takes the identical decisions."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+
+from headway.config import Config
+from headway.engine.clock import RealClock, VirtualClock
+from headway.engine.engine import Engine
+from headway.errors import ReplayMismatch
+from headway.executor.simulated import SimulatedExecutor
+from headway.lab.cost import load_profile
+from headway.lab.replay import check_replay, replay
+from headway.lab.simulate import simulate
+from headway.lab.workload.jobs import Job
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.timeline import Metrics
+from headway.observe.trace import Line, TraceWriter, decisions
+from headway.plan import Column, Plan, StepResult
+from headway.request import Params
+from headway.scheduler import PRESETS, Scheduler, preset
+
+PROFILE = load_profile("qwen3-0.6b-h200")
+each_depth = pytest.mark.parametrize("depth", [0, 1])
+each_preset = pytest.mark.parametrize("name", PRESETS)
+SMALL = {"block_size": 4, "num_blocks": 40, "max_requests": 8, "max_tokens": 128}
+WORKLOADS = {
+    "at once": "requests=16,prompt=uniform(5,60),output=uniform(1,30)",
+    "far between": "requests=8,arrivals=poisson(5),prompt=uniform(5,60),output=uniform(1,9)",
+    "shared prefixes": "requests=24,arrivals=poisson(300),prompt=uniform(5,30),"
+    "output=uniform(1,30),prefix=2x32@0.6,seed=1",
+    "samples": "requests=12,arrivals=poisson(200),prompt=uniform(5,60),output=uniform(1,30),"
+    "max_tokens=30,n=2,seed=2",
+    "unknown lengths": "requests=24,arrivals=bursty(200,3),prompt=uniform(5,60),"
+    "output=uniform(1,40),max_tokens=40,prefix=1x16@0.5,clients=3,priorities=3,"
+    "slack=uniform(0.01,0.3),seed=3",
+}
+each_workload = pytest.mark.parametrize("workload", WORKLOADS)
+
+
+def lines_of(file: io.StringIO) -> list[Line]:
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+def record(workload: str, depth: int, name: str, **changes: Any) -> list[Line]:
+    file = io.StringIO()
+    config = preset(name, **{**SMALL, **changes})
+    simulate(parse_synthetic(workload).jobs(), config, PROFILE, depth=depth, trace=file)
+    return lines_of(file)
+
+
+def count(lines: list[Line], field: str) -> int:
+    return sum(len(line.get(field, ())) for line in lines[1:])
+
+
+@each_depth
+@each_preset
+@each_workload
+def test_a_simulated_run_takes_the_same_decisions_again(
+    workload: str, name: str, depth: int
+) -> None:
+    lines = record(WORKLOADS[workload], depth, name)
+    assert check_replay(lines) == len(lines) - 1 > 10
+
+
+@each_depth
+@pytest.mark.parametrize("name", ["headway", "vllm", "vllm_v1", "minivllm"])
+def test_a_run_that_swaps_takes_the_same_decisions_again(name: str, depth: int) -> None:
+    changes = {"swap": "swap", "num_host_blocks": 30, "headroom": "watermark(0.0)"}
+    lines = record(WORKLOADS["unknown lengths"], depth, name, **changes)
+    assert any(p[1] == "swap" for line in lines[1:] for p in line.get("preempted", ()))
+    check_replay(lines)
+
+
+QUEUES = ["fcfs(2)", "priority(2, 0.01, True)", "shortest_first(3)", "fair(1)", "deadline(2)"]
+
+
+@each_depth
+@pytest.mark.parametrize("queue", QUEUES)
+@pytest.mark.parametrize("headroom", ["back_off(watermark(0.05), 0.1)", "future_peak(learned)"])
+def test_every_order_takes_the_same_decisions_again(queue: str, headroom: str, depth: int) -> None:
+    lines = record(WORKLOADS["unknown lengths"], depth, "headway", queue=queue, headroom=headroom)
+    check_replay(lines)
+
+
+@each_depth
+def test_a_multi_step_run_takes_the_same_decisions_again(depth: int) -> None:
+    lines = record(WORKLOADS["unknown lengths"], depth, "vllm_v1", decode_steps=4)
+    assert any("steps" in line for line in lines)
+    check_replay(lines)
+
+
+@each_depth
+def test_a_run_that_defers_decodes_takes_the_same_decisions_again(depth: int) -> None:
+    changes = {"max_tokens": 5, "num_blocks": 200, "chunk": "split_any"}
+    lines = record(WORKLOADS["unknown lengths"], depth, "minivllm", **changes)
+    assert count(lines, "deferred")
+    check_replay(lines)
+
+
+# Runs that are not simulated workloads: aborts, real time, failures.
+
+
+def drive(
+    engine: Engine, jobs: list[Job], aborts: dict[int, list[str]], num_at_once: int = 2
+) -> None:
+    """Add some jobs before every step, and abort whom `aborts` names before that step."""
+    coming, step = list(jobs), 0
+    while coming or engine.has_work or step <= max(aborts, default=0):
+        for job in coming[:num_at_once]:
+            engine.add(job.id, job.prompt(), job.params())
+        del coming[:num_at_once]
+        for id in aborts.get(step, ()):
+            engine.abort(id)
+        engine.step()
+        step += 1
+
+
+def simulated(config: Config, depth: int) -> tuple[Engine, io.StringIO]:
+    clock, file = VirtualClock(), io.StringIO()
+    executor = SimulatedExecutor(clock, PROFILE.step_seconds, 0.0005)
+    writer = TraceWriter(file, config, depth)
+    return Engine(Scheduler(config), executor, clock, depth=depth, observers=[writer]), file
+
+
+@each_depth
+@pytest.mark.parametrize("name", ["headway", "nano_vllm", "vllm", "minivllm", "static"])
+def test_a_run_with_aborts_takes_the_same_decisions_again(name: str, depth: int) -> None:
+    jobs, rng = parse_synthetic(WORKLOADS["unknown lengths"]).jobs(), Random(name)
+    for swap in ("recompute", "swap"):
+        config = preset(name, **SMALL, swap=swap, num_host_blocks=20, headroom="watermark(0.0)")
+        engine, file = simulated(config, depth)
+        aborts = {rng.randrange(3 + i, 40 + i): [job.id] for i, job in enumerate(jobs) if i % 3}
+        drive(engine, jobs, aborts)
+        lines = lines_of(file)
+        assert sum(e["reason"] == "abort" for li in lines for e in li.get("finished", ())) >= 3
+        check_replay(lines)
+
+
+def abort_one(engine: Engine) -> None:
+    """Two requests come, and one is gone before anything ran."""
+    drive(engine, parse_synthetic("requests=2,prompt=8,output=4").jobs(), {0: ["1"]})
+
+
+@each_depth
+def test_an_abort_before_the_first_step_is_replayed(depth: int) -> None:
+    engine, file = simulated(preset(**SMALL), depth)
+    abort_one(engine)
+    check_replay(lines_of(file))
+
+
+def abort_all(engine: Engine) -> None:
+    """One request comes and is gone before anything ran; then another comes and is served."""
+    first, second = parse_synthetic("requests=2,prompt=8,output=4").jobs()
+    engine.add(first.id, first.prompt(), first.params())
+    engine.abort(first.id)
+    engine.step()
+    engine.add(second.id, second.prompt(), second.params())
+    engine.run()
+
+
+@each_depth
+def test_an_abort_with_nothing_else_to_run_is_replayed(depth: int) -> None:
+    engine, file = simulated(preset(**SMALL), depth)
+    abort_all(engine)
+    check_replay(lines_of(file))
+
+
+@each_depth
+@pytest.mark.parametrize("act", [abort_one, abort_all])
+def test_an_abort_before_the_first_step_is_counted(
+    act: Callable[[Engine], None], depth: int
+) -> None:
+    engine, file = simulated(preset(**SMALL), depth)
+    act(engine)
+    first, *steps = lines_of(file)
+    metrics = Metrics(first)
+    for line in steps:
+        metrics.add(line)
+    assert metrics.totals["finished_abort"] == metrics.totals["finished_length"] == 1
+
+
+@each_depth
+def test_an_abort_of_the_only_one_running_is_replayed(depth: int) -> None:
+    engine, file = simulated(preset(**SMALL), depth)
+    first, second = parse_synthetic("requests=2,prompt=8,output=9").jobs()
+    engine.add(first.id, first.prompt(), first.params())
+    for _ in range(4):
+        engine.step()
+    engine.abort(first.id)
+    engine.step()
+    engine.add(second.id, second.prompt(), second.params())
+    engine.run()
+    check_replay(lines_of(file))
+
+
+@dataclass(slots=True)
+class RealHandle:
+    """A plan that takes real time."""
+
+    clock: RealClock
+    result: StepResult
+    seconds: float
+
+    def wait(self) -> StepResult:
+        time.sleep(self.seconds)
+        self.result.ended = self.clock.now()
+        return self.result
+
+
+class RealExecutor:
+    """Sleeps a little, and says anything."""
+
+    def __init__(self, clock: RealClock, rng: Random, seconds: float) -> None:
+        self._clock, self._rng, self._seconds = clock, rng, seconds
+
+    def launch(self, plan: Plan) -> RealHandle:
+        num_columns = plan.num_steps if plan.decodes else 0
+        columns: list[Column] = [[self._token() for _ in plan.decodes] for _ in range(num_columns)]
+        firsts = [self._token() for chunk in plan.chunks if chunk.is_last]
+        result = StepResult(columns, firsts, started=self._clock.now())
+        return RealHandle(self._clock, result, self._seconds)
+
+    def _token(self) -> int:
+        return self._rng.randrange(20)
+
+
+def recorded_really(name: str, depth: int, seconds: float, act: Callable[..., None]) -> list[Line]:
+    clock, file, rng = RealClock(), io.StringIO(), Random(name)
+    config = preset(name, **SMALL, headroom="watermark(0.0)", num_host_blocks=12, swap="swap")
+    writer = TraceWriter(file, config, depth)
+    executor = RealExecutor(clock, rng, seconds)
+    engine = Engine(Scheduler(config), executor, clock, depth=depth, observers=[writer])
+    act(engine, rng)
+    return lines_of(file)
+
+
+def serve_some_again(engine: Engine, rng: Random) -> None:
+    """The same few ids, as soon as they are free; some are aborted."""
+    for number in range(120):
+        free = [id for id in ("a", "b", "c") if id not in engine.scheduler.requests]
+        if free:
+            params = Params(max_tokens=rng.randrange(1, 20), stop_ids=frozenset({0}))
+            engine.add(free[0], [number] * rng.randrange(1, 40), params)
+        engine.step()
+        if number % 5 == 4 and free:
+            engine.abort(free[0])
+    engine.run()
+
+
+@each_depth
+@pytest.mark.parametrize("name", ["headway", "vllm_v1", "nano_vllm"])
+def test_ids_that_come_back_are_replayed_as_others(name: str, depth: int) -> None:
+    lines = recorded_really(name, depth, 0.0, serve_some_again)
+    ends = [end for line in lines for end in line.get("finished", ())]
+    assert len(ends) >= 10 and {end["id"] for end in ends} == {"a", "b", "c"}
+    assert {"stop", "length", "abort"} == {end["reason"] for end in ends}
+    check_replay(lines)
+
+
+def serve_really(engine: Engine, rng: Random) -> None:
+    stops = frozenset({0})
+    for i in range(40):
+        params = Params(
+            max_tokens=rng.randrange(1, 40), stop_ids=stops, min_tokens=rng.randrange(4),
+            priority=i % 2, client=f"c{i % 3}", n=1 + i % 2,
+        )  # fmt: skip
+        engine.add(f"r{i}", [rng.randrange(3)] * rng.randrange(1, 40), params)
+        for _ in range(rng.randrange(4)):
+            engine.step()
+        if i % 7 == 6:
+            engine.abort(f"r{i - 1}")
+    engine.run()
+
+
+@each_depth
+@pytest.mark.parametrize("seconds", [0.0, 0.0001])
+@pytest.mark.parametrize("name", ["headway", "vllm_v1", "nano_vllm"])
+def test_a_run_in_real_time_takes_the_same_decisions_again(
+    name: str, depth: int, seconds: float
+) -> None:
+    lines = recorded_really(name, depth, seconds, serve_really)
+    assert count(lines, "preempted")
+    assert check_replay(lines) == len(lines) - 1
+
+
+@each_depth
+def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(depth: int) -> None:
+    engine, file = simulated(preset(**SMALL), depth)
+    launch = engine.executor.launch
+    failing = {6}
+
+    class Failing:
+        def launch(self, plan: Plan) -> Any:
+            if plan.step in failing:
+                raise RuntimeError("the device is gone")
+            return launch(plan)
+
+    engine.executor = Failing()
+    jobs = parse_synthetic("requests=14,prompt=uniform(5,30),output=uniform(5,20)").jobs()
+    drive(engine, jobs, {}, num_at_once=14)
+    lines = lines_of(file)
+    assert any(e["reason"] == "error" for line in lines for e in line.get("finished", ()))
+    with pytest.raises(ReplayMismatch, match="a step of the recorded run failed"):
+        check_replay(lines)
+
+
+# What a replay notices.
+
+
+def test_an_abort_of_nobody_is_no_decision_that_is_taken_again() -> None:
+    lines = record(WORKLOADS["at once"], 0, "headway")
+    lines[2]["aborted"] = [["nobody", 0]]
+    with pytest.raises(ReplayMismatch, match="step 1: .* differ: aborted"):
+        check_replay(lines)
+
+
+def test_the_times_of_a_replay_are_those_of_the_record() -> None:
+    lines = record(WORKLOADS["unknown lengths"], 0, "headway")
+    again = list(replay(lines))
+    assert [(li["start"], li["end"]) for li in again] == [
+        (li["start"], li["end"]) for li in lines[1:]
+    ]
+
+
+def change_chunk(lines: list[Line]) -> None:
+    next(line for line in lines[4:] if "chunks" in line)["chunks"][0][2] -= 1
+
+
+def change_free(lines: list[Line]) -> None:
+    lines[5]["free"] += 1
+
+
+def change_setting(lines: list[Line]) -> None:
+    lines[0]["config"]["max_requests"] = 2
+
+
+def forget_step(lines: list[Line]) -> None:
+    del lines[7]
+
+
+def forget_end(lines: list[Line]) -> None:
+    del lines[-1]
+
+
+def add_step(lines: list[Line]) -> None:
+    lines.append(dict(lines[-1], step=lines[-1]["step"] + 1))
+
+
+def change_output(lines: list[Line]) -> None:
+    ends = [e for line in lines[1:] for e in line.get("finished", ()) if e["reason"] == "stop"]
+    ends[0]["output"].insert(0, 0)
+
+
+def change_prompt(lines: list[Line]) -> None:
+    lines[1]["added"][0]["prompt"] = [1, 2]
+
+
+TAMPERS = [
+    change_chunk, change_free, change_setting, forget_step, forget_end, add_step, change_output,
+    change_prompt,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
+def test_a_record_that_was_changed_is_found_out(tamper: Callable[[list[Line]], None]) -> None:
+    lines = record(WORKLOADS["unknown lengths"], 0, "vllm_v1")
+    changed = deepcopy(lines)
+    tamper(changed)
+    assert list(map(decisions, changed)) != list(map(decisions, lines))
+    with pytest.raises(ReplayMismatch, match="step|ends before"):
+        check_replay(changed)
+
+
+def test_an_empty_record_has_nothing_to_disagree_with() -> None:
+    lines = record("requests=1,prompt=4,output=1", 0, "headway")
+    assert check_replay(lines[:1]) == 0

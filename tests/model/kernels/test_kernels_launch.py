@@ -1,0 +1,156 @@
+"""Compiling ahead: nothing is launched meanwhile, by whoever compiles; all others go on.
+
+And what the tests see of a kernel that is interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+import triton
+import triton.language as tl
+from triton.runtime.errors import InterpreterError
+
+from headway.model.backends.plain import PlainBackend
+from headway.model.decoder import Decoder
+from headway.model.kernels.blocks import set_aside
+from headway.model.kernels.launch import compile_all
+from tests.executor.test_gpu import Loud, model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def copied() -> Tensor:
+    """Zeros, or ones if the kernel ran."""
+    blocks = torch.ones((4, 8), device=DEVICE)
+    aside = torch.zeros((4, 8), device=DEVICE)
+    set_aside(blocks, torch.arange(4, device=DEVICE), aside)
+    return aside.cpu()
+
+
+def ignore(_done: int, _total: int) -> None: ...
+
+
+def test_what_is_compiled_ahead_is_not_launched_until_later() -> None:
+    found = list[Tensor]()
+    compile_all(lambda: found.append(copied()), ignore)
+    assert len(found) == 1 and not found[0].any() and copied().all()
+
+
+def test_other_threads_launch_while_one_compiles() -> None:
+    found = list[Tensor]()
+    with ThreadPoolExecutor(1) as other:
+        compile_all(lambda: found.append(other.submit(copied).result()), ignore)
+    assert len(found) == 1 and found[0].all()
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_whoever_fails_while_compiling_launches_again(error: type[BaseException]) -> None:
+    def fail() -> None:
+        raise error
+
+    for _ in range(2):
+        with pytest.raises(error):
+            compile_all(fail, ignore)
+        assert copied().all()
+
+
+COMPILE = """
+import json, sys, torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+class Pretended:
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def __getattr__(self, name): raise SystemExit(f"no driver is asked for {name}")
+
+driver.set_active(Pretended())
+from triton.runtime import _async_compile
+from headway.model.kernels.activation import _silu_multiply, silu_multiply
+from headway.model.kernels.launch import compile_all
+from headway.model.kernels.norm import _rms_norm, rms_norm
+
+told, kept = [], []
+def builds():
+    # Of what others launch: how many there are, unless one is not done.
+    kernels = (_silu_multiply.kernel, _rms_norm.kernel)
+    found = [b for k in kernels for cache, *_ in k.device_caches.values() for b in cache.values()]
+    return len(found) if all(isinstance(b, triton.compiler.CompiledKernel) for b in found) else None
+def launches(width):
+    wide = torch.ones((3, width))
+    rms_norm(wide, wide[0], 1e-5)
+    rms_norm(wide[1:], wide[0], 1e-5)
+    silu_multiply(wide)
+def fail():
+    launches(32)
+    raise ValueError("while compiling")
+compile_all(lambda: launches(64), lambda *counts: told.append(counts))
+for _ in range(2):
+    try: compile_all(fail, lambda *counts: None)
+    except ValueError: pass
+compile_all(lambda: launches(128), lambda *counts: told.append(counts))
+def interrupt(_futures):
+    raise KeyboardInterrupt
+def watched():
+    launches(256)
+    kept.append(builds())
+wait, _async_compile.as_completed = _async_compile.as_completed, interrupt
+try: compile_all(watched, lambda *counts: None)
+except KeyboardInterrupt: pass
+_async_compile.as_completed = wait
+kept.append(builds())
+compile_all(watched, lambda *counts: None)
+kept.append(builds())
+print(json.dumps([told, kept]))
+"""
+
+
+def test_kernels_are_compiled_without_being_launched_on_a_device_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", COMPILE], capture_output=True, text=True,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    told, (meanwhile, interrupted, again, after) = json.loads(done.stdout)
+    assert told == 2 * [[1, 2], [2, 2]], "each once, and again after a failure"
+    assert meanwhile == interrupted == again == 6, "only what is done is there for others"
+    assert after == 8 and len(list(tmp_path.rglob("*.cubin"))) == 8
+
+
+def test_a_decoder_has_all_its_layers_again() -> None:
+    decoder = Decoder(Loud(model(num_hidden_layers=3)), PlainBackend())
+    layers = decoder.layers
+    with pytest.raises(ZeroDivisionError), decoder.shortened(2):
+        assert decoder.layers == layers[:2]
+        print(1 // 0)
+    assert decoder.layers is layers
+
+
+@triton.jit
+def _scaled(x, out, factor):
+    tl.store(out, tl.load(x) * factor)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, it goes on with what is left of the number")
+def test_an_interpreted_kernel_says_when_a_number_is_too_large_for_its_type() -> None:
+    x, out = torch.tensor([2**30], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    _scaled[(1,)](x, out, -2)
+    assert out[0] == -(2**31)
+    for factor in (2, -3):
+        with pytest.raises(InterpreterError, match="mul: int32 is too narrow"):
+            _scaled[(1,)](x, out, factor)

@@ -1,0 +1,283 @@
+"""Laws of prefill attention: the kernel, its twin, and dense attention say the same."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
+
+pytest.importorskip("triton")
+
+from headway.model.kernels import prefill
+from headway.model.kernels.reference import prefill as twin
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+LAYER, NUM_LAYERS = 1, 3
+ON_CARD = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies bf16's raw bits")
+BFLOAT16 = pytest.param(torch.bfloat16, marks=ON_CARD)
+TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16])
+HALF_TYPES = pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sequences as (new rows, earlier tokens), and what the model is like."""
+
+    sequences: tuple[tuple[int, int], ...]
+    kv_heads: int = 2
+    group: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype | None = None
+    num_shared: int = 0  # blocks at the front of every table that are the first one's
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class World:
+    """A cache that holds NaN wherever no sequence has a token, queries, and where all lies."""
+
+    q_thd: Tensor  # a view into wider rows
+    blocks: Tensor
+    tables: Tensor
+    seats_s: Tensor
+    starts_s: Tensor
+    ends_s: Tensor
+    longest: int
+
+    def arguments(self) -> dict[str, Any]:
+        names = ("blocks", "tables", "seats_s", "starts_s", "ends_s", "longest")
+        return {name: getattr(self, name) for name in names} | {"layer": LAYER}
+
+    def widened(self) -> dict[str, Any]:
+        return self.arguments() | {"blocks": self.blocks.double()}
+
+
+def world_of(case: Case, seed: int = 0) -> World:
+    torch.manual_seed(seed)
+    counts = torch.tensor([count for count, _ in case.sequences])
+    ends = counts + torch.tensor([earlier for _, earlier in case.sequences])
+    tables, seats = tables_of(case, ends)
+    blocks = filled_blocks(case, tables[seats], ends)
+    q_width = case.kv_heads * case.group * case.head_dim
+    rows = torch.full((int(counts.sum()), q_width + 24), float("nan"))
+    rows[:, :q_width] = torch.randn(len(rows), q_width)
+    starts = torch.cat([torch.zeros(1, dtype=torch.long), counts.cumsum(0)])
+    q_thd = rows.to(DEVICE, case.dtype)[:, :q_width].unflatten(1, (-1, case.head_dim))
+    return World(
+        q_thd=q_thd, blocks=blocks.to(DEVICE, case.cache_dtype or case.dtype),
+        tables=tables.int().to(DEVICE), seats_s=seats.int().to(DEVICE),
+        starts_s=starts.int().to(DEVICE), ends_s=ends.int().to(DEVICE),
+        longest=int(counts.max()),
+    )  # fmt: skip
+
+
+def tables_of(case: Case, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks in no order, seats in no order; block 0 and two seats are no one's."""
+    held = -(-ends // case.block_size)
+    order = iter((torch.randperm(int(held.sum())) + 1).tolist())
+    seats = torch.randperm(len(ends) + 2)[: len(ends)]
+    tables = torch.zeros(len(ends) + 2, int(held.max()) + 1, dtype=torch.long)
+    for seat, num_blocks in zip(seats.tolist(), held.tolist(), strict=True):
+        tables[seat, :num_blocks] = torch.tensor([next(order) for _ in range(num_blocks)])
+        shared = min(case.num_shared, num_blocks)
+        tables[seat, :shared] = tables[seats[0], :shared]
+    return tables, seats
+
+
+def filled_blocks(case: Case, tables_s: Tensor, ends: Tensor) -> Tensor:
+    shape = (NUM_LAYERS, 2, case.kv_heads, case.block_size, case.head_dim)
+    blocks = torch.full((int(tables_s.max()) + 1, *shape), float("nan"))
+    for table, end in zip(tables_s, ends.tolist(), strict=True):
+        position = torch.arange(end)
+        block, offset = table[position // case.block_size], position % case.block_size
+        kept = torch.randn(end, 2, case.kv_heads, case.head_dim)
+        blocks[block, LAYER, :, :, offset] = kept
+    return blocks
+
+
+def poisoned(world: World) -> Tensor:
+    return torch.full(world.q_thd.shape, float("nan"), dtype=world.q_thd.dtype, device=DEVICE)
+
+
+def expected(world: World) -> Tensor:
+    out = poisoned(world).double()
+    twin.prefill_attention(world.q_thd.double(), out, **world.widened())
+    return out
+
+
+def assert_close(out: Tensor, reference: Tensor) -> None:
+    error = (out.double() - reference).norm() / reference.norm()
+    assert error < LIMITS[out.dtype], f"relative error {error:.2e} in {out.dtype}"  # NaN fails too
+
+
+def assert_kernel_is_right(case: Case, seed: int = 0) -> None:
+    world = world_of(case, seed)
+    out = poisoned(world)
+    prefill.prefill_attention(world.q_thd, out, **world.arguments())
+    assert_close(out, expected(world))
+
+
+RAGGED = ((5, 0), (1, 40), (0, 0), (37, 70), (0, 9), (1, 0), (70, 3), (2, 63))
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 24, 64, 256])
+def test_any_block_size_holds_the_same_tokens(block_size: int) -> None:
+    assert_kernel_is_right(Case(sequences=RAGGED, block_size=block_size), seed=block_size)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@TYPES
+def test_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
+    sequences = ((3, 20), (0, 5), (66, 7), (1, 33))
+    assert_kernel_is_right(Case(sequences=sequences, head_dim=head_dim, dtype=dtype), head_dim)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@HALF_TYPES
+def test_every_group_of_query_heads(group: int, dtype: torch.dtype) -> None:
+    case = Case(sequences=((19, 0), (1, 12), (40, 55)), group=group, kv_heads=3, dtype=dtype)
+    assert_kernel_is_right(case, seed=group)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 129])
+@HALF_TYPES
+def test_every_edge_of_a_tile(rows: int, dtype: torch.dtype) -> None:
+    for earlier in (0, 1, 62, 63, 64):  # 62: one key of the first tile is not for the first row
+        case = Case(sequences=((rows, earlier),), kv_heads=1, dtype=dtype)
+        assert_kernel_is_right(case, seed=rows)
+
+
+@HALF_TYPES
+def test_a_cache_of_eight_bits_is_read_as_it_was_rounded(dtype: torch.dtype) -> None:
+    case = Case(sequences=RAGGED, dtype=dtype, cache_dtype=torch.float8_e4m3fn, block_size=24)
+    assert_kernel_is_right(case)
+
+
+def test_sequences_may_share_blocks() -> None:
+    case = Case(sequences=((9, 55), (1, 50), (30, 48), (4, 60)), num_shared=3)
+    assert_kernel_is_right(case)
+
+
+def test_hundreds_of_sequences_each_find_their_own_rows() -> None:
+    """More than are searched at once, most of them with nothing to do."""
+    sequences = tuple((s % 4 if s % 7 == 0 or 250 < s < 260 else 0, s % 3 + 1) for s in range(300))
+    assert_kernel_is_right(Case(sequences=sequences, kv_heads=1, group=1, block_size=4))
+
+
+def test_blocks_far_into_a_large_cache_are_found() -> None:
+    """Past 2**31 numbers; memory that is never touched costs nothing."""
+    case = Case(sequences=((6, 20),), dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
+    world = world_of(case)
+    near, far = poisoned(world), poisoned(world)
+    prefill.prefill_attention(world.q_thd, near, **world.arguments())
+    shift = 2**31 // world.blocks[0].numel() + 1
+    blocks = torch.empty((shift + len(world.blocks), *world.blocks.shape[1:]),
+                         dtype=world.blocks.dtype, device=DEVICE)  # fmt: skip
+    blocks[shift:] = world.blocks
+    moved = world.arguments() | {"blocks": blocks, "tables": world.tables + shift}
+    prefill.prefill_attention(world.q_thd, far, **moved)
+    assert torch.equal(near, far)
+
+
+def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
+    world = world_of(Case(sequences=((90, 11),), group=3))
+    whole, parts = poisoned(world), poisoned(world)
+    prefill.prefill_attention(world.q_thd, whole, **world.arguments())
+    for first, last in ((0, 1), (1, 50), (50, 90)):
+        starts = torch.tensor([0, last - first], dtype=torch.int32, device=DEVICE)
+        ends = torch.tensor([11 + last], dtype=torch.int32, device=DEVICE)
+        chunk = world.arguments() | {"starts_s": starts, "ends_s": ends, "longest": last - first}
+        prefill.prefill_attention(world.q_thd[first:last], parts[first:last], **chunk)
+    assert_close(parts, whole.double())
+
+
+@HALF_TYPES
+@pytest.mark.parametrize("longest", [70, 5000])
+def test_the_longest_may_be_overstated(longest: int, dtype: torch.dtype) -> None:
+    """As it is where a batch is cut for the worst; the tiles are other ones then."""
+    world = world_of(Case(sequences=RAGGED, dtype=dtype))
+    out = poisoned(world)
+    prefill.prefill_attention(world.q_thd, out, **world.arguments() | {"longest": longest})
+    assert_close(out, expected(world))
+
+
+def test_only_the_rows_given_are_written() -> None:
+    world = world_of(Case(sequences=((5, 3), (20, 0)), head_dim=80))
+    room = torch.full((25, 4, 96), 7.0, device=DEVICE)
+    prefill.prefill_attention(world.q_thd, room[:, :, :80], **world.arguments())
+    assert_close(room[:, :, :80], expected(world))
+    assert (room[:, :, 80:] == 7.0).all()
+
+
+@TYPES
+def test_nobodys_sequences_and_rows_change_nothing(dtype: torch.dtype) -> None:
+    world = world_of(Case(sequences=((3, 0), (40, 5), (1, 70), (9, 9), (2, 0)) * 5, dtype=dtype))
+    count, most, nobody = len(world.q_thd), 32 - len(world.ends_s), len(world.tables) - 1
+    padded = replace(
+        world,
+        q_thd=torch.cat([world.q_thd, torch.zeros_like(world.q_thd[:20])]),
+        seats_s=F.pad(world.seats_s, (0, most), value=nobody),
+        starts_s=F.pad(world.starts_s, (0, most), value=count),
+        ends_s=F.pad(world.ends_s, (0, most)),
+    )
+    out = poisoned(padded)
+    prefill.prefill_attention(padded.q_thd, out, **padded.arguments())
+    assert_close(out[:count], expected(world))
+    assert out[count:].isnan().all()
+
+
+@TYPES
+@pytest.mark.parametrize("num_before", [1, 31, 32, 200])
+def test_rows_before_the_first_sequence_are_somebody_elses(
+    num_before: int, dtype: torch.dtype
+) -> None:
+    """As decodes are, which come first in a batch."""
+    world = world_of(Case(sequences=((3, 0), (40, 5), (1, 70)), dtype=dtype))
+    before = torch.zeros((num_before, *world.q_thd.shape[1:]), dtype=dtype, device=DEVICE)
+    # What is found in memory before the first start must not matter either.
+    starts = F.pad(world.starts_s + num_before, (1, 0))[1:]
+    later = replace(world, q_thd=torch.cat([before, world.q_thd]), starts_s=starts)
+    out = poisoned(later)
+    out[:num_before] = 7.0
+    prefill.prefill_attention(later.q_thd, out, **later.arguments())
+    assert_close(out[num_before:], expected(world))
+    assert (out[:num_before] == 7.0).all()
+
+
+@pytest.mark.parametrize("sequences", [(), ((0, 0),), ((0, 5), (0, 0))])
+def test_no_tokens_is_no_work(sequences: tuple[tuple[int, int], ...]) -> None:
+    world = world_of(Case(sequences=sequences or ((0, 0),)))
+    arguments = world.arguments()
+    if not sequences:
+        none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+        arguments |= {"seats_s": none, "ends_s": none}
+    prefill.prefill_attention(world.q_thd, poisoned(world), **arguments)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    world = world_of(Case(sequences=((40, 30),)))
+    world.q_thd.mul_(300.0)
+    out = poisoned(world)
+    prefill.prefill_attention(world.q_thd, out, **world.arguments())
+    assert_close(out, expected(world))
+
+
+def test_the_twin_is_dense_causal_attention() -> None:
+    """With one sequence whose blocks lie in order, the cache is the dense keys and values."""
+    world = world_of(Case(sequences=((33, 0),), group=3, block_size=33))
+    keys_gnd, values_gnd = world.blocks[1, LAYER].double()
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        world.q_thd.double().transpose(0, 1), keys_gnd.repeat_interleave(3, 0),
+        values_gnd.repeat_interleave(3, 0), is_causal=True,
+    )  # fmt: skip
+    torch.testing.assert_close(expected(world), dense.transpose(0, 1))

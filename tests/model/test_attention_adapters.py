@@ -1,0 +1,253 @@
+"""Other libraries' attention is called as their documentation says, and finds what ours finds.
+
+Most libraries here are stand-ins of the documented signatures, in plain torch: they read the cache
+by the indices they are given, so a wrong index is a wrong number. The libraries themselves are
+tried where they are installed, on a GPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from headway.config import Config
+from headway.errors import ConfigError
+from headway.model.batch import Batch
+from headway.model.config import ModelConfig
+from headway.model.decoder import Decoder
+
+pytest.importorskip("triton")
+from headway.executor.gpu.executor import DeviceExecutor
+from headway.model.backends.attention_adapters import ROOM, FlashAttention, FlashInfer, kernels_for
+from headway.model.backends.gpu import AttentionKernels, GpuBackend, OwnKernels
+from tests.executor.test_gpu import FAMILIES, Loud, answers, plain, settings
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# A stand-in looks at its indices on the host, which no captured graph allows.
+without_gpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="decodes are captured on a GPU")
+HEADS, KV_HEADS, DIM, SIZE, LAYERS = 6, 2, 16, 4, 3
+POSITIONS = (5, 0)  # of the decodes
+CHUNKS = ((3, 9), (0, 4), (7, 8))  # [start, end) of prompts: with earlier tokens, whole, one token
+
+
+def attend(q_thd: Tensor, k_pgd: Tensor, v_pgd: Tensor) -> Tensor:
+    """The last tokens of a sequence over all of it."""
+    num_queries, length = len(q_thd), len(k_pgd)
+    seen = torch.arange(length, device=q_thd.device)
+    mask = seen[None] <= seen[length - num_queries :, None]
+    heads = (x.transpose(0, 1)[None] for x in (q_thd, k_pgd, v_pgd))
+    found = F.scaled_dot_product_attention(*heads, attn_mask=mask, enable_gqa=True)
+    return found[0].transpose(0, 1)
+
+
+# Stand-ins.
+
+
+class Wrapper:
+    """FlashInfer's prefill over a paged cache."""
+
+    def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
+        assert float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) == ROOM
+        assert kv_layout == "HND" and not float_workspace_buffer.any()
+        self.num_plans = 0
+
+    def plan(
+        self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int,
+        page_size: int, *, causal: bool, q_data_type: torch.dtype, kv_data_type: torch.dtype,
+    ) -> None:  # fmt: skip
+        indices = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        assert causal and all(each.dtype == torch.int32 for each in indices)
+        assert (num_qo_heads, num_kv_heads, head_dim_qk) == (HEADS, KV_HEADS, DIM)
+        self.rows, self.pages, self.indices, self.last = (each.tolist() for each in indices)
+        self.size, self.dtypes = page_size, (q_data_type, kv_data_type)
+        self.num_plans += 1
+
+    def run(self, q: Tensor, paged_kv_cache: Tensor, *, out: Tensor) -> Tensor:
+        assert self.dtypes == (q.dtype, paged_kv_cache.dtype) and q.is_contiguous()
+        assert len(q) == self.rows[-1] and out.shape == q.shape
+        assert paged_kv_cache.shape[1:] == (2, KV_HEADS, self.size, DIM)
+        for s, last in enumerate(self.last):
+            held = self.indices[self.pages[s] : self.pages[s + 1]]
+            length = (len(held) - 1) * self.size + last
+            k, v = paged_kv_cache[held].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]
+            rows = slice(self.rows[s], self.rows[s + 1])
+            out[rows] = attend(q[rows], k, v)
+        return out
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, cache_seqlens: Tensor, block_table: Tensor,
+    causal: bool,
+) -> Tensor:  # fmt: skip
+    assert causal and cache_seqlens.dtype == block_table.dtype == torch.int32
+    assert k_cache.stride(-1) == v_cache.stride(-1) == 1 and k_cache.shape[2:] == (KV_HEADS, DIM)
+    found = []
+    for each, length, table in zip(q, cache_seqlens.tolist(), block_table.long(), strict=True):
+        k, v = (cache[table].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+        found.append(attend(each, k, v))
+    return torch.stack(found)
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    max_seqlen_q: int, max_seqlen_k: int, causal: bool, block_table: Tensor,
+) -> Tensor:  # fmt: skip
+    assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == block_table.dtype == torch.int32
+    lengths, rows = cu_seqlens_k.diff(), cu_seqlens_q.tolist()
+    assert rows[0] == int(cu_seqlens_k[0]) == 0 and rows[-1] == len(q)
+    assert max_seqlen_q >= int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(lengths.max())
+    found = torch.empty_like(q)
+    for s, length in enumerate(lengths.tolist()):
+        table = block_table[s].long()
+        keys, values = (cache[table].flatten(0, 1)[:length] for cache in (k, v))
+        found[rows[s] : rows[s + 1]] = attend(q[rows[s] : rows[s + 1]], keys, values)
+    return found
+
+
+FLASH_ATTENTION = SimpleNamespace(
+    flash_attn_with_kvcache=flash_attn_with_kvcache, flash_attn_varlen_func=flash_attn_varlen_func
+)
+FLASH_INFER = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
+
+
+# The same batch for both.
+
+
+def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def make(
+    num_decodes: int, num_chunks: int, dim: int = DIM, size: int = SIZE
+) -> tuple[Tensor, Batch, Tensor]:
+    """Queries [T, H, D] between keys and values, a batch, and blocks full of anything.
+
+    Sequences fill as many blocks of any size.
+    """
+    generator = torch.Generator().manual_seed(3)
+    longer = size // SIZE
+    positions = [longer * position for position in POSITIONS[:num_decodes]]
+    chunks = [(longer * start, longer * end) for start, end in CHUNKS[:num_chunks]]
+    places = positions + [place for start, end in chunks for place in range(start, end)]
+    starts = [num_decodes]
+    for start, end in chunks:
+        starts.append(starts[-1] + end - start)
+    order = torch.randperm(21, generator=generator).int()
+    seats = (4, 1, 6, 0, 3)  # of the decodes, then of the chunks
+    seats = (*seats[:num_decodes], *seats[2 : 2 + num_chunks])
+    heads = torch.randn((len(places), HEADS + 2 * KV_HEADS, dim), generator=generator).to(DEVICE)
+    shape = (21, LAYERS, 2, KV_HEADS, size, dim)
+    batch = Batch(
+        tokens_t=numbers(*places, dtype=torch.int64),
+        positions_t=numbers(*places, dtype=torch.int64), slots_t=numbers(),
+        tables_sw=order.view(7, 3).to(DEVICE), starts_s=numbers(*starts),
+        ends_s=numbers(*(end for _, end in chunks)), sampled_n=numbers(), seats_s=numbers(*seats),
+        num_decodes=num_decodes, longest=max((end - start for start, end in chunks), default=0),
+    )  # fmt: skip
+    return heads[:, :HEADS], batch, torch.randn(shape, generator=generator).to(DEVICE)
+
+
+def found_by(kernels: AttentionKernels, q: Tensor, batch: Batch, blocks: Tensor) -> list[Tensor]:
+    """What each layer finds."""
+    outs = []
+    for layer in range(LAYERS):
+        out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=DEVICE)
+        if batch.num_decodes:
+            kernels.decode(layer, q, out, batch, blocks)
+        if batch.longest:
+            kernels.prefill(layer, q, out, batch, blocks)
+        outs.append(out)
+    return outs
+
+
+MIXES = [(0, 1), (2, 0), (2, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
+def test_another_library_is_told_what_ours_is_told(name: str, mix: tuple[int, int]) -> None:
+    given = make(*mix)
+    other: AttentionKernels = FlashAttention(FLASH_ATTENTION)
+    if name == "flashinfer":
+        other = FlashInfer(FLASH_INFER, DEVICE)
+    for own, found in zip(found_by(OwnKernels(), *given), found_by(other, *given), strict=True):
+        torch.testing.assert_close(found, own, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="the libraries need a GPU")
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+@pytest.mark.parametrize(("module", "size"), [("flashinfer", 16), ("flash_attn", 256)])
+def test_an_installed_library_finds_what_ours_finds_in_float32(
+    module: str, size: int, mix: tuple[int, int]
+) -> None:
+    pytest.importorskip(module)
+    wide_q, batch, wide_blocks = make(*mix, dim=64, size=size)
+    q, blocks = wide_q.bfloat16(), wide_blocks.bfloat16()
+    theirs = found_by(kernels_for(module, q.dtype, None, DEVICE), q, batch, blocks)
+    ours = found_by(OwnKernels(), q.float(), batch, blocks.float())
+    for found, own in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(found.float(), own, atol=0.02, rtol=0.02)
+
+
+def test_a_pass_is_planned_once_for_all_its_layers() -> None:
+    kernels = FlashInfer(FLASH_INFER, DEVICE)
+    for num_passes, mix in enumerate([(0, 1), (2, 3), (0, 2)], start=1):
+        found_by(kernels, *make(*mix))
+        assert kernels._prompts.num_plans == num_passes
+
+
+class Small(FlashAttention):
+    """Over blocks as small as the tests like them; counts batches of decodes alone."""
+
+    page, num_alone = 1, 0
+
+    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+        self.num_alone += not batch.longest
+        super().decode(layer, q, out, batch, blocks)
+
+
+@without_gpu
+@pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
+def test_the_executor_says_the_same_with_another_library(name: str) -> None:
+    small = Small(FLASH_ATTENTION)
+    library = FlashInfer(FLASH_INFER, DEVICE) if name == "flashinfer" else small
+
+    def with_library(config: Config, about: ModelConfig) -> DeviceExecutor:
+        backend = GpuBackend(torch.float32, "cpu", None, library)
+        return DeviceExecutor(Decoder(Loud(about), backend), config)
+
+    about, config = FAMILIES["norms of heads"], settings(chunk="at_most(5)")
+    found = answers(with_library, config, about, depth=1, count=3)
+    assert found == answers(plain, config, about, count=3)
+    assert (small.num_alone > 0) == (name == "flash-attn")
+
+
+def test_blocks_that_a_library_cannot_read_are_refused() -> None:
+    about = FAMILIES["norms of heads"]
+    backend = GpuBackend(torch.bfloat16, str(DEVICE), None, FlashAttention(FLASH_ATTENTION))
+    with pytest.raises(ConfigError, match="multiple of 256, not 16: give --block-size 256 or"):
+        backend.kv_blocks(about, 2, 16)
+    assert backend.kv_blocks(about, 0, 1).element_size() == 2  # asked for its type alone
+    assert backend.kv_blocks(about, 1, 512).shape[4] == 512
+    assert GpuBackend(torch.bfloat16, str(DEVICE)).kv_blocks(about, 1, 3).shape[4] == 3
+
+
+REFUSED: list[tuple[str, Any, Any, str]] = [
+    ("flashinfer", torch.float32, None, "flashinfer has no float32: give --precision bfloat16"),
+    ("flash_attn", torch.float32, None, "flash_attn has no float32"),
+    ("flash_attn", torch.bfloat16, torch.float8_e4m3fn, "give --kv-cache-dtype auto, or --att"),
+]
+
+
+@pytest.mark.parametrize(("module", "dtype", "kv_dtype", "message"), REFUSED)
+def test_types_that_a_library_does_not_take_are_refused_before_it_is_loaded(
+    module: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        kernels_for(module, dtype, kv_dtype, DEVICE)

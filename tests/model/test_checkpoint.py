@@ -1,0 +1,545 @@
+"""Laws of checkpoints: every source gives the same weights under the same names, one at a time."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import tempfile
+import tracemalloc
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from headway.errors import ModelError
+from headway.model.config import ModelConfig, from_hf
+from headway.model.weights.checkpoint import DummyCheckpoint, Groups, open_checkpoint
+from headway.model.weights.gguf import read_header, read_metadata
+from headway.model.weights.gguf_checkpoint import gguf_name
+
+torch.set_num_threads(1)
+VALUES: dict[str, Any] = {
+    "model_type": "llama",
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": 2,
+}
+GROUPED = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q5_0: 5, Kind.Q5_1: 5, Kind.Q8_0: 8}
+PLAIN = (Kind.F32, Kind.F16, Kind.BF16)
+BIG_GROUPS = (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K)
+Array = np.ndarray[Any, Any]
+Encode = Callable[[str, Array], tuple[Array, Kind]]
+Q_PROJ, K_PROJ = (f"model.layers.1.self_attn.{which}_proj.weight" for which in "qk")
+
+
+def config_of(**changes: Any) -> ModelConfig:
+    return from_hf({**VALUES, **changes}, "config.json")
+
+
+def weights_of(config: ModelConfig) -> dict[str, Array]:
+    """Numbers for each of a model's tensors, none like another."""
+    random = np.random.default_rng(5)
+    return {n: random.normal(size=s).astype(np.float32) for n, s in config.shapes().items()}
+
+
+def as_llama_cpp(config: ModelConfig, name: str, rows: Array) -> Any:
+    """The order of rows that llama.cpp's converter gives a Llama's queries and keys."""
+    heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(name.split(".")[-2][0])
+    if config.architecture != "llama" or name.split(".")[-2] not in ("q_proj", "k_proj"):
+        return rows
+    halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+def encoded(kind: Kind) -> Encode:
+    """Matrices in the given type, the rest as float32."""
+
+    def encode(name: str, rows: Array) -> tuple[Array, Kind]:
+        used = kind if rows.ndim == 2 else Kind.F32
+        return gguf.quantize(rows, used), used
+
+    return encode
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    weights: Mapping[str, Array],
+    encode: Encode = encoded(Kind.F32),  # noqa: B008
+    extra: Mapping[str, Array] | None = None,
+    **metadata: Any,
+) -> Path:
+    """A file as llama.cpp's converter would write it; metadata has `__` for a dot."""
+    writer = gguf.GGUFWriter(path, config.architecture)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_token_list([f"<{n}>" for n in range(config.vocab_size)])
+    for key, value in metadata.items():
+        writer.add_uint32(key.replace("__", "."), value)
+    for name, values in weights.items():
+        stored, kind = encode(name, as_llama_cpp(config, name, values))
+        writer.add_tensor(gguf_name(name), stored, raw_dtype=kind)
+    for name, values in (extra or {}).items():
+        writer.add_tensor(name, values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_safetensors(folder: Path, values: dict[str, Any], num_shards: int = 1) -> dict[str, Any]:
+    """A folder as transformers would save it; returns its tensors."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(values))
+    config = from_hf(values, "config.json")
+    tensors = {name: torch.from_numpy(part) for name, part in weights_of(config).items()}
+    names, place = list(tensors), {}
+    for shard in range(num_shards):
+        file = (
+            "model.safetensors" if num_shards == 1 else f"model-{shard}-of-{num_shards}.safetensors"
+        )
+        held = names[shard::num_shards]
+        save_file({name: tensors[name] for name in held}, folder / file)
+        place |= dict.fromkeys(held, file)
+    if num_shards > 1:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": place}))
+    return tensors
+
+
+def expand(groups: Groups) -> torch.Tensor:
+    """scale * q + minimum, as one matrix."""
+    q = groups.q.reshape(*groups.scale.shape, 32).float()
+    return (groups.scale[..., None] * q + groups.minimum[..., None]).reshape(groups.q.shape)
+
+
+@pytest.mark.parametrize("kind", [*PLAIN, *GROUPED])
+def test_gguf_gives_back_what_was_written_in_hugging_face_order(kind: Kind, tmp_path: Path) -> None:
+    config = config_of()
+    weights = weights_of(config)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", config, weights, encoded(kind)))
+    assert checkpoint.config.shapes() == config.shapes()
+    for name, values in weights.items():
+        used = kind if values.ndim == 2 else Kind.F32
+        stored = gguf.dequantize(gguf.quantize(values, used), used)  # rows are quantized alone
+        tensor = checkpoint.read(name)
+        assert tensor.dtype == torch.float32 and checkpoint.has(name)
+        np.testing.assert_array_equal(tensor.numpy(), stored)
+
+
+@pytest.mark.parametrize("kind", GROUPED)
+def test_groups_are_the_same_numbers_as_the_tensor(kind: Kind, tmp_path: Path) -> None:
+    config = config_of()
+    checkpoint = open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(kind))
+    )
+    for name, shape in config.shapes().items():
+        groups = checkpoint.read_groups(name)
+        if len(shape) == 1:
+            assert groups is None
+            continue
+        assert groups is not None and groups.bits == GROUPED[kind]
+        assert groups.q.dtype == torch.uint8 and tuple(groups.q.shape) == shape
+        assert groups.scale.dtype == groups.minimum.dtype == torch.float32
+        assert groups.scale.shape == groups.minimum.shape == (shape[0], shape[1] // 32)
+        assert int(groups.q.max()) < 2**groups.bits
+        torch.testing.assert_close(expand(groups), checkpoint.read(name), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_other_types_have_no_groups(kind: Kind, tmp_path: Path) -> None:
+    config = config_of()
+    checkpoint = open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(kind))
+    )
+    assert all(checkpoint.read_groups(name) is None for name in config.shapes())
+
+
+@pytest.mark.parametrize("kind", BIG_GROUPS)
+def test_types_that_only_dequantize_are_read_by_rows(kind: Kind, tmp_path: Path) -> None:
+    config = config_of(hidden_size=256, intermediate_size=256)
+    random, stored = np.random.default_rng(3), {}
+    group_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+
+    def encode(name: str, rows: Array) -> tuple[Array, Kind]:
+        if rows.ndim == 1:
+            return rows, Kind.F32
+        # Small bytes: wherever a float16 scale lies, it is finite.
+        stored[name] = random.integers(1, 17, (len(rows), group_bytes), dtype=np.uint8)
+        return stored[name], kind
+
+    path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encode)
+    checkpoint = open_checkpoint(path)
+    for name, raw in stored.items():
+        values = checkpoint.read(name).numpy()
+        assert np.isfinite(values).all() and np.ptp(values) > 0
+        theirs = gguf.dequantize(raw, kind)
+        np.testing.assert_array_equal(as_llama_cpp(config, name, values), theirs)
+        assert checkpoint.read_groups(name) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "qwen2"},
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "qwen3", "head_dim": 32},
+        {"attention_bias": True, "mlp_bias": True},
+        {"num_key_value_heads": 4},
+    ],
+)
+def test_every_architecture_is_read_in_its_own_order(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    config = config_of(**changes)
+    weights = weights_of(config)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", config, weights))
+    assert checkpoint.config.tie_embeddings == config.tie_embeddings
+    assert checkpoint.config.shapes() == config.shapes()
+    for name, values in weights.items():
+        np.testing.assert_array_equal(checkpoint.read(name).numpy(), values)
+
+
+def test_rope_divisors_are_read_from_their_tensor(tmp_path: Path) -> None:
+    config, divisors = config_of(), np.arange(1, 9, dtype=np.float32)
+    path = write_gguf(
+        tmp_path / "m.gguf", config, weights_of(config), extra={"rope_freqs.weight": divisors}
+    )
+    assert open_checkpoint(path).config.rope.divisors == tuple(divisors.tolist())
+
+
+def test_metadata_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    values = {"UINT8": 200, "INT8": -3, "UINT16": 60000, "INT16": -300, "UINT32": 1 << 31}
+    values |= {"INT32": -70000, "FLOAT32": 0.1, "BOOL": True, "STRING": "Grüße", "UINT64": 1 << 63}
+    values |= {"INT64": -(1 << 40), "FLOAT64": 0.1}
+    for kind, value in values.items():
+        writer.add_key_value(f"one.{kind}", value, gguf.GGUFValueType[kind])
+        array, inner = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind]
+        writer.add_key_value(f"some.{kind}", [value] * 3, array, inner)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    ours = read_metadata(tmp_path / "m.gguf")
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert ours == {k: f.contents() for k, f in fields.items() if not k.startswith("GGUF.")}
+    assert len(ours) == 1 + 2 * len(values)
+    assert all(type(ours[f"one.{kind}"]) is type(value) for kind, value in values.items())
+
+
+@cache
+def small_gguf() -> bytes:
+    """The bytes of a sound file, up to where its last tensor ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(num_hidden_layers=1)
+        path = write_gguf(Path(folder) / "m.gguf", config, weights_of(config), encoded(Kind.Q8_0))
+        last = max(read_header(path).tensors.values(), key=lambda place: place.offset)
+        return path.read_bytes()[: last.offset + last.num_bytes]
+
+
+def opened(folder: Path, content: bytes) -> Any:
+    path = folder / "m.gguf"
+    path.write_bytes(content)
+    return open_checkpoint(path)
+
+
+def test_a_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    whole = small_gguf()
+    assert opened(tmp_path, whole).has("model.norm.weight")
+    header = whole.rindex(b"blk.")  # densely where there is structure, then now and then
+    for length in (
+        *range(0, header + 100, 7),
+        *range(header + 100, len(whole), 4999),
+        len(whole) - 1,
+    ):
+        with pytest.raises(ModelError, match="m.gguf: not a sound GGUF file"):
+            opened(tmp_path, whole[:length])
+
+
+def test_a_cut_gguf_is_told_where_it_ends(tmp_path: Path) -> None:
+    whole = small_gguf()
+    end = f"ends at byte {len(whole)}, the file at {len(whole) - 10}"
+    with pytest.raises(ModelError, match=f"it is cut: tensor output.weight {end}"):
+        opened(tmp_path, whole[:-10])
+    with pytest.raises(ModelError, match="it is cut: it ends at byte 100, inside its header"):
+        opened(tmp_path, whole[:100])
+
+
+def other_key(whole: bytes, key: str, other: str) -> bytes:
+    """The file with one of its keys renamed, and its length with it."""
+    old, new = (struct.pack("<Q", len(text)) + text.encode() for text in (key, other))
+    assert whole.count(old) == 1
+    return whole.replace(old, new)
+
+
+def test_a_gguf_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    whole = small_gguf()
+    twice = whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight")
+    with pytest.raises(ModelError, match="a tensor is named twice"):
+        opened(tmp_path, twice)
+    with pytest.raises(ModelError, match="llama.block_count is given twice"):
+        opened(tmp_path, other_key(whole, "llama.context_length", "llama.block_count"))
+    norm = b"output_norm.weight" + struct.pack("<I", 1)
+    empty = whole.replace(norm + struct.pack("<Q", 64), norm + struct.pack("<Q", 0))
+    with pytest.raises(ModelError, match=r"output_norm.weight of shape \[0\] is empty"):
+        opened(tmp_path, empty)
+
+
+def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
+    whole = small_gguf()
+    with pytest.raises(ModelError, match="does not begin with GGUF"):
+        opened(tmp_path, b"PK\x03\x04" + whole[4:])
+    with pytest.raises(ModelError, match="version 9 is not supported"):
+        opened(tmp_path, whole[:4] + b"\x09" + whole[5:])
+    with pytest.raises(ModelError, match=r"no such file"):
+        open_checkpoint(tmp_path / "none.gguf")
+
+
+@settings(max_examples=400, deadline=None)
+@given(at=st.integers(4, 9000), byte=st.integers(0, 255))
+def test_a_changed_byte_never_escapes_as_another_error(at: int, byte: int) -> None:
+    changed = bytearray(small_gguf())
+    changed[at] = byte
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            checkpoint = opened(Path(folder), bytes(changed))
+            for name in ("model.norm.weight", "model.layers.0.self_attn.q_proj.weight"):
+                checkpoint.read_groups(name)
+                checkpoint.read(name)
+        except ModelError as error:
+            assert "m.gguf" in str(error)
+
+
+@pytest.mark.parametrize("reads", ["read", "read_groups"])
+@pytest.mark.parametrize("scale", [0x7C00, 0xFC00, 0x7E00, 0x7C01], ids=hex)  # bits of a float16
+def test_a_scale_that_is_no_number_is_refused(scale: int, reads: str, tmp_path: Path) -> None:
+    def encode(name: str, rows: Array) -> tuple[Array, Kind]:
+        stored, kind = encoded(Kind.Q8_0)(name, rows)
+        if name == Q_PROJ:
+            stored[0, :2] = np.array([scale], dtype="<u2").view(np.uint8)
+        return stored, kind
+
+    config = config_of()
+    path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encode)
+    checkpoint = open_checkpoint(path)
+    getattr(checkpoint, reads)(Q_PROJ.replace("q_proj", "k_proj"))
+    with pytest.raises(ModelError, match=f"{path}: tensor {Q_PROJ} holds what is no number"):
+        getattr(checkpoint, reads)(Q_PROJ)
+
+
+def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", config_of(), weights_of(config_of()), split__count=3)
+    with pytest.raises(ModelError, match="one part of a split file"):
+        open_checkpoint(path)
+
+
+def test_a_gguf_type_that_cannot_be_expanded_is_named(tmp_path: Path) -> None:
+    def encode(name: str, rows: Array) -> tuple[Array, Kind]:
+        return (rows.astype(np.float64), Kind.F64) if "q_proj" in name else (rows, Kind.F32)
+
+    config = config_of()
+    checkpoint = open_checkpoint(
+        write_gguf(tmp_path / "m.gguf", config, weights_of(config), encode)
+    )
+    with pytest.raises(ModelError, match=f"tensor {Q_PROJ} cannot be expanded.*F64"):
+        checkpoint.read(Q_PROJ)
+
+
+def test_reading_one_gguf_tensor_needs_room_for_little_more(tmp_path: Path) -> None:
+    config = config_of(vocab_size=8192, hidden_size=512, num_attention_heads=8, num_hidden_layers=1)
+    path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(Kind.Q4_1))
+    checkpoint, size = open_checkpoint(path), 8192 * 512 * 4
+    tracemalloc.start()
+    try:
+        checkpoint.read("model.embed_tokens.weight")
+        assert size <= tracemalloc.get_traced_memory()[1] < 2 * size
+        tracemalloc.reset_peak()
+        checkpoint.read("model.norm.weight")
+        assert tracemalloc.get_traced_memory()[1] < size // 8
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_safetensors_give_back_what_was_saved(
+    num_shards: int, is_tied: bool, tmp_path: Path
+) -> None:
+    values = {**VALUES, "tie_word_embeddings": is_tied}
+    tensors = write_safetensors(tmp_path / "m", values, num_shards)
+    checkpoint = open_checkpoint(tmp_path / "m")
+    assert checkpoint.config == from_hf(values, "config.json")
+    for name in checkpoint.config.shapes():
+        torch.testing.assert_close(checkpoint.read(name), tensors[name], rtol=0, atol=0)
+        assert checkpoint.read_groups(name) is None and checkpoint.has(name)
+    assert checkpoint.has("lm_head.weight") is not is_tied
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_safetensors_keep_their_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = write_safetensors(tmp_path, VALUES)
+    save_file({n: t.to(dtype) for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    assert open_checkpoint(tmp_path).read(Q_PROJ).dtype is dtype
+
+
+def test_a_model_saved_without_its_head_is_found_by_full_names(tmp_path: Path) -> None:
+    tensors = write_safetensors(tmp_path, {**VALUES, "tie_word_embeddings": True})
+    short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    (tmp_path / "model.safetensors").unlink()
+    save_file(short, tmp_path / "other.safetensors")
+    checkpoint = open_checkpoint(tmp_path)
+    assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
+
+
+def test_safetensors_are_not_read_before_they_are_asked_for(tmp_path: Path) -> None:
+    tensors = write_safetensors(tmp_path, VALUES)
+    checkpoint = open_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    with file.open("r+b") as written:  # in place, so that what is mapped changes
+        written.seek(start)
+        written.write(bytes(len(content) - start))
+    assert tensors[Q_PROJ].any() and not checkpoint.read(Q_PROJ).any()
+
+
+def test_safetensors_cut_anywhere_are_refused(tmp_path: Path) -> None:
+    write_safetensors(tmp_path, VALUES)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    for length in (0, 5, 8, 100, len(whole) // 2, len(whole) - 1):
+        file.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match="model.safetensors: not a sound safetensors file"):
+            open_checkpoint(tmp_path)
+    file.write_bytes(b"\xff" * 64)
+    with pytest.raises(ModelError, match="not a sound safetensors file"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_missing_shard_and_a_broken_index_are_named(tmp_path: Path) -> None:
+    write_safetensors(tmp_path, VALUES, 3)
+    (tmp_path / "model-1-of-3.safetensors").unlink()
+    with pytest.raises(ModelError, match="model-1-of-3.safetensors: is named by"):
+        open_checkpoint(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    for text, said in (("{", "cannot be read as JSON"), ("{}", "has no weight_map")):
+        index.write_text(text)
+        with pytest.raises(ModelError, match=said):
+            open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(
+        (tmp_path / "model-0-of-3.safetensors").read_bytes()
+    )
+    assert open_checkpoint(tmp_path).has("model.embed_tokens.weight")  # one file counts first
+    (tmp_path / "model.safetensors").unlink()
+    index.unlink()
+    with pytest.raises(ModelError, match="2 safetensors files, but no model.safetensors.index"):
+        open_checkpoint(tmp_path)
+
+
+def test_quantized_safetensors_are_refused_by_their_type(tmp_path: Path) -> None:
+    tensors = write_safetensors(tmp_path, VALUES)
+    tensors[Q_PROJ] = tensors[Q_PROJ].to(torch.int8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"{Q_PROJ} is stored as I8; supported are F64"):
+        open_checkpoint(tmp_path).read(Q_PROJ)
+
+
+def sources(folder: Path, weights: dict[str, Array]) -> list[Any]:
+    """The same tensors opened from both kinds of file."""
+    write_gguf(folder / "m.gguf", config_of(), weights)
+    write_safetensors(folder / "m", VALUES)
+    tensors = {name: torch.from_numpy(values) for name, values in weights.items()}
+    save_file(tensors, folder / "m" / "model.safetensors")
+    return [open_checkpoint(folder / "m.gguf"), open_checkpoint(folder / "m")]
+
+
+def test_a_missing_or_wrong_tensor_is_named(tmp_path: Path) -> None:
+    weights = weights_of(config_of())
+    del weights[Q_PROJ]
+    weights[K_PROJ] = weights[K_PROJ][:, :32].copy()
+    for checkpoint in sources(tmp_path, weights):
+        assert not checkpoint.has(Q_PROJ)
+        with pytest.raises(ModelError, match=f"tensor {Q_PROJ} is missing"):
+            checkpoint.read(Q_PROJ)
+        wrong = re.escape(f"tensor {K_PROJ} has shape [32, 32]; the config says [32, 64]")
+        with pytest.raises(ModelError, match=wrong):
+            checkpoint.read(K_PROJ)
+
+
+def test_a_tensor_that_no_such_model_has_is_refused(tmp_path: Path) -> None:
+    every = [*sources(tmp_path, weights_of(config_of())), DummyCheckpoint(config_of())]
+    for checkpoint in every:
+        for name in ("model.layers.1.self_attn.q_proj.bias", "model.layers.7.mlp.x.weight", ""):
+            assert not checkpoint.has(name)
+            with pytest.raises(ModelError, match="this llama model has no tensor"):
+                checkpoint.read(name)
+
+
+def test_dummy_weights_are_the_same_every_time_and_fit(tmp_path: Path) -> None:
+    config = config_of()
+    one, two = DummyCheckpoint(config), DummyCheckpoint(config)
+    for name, shape in config.shapes().items():
+        assert torch.equal(one.read(name), two.read(name)) and tuple(one.read(name).shape) == shape
+        assert bool((one.read(name) == 1).all()) == name.endswith("norm.weight")
+    assert not torch.equal(one.read(Q_PROJ), one.read(Q_PROJ.replace(".1.", ".0.")))
+    assert one.read("model.embed_tokens.weight").std().item() == pytest.approx(0.02, rel=0.1)
+    assert one.path is None and one.read_groups(Q_PROJ) is None
+
+
+def test_dummy_needs_only_a_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(VALUES))
+    for path in (tmp_path, tmp_path / "config.json"):
+        assert open_checkpoint(path, "dummy").config == config_of()
+    with pytest.raises(ModelError, match="no model here"):
+        open_checkpoint(tmp_path)
+    bare = write_gguf(tmp_path / "bare.gguf", config_of(), {})
+    dummy = open_checkpoint(bare, "dummy")
+    assert isinstance(dummy, DummyCheckpoint) and dummy.config.num_layers == 2
+
+
+def test_a_folder_is_what_it_holds(tmp_path: Path) -> None:
+    config = config_of()
+    with pytest.raises(ModelError, match=r"looked for config.json with \*.safetensors, or a .gguf"):
+        open_checkpoint(tmp_path)
+    one = write_gguf(tmp_path / "one.gguf", config, weights_of(config))
+    assert open_checkpoint(tmp_path).path == one
+    write_gguf(tmp_path / "two.gguf", config, weights_of(config))
+    with pytest.raises(ModelError, match=r"2 GGUF files \(one.gguf, two.gguf\); give one"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "two.gguf").unlink()
+    write_safetensors(tmp_path, VALUES)
+    assert open_checkpoint(tmp_path).path == tmp_path  # safetensors first
+    assert open_checkpoint(tmp_path, "gguf").path == one
+
+
+def test_what_cannot_be_opened_says_what_can(tmp_path: Path) -> None:
+    one = write_gguf(tmp_path / "one.gguf", config_of(), {})
+    with pytest.raises(ModelError, match=r"'pickle' is unknown; there are auto, safetensors"):
+        open_checkpoint(one, "pickle")
+    with pytest.raises(ModelError, match="is no folder with config.json"):
+        open_checkpoint(one, "safetensors")
+    (tmp_path / "w.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="w.bin: give a .gguf file, or the folder"):
+        open_checkpoint(tmp_path / "w.bin")

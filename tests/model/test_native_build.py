@@ -1,0 +1,45 @@
+"""The native kernels are there wherever they can be: other tests skip only where they cannot."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from headway.model.backends.native import build
+from headway.model.precision import why_not_native
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+
+
+@needs_compiler
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    assert why_not_native() is None
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of this kind")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "icelake-server"])
+def test_the_source_serves_processors_without_the_newest_instructions(processor: str) -> None:
+    flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-march=native")]
+    checks = ["-O1", f"-march={processor}", "-Wall", "-Wextra", "-Werror", "-S", "-o", "/dev/null"]
+    command = ["gcc", *flags, *checks, str(build.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@needs_compiler
+def test_a_change_in_any_part_of_the_source_makes_another_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(build.SOURCE.parent, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(build, "SOURCE", tmp_path / build.SOURCE.name)
+    names = {build._fingerprint("gcc")}
+    parts = sorted(tmp_path.glob("*.c"))
+    for part in parts:
+        part.write_text(part.read_text(encoding="utf-8") + "/* changed */\n", encoding="utf-8")
+        names.add(build._fingerprint("gcc"))
+    assert len(names) == len(parts) + 1

@@ -1,0 +1,200 @@
+"""Laws of observing a busy server: no observation waits for the running step, and each has an age."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import httpx
+import pytest
+
+from headway.engine.async_engine import ThreadPort
+from headway.engine.latest import Latest
+from headway.observe.server_metrics import ServerMetrics
+from headway.server import app as app_module
+from headway.server import live
+from headway.server.health import watch
+from tests.observe.test_prometheus import samples
+from tests.support import processes
+from tests.support.scripted import make_engine, script
+from tests.support.served import MODEL, Server, on_loop, server
+
+AT_ONCE = 1.0  # seconds; the step that is observed takes as long as the test likes
+PATHS = ("/metrics", "/load", "/live", "/health")
+
+
+@asynccontextmanager
+async def watched(**more: Any) -> AsyncIterator[Server]:
+    """A server with all that observes it."""
+    async with server(**more) as s:
+        ServerMetrics(s.port.loop, MODEL)
+        s.app.include_router(live.router(s.app.state.context))
+        yield s
+
+
+async def until_stepping(s: Server) -> None:
+    async with asyncio.timeout(5):
+        while not s.port.loop.engine.num_in_flight and s.port.loop.engine.step_began is None:
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def blocked(s: Server, **fields: Any) -> AsyncIterator[asyncio.Task[Any]]:
+    """While a request's first step does not end."""
+    s.executor.gate.clear()
+    asking = asyncio.create_task(s.complete(prompt="abc", **fields))
+    await until_stepping(s)
+    yield asking
+    s.executor.gate.set()
+    await asking
+
+
+@on_loop
+async def test_observations_do_not_wait_for_the_running_step() -> None:
+    async with watched() as s, blocked(s, user="me"):
+        for _ in range(2):
+            answers = {}
+            for path in PATHS:
+                async with asyncio.timeout(AT_ONCE):
+                    answers[path] = await s.client.get(path)
+            assert {path: a.status_code for path, a in answers.items()} == dict.fromkeys(PATHS, 200)
+            load, shown = answers["/load"].json(), answers["/live"].json()
+            assert (load["running"], load["waiting"], load["server_load"]) == (1, 0, 1)
+            assert shown["num_running"] == 1 and shown["seats"]["taken"] == 1
+            (row,) = shown["running"]
+            assert (row["client"], row["state"], row["computed"]) == ("me", "prefill", 0)
+            found = samples(answers["/metrics"].text)
+            assert found["num_requests_running",] == 1
+
+
+@on_loop
+async def test_the_age_grows_with_the_step_and_is_0_after_it() -> None:
+    async with watched() as s:
+        async with blocked(s):
+            await asyncio.sleep(0.1)
+            first = (await s.client.get("/live")).json()
+            await asyncio.sleep(live.SECONDS_KEPT + 0.1)
+            later = (await s.client.get("/live")).json()
+            assert 0.1 <= first["age"] < later["age"]
+            assert later["step_seconds"] == pytest.approx(later["age"], abs=0.05)
+            assert (await s.client.get("/load")).json()["age"] >= later["age"]
+            found = samples((await s.client.get("/metrics")).text)
+            assert found["snapshot_age_seconds",] >= later["age"]
+        await s.settled()
+        await asyncio.sleep(live.SECONDS_KEPT + 0.05)
+        idle = (await s.client.get("/live")).json()
+        assert idle["age"] < 0.05 and idle["step_seconds"] is None and idle["num_running"] == 0
+
+
+@on_loop
+async def test_requests_that_come_during_a_step_are_seen_waiting() -> None:
+    async with watched() as s, blocked(s):
+        others = [asyncio.create_task(s.complete(prompt="xy", n=2)) for _ in range(3)]
+        async with asyncio.timeout(5):
+            while (await s.client.get("/load")).json()["waiting"] < 6:
+                await asyncio.sleep(0.01)
+        found = samples((await s.client.get("/metrics")).text)
+        assert found["num_requests_waiting",] == found["waiting_by_reason", "new"] == 6
+        shown = (await s.client.get("/live")).json()
+        assert (shown["num_waiting"], shown["num_new"], shown["waiting"]) == (6, 6, [])
+        s.executor.gate.set()
+        await asyncio.gather(*others)
+
+
+@on_loop
+async def test_a_deadline_is_known_without_waiting_for_a_step() -> None:
+    async with watched() as s, blocked(s):
+        async with asyncio.timeout(AT_ONCE):
+            now = await s.engine.ask("now")
+        asking = asyncio.create_task(s.complete(prompt="xy", deadline=60))
+        async with asyncio.timeout(AT_ONCE):
+            while s.port.loop.num_unread == 0:
+                await asyncio.sleep(0.005)
+        (submit,) = s.port.loop._inbox
+        assert now + 60 <= cast(Any, submit).params.deadline <= now + 60 + 5
+        s.executor.gate.set()
+        await asking
+
+
+@on_loop
+async def test_a_reset_waits_for_a_step_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "ANSWERS_WITHIN", 0.1)
+    async with watched() as s:
+        async with blocked(s):
+            answer = await s.client.post("/reset_prefix_cache")
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
+            assert answer.json()["error"]["code"] == "engine_busy"
+        await s.settled()
+        assert (await s.client.post("/reset_prefix_cache")).json() == {"success": True}
+
+
+def test_a_state_that_cannot_be_read_is_shown_as_it_was_last() -> None:
+    engine = make_engine()
+    latest = Latest(engine, lambda: len(engine.scheduler.requests))
+    engine.add("a", [1, 2, 3], script(5))
+    assert latest.get()[0] == 1
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with engine.lock:  # as a policy does that takes long
+            held.set()
+            assert done.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(10)
+    engine.scheduler.requests.clear()
+    value, age = latest.get()
+    assert value == 1 and age > 0
+    done.set()
+    holder.join()
+    assert latest.get()[0] == 0
+
+
+def test_a_watchdog_says_why_while_a_step_is_stuck() -> None:
+    async def test() -> None:
+        async with watched() as s, blocked(s):
+            await asyncio.sleep(0.05)
+            dog = watch(s.engine, patience=0.01)
+            problem = await dog(s.engine)
+            assert problem is not None and "1 of" in problem and "in flight" in problem
+        assert isinstance(s.engine.port, ThreadPort)
+
+    asyncio.run(test())
+
+
+def test_an_engine_in_its_own_process_is_observed_during_a_step() -> None:
+    with processes.Server(num_workers=1, seconds=30.0, is_real=True) as s:
+        asked = {"prompt": "abc", "user": "me"}
+        asking = threading.Thread(target=lambda: _post(f"{s.url}v1/completions", asked))
+        asking.start()
+        with httpx.Client(base_url=s.url, timeout=10) as http:
+            ends_at = time.monotonic() + 10
+            while http.get("/load").json()["running"] == 0:
+                assert time.monotonic() < ends_at
+                time.sleep(0.02)
+            ages = []
+            for _ in range(2):
+                for path in PATHS:
+                    answer = http.get(path)
+                    assert answer.status_code == 200, answer.text
+                    assert answer.elapsed.total_seconds() < AT_ONCE
+                shown = http.get("/live").json()
+                assert [row["client"] for row in shown["running"]] == ["me"]
+                ages.append(shown["age"])
+                time.sleep(live.SECONDS_KEPT + 0.05)
+            assert 0 < ages[0] < ages[1]
+            found = samples(http.get("/metrics").text)
+            assert found["num_requests_running",] == 1 and found["snapshot_age_seconds",] > ages[1]
+    asking.join()
+
+
+def _post(url: str, body: dict[str, Any]) -> None:
+    try:
+        httpx.post(url, json=body, timeout=20)
+    except httpx.HTTPError:
+        return  # the server was killed during the step

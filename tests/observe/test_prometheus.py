@@ -1,0 +1,331 @@
+"""Laws of the server's metrics: they say what a log of every token says, and never grow."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter, defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from headway.engine.clock import VirtualClock
+from headway.engine.engine import Engine
+from headway.engine.loop import EngineLoop
+from headway.engine.messages import Ask, FromLoop, Reply
+from headway.errors import RequestError
+from headway.executor.simulated import Script, SimulatedExecutor
+from headway.lab.cost import load_profile
+from headway.lab.simulate import with_profile
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.prometheus import BETWEEN, COUNTERS, GAUGES, HISTOGRAMS, Histogram
+from headway.observe.server_metrics import ServerMetrics
+from headway.plan import StepReport
+from headway.request import Params, Request
+from headway.scheduler import Scheduler, preset
+
+ROOT = Path(__file__).parents[2]
+PROFILE = load_profile("qwen3-0.6b-h200")
+SMALL = {"block_size": 4, "num_blocks": 44, "max_requests": 8, "max_tokens": 128}
+WORKLOAD = (
+    "requests=40,arrivals=bursty(250,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
+    "prefix=2x16@0.5,clients=3,priorities=3,n=2,seed={}"
+)
+Samples = dict[tuple[str, ...], float]
+
+
+class Log:
+    """Every token with its time; knows nothing of lockstep."""
+
+    def __init__(self) -> None:
+        self.times: dict[Request, list[float]] = defaultdict(list)
+        self.seated: dict[Request, float] = {}
+        self.ends: dict[Request, float] = {}
+        self.totals: Counter[str] = Counter()
+
+    def __call__(self, report: StepReport) -> None:
+        plan = report.plan
+        for request, tokens in report.outputs() if plan.step >= 0 else ():
+            self.times[request] += [report.result.ended] * len(tokens)
+        for request, num_cached, _, is_resume in plan.admitted:
+            self.seated.setdefault(request, plan.planned_at)
+            self.totals["queried"] += 0 if is_resume else request.num_prompt
+            self.totals["hit"] += 0 if is_resume else num_cached
+        for request in report.finished:
+            self.ends[request] = report.result.ended
+        self.totals["computed"] += sum(c.end - c.start for c in plan.chunks)
+        self.totals["computed"] += len(plan.decodes) * plan.num_steps
+        self.totals["steps"] += plan.step >= 0
+        self.totals["deferred"] += len(plan.deferred)
+        self.totals["preempted"] += len(plan.preempted)
+        self.totals["out"] += len(plan.copies_out)
+        self.totals["in"] += len(plan.copies_in)
+
+    def gaps(self) -> list[float]:
+        return [b - a for times in self.times.values() for a, b in pairwise(times)]
+
+    def completed(self) -> list[Request]:
+        return [r for r in self.ends if r.finish_reason in ("stop", "length")]
+
+
+def samples(text: str, prefix: str = "headway") -> Samples:
+    """Values by name and by whichever label is not on every metric."""
+    found: Samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            found[(sample.name.removeprefix(f"{prefix}:"), *own.values())] = sample.value
+    return found
+
+
+def engine_of(name: str, depth: int, **changes: Any) -> tuple[Engine, VirtualClock]:
+    config = with_profile(preset(name, **{**SMALL, **changes}), PROFILE)
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, lambda plan: PROFILE.step_seconds(plan, config.block_size))
+    return Engine(Scheduler(config), executor, clock, depth=depth), clock
+
+
+def run(name: str, depth: int, seed: int, **changes: Any) -> tuple[ServerMetrics, Log, Engine]:
+    """A workload in which some are aborted on their way, to its end."""
+    engine, clock = engine_of(name, depth, **changes)
+    metrics, log = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"), Log()
+    engine.observers.append(log)
+    jobs, chance = list(parse_synthetic(WORKLOAD.format(seed)).jobs())[::-1], random.Random(seed)
+    while jobs or engine.has_work:
+        while jobs and jobs[-1].arrival <= clock.now():
+            job = jobs.pop()
+            engine.add(job.id, job.prompt(), job.params(), job.arrival)
+        if chance.random() < 0.05 and engine.scheduler.requests:
+            engine.abort(chance.choice(list(engine.scheduler.requests)))
+        if engine.has_work:
+            engine.step()
+        else:
+            clock.advance_to(jobs[-1].arrival)
+    assert engine.fault is None
+    return metrics, log, engine
+
+
+def check_histogram(found: Samples, name: str, values: list[float]) -> None:
+    """Count, sum and every bucket are those of the values."""
+    bounds = sorted(float(key[1]) for key in found if key[0] == f"{name}_bucket")
+    assert found[f"{name}_count",] == len(values), name
+    assert found[f"{name}_sum",] == pytest.approx(sum(values)), name
+    ordered = sorted(round(value, 9) for value in values)
+    for bound in bounds[:-1]:
+        share = [v for v in ordered if v <= bound + 1e-9]
+        near = sum(abs(v - bound) < 2e-9 for v in ordered)  # rounding may put them on either side
+        label = next(k[1] for k in found if k[0] == f"{name}_bucket" and float(k[1]) == bound)
+        assert abs(found[f"{name}_bucket", label] - len(share)) <= near, (name, bound)
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("headway", {}),
+        ("headway", {"decode_steps": 4}),
+        ("vllm", {"num_blocks": 30, "num_host_blocks": 20, "swap": "swap"}),
+        ("vllm_v1", {"num_blocks": 30}),
+        ("vllm_v1", {"max_tokens": 12}),
+        ("minivllm", {"num_blocks": 36}),
+        ("minivllm", {"num_blocks": 300, "max_tokens": 5, "chunk": "split_any"}),
+    ],
+)
+def test_metrics_say_what_a_log_of_every_token_says(
+    name: str, changes: dict[str, Any], depth: int
+) -> None:
+    for seed in range(3):
+        metrics, log, _ = run(name, depth, seed, **changes)
+        found, done = samples(metrics.text()), log.completed()
+        first = [times[0] - r.arrival for r, times in log.times.items()]
+        check_histogram(found, "time_to_first_token_seconds", first)
+        check_histogram(found, "inter_token_latency_seconds", log.gaps())
+        ends, seated, times = log.ends, log.seated, log.times
+        waits = {
+            "e2e_request_latency_seconds": [ends[r] - r.arrival for r in done],
+            "request_queue_time_seconds": [seated[r] - r.arrival for r in done],
+            "request_prefill_time_seconds": [times[r][0] - seated[r] for r in done],
+            "request_decode_time_seconds": [ends[r] - times[r][0] for r in done],
+            "request_inference_time_seconds": [ends[r] - seated[r] for r in done],
+            "request_prompt_tokens": [float(r.num_prompt) for r in done],
+            "request_generation_tokens": [float(r.num_generated) for r in done],
+            "request_params_max_tokens": [float(r.params.max_tokens or 0) for r in done],
+            "request_params_n": [float(r.params.n) for r in done if r.leader is None],
+        }
+        for histogram, values in waits.items():
+            check_histogram(found, histogram, values)
+        check_counters(found, log)
+
+
+def check_counters(found: Samples, log: Log) -> None:
+    totals = log.totals
+    reasons = Counter(request.finish_reason for request in log.ends)
+    expected = {
+        ("generation_tokens_total",): sum(map(len, log.times.values())),
+        ("prompt_tokens_total",): sum(r.num_prompt for r in log.times),
+        ("prefix_cache_queries_total",): totals["queried"],
+        ("prefix_cache_hits_total",): totals["hit"],
+        ("num_preemptions_total",): totals["preempted"],
+        ("recomputed_tokens_total",): sum(r.history.num_recomputed for r in log.ends),
+        ("swapped_blocks_total", "out"): totals["out"],
+        ("swapped_blocks_total", "in"): totals["in"],
+        ("iteration_tokens_total_sum",): totals["computed"],
+        ("iteration_tokens_total_count",): totals["steps"],
+        ("scheduler_step_seconds_count",): totals["steps"],
+    }
+    expected |= {
+        ("request_success_total", reason): reasons[reason]
+        for reason in ("stop", "length", "abort", "error")
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_the_runs_above_preempt_swap_recompute_and_abort() -> None:
+    totals: Counter[str] = Counter()
+    swapping = {"num_host_blocks": 20, "swap": "swap"}
+    for name, changes in (("vllm", swapping), ("vllm_v1", {})):
+        metrics, log, _ = run(name, 1, 0, num_blocks=30, **changes)
+        totals += Counter({key[0]: int(v) for key, v in samples(metrics.text()).items()})
+        totals["swapped"] += log.totals["out"] * log.totals["in"]
+        totals["aborted"] += sum(r.finish_reason == "abort" for r in log.ends)
+    _, log, _ = run("minivllm", 1, 0, num_blocks=300, max_tokens=5, chunk="split_any")
+    totals["deferred"] = log.totals["deferred"]
+    for name in (
+        "deferred",
+        "num_preemptions_total",
+        "recomputed_tokens_total",
+        "swapped",
+        "aborted",
+    ):
+        assert totals[name] > 0, name
+
+
+def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+    metrics, _, engine = run("vllm_v1", 1, 1, num_blocks=30)
+    assert engine.scheduler.is_idle
+    lives, live = metrics._lives, metrics._live
+    assert not (lives.open or lives._fresh or lives._parked)
+    assert not [request for request in live._waits if request is not None]
+    assert len(live._window._seconds) <= 61 and len(live._decisions) <= 32
+
+
+def test_gauges_say_how_things_stand_and_reasons_add_up_to_who_waits() -> None:
+    engine, _ = engine_of("vllm_v1", 0, num_blocks=20, max_requests=2)
+    metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
+    script = Params(max_tokens=30, sampling=Script(30, 7, 1))
+    seen_waiting = False
+    for number in range(12):
+        engine.add(str(number), [number + 1] * 9, script)
+        engine.step()
+        found, scheduler = samples(metrics.text()), engine.scheduler
+        assert found["num_requests_running",] == len(scheduler.running)
+        assert found["num_requests_waiting",] == len(scheduler.queue)
+        assert found["kv_cache_usage_perc",] == pytest.approx(1 - scheduler.num_free / 20)
+        reasons = {key[1]: v for key, v in found.items() if key[0] == "waiting_by_reason"}
+        assert sum(reasons.values()) == len(scheduler.queue)
+        seen_waiting |= reasons["seats"] + reasons["blocks"] > 0
+    assert seen_waiting
+    engine.add("new", [1] * 9, script)
+    assert samples(metrics.text())["waiting_by_reason", "new"] == 1
+
+
+def test_an_embedding_counts_as_a_prompt_and_not_as_generation() -> None:
+    engine, _ = engine_of("headway", 0)
+    metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
+    asked = Params(max_tokens=1, pooling="last", sampling=Script(1, 7, 1))
+    engine.add("a", range(9), asked)
+    engine.run()
+    found = samples(metrics.text())
+    for name in (
+        "generation_tokens_total", "time_to_first_token_seconds_count",
+        "request_generation_tokens_count", "request_params_max_tokens_count",
+        "request_decode_time_seconds_count", "inter_token_latency_seconds_count",
+    ):  # fmt: skip
+        assert found[name,] == 0, name
+    for name in (
+        "e2e_request_latency_seconds_count", "request_queue_time_seconds_count",
+        "request_prefill_time_seconds_count", "request_prompt_tokens_count",
+    ):  # fmt: skip
+        assert found[name,] == 1, name
+    assert found["prompt_tokens_total",] == found["request_prompt_tokens_sum",] == 9
+    assert found["request_success_total", "length"] == 1
+    assert (
+        found["request_prefill_time_seconds_sum",] == found["request_inference_time_seconds_sum",]
+    )
+    snapshot = metrics.snapshot()
+    assert snapshot["totals"]["output_tokens"] == 0
+    assert "embedding" in snapshot["decisions"][-1]["words"]
+    assert not (metrics._lives.open or metrics._lives._fresh)
+
+
+def test_the_same_names_under_another_prefix() -> None:
+    metrics, _, _ = run("headway", 0, 0)
+    ours, theirs = metrics.text(), metrics.text("vllm")
+    names = [set(samples(ours)), set(samples(theirs, "vllm"))]
+    assert names[0] == names[1]
+    assert "vllm:time_to_first_token_seconds_bucket{" in theirs and "headway" not in theirs
+    for name in (*GAUGES, *HISTOGRAMS, *(f"{counter}_total" for counter in COUNTERS)):
+        assert re.search(rf'^headway:{name}\w*{{.*engine="0".*model_name="tiny"', ours, re.M), name
+
+
+def test_a_weighted_observation_is_many_single_ones() -> None:
+    singly, at_once, chance = Histogram(BETWEEN), Histogram(BETWEEN), random.Random(0)
+    for _ in range(200):
+        value, count = chance.choice([*BETWEEN, chance.expovariate(1)]), chance.randrange(1, 9)
+        at_once.observe(value, count)
+        for _ in range(count):
+            singly.observe(value)
+    assert at_once.counts == singly.counts and at_once.total == pytest.approx(singly.total)
+
+
+def test_a_value_on_a_bound_belongs_below_it() -> None:
+    histogram = Histogram((0.5, 1))
+    for value in (0.5, 0.75, 1, 1.25):
+        histogram.observe(value)
+    assert histogram.buckets() == [("0.5", 1), ("1.0", 3), ("+Inf", 4)]
+
+
+def test_the_loop_answers_for_its_metrics() -> None:
+    engine, _ = engine_of("headway", 0)
+    heard: list[FromLoop] = []
+    loop = EngineLoop(engine, heard.extend)
+    ServerMetrics(loop, "tiny")
+    loop.post([Ask(0, "metrics", "vllm"), Ask(1, "metrics"), Ask(2, "snapshot")])
+    loop._read()
+    loop._flush()
+    texts = [message.value for message in heard if isinstance(message, Reply)]
+    assert texts[0].startswith("# HELP vllm:") and texts[1].startswith("# HELP headway:")
+    assert json.loads(json.dumps(texts[2]))["num_running"] == 0
+
+
+def test_a_metric_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    engine, _ = engine_of("headway", 0)
+    metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
+    metrics.numbers.histograms.clear()
+    (request,) = engine.add("a", [1, 2, 3], Params(max_tokens=3, sampling=Script(3, 7, 1)))
+    engine.run()
+    assert request.is_finished and "a step was not counted" in caplog.text
+
+
+def test_a_refused_request_is_not_counted() -> None:
+    engine, _ = engine_of("headway", 0)
+    metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
+    with pytest.raises(RequestError):
+        engine.add("a", [], Params())
+    assert not metrics._lives.open
+
+
+def test_every_metric_is_explained_and_on_the_dashboard() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    board = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
+    queries = " ".join(t["expr"] for panel in board["panels"] for t in panel.get("targets", ()))
+    for name in (*GAUGES, *COUNTERS, *HISTOGRAMS):
+        assert f"`{name}" in page, name
+        assert f"headway:{name}" in queries, name
+    real = {*GAUGES, *(f"{name}_total" for name in COUNTERS)}
+    real |= {f"{name}_{part}" for name in HISTOGRAMS for part in ("bucket", "sum", "count")}
+    assert set(re.findall(r"headway:(\w+)", queries)) <= real

@@ -1,0 +1,245 @@
+"""Laws of spans: they follow a request from arrival to end, under the trace that it came with."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry import trace
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from headway.engine.loop import EngineLoop
+from headway.engine.messages import Submit
+from headway.errors import ConfigError
+from headway.observe.spans import Spans, _make_provider, _within, check_installed, install
+from headway.server.http.trace_context import TraceContext, traceparent_of
+from tests.cli.test_cli_generate import options_of, save_tiny
+from tests.observe.test_live import asked, made
+from tests.support.processes import serving
+from tests.support.served import on_loop, server
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+HEADER = f"00-{TRACE}-{PARENT}-01"
+
+
+class Receiver:
+    """A collector that takes OTLP over HTTP and keeps the spans."""
+
+    def __init__(self) -> None:
+        self.requests: list[ExportTraceServiceRequest] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.path == "/v1/traces":
+                    receiver.requests.append(ExportTraceServiceRequest.FromString(body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None:
+                """Quietly."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        self.thread = threading.Thread(
+            target=self.server.serve_forever, kwargs={"poll_interval": 0.02}
+        )
+        self.thread.start()
+
+    def spans(self) -> list[Any]:
+        return [
+            span
+            for request in self.requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+
+    def resource(self) -> dict[str, str]:
+        found = self.requests[0].resource_spans[0].resource.attributes
+        return {each.key: each.value.string_value for each in found}
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    made = Receiver()
+    yield made
+    made.server.shutdown()
+    made.thread.join()
+    made.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def test_a_server_exports_spans_as_documented(tiny: list[str], receiver: Receiver) -> None:
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
+    options = (*tiny, "--spans", "--engine-process")
+    with serving(*options, environment=environment) as (process, said):
+        found = re.search(r"at (http://127.0.0.1:\d+)", said)
+        assert found, said
+        body = {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
+        for header in (HEADER, "nonsense"):
+            answer = httpx.post(
+                f"{found[1]}/v1/completions", json=body, headers={"traceparent": header}, timeout=20
+            )
+            assert answer.status_code == 200, answer.text
+        process.send_signal(signal.SIGTERM)  # flushes what no batch has sent yet
+        _, rest = process.communicate(timeout=20)
+        assert process.returncode == 0 and "Traceback" not in rest, rest
+    assert receiver.resource()["service.name"] == "headway"
+    check_exported(receiver.spans(), Path(tiny[1]).name)
+
+
+def check_exported(spans: list[Any], model: str) -> None:
+    wholes = [span for span in spans if span.name == "llm_request"]
+    (whole,) = [span for span in wholes if span.parent_span_id.hex() == PARENT]
+    assert len(wholes) == 2 and whole.trace_id.hex() == TRACE
+    assert all(w.trace_id.hex() != TRACE and not w.parent_span_id for w in wholes if w is not whole)
+    parts = [span for span in spans if span.parent_span_id == whole.span_id]
+    assert [span.name for span in parts] == ["queue", "prefill", "decode"]
+    assert {span.trace_id.hex() for span in parts} == {TRACE}
+    found = {each.key: each.value for each in whole.attributes}
+    assert found["gen_ai.request.model"].string_value == model
+    assert found["gen_ai.usage.output_tokens"].int_value == 5
+    assert found["gen_ai.request.max_tokens"].int_value == 5
+    reasons = found["gen_ai.response.finish_reasons"].array_value.values
+    assert [each.string_value for each in reasons] == ["length"]
+    seconds = (whole.end_time_unix_nano - whole.start_time_unix_nano) / 1e9
+    assert 0 < found["gen_ai.latency.time_to_first_token"].double_value <= seconds
+
+
+def test_the_service_has_the_name_that_the_environment_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, given in (("headway", None), ("chat", "chat")):
+        if given:
+            monkeypatch.setenv("OTEL_SERVICE_NAME", given)
+        provider = _make_provider()
+        assert provider.resource.attributes["service.name"] == name
+        provider.shutdown()
+
+
+def test_a_provider_that_the_program_has_set_is_used_and_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
+    engine, _ = made()
+    stop = install(EngineLoop(engine, lambda _: None), "tiny")
+    for id in "ab":
+        engine.add(id, [1] * 9, asked())
+        engine.run()
+        stop()  # the second request is traced too: the provider is not ours to shut down
+    assert [s.name for s in memory.get_finished_spans()].count("llm_request") == 2
+
+
+def test_an_unreachable_collector_does_not_hold_up_the_end() -> None:
+    begun = time.monotonic()
+    _within(0.05, lambda: time.sleep(5))
+    assert time.monotonic() - begun < 3
+
+
+@on_loop
+async def test_a_trace_context_comes_with_its_request_and_no_other() -> None:
+    async with server() as s:
+        seen: list[str] = []
+        s.port.loop.on_submit.append(lambda message, _: seen.append(message.traceparent))
+        transport = httpx.ASGITransport(TraceContext(s.app))
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            for headers in ({"traceparent": HEADER}, {}, {"traceparent": "nonsense"}):
+                for stream in (False, True):
+                    body = {"prompt": ["ab", "cd"], "stream": stream}
+                    answer = await client.post("/v1/completions", json=body, headers=headers)
+                    assert answer.status_code == 200
+        assert seen == [HEADER] * 4 + [""] * 8
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_spans_of_a_request_follow_one_another_from_arrival_to_end(depth: int) -> None:
+    engine, gate = made(num_blocks=12, max_requests=4)
+    engine.depth = depth
+    memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(memory))
+    spans = Spans(engine, provider.get_tracer("test"), "tiny")
+    engine.observers.append(spans)
+    for id in "abcd":
+        requests = engine.add(id, [ord(id)] * 9, asked(20))
+        spans.expect(Submit(id, [], asked(20), HEADER if id == "a" else ""), requests)
+    engine.step()
+    engine.abort("d")
+    engine.run()
+    gate.num_faults = 1
+    engine.add("e", [1] * 9, asked(20))
+    engine.run()
+    assert not spans._phases and not spans._parents
+    found = memory.get_finished_spans()
+    wholes = {str(attribute(s, "gen_ai.request.id")): s for s in found if s.name == "llm_request"}
+    assert set(wholes) == set("abcde")
+    assert wholes["a"].parent is not None and f"{wholes['a'].parent.span_id:016x}" == PARENT
+    assert not wholes["e"].status.is_ok and attribute(wholes["e"], "error.type") == "OSError"
+    for whole in wholes.values():
+        check_parts(whole, [s for s in found if s.parent == whole.context])
+    assert "preempted" in {span.name for span in found}
+
+
+def attribute(span: ReadableSpan, name: str) -> object:
+    return (span.attributes or {})[name]
+
+
+def check_parts(whole: ReadableSpan, parts: list[ReadableSpan]) -> None:
+    """Parts follow one another from the beginning of the whole to its end."""
+    assert parts[0].name == "queue" and parts[0].start_time == whole.start_time
+    for before, after in pairwise(parts):
+        assert before.start_time is not None and before.end_time is not None
+        assert after.start_time is not None
+        assert before.start_time <= before.end_time <= after.start_time + 1
+    assert parts[-1].end_time is not None and whole.end_time is not None
+    assert parts[-1].end_time <= whole.end_time
+    if attribute(whole, "gen_ai.response.finish_reasons") == ("length",):
+        assert parts[-1].name == "decode"
+
+
+@pytest.mark.parametrize(
+    ("header", "is_taken"),
+    [
+        (HEADER, True),
+        (HEADER.replace("00-4", "cc-4") + "-more", True),
+        (HEADER.upper(), False),
+        (HEADER[:-1], False),
+        (f"ff{HEADER[2:]}", False),
+        (f"00-{'0' * 32}-{PARENT}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (HEADER + "\n", False),
+        ("é" * 55, False),
+        ("", False),
+    ],
+)
+def test_a_malformed_traceparent_is_ignored(header: str, is_taken: bool) -> None:
+    scope = {"headers": [(b"traceparent", header.encode())]}
+    assert traceparent_of(scope) == (header if is_taken else "")
+    assert traceparent_of({"headers": [(b"traceparent", HEADER.encode())] * 2}) == ""
+
+
+def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_installed()
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    with pytest.raises(ConfigError, match=r"pip install 'headway\[otel\]'"):
+        check_installed()

@@ -1,0 +1,355 @@
+"""What the documents say is so: commands run, shown output is real, tables equal the code.
+
+A code block marked `console` holds commands, each after "$ ", and may show what they print; "..."
+stands for any lines left out. A block marked `python` is run; a `text` block right after it is what
+it prints. After a change that is meant, `python -m tests.project.test_docs` writes what is shown anew; of
+blocks with "..." it only says that they no longer match.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import numpy as np
+import pytest
+import typer.main
+
+from headway.cli.main import app
+from headway.config import QueueRule, Verbs, World
+from headway.lab.cost import FOLDER, Machine, Model, Profile
+from headway.lab.summary import summarize
+from headway.lab.workload.rows import OWN
+from headway.lab.workload.synthetic import WORDS
+from headway.observe import trace
+from headway.observe.timeline import Metrics
+from headway.plan import (
+    Admission,
+    Behind,
+    Blocked,
+    Chunk,
+    Copy,
+    Plan,
+    Preemption,
+    Reason,
+    StepReport,
+    StepResult,
+)
+from headway.request import Params, Request, State
+from headway.scheduler.presets import NUMBERS, PARTS, PRESETS, SLOTS, preset, slot
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")], key=lambda path: path.as_posix()
+)
+NAMES = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
+WIDTH = 100
+PIECE = re.compile(
+    r"(?:<!-- (?P<note>[^\n]*) -->\n)?```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.S | re.M
+)
+
+
+class Shown(NamedTuple):
+    """Text in a document that a program prints, and what it prints now."""
+
+    start: int  # of the text in the document
+    text: str
+    real: str
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def is_like(shown: str, real: str) -> bool:
+    """Equal but for spaces at line ends, and for what "..." stands for."""
+    lines = [re.escape(line.rstrip()) for line in shown.strip("\n").split("\n")]
+    pattern = "\n".join("(?:.*\n)*?.*" if line == r"\.\.\." else line for line in lines)
+    plain = "\n".join(line.rstrip() for line in real.strip("\n").split("\n"))
+    return re.fullmatch(pattern, plain) is not None
+
+
+def commands(body: str) -> Iterator[tuple[str, int, str]]:
+    """Every command of a console block, where its output begins, and the output shown."""
+    for match in re.finditer(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE):
+        yield match[1].replace("\\\n", " "), match.start(2), match[2]
+
+
+def run_headway(arguments: list[str]) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        app(arguments, standalone_mode=False)
+    return printed.getvalue()
+
+
+def run_command(command: str) -> str | None:
+    """What a command prints; None if it is one that is not run here."""
+    program, *arguments = shlex.split(command)
+    if program == "headway":
+        return run_headway(arguments)
+    if command == "make demo":
+        return run_headway(["demo"])
+    if program == "python" and arguments[0].startswith("examples/"):
+        example = [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
+        return subprocess.run(example, check=True, capture_output=True, text=True).stdout
+    assert program in ("make", "python", "git", "cd"), (
+        f"not a command that is known here: {command}"
+    )
+    return None
+
+
+def run_python(source: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(source, "<document>", "exec"), {"__name__": "document"})
+    return printed.getvalue()
+
+
+def noted(note: str) -> str:
+    """What a comment before a block says the block shows."""
+    kind, _, rest = note.partition(": ")
+    if kind == "trace lines":  # of the one trace file that commands before it wrote
+        (file,) = Path().glob("*.trace.jsonl")
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return "\n".join(broken(lines[int(number) - 1]) for number in rest.split()) + "\n"
+    assert kind == "profile", f"an unknown note: {note}"
+    profile = json.loads((FOLDER / f"{rest}.json").read_text(encoding="utf-8"))
+    return json.dumps({**profile, "description": "..."}, indent=2) + "\n"
+
+
+def broken(line: str) -> str:
+    """One line of JSON, broken between fields so that it fits a page."""
+    lines = [""]
+    for part in re.split(r"(?<=,)(?=[\"\[{])", line):
+        if len(lines[-1]) + len(part) > WIDTH:
+            lines.append(" ")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def shown_in(document: str) -> list[Shown]:
+    """Everything a document shows as printed; runs all its commands and programs, in order."""
+    found: list[Shown] = []
+    printed: tuple[int, str] | None = None  # where the latest python block ended, and its output
+    for match in PIECE.finditer(document):
+        kind, body, start = match["kind"], match["body"], match.start("body")
+        if match["note"] and kind == "json":
+            found.append(Shown(start, body, noted(match["note"])))
+        elif kind == "console":
+            for command, place, text in commands(body):
+                real = run_command(command)
+                if real is not None and text.strip():
+                    found.append(Shown(start + place, text, real))
+        elif kind == "python":
+            printed = (match.end(), run_python(body))
+        elif kind == "text" and printed and not document[printed[0] : match.start()].strip():
+            found.append(Shown(start, body, printed[1]))
+    return found
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder for what commands write, and a terminal of known width."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_shown_is_what_is_printed(name: str) -> None:
+    for shown in shown_in(read(name)):
+        assert is_like(shown.text, shown.real), (
+            f"{name} shows\n{shown.text}\nbut it is\n{shown.real}\n"
+            "If the change is meant, run: python -m tests.project.test_docs"
+        )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_in_a_sentence_can_be_given(name: str) -> None:
+    group = typer.main.get_command(app)
+    for words in re.findall(r"`headway ((?!\.)[a-z][^`]*)`", read(name)):
+        context = group.make_context("headway", shlex.split(words), resilient_parsing=False)
+        with context:
+            command, *rest = shlex.split(words)
+            found = group.get_command(context, command)  # type: ignore[attr-defined]
+            assert found is not None, f"{name}: there is no `headway {command}`"
+            if command == "trace" and not rest:
+                rest = ["FILE"]
+            found.make_context(command, rest, parent=context)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", read(name)):
+        path, _, heading = target.partition("#")
+        assert "://" not in target, f"{name}: {target} is not a part of this repository"
+        file = (ROOT / name).parent / path if path else ROOT / name
+        assert file.exists(), f"{name}: {target} does not exist"
+        if heading:
+            assert heading in anchors(file.read_text(encoding="utf-8")), f"{name}: {target}"
+
+
+def anchors(document: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", document, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_lines_fit_100_columns(name: str) -> None:
+    assert [line for line in read(name).splitlines() if len(line) > WIDTH] == []
+
+
+def test_files_named_in_documents_exist() -> None:
+    pattern = r"`((?:bench|docs|examples|headway|tests)/[\w./\-]+\.\w+)`"
+    for name in NAMES:
+        for path in re.findall(pattern, read(name)):
+            assert (ROOT / path).exists(), f"{name} names {path}"
+
+
+def rows_after(document: str, mark: str) -> list[list[str]]:
+    """The cells of the first table after a mark, with its header."""
+    table = document[document.index(mark) :].split("\n|", 1)[1].split("\n\n")[0]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
+    return [cells[0], *cells[2:]]
+
+
+@pytest.mark.parametrize(
+    "kind", ["recipe queue chunk victim", "headroom swap max_requests max_tokens"]
+)
+def test_the_presets_in_the_tables_are_the_presets(kind: str) -> None:
+    header, *rows = rows_after(read("docs/policies.md"), f"<!-- presets: {kind} -->")
+    assert header == ["preset", *kind.split()]
+    assert [row[0] for row in rows] == list(PRESETS)
+    for name, *values in rows:
+        for field, value in zip(header[1:], values, strict=True):
+            wanted = slot(field, value) if field in SLOTS else int(value)
+            assert getattr(preset(name), field) == wanted, f"{name}: {field}"
+
+
+def test_what_presets_share_is_told() -> None:
+    told = dict(re.findall(r"`(\w+)` (\d+)", read("docs/policies.md").replace("\n", " ")))
+    for name in set(NUMBERS) - {"max_requests", "max_tokens"}:
+        assert {getattr(preset(p), name) for p in PRESETS} == {int(told[name])}, name
+
+
+def test_every_ready_made_policy_is_described_with_its_numbers() -> None:
+    document = read("docs/policies.md")
+    for policy in (*PARTS, *(p for group in SLOTS.values() for p in group)):
+        found = re.search(rf"`{policy.__name__}(\([^`]*\))?`", document)
+        assert found, policy.__name__
+        numbers = [f.name for f in fields(policy)] if isinstance(policy, type) else []
+        told = re.findall(r"(\w+)=", found[1] or "")
+        assert sorted(told) == sorted(numbers), policy.__name__
+
+
+@pytest.mark.parametrize("protocol", [World, Verbs, QueueRule])
+def test_all_that_a_policy_may_see_is_described(protocol: Any) -> None:
+    members = {name for name in vars(protocol) if not name.startswith("_")}
+    rows = rows_after(read("docs/policies.md"), f"`{protocol.__name__}` is")
+    assert {n for row in rows[1:] for n in re.findall(r"`(\w+)", row[0])} == members
+
+
+def test_every_reason_for_waiting_is_described() -> None:
+    rows = rows_after(read("docs/policies.md"), "## Waiting, and why")
+    assert {row[0].strip("`") for row in rows[1:]} == set(get_args(Reason))
+
+
+def test_every_state_is_described() -> None:
+    for state in State:
+        assert state.name in read("docs/architecture.md")
+
+
+def full_line() -> dict[str, Any]:
+    """A step in which everything happens that a trace can tell."""
+    params = Params(
+        min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
+        reads_cache=False, pooling="mean",
+    )  # fmt: skip
+    request = Request("r", [1], params, leader=Request("leader", [1], params))
+    request.finish_reason, request.stop_token, request.error = "error", 1, "it failed"
+    for field in fields(request.history):
+        setattr(request.history, field.name, 1)
+    plan = Plan(
+        step=1, decodes=[request], rows=np.zeros(1, np.intp), num_steps=2, decode_context=1,
+        grown=[(request, 0)], chunks=[Chunk(request, 0, 1, 0, True)],
+        copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)],
+        admitted=[Admission(request, 1, 1, True)], preempted=[Preemption(request, True, 1, True)],
+        blocked=[Blocked(request, "blocks", 1, 0)], behind=Behind("order", 1), num_free=1,
+        num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0), planned_at=1.0, ending=[[request]],
+        cut={request: 0},
+    )  # fmt: skip
+    for field in fields(Plan):
+        value = getattr(plan, field.name)
+        if isinstance(value, list) and not value:  # of requests
+            setattr(plan, field.name, [request])
+    return trace.describe_step(StepReport(plan, StepResult([], [], 1.0, 2.0), [request]))
+
+
+@pytest.mark.parametrize("part", ["header", "step", "added", "finished"])
+def test_every_field_of_a_trace_is_described(part: str) -> None:
+    step = full_line()
+    heading, line = {
+        "header": ("## The header", trace.header(preset(), 0)),
+        "step": ("## A step", step),
+        "added": ("## A request in `added`", step["added"][0]),
+        "finished": ("## A request in `finished`", step["finished"][0]),
+    }[part]
+    section = read("docs/trace.md").split(f"\n{heading}\n")[1].split("\n## ")[0]
+    cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+    assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(line)
+
+
+def test_every_word_of_a_synthetic_workload_is_described() -> None:
+    rows = rows_after(read("docs/simulator.md"), "### Synthetic text")
+    assert sorted(row[0].strip("`") for row in rows[1:]) == sorted(WORDS)
+
+
+def test_every_field_of_a_workload_and_of_a_profile_is_described() -> None:
+    document = read("docs/simulator.md")
+    names = [*OWN, *(f.name for f in fields(Profile) if f.name not in ("model", "machine"))]
+    names += [f"model.{f.name}" for f in fields(Model)]
+    names += [f"machine.{f.name}" for f in fields(Machine)]
+    assert [name for name in names if f"`{name}`" not in document] == []
+
+
+def test_every_key_of_a_summary_is_described() -> None:
+    summary = summarize(Metrics(trace.header(preset(), 0)))
+    document = read("docs/simulator.md")
+    assert [key for key in summary if f"`{key}`" not in document] == []
+
+
+def rewrite(path: Path) -> None:
+    """Put what is printed now into a document."""
+    document = path.read_text(encoding="utf-8")
+    for shown in reversed(shown_in(document)):
+        if is_like(shown.text, shown.real):
+            continue
+        if "\n...\n" in f"\n{shown.text}":
+            print(f"{path.name}: look at\n{shown.text}")
+            continue
+        real = "\n".join(line.rstrip() for line in shown.real.strip("\n").split("\n")) + "\n"
+        document = document[: shown.start] + real + document[shown.start + len(shown.text) :]
+    path.write_text(document, encoding="utf-8")
+
+
+def main() -> None:
+    os.environ["COLUMNS"] = str(WIDTH)
+    for path in DOCUMENTS:
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            rewrite(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""The public surface, frozen: names that users, scripts and files rely on.
+
+A test here that fails means that somebody's code, script or file breaks: change on purpose, in the
+same commit as the CHANGELOG line that says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import io
+import json
+from dataclasses import fields
+from typing import Any
+
+import typer.main
+
+import headway
+from headway import errors
+from headway.cli.main import app
+from headway.lab.cost import known_profiles, load_profile
+from headway.lab.simulate import simulate
+from headway.lab.workload.synthetic import WORDS, parse_synthetic
+from headway.observe.trace import VERSION, Line
+from headway.request import Params, State
+from headway.scheduler import PRESETS, preset
+from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
+from tests.support.served import server
+
+EXPORTS = {
+    "LLM", "PRESETS", "AsyncEngine", "Config", "Engine", "Grammar", "Params", "Plan", "RealClock", "Request",
+    "SamplingParams", "Scheduler", "State", "StepReport", "StepResult", "VirtualClock", "World", "preset",
+}  # fmt: skip
+PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
+POLICIES = {
+    "recipe": ["mixed", "swapped_first", "prefill_first", "charged_in_full", "static"],
+    "queue": ["fcfs", "priority", "shortest_first", "fair", "deadline", "custom"],
+    "chunk": ["whole", "split_first", "split_any", "at_most"],
+    "headroom": ["watermark", "reserve_outputs", "future_peak", "back_off"],
+    "victim": ["served_last", "newest", "least_work", "lowest_priority", "fewest_lost"],
+    "swap": ["recompute", "swap", "cheaper"],
+}
+NUMBER_NAMES = [
+    "max_requests", "max_tokens", "decode_steps", "block_size", "num_blocks", "num_host_blocks",
+    "max_length",
+]  # fmt: skip
+PARAM_NAMES = [
+    "max_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
+    "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
+]  # fmt: skip
+LLM_NAMES = [
+    "model", "device", "precision", "preset", "load_format", "kv_cache_dtype", "attention",
+    "kv_memory", "gpu_memory_utilization", "threads", "depth", "trace_out", "progress", "observers",
+    "settings",
+]  # fmt: skip
+ERRORS = {
+    "HeadwayError": ["Exception"],
+    "ConfigError": ["HeadwayError", "ValueError"],
+    "RequestError": ["HeadwayError", "ValueError"],
+    "InvalidRequest": ["RequestError"],
+    "InvalidGrammar": ["InvalidRequest"],
+    "RequestTooLong": ["RequestError"],
+    "Overloaded": ["RequestError"],
+    "ModelError": ["HeadwayError"],
+    "FormatError": ["HeadwayError", "ValueError"],
+    "ReplayMismatch": ["HeadwayError"],
+    "PolicyError": ["HeadwayError"],
+    "ExecutorError": ["HeadwayError"],
+}
+SCHEDULER_FLAGS = {
+    "--recipe", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-requests",
+    "--max-tokens", "--decode-steps", "--block-size", "--num-blocks", "--num-host-blocks",
+    "--max-length", "--depth",
+}  # fmt: skip
+RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens"}
+MODEL_FLAGS = {
+    *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--device", "--precision", "--load-format",
+    "--kv-cache-dtype", "--attention", "--kv-memory", "--gpu-memory-utilization", "--threads",
+    "--trace-out",
+}  # fmt: skip
+SAMPLING_FLAGS = {
+    "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
+    "--seed", "--stop",
+}  # fmt: skip
+COMMANDS = {
+    "run": {"--max-new-tokens", "--json", *MODEL_FLAGS},
+    "generate": {
+        "prompt", "--file", "--out", "--json", "--ignore-eos", "--samples", "-n", "--logprobs",
+        *MODEL_FLAGS, *SAMPLING_FLAGS,
+    },
+    "chat": {"--system", *MODEL_FLAGS, *SAMPLING_FLAGS},
+    "serve": {
+        "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
+        "--api-workers", "--engine-process",
+        "--api-key", "--api-key-file", "--cors-origin", "--allowed-host", "--grace", "--watchdog",
+        "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
+        "--timeout", "--stall-timeout", "--timeout-head", "--timeout-keep-alive",
+        "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
+    },
+    "top": {"url", "--api-key", "--every", "--once"},
+    "bench throughput": {
+        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset", "--json",
+        *MODEL_FLAGS,
+    },
+    "bench latency": {
+        "--batch-size", "--input-len", "--output-len", "--num-iters", "--num-iters-warmup",
+        "--seed", "--json", *MODEL_FLAGS,
+    },
+    "bench serve": {
+        "--url", "--model", "--api-key", "--timeout", "--prompts", "--vocab-size", "--temperature",
+        "--seed", "--num-prompts", "--input-len", "--output-len", "--rate", "--concurrency",
+        "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
+        "--json",
+    },
+    "models": {"--fetch", "--json"},
+    "profile": {
+        "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
+        "--precision", "--quick", "--threads",
+    },
+    "simulate": {"workload", "--preset", "--trace-out", *RUN_FLAGS},
+    "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
+    "trace": {"file", "--perfetto", "--diff", "--replay", "--json"},
+    "demo": {"--json"},
+    "presets": {"--json"},
+    "profiles": {"--json"},
+}  # fmt: skip
+ENDPOINTS = {
+    "POST /v1/completions", "POST /v1/chat/completions", "POST /v1/embeddings", "POST /v1/responses", "POST /v1/messages",
+    "POST /v1/messages/count_tokens", "GET /ping", "POST /tokenize",
+    "POST /detokenize", "GET /v1/models", "GET /v1/models/{model}", "GET /version", "GET /health",
+    "GET /load", "POST /reset_prefix_cache", "GET /metrics",
+}  # fmt: skip
+STEP_KEYS = {
+    "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
+    "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
+    "copied_in", "blocked", "behind", "finished", "steps", "in_flight", "interrupted", "early",
+}  # fmt: skip
+ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
+REQUEST_KEYS = {
+    "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
+    "salt", "stops", "leader", "reads_cache", "pooling",
+}  # fmt: skip
+END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
+
+
+def test_the_package_exports_what_it_did() -> None:
+    assert set(headway.__all__) == EXPORTS
+    assert all(hasattr(headway, name) for name in EXPORTS)
+
+
+def test_presets_slots_policies_and_numbers_have_their_names() -> None:
+    assert list(PRESETS) == PRESET_NAMES
+    assert {name: [p.__name__ for p in group] for name, group in SLOTS.items()} == POLICIES
+    assert [part.__name__ for part in PARTS] == ["limit", "learned"]
+    assert list(NUMBERS) == NUMBER_NAMES
+
+
+def test_every_ready_made_policy_says_what_it_does_in_one_line() -> None:
+    for group in (*SLOTS.values(), PARTS):
+        for policy in group:
+            first = (policy.__doc__ or "").strip().split("\n")[0]
+            assert first.endswith((".", ":")) or first, policy
+            assert not first.startswith(policy.__name__ + "("), (
+                f"{policy.__name__} has no docstring"
+            )
+
+
+def test_a_request_is_asked_for_with_the_same_words() -> None:
+    assert [field.name for field in fields(Params)] == PARAM_NAMES
+    assert {s.value for s in State} == {"waiting", "prefill", "decoding", "swapped", "finished"}
+
+
+def test_a_model_is_asked_for_with_the_same_words() -> None:
+    assert list(inspect.signature(headway.LLM).parameters) == LLM_NAMES
+
+
+def test_the_offline_api_has_its_methods() -> None:
+    methods = {name for name in vars(headway.LLM) if not name.startswith("_")}
+    assert methods == {
+        "generate", "chat", "embed", "stream", "chat_tokens", "reset_cache", "close",
+    }  # fmt: skip
+    assert list(inspect.signature(headway.LLM.embed).parameters) == ["self", "prompts", "pooling"]
+
+
+def test_the_server_has_its_endpoints() -> None:
+    async def paths() -> set[str]:
+        async with server() as here:
+            methods = here.app.openapi()["paths"].items()
+            return {f"{verb.upper()} {path}" for path, verbs in methods for verb in verbs}
+
+    assert asyncio.run(paths()) == ENDPOINTS
+
+
+def test_the_tree_of_errors_stands() -> None:
+    found = {
+        name: [base.__name__ for base in kind.__bases__]
+        for name, kind in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(kind, Exception)
+    }
+    assert found == ERRORS
+    assert all(name in (errors.__doc__ or "") for name in ERRORS)
+
+
+def test_commands_have_their_flags() -> None:
+    assert flags_of("", typer.main.get_command(app)) == COMMANDS
+
+
+def flags_of(name: str, command: Any) -> dict[str, set[str]]:
+    """The flags of a command, or of all commands below a group."""
+    if not hasattr(command, "commands"):
+        return {name.strip(): {o for p in command.params for o in p.opts} - {"--help"}}
+    inner = (flags_of(f"{name} {each}", sub) for each, sub in command.commands.items())
+    return {key: flags for found in inner for key, flags in found.items()}
+
+
+def test_a_synthetic_workload_is_written_with_the_same_words() -> None:
+    assert list(WORDS) == [
+        "requests", "arrivals", "prompt", "output", "max_tokens", "prefix", "clients", "skew",
+        "priorities", "slack", "n", "seed",
+    ]  # fmt: skip
+
+
+def test_profiles_have_their_names() -> None:
+    assert known_profiles() == [
+        "llama3-70b-4xa100", "llama3.1-8b-a100-80gb", "qwen3-0.6b-h200", "qwen3-0.6b-h200-headway",
+    ]  # fmt: skip
+
+
+def strained() -> list[Line]:
+    """Traces in which everything happens that has a key."""
+    text = (
+        "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(2,30),"
+        "max_tokens=30,prefix=2x16@0.5,clients=2,priorities=2,slack=uniform(0.1,1),n=2"
+    )
+    small = {"block_size": 4, "num_blocks": 36, "max_requests": 6, "max_tokens": 64}
+    runs = [
+        preset("vllm_v1", **small),
+        preset("vllm_v1", **{**small, "num_blocks": 200}, decode_steps=3),
+        preset("vllm_v1", **small, swap="swap", num_host_blocks=36),
+        preset("minivllm", **{**small, "max_tokens": 5, "num_blocks": 200}, chunk="split_any"),
+    ]
+    lines: list[Line] = []
+    for config in runs:
+        file = io.StringIO()
+        profile = load_profile("qwen3-0.6b-h200")
+        simulate(parse_synthetic(text).jobs(), config, profile, depth=1, trace=file)
+        lines += map(json.loads, file.getvalue().splitlines())
+    return lines
+
+
+def test_a_trace_is_written_with_the_same_keys() -> None:
+    lines = strained()
+    heads = [line for line in lines if "headway_trace" in line]
+    steps = [line for line in lines if "headway_trace" not in line]
+    assert VERSION == 1 and all(line["headway_trace"] == 1 for line in heads)
+    assert all(set(line) == {"headway_trace", "config", "depth", "profile"} for line in heads)
+    assert all(set(line) >= ALWAYS for line in steps)
+    seen = set().union(*steps)
+    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted", "interrupted", "early"}, (
+        STEP_KEYS ^ seen
+    )
+    asked = set().union(*(a for line in steps for a in line.get("added", ())))
+    assert {"id", "arrival", "prompt", "max_tokens"} <= asked <= REQUEST_KEYS
+    ended = set().union(*(e for line in steps for e in line.get("finished", ())))
+    assert {"id", "reason", "output", "recomputed", "stop"} <= ended <= END_KEYS
+    kinds = {b[1] for line in steps for b in line.get("blocked", ())}
+    assert kinds <= {"seats", "tokens", "blocks", "headroom", "order", "back-off"}

@@ -1,0 +1,400 @@
+"""The native kernels: each against its plain twin, and a sequence's logits against its company.
+
+The law behind every other equality: what a sequence computes depends on nothing but itself, to the
+bit. Not on who shares the batch, how its prompt was cut, where its blocks lie or how long they are.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headway.model.backends.base import Attention
+from headway.model.backends.native import weights as packing
+from headway.model.backends.native.backend import NativeBackend
+from headway.model.backends.plain import PlainBackend
+from headway.model.batch import Batch
+from headway.model.config import ModelConfig, from_hf
+from headway.model.decoder import Decoder
+from headway.model.precision import why_not_native
+from headway.model.weights.checkpoint import DummyCheckpoint
+from headway.model.weights.tensors import Groups
+from tests.support import real
+
+pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+
+EPSILON = 2.0**-24  # half the distance from 1 to the next float32
+
+
+class Loud(DummyCheckpoint):
+    """Random weights large enough that attention is sharp; in groups of 4 bits if asked."""
+
+    def __init__(self, config: ModelConfig, *, has_groups: bool = False) -> None:
+        super().__init__(config)
+        self._has_groups = has_groups
+
+    def read(self, name: str) -> Tensor:
+        quiet = super().read(name)
+        if name.endswith("norm.weight"):
+            return quiet + 0.2 * torch.randn(quiet.shape, generator=_generator(len(name)))
+        return quiet * 8
+
+    def read_groups(self, name: str) -> Groups | None:
+        return four_bits(self.read(name)) if self._has_groups else None
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def four_bits(matrix: Tensor, bits: int = 4) -> Groups:
+    """A matrix in groups as GGUF's Q4_1 has them; halves are exact."""
+    grouped = matrix.view(len(matrix), -1, packing.GROUP)
+    minimum = grouped.amin(2).half().float()
+    scale = ((grouped.amax(2) - minimum) / (2**bits - 1)).half().float()
+    steps = (grouped - minimum[..., None]) / scale[..., None]
+    q = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)
+    return Groups(q=q, scale=scale, minimum=minimum, bits=bits)
+
+
+def sizes(
+    heads: int, kv_heads: int, head_dim: int, kind: str = "Llama", **more: Any
+) -> ModelConfig:
+    numbers = {
+        "architectures": [f"{kind}ForCausalLM"], "vocab_size": 131, "hidden_size": 96,
+        "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": head_dim, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5, **more,
+    }  # fmt: skip
+    return from_hf(numbers, "test")
+
+
+CONFIGS = {
+    "as the bundled model": sizes(9, 3, 64, tie_word_embeddings=True),
+    "seven share one, with norms": sizes(7, 1, 32, "Qwen3", attention_bias=True),
+    "each its own, with biases": sizes(3, 3, 80, "Qwen2"),
+    "eight share one, wide heads": sizes(8, 1, 256),
+}
+
+
+@cache
+def decoder(name: str, precision: str) -> Decoder:
+    checkpoint = Loud(CONFIGS[name], has_groups=precision == "4 bits")
+    return Decoder(checkpoint, NativeBackend(is_quantized=precision != "float32"))
+
+
+# A sequence alone and in company.
+
+Sequences = list[list[int]]
+
+
+@torch.inference_mode()
+def in_company(
+    model: Decoder, sequences: Sequences, block_size: int, chance: random.Random
+) -> list[Tensor]:
+    """Logits at every place of every sequence, computed in random cuts and random company."""
+    widths = [-(-len(tokens) // block_size) for tokens in sequences]
+    numbers = list(range(sum(widths) + 3))
+    chance.shuffle(numbers)
+    tables = [[numbers.pop() for _ in range(width)] for width in widths]
+    blocks = real.blocks_for(model, (sum(widths) + 3) * block_size, block_size)
+    found: list[list[Tensor]] = [[] for _ in sequences]
+    done = [0] * len(sequences)
+    while left := [s for s, tokens in enumerate(sequences) if done[s] < len(tokens)]:
+        chosen = chance.sample(left, chance.randint(1, len(left)))
+        steps = [chance.choice((1, 1, 2, 5, 17, 63, 64, 200)) for _ in chosen]
+        parts = [
+            (sequences[s][done[s] : done[s] + step], done[s], tables[s])
+            for s, step in zip(chosen, steps, strict=True)
+        ]
+        batch = real.batch_of(parts, block_size)
+        logits = model.logits(model.forward(batch, blocks))
+        for s, rows in zip(
+            chosen, torch.split(logits, [len(part[0]) for part in parts]), strict=True
+        ):
+            found[s].append(rows)
+            done[s] += len(rows)
+    return [torch.cat(rows) for rows in found]
+
+
+@pytest.mark.parametrize("precision", ["float32", "8 bits", "4 bits"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_depend_on_the_sequence_alone_to_the_bit(name: str, precision: str) -> None:
+    model, chance = decoder(name, precision), random.Random(f"{name} {precision}")
+    lengths = [1, 2, 31, 64, 65, 130]
+    sequences = [[chance.randrange(131) for _ in range(length)] for length in lengths]
+    sequences.append([*sequences[-1][:50], 7])  # one that begins as another does
+    alone = [real.logits_of(model, tokens) for tokens in sequences]
+    assert all(logits.isfinite().all() for logits in alone)
+    for block_size in (1, 5, 16, 64):
+        for tokens, one, other in zip(
+            sequences, alone, in_company(model, sequences, block_size, chance), strict=True
+        ):
+            assert torch.equal(one, other), (block_size, len(tokens), (one - other).abs().max())
+
+
+@pytest.mark.parametrize("precision", ["float32", "quantized"])
+def test_the_bundled_model_decodes_as_it_prefills_to_the_bit(precision: str) -> None:
+    model, chance = real.decoder(precision), random.Random(precision)
+    names = ("name", "chat", "emoji", "dijkstra")
+    sequences = [real.prompts()[name] + real.reference()[name][:8] for name in names]
+    alone = [real.logits_of(model, tokens) for tokens in sequences]
+    for one, other in zip(alone, in_company(model, sequences, 16, chance), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_logits_do_not_depend_on_the_number_of_threads() -> None:
+    chance, before = random.Random(3), torch.get_num_threads()
+    tokens = [chance.randrange(131) for _ in range(70)]
+    for precision in ("float32", "8 bits", "4 bits"):
+        model = decoder("as the bundled model", precision)
+        found = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            try:
+                found.append(real.logits_of(model, tokens))
+            finally:
+                torch.set_num_threads(before)
+        assert torch.equal(*found), precision
+
+
+def test_two_decoders_may_share_a_backend() -> None:
+    """Whatever a backend remembers of one model must not be used for another."""
+    tokens, backend, config = [3, 1, 4, 1, 5], NativeBackend(), CONFIGS["as the bundled model"]
+    for checkpoint in (Loud(config), DummyCheckpoint(config)):
+        shared, own = Decoder(checkpoint, backend), Decoder(checkpoint, NativeBackend())
+        assert torch.equal(real.logits_of(shared, tokens), real.logits_of(own, tokens))
+
+
+# Products.
+
+
+def bound(x: Tensor, matrix: Tensor, steps: int) -> Tensor:
+    """How far float32 sums of so many rounded steps may be from the exact product."""
+    return (steps + 2) * EPSILON * (x.abs().double() @ matrix.abs().double().T) + 1e-30
+
+
+def multiplied(weight: packing.NativeWeight, x: Tensor, onto: Tensor | None) -> Tensor:
+    backend = NativeBackend()
+    return (
+        backend.linear(x, weight) if onto is None else backend.add_linear(onto.clone(), x, weight)
+    )
+
+
+@pytest.mark.parametrize("num_outputs", [1, 31, 33, 64, 100, 129])
+def test_float_products_are_exact_but_for_rounding(num_outputs: int) -> None:
+    random_numbers = _generator(num_outputs)
+    for num_rows in (*range(1, 15), 24, 40, 97, 200):
+        for num_inputs in (1, 7, 96):
+            x = torch.randn(num_rows, num_inputs, generator=random_numbers)
+            matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
+            bias = torch.randn(num_outputs, generator=random_numbers)
+            onto = torch.randn(num_rows, num_outputs, generator=random_numbers)
+            exact, most = x.double() @ matrix.double().T, bound(x, matrix, num_inputs)
+            plain = multiplied(packing.pack_floats(matrix, None), x, None)
+            assert ((plain - exact).abs() <= most).all()
+            added = multiplied(packing.pack_floats(matrix, bias), x, onto) - onto.double()
+            slack = 4 * EPSILON * (onto.abs() + bias.abs() + exact.abs())
+            assert ((added - exact - bias).abs() <= most + slack).all()
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Inputs as the quantized product rounds them: 8 bits in groups of 32, and their steps."""
+    grouped = x.view(len(x), -1, packing.GROUP)
+    most = grouped.abs().amax(2, keepdim=True)
+    inverse = torch.where(most > 0, torch.tensor(127.0) / most, 0)  # 127 / most would round twice
+    return (grouped * inverse).round(), most / 127
+
+
+def quantized_product(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """The product of rounded inputs and whole weights, and the sum of its parts' sizes."""
+    steps_of_x, step = (part.double() for part in rounded(x))
+    q = groups.q.double().view(len(groups.q), -1, packing.GROUP)
+    dots = torch.einsum("mgk,ngk->mgn", steps_of_x, q)
+    main = dots * step * groups.scale.double().T
+    rest = (steps_of_x.sum(2, keepdim=True) * step) * groups.minimum.double().T
+    return (main + rest).sum(1), (main.abs() + rest.abs()).sum(1)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8])
+@pytest.mark.parametrize("num_outputs", [1, 63, 65, 130])
+def test_quantized_products_are_exact_but_for_rounding(num_outputs: int, bits: int) -> None:
+    random_numbers = _generator(num_outputs + bits)
+    for num_rows in (*range(1, 18), 24, 32, 33, 40):
+        for num_inputs in (32, 64, 160):
+            x = torch.randn(num_rows, num_inputs, generator=random_numbers)
+            x[0, :32] = 0  # a group without a step
+            matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
+            groups = packing.quantize(matrix) if bits == 8 else four_bits(matrix, bits)
+            bias = torch.randn(num_outputs, generator=random_numbers)
+            exact, parts = quantized_product(x, groups)
+            most = (2 * num_inputs // 32 + 6) * EPSILON * (parts + bias.abs()) + 1e-30
+            found = multiplied(packing.pack_groups(groups, bias), x, None)
+            assert ((found - exact - bias).abs() <= most).all()
+            onto = torch.ones(num_rows, num_outputs)
+            added = multiplied(packing.pack_groups(groups, None), x, onto)
+            assert ((added - exact - 1).abs() <= most + 4 * EPSILON * (1 + exact.abs())).all()
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8, 32])
+@pytest.mark.parametrize("num_outputs", [1, 65, 130])
+def test_a_row_of_a_product_is_the_same_alone_and_among_many(num_outputs: int, bits: int) -> None:
+    """To the bit, whichever instructions the number of rows calls for."""
+    random_numbers = _generator(num_outputs + bits)
+    for num_inputs in (32, 64, 160, 576):
+        matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
+        bias = torch.randn(num_outputs, generator=random_numbers)
+        if bits == 32:
+            weight = packing.pack_floats(matrix, bias)
+        else:
+            groups = packing.quantize(matrix) if bits == 8 else four_bits(matrix, bits)
+            weight = packing.pack_groups(groups, bias)
+        x = torch.randn(100, num_inputs, generator=random_numbers)
+        x[1] *= 1e-30
+        onto = torch.randn(100, num_outputs, generator=random_numbers)
+        alone = [multiplied(weight, x[i : i + 1], onto[i : i + 1]) for i in range(100)]
+        for num_rows in (2, 8, 16, 31, 32, 33, 47, 48, 64, 100):
+            together = multiplied(weight, x[:num_rows], onto[:num_rows])
+            assert torch.equal(together, torch.cat(alone[:num_rows])), (num_inputs, num_rows)
+
+
+@pytest.mark.parametrize("bits", [4, 5, 8, 32])
+def test_rows_of_weights_are_what_was_packed(bits: int) -> None:
+    matrix = torch.randn(75, 96, generator=_generator(bits))
+    groups = packing.quantize(matrix) if bits == 8 else four_bits(matrix, min(bits, 5))
+    weight = packing.pack_floats(matrix, None) if bits == 32 else packing.pack_groups(groups, None)
+    wide = groups.q.view(75, -1, packing.GROUP).double() * groups.scale[..., None].double()
+    unpacked = (wide + groups.minimum[..., None]).flatten(1)
+    ids = torch.tensor([74, 0, 15, 16, 16, 63, 64])
+    expected = matrix[ids] if bits == 32 else unpacked[ids]
+    most = 4 * EPSILON * wide.abs().max() if bits < 32 else 0.0
+    assert ((weight.rows(ids) - expected).abs() <= most).all()
+
+
+# Between the products.
+
+
+@pytest.mark.parametrize("width", [1, 15, 16, 33, 576])
+def test_norms_are_those_of_the_plain_twin(width: int) -> None:
+    for num_rows in (1, 4, 5, 37):
+        x = torch.randn(num_rows, width, generator=_generator(width)) * 3
+        weight = torch.randn(width, generator=_generator(width + 1))
+        found = NativeBackend().rms_norm(x, weight, 1e-5)
+        expected = PlainBackend(torch.float64).rms_norm(x.double(), weight.double(), 1e-5)
+        torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=1e-7)
+
+
+def test_gates_are_those_of_the_plain_twin_even_where_they_overflow() -> None:
+    for num_rows, width in ((1, 16), (3, 48), (9, 1536)):
+        x = torch.randn(num_rows, 2 * width, generator=_generator(width)) * 20
+        x[0, :8] = torch.tensor([0.0, -0.0, 88.5, -88.5, 1e4, -1e4, 3e38, -3e38])
+        x[0, width : width + 8] = 0.5
+        exact = PlainBackend(torch.float64).silu_multiply(x.double())
+        found = NativeBackend().silu_multiply(x)
+        torch.testing.assert_close(found, exact.float(), rtol=1e-6, atol=2e-36 * 3e38)
+        torch.testing.assert_close(found[:, 8:], exact[:, 8:].float(), rtol=1e-6, atol=1e-33)
+
+
+# Attention.
+
+
+def ragged(chance: random.Random, block_size: int) -> tuple[Batch, int]:
+    """Parts of sequences, some stored and some not, and how many blocks they need."""
+    parts, num_blocks = [], 0
+    for _ in range(chance.randint(1, 6)):
+        end = chance.choice((1, 3, 16, 63, 64, 65, 100))
+        first = chance.choice((0, end // 2, end - 1))
+        width = -(-end // block_size)
+        parts.append(([0] * (end - first), first, range(num_blocks, num_blocks + width)))
+        num_blocks += width
+    order = list(range(num_blocks))
+    chance.shuffle(order)
+    mixed = [(tokens, first, [order[b] for b in blocks]) for tokens, first, blocks in parts]
+    return real.batch_of(mixed, block_size), num_blocks
+
+
+Twins = tuple[Attention, Tensor]
+
+
+def twins(config: ModelConfig, batch: Batch, blocks: Tensor) -> list[Twins]:
+    """The same batch over the same cache on both backends, in float32 and in float64."""
+    generator = _generator(int(batch.ends_s.sum()))
+    angles = torch.rand(len(batch.tokens_t), config.head_dim // 2, generator=generator) * 6
+    pair: list[Twins] = []
+    for backend, kind in (
+        (NativeBackend(), torch.float32),
+        (PlainBackend(torch.float64), torch.float64),
+    ):
+        copy = blocks.to(kind, copy=True)
+        taken: Any = backend.begin(config, batch, copy, angles.cos(), angles.sin())
+        pair.append((taken, copy))
+    return pair
+
+
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
+def test_attention_is_that_of_the_plain_twin(head_dim: int) -> None:
+    chance = random.Random(head_dim)
+    for group in (1, 2, 3, 4, 7, 8):
+        for block_size in (1, 16, 64):
+            kv_heads = chance.choice((1, 2))
+            config = sizes(group * kv_heads, kv_heads, head_dim)
+            batch, num_blocks = ragged(chance, block_size)
+            shape = (num_blocks, 2, 2, kv_heads, block_size, head_dim)
+            blocks = torch.randn(shape, generator=_generator(num_blocks))
+            (native, _), (plain, _) = twins(config, batch, blocks)
+            width = (group + 2) * kv_heads * head_dim
+            qkv = torch.randn(len(batch.tokens_t), width, generator=_generator(width)) * 1.5
+            found, exact = native.attention(1, qkv), plain.attention(1, qkv.double())
+            torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
+
+
+def drop_some(batch: Batch, chance: random.Random) -> Batch:
+    """Without a home for some of its tokens."""
+    for place in range(len(batch.slots_t)):
+        if chance.random() < 0.3:
+            batch.slots_t[place] = -chance.randint(1, 3)
+    return batch
+
+
+Norms = Callable[[ModelConfig], tuple[Tensor | None, Tensor | None]]
+
+
+def with_norms(config: ModelConfig) -> tuple[Tensor | None, Tensor | None]:
+    return torch.rand(config.head_dim, generator=_generator(1)) + 0.5, torch.ones(
+        config.head_dim
+    ) * 2
+
+
+@pytest.mark.parametrize(
+    "norms", [lambda config: (None, None), with_norms], ids=["plain", "normed"]
+)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
+def test_keys_and_values_go_where_they_belong_and_nowhere_else(head_dim: int, norms: Norms) -> None:
+    chance = random.Random(head_dim)
+    for block_size in (1, 16, 64):
+        config = sizes(6, 2, head_dim)
+        batch, num_blocks = ragged(chance, block_size)
+        drop_some(batch, chance)
+        blocks = torch.full((num_blocks, 2, 2, 2, block_size, head_dim), 123.0)
+        (native, found), (plain, expected) = twins(config, batch, blocks)
+        qkv = torch.randn(len(batch.tokens_t), 10 * head_dim, generator=_generator(head_dim))
+        q_norm, k_norm = norms(config)
+        narrow, wide = qkv.clone(), qkv.double()
+        native.rotate_and_store(1, narrow, q_norm, k_norm)
+        plain.rotate_and_store(1, wide, q_norm, k_norm)
+        torch.testing.assert_close(narrow, wide.float(), rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=2e-6)
+        slots = {int(slot) for slot in batch.slots_t if slot >= 0}
+        assert _written(found[:, 1]) == slots and not _written(found[:, 0])
+
+
+def _written(layer: Tensor) -> set[int]:
+    """Slots of one layer [B, 2, G, P, D] in which anything has changed."""
+    changed = (layer != 123.0).any(-1).any(2).any(1)
+    return set(changed.flatten().nonzero().squeeze(1).tolist())

@@ -1,0 +1,69 @@
+"""Every small world there is, under every preset: always a next step, always an end, no leaks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+
+from headway.request import Params, Request
+from headway.scheduler import PRESETS, preset
+from tests.support.shadow import EOS
+from tests.support.worlds import World, run
+
+SHAPES = ((1, 4), (2, 3), (3, 2), (1, 1))  # prompt tokens, output tokens; any fits into 4 slots
+GEOMETRIES = ((1, 4), (2, 2), (2, 3))  # block size, blocks
+MOST_REQUESTS = 4
+
+
+def request(number: int, shape: tuple[int, int], step: int) -> Request:
+    """Odd ones share a prompt and even ones another; some may stop early."""
+    num_prompt, max_tokens = shape
+    params = Params(
+        max_tokens=max_tokens,
+        eos_ids=frozenset({EOS, 1, 2}),
+        ignore_eos=number % 3 > 0,
+        priority=-number,
+        client=str(number % 2),
+        sampling=number,
+    )
+    return Request(str(number), [number % 2] * num_prompt, params, arrival=float(step))
+
+
+def workloads() -> Iterator[dict[int, list[Request]]]:
+    """All sequences of shapes, at once or one a step; four at once, and without the shortest."""
+    for length in range(1, MOST_REQUESTS + 1):
+        is_most = length == MOST_REQUESTS
+        choices, gaps = (SHAPES[:3], (0,)) if is_most else (SHAPES, (0, 1))
+        for shapes, gap in product(product(choices, repeat=length), gaps):
+            arrivals: dict[int, list[Request]] = {}
+            for number, shape in enumerate(shapes):
+                step = number * gap
+                arrivals.setdefault(step, []).append(request(number, shape, step))
+            yield arrivals
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_small_world_ends(name: str, geometry: tuple[int, int]) -> None:
+    block_size, num_blocks = geometry
+    seen: Counter[str] = Counter()
+    for num_host_blocks, depth in product((0, 2), (0, 1)):
+        # With a host there is something to see only if victims go there, however short they are.
+        changes = {"swap": "swap"} if num_host_blocks else {}
+        config = preset(
+            name, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
+            max_requests=3, max_tokens=4, **changes,
+        )  # fmt: skip
+        for number, arrivals in enumerate(workloads()):
+            try:
+                seen += run(World(config, depth, arrivals))
+            except Exception as error:
+                shapes = [(r.num_prompt, r.params.max_tokens) for g in arrivals.values() for r in g]
+                raise AssertionError(
+                    f"world {number}: {shapes} at steps {list(arrivals)}, depth {depth}, "
+                    f"{num_host_blocks} blocks on the host"
+                ) from error
+    assert not seen["refused"] and seen["cache hits"] and seen["stops in flight"]

@@ -1,0 +1,447 @@
+"""The APIs beyond completions: /v1/responses, /v1/messages, and fields that vLLM's users know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.served import CHAT_TEMPLATE, MODEL, TOOL_TEMPLATE, on_loop, server
+
+RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CALL = b'<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+FLAT_TOOL = {"type": "function", "name": "f", "parameters": SCHEMA}
+DEEP_TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": SCHEMA}
+
+
+def named_events(response: httpx.Response) -> list[dict[str, Any]]:
+    """Events, each of which must have its type as its name."""
+    assert response.status_code == 200, response.text
+    found = []
+    for block in response.text.removesuffix("\n\n").split("\n\n"):
+        name, _, data = block.partition("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        found.append(event)
+    return found
+
+
+def anthropic(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "max_tokens": 200, "messages": HELLO, **more}
+
+
+# Responses.
+
+
+@on_loop
+async def test_a_response_has_the_text_and_the_usage() -> None:
+    async with server() as here:
+        body = (await here.post(RESPONSES, input="hello", instructions="Be brief.")).json()
+        assert (body["object"], body["status"], body["model"]) == ("response", "completed", MODEL)
+        (item,) = body["output"]
+        assert item["role"] == "assistant" and item["content"][0]["type"] == "output_text"
+        assert item["content"][0]["text"] == "S:BE BRIEF.;U:HELLO;A:"
+        usage = body["usage"]
+        assert usage["input_tokens"] == len("s:Be brief.;u:hello;a:")
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        cut = (await here.post(RESPONSES, input="hello", max_output_tokens=3)).json()
+        assert cut["status"] == "incomplete"
+        assert cut["incomplete_details"] == {"reason": "max_output_tokens"}
+
+
+@on_loop
+async def test_a_streamed_response_adds_up_to_the_whole_one() -> None:
+    async with server() as here:
+        whole = (await here.post(RESPONSES, input="hello")).json()
+        events = named_events(await here.post(RESPONSES, input="hello", stream=True))
+        assert [event["sequence_number"] for event in events] == list(range(len(events)))
+        kinds = [event["type"] for event in events]
+        assert kinds[:4] == [
+            "response.created", "response.in_progress", "response.output_item.added",
+            "response.content_part.added",
+        ]  # fmt: skip
+        assert kinds[-4:] == [
+            "response.output_text.done", "response.content_part.done",
+            "response.output_item.done", "response.completed",
+        ]  # fmt: skip
+        text = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+        final = events[-1]["response"]
+        assert text == whole["output"][0]["content"][0]["text"]
+        assert final["output"][0]["content"] == whole["output"][0]["content"]
+        assert final["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+@on_loop
+async def test_a_response_calls_functions_whole_and_streamed() -> None:
+    async with server(template=TOOL_TEMPLATE) as here:
+        here.executor.says = b"Well. " + CALL
+        body = (await here.post(RESPONSES, input="?", tools=[FLAT_TOOL])).json()
+        text, call = body["output"]
+        assert text["content"][0]["text"] == "Well." and body["status"] == "completed"
+        assert (call["type"], call["name"], call["arguments"]) == ("function_call", "f", '{"a": 1}')
+        events = named_events(await here.post(RESPONSES, input="?", tools=[FLAT_TOOL], stream=True))
+        kind = "response.function_call_arguments.delta"
+        parts = [event["delta"] for event in events if event["type"] == kind]
+        assert "".join(parts) == '{"a": 1}' and len(parts) > 1
+        last = events[-1]["response"]["output"][1]
+        assert last["arguments"] == '{"a": 1}' and last["call_id"].startswith("call_")
+
+
+@on_loop
+async def test_items_of_an_input_become_the_conversation() -> None:
+    async with server(template=CHAT_TEMPLATE) as here:
+        items = [
+            {"role": "developer", "content": "s"},
+            {"role": "user", "content": [{"type": "input_text", "text": "q"}]},
+            {"type": "reasoning", "summary": []},
+            {"type": "function_call", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
+            {"type": "function_call_output", "call_id": "c1", "output": "7"},
+            {"type": "message", "role": "assistant", "content": [
+                {"type": "output_text", "text": "x"}]},
+            {"role": "user", "content": "r"},
+        ]  # fmt: skip
+        body = (await here.post(RESPONSES, input=items, max_output_tokens=200)).json()
+        said = body["output"][0]["content"][0]["text"]
+        assert said == 'SYSTEM:S;USER:Q;ASSISTANT:[F {"A": 1}];TOOL:7;ASSISTANT:X;USER:R;A:'
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "a"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ({"input": "x" * 300}, "input"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text"),
+        ({"input": "a", "use_beam_search": True}, "use_beam_search"),
+        ({"input": "a", "echo": True}, "echo"),
+    ],
+)
+@on_loop
+async def test_what_a_response_cannot_be_made_of_is_named(fields: Any, param: str) -> None:
+    async with server() as here:
+        for stream in (False, True):
+            response = await here.post(RESPONSES, **fields, stream=stream)
+            assert response.status_code == 400, response.text
+            error = response.json()["error"]
+            assert error["param"] == param and param in error["message"]
+
+
+@on_loop
+async def test_the_form_of_a_response_reaches_the_engine() -> None:
+    async with server() as here:
+        wanted = {"type": "json_schema", "name": "n", "schema": SCHEMA}
+        response = await here.post(RESPONSES, input="a", text={"format": wanted})
+        assert response.status_code == 200, response.text
+        assert response.json()["text"]["format"]["type"] == "json_schema"
+
+
+@on_loop
+async def test_a_response_that_fails_in_the_stream_ends_with_an_error() -> None:
+    async with server() as here:
+        here.executor.num_free_steps = 3
+        asked = asyncio.create_task(here.post(RESPONSES, input="a", stream=True))
+        while here.executor.gate.is_set():
+            await asyncio.sleep(0.001)
+        here.executor.fault = RuntimeError("lost")
+        last = named_events(await asked)[-1]
+        assert last["type"] == "error" and last["code"] == "step_failed"
+        await here.settled()
+
+
+# Messages.
+
+
+@on_loop
+async def test_a_message_is_answered_in_anthropics_shape() -> None:
+    async with server() as here:
+        body = (await here.post(MESSAGES, **anthropic(system="Be brief."))).json()
+        assert (body["type"], body["role"], body["model"]) == ("message", "assistant", MODEL)
+        assert body["content"] == [{"type": "text", "text": "S:BE BRIEF.;U:HELLO;A:"}]
+        assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
+        assert body["usage"]["input_tokens"] == len("s:Be brief.;u:hello;a:")
+        cut = (await here.post(MESSAGES, **anthropic(max_tokens=3))).json()
+        assert cut["stop_reason"] == "max_tokens"
+        stopped = (await here.post(MESSAGES, **anthropic(stop_sequences=["LL"]))).json()
+        assert (stopped["stop_reason"], stopped["stop_sequence"]) == ("stop_sequence", "LL")
+        assert stopped["content"][0]["text"] == "U:HE"
+        again = (await here.post(MESSAGES, **anthropic(messages=HELLO * 10))).json()["usage"]
+        assert again["input_tokens"] + again["cache_read_input_tokens"] == 10 * len("u:hello;") + 2
+
+
+@on_loop
+async def test_a_streamed_message_adds_up_to_the_whole_one() -> None:
+    async with server(template=TOOL_TEMPLATE) as here:
+        here.executor.says = b"Well. " + CALL
+        asked = anthropic(tools=[ANTHROPIC_TOOL])
+        whole = (await here.post(MESSAGES, **asked)).json()
+        text, use = whole["content"]
+        assert text == {"type": "text", "text": "Well."} and whole["stop_reason"] == "tool_use"
+        assert (use["type"], use["name"], use["input"]) == ("tool_use", "f", {"a": 1})
+        events = named_events(await here.post(MESSAGES, **asked, stream=True))
+        kinds = [event["type"] for event in events]
+        assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
+        assert events[0]["message"]["content"] == []
+        texts = [e["delta"] for e in events if e["type"] == "content_block_delta"]
+        assert "".join(part.get("text", "") for part in texts) == "Well."
+        assert "".join(part.get("partial_json", "") for part in texts) == '{"a": 1}'
+        starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+        assert starts == ["text", "tool_use"]
+        assert kinds.count("content_block_stop") == 2
+        assert events[-2]["delta"]["stop_reason"] == "tool_use"
+        assert events[-2]["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+
+
+@on_loop
+async def test_blocks_of_messages_become_the_conversation() -> None:
+    async with server(template=CHAT_TEMPLATE) as here:
+        talk = [
+            {"role": "user", "content": [{"type": "text", "text": "q"}]},
+            {"role": "assistant", "content": [
+                {"type": "text", "text": "t"},
+                {"type": "tool_use", "id": "u1", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [
+                {"type": "tool_result", "tool_use_id": "u1", "content": "7"},
+                {"type": "text", "text": "and?"}]},
+        ]  # fmt: skip
+        asked = anthropic(messages=talk, system=[{"type": "text", "text": "s"}], max_tokens=200)
+        body = (await here.post(MESSAGES, **asked)).json()
+        said = 'SYSTEM:S;USER:Q;ASSISTANT:T[F {"A": 1}];TOOL:7;USER:AND?;A:'
+        assert body["content"][0]["text"] == said
+        counted = (await here.post(f"{MESSAGES}/count_tokens", **asked)).json()
+        assert counted == {"input_tokens": len(said)}
+
+
+@on_loop
+async def test_an_assistants_last_turn_is_continued() -> None:
+    async with server() as here:
+        talk = [*HELLO, {"role": "assistant", "content": "Sure"}]
+        body = (await here.post(MESSAGES, **anthropic(messages=talk))).json()
+        assert body["content"][0]["text"] == "U:HELLO;A:SURE"
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "kind", "words"),
+    [
+        ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
+        ({"temperature": 2}, 400, "invalid_request_error", "temperature"),
+        ({"messages": []}, 400, "invalid_request_error", "messages"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, 400, "invalid_request_error", "role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400,
+         "invalid_request_error", "messages[0].content[0]"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 400, "invalid_request_error",
+         "thinking"),
+        ({"mcp_servers": [{"name": "a"}]}, 400, "invalid_request_error", "mcp_servers"),
+        ({"stop_sequences": [""]}, 400, "invalid_request_error", "stop_sequences"),
+        ({"tool_choice": {"type": "some"}}, 400, "invalid_request_error", "tool_choice"),
+        ({"model": "other"}, 404, "not_found_error", "other"),
+        ({"messages": [{"role": "user", "content": "x" * 300}]}, 400, "invalid_request_error",
+         "256"),
+    ],
+)  # fmt: skip
+@on_loop
+async def test_wrong_messages_get_anthropics_error(
+    fields: Any, status: int, kind: str, words: str
+) -> None:
+    async with server() as here:
+        for stream in (False, True):
+            response = await here.post(MESSAGES, **anthropic(**fields), stream=stream)
+            assert response.status_code == status, response.text
+            body = response.json()
+            assert body["type"] == "error" and body["error"]["type"] == kind
+            assert words in body["error"]["message"]
+
+
+@on_loop
+async def test_middleware_and_framework_errors_have_the_shape_of_their_api() -> None:
+    async with server(api_keys=("k",)) as here:
+        body = (await here.post(MESSAGES, **anthropic())).json()
+        assert body["error"]["type"] == "authentication_error"
+        assert "param" in (await here.post(CHAT, messages=HELLO)).json()["error"]
+    async with server() as here:
+        assert (await here.client.get(MESSAGES)).json()["type"] == "error"
+
+
+@on_loop
+async def test_choices_of_tools_mean_what_anthropic_says() -> None:
+    async with server(template=TOOL_TEMPLATE) as here:
+        here.executor.says = CALL
+        for choice, is_forced in (("auto", False), ("any", True), ("tool", True)):
+            wanted = {"type": choice, **({"name": "f"} if choice == "tool" else {})}
+            asked = anthropic(tools=[ANTHROPIC_TOOL], tool_choice=wanted)
+            body = (await here.post(MESSAGES, **asked)).json()
+            assert body["content"][0]["type"] == "tool_use", (choice, is_forced)
+        none = anthropic(tools=[ANTHROPIC_TOOL], tool_choice={"type": "none"})
+        assert (await here.post(MESSAGES, **none)).json()["content"][0]["type"] == "text"
+
+
+# Fields that vLLM's users know.
+
+
+@on_loop
+async def test_token_ids_are_returned_whole_and_streamed() -> None:
+    async with server() as here:
+        body = (await here.post(CHAT, messages=HELLO, return_token_ids=True)).json()
+        assert bytes(body["prompt_token_ids"]) == b"u:hello;a:"
+        tokens = body["choices"][0]["token_ids"]
+        assert bytes(tokens[:-1]) == b"U:HELLO;A:" and tokens[-1] == 257
+        done = await here.complete(prompt="abc", return_token_ids=True)
+        assert bytes(done["choices"][0]["prompt_token_ids"]) == b"abc"
+        assert bytes(done["choices"][0]["token_ids"][:-1]) == b"ABC"
+        for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "abc"})):
+            response = await here.post(path, **asked, stream=True, return_token_ids=True)
+            lines = [line[6:] for line in response.text.split("\n\n") if line][:-1]
+            chunks = [json.loads(line) for line in lines]
+            streamed = [t for c in chunks for t in c["choices"][0].get("token_ids", [])]
+            assert streamed == (tokens if path == CHAT else done["choices"][0]["token_ids"])
+            first = chunks[0] if path == CHAT else chunks[0]["choices"][0]
+            assert bytes(first["prompt_token_ids"]) in (b"u:hello;a:", b"abc")
+        plain = (await here.post(CHAT, messages=HELLO)).json()
+        assert "prompt_token_ids" not in plain and "token_ids" not in plain["choices"][0]
+
+
+@on_loop
+async def test_prompt_logprobs_have_vllms_shape() -> None:
+    async with server() as here:
+        body = (await here.post(CHAT, messages=HELLO, prompt_logprobs=1)).json()
+        found = body["prompt_logprobs"]
+        assert found[0] is None and len(found) == len("u:hello;a:")
+        assert found[1][str(ord(":"))] == {"logprob": -0.5, "rank": 1, "decoded_token": ":"}
+        done = await here.complete(prompt="abc", prompt_logprobs=0)
+        assert [list(each) for each in done["choices"][0]["prompt_logprobs"][1:]] == [
+            ["98"],
+            ["99"],
+        ]
+        for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "abc"})):
+            response = await here.post(path, **asked, prompt_logprobs=1, stream=True)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "prompt_logprobs"
+
+
+@on_loop
+async def test_tokens_of_logprobs_may_be_ids() -> None:
+    async with server() as here:
+        asked = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+        body = (await here.post(CHAT, messages=HELLO, **asked)).json()
+        assert body["choices"][0]["logprobs"]["content"][0]["token"] == f"token_id:{ord('U')}"
+        done = await here.complete(prompt="a", logprobs=1, return_tokens_as_token_ids=True)
+        assert done["choices"][0]["logprobs"]["tokens"] == [f"token_id:{ord('A')}"]
+
+
+@on_loop
+async def test_a_final_message_is_continued() -> None:
+    async with server() as here:
+        talk = [*HELLO, {"role": "assistant", "content": "Sure, "}]
+        asked = {"messages": talk, "continue_final_message": True}
+        body = (await here.post(CHAT, **asked)).json()
+        assert body["choices"][0]["message"]["content"] == "U:HELLO;A:SURE, "
+        both = await here.post(CHAT, **asked, add_generation_prompt=True)
+        assert both.status_code == 400 and "continue_final_message" in both.text
+        tokens = (await here.post("/tokenize", **asked)).json()["tokens"]
+        assert bytes(tokens) == b"u:hello;a:Sure, "
+
+
+@on_loop
+async def test_an_assistants_empty_content_beside_calls_is_fine() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "7"}]  # fmt: skip
+    joining = "{% for m in messages %}{{ m.role + ':' + m.content }};{% endfor %}"
+    for template in (joining, CHAT_TEMPLATE, TOOL_TEMPLATE):
+        async with server(template=template) as here:
+            response = await here.post(CHAT, messages=talk)
+            assert response.status_code == 200, response.text
+
+
+@on_loop
+async def test_a_prompt_is_truncated_on_request_and_its_usage_says_so() -> None:
+    async with server() as here:
+        done = await here.complete(prompt="abcdef", truncate_prompt_tokens=2)
+        assert done["choices"][0]["text"] == "EF" and done["usage"]["prompt_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "harmless"),
+    [
+        ("use_beam_search", True, False),
+        ("length_penalty", 0.5, 1.0),
+        ("logits_processors", ["x"], []),
+        ("chat_template", "{{ 1 }}", None),
+        ("functions", [{"name": "f"}], []),
+        ("modalities", ["audio"], ["text"]),
+        ("guided_whitespace_pattern", " ", None),
+        ("spaces_between_special_tokens", False, True),
+    ],
+)
+@on_loop
+async def test_fields_that_would_change_the_answer_are_refused(
+    field: str, value: Any, harmless: Any
+) -> None:
+    async with server() as here:
+        response = await here.post(CHAT, messages=HELLO, **{field: value})
+        assert response.status_code == 400 and response.json()["error"]["param"] == field
+        fine = await here.post(CHAT, messages=HELLO, **{field: harmless}, store=True, metadata={})
+        assert fine.status_code == 200, fine.text
+
+
+@on_loop
+async def test_older_names_of_structured_outputs_are_known() -> None:
+    async with server() as here:
+        response = await here.post(CHAT, messages=HELLO, guided_choice="yes")
+        assert response.status_code == 400 and response.json()["error"]["param"] == "guided_choice"
+        two = await here.post(CHAT, messages=HELLO, guided_regex="a", guided_choice=["a"])
+        assert two.status_code == 400
+        fine = await here.post(CHAT, messages=HELLO, guided_choice=["yes", "no"])
+        assert fine.status_code == 200
+
+
+@on_loop
+async def test_every_chunk_may_carry_the_usage_so_far() -> None:
+    async with server() as here:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "abc"})):
+            response = await here.post(path, **asked, stream=True, stream_options=options)
+            chunks = [json.loads(line[6:]) for line in response.text.split("\n\n")[:-2]]
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert counts == sorted(counts) and counts[-1] > 0
+
+
+@on_loop
+async def test_answers_carry_a_fingerprint_and_ping_and_docs_answer() -> None:
+    async with server() as here:
+        body = (await here.post(CHAT, messages=HELLO)).json()
+        assert body["system_fingerprint"] == here.app.state.context.fingerprint
+        for method in ("GET", "POST"):
+            assert (await here.client.request(method, "/ping")).status_code == 200
+        docs = await here.client.get("/docs")
+        assert (
+            docs.status_code == 200
+            and "script-src 'sha256-" in docs.headers["content-security-policy"]
+        )
+        for outside in ("http://", "https://"):
+            assert outside not in docs.text
+
+
+@on_loop
+async def test_limits_of_max_tokens_are_the_same_whatever_the_value() -> None:
+    async with server() as here:
+        for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "abc"})):
+            texts = []
+            for value in (-1, 0):
+                response = await here.post(path, **asked, max_tokens=value)
+                assert response.status_code == 400
+                texts.append(response.json()["error"]["message"].replace(str(value), "N"))
+            assert texts[0].count("at least 1") == texts[1].count("at least 1") == 1

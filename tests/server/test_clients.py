@@ -1,0 +1,427 @@
+"""OpenAI's and Anthropic's own clients against the server, over a real socket, with the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+import uvicorn
+
+from headway import LLM, SamplingParams
+from headway.cli.options.serve import ServeOptions
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.loop import Limits
+from headway.lab.loadgen import report as serve_report
+from headway.lab.loadgen.http_client import Address
+from headway.lab.loadgen.load import find_model, send
+from headway.lab.loadgen.requests import Wording
+from headway.lab.workload.files import read_jobs
+from headway.server.app import create_app
+from headway.server.context import Context
+from headway.server.openai.embeddings import EmbeddingRequest
+from headway.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+
+NAME = "smollm2-135m"
+KEY = "unused"
+PROMPT = "The capital of France is"
+TALK: list[Any] = [{"role": "user", "content": "Name one colour, in one word."}]
+GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"enum": [1, 2, 3]}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+class Serving:
+    """The app on a port of this machine, run by uvicorn on a thread."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+
+    def __enter__(self) -> str:
+        self._thread.start()
+        assert self._started.wait(30), "the server has not started"
+        return f"http://127.0.0.1:{self._port}"
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server has not stopped"
+
+    async def _serve(self) -> None:
+        engine = AsyncEngine(self._llm.engine, Limits(max_waiting=200))
+        await engine.start()
+        context = Context(
+            engine=engine, asking=self._llm.asking, model_name=NAME,
+            max_length=self._llm.config.max_length, tool_call_parser="hermes",
+        )  # fmt: skip
+        config = uvicorn.Config(create_app(context), port=0, log_level="error", ws="none")
+        self._server = uvicorn.Server(config)
+        serving = asyncio.create_task(self._server.serve())
+        while not self._server.started:
+            await asyncio.sleep(0.01)
+        self._port = self._server.servers[0].sockets[0].getsockname()[1]
+        self._started.set()
+        await serving
+        await engine.close()
+
+
+@pytest.fixture(scope="module")
+def llm(smollm2: Path) -> Iterator[LLM]:
+    with LLM(str(smollm2), device="cpu", precision="quantized", threads=1, num_blocks=512) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> str:
+    """What the model says to PROMPT without any server."""
+    (result,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))
+    return result.text
+
+
+@pytest.fixture(scope="module")
+def embedded(llm: LLM) -> list[list[float]]:
+    """The embeddings of two prompts without any server."""
+    vectors = [result.embedding for result in llm.embed([PROMPT, "A cup of tea"])]
+    return [vector.tolist() for vector in vectors if vector is not None]
+
+
+@pytest.fixture(scope="module")
+def url(
+    llm: LLM, alone: object, embedded: object
+) -> Iterator[str]:  # these first: a served engine has its thread
+    with Serving(llm) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def client(url: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=60, max_retries=0) as client:
+        yield client
+
+
+def test_models_name_the_model(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+
+
+def test_a_completion_is_what_the_engine_says_alone(client: Any, alone: str) -> None:
+    answer = client.completions.create(prompt=PROMPT, max_tokens=8, **GREEDY)
+    assert answer.choices[0].text == alone and answer.choices[0].finish_reason == "length"
+    assert answer.usage.completion_tokens == 8
+    assert answer.usage.total_tokens == 8 + answer.usage.prompt_tokens
+
+
+def test_streamed_pieces_make_the_same_completion(client: Any, alone: str) -> None:
+    stream = client.completions.create(
+        prompt=PROMPT, max_tokens=8, stream=True, stream_options={"include_usage": True}, **GREEDY
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == alone
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens == 8
+    assert [c.choices[0].finish_reason for c in chunks[:-1]][-1] == "length"
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_token_ids_and_batches_are_prompts_too(llm: LLM, client: Any, alone: str) -> None:
+    ids = llm.asking.tokens(PROMPT)
+    answer = client.completions.create(prompt=[ids, ids], max_tokens=8, **GREEDY)
+    assert [choice.text for choice in answer.choices] == [alone] * 2
+    assert [choice.index for choice in answer.choices] == [0, 1]
+
+
+def test_a_chat_is_answered_whole_and_streamed_alike(client: Any) -> None:
+    whole = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
+    assert whole.choices[0].message.role == "assistant" and whole.choices[0].message.content
+    stream = client.chat.completions.create(
+        messages=TALK, max_completion_tokens=6, stream=True, **GREEDY
+    )
+    deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
+
+
+def test_embeddings_are_those_of_the_engine_alone(
+    llm: LLM, client: Any, embedded: list[list[float]]
+) -> None:
+    """To the bit, as base64, which the client asks for unless told otherwise, and as numbers."""
+    asked = [PROMPT, "A cup of tea"]
+    for form in ({}, {"encoding_format": "float"}):
+        answer = client.embeddings.create(model=NAME, input=asked, **form)
+        assert [item.embedding for item in answer.data] == embedded
+        assert [item.index for item in answer.data] == [0, 1] and answer.model == NAME
+        num_tokens = sum(len(llm.asking.tokens(text)) for text in asked)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
+    last = client.embeddings.create(
+        model=NAME, input=llm.asking.tokens(PROMPT), extra_body={"pooling": "last"}
+    )
+    assert len(last.data) == 1 and last.data[0].embedding != embedded[0]
+    assert math.isclose(math.hypot(*last.data[0].embedding), 1, abs_tol=1e-6)
+
+
+def test_the_stream_helper_of_the_client_reads_ours(client: Any) -> None:
+    with client.chat.completions.stream(
+        messages=TALK, max_completion_tokens=60, stop=["."], **GREEDY
+    ) as stream:
+        stream.until_done()
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content and final.choices[0].finish_reason == "stop"
+
+
+def test_logprobs_have_openais_shapes(client: Any) -> None:
+    plain = client.completions.create(prompt=PROMPT, max_tokens=3, logprobs=2, **GREEDY)
+    columns = plain.choices[0].logprobs
+    assert len(columns.tokens) == len(columns.token_logprobs) == len(columns.text_offset) == 3
+    assert "".join(columns.tokens) == plain.choices[0].text
+    assert all(len(top) >= 2 for top in columns.top_logprobs)
+    talk = client.chat.completions.create(
+        messages=TALK, max_completion_tokens=3, logprobs=True, top_logprobs=2, **GREEDY
+    )
+    content = talk.choices[0].logprobs.content
+    assert len(content) == talk.usage.completion_tokens
+    for token in content:
+        assert len(token.top_logprobs) == 2 and token.logprob <= 0
+        assert math.isclose(token.logprob, max(t.logprob for t in token.top_logprobs), abs_tol=1e-6)
+        assert bytes(token.bytes).decode("utf-8", "replace") == token.token
+
+
+def test_n_gives_so_many_choices_and_a_seed_the_same_ones(client: Any) -> None:
+    def ask() -> list[str]:
+        answer = client.chat.completions.create(
+            model=NAME, messages=TALK, n=3, seed=5, temperature=1.5, max_completion_tokens=8
+        )
+        assert [choice.index for choice in answer.choices] == [0, 1, 2]
+        return [choice.message.content for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) > 1 and ask() == first
+
+
+def test_a_stop_string_ends_the_text_before_it(client: Any, alone: str) -> None:
+    word = alone.split()[1]
+    answer = client.completions.create(prompt=PROMPT, max_tokens=8, stop=[word], **GREEDY)
+    assert answer.choices[0].text == alone.partition(word)[0]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_the_clients_own_errors_are_raised(client: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match=NAME):
+        client.completions.create(model="nobody", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="temperature") as caught:
+        client.completions.create(model=NAME, prompt="x", temperature=-1)
+    assert caught.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError, match="prompt") as caught:
+        client.completions.create(prompt=[1] * 20_000, max_tokens=1, **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="input") as caught:
+        client.embeddings.create(model=NAME, input=[1] * 20_000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_a_stream_left_early_leaves_nothing_behind(client: Any, llm: LLM) -> None:
+    with client.completions.create(prompt=PROMPT, max_tokens=400, stream=True,
+                                   extra_body={"ignore_eos": True}, **GREEDY) as stream:  # fmt: skip
+        next(iter(stream))
+    client.completions.create(prompt=PROMPT, max_tokens=2, **GREEDY)
+    for _ in range(200):
+        if not llm.engine.has_work:
+            break
+        threading.Event().wait(0.02)
+    assert not llm.engine.has_work
+
+
+def test_the_asynchronous_client_runs_many_at_once(url: str, alone: str) -> None:
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+            asks = (client.completions.create(prompt=PROMPT, max_tokens=8, **GREEDY)
+                    for _ in range(4))  # fmt: skip
+            return [answer.choices[0].text for answer in await asyncio.gather(*asks)]
+
+    assert asyncio.run(ask_all()) == [alone] * 4
+
+
+def test_an_answer_follows_its_json_schema(client: Any) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    answer = client.chat.completions.create(
+        messages=TALK, max_completion_tokens=60, response_format=wanted, **GREEDY
+    )
+    value = json.loads(answer.choices[0].message.content)
+    assert set(value) == {"name", "age"} and value["age"] in (1, 2, 3) and len(value["name"]) <= 8
+
+
+def test_an_answer_may_be_any_json_object(client: Any) -> None:
+    answer = client.chat.completions.create(
+        messages=TALK, max_completion_tokens=80, response_format={"type": "json_object"}, **GREEDY
+    )
+    text = answer.choices[0].message.content
+    assert text.lstrip().startswith("{")
+    if answer.choices[0].finish_reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+ROME: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
+CITY: Any = WEATHER["function"]["parameters"]
+
+
+def test_tools_are_called_by_a_model_whose_template_has_none(client: Any) -> None:
+    asked: Any = {
+        "messages": ROME, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 60, **GREEDY,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    whole = client.chat.completions.create(**asked).choices[0]
+    (call,) = whole.message.tool_calls
+    assert call.function.name == "get_weather" and whole.finish_reason == "tool_calls"
+    assert set(json.loads(call.function.arguments)) == {"city"}
+    with client.chat.completions.stream(**asked) as stream:
+        parts = [event.arguments_delta for event in stream
+                 if event.type == "tool_calls.function.arguments.delta"]  # fmt: skip
+        final = stream.get_final_completion().choices[0]
+    assert "".join(parts) == call.function.arguments and len(parts) > 1
+    assert final.message.tool_calls[0].function.arguments == call.function.arguments
+    talk = [
+        *ROME, whole.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"},
+    ]  # fmt: skip
+    again = client.chat.completions.create(messages=talk, tools=[WEATHER], max_tokens=8, **GREEDY)
+    assert again.choices[0].message.content
+
+
+def test_responses_are_answered_whole_streamed_and_in_a_form(client: Any) -> None:
+    asked: Any = {"model": NAME, "input": TALK, "temperature": 0, "max_output_tokens": 6}
+    whole = client.responses.create(**asked)
+    chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
+    assert whole.output_text == chat.choices[0].message.content
+    with client.responses.stream(**asked) as stream:
+        events = list(stream)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    final = events[-1].response
+    assert "".join(deltas) == whole.output_text == final.output_text
+    assert final.status == whole.status == "incomplete" and events[-1].type.endswith("incomplete")
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    form: Any = {"format": {"type": "json_schema", "name": "city", "schema": CITY}}
+    formed = client.responses.create(**{**asked, "max_output_tokens": 60}, text=form)
+    assert set(json.loads(formed.output_text)) == {"city"}
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(**asked, previous_response_id=whole.id)
+
+
+def test_responses_call_functions(client: Any) -> None:
+    tool: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
+    asked: Any = {
+        "model": NAME, "input": ROME, "tools": [tool], "tool_choice": "required", "temperature": 0,
+        "max_output_tokens": 60, "parallel_tool_calls": False,
+    }  # fmt: skip
+    (call,) = client.responses.create(**asked).output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city"}
+    with client.responses.stream(**asked) as stream:
+        kind = "response.function_call_arguments.delta"
+        parts = [event.delta for event in stream if event.type == kind]
+        final = stream.get_final_response()
+    assert "".join(parts) == call.arguments == final.output[0].arguments and len(parts) > 1
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "12 degrees"}
+    talk = [*ROME, call.model_dump(), result]
+    again = client.responses.create(model=NAME, input=talk, max_output_tokens=8, temperature=0)
+    assert again.output_text
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[Any]:
+    with anthropic.Anthropic(base_url=url, api_key=KEY, timeout=60, max_retries=0) as client:
+        yield client
+
+
+def test_anthropics_client_reads_messages_whole_and_streamed(client: Any, claude: Any) -> None:
+    asked: Any = {"model": NAME, "messages": TALK, "max_tokens": 6, "extra_body": {"top_k": 1}}
+    whole = claude.messages.create(**asked)
+    chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
+    assert whole.content[0].text == chat.choices[0].message.content
+    assert whole.usage.output_tokens == chat.usage.completion_tokens
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == whole.content[0].text
+        final = stream.get_final_message()
+    assert final.stop_reason == whole.stop_reason and final.usage.output_tokens > 0
+    counted = claude.messages.count_tokens(model=NAME, messages=TALK)
+    assert counted.input_tokens == chat.usage.prompt_tokens
+    with pytest.raises(anthropic.NotFoundError, match=NAME):
+        claude.messages.create(**{**asked, "model": "other"})
+
+
+def test_anthropics_client_gets_tools_called(claude: Any) -> None:
+    asked: Any = {
+        "model": NAME, "messages": ROME, "max_tokens": 60, "extra_body": {"top_k": 1},
+        "tools": [{"name": "get_weather", "input_schema": CITY}],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+    }  # fmt: skip
+    whole = claude.messages.create(**asked)
+    (use,) = whole.content
+    assert whole.stop_reason == "tool_use" and set(use.input) == {"city"}
+    with claude.messages.stream(**asked) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].input == use.input
+    result = {"type": "tool_result", "tool_use_id": use.id, "content": "12 degrees"}
+    talk = [*ROME, {"role": "assistant", "content": [use.model_dump()]},
+            {"role": "user", "content": [result]}]  # fmt: skip
+    again = claude.messages.create(model=NAME, messages=talk, max_tokens=8)
+    assert again.content[0].text
+
+
+def test_anthropics_client_gets_json_of_a_schema(claude: Any) -> None:
+    form: Any = {"format": {"type": "json_schema", "schema": CITY}}
+    answer = claude.messages.create(model=NAME, messages=ROME, max_tokens=60, output_config=form)
+    assert set(json.loads(answer.content[0].text)) == {"city"}
+
+
+def test_a_mooncake_trace_is_replayed(url: str, tmp_path: Path) -> None:
+    file = tmp_path / "mooncake.jsonl"
+    lines = [{"timestamp": 50 * i, "input_length": 520, "output_length": 3, "hash_ids": [7, 8 + i]}
+             for i in range(3)]  # fmt: skip
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    address = Address.parse(url)
+    load = send(address, Wording(model=find_model(address)), read_jobs(file), timeout=60)
+    result = serve_report.report(load.outcomes, load.most_open)
+    assert (result["completed"], result["errors"]) == (3, {})
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 520, 9)
+
+
+def test_the_document_names_every_field_path_and_limit(llm: LLM) -> None:
+    document = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    context = Context(
+        engine=AsyncEngine(llm.engine), asking=llm.asking, model_name=NAME, max_length=100
+    )
+    schema = create_app(context).openapi()
+    models = (
+        CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest,
+    )  # fmt: skip
+    names = {field for model in models for field in model.model_fields}
+    assert sorted(name for name in names if f"`{name}`" not in document) == []
+    paths = {f"{verb.upper()} {path}" for path, verbs in schema["paths"].items() for verb in verbs}
+    assert sorted(path for path in paths if f"`{path}`" not in document) == []
+    flags = {f"--{name.replace('_', '-')}" for name in ServeOptions.__dataclass_fields__}
+    assert sorted(flag for flag in flags if f"`{flag}" not in document) == []

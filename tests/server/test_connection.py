@@ -1,0 +1,177 @@
+"""Connections: what a client may send is bounded, what it does not read is not heaped up."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from select import select
+from typing import Any
+
+import httpx
+import pytest
+
+from headway.engine.async_engine import AsyncEngine
+from headway.server.http.connection import MAX_HEAD_BYTES, outlet_of
+from tests.server.test_faults import Listening, listening
+from tests.support.processes import Server
+from tests.support.scripted import make_engine
+from tests.support.served import on_loop
+
+PIECE = b"a" * 16384
+FAR = 64  # pieces: a megabyte
+CHUNKED = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n"
+ASKED = b'{"id": "a", "prompt": [1, 2, 3], "num_output": 2}'
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Server]:
+    with Server() as server:
+        yield server
+
+
+def connected(here: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", here.port), timeout=10)
+
+
+def answer(connection: socket.socket) -> bytes:
+    """All that comes until the other end closes."""
+    said = b""
+    while piece := connection.recv(65536):
+        said += piece
+    return said
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        b"GET /",
+        b"GET / HTTP/1.1\r\nHost: here\r\nLong: ",
+        CHUNKED + b"\r\n2\r\n{}\r\n0\r\nTrailer: ",
+    ],
+    ids=["line", "header", "trailer"],
+)
+def test_a_head_without_an_end_is_refused_with_its_limit(here: Server, begin: bytes) -> None:
+    with connected(here) as connection:
+        connection.sendall(begin)
+        num_sent = 0
+        while num_sent < FAR and not select([connection], [], [], 0.02)[0]:
+            connection.sendall(PIECE)
+            num_sent += 1
+        assert MAX_HEAD_BYTES < num_sent * len(PIECE) < FAR * len(PIECE)
+        said = answer(connection)
+    assert said.startswith(b"HTTP/1.1 400") and str(MAX_HEAD_BYTES).encode() in said
+    assert here.is_serving()
+
+
+def test_many_headers_are_as_much_as_a_long_one(here: Server) -> None:
+    with connected(here) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n")
+        for number in range(FAR):
+            connection.sendall(b"X-%d: %s\r\n" % (number, PIECE))
+            if select([connection], [], [], 0.02)[0]:
+                break
+        assert number < FAR - 1 and answer(connection).startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_in_tiny_chunks_may_be_as_long_as_any(here: Server) -> None:
+    body = ASKED + b" " * (MAX_HEAD_BYTES // 2)  # each byte brings five of framing
+    with connected(here) as connection:
+        connection.sendall(CHUNKED + b"Connection: close\r\n\r\n")
+        connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        said = answer(connection)
+    assert said.startswith(b"HTTP/1.1 200") and b'"end": "stop"' in said
+
+
+def test_a_request_may_begin_in_the_same_bytes_as_a_long_body_ends(here: Server) -> None:
+    body = ASKED + b" " * (3 * MAX_HEAD_BYTES)
+    head = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n" % len(body)
+    with connected(here) as connection:
+        connection.sendall(head + b"\r\n" + body + b"GET / HTTP/1.1\r\nHost:")
+        while b'"end": "stop"' not in connection.recv(65536):
+            pass
+        connection.sendall(b" here\r\nConnection: close\r\n\r\n")
+        assert b"HTTP/1.1 200" in answer(connection)
+
+
+class Flood:
+    """Writes to its outlet while it is open; the rest in ASGI's way."""
+
+    def __init__(self, engine: AsyncEngine, facts: Any) -> None:
+        self.num_written = 0
+        self.was_open: list[bool] = []  # before, at the beginning, after the end
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        outlet = outlet_of(scope)
+        if outlet is None:  # of the server's beginning and end
+            return
+        self.was_open.append(outlet.is_open)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.was_open.append(outlet.is_open)
+        while outlet.is_open and self.num_written < 4 * FAR:
+            outlet.write(b"")  # as a chunk it would end the response
+            outlet.write(PIECE)
+            self.num_written += 1
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"rest", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        self.was_open.append(outlet.is_open)
+
+
+async def flooded(server: Listening, app: Flood) -> socket.socket:
+    """A connection whose client has asked and reads nothing, once nothing more fits in."""
+    port = server.client.base_url.port
+    with socket.socket() as small:
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.connect(("127.0.0.1", port))
+        small.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+        before = -1
+        while app.num_written > before:
+            before = app.num_written
+            await asyncio.sleep(0.05)
+        return small.dup()
+
+
+@on_loop
+async def test_an_outlet_closes_before_much_is_heaped_up_and_all_arrives() -> None:
+    apps: list[Flood] = []
+
+    def make(engine: AsyncEngine, facts: Any) -> Flood:
+        apps.append(Flood(engine, facts))
+        return apps[0]
+
+    async with listening(make_engine(), make, {}) as server:
+        with await flooded(server, apps[0]) as small:
+            transports = [c.transport for c in server.http.server_state.connections]
+            assert max(each.get_write_buffer_size() for each in transports) < 200_000
+            assert apps[0].num_written < 4 * FAR
+            said = await asyncio.to_thread(answer, small)
+        assert apps[0].was_open == [False, True, False]
+        assert said.count(PIECE) == apps[0].num_written and said.endswith(b"4\r\nrest\r\n0\r\n\r\n")
+        assert said.count(b"\r\n0\r\n") == 1
+
+
+@on_loop
+async def test_an_outlet_closes_when_its_client_leaves() -> None:
+    async with listening(make_engine(), Leaver, {}) as server:
+        with pytest.raises(httpx.ReadTimeout):
+            await server.client.get("/", timeout=0.2)
+        await asyncio.wait_for(Leaver.has_closed.wait(), 5)
+
+
+class Leaver:
+    """Waits with its answer until its client has left."""
+
+    has_closed: asyncio.Event
+
+    def __init__(self, engine: AsyncEngine, facts: Any) -> None:
+        Leaver.has_closed = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        outlet = outlet_of(scope)
+        if outlet is None:
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        while outlet.is_open:
+            await asyncio.sleep(0.01)
+        self.has_closed.set()

@@ -1,0 +1,203 @@
+"""POST /v1/embeddings from the client's side: OpenAI's shape, honest errors, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from base64 import b64decode
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headway import Engine, Params, Scheduler, preset
+from headway.engine.input_processor import embedding_params
+from headway.engine.loop import EngineLoop, Limits
+from headway.engine.messages import FromLoop, Submit, Tokens, Update
+from headway.server.process.ipc import Frames, frame
+from tests.server.test_http import error
+from tests.support.served import HIDDEN_SIZE, MODEL, Capitals, Server, embedding, on_loop, server
+
+PATH = "/v1/embeddings"
+
+
+async def embed(here: Server, **fields: Any) -> dict[str, Any]:
+    """The body of an answer; must succeed."""
+    response = await here.post(PATH, **fields)
+    assert response.status_code == 200, response.text
+    body: dict[str, Any] = response.json()
+    return body
+
+
+def expected(text: str, pooling: str = "mean") -> list[float]:
+    vector: list[float] = embedding(list(text.encode()), pooling).tolist()
+    return vector
+
+
+@pytest.mark.parametrize(
+    "given", ["hello", list(b"hello"), ["hello"], [list(b"hello")]], ids=["a", "b", "c", "d"]
+)
+@on_loop
+async def test_an_input_is_text_or_tokens_alone_or_listed(given: Any) -> None:
+    async with server() as here:
+        body = await embed(here, input=given, model=MODEL)
+        data = [{"object": "embedding", "index": 0, "embedding": expected("hello")}]
+        usage = {"prompt_tokens": 5, "total_tokens": 5}
+        assert body == {"object": "list", "data": data, "model": MODEL, "usage": usage}
+
+
+@on_loop
+async def test_vectors_come_in_the_order_of_the_inputs_in_either_form() -> None:
+    async with server() as here:
+        texts = ["x" * length + "ab" for length in (90, 1, 40, 7)]
+        body = await embed(here, input=texts, encoding_format="float", dimensions=HIDDEN_SIZE)
+        assert [item["index"] for item in body["data"]] == [0, 1, 2, 3]
+        assert [item["embedding"] for item in body["data"]] == [expected(text) for text in texts]
+        assert body["usage"]["total_tokens"] == sum(map(len, texts))
+        written = await embed(here, input=texts, encoding_format="base64")
+        for item, text in zip(written["data"], texts, strict=True):
+            decoded = np.frombuffer(b64decode(item["embedding"]), dtype="<f4")
+            assert decoded.tolist() == expected(text)
+        last = await embed(here, input="abc", pooling="last")
+        assert last["data"][0]["embedding"] == expected("abc", "last") != expected("abc")
+        await here.settled()
+
+
+@on_loop
+async def test_what_the_client_says_of_queue_and_cache_reaches_the_engine() -> None:
+    async with server() as here:
+        here.executor.gate.clear()
+        fields = {"user": "me", "priority": -3, "cache_salt": "pepper", "deadline": 50.0}
+        calling = asyncio.create_task(embed(here, input="abc", **fields))
+        scheduler = here.port.loop.engine.scheduler
+        while not scheduler.requests:
+            await asyncio.sleep(0.001)
+        (request,) = scheduler.requests.values()
+        params = request.params
+        assert (params.client, params.priority, params.salt) == ("me", -3, "pepper")
+        assert params.deadline is not None and params.deadline > request.arrival + 40
+        assert (params.pooling, params.reads_cache, params.max_tokens) == ("mean", False, 1)
+        here.executor.gate.set()
+        await calling
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "input"),
+    ({"input": None}, "input"),
+    ({"input": ""}, "input"),
+    ({"input": []}, "input"),
+    ({"input": ["a", ""]}, "input"),
+    ({"input": [[]]}, "input"),
+    ({"input": [260]}, "input"),
+    ({"input": [-1]}, "input"),
+    ({"input": ["a", 1]}, "input"),
+    ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
+    ({"input": "a", "dimensions": HIDDEN_SIZE - 1}, "dimensions"),
+    ({"input": "a", "dimensions": 0}, "dimensions"),
+    ({"input": "a", "pooling": "cls"}, "pooling"),
+    ({"input": "a", "cache_salt": "\x00"}, "cache_salt"),
+    ({"input": "a", "priority": 2**40}, "priority"),
+    ({"input": ["a"] * 4}, "input"),
+]
+
+
+@on_loop
+async def test_a_wrong_field_is_a_400_that_names_it() -> None:
+    async with server(max_choices=3) as here:
+        for fields, param in REFUSED:
+            found = error(await here.post(PATH, **fields), 400)
+            assert found["param"] == param and param in found["message"], fields
+        found = error(await here.post(PATH, input="a", dimensions=3), 400)
+        assert str(HIDDEN_SIZE) in found["message"]
+        assert error(await here.post(PATH, input="a", model="other"), 404)["param"] == "model"
+        await here.settled()
+
+
+@on_loop
+async def test_an_input_that_is_too_long_is_refused_and_not_cut() -> None:
+    async with server(max_length=64) as here:
+        found = error(await here.post(PATH, input=["ok", "x" * 64]), 400)
+        assert (found["code"], found["param"]) == ("context_length_exceeded", "input")
+        assert "64" in found["message"]
+        assert (await embed(here, input="x" * 63))["usage"]["prompt_tokens"] == 63
+        await here.settled()
+
+
+@on_loop
+async def test_overload_faults_and_timeouts_are_as_elsewhere() -> None:
+    async with server(limits=Limits(max_per_client=1), request_timeout=0.2) as here:
+        response = await here.post(PATH, input=["abc"] * 3, user="me")
+        assert error(response, 429)["code"] == "overloaded"
+        assert int(response.headers["retry-after"]) >= 1
+        await here.settled()
+        here.executor.fault = RuntimeError("out of luck")
+        found = error(await here.post(PATH, input="abc"), 500)
+        assert "out of luck" in found["message"] and found["code"] == "step_failed"
+        here.executor.gate.clear()
+        assert error(await here.post(PATH, input="abc"), 504)["code"] == "timeout"
+        here.executor.gate.set()
+        await here.settled()
+        assert (await embed(here, input="abc"))["data"][0]["embedding"] == expected("abc")
+
+
+@on_loop
+async def test_a_client_that_leaves_ends_its_requests() -> None:
+    async with server(max_length=4096) as here:
+        here.executor.gate.clear()
+        body = json.dumps({"input": ["x" * 2000, "y" * 3000, "z"]}).encode()
+        gone, messages = asyncio.Event(), iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> Any:
+            if (message := next(messages, None)) is not None:
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            raise AssertionError("nothing is left to be sent to")
+
+        scope = {
+            "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(),
+            "query_string": b"", "headers": [(b"content-type", b"application/json")],
+            "http_version": "1.1", "scheme": "http", "server": ("test", 80),
+        }  # fmt: skip
+        calling = asyncio.create_task(here.app(scope, receive, send))
+        while here.engine.num_open < 3 or not here.port.loop.engine.scheduler.running:
+            await asyncio.sleep(0.001)
+        gone.set()
+        done, _ = await asyncio.wait({calling}, timeout=2)  # though no step ends meanwhile
+        assert done and not here.engine.num_open
+        here.executor.gate.set()
+        await here.settled()
+
+
+@on_loop
+async def test_completions_run_beside_embeddings() -> None:
+    async with server(max_length=4096) as here:
+        texts = ["hello", "x" * 900, "abc"]
+        asked = [here.complete(prompt=text, max_tokens=1000) for text in texts]
+        asked += [embed(here, input=texts) for _ in range(3)]
+        *said, one, two, three = await asyncio.gather(*asked)
+        assert [body["choices"][0]["text"] for body in said] == [text.upper() for text in texts]
+        assert one["data"] == two["data"] == three["data"]
+        assert [item["embedding"] for item in one["data"]] == [expected(text) for text in texts]
+
+
+def test_a_step_with_an_embedding_sends_the_tokens_of_others_in_one_message() -> None:
+    sent: list[list[FromLoop]] = []
+    config = preset("headway", max_length=64, num_blocks=64, block_size=16)
+    loop = EngineLoop(Engine(Scheduler(config), Capitals()), sent.append)
+    for id in ("a", "b"):
+        loop.post([Submit(id, [97, 98, 99], Params(max_tokens=9))])
+    loop._read()
+    loop.engine.step()
+    loop.post([Submit("vector", [97, 98], embedding_params("mean"))])
+    loop._read()
+    sent.clear()
+    loop.engine.step()
+    ((tokens, update),) = (sorted(messages, key=lambda m: type(m).__name__) for messages in sent)
+    assert isinstance(tokens, Tokens) and sorted(tokens.ids) == ["a", "b"]
+    assert isinstance(update, Update) and update.id == "vector" and update.end is not None
+    assert update.embedding is not None
+    ((copied,),) = Frames().feed(frame([update]))  # as it goes to another process
+    assert np.array_equal(copied.embedding, update.embedding) and copied.end == update.end

@@ -1,0 +1,305 @@
+"""What may go wrong around a server, done to it: every stream ends properly, and the rest goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.engine import Engine
+from headway.engine.input_processor import Asking
+from headway.observe.trace import TraceWriter, read_trace
+from headway.server.process.serve import Recipe, bind, serve_http
+from headway.server.process.shutdown import GracefulServer
+from headway.text.tokenizer import Tokenizer
+from tests.engine.test_async_engine import within
+from tests.support.drive import check_no_leaks
+from tests.support.lettered import SlowCapitals, letters_app, letters_served
+from tests.support.processes import Server
+from tests.support.scripted import MiniApp, make_engine
+
+SLOW = 0.002
+each_layout = pytest.mark.parametrize("num_workers", [0, 2])
+
+
+@dataclass
+class Listening:
+    """A server in this process, at a real port."""
+
+    client: httpx.AsyncClient
+    engine: Engine
+    http: GracefulServer
+
+    async def streams(self, count: int) -> list[asyncio.Task[list[dict[str, Any]]]]:
+        """Some long streams that have all begun."""
+        begun: list[str] = []
+        asked = [events(self.client, "abc" * 500, begun) for _ in range(count)]
+        tasks = [asyncio.create_task(each) for each in asked]
+        while len(begun) < count:
+            await asyncio.sleep(0.005)
+        return tasks
+
+    async def capitals(self, prompt: str) -> str:
+        """A whole completion; must succeed."""
+        asked = {"prompt": prompt, "max_tokens": 3000}
+        response = await self.client.post("/v1/completions", json=asked)
+        assert response.status_code == 200, response.text
+        return str(response.json()["choices"][0]["text"])
+
+
+async def events(client: httpx.AsyncClient, prompt: str, begun: list[str]) -> list[dict[str, Any]]:
+    """What a stream says; whatever happens, it says that it is over. Notes when it has begun."""
+    asked = {"prompt": prompt, "max_tokens": 3000, "stream": True}
+    lines: list[str] = []
+    async with client.stream("POST", "/v1/completions", json=asked) as response:
+        async for line in response.aiter_lines():
+            if not lines:
+                begun.append(line)
+            lines += [line] if line else []
+    if not lines[0].startswith("data: "):
+        return [json.loads(line) for line in lines]  # refused before it began
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def text_of(said: list[dict[str, Any]]) -> str:
+    return "".join(e["choices"][0]["text"] for e in said if e.get("choices"))
+
+
+def reason_of(said: list[dict[str, Any]]) -> str:
+    """How a stream ended: OpenAI's finish reason, or the error's code."""
+    last = said[-1]
+    return str(last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"])
+
+
+@asynccontextmanager
+async def listening(engine: Engine, app: Any, facts: Any) -> AsyncIterator[Listening]:
+    """Serve an engine from this event loop; at the end it stops as on a signal."""
+    recipe = Recipe(make_engine=lambda: None, make_app=app, grace=5.0)  # type: ignore[arg-type,return-value]
+    bound, started = bind("127.0.0.1", 0), asyncio.Event()
+    url = "http://{}:{}".format(*bound.getsockname())
+    servers: list[GracefulServer] = []
+    work = serve_http(
+        recipe, AsyncEngine(ThreadPort(engine)), lambda: facts, bound,
+        ready=lambda _: started.set(), begin=servers.append,
+    )  # fmt: skip
+    task = asyncio.create_task(work)
+    await started.wait()
+    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        yield Listening(client, engine, servers[0])
+    servers[0].stop()
+    await task
+
+
+@asynccontextmanager
+async def capitals(
+    seconds: float = 0.0, tokenizer: Tokenizer | None = None
+) -> AsyncIterator[Listening]:
+    """The real app over an engine that answers in capitals."""
+    served = letters_served(seconds)
+    asking: Asking = served.facts
+    if tokenizer is not None:
+        asking = replace(asking, tokenizer=tokenizer)
+    async with listening(served.engine, letters_app, asking) as server:
+        yield server
+
+
+def test_when_the_engine_dies_mid_stream_every_stream_says_so() -> None:
+    def broken() -> None:
+        raise RuntimeError("what no step survives")
+
+    async def live() -> None:
+        async with capitals(SLOW) as server:
+            streams = await server.streams(8)
+            server.engine.step = broken  # type: ignore[method-assign]
+            for said in await asyncio.gather(*streams):
+                assert 0 < len(text_of(said)) < 1500 and "ABC".startswith(text_of(said)[:3])
+                assert "what no step survives" in said[-1]["error"]["message"]
+            response = await server.client.post("/v1/completions", json={"prompt": "a"})
+            assert response.status_code == 503
+            health = await server.client.get("/health")
+            assert health.status_code == 503 and "no step survives" in health.text
+
+    within(live())
+
+
+def test_a_step_that_fails_ends_its_own_and_later_ones_work() -> None:
+    async def live() -> None:
+        async with capitals(SLOW) as server:
+            streams = await server.streams(4)
+            assert isinstance(server.engine.executor, SlowCapitals)
+            server.engine.executor.fault = RuntimeError("the device fell off")
+            for said in await asyncio.gather(*streams):
+                assert reason_of(said) == "step_failed"
+                assert "the device fell off" in said[-1]["error"]["message"]
+            assert await server.capitals("later") == "LATER"
+        check_no_leaks(server.engine.scheduler)
+
+    within(live())
+
+
+def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
+    letters = letters_served(0.0).facts.tokenizer
+
+    class Delicate(Tokenizer):
+        def encode(
+            self, text: str, *, special: bool = True, max_tokens: int | None = None
+        ) -> list[int]:
+            if "poison" in text:
+                raise RuntimeError("a bug in a tokenizer")
+            return super().encode(text, special=special, max_tokens=max_tokens)
+
+    delicate = Delicate(letters._backend, eos=letters.eos, chat_template=letters.chat_template)
+
+    async def live() -> None:
+        async with capitals(SLOW, delicate) as server:
+            going = asyncio.create_task(server.capitals("abc" * 60))
+            for is_streamed in (False, True):
+                asked = {"prompt": "poison", "stream": is_streamed}
+                response = await server.client.post("/v1/completions", json=asked)
+                assert response.status_code == 500
+                assert response.json()["error"]["code"] == "internal_error"
+            chat = {"messages": [{"role": "user", "content": "poison"}]}
+            assert (await server.client.post("/v1/chat/completions", json=chat)).status_code == 500
+            assert await going == "ABC" * 60
+        check_no_leaks(server.engine.scheduler)
+
+    within(live())
+
+
+def test_a_client_that_stops_reading_holds_up_nobody_and_little_memory() -> None:
+    async def live() -> None:
+        engine = make_engine(num_blocks=3_000, max_length=10_000, max_tokens=256)
+        async with listening(engine, MiniApp, {}) as server:
+            port = server.client.base_url.port
+            asked = json.dumps(
+                {"id": "stuck", "prompt": [1], "num_output": 4_000, "padding": 9_000}
+            )
+            head = f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(asked)}\r\n\r\n"
+            stuck = socket.create_connection(("127.0.0.1", port))
+            stuck.sendall((head + asked).encode())  # and never reads the 36 MB that come back
+            for number in range(10):
+                body = {"id": f"{number}", "prompt": [1], "num_output": 50}
+                lines = (await server.client.post("/", json=body)).text.splitlines()
+                assert json.loads(lines[-1])["end"] == "stop"
+            while engine.has_work:  # its tokens wait, as numbers, for somebody to read them
+                await asyncio.sleep(0.01)
+            transports = [c.transport for c in server.http.server_state.connections]
+            assert max(t.get_write_buffer_size() for t in transports) < 1_000_000
+            stuck.close()
+            while server.http.server_state.tasks:
+                await asyncio.sleep(0.01)
+        check_no_leaks(engine.scheduler)
+
+    within(live())
+
+
+class SmallDisk(io.StringIO):
+    """A file on a disk with room for a few lines."""
+
+    num_refused = 0
+
+    def write(self, text: str) -> int:
+        if self.tell() > 3_000:
+            self.num_refused += 1
+            raise OSError(28, "No space left on device")
+        return super().write(text)
+
+
+def test_a_full_disk_ends_the_trace_with_one_warning_and_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = SmallDisk()
+
+    async def live() -> None:
+        async with capitals() as server:
+            config = server.engine.scheduler.config
+            server.engine.observers.insert(0, TraceWriter(disk, config, 0))
+            said = await asyncio.gather(*(server.capitals("abc" * 20) for _ in range(5)))
+            assert said == ["ABC" * 20] * 5
+            assert await server.capitals("later") == "LATER"
+
+    with caplog.at_level(logging.WARNING):
+        within(live())
+    assert disk.num_refused == 1 and "TraceWriter" in caplog.text and "No space" in caplog.text
+    assert len([r for r in caplog.records if r.name == "headway.engine.loop"]) == 1
+    lines = disk.getvalue().splitlines()
+    assert len(lines) > 5 and all(json.loads(line) for line in lines)
+
+
+# Signals, to processes of their own.
+
+
+async def load(
+    server: Server, lengths: list[int], signals: tuple[int, ...] = ()
+) -> list[list[dict[str, Any]]]:
+    """Streams of so many letters; once all have begun, the server is sent the signals."""
+    begun: list[str] = []
+    async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+        asked = [events(client, "a" * length, begun) for length in lengths]
+        streams = asyncio.gather(*asked)
+        while signals and len(begun) < len(lengths):
+            await asyncio.sleep(0.005)
+        for number in signals:
+            server.process.send_signal(number)
+            await asyncio.sleep(0.3)  # so that the second is not taken for the first
+        if signals == (signal.SIGTERM,):
+            with pytest.raises(httpx.ConnectError):  # nothing new is taken
+                await asyncio.to_thread(httpx.get, server.url)
+        return await streams
+
+
+@each_layout
+def test_sigterm_lets_what_runs_finish_and_gives_the_rest_an_end(num_workers: int) -> None:
+    with Server(num_workers=num_workers, seconds=0.004, grace=2.5, is_real=True) as server:
+        ends = within(load(server, [100] * 8 + [2000] * 8, (signal.SIGTERM,)), 20)
+        assert server.process.wait(10) == 0
+    assert [reason_of(said) for said in ends[:8]] == ["stop"] * 8
+    assert all(text_of(said) == "A" * 100 for said in ends[:8])
+    assert [reason_of(said) for said in ends[8:]] == ["shutting_down"] * 8
+    assert all(set(text_of(said)) == {"A"} for said in ends[8:])
+
+
+def test_an_idle_server_ends_soon_and_without_an_error() -> None:
+    with Server(is_real=True) as server:
+        with httpx.Client() as client:  # a connection that is kept open and idle
+            assert client.get(server.url + "health").is_success
+            begun = time.monotonic()
+            assert server.end(signal.SIGINT) == 0
+        assert time.monotonic() - begun < 3
+
+
+@each_layout
+def test_a_second_signal_ends_it_at_once(num_workers: int) -> None:
+    with Server(num_workers=num_workers, seconds=0.005, grace=60, is_real=True) as server:
+        with pytest.raises(httpx.HTTPError):
+            within(load(server, [2000], (signal.SIGTERM, signal.SIGTERM)))
+        assert server.process.wait(2) == 128 + signal.SIGTERM
+
+
+def test_after_a_kill_the_port_comes_back_at_once_and_the_trace_is_whole(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    with Server(seconds=SLOW, is_real=True, trace=str(trace)) as server:
+        with pytest.raises(httpx.HTTPError):  # cut off, which no client takes for an end
+            within(load(server, [1000] * 8, (signal.SIGKILL,)))
+        server.process.wait(5)
+        header, *steps = read_trace(trace)
+        assert header["headway_trace"] and steps
+        assert [line["step"] for line in steps] == list(range(len(steps)))
+        with Server(is_real=True, port=server.port) as again:
+            assert again.port == server.port
+            [said] = within(load(again, [5]))
+            assert text_of(said) == "AAAAA" and again.end() == 0

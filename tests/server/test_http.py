@@ -1,0 +1,742 @@
+"""The HTTP endpoints, from the client's side: OpenAI's shapes, honest errors, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from headway import VirtualClock
+from headway.engine.loop import Limits
+from headway.engine.messages import Cancel, Submit
+from headway.errors import ConfigError
+from headway.server.generation.conversation import Answer
+from headway.server.generation.runs import Delta
+from headway.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from headway.server.settings import Settings, read_api_keys
+from headway.server.toolcalls.choice import tool_use
+from headway.server.toolcalls.formats import CallDelta
+from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, on_loop, server
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """All events but the end, which must be there."""
+    lines = response.text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+
+
+def error(response: httpx.Response, status: int) -> dict[str, Any]:
+    """The error of a response with this status, which must have OpenAI's shape."""
+    assert response.status_code == status, response.text
+    found: dict[str, Any] = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"} and found["message"]
+    return found
+
+
+# Completions.
+
+
+@pytest.mark.parametrize(
+    "prompt", ["hello", list(b"hello"), ["hello"], [list(b"hello")]], ids=["a", "b", "c", "d"]
+)
+@on_loop
+async def test_a_prompt_is_text_or_tokens_alone_or_listed(prompt: Any) -> None:
+    async with server() as here:
+        body = await here.complete(prompt=prompt, model=MODEL)
+        (choice,) = body["choices"]
+        assert choice == {"index": 0, "text": "HELLO", "logprobs": None, "finish_reason": "stop"}
+        assert body["object"] == "text_completion" and body["model"] == MODEL
+        cached = {"cached_tokens": 0}
+        assert body["usage"] == {
+            "prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11,
+            "prompt_tokens_details": cached,
+        }  # fmt: skip
+
+
+@on_loop
+async def test_choices_come_prompt_by_prompt_and_usage_counts_them_all() -> None:
+    async with server() as here:
+        body = await here.complete(prompt=["abc", "wxyz"], n=2)
+        assert [choice["text"] for choice in body["choices"]] == ["ABC", "BC", "WXYZ", "XYZ"]
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+        assert body["usage"]["prompt_tokens"] == 7
+        assert body["usage"]["completion_tokens"] == 4 + 3 + 5 + 4
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 2}, {"echo": True, "logprobs": 0}])
+@on_loop
+async def test_a_stream_says_what_the_whole_answer_says(more: dict[str, Any]) -> None:
+    async with server() as here:
+        asked = {"prompt": ["hello", "héé €"], "stop": ["LO", "€"], **more}
+        whole = await here.complete(**asked)
+        options = {"include_usage": True}
+        response = await here.post(COMPLETIONS, **asked, stream=True, stream_options=options)
+        assert response.headers["content-type"].startswith("text/event-stream")
+        *chunks, last = events(response)
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] > 0
+        del last["usage"]["prompt_tokens_details"], whole["usage"]["prompt_tokens_details"]
+        assert last["usage"] == whole["usage"]
+        assert all(chunk["usage"] is None and chunk["id"] == last["id"] for chunk in chunks)
+        for choice in whole["choices"]:
+            mine = [
+                c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]
+            ]
+            assert "".join(each["text"] for each in mine) == choice["text"]
+            assert [each["finish_reason"] for each in mine[:-1]] == [None] * (len(mine) - 1)
+            assert mine[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+            for name, column in (choice["logprobs"] or {}).items():
+                assert [each for part in mine for each in part["logprobs"][name]] == column
+
+
+@on_loop
+async def test_a_stop_string_ends_the_text_and_the_count_of_tokens() -> None:
+    async with server() as here:
+        body = await here.complete(prompt="abcdefgh", stop="DE")
+        assert body["choices"][0]["text"] == "ABC" and body["usage"]["completion_tokens"] == 5
+        asked = {"prompt": "abcdefgh", "stop": ["DE"], "include_stop_str_in_output": True}
+        assert (await here.complete(**asked))["choices"][0]["text"] == "ABCDE"
+        body = await here.complete(prompt="abcdeabcdefgh", stop="DE", min_tokens=5)
+        assert body["choices"][0]["text"] == "ABCDEABC"
+        body = await here.complete(prompt="abcdefgh", stop_token_ids=[ord("C")])
+        assert body["choices"][0]["text"] == "AB"
+        body = await here.complete(prompt="abcdefgh", max_tokens=3)
+        assert body["choices"][0]["text"] == "ABC"
+        assert body["choices"][0]["finish_reason"] == "length"
+        await here.settled()
+
+
+@on_loop
+async def test_the_engine_is_told_of_a_stop_string_at_once() -> None:
+    async with server() as here:
+        seen = spied(here)
+        here.executor.num_free_steps = 5
+        asked = asyncio.create_task(here.complete(prompt="x" * 100, max_tokens=100, stop="XXX"))
+        while not any(isinstance(message, Cancel) for message in seen):
+            await asyncio.sleep(0.001)
+        here.executor.gate.set()
+        body = await asked
+        assert body["choices"][0]["text"] == "" and body["usage"]["completion_tokens"] == 3
+        assert isinstance(seen[-1], Cancel) and seen[-1].sample == 0
+
+
+@on_loop
+async def test_logprobs_have_the_legacy_columns_and_cover_exactly_the_text() -> None:
+    async with server() as here:
+        body = await here.complete(prompt="abc", logprobs=2, echo=True)
+        (choice,) = body["choices"]
+        columns = choice["logprobs"]
+        assert "".join(columns["tokens"]) == choice["text"] == "abcABC"
+        assert columns["text_offset"] == [0, 1, 2, 3, 4, 5]
+        assert columns["token_logprobs"] == [None, *[-0.5] * 5]
+        assert columns["top_logprobs"][0] is None
+        assert columns["top_logprobs"][3] == {"A": -0.5, "B": -1.5}
+        body = await here.complete(prompt="abc", logprobs=0, echo=True, max_tokens=0)
+        assert body["choices"][0]["text"] == "abc"
+        assert len(body["choices"][0]["logprobs"]["tokens"]) == 3
+        assert body["choices"][0]["logprobs"]["top_logprobs"] == [None, {"b": -0.5}, {"c": -0.5}]
+        assert body["usage"]["completion_tokens"] == 0
+
+
+@on_loop
+async def test_a_prompt_seen_before_counts_as_cached() -> None:
+    async with server() as here:
+        prompt = "x" * 64
+        await here.complete(prompt=prompt, max_tokens=1)
+        body = await here.complete(prompt=prompt, max_tokens=1)
+        cached = body["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached >= 48
+        assert (await here.post("/reset_prefix_cache")).json() == {"success": True}
+        body = await here.complete(prompt=prompt, max_tokens=1)
+        assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+# Chats.
+
+
+@on_loop
+async def test_a_chat_is_answered_by_the_template_whole_and_streamed() -> None:
+    async with server() as here:
+        parts = [{"type": "text", "text": "hello"}]
+        asked = {"messages": [{"role": "user", "content": parts}], "user": "me", "priority": 3}
+        body = (await here.post(CHAT, **asked, n=2, max_completion_tokens=6)).json()
+        assert body["object"] == "chat.completion" and body["usage"]["prompt_tokens"] == 10
+        texts = [choice["message"]["content"] for choice in body["choices"]]
+        assert texts == ["U:HELL", ":HELLO"]
+        assert body["choices"][0]["message"]["role"] == "assistant"
+        assert body["choices"][0]["finish_reason"] == "length"
+        response = await here.post(CHAT, **asked, n=2, max_tokens=6, stream=True)
+        chunks = events(response)
+        assert all(c["object"] == "chat.completion.chunk" and "usage" not in c for c in chunks)
+        for number, text in enumerate(texts):
+            mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == number]
+            assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(each["delta"].get("content", "") for each in mine) == text
+            assert mine[-1]["delta"] == {} and mine[-1]["finish_reason"] == "length"
+
+
+@on_loop
+async def test_chat_logprobs_have_one_object_for_each_visible_token() -> None:
+    async with server() as here:
+        asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
+        body = (await here.post(CHAT, **asked)).json()
+        content = body["choices"][0]["logprobs"]["content"]
+        assert "".join(each["token"] for each in content) == "U:HELLO;A:"
+        assert content[0] == {
+            "token": "U", "logprob": -0.5, "bytes": [85],
+            "top_logprobs": [
+                {"token": "U", "logprob": -0.5, "bytes": [85]},
+                {"token": "V", "logprob": -1.5, "bytes": [86]},
+            ],
+        }  # fmt: skip
+        chunks = events(await here.post(CHAT, **asked, stream=True))
+        streamed = [c["choices"][0]["logprobs"] for c in chunks]
+        assert [one for each in streamed if each for one in each["content"]] == content
+
+
+@on_loop
+async def test_every_field_reaches_the_engine() -> None:
+    async with server() as here:
+        seen, clock = spied(here), VirtualClock()
+        clock.advance_to(1000)
+        here.port.loop.engine.clock = clock
+        asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11}
+        asked |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5}
+        more = {"logit_bias": {"65": 2}, "min_tokens": 2, "ignore_eos": True, "priority": -4}
+        more |= {"user": "me", "deadline": 100, "cache_salt": "s", "stop_token_ids": [5]}
+        more |= {"max_completion_tokens": 4, "max_tokens": 3, "bad_words": ["a"], "unknown": {}}
+        response = await here.post(CHAT, messages=HELLO, **asked, **more)
+        assert response.status_code == 200, response.text
+        params = next(message.params for message in seen if isinstance(message, Submit))
+        assert all(getattr(params.sampling, name) == value for name, value in asked.items())
+        assert params.sampling.logit_bias == {65: 2} and params.sampling.bad_words
+        found = (params.min_tokens, params.ignore_eos, params.priority, params.client)
+        assert found == (2, True, -4, "me")
+        assert (params.salt, params.stop_ids, params.max_tokens) == ("s", {5}, 4)
+        assert params.deadline == 1100
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("response_format", {"type": "json_object"}, "json_object"),
+        ("response_format", {"type": "json_schema", "json_schema": {"schema": {}}}, "json_schema"),
+        ("structured_outputs", {"regex": "a+"}, "regex"),
+        ("structured_outputs", {"choice": ["yes", "no"]}, "choice"),
+        ("structured_outputs", {"json": {"type": "integer"}}, "json_schema"),
+        ("response_format", {"type": "text"}, None),
+    ],
+)
+@on_loop
+async def test_the_form_of_an_answer_reaches_the_engine(
+    field: str, value: dict[str, Any], kind: str | None
+) -> None:
+    async with server() as here:
+        for path, asked in ((COMPLETIONS, {"prompt": "abc"}), (CHAT, {"messages": HELLO})):
+            seen = spied(here)
+            response = await here.post(path, **{field: value}, **asked)
+            assert response.status_code == 200, response.text
+            grammar = seen[0].params.sampling.grammar
+            assert (grammar and grammar.kind) == kind
+
+
+@on_loop
+async def test_tool_calls_are_taken_out_of_the_text_whole_and_streamed() -> None:
+    async with server(template=TOOL_TEMPLATE) as here:
+        call = b'<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+        here.executor.says = b"Well. " + call + call
+        asked = {"messages": HELLO, "tools": [TOOL]}
+        (choice,) = (await here.post(CHAT, **asked)).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "Well."
+        functions = [each["function"] for each in choice["message"]["tool_calls"]]
+        assert functions == [{"name": "f", "arguments": '{"a": 1}'}] * 2
+        chunks = events(await here.post(CHAT, **asked, stream=True))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content", "") for delta in deltas) == "Well."
+        streamed = [each for delta in deltas for each in delta.get("tool_calls", [])]
+        assert [each["index"] for each in streamed if "id" in each] == [0, 1]
+        for index, function in enumerate(functions):
+            parts = [each["function"] for each in streamed if each["index"] == index]
+            assert parts[0]["name"] == "f" and all("name" not in part for part in parts[1:])
+            assert "".join(part["arguments"] for part in parts) == function["arguments"]
+            assert len(parts) > 2, "arguments come as they are generated"
+        assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+        answer = Answer(tool_use(TOOL_TEMPLATE, [TOOL]).parser())  # type: ignore[union-attr]
+        pieces = answer.pieces(Delta(0, (call + call).decode(), finish_reason="stop"))
+        numbers = [piece.number for piece in pieces if isinstance(piece, CallDelta)]
+        assert numbers == sorted(numbers) and set(numbers) == {0, 1}
+        seen = spied(here)
+        await here.post(CHAT, **asked, tool_choice="required")
+        assert seen[0].params.sampling.grammar is not None
+
+
+# What a client can do wrong.
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (COMPLETIONS, {}, "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt"),
+    (COMPLETIONS, {"prompt": [[]]}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt"),
+    (COMPLETIONS, {"prompt": [VOCAB_SIZE]}, "prompt"),
+    (COMPLETIONS, {"prompt": [-1]}, "prompt"),
+    (COMPLETIONS, {"prompt": {"a": 1}}, "prompt"),
+    (COMPLETIONS, {"prompt": "a\ud800"}, "prompt"),
+    (COMPLETIONS, {"prompt": "x" * 300}, "prompt"),
+    (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, "prompt"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "temperature": float("nan")}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "temperature": float("inf")}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "temperature": [1]}, "temperature"),
+    (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p"),
+    (COMPLETIONS, {"prompt": "a", "n": 0}, "n"),
+    (COMPLETIONS, {"prompt": "a", "n": True}, "n"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 101}, "logprobs"),
+    (COMPLETIONS, {"prompt": "a", "stop": [""]}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 100}, "stop"),
+    (COMPLETIONS, {"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+    (COMPLETIONS, {"prompt": "a", "seed": 2**70}, "seed"),
+    (COMPLETIONS, {"prompt": "a", "deadline": -1}, "deadline"),
+    (COMPLETIONS, {"prompt": "a", "priority": 0.5}, "priority"),
+    (COMPLETIONS, {"prompt": "a", "cache_salt": "\n"}, "cache_salt"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 2}, "best_of"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "x"}}, "response_format"),
+    (COMPLETIONS, {"prompt": "a", "response_format": {"type": "json_schema"}}, "response_format"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {}}, "structured_outputs"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"choice": []}}, "structured_outputs"),
+    (CHAT, {"messages": HELLO, "tools": [TOOL]}, "tools"),
+    (CHAT, {"messages": HELLO, "tools": [{}]}, "tools"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": []}, "messages"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+    (CHAT, {"messages": HELLO, "max_tokens": 0}, "max_tokens"),
+    (CHAT, {"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+    (CHAT, {"messages": HELLO, "logprobs": 3}, "logprobs"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+    ("/tokenize", {}, "prompt"),
+    ("/tokenize", {"prompt": "a", "messages": HELLO}, "prompt"),
+    ("/detokenize", {"tokens": [VOCAB_SIZE]}, "tokens"),
+    ("/detokenize", {"tokens": "abc"}, "tokens"),
+]
+
+
+@on_loop
+async def test_whatever_is_wrong_is_a_400_that_names_the_field_streamed_or_not() -> None:
+    async with server() as here:
+        for path, fields, param in WRONG:
+            for more in ({}, {"stream": True}):
+                if "stream_options" in fields and more:
+                    continue
+                content = json.dumps({**fields, **more}).encode()
+                response = await here.client.post(
+                    path, content=content, headers={"content-type": "application/json"}
+                )
+                found = error(response, 400)
+                assert found["param"] == param, (fields, found)
+                assert param in found["message"] and found["type"] == "invalid_request_error"
+        await here.settled()
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+    | st.sampled_from(["auto", "required", "json_object", 10**30, -1, 0, 1, 1e308, "\ud800"]),
+    lambda inner: st.lists(inner, max_size=3)
+    | st.dictionaries(st.sampled_from(["type", "text", "role", "content", "json", "1"]), inner),
+    max_leaves=4,
+)  # fmt: skip
+
+
+def bodies(request: type[BaseModel], start: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Bodies with a few fields of any value; the rest is fine, so that they are read."""
+    fields = st.sampled_from(sorted(request.model_fields))
+    return st.dictionaries(fields, VALUES, max_size=3).map(lambda wrong: {**start, **wrong})
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.tuples(st.just(COMPLETIONS), bodies(CompletionRequest, {"prompt": "abc"}))
+    | st.tuples(st.just(CHAT), bodies(ChatRequest, {"messages": HELLO}))
+    | st.tuples(st.just("/tokenize"), bodies(TokenizeRequest, {"prompt": "abc"}))
+)
+@on_loop
+async def test_no_body_at_all_is_the_servers_fault(asked: tuple[str, dict[str, Any]]) -> None:
+    async with server() as here:
+        content, kind = json.dumps(asked[1]).encode(), {"content-type": "application/json"}
+        response = await here.client.post(asked[0], content=content, headers=kind)
+        assert response.status_code < 500, response.text
+        if response.status_code != 200:
+            error(response, response.status_code)
+        await here.settled()
+
+
+@on_loop
+async def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
+    """On a GPU such a token would end the process: it has no row in the embedding."""
+    async with server(vocab_size=ord("~")) as here:
+        said = [{"role": "user", "content": "a~b"}]
+        for path, body in ((COMPLETIONS, {"prompt": "a~b"}), (CHAT, {"messages": said})):
+            response = await here.client.post(path, json=body)
+            assert "'~' (126) is not one of the 126" in error(response, 400)["message"]
+        assert (await here.complete(prompt="ab"))["choices"][0]["text"] == "AB"
+
+
+@on_loop
+async def test_a_prompt_too_long_is_told_the_limit() -> None:
+    async with server(max_length=64) as here:
+        found = error(await here.post(COMPLETIONS, prompt="x" * 64), 400)
+        assert found["code"] == "context_length_exceeded" and "64" in found["message"]
+        long = [{"role": "user", "content": "x" * 64}]
+        found = error(await here.post(CHAT, messages=long, stream=True), 400)
+        assert found["param"] == "messages" and "64" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b"[]", "application/json", 400),
+        (b"null", "application/json", 400),
+        (b'"text"', "application/json", 400),
+        (b"\xff\xfe", "application/json", 400),
+        (b"", "application/json", 400),
+        (b'{"n": ' + b"9" * 5000 + b"}", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b'{"prompt": "a"}', "text/plain", 415),
+        (b"prompt=a", "application/x-www-form-urlencoded", 415),
+        (b'{"prompt": "' + b"a" * 2000 + b'"}', "application/json", 413),
+    ],
+)
+@on_loop
+async def test_a_body_that_cannot_be_read_is_the_clients_fault(
+    content: bytes, kind: str, status: int
+) -> None:
+    async with server(max_body_bytes=1000 if status == 413 else 1 << 20) as here:
+        for path in (COMPLETIONS, CHAT, "/tokenize"):
+            headers = {"content-type": kind}
+            error(await here.client.post(path, content=content, headers=headers), status)
+
+
+@on_loop
+async def test_a_body_without_a_length_is_measured_as_it_comes() -> None:
+    async def flood() -> Any:
+        for _ in range(100):
+            yield b" " * 100
+
+    async with server(max_body_bytes=1000) as here:
+        headers = {"content-type": "application/json"}
+        response = await here.client.post(COMPLETIONS, content=flood(), headers=headers)
+        assert "1000" in error(response, 413)["message"]
+
+
+@on_loop
+async def test_a_body_that_never_arrives_is_not_waited_for() -> None:
+    async def drip() -> Any:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with server(body_timeout=0.05) as here:
+        headers = {"content-type": "application/json"}
+        response = await here.client.post(COMPLETIONS, content=drip(), headers=headers)
+        assert "0.05" in error(response, 408)["message"]
+
+
+@on_loop
+async def test_unknown_models_paths_and_methods_are_named() -> None:
+    async with server() as here:
+        for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+            found = error(await here.post(path, model="gpt", **fields), 404)
+            assert MODEL in found["message"] and found["code"] == "model_not_found"
+        error(await here.client.get("/v2"), 404)
+        error(await here.client.get(COMPLETIONS), 405)
+
+
+# Load, time, faults.
+
+
+@on_loop
+async def test_a_full_queue_is_a_429_with_a_time_to_come_back() -> None:
+    async with server(limits=Limits(max_per_client=1)) as here:
+        here.executor.gate.clear()
+        first = asyncio.create_task(here.complete(prompt="abc", user="me"))
+        while not here.port.loop.engine.scheduler.requests:
+            await asyncio.sleep(0.001)
+        second = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", user="me", stream=True))
+        await asyncio.sleep(0.01)
+        here.executor.gate.set()
+        response = await second
+        assert error(response, 429)["code"] == "overloaded"
+        assert int(response.headers["retry-after"]) >= 1
+        assert (await first)["choices"][0]["text"] == "ABC"
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("stream", [False, True])
+@on_loop
+async def test_a_failed_step_ends_requests_properly_and_the_next_is_fine(
+    path: str, stream: bool
+) -> None:
+    async with server() as here:
+        asked = {"prompt": "abc"} if path == COMPLETIONS else {"messages": HELLO}
+        here.executor.fault = RuntimeError("out of luck")
+        found = error(await here.post(path, **asked, stream=stream), 500)
+        assert "out of luck" in found["message"] and found["code"] == "step_failed"
+        assert (await here.post(path, **asked)).status_code == 200
+
+
+@on_loop
+async def test_an_error_in_the_middle_of_a_stream_is_an_event_and_then_the_end() -> None:
+    async with server() as here:
+        sent: list[Any] = []
+        here.executor.num_free_steps = 2
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+            if message.get("body"):  # after the first text
+                here.executor.fault = RuntimeError("out of luck")
+                here.executor.gate.set()
+
+        await call(here, {"prompt": "x" * 100, "max_tokens": 100, "stream": True}, send)
+        assert sent[0]["status"] == 200
+        body = b"".join(message.get("body", b"") for message in sent[1:]).decode()
+        *_, last = body.removesuffix("\n\ndata: [DONE]\n\n").split("\n\n")
+        assert "out of luck" in json.loads(last.removeprefix("data: "))["error"]["message"]
+        assert sent[-1]["more_body"] is False
+        await here.settled()
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "n": 3}])
+@on_loop
+async def test_a_client_that_leaves_ends_its_requests(fields: dict[str, Any]) -> None:
+    async with server(max_length=4096) as here:
+        gone = asyncio.Event()
+        prompt = ["x" * 2000, "y" * 2000]
+        asked = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
+        calling = asyncio.create_task(call(here, asked, nothing, gone))
+        while not here.port.loop.engine.scheduler.running:
+            await asyncio.sleep(0.001)
+        here.executor.gate.clear()
+        gone.set()
+        done, _ = await asyncio.wait({calling}, timeout=2)  # though no step ends meanwhile
+        assert done
+        here.executor.gate.set()
+        await here.settled()
+
+
+@on_loop
+async def test_a_client_that_stops_reading_ends_its_request() -> None:
+    async with server(max_length=4096, stall_timeout=0.05) as here:
+
+        async def never(message: Any) -> None:
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        await call(here, {"prompt": "x" * 900, "max_tokens": 3000, "stream": True}, never)
+        await here.settled()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_loop
+async def test_a_request_out_of_time_is_a_504_and_gone(stream: bool) -> None:
+    async with server(request_timeout=0.05) as here:
+        here.executor.gate.clear()
+        found = error(await here.post(COMPLETIONS, prompt="abc", stream=stream), 504)
+        assert found["code"] == "timeout"
+        here.executor.gate.set()
+        await here.settled()
+
+
+@on_loop
+async def test_an_engine_that_has_ended_is_a_503_everywhere() -> None:
+    async with server() as here:
+        here.port.loop.stop()
+        while here.engine.gone is None:
+            await asyncio.sleep(0.001)
+        for stream in (False, True):
+            error(await here.post(COMPLETIONS, prompt="abc", stream=stream), 503)
+            error(await here.post(CHAT, messages=HELLO, stream=stream), 503)
+        for path in ("/health", "/load", "/metrics"):
+            error(await here.client.get(path), 503)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@on_loop
+async def test_a_server_that_shuts_down_says_so_to_those_inside_and_outside(stream: bool) -> None:
+    async with server() as here:
+        here.executor.gate.clear()
+        inside = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=stream))
+        while not here.engine.num_open:
+            await asyncio.sleep(0.001)
+        here.engine.cancel_all()
+        outside = await here.post(COMPLETIONS, prompt="abc", stream=stream)
+        assert error(outside, 503)["code"] == "shutting_down" and outside.headers["retry-after"]
+        here.executor.gate.set()
+        ended = await inside
+        if stream and ended.status_code == 200:  # a step was under way: its token comes first
+            assert events(ended)[-1]["error"]["code"] == "shutting_down"
+        else:
+            assert error(ended, 503)["code"] == "shutting_down"
+
+
+@on_loop
+async def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
+    async with server() as here:
+        tokenizer = here.app.state.context.asking.tokenizer
+        encode = tokenizer.encode
+
+        def fails(text: str, **options: Any) -> list[int]:
+            if "bad" in text:
+                raise RuntimeError("no such merge")
+            found: list[int] = encode(text, **options)
+            return found
+
+        tokenizer.encode = fails
+        error(await here.post(COMPLETIONS, prompt="bad"), 500)
+        error(await here.post(CHAT, messages=[{"role": "user", "content": "bad"}]), 500)
+        error(await here.post("/tokenize", prompt="bad"), 500)
+        assert (await here.complete(prompt="good"))["choices"][0]["text"] == "GOOD"
+
+
+# What the server tells of itself, and to whom.
+
+
+@on_loop
+async def test_models_version_load_metrics_and_health() -> None:
+    async with server(metrics_prefix="vllm") as here:
+        get = here.client.get
+        (card,) = (await get("/v1/models")).json()["data"]
+        assert (card["id"], card["object"], card["max_model_len"]) == (MODEL, "model", 256)
+        assert (await get(f"/v1/models/{MODEL}")).json() == card
+        error(await get("/v1/models/other/name"), 404)
+        assert "version" in (await get("/version")).json()
+        idle = {"server_load": 0, "running": 0, "waiting": 0, "age": 0}
+        assert (await get("/load")).json() == idle
+        assert (await get("/metrics")).text == "# vllm\n"
+        assert (await here.client.head("/metrics")).status_code == 200
+        assert (await get("/health")).json() == {"status": "ok"}
+
+
+@on_loop
+async def test_tokens_go_there_and_back() -> None:
+    async with server() as here:
+        for text in ("héllo <end> €", "x" * 10_000, ""):  # one of them on a thread
+            body = (await here.post("/tokenize", prompt=text, return_token_strs=True)).json()
+            assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
+            assert (await here.post("/detokenize", tokens=body["tokens"])).json()["prompt"] == text
+        body = (await here.post("/tokenize", messages=HELLO)).json()
+        assert bytes(body["tokens"]) == b"u:hello;a:"
+
+
+@on_loop
+async def test_a_key_is_asked_for_everywhere_but_where_nothing_is_told() -> None:
+    async with server(api_keys=("first", "second")) as here:
+        for path in ("/v1/models", "/metrics", "/load", "/openapi.json"):
+            for wrong in ({}, {"authorization": "Bearer firs"}, {"authorization": "Basic first"}):
+                assert error(await here.client.get(path, headers=wrong), 401)["message"]
+            right = {"authorization": "Bearer second"}
+            assert (await here.client.get(path, headers=right)).status_code == 200
+        error(await here.post(COMPLETIONS, prompt="abc"), 401)
+        assert (await here.client.get("/health")).status_code == 200
+        assert "first" not in repr(here.app.state.context.settings)
+
+
+def test_keys_come_from_the_environment_and_a_file(tmp_path: Any) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# ours\none\n\ntwo \n")
+    assert read_api_keys(path, {"HEADWAY_API_KEY": "zero"}) == ("zero", "one", "two")
+    assert read_api_keys(None, {}) == ()
+    path.write_text("\n")
+    for wrong in (path, tmp_path / "missing"):
+        with pytest.raises(ConfigError, match=wrong.name):
+            read_api_keys(wrong, {})
+    for wrong_settings in ({"max_body_bytes": 0}, {"request_timeout": 0.0}, {"api_keys": ("",)}):
+        with pytest.raises(ConfigError):
+            Settings(**wrong_settings)  # type: ignore[arg-type]
+
+
+@on_loop
+async def test_web_pages_may_call_only_where_allowed() -> None:
+    asks = {"origin": "http://page", "access-control-request-method": "POST"}
+    async with server() as here:
+        response = await here.client.get("/version", headers=asks)
+        assert "access-control-allow-origin" not in response.headers
+    async with server(allowed_origins=("http://page",), api_keys=("k",)) as here:
+        response = await here.client.options(COMPLETIONS, headers=asks)
+        assert response.headers["access-control-allow-origin"] == "http://page"
+
+
+@on_loop
+async def test_the_schema_lists_every_path_with_its_answers_and_errors() -> None:
+    async with server() as here:
+        schema = (await here.client.get("/openapi.json")).json()
+        assert {
+            COMPLETIONS, CHAT, "/v1/models", "/version", "/load", "/tokenize", "/detokenize",
+            "/reset_prefix_cache", "/metrics", "/health",
+        } <= set(schema["paths"])  # fmt: skip
+        assert "422" not in json.dumps(schema) and "HTTPValidationError" not in json.dumps(schema)
+        for path in (COMPLETIONS, CHAT):
+            answers = schema["paths"][path]["post"]["responses"]
+            assert {"200", "400", "401", "404", "413", "415", "429", "503"} <= set(answers)
+            assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+
+
+def spied(here: Server) -> list[Any]:
+    """All that is sent to the engine from now on."""
+    seen: list[Any] = []
+    send = here.port.send
+
+    def spy(messages: list[Any]) -> None:
+        seen.extend(messages)
+        send(messages)
+
+    here.port.send = spy  # type: ignore[method-assign]
+    return seen
+
+
+async def nothing(message: Any) -> None:
+    await asyncio.sleep(0)
+
+
+async def call(
+    here: Server, fields: dict[str, Any], send: Any, gone: asyncio.Event | None = None
+) -> None:
+    """One completion as a web server would ask for it, by a client that leaves when `gone`."""
+    body = json.dumps(fields).encode()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        if (message := next(messages, None)) is not None:
+            return message
+        await (gone or asyncio.Event()).wait()
+        return {"type": "http.disconnect"}
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "method": "POST",
+        "path": COMPLETIONS, "raw_path": COMPLETIONS.encode(), "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1",
+        "scheme": "http", "root_path": "", "server": ("test", 80), "client": ("test", 1),
+    }  # fmt: skip
+    await here.app(scope, receive, send)

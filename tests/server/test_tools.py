@@ -1,0 +1,442 @@
+"""The laws of tool calls: what is asked for is shown, what is said is never lost or made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headway.errors import InvalidRequest
+from headway.grammar.grammar import check
+from headway.server.toolcalls.choice import format_of, tool_use
+from headway.server.toolcalls.formats import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    CallDelta,
+    ToolCall,
+    ToolFormat,
+    gathered,
+)
+from headway.server.toolcalls.parser import ToolCallParser
+from headway.server.toolcalls.prompt import template_messages, with_tools_described
+from headway.text.chat_template import render_chat
+
+# Templates in the manner of Qwen 2.5, Llama 3.1 and models that know nothing of this.
+QWEN = """{%- if tools %}<|im_start|>system
+# Tools
+{%- for tool in tools %}
+{{ tool | tojson }}
+{%- endfor %}
+Return a json object within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or "" }}
+{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}"""
+LLAMA = """{%- if tools is not none %}
+{{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and \
+its value}.' }}
+{%- for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}
+{%- for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}"""
+MISTRALS = """{%- if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{%- for message in messages %}[INST]{{ message.content }}[/INST]{% endfor %}"""
+XML = """{%- for tool in tools or [] %}{{ tool.function.name }}{% endfor %}
+<tool_call>
+<function=example_function_name>
+</function>
+</tool_call>"""
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+
+NAMES = frozenset({"weather", "no-thing"})
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "place": {"$ref": "#/$defs/Place"},
+                "days": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+            },
+            "required": ["place"],
+            "additionalProperties": False,
+            "$defs": {"Place": {"type": "string", "maxLength": 30}},
+        },
+    },
+}
+NO_THING = {"type": "function", "function": {"name": "no-thing"}}
+TOOLS = [WEATHER, NO_THING]
+FORMATS = {"hermes": HERMES, "llama3": LLAMA3, "mistral": MISTRAL}
+
+
+def reader(format: ToolFormat = HERMES) -> ToolCallParser:
+    numbers = iter(range(1000))
+    return ToolCallParser(format, NAMES, new_id=lambda: f"call_{next(numbers)}")
+
+
+def tagged(name: str, arguments: Any) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def in_pieces(found: ToolCallParser, pieces: Sequence[str]) -> tuple[str, list[ToolCall]]:
+    """Texts joined, and calls, of a stream."""
+    parts = [part for piece in pieces for part in found.push(piece)] + found.finish()
+    texts = "".join(part for part in parts if isinstance(part, str))
+    return texts, gathered(parts).calls
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
+    """A text with calls in it, and the calls."""
+    words = st.text('ab <>/{}"\n;é', max_size=8) | st.sampled_from(["<tool", "<tool_cal", "</"])
+    values = st.text(max_size=6) | st.integers() | st.just("</tool_call>") | st.just("<tool_call>")
+    arguments = st.dictionaries(st.text('xy"\n', max_size=3), values, max_size=3)
+    calls = st.tuples(st.sampled_from(sorted(NAMES)), arguments)
+    text, made = draw(words), []
+    for call in draw(st.lists(calls, max_size=3)):
+        made.append(call)
+        text += tagged(*call) + draw(words)
+    return text, made
+
+
+@settings(max_examples=150, deadline=None)
+@given(answer=answers(), cuts=st.lists(st.integers(0, 200), max_size=12))
+def test_calls_are_found_however_a_stream_is_cut(
+    answer: tuple[str, list[tuple[str, Any]]], cuts: list[int]
+) -> None:
+    text, made = answer
+    places = sorted({min(cut, len(text)) for cut in cuts})
+    pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
+    said, calls = in_pieces(reader(), pieces)
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == made
+    assert [call.id for call in calls] == [f"call_{n}" for n in range(len(made))]
+    for call in made:
+        text = text.replace(tagged(*call), "", 1)
+    assert "".join(said.split()) == "".join(text.split()), "blanks around calls may go"
+    assert in_pieces(reader(), list(answer[0])) == (said, calls)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text('ab<>/_{}":, \n', max_size=40), style=st.sampled_from(sorted(FORMATS)))
+def test_an_answer_without_calls_is_passed_on_as_it_is(text: str, style: str) -> None:
+    assert in_pieces(reader(FORMATS[style]), list(text)) == (text, [])
+    whole = reader(FORMATS[style]).parse(text)
+    assert whole == (text, [])
+
+
+def test_text_is_passed_on_at_once_unless_it_may_begin_a_call() -> None:
+    stream = reader()
+    assert stream.push("Let me see") == ["Let me see"]
+    assert stream.push(". \n<tool") == ["."]
+    assert stream.push("box>") == [" \n<toolbox>"]
+    assert stream.push(" <tool_call>") == []
+    begun = CallDelta(0, "", "call_0", "weather")
+    assert stream.push('{"name": "weather", "arguments": {') == [begun, CallDelta(0, "{")]
+    assert stream.push('"place": "R') == [CallDelta(0, '"place": "R')]
+    assert stream.push('ome"}') == [CallDelta(0, 'ome"}')]
+    assert stream.push("}\n</tool_call>") == []
+    assert stream.push(" Done.") == [" Done."]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "<tool_call>not json</tool_call>",
+        '<tool_call>{"name": "unknown", "arguments": {}}</tool_call>',
+        '<tool_call>{"name": "weather", "arguments": 3}</tool_call>',
+        "<tool_call>[1, 2]</tool_call>",
+        '<tool_call>{"name": "weather", "argu',
+        "<tool_call>",
+        "<tool_call>" + "[" * 100_000 + "</tool_call>",
+    ],
+)
+def test_what_looks_like_a_call_and_is_none_stays_text(said: str) -> None:
+    assert reader().parse(said) == (said, [])
+    found = reader().parse(said + " and " + tagged("no-thing", {}))
+    if said.endswith("</tool_call>"):
+        assert found.content == said + " and" and len(found.calls) == 1
+
+
+def test_a_call_that_is_whole_but_not_closed_is_a_call() -> None:
+    found = reader().parse('<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n')
+    assert found.content is None and found.calls[0].arguments == '{"place": "Rome"}'
+
+
+def test_arguments_written_as_a_text_are_taken_as_they_are() -> None:
+    found = reader().parse(tagged("weather", '{"place": "Köln"}'))
+    assert found.calls[0].arguments == '{"place": "Köln"}'
+
+
+def test_line_breaks_in_streamed_arguments_are_escaped() -> None:
+    said = '<tool_call>{"name": "weather", "arguments": {"place": "a\nb\\"\tc"}}</tool_call>'
+    for found in (reader().parse(said).calls, in_pieces(reader(), list(said))[1]):
+        assert json.loads(found[0].arguments) == {"place": 'a\nb"\tc'}
+
+
+def test_a_call_that_was_cut_keeps_what_was_said_of_its_arguments() -> None:
+    said = '<tool_call>{"name": "weather", "arguments": {"place": "Ro'
+    (call,) = reader().parse(said).calls
+    assert call.arguments == '{"place": "Ro'
+
+
+def test_further_members_of_a_call_are_no_text() -> None:
+    call = '{"name": "weather", "arguments": {}, "id": {"a": "}"}}'
+    assert in_pieces(reader(), list(f"<tool_call>{call}</tool_call>!"))[0] == "!"
+    assert in_pieces(reader(LLAMA3), list(call.replace("arguments", "parameters")))[0] == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "text", "names"),
+    [
+        ('[TOOL_CALLS][{"name": "weather", "arguments": {"a": 1}}]', "", ["weather"]),
+        ('[TOOL_CALLS] [{"name": "weather", "arguments": {"a": 1}}, '
+         '{"name": "no-thing", "arguments": {"a": 1}}]', "", ["weather", "no-thing"]),
+        ('Yes. [TOOL_CALLS]weather[ARGS]{"a": 1}', "Yes.", ["weather"]),
+        ('[TOOL_CALLS]weather{"a": 1}[TOOL_CALLS]no-thing{"a": 1}', "", ["weather", "no-thing"]),
+        ('[TOOL_CALLS]other{"a": 1}', '[TOOL_CALLS]other{"a": 1}', []),
+        ("a [TOOL_CALLS] [not json]", "a [TOOL_CALLS][not json]", []),
+        ("[TOOL", "[TOOL", []),
+    ],
+)  # fmt: skip
+def test_lists_of_calls_are_read_as_mistral_writes_them(
+    said: str, text: str, names: list[str]
+) -> None:
+    for pieces in ([said], list(said)):
+        found, calls = in_pieces(reader(MISTRAL), pieces)
+        assert (found, [call.name for call in calls]) == (text, names)
+        assert all(json.loads(call.arguments) == {"a": 1} for call in calls)
+
+
+def test_a_forced_list_needs_no_special_token_before_it() -> None:
+    use = tool_use(MISTRALS, TOOLS, "required")
+    assert use is not None
+    call = '{"name": "weather", "arguments": {"place": "Rome"}}'
+    for said in (f"[{call}]", f"[{call}, {call}]"):
+        assert accepts(use.grammar, said)
+        found = use.parser().parse(said)
+        assert found.content is None and len(found.calls) == said.count("weather")
+
+
+def test_json_alone_is_a_call_if_it_names_a_tool_and_text_if_not() -> None:
+    call = '{"name": "weather", "parameters": {"place": "Oslo"}}'
+    for said in (call, f"\n{call}\n", call[:20] + call[20:]):
+        said_text, calls = in_pieces(reader(LLAMA3), list(said))
+        assert not said_text.strip() and len(calls) == 1
+        assert json.loads(calls[0].arguments) == {"place": "Oslo"}
+    assert len(reader(LLAMA3).parse(f"{call}; {call}").calls) == 2
+    for text in ('{"name": "Ada", "parameters": {}}', f"Here: {call}", '{"name": "weather"', "{}x"):
+        assert in_pieces(reader(LLAMA3), list(text)) == (text, [])
+    after = reader(LLAMA3).parse(f"{call} and more")
+    assert after.content == " and more" and len(after.calls) == 1
+
+
+def test_a_call_has_the_shape_that_clients_know() -> None:
+    call = ToolCall("call_1", "weather", "{}")
+    function = {"name": "weather", "arguments": "{}"}
+    assert call.as_message() == {"id": "call_1", "type": "function", "function": function}
+    assert CallDelta(2, "{}", "call_1", "weather").as_chunk() == {"index": 2, **call.as_message()}
+    assert CallDelta(2, '"a"').as_chunk() == {"index": 2, "function": {"arguments": '"a"'}}
+    own = ToolCallParser(HERMES, NAMES).parse(tagged("weather", {}) + tagged("weather", {})).calls
+    assert len({call.id for call in own}) == 2 and own[0].id.startswith("call_")
+    (short,) = ToolCallParser(MISTRAL, NAMES).parse('[TOOL_CALLS][{"name": "no-thing"}]').calls
+    assert len(short.id) == 9 and short.id.isalnum(), "what templates of Mistral's models demand"
+
+
+# What a request asks for.
+
+
+def test_templates_are_told_apart_by_what_they_tell_the_model() -> None:
+    assert format_of(QWEN) == (HERMES, False) and format_of(LLAMA) == (LLAMA3, False)
+    assert format_of(MISTRALS) == (MISTRAL, False)
+    with pytest.raises(InvalidRequest, match=r"does not know any.*--tool-call-parser"):
+        format_of(PLAIN)
+    with pytest.raises(InvalidRequest, match=r"form.*--tool-call-parser"):
+        format_of(XML)
+    assert format_of(XML, "hermes") == (HERMES, False) and format_of(PLAIN, "qwen")[1]
+    with pytest.raises(InvalidRequest, match="tools cannot be shown .* no chat template"):
+        format_of(None)
+
+
+def test_tools_that_may_not_be_used_are_not_shown() -> None:
+    for template in (QWEN, LLAMA, PLAIN, None):
+        assert tool_use(template, None) is None and tool_use(template, [], "auto") is None
+        assert tool_use(template, TOOLS, "none") is None
+
+
+def test_auto_leaves_the_model_free_and_shows_it_the_tools() -> None:
+    for choice in (None, "auto"):
+        use = tool_use(QWEN, TOOLS, choice)
+        assert use is not None and use.grammar is None
+        shown = render_chat(QWEN, [{"role": "user", "content": "?"}], tools=use.tools)
+        assert "The weather of a place" in shown and "no-thing" in shown
+        assert use.parser().parse(tagged("weather", {})).calls[0].name == "weather"
+
+
+def accepts(grammar: Any, text: str) -> bool:
+    """Whether a text satisfies a grammar from end to end."""
+    from llguidance import LLMatcher, LLTokenizer
+
+    check(grammar)
+    matcher = LLMatcher(LLTokenizer("byte"), grammar.source, log_level=0)
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and (
+        matcher.is_accepting()
+    )
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA])
+def test_required_allows_calls_of_these_tools_and_nothing_else(template: str) -> None:
+    pytest.importorskip("llguidance")
+    use = tool_use(template, TOOLS, "required")
+    assert use is not None
+
+    def call(name: str, arguments: Any) -> str:
+        written = f'{{"name": "{name}", "{use.format.arguments}": {json.dumps(arguments)}}}'
+        return f"{use.format.begin}{written}{use.format.end}"
+
+    rome = call("weather", {"place": "Rome", "days": [1, 1]})
+    assert accepts(use.grammar, rome) and use.parser().parse(rome).calls[0].name == "weather"
+    assert accepts(use.grammar, call("no-thing", {}))
+    for wrong in ("", "Hello", call("other", {}), call("weather", {}), call("no-thing", {"x": 1})):
+        assert not accepts(use.grammar, wrong)
+    assert not accepts(use.grammar, call("weather", {"place": 3}))
+    both = rome + use.format.between + rome
+    assert accepts(use.grammar, both) == (use.format == HERMES)
+    one = tool_use(template, TOOLS, "required", parallel=False)
+    assert one is not None and not accepts(one.grammar, both) and accepts(one.grammar, rome)
+
+
+def test_strict_tools_have_no_other_properties_than_they_name() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
+    strict = {"type": "function", "function": {**tool["function"], "strict": True}}
+    more = tagged("weather", {"a": 1, "b": 2})
+    for tools, is_closed, allows in (
+        ([tool], False, True), ([strict], False, False), ([tool], True, False),
+    ):  # fmt: skip
+        use = tool_use(QWEN, tools, "required", disable_additional_properties=is_closed)
+        assert use is not None and accepts(use.grammar, more) == allows
+        assert accepts(use.grammar, tagged("weather", {"a": 1}))
+
+
+def test_a_named_choice_allows_one_call_of_that_tool() -> None:
+    pytest.importorskip("llguidance")
+    use = tool_use(QWEN, TOOLS, {"type": "function", "function": {"name": "no-thing"}})
+    assert use is not None and len(use.tools) == 2
+    assert accepts(use.grammar, tagged("no-thing", {}))
+    assert not accepts(use.grammar, tagged("weather", {"place": "Rome"}))
+    assert not accepts(use.grammar, tagged("no-thing", {}) + "\n" + tagged("no-thing", {}))
+
+
+def test_allowed_tools_are_a_part_of_those_that_are_shown() -> None:
+    use = tool_use(QWEN, TOOLS, allowed("auto", "no-thing"))
+    assert use is not None and use.grammar is None and len(use.tools) == 2
+    said = tagged("weather", {}) + tagged("no-thing", {})
+    assert [call.name for call in use.parser().parse(said).calls] == ["no-thing"]
+    must = tool_use(QWEN, TOOLS, allowed("required", "no-thing"))
+    assert must is not None and accepts(must.grammar, tagged("no-thing", {}))
+    assert not accepts(must.grammar, tagged("weather", {"place": "Rome"}))
+
+
+@pytest.mark.parametrize("parser", ["hermes", "qwen", "llama3", "mistral"])
+def test_a_template_without_tools_has_them_described(parser: str) -> None:
+    use = tool_use(PLAIN, TOOLS, "auto", parser=parser)
+    assert use is not None and use.is_described
+    talk = [{"role": "user", "content": "?"}]
+    shown = render_chat(PLAIN, use.messages(talk))
+    assert "The weather of a place" in shown and f'"{use.format.arguments}"' in shown
+    system = [{"role": "system", "content": "Be brief."}, *talk]
+    described = with_tools_described(system, TOOLS, use.format)
+    assert len(described) == 2 and described[0]["content"].startswith("Be brief.\n\n")
+
+
+def test_earlier_calls_reach_a_model_whose_template_leaves_them_out() -> None:
+    call = ToolCall("call_1", "weather", '{"place": "Rome"}').as_message()
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12 degrees", "tool_call_id": "call_1"},
+    ]
+    shown = render_chat(PLAIN, template_messages(PLAIN, talk))
+    assert tagged("weather", {"place": "Rome"}) in shown and "12 degrees" in shown
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "problem"),
+    [
+        (None, "required", "tool_choice is given without tools"),
+        (TOOLS, "always", "tool_choice must be none, auto, required, .*'always'"),
+        (TOOLS, {"type": "allowed_tools"}, "allowed_tools must have a mode"),
+        (
+            TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
+            "at least 1 tool",
+        ),
+        (TOOLS, allowed("auto", "x"), "tool_choice names 'x'"),
+        (TOOLS, {"type": "function"}, "tool_choice must be"),
+        (TOOLS, {"function": {"name": "x"}}, "tool_choice names 'x', .*: weather, no-thing"),
+        ([{"type": "search"}], "auto", r"tools\[0\] must be"),
+        ([WEATHER, "weather"], None, r"tools\[1\] must be"),
+        ([{"type": "function", "function": {}}], None, r"tools\[0\].function.name .*, not None"),
+        ([{"type": "function", "function": {"name": "a b"}}], None, "1 to 64 letters"),
+        ([WEATHER, WEATHER], None, r"tools\[1\].function.name 'weather' is there twice"),
+        (
+            [{"type": "function", "function": {"name": "a", "parameters": []}}], None,
+            r"tools\[0\].function.parameters must be a JSON schema",
+        ),
+        ("weather", None, "tools must be a list"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_by_name(tools: Any, choice: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        tool_use(QWEN, tools, choice)
+
+
+# Earlier calls, on their way back to the model.
+
+
+def test_a_template_gets_arguments_as_objects_and_the_rest_as_it_was() -> None:
+    call = ToolCall("call_1", "weather", '{"place": "Rome"}').as_message()
+    talk = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "12", "tool_call_id": "call_1"},
+    ]
+    given_ = template_messages(QWEN, talk)
+    assert given_[0] == talk[0] and given_[2] == talk[2]
+    assert given_[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
+    assert call["function"]["arguments"] == '{"place": "Rome"}', "the caller's own is not changed"
+    shown = render_chat(QWEN, given_)
+    assert tagged("weather", {"place": "Rome"}) in shown
+
+
+@pytest.mark.parametrize(
+    ("calls", "problem"),
+    [
+        ([{"function": {"name": "f", "arguments": "{"}}], r"tool_calls\[0\].function.arguments is"),
+        ([{"function": {"arguments": "{}"}}], r"messages\[0\].tool_calls\[0\].function must have"),
+        (["f"], r"tool_calls\[0\].function must have"),
+        ("f", r"messages\[0\].tool_calls must be a list"),
+    ],
+)
+def test_earlier_calls_that_make_no_sense_are_refused_by_name(calls: Any, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        template_messages(QWEN, [{"role": "assistant", "content": "", "tool_calls": calls}])

@@ -1,0 +1,140 @@
+"""Bytes on the wire: every connection is a sequence of whole responses, whatever is asked.
+
+Real sockets, read by h11: a client library would hide what does not belong to any response.
+`python -m tests.support.wire.fuzz --conversations 2000` holds more of the conversations tried here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.processes import Server
+from tests.support.wire.answers import answer, streamed_answer
+from tests.support.wire.cases import CHAT, COMPLETIONS, TOOLS, Case
+from tests.support.wire.fuzz import Conversation, Fuzz, written
+from tests.support.wire.reader import Exchange
+from tests.support.wire.server import SLOWLY, saying
+
+CALL = (
+    '<tool_call>\n{"name": "weather", "arguments": {"place": "Paris </tool_call>"}}\n</tool_call>'
+)
+
+
+@pytest.fixture(scope="module")
+def here() -> Iterator[Server]:
+    with Server(recipe="tests.support.wire.server:wire_recipe") as server:
+        yield server
+
+
+def chat_case(output: str, **fields: object) -> Case:
+    messages = [{"role": "user", "content": saying(output)}]
+    return Case(CHAT, {"messages": messages, **fields}, is_streamed=True)
+
+
+def hold(here: Server, *groups: list[Exchange]) -> list[Exchange]:
+    """Send groups of requests on one connection, and read it to its end."""
+    conversation = Conversation(here.port, random.Random(0), list(groups))
+    conversation._leaves_at = None
+    asyncio.run(conversation.hold())
+    assert not conversation.responses.num_misplaced
+    assert conversation.responses.num_done == len(conversation.responses.expected)
+    return conversation.responses.expected
+
+
+def raw(case: Case, *lines: str, version: str = "1.1") -> Exchange:
+    """A request in the plainest form, with further header lines."""
+    head = [f"{case.method} {case.path} HTTP/{version}", "Host: 127.0.0.1", *lines]
+    head += [f"Content-Type: {case.kind}", f"Content-Length: {len(case.body)}", "", ""]
+    closes = version == "1.0" or "Connection: close" in lines
+    whole = "\r\n".join(head).encode() + case.body
+    return Exchange(case, whole, version.encode(), closes)
+
+
+def test_random_conversations_are_whole_and_say_what_they_say_alone(here: Server) -> None:
+    report = asyncio.run(Fuzz(here.port, seed=1).run(120))
+    assert not report.problems, report.problems[:3]
+    assert report.num_misplaced == 0 and report.num_responses > 200
+
+
+@pytest.mark.parametrize("output", [CALL, f"Well.\n\n{CALL}\n{CALL}", "a <tool_call and no more"])
+def test_text_that_is_held_back_does_not_end_a_stream(here: Server, output: str) -> None:
+    case = chat_case(output, tools=TOOLS)
+    first, second = hold(here, [raw(case)], [raw(chat_case("next"))])
+    [choice] = streamed_answer(200, first.body).choices.values()
+    calls = [json.loads(call["arguments"]) for call in choice["calls"]]
+    assert calls == [{"place": "Paris </tool_call>"}] * output.count(CALL)
+    assert choice["finish_reason"] == ("tool_calls" if calls else "stop")
+    assert streamed_answer(200, second.body).choices[0]["text"] == "next"
+
+
+def test_http_1_0_gets_no_chunks(here: Server) -> None:
+    case = Case(COMPLETIONS, {"prompt": saying("plain"), "max_tokens": 9}, is_streamed=True)
+    [exchange] = hold(here, [raw(case, "Expect: 100-continue", version="1.0")])
+    assert b"transfer-encoding" not in exchange.headers
+    assert exchange.headers[b"connection"] == b"close"
+    assert streamed_answer(200, exchange.body).choices[0]["text"] == "plain"
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        b"\x00 nonsense\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nNo Colon\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /" + b"a" * (200 << 10),
+    ],
+    ids=["no HTTP", "header", "chunk", "length"],
+)
+def test_a_broken_request_is_refused_after_the_responses_before_it(
+    here: Server, broken: bytes
+) -> None:
+    stream = raw(chat_case("a stream of some length"))
+    garbage = Exchange(None, broken, closes=True)
+    first, second, last = hold(here, [stream, raw(chat_case("another")), garbage])
+    assert streamed_answer(200, first.body).choices[0]["text"] == "a stream of some length"
+    assert streamed_answer(200, second.body).choices[0]["text"] == "another"
+    assert last.status == 400 and answer(400, last.body).rest["error"]["message"]
+
+
+def test_an_offer_of_http_2_is_ignored(here: Server) -> None:
+    offer = (
+        "Connection: Upgrade, HTTP2-Settings",
+        "Upgrade: h2c",
+        "HTTP2-Settings: AAEAAEAAAAIAAAAB",
+    )
+    case = Case(COMPLETIONS, {"prompt": saying("upgrade: no"), "max_tokens": 20})
+    found = hold(here, [raw(case, *offer), raw(case, *offer)], [raw(case)])
+    assert [answer(each.status, each.body).choices[0]["text"] for each in found] == [
+        "upgrade: no"
+    ] * 3
+
+
+def test_a_body_that_breaks_off_is_refused_at_once(here: Server) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    [exchange] = hold(here, [Exchange(None, head + b"5\r\nabcde\r\nzz\r\n", closes=True)])
+    assert exchange.status == 400
+
+
+def test_the_clients_of_a_pipeline_are_missed_when_they_leave(here: Server) -> None:
+    """uvicorn tells only the latest request of a connection that its client has gone."""
+    prompt = SLOWLY + saying("x" * 2000)  # 20 seconds
+    long = raw(Case(COMPLETIONS, {"prompt": prompt, "max_tokens": 2000}).streamed())
+    conversation = Conversation(here.port, random.Random(0), [[long, long]])
+    conversation._leaves_at = 2000
+    asyncio.run(conversation.hold())
+    assert conversation.has_left
+    ends_at = time.monotonic() + 5
+    while num_open(here) > 0:
+        assert time.monotonic() < ends_at, "the request goes on without its client"
+        time.sleep(0.01)
+
+
+def num_open(here: Server) -> int:
+    [found] = hold(here, [written(Case("/load", method="GET"), random.Random(1), is_last=False)])
+    return int(answer(200, found.body).rest["server_load"])

@@ -1,0 +1,273 @@
+"""Laws of an engine in a process of its own: workers share it, and none harms another."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.engine import Engine
+from headway.engine.loop import Limits
+from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
+from headway.server.process.engine_service import Service
+from headway.server.process.ipc import SocketPort
+from headway.server.process.serve import bind
+from headway.server.process.workers import SharedSocket
+from tests.engine.test_async_engine import PROMPT, SLOW, read, sayings, wander, within
+from tests.support.drive import check_no_leaks
+from tests.support.processes import Server
+from tests.support.scripted import END, make_engine, script
+
+FACTS = {"model": "none"}
+
+
+@asynccontextmanager
+async def workers(
+    engine: Engine, count: int = 2, limits: Limits | None = None
+) -> AsyncIterator[tuple[Service, list[AsyncEngine]]]:
+    """An engine behind a socket, and some who ask it; at the end nothing is left of anything."""
+    with tempfile.TemporaryDirectory() as folder:
+        port = ThreadPort(engine, limits)
+        service = Service(port, FACTS)
+        await service.start(path := Path(folder) / "engine")
+        async with AsyncExitStack() as stack:
+            asking = [AsyncEngine(SocketPort(path)) for _ in range(count)]
+            for each in asking:
+                await each.start()
+                stack.push_async_callback(each.close)
+            yield service, asking
+            while service.gone is None and (engine.has_work or any(e._left for e in asking)):
+                await asyncio.sleep(0.001)
+        while service.workers:
+            await asyncio.sleep(0.001)
+        await service.close()
+    assert not service._asked and all(not each.num_open and not each._left for each in asking)
+    if not engine.scheduler.requests:
+        check_no_leaks(engine.scheduler)
+
+
+def test_each_worker_reads_its_own_and_the_facts() -> None:
+    async def ask() -> None:
+        async with workers(make_engine(), 3) as (_, asking):
+            assert all(isinstance(e.port, SocketPort) and e.port.facts == FACTS for e in asking)
+            reading = [
+                read(e, "same id", PROMPT, script(i + 2, i + 1)) for i, e in enumerate(asking)
+            ]
+            for i, updates in enumerate(await asyncio.gather(*reading)):
+                assert {update.id for update in updates} == {"same id"}
+                [(tokens, end)] = sayings(updates)
+                assert tokens == [i + 1] * (i + 1) + [END] and end.reason == "stop"
+
+    within(ask())
+
+
+def test_questions_are_answered_to_whoever_asked() -> None:
+    async def ask() -> None:
+        async with workers(make_engine(SLOW)) as (service, (one, other)):
+            assert isinstance(service._port, ThreadPort)
+            service._port.loop.answers["double"] = lambda number: 2 * number
+            reading = asyncio.create_task(read(one, "a", PROMPT, script(30)))
+            asked = [
+                e.ask("double", 10 * i + j) for i in range(9) for j, e in enumerate((one, other))
+            ]
+            assert await asyncio.gather(*asked) == [
+                2 * (10 * i + j) for i in range(9) for j in (0, 1)
+            ]
+            with pytest.raises(ExecutorError):
+                await other.ask("unknown")
+            await reading
+
+    within(ask())
+
+
+def test_refusals_cross_the_socket_as_they_were_raised() -> None:
+    async def ask() -> None:
+        async with workers(make_engine(SLOW), 2, Limits(max_waiting=0)) as (_, (one, _other)):
+            with pytest.raises(Overloaded):
+                await read(one, "a", PROMPT, script(2))
+        async with workers(make_engine()) as (_, (_one, other)):
+            with pytest.raises(RequestTooLong) as caught:
+                await read(other, "long", PROMPT, script(4, max_tokens=5000))
+            assert caught.value.need > caught.value.limit > 0
+            with pytest.raises(
+                InvalidRequest, match="^request 'wrong' has an empty"
+            ):  # with no prefix in it
+                await read(other, "wrong", [], script(1))
+
+    within(ask())
+
+
+def test_a_worker_that_goes_has_its_requests_cancelled_and_the_others_go_on() -> None:
+    async def ask() -> None:
+        inner = make_engine(SLOW)
+        async with workers(inner) as (service, (one, other)):
+            going = [
+                asyncio.create_task(read(one, f"{i}", PROMPT, script(300, n=2))) for i in "abc"
+            ]
+            staying = asyncio.create_task(read(other, "a", PROMPT, script(60)))
+            await asyncio.sleep(10 * SLOW)
+            assert isinstance(one.port, SocketPort) and one.port._writer is not None
+            one.port._writer.transport.abort()  # as a process that is killed
+            for answer in await asyncio.gather(*going, return_exceptions=True):
+                assert isinstance(answer, ExecutorError)
+            assert len(sayings(await staying)[0][0]) == 60
+            assert not inner.scheduler.requests and len(service.workers) == 1
+            with pytest.raises(ExecutorError, match="lost"):
+                await read(one, "later", PROMPT, script(1))
+
+    within(ask())
+
+
+def test_an_engine_that_dies_is_told_to_all_now_and_later() -> None:
+    def broken() -> None:
+        raise RuntimeError("what no step survives")
+
+    async def ask() -> None:
+        inner = make_engine(SLOW)
+        async with workers(inner, 3) as (_service, asking):
+            reading = [asyncio.create_task(read(e, "a", PROMPT, script(900))) for e in asking]
+            await asyncio.sleep(10 * SLOW)
+            inner.step = broken  # type: ignore[method-assign]
+            for answer in await asyncio.gather(*reading, return_exceptions=True):
+                assert isinstance(answer, ExecutorError) and "no step survives" in str(answer)
+            assert isinstance(asking[0].port, SocketPort)
+            late = AsyncEngine(SocketPort(asking[0].port.path))
+            await late.start()
+            await asyncio.sleep(0.02)
+            assert late.gone is not None and "no step survives" in late.gone
+            await late.close()
+
+    within(ask())
+
+
+def test_without_an_engine_a_port_says_so() -> None:
+    with pytest.raises(ExecutorError, match="no engine answers at /nowhere"):
+        within(AsyncEngine(SocketPort("/nowhere")).start())
+
+
+def test_a_worker_that_does_not_read_holds_nobody_up() -> None:
+    async def ask() -> None:
+        inner = make_engine(num_blocks=2_000, max_length=8_000)
+        async with workers(inner) as (_, (stuck, other)):
+            assert isinstance(stuck.port, SocketPort) and stuck.port._writer is not None
+            reading = asyncio.create_task(read(stuck, "a", PROMPT, script(5_000)))
+            await asyncio.sleep(0.02)
+            transport = stuck.port._writer.transport
+            transport.pause_reading()  # type: ignore[attr-defined]
+            assert len(sayings(await read(other, "a", PROMPT, script(200)))[0][0]) == 200
+            while inner.has_work:
+                await asyncio.sleep(0.01)
+            assert not reading.done()
+            transport.resume_reading()  # type: ignore[attr-defined]
+            assert len(sayings(await reading)[0][0]) == 5_000
+
+    within(ask(), 20)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_random_worlds_of_workers_every_request_has_one_answer(seed: int) -> None:
+    rng = random.Random(seed)
+
+    async def live() -> list[str]:
+        limits = rng.choice((Limits(), Limits(max_waiting=8), Limits(max_per_client=5)))
+        inner = make_engine(
+            rng.choice((0.0, 0.0005)), depth=seed % 2, num_blocks=rng.choice((24, 60)),
+            decode_steps=rng.choice((1, 3)),
+        )  # fmt: skip
+        async with workers(inner, 3, limits) as (_, asking):
+            rngs = [random.Random(rng.random()) for _ in range(45)]
+            clients = [wander(asking[i % 3], own, f"{i // 3}") for i, own in enumerate(rngs)]
+            return list(await asyncio.gather(*clients))
+
+    outcomes = within(live(), 20)
+    assert len(outcomes) == 45 and {"read", "left"} <= set(outcomes)
+
+
+# Real processes.
+
+
+def test_a_port_that_is_taken_is_told_with_what_to_do() -> None:
+    taken = bind("127.0.0.1", 0)
+    taken.listen()
+    number = taken.getsockname()[1]
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{number}: Address already in use.*--port"):
+        bind("127.0.0.1", number)
+    taken.close()
+    with pytest.raises(ConfigError, match="no.such.host.invalid"):
+        bind("no.such.host.invalid", 0)
+    with pytest.raises(ConfigError, match="65535, not 70000"):
+        bind("127.0.0.1", 70_000)
+
+
+def test_a_shared_socket_gives_one_connection_at_a_time() -> None:
+    bound = bind("127.0.0.1", 0)
+    with SharedSocket(fileno=bound.detach()) as shared:
+        shared.listen()
+        shared.setblocking(False)
+        for _ in range(3):
+            with (
+                socket.create_connection(shared.getsockname()),
+                shared.accept()[0],
+                pytest.raises(BlockingIOError),
+            ):
+                shared.accept()
+
+
+def is_alive(number: int) -> bool:
+    return Path(f"/proc/{number}/cmdline").exists() and bool(
+        Path(f"/proc/{number}/cmdline").read_bytes()  # empty: dead, and not waited for
+    )
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    """Wait for it; never is a failure."""
+    ends_at = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < ends_at, "this should have come"
+        time.sleep(0.02)
+
+
+def test_workers_share_a_port_and_a_signal_ends_all_in_order() -> None:
+    with Server(num_workers=2, seconds=0.002) as server:
+        children = server.children()
+        assert len(children) >= 3
+        assert all(httpx.get(server.url).json()["model"] == "none" for _ in range(6))
+        lines = server.generate("a", 30)
+        assert sum(len(line.get("tokens", ())) for line in lines) == 30
+        assert lines[-1]["end"] == "stop"
+        for child in children:  # a terminal's Ctrl-C reaches everybody
+            os.kill(child, signal.SIGINT)
+        assert server.end(signal.SIGINT) == 0
+        until(lambda: not any(map(is_alive, children)))
+
+
+def test_a_worker_that_dies_is_replaced_and_an_engine_that_dies_is_told() -> None:
+    with Server(num_workers=1, seconds=0.002) as server:
+        first = server.pids()
+        os.kill(first["worker"], signal.SIGKILL)
+        until(lambda: server.is_serving())
+        again = server.pids()
+        assert again["engine"] == first["engine"] and again["worker"] != first["worker"]
+        os.kill(first["engine"], signal.SIGKILL)
+        until(lambda: "lost" in server.generate("a", 3)[-1]["error"])
+        assert server.end() == 1
+
+
+def test_children_do_not_outlive_a_supervisor_that_is_killed() -> None:
+    with Server(num_workers=2) as server:
+        children = [*server.pids().values()]
+        server.process.kill()
+        until(lambda: not any(map(is_alive, children)))
+        with Server(num_workers=1, port=server.port) as again:
+            assert again.port == server.port and again.generate("a", 1)[-1]["end"] == "stop"

@@ -1,0 +1,65 @@
+"""The real app over an engine that answers in capitals, each step taking its time."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.engine import Engine
+from headway.engine.input_processor import Asking
+from headway.engine.loop import EngineLoop
+from headway.observe.server_metrics import ServerMetrics
+from headway.observe.trace import TraceWriter
+from headway.plan import Plan
+from headway.scheduler import Scheduler, preset
+from headway.server.app import create_app
+from headway.server.context import Context
+from headway.server.health import Watchdog, watch
+from headway.server.live import router
+from headway.server.process.serve import Recipe, Served
+from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
+
+LONGEST = 4096
+
+
+class SlowCapitals(Capitals):
+    """Takes its time for every step."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    def launch(self, plan: Plan) -> Capitals:
+        time.sleep(self.seconds)
+        return super().launch(plan)
+
+
+def letters_served(seconds: float, trace: str | None = None) -> Served:
+    config = preset("headway", max_length=LONGEST, num_blocks=8192, block_size=16, max_requests=64)
+    engine = Engine(Scheduler(config), SlowCapitals(seconds))
+    if trace is not None:
+        engine.observers.append(TraceWriter(open(trace, "w", 1), config, 0))  # noqa: SIM115
+    asking = Asking(
+        tokenizer=letters(), vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
+        eos_ids=frozenset({END}),
+    )  # fmt: skip
+    return Served(engine=engine, facts=asking, prepare=observe)
+
+
+def observe(loop: EngineLoop) -> None:
+    ServerMetrics(loop, MODEL)
+    Watchdog(loop)
+
+
+def letters_app(engine: AsyncEngine, asking: Asking) -> Any:
+    context = Context(
+        engine=engine, asking=asking, model_name=MODEL, max_length=LONGEST, health=watch(engine)
+    )
+    return create_app(context, [router(context)])
+
+
+def real_recipe(seconds: float, trace: str | None, grace: float) -> Recipe:
+    make_engine = partial(letters_served, seconds, trace)
+    return Recipe(make_engine=make_engine, make_app=letters_app, grace=grace)

@@ -1,0 +1,352 @@
+"""What the tests of real models share: prompts, a reference made by transformers, engines to try.
+
+The reference is kept in a file, so that no test needs transformers to know what is right; that it
+is what transformers says is itself a test. `python -m tests.support.real` makes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from headway import Engine, Params, Scheduler, StepReport
+from headway.executor.cpu import TorchExecutor
+from headway.loading import find_tokenizer, fit
+from headway.model.batch import Batch
+from headway.model.config import load_hf
+from headway.model.decoder import Decoder
+from headway.model.precision import choose_backend
+from headway.model.registry import resolve
+from headway.model.weights.checkpoint import open_checkpoint
+from headway.text.chat_template import render_chat
+from headway.text.tokenizer import Tokenizer
+
+REFERENCE = Path(__file__).with_name("real_reference.json")
+NUM_TOKENS = 64
+TIE = 1e-4  # logits this close may come out in either order
+# (prompt, place in the output, the reference's token, the other) of every such pair.
+TIES: list[tuple[str, int, int, int]] = []
+
+STORY = (
+    "The lighthouse at the end of the long stone pier had not been lit for eleven years when "
+    "Marta came back to the village. She had left it in a borrowed coat, with two suitcases and "
+    "a letter from a cousin in the city, and she returned with one suitcase, no coat and no "
+    "letter. The harbour master, who remembered everybody, did not remember her. "
+)
+LIST = "".join(f"{n}. Item number {n} of the list costs {3 * n} euros.\n" for n in range(1, 9))
+CODE = '''import heapq
+
+
+def shortest_paths(graph, source):
+    """Lengths of the shortest paths from a source, by Dijkstra's algorithm."""
+    distances = {source: 0}
+    queue = [(0, source)]
+    while queue:
+        distance, node = heapq.heappop(queue)
+'''
+SYSTEM = "You are a careful assistant. You answer in one short paragraph and name your sources."
+PROMPTS: dict[str, str | list[dict[str, str]]] = {
+    "one token": "The",
+    "another token": "\n",
+    "capital": "The capital of France is",
+    "name": "Hello, my name is",
+    "physics": "The theory of relativity says that",
+    "recipe": "To bake a loaf of bread you need",
+    "dialogue": '"Where are you going?" she asked. "',
+    "numbers": "1, 2, 3, 5, 8, 13,",
+    "python": "def fibonacci(n):\n    ",
+    "dijkstra": CODE,
+    "c": "#include <stdio.h>\n\nint main(int argc, char **argv) {\n",
+    "sql": "SELECT name, COUNT(*) FROM orders WHERE",
+    "json": '{"name": "Ada", "born": 1815, "languages": [',
+    "german": "Die Donau ist ein Fluss, der",
+    "french": "Il était une fois, dans une forêt profonde,",
+    "chinese": "北京是中国的",
+    "russian": "Москва — это",
+    "emoji": "🎉🎂 Happy birthday 🎈 to you",
+    "spaces": "a  b   c    d\t\te\n\n\n",
+    "chat": [{"role": "user", "content": "Why is the sky blue?"}],
+    "chat with system": [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "Name three rivers of Europe."},
+    ],
+    "long chat": [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "What does a scheduler do?"},
+        {"role": "assistant", "content": "It decides what runs next, and for how long."},
+        {"role": "user", "content": "And why does that matter? 🙂"},
+    ],
+    "long list": LIST,
+    "long story": STORY * 4 + "One evening",
+}
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    found = find_tokenizer(resolve("smollm2-135m"))
+    assert found is not None
+    return found
+
+
+@cache
+def prompts() -> dict[str, list[int]]:
+    """Every prompt as tokens."""
+    own = tokenizer()
+    return {
+        name: own.encode(said)
+        if isinstance(said, str)
+        else own.encode(
+            render_chat(own.chat_template, said, bos=own.bos, eos=own.eos), special=False
+        )
+        for name, said in PROMPTS.items()
+    }
+
+
+@cache
+def decoder(precision: str = "float32") -> Decoder:
+    """The bundled model, loaded once in a process."""
+    checkpoint = open_checkpoint(resolve("smollm2-135m"))
+    return Decoder(checkpoint, choose_backend(checkpoint.config, precision))
+
+
+@cache
+def reference() -> dict[str, list[int]]:
+    """The tokens that follow each prompt, greedily."""
+    found: dict[str, list[int]] = json.loads(REFERENCE.read_text(encoding="utf-8"))
+    return found
+
+
+def unlike_reference(found: dict[str, Sequence[int]]) -> list[tuple[str, int, int, int]]:
+    """(prompt, place, reference, found) where outputs first differ, but for the named ties."""
+    partings = []
+    for name, tokens in found.items():
+        assert len(tokens) <= NUM_TOKENS, "the reference is no longer than this"
+        pairs = enumerate(zip(reference()[name], tokens, strict=False))
+        parting = next(((name, place, *pair) for place, pair in pairs if pair[0] != pair[1]), None)
+        if parting is not None and parting not in TIES:
+            partings.append(parting)
+    return partings
+
+
+# Our engine over a decoder that is there already.
+
+
+@dataclass
+class Seen:
+    """An observer: what a run went through."""
+
+    num_recomputed: int = 0  # preemptions
+    num_swapped: int = 0
+    num_copied: list[int] = field(default_factory=lambda: [0, 0])  # blocks out, blocks in
+    num_cached: int = 0  # prompt tokens found in the cache by newcomers
+    num_full_hits: int = 0  # prompts found from end to end
+    most_decodes: int = 0
+    longest_chunk: int = 0
+    num_steps: int = 0
+
+    def __call__(self, report: StepReport) -> None:
+        plan = report.plan
+        self.num_steps += 1
+        self.num_recomputed += sum(not p.is_swap for p in plan.preempted)
+        self.num_swapped += sum(p.is_swap for p in plan.preempted)
+        self.num_copied[0] += len(plan.copies_out)
+        self.num_copied[1] += len(plan.copies_in)
+        self.num_cached += sum(a.num_cached for a in plan.admitted if not a.is_resume)
+        self.num_full_hits += sum(c.store_from > c.start for c in plan.chunks)
+        self.most_decodes = max(self.most_decodes, len(plan.decodes))
+        self.longest_chunk = max([self.longest_chunk, *(c.end - c.start for c in plan.chunks)])
+
+
+class Trial:
+    """A decoder under one configuration; asked for greedy continuations as often as one likes."""
+
+    def __init__(
+        self, model: Decoder, preset: str = "headway", *, depth: int = 0, **settings: Any
+    ) -> None:
+        itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
+        self.config = fit(model.config, itemsize, preset, "400MiB", settings)
+        executor = TorchExecutor(model, self.config)
+        self.seen = Seen()
+        self.engine = Engine(Scheduler(self.config), executor, depth=depth, observers=[self.seen])
+
+    def ask(
+        self, prompts: dict[str, list[int]], num_tokens: int = NUM_TOKENS, **params: Any
+    ) -> dict[str, list[list[int]]]:
+        """The tokens after each prompt: a list for each of its samples."""
+        asked = {
+            name: self.engine.add(name, tokens, Params(max_tokens=num_tokens, **params))
+            for name, tokens in prompts.items()
+        }
+        self.engine.run()
+        assert self.engine.is_healthy, self.engine.fault
+        self.check_empty()
+        return {name: [list(r.output) for r in samples] for name, samples in asked.items()}
+
+    def ask_one(
+        self, prompts: dict[str, list[int]], num_tokens: int = NUM_TOKENS
+    ) -> dict[str, Any]:
+        """As `ask`, of one sample each."""
+        return {name: outputs[0] for name, outputs in self.ask(prompts, num_tokens).items()}
+
+    def check_empty(self) -> None:
+        """Whatever was held has been given back."""
+        scheduler = self.engine.scheduler
+        assert not scheduler.requests and not self.engine.has_work
+        assert scheduler.num_free == scheduler.num_blocks
+        assert scheduler.kv.host.num_free == self.config.num_host_blocks
+
+
+# One forward pass made by hand.
+
+
+def blocks_for(model: Decoder, num_tokens: int, block_size: int = 16) -> Tensor:
+    """Blocks for so many tokens, full of what no arithmetic survives if it is read."""
+    num_blocks = -(-num_tokens // block_size)
+    return model.backend.kv_blocks(model.config, num_blocks, block_size).fill_(math.nan)
+
+
+def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_size: int) -> Batch:
+    """A pass over parts of sequences: (tokens to compute, their first place, blocks)."""
+    parts = list(parts)
+    places = [range(first, first + len(tokens)) for tokens, first, _ in parts]
+    slots = [
+        blocks[place // block_size] * block_size + place % block_size
+        for (_, _, blocks), where in zip(parts, places, strict=True)
+        for place in where
+    ]
+    starts = torch.tensor([0, *(len(tokens) for tokens, _, _ in parts)]).cumsum(0)
+    width = max(len(blocks) for _, _, blocks in parts)
+    tables = [[*blocks, *[0] * (width - len(blocks))] for _, _, blocks in parts]
+    return Batch(
+        tokens_t=torch.tensor([t for tokens, _, _ in parts for t in tokens]),
+        positions_t=torch.tensor([place for where in places for place in where]),
+        slots_t=torch.tensor(slots),
+        tables_sw=torch.tensor(tables, dtype=torch.int32),
+        starts_s=starts.to(torch.int32),
+        ends_s=torch.tensor([where.stop for where in places], dtype=torch.int32),
+        sampled_n=starts[1:] - 1,
+    )
+
+
+def whole(tokens: Sequence[int], block_size: int = 16) -> Batch:
+    """A pass over all of one sequence, which has the first blocks."""
+    return batch_of([(tokens, 0, range(-(-len(tokens) // block_size)))], block_size)
+
+
+@torch.inference_mode()
+def logits_of(model: Decoder, tokens: Sequence[int]) -> Tensor:
+    """Logits at every place of one sequence, computed in one pass."""
+    return model.logits(model.forward(whole(tokens), blocks_for(model, len(tokens))))
+
+
+# A tiny model with a tokenizer, for what does not depend on the model's size.
+
+
+def write_tiny(folder: Path, **numbers: Any) -> Path:
+    """A random model that says random words: a folder as transformers saves one."""
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=256, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    backend.train_from_iterator([STORY, LIST, CODE, "crème brûlée 北京 🎉 "] * 3, trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    values = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "vocab_size": backend.get_vocab_size(), "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
+        "tie_word_embeddings": False, **numbers,
+    }  # fmt: skip
+    for name, written in (("config", values), ("tokenizer_config", {"eos_token": "</s>"})):
+        (folder / f"{name}.json").write_text(json.dumps(written), encoding="utf-8")
+    generator, shapes = torch.Generator().manual_seed(11), load_hf(folder).shapes()
+    weights = {
+        name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) / 5
+        for name, shape in shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+# transformers over the same file.
+
+
+@cache
+def transformers_model() -> Any:
+    """The bundled model as transformers reads the same file, in float32.
+
+    As `AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)`, which would read the whole
+    file a second time for its config and asks for another package.
+    """
+    transformers = pytest.importorskip("transformers")
+    loading = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    gguf = pytest.importorskip("gguf")
+    config = transformers.LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, head_dim=64, max_position_embeddings=8192,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, rms_norm_eps=1e-5,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    with torch.device("meta"):  # weights come from the file
+        model = transformers.LlamaForCausalLM(config)
+    model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        # A table of names for every module, and a view of the file for every piece of the
+        # tokenizer: both would take longer than all weights.
+        patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+        patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, dtype=np.uint8))
+        read = loading.load_gguf_checkpoint(
+            str(resolve("smollm2-135m")), return_tensors=True, model_to_load=model
+        )
+    own = config.to_dict() | {"rope_theta": 100000.0, "_model_name_or_path": ...}
+    unlike = {k: v for k, v in read["config"].items() if own.get(k, v) not in (v, ...)}
+    assert unlike.keys() <= {"rms_norm_eps", "pad_token_id"}, f"the file says {unlike}"
+    missing, unknown = model.load_state_dict(read["tensors"], strict=False, assign=True)
+    assert (missing, unknown) == (["lm_head.weight"], []), "the head is the embedding"
+    model.tie_weights()
+    return model.float().eval()
+
+
+@torch.inference_mode()
+def transformers_logits(model: Any, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
+    """Logits at each place of the output, given all that comes before it."""
+    tokens = torch.tensor([[*prompt, *output]])
+    logits: Tensor = model(tokens[:, :-1], logits_to_keep=len(output)).logits[0]
+    return logits
+
+
+def write_reference() -> None:
+    """Keep what transformers says: our engine proposes, and wherever it is wrong is put right."""
+    model, trial, found = transformers_model(), Trial(decoder()), dict[str, list[int]]()
+    for name, prompt in prompts().items():
+        output: list[int] = []
+        while len(output) < NUM_TOKENS:
+            asked = {name: [*prompt, *output]}
+            output = [*output, *trial.ask_one(asked, NUM_TOKENS - len(output))[name]]
+            best = transformers_logits(model, prompt, output).argmax(-1).tolist()
+            wrong = (place for place in range(len(output)) if output[place] != best[place])
+            if (place := next(wrong, None)) is not None:
+                output[place:] = [best[place]]
+        found[name] = output
+    lines = [f"{json.dumps(name)}: {json.dumps(tokens)}" for name, tokens in found.items()]
+    REFERENCE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_reference()

@@ -1,0 +1,153 @@
+"""An engine that computes nothing, and a small app over it; what is said is in each request's script.
+
+Everything can be pickled by name, and little is imported: a test may start processes of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from resource import RLIMIT_NOFILE, setrlimit
+from typing import Any
+
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.clock import RealClock
+from headway.engine.engine import Engine
+from headway.engine.loop import EngineLoop, Limits
+from headway.errors import HeadwayError
+from headway.executor.simulated import Script, SimulatedExecutor
+from headway.plan import Plan
+from headway.request import Params
+from headway.scheduler import Scheduler, preset
+from headway.server.process.serve import Recipe, Served, bind, serve_here
+from headway.server.process.workers import Supervisor
+from headway.server.settings import ConnectionSettings
+
+ROOT = Path(__file__).parents[2]
+END = 9
+SMALL = {"block_size": 4, "num_blocks": 256, "max_requests": 8, "max_tokens": 64}
+
+
+class Timeline(RealClock):
+    """Real time; a step that takes long is slept through."""
+
+    def advance_to(self, time_: float) -> None:
+        if time_ > self.now():
+            time.sleep(time_ - self.now())
+
+
+def make_engine(seconds: float = 0.0, depth: int = 0, **changes: Any) -> Engine:
+    """An engine whose steps take so long, or as short as they can."""
+    clock, scheduler = Timeline(), Scheduler(preset("headway", **{**SMALL, **changes}))
+    return Engine(scheduler, SimulatedExecutor(clock, lambda plan: seconds), clock, depth=depth)
+
+
+def script(num_output: int, filler: int = 1, **more: Any) -> Params:
+    """A request that says `filler` until it ends."""
+    more = {"max_tokens": num_output + 1, **more}
+    asked = Script(num_output=num_output, filler=filler, end=END)
+    return Params(sampling=asked, eos_ids=frozenset({END}), **more)
+
+
+class Breaking:
+    """An executor of which some launches raise."""
+
+    def __init__(self, engine: Engine, is_bad: Callable[[Plan], bool]) -> None:
+        self._inner, self._is_bad = engine.executor, is_bad
+        engine.executor = self
+
+    def launch(self, plan: Plan) -> Any:
+        if self._is_bad(plan):
+            raise RuntimeError("the device fell off")
+        return self._inner.launch(plan)
+
+
+# A server's halves.
+
+
+def served(seconds: float = 0.0, limits: Limits | None = None, **changes: Any) -> Served:
+    engine = make_engine(seconds, **changes)
+    return Served(engine=engine, facts={"model": "none"}, limits=limits, prepare=answer_pid)
+
+
+def answer_pid(loop: EngineLoop) -> None:
+    loop.answers["pid"] = lambda _: os.getpid()
+
+
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class MiniApp:
+    """POST {id, prompt, num_output}: a line of JSON for every update, and one for the end."""
+
+    def __init__(self, engine: AsyncEngine, facts: Any) -> None:
+        self.engine, self.facts = engine, facts
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return
+        body, more = b"", True
+        while more:
+            message = await receive()
+            body, more = body + message.get("body", b""), message.get("more_body", False)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if scope["method"] == "GET":
+            answer = {"engine": await self.engine.ask("pid"), "worker": os.getpid(), **self.facts}
+            await _line(send, answer)
+        else:
+            await self._stream(json.loads(body), send)
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _stream(self, asked: dict[str, Any], send: Send) -> None:
+        params = script(asked["num_output"], asked.get("filler", 1))
+        padding = "." * asked.get("padding", 0)
+        try:
+            async for updates in self.engine.stream(asked["id"], asked["prompt"], params):
+                for update in updates:
+                    await _line(send, {"tokens": update.tokens, "padding": padding})
+                    if update.end is not None:
+                        await _line(send, {"end": update.end.reason, "error": update.end.error})
+        except HeadwayError as error:
+            await _line(send, {"end": "refused", "error": str(error)})
+
+
+async def _line(send: Send, value: Any) -> None:
+    line = json.dumps(value).encode() + b"\n"
+    await send({"type": "http.response.body", "body": line, "more_body": True})
+
+
+def mini_served(seconds: float) -> Served:
+    return served(seconds, max_requests=64, max_tokens=256, num_blocks=20_000)
+
+
+def main(given: str) -> None:
+    """Serve in this process, or with 1 worker and more in several; prints the port."""
+    options = json.loads(given)
+    recipe = Recipe(
+        make_engine=partial(mini_served, options["seconds"]), make_app=MiniApp,
+        grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
+    )  # fmt: skip
+    if options["is_real"]:
+        from tests.support.lettered import real_recipe
+
+        recipe = real_recipe(options["seconds"], options["trace"], options["grace"])
+    if options["recipe"]:
+        module, _, name = options["recipe"].partition(":")
+        recipe = getattr(import_module(module), name)(options)
+    if options["max_descriptors"]:
+        setrlimit(RLIMIT_NOFILE, (options["max_descriptors"],) * 2)
+    bound = bind("127.0.0.1", options["port"])
+    number = bound.getsockname()[1]
+
+    def ready(facts: Any) -> None:
+        print(number, flush=True)
+
+    if options["num_workers"]:
+        sys.exit(Supervisor(recipe, bound, options["num_workers"]).run(ready))
+    sys.exit(serve_here(recipe, bound, ready))

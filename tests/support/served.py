@@ -1,0 +1,219 @@
+"""A server without a model: letters are tokens, and the answer is the prompt in capitals.
+
+Runs the real engine, loop and app in one event loop, without sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import numpy as np
+from fastapi import FastAPI
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from headway import Engine, Scheduler, preset
+from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.input_processor import Asking
+from headway.engine.loop import Limits
+from headway.plan import Embedding, Plan, StepResult
+from headway.request import Request
+from headway.sampling_params import Sampling, TokenLogprobs
+from headway.server.app import create_app
+from headway.server.context import Context
+from headway.server.settings import Settings
+from headway.text.tokenizer import ALPHABET, Tokenizer
+from tests.support.drive import result
+
+START, END = 256, 257
+VOCAB_SIZE = 260
+HIDDEN_SIZE = 8
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role[0] }}:{{ message.content }};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+TOOL_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>?'
+)
+CHAT_TEMPLATE = (  # writes calls, too
+    "{% for message in messages %}{{ message.role }}:{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    "[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}a:{% endif %}"
+)
+MODEL = "letters"
+
+
+def letters(template: str = TEMPLATE) -> Tokenizer:
+    """Each byte is the token of its own number; 256 and 257 begin and end a message."""
+    backend = Backend(models.BPE(vocab=dict(ALPHABET), merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<start>"), AddedToken("<end>")])
+    return Tokenizer(backend, eos="<end>", chat_template=template)
+
+
+def capitals(request: Request, place: int) -> int:
+    """The prompt's letters in capitals, then the end; sample 1 begins at the second, and so on."""
+    number = place - request.num_prompt + request.sample
+    if number >= request.num_prompt:
+        return END
+    return bytes([request.prompt[number] % 256]).upper()[0]
+
+
+@dataclass
+class Scores:
+    """As the torch executor's: a made-up logprob for every token that was asked for."""
+
+    logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
+    embeddings: dict[Request, Embedding] = field(default_factory=dict)
+
+
+def embedding(prompt: Sequence[int], pooling: str) -> Embedding:
+    """How often each letter, modulo the size, occurs in a prompt or is its last one; length 1."""
+    pooled = prompt if pooling == "mean" else prompt[-1:]
+    counts = np.bincount(np.array(pooled) % HIDDEN_SIZE, minlength=HIDDEN_SIZE)
+    return (counts / np.linalg.norm(counts)).astype(np.float32)
+
+
+def score(token: int, num_top: int) -> TokenLogprobs:
+    top = [(token + step, -0.5 - step) for step in range(num_top)]
+    return TokenLogprobs(token, -0.5, 1, top)
+
+
+class Capitals:
+    """An executor; `gate` holds up every step while it is closed, `fault` makes the next one fail."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fault: Exception | None = None
+        self.says: bytes | None = None  # whatever it is asked
+        self.num_free_steps: int | None = None  # steps until the gate closes by itself
+
+    def launch(self, plan: Plan) -> Capitals:
+        if self.num_free_steps is not None:
+            self.num_free_steps -= 1
+            if self.num_free_steps < 0:
+                self.num_free_steps = None
+                self.gate.clear()
+        while not self.gate.wait(0.01) and self.fault is None:
+            pass
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            self.gate.set()
+            raise fault
+        self._result = result(plan, self._sample)
+        self._result.extra = self._scores(plan)
+        return self
+
+    def wait(self) -> StepResult:
+        return self._result
+
+    def _sample(self, request: Request, place: int) -> int:
+        if self.says is None:
+            return capitals(request, place)
+        number = place - request.num_prompt
+        return self.says[number] if number < len(self.says) else END
+
+    def _scores(self, plan: Plan) -> Scores | None:
+        found = Scores()
+        for request, tokens in self._gained(plan):
+            sampling = request.params.sampling
+            if isinstance(sampling, Sampling) and sampling.logprobs is not None:
+                found.logprobs[request] = [score(token, sampling.logprobs) for token in tokens]
+        for request, start, end, *_ in plan.chunks:
+            sampling = request.params.sampling
+            if isinstance(sampling, Sampling) and sampling.prompt_logprobs is not None:
+                places = range(start + 1, min(end + 1, request.num_prompt))
+                num_top = sampling.prompt_logprobs
+                found.prompt[request] = [(p, score(request.prompt[p], num_top)) for p in places]
+            if request.params.pooling is not None and end == request.num_prompt:
+                found.embeddings[request] = embedding(request.prompt, request.params.pooling)
+        return found if found.logprobs or found.prompt or found.embeddings else None
+
+    def _gained(self, plan: Plan) -> Iterator[tuple[Request, list[int]]]:
+        for row, request in enumerate(plan.decodes):
+            yield request, [int(column[row]) for column in self._result.columns]
+        sampled = (chunk.request for chunk in plan.chunks if chunk.is_last)
+        for request, token in zip(sampled, self._result.firsts, strict=True):
+            yield request, [token]
+
+
+@dataclass
+class Server:
+    """A running server, its client, and what is behind it."""
+
+    client: httpx.AsyncClient
+    app: FastAPI
+    engine: AsyncEngine
+    executor: Capitals
+    port: ThreadPort
+
+    async def post(self, path: str, **fields: Any) -> httpx.Response:
+        return await self.client.post(path, json=fields)
+
+    async def complete(self, **fields: Any) -> dict[str, Any]:
+        """A completion's body; must succeed."""
+        response = await self.post("/v1/completions", **fields)
+        assert response.status_code == 200, response.text
+        body: dict[str, Any] = response.json()
+        return body
+
+    async def settled(self) -> None:
+        """Wait until nothing is open anywhere; a leak makes this fail."""
+        scheduler = self.port.loop.engine.scheduler
+        async with asyncio.timeout(5):
+            while self.engine.num_open or not scheduler.is_idle:
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def server(
+    limits: Limits | None = None,
+    max_length: int = 256,
+    template: str = TEMPLATE,
+    vocab_size: int = VOCAB_SIZE,
+    policies: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> AsyncIterator[Server]:
+    executor = Capitals()
+    numbers = {"max_length": max_length, "num_blocks": 256, "block_size": 16}
+    config = preset("headway", **numbers, **(policies or {}))
+    port = ThreadPort(Engine(Scheduler(config), executor), limits)
+    port.loop.answers["metrics"] = lambda prefix: f"# {prefix}\n"
+    engine = AsyncEngine(port)
+    asking = Asking(
+        tokenizer=letters(template), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
+        eos_ids=frozenset({END}),
+    )  # fmt: skip
+    context = Context(
+        engine=engine, asking=asking, model_name=MODEL, max_length=max_length,
+        settings=Settings(**settings), fingerprint="fp_test",
+    )  # fmt: skip
+    await engine.start()
+    app = create_app(context)
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        yield Server(client, app, engine, executor, port)
+    executor.gate.set()
+    await engine.close()
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """An async test as one that pytest calls, with an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **names: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **names), 15))  # type: ignore[arg-type]
+
+    return run

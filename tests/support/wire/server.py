@@ -1,0 +1,75 @@
+"""A server whose model repeats what its prompt holds, for tests that read raw bytes.
+
+A prompt names the outputs between two marks; sample k says output k. Every byte is a token, so
+characters, tags and stop strings are cut in all places. Some steps take a moment, so that updates
+arrive alone and in groups; a prompt with SLOWLY makes all steps slow.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+from headway.engine.engine import Engine
+from headway.engine.input_processor import Asking
+from headway.plan import Plan
+from headway.request import Request
+from headway.scheduler import Scheduler, preset
+from headway.server.process.serve import Recipe, Served
+from headway.server.settings import ConnectionSettings
+from tests.support.lettered import LONGEST, letters_app
+from tests.support.served import END, HIDDEN_SIZE, VOCAB_SIZE, Capitals, letters
+
+BEGIN, BETWEEN, FINISH = b"\x02", b"\x1e", b"\x03"
+SLOWLY, SLOW = "\x05", 0.01  # seconds of a step
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% if tools %}"
+    '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    "{% endif %}{% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+def saying(*outputs: str) -> str:
+    """A prompt that makes the model say these, one for each sample."""
+    marks = [mark.decode() for mark in (BEGIN, BETWEEN, FINISH)]
+    return f"{marks[0]}{marks[1].join(outputs)}{marks[2]}"
+
+
+class Parrot(Capitals):
+    """Says what stands between the marks of its prompt, then ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._chance = random.Random(0)
+
+    def launch(self, plan: Plan) -> Capitals:
+        if any(ord(SLOWLY) in request.prompt for request in plan.decodes):
+            time.sleep(SLOW)
+        elif self._chance.random() < 0.02:
+            time.sleep(0.001)
+        return super().launch(plan)
+
+    def _sample(self, request: Request, place: int) -> int:
+        prompt = bytes(token for token in request.prompt if token < 256)
+        outputs = prompt.partition(BEGIN)[2].partition(FINISH)[0].split(BETWEEN)
+        output = outputs[request.sample % len(outputs)]
+        number = place - request.num_prompt
+        return output[number] if number < len(output) else END
+
+
+def parrot_served() -> Served:
+    config = preset("headway", max_length=LONGEST, num_blocks=8192, block_size=16, max_requests=64)
+    tokenizer = letters(TEMPLATE)
+    asking = Asking(
+        tokenizer=tokenizer, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
+        eos_ids=frozenset({END}),
+    )  # fmt: skip
+    return Served(engine=Engine(Scheduler(config), Parrot()), facts=asking)
+
+
+def wire_recipe(options: dict[str, Any]) -> Recipe:
+    return Recipe(
+        make_engine=parrot_served, make_app=letters_app,
+        grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
+    )  # fmt: skip

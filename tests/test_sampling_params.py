@@ -1,0 +1,219 @@
+"""What a user may write about sampling, what is refused and how, and what an executor gets of it."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headway.errors import InvalidRequest
+from headway.grammar.grammar import Grammar
+from headway.sampling_params import Sampling, SamplingParams, check_tokens, token_level
+
+VOCAB = 50
+
+# Field, a value that is refused, and what the message must name besides both.
+REFUSED: list[tuple[str, Any, str]] = [
+    ("n", 0, "1 to 1024"),
+    ("n", 1025, "1 to 1024"),
+    ("n", True, "whole number"),
+    ("n", 1.0, "whole number"),
+    ("n", None, "whole number"),
+    ("max_tokens", 0, "at least 1"),
+    ("max_tokens", 2.5, "whole number"),
+    ("min_tokens", -1, "at least 0"),
+    ("min_tokens", 129, "max_tokens (128)"),
+    ("temperature", -0.1, "0 to 1000"),
+    ("temperature", 1001, "0 to 1000"),
+    ("temperature", 10**400, "0 to 1000"),
+    ("temperature", math.nan, "0 to 1000"),
+    ("temperature", math.inf, "0 to 1000"),
+    ("temperature", "1", "number"),
+    ("temperature", True, "number"),
+    ("temperature", None, "number"),
+    ("top_k", -2, "at least -1"),
+    ("top_k", 3.0, "whole number"),
+    ("top_p", 0, "above 0 and at most 1"),
+    ("top_p", 1.01, "above 0 and at most 1"),
+    ("top_p", math.nan, "above 0 and at most 1"),
+    ("min_p", -0.01, "0 to 1"),
+    ("min_p", 1.5, "0 to 1"),
+    ("repetition_penalty", 0, "0.001 to 1000"),
+    ("repetition_penalty", -1.0, "0.001 to 1000"),
+    ("repetition_penalty", math.inf, "0.001 to 1000"),
+    ("frequency_penalty", 2.1, "-2 to 2"),
+    ("presence_penalty", -2.1, "-2 to 2"),
+    ("presence_penalty", math.nan, "-2 to 2"),
+    ("logit_bias", [1], "map"),
+    ("logit_bias", {"1": 1.0}, "whole numbers"),
+    ("logit_bias", {-1: 1.0}, "at least 0"),
+    ("logit_bias", {3: 101}, "-100 to 100"),
+    ("logit_bias", {3: math.nan}, "-100 to 100"),
+    ("seed", 2**64, "18446744073709551615"),
+    ("seed", -(2**63) - 1, "-9223372036854775808"),
+    ("seed", 1.5, "whole number"),
+    ("grammar", '{"type": "object"}', "a Grammar or None"),
+    ("logprobs", -1, "0 to 100"),
+    ("logprobs", 101, "0 to 100"),
+    ("logprobs", True, "0 to 100"),
+    ("prompt_logprobs", 101, "0 to 100"),
+    ("stop", "", "at least 1 character"),
+    ("stop", ["a", ""], "at least 1 character"),
+    ("stop", [1], "texts"),
+    ("stop", 5, "texts"),
+    ("bad_words", "word", "list"),
+    ("bad_words", [""], "at least 1 character"),
+    ("stop_token_ids", [-1], "at least 0"),
+    ("stop_token_ids", "12", "list"),
+    ("stop_token_ids", [True], "whole numbers"),
+    ("allowed_token_ids", [1.0], "whole numbers"),
+    ("allowed_token_ids", 3, "list"),
+    ("include_stop_str_in_output", 1, "bool"),
+    ("ignore_eos", "no", "bool"),
+    ("skip_special_tokens", None, "bool"),
+    ("priority", 0.5, "whole number"),
+    ("client", 3, "str"),
+    ("deadline", math.nan, "number"),
+    ("deadline", math.inf, "number"),
+    ("salt", None, "str"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), REFUSED)
+def test_a_refusal_names_the_field_the_value_and_the_limit(
+    name: str, value: Any, limit: str
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        SamplingParams(**{name: value})
+    message = str(refusal.value)
+    assert message.startswith(name) and limit in message
+    culprit = next(iter(value.values())) if isinstance(value, dict) else value
+    names_it = [
+        repr(value),
+        repr(culprit),
+        *(map(repr, value) if isinstance(value, list | dict) else ()),
+    ]
+    assert any(text in message for text in names_it), message
+
+
+def test_every_field_can_be_refused() -> None:
+    assert {name for name, _, _ in REFUSED} == {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"temperature": 0, "top_k": -1, "top_p": 1, "min_p": 1},
+        {"temperature": 1000, "top_k": 10**30, "top_p": 1e-9, "repetition_penalty": 0.001},
+        {"frequency_penalty": -2, "presence_penalty": 2.0},
+        {"max_tokens": None, "min_tokens": 10**9},
+        {"max_tokens": 7, "min_tokens": 7},
+        {"seed": 2**64 - 1}, {"seed": -(2**63)},
+        {"logprobs": 0, "prompt_logprobs": 100, "n": 1024},
+        {"stop": "a"}, {"stop": ("a", "b")}, {"stop": []},
+        {"logit_bias": {0: -100, 7: 100.0}}, {"logit_bias": {}},
+        {"stop_token_ids": {1, 2}, "allowed_token_ids": range(3)},
+        {"deadline": -1.0, "priority": -5, "client": "c", "salt": "s"},
+    ],
+)  # fmt: skip
+def test_the_ends_of_every_range_are_allowed(written: dict[str, Any]) -> None:
+    SamplingParams(**written)
+
+
+@given(st.floats() | st.integers() | st.booleans() | st.none() | st.text(max_size=3))
+def test_any_value_is_taken_or_refused_in_our_own_words(value: Any) -> None:
+    for field in fields(SamplingParams):
+        try:
+            SamplingParams(**{field.name: value})
+        except InvalidRequest as refusal:
+            assert str(refusal).startswith(field.name)
+
+
+def test_params_cannot_change_after_the_check() -> None:
+    with pytest.raises(FrozenInstanceError):
+        SamplingParams().temperature = -1.0  # type: ignore[misc]
+
+
+def test_stop_is_one_text_or_many() -> None:
+    assert SamplingParams(stop="ab").stop_strings == ("ab",)
+    assert list(SamplingParams(stop=["a", "b"]).stop_strings) == ["a", "b"]
+    assert list(SamplingParams().stop_strings) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logit_bias", {VOCAB - 1: 1.0, VOCAB: 1.0}),
+        ("allowed_token_ids", [0, VOCAB]),
+        ("stop_token_ids", [VOCAB]),
+    ],
+)
+def test_a_token_that_the_model_lacks_is_refused_by_its_id(name: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest, match=rf"{name} has token {VOCAB}\b.* 0 to {VOCAB - 1}"):
+        check_tokens(SamplingParams(**{name: value}), VOCAB)
+    check_tokens(SamplingParams(**{name: value}), VOCAB + 1)
+
+
+def test_allowing_no_token_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="allowed_token_ids is empty"):
+        check_tokens(SamplingParams(allowed_token_ids=[]), VOCAB)
+    check_tokens(SamplingParams(), VOCAB)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_more_logprobs_than_tokens_are_refused(name: str) -> None:
+    check_tokens(SamplingParams(**{name: VOCAB}), VOCAB)
+    with pytest.raises(InvalidRequest, match=re.escape(f"{name} must be at most {VOCAB}")):
+        check_tokens(SamplingParams(**{name: VOCAB + 1}), VOCAB)
+
+
+def test_the_executor_gets_what_was_written() -> None:
+    written: dict[str, Any] = {
+        "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5,
+        "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {4: 2.0}, "logprobs": 2,
+        "prompt_logprobs": 1, "grammar": Grammar.json_object(),
+    }  # fmt: skip
+    params = SamplingParams(allowed_token_ids=[4, 4, 5], bad_words=["x"], seed=1, **written)
+    sampling = token_level(params, seed=9, bad_words=((1, 2),))
+    expected = Sampling(**written, seed=9, bad_words=((1, 2),), allowed_tokens=frozenset({4, 5}))
+    assert sampling == expected
+    assert all(getattr(expected, f.name) != getattr(Sampling(), f.name) for f in fields(Sampling))
+
+
+def test_what_the_executor_gets_does_not_change_with_the_users_map() -> None:
+    bias = {1: 1.0}
+    sampling = token_level(SamplingParams(logit_bias=bias), seed=0, bad_words=())
+    bias[1] = 5.0
+    assert sampling.logit_bias == {1: 1.0}
+
+
+def test_a_bad_word_without_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="bad_words"):
+        token_level(SamplingParams(bad_words=["x"]), seed=0, bad_words=((1,), ()))
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"repetition_penalty": 1.1}, {"frequency_penalty": 0.1}, {"presence_penalty": -0.1},
+        {"logit_bias": {1: 1.0}}, {"bad_words": ((1,),)}, {"allowed_tokens": frozenset({1})},
+        {"grammar": Grammar.json_object()},
+    ],
+)  # fmt: skip
+def test_masks_biases_and_penalties_are_not_plain(written: dict[str, Any]) -> None:
+    assert Sampling(**written).edits_logits and not Sampling(**written).is_plain
+
+
+def test_logprobs_are_not_plain_but_edit_nothing() -> None:
+    for written in ({"logprobs": 0}, {"prompt_logprobs": 0}):
+        assert not Sampling(**written).is_plain and not Sampling(**written).edits_logits
+
+
+def test_temperature_and_cuts_are_plain() -> None:
+    assert Sampling(temperature=0.3, top_k=4, top_p=0.5, min_p=0.1, seed=3).is_plain
+    assert Sampling(temperature=0).is_greedy and not Sampling().is_greedy

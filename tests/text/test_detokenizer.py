@@ -1,0 +1,289 @@
+"""Laws of streamed text: it is the decoded whole, nothing is taken back, no stop slips through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from headway.errors import InvalidRequest
+from headway.text.detokenizer import Detokenizer, StopScanner, TextStream
+from headway.text.tokenizer import Piece, Tokenizer, tokenizer_from_gguf
+from tests.text.test_tokenizer import CORPUS, SMALL, SPACED, bundled, sentencepiece_metadata, texts
+
+BYTES = SMALL["gpt-2"]  # all 256 bytes, some merges, special tokens
+UNSPACED = tokenizer_from_gguf(sentencepiece_metadata(add_space_prefix=False))
+KINDS = {"bytes": BYTES, "sentencepiece": SPACED, "sentencepiece, no prefix": UNSPACED}
+FFFD = "\N{REPLACEMENT CHARACTER}"
+SMILE = [SPACED.id_of(f"<0x{byte:02X}>") or 0 for byte in "😀".encode()]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+relaxed = settings(
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+Item = TypeVar("Item", bound=Sequence[Any])
+
+
+def cut(whole: Item, places: list[int]) -> list[Item]:
+    """A sequence in pieces, some of them empty, cut at these places."""
+    bounds = [0, *sorted(place % (len(whole) + 1) for place in places), len(whole)]
+    return [whole[a:b] for a, b in pairwise(bounds)]  # type: ignore[misc]
+
+
+def streams(size: int) -> st.SearchStrategy[list[int]]:
+    """Token ids with many bytes among them (low ids), and a few that no vocabulary has."""
+    usual = st.integers(0, min(size - 1, 400))
+    return st.lists(st.one_of(usual, usual, usual, st.integers(0, size + 20)), max_size=40)
+
+
+places = st.lists(st.integers(0, 50), max_size=8)
+
+
+# ---- Detokenizer
+
+
+@each_kind
+@relaxed
+@given(ids=streams(300), places=places, skip=st.booleans())
+@example(ids=[*SMILE, 3, *SMILE], places=[1, 2, 3, 4], skip=True)
+@example(ids=[*SMILE, SMILE[0], 270], places=[4], skip=True)
+@example(ids=[300, 2, 261, 261], places=[1, 2], skip=True)
+def test_pushes_and_finish_are_the_decoded_whole(
+    kind: str, ids: list[int], places: list[int], skip: bool
+) -> None:
+    check_law(KINDS[kind], ids, places, skip)
+
+
+@relaxed
+@given(ids=streams(49152), places=places, skip=st.booleans())
+def test_the_bundled_model_streams_the_decoded_whole(
+    smollm2: Path, ids: list[int], places: list[int], skip: bool
+) -> None:
+    check_law(bundled(smollm2), ids, places, skip)
+
+
+def check_law(tokenizer: Tokenizer, ids: list[int], places: list[int], skip: bool) -> None:
+    stream = Detokenizer(tokenizer, skip_special=skip)
+    parts = [stream.push(piece) for piece in cut(ids, places)]
+    assert stream.text == "".join(parts)
+    parts.append(stream.finish())
+    assert "".join(parts) == tokenizer.decode(ids, skip_special=skip) == stream.text
+
+
+@each_kind
+@relaxed
+@given(ids=streams(300))
+def test_the_cut_into_pushes_changes_nothing(kind: str, ids: list[int]) -> None:
+    one, many = Detokenizer(KINDS[kind]), Detokenizer(KINDS[kind])
+    assert one.push(ids) == "".join(many.push([id]) for id in ids)
+
+
+@relaxed
+@given(text=texts)
+@example(text="👩‍👩‍👧‍👦👍🏽 中文 é")
+def test_half_a_character_is_never_emitted(smollm2: Path, text: str) -> None:
+    text = text.replace(FFFD, "")
+    for tokenizer in (bundled(smollm2), *KINDS.values()):
+        ids = tokenizer.encode(text, special=False)
+        if FFFD in tokenizer.decode(ids):
+            continue  # the bundled vocabulary lacks a byte of it
+        stream = Detokenizer(tokenizer)
+        assert all(FFFD not in stream.push([id]) for id in ids)
+        assert FFFD not in stream.finish()
+
+
+@relaxed
+@given(ids=streams(300))
+def test_byte_level_text_lags_by_one_character_at_most(ids: list[int]) -> None:
+    check_lag(ids)
+
+
+def test_no_three_bytes_lag_by_more_than_a_character() -> None:
+    """All that begin, go on or end a range of UTF-8, half surrogates among them."""
+    ids = {BYTES.spell(id)[0]: id for id in range(256)}
+    edges = bytes.fromhex("41 80 8f 90 9f a0 bf c0 c2 df e0 e1 ed ef f0 f1 f4 f5 ff")
+    for three in product(edges, repeat=3):
+        check_lag([ids[bytes([byte])] for byte in three])
+
+
+def check_lag(ids: list[int]) -> None:
+    """An invalid byte is shown as such as soon as no later byte can save it."""
+    stream = Detokenizer(BYTES)
+    for index, id in enumerate(ids):
+        stream.push([id])
+        whole = BYTES.decode(ids[: index + 1])
+        assert whole.startswith(stream.text)
+        assert len(whole) - len(stream.text) <= (whole[-1:] == FFFD)
+
+
+@relaxed
+@given(ids=streams(300))
+def test_sentencepiece_text_lags_by_a_run_of_bytes_at_most(ids: list[int]) -> None:
+    stream = Detokenizer(SPACED)
+    length = 0  # of the run of byte tokens so far
+    for index, id in enumerate(ids):
+        stream.push([id])
+        if id in SPACED.special_ids or id >= SPACED.vocab_size:
+            continue
+        length = length + 1 if SPACED.spell(id).is_fallback else 0
+        assert len(SPACED.decode(ids[: index + 1])) - len(stream.text) <= length
+
+
+def test_a_bad_byte_unmakes_its_whole_run_so_the_run_is_held() -> None:
+    """Byte fallback reads a run at once: five bytes that are no UTF-8 are five U+FFFD."""
+    stream = Detokenizer(SPACED)
+    assert stream.push(SMILE) == ""
+    assert stream.push([SMILE[0]]) == ""
+    assert stream.push([SPACED.id_of("he") or 0]) == FFFD * 5 + "he"
+
+
+def test_the_first_space_is_dropped_wherever_it_comes() -> None:
+    hello = SPACED.id_of("▁hello") or 0
+    stream = Detokenizer(SPACED)
+    assert [stream.push(ids) for ids in ([], [1], [hello], [hello])] == ["", "", "hello", " hello"]
+
+
+def test_every_token_is_looked_at_once() -> None:
+    class Counting:
+        special_ids: frozenset[int] = frozenset()
+        num_stripped = None
+        num_spelled = 0
+
+        def spell(self, id: int) -> Piece:
+            self.num_spelled += 1
+            return Piece(b"\xf0", False)  # never a whole character
+
+    counting: Any = Counting()
+    stream = Detokenizer(counting)
+    shown = "".join(stream.push([0]) for _ in range(1000))
+    assert (counting.num_spelled, len(shown)) == (1000, 999)
+
+
+# ---- StopScanner
+
+
+def stopped(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
+    """What is shown of a text, and the stop: first to end, then first to begin. Slow and plain."""
+    for end in range(1, len(text) + 1):
+        done = [stop for stop in stops if text[:end].endswith(stop)]
+        if done:
+            hit = max(done, key=len)
+            return text[: end if include else end - len(hit)], hit
+    return text, None
+
+
+def possible_beginning(text: str, stops: list[str]) -> int:
+    """The length of the longest end of a text that a stop begins with."""
+    lengths = range(len(text) + 1)
+    return max(n for n in lengths if n == 0 or any(s.startswith(text[-n:]) for s in stops))
+
+
+few = st.text(alphabet="ab\n", max_size=30)
+any_stops = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=4)
+
+
+@relaxed
+@given(text=few, stops=any_stops, include=st.booleans(), places=places)
+@example(text="aabaab\n", stops=["abaab\n", "baab"], include=False, places=[3])
+@example(text="xabc", stops=["c", "abc", "bc"], include=True, places=[2])
+def test_the_first_stop_ends_the_text_however_it_is_cut(
+    text: str, stops: list[str], include: bool, places: list[int]
+) -> None:
+    scanner = StopScanner(stops, include)
+    shown = "".join(scanner.push(piece) for piece in cut(text, places))
+    shown += scanner.finish()
+    assert (shown, scanner.hit) == stopped(text, stops, include)
+    if scanner.hit is not None:
+        assert scanner.push("ab\n") + scanner.finish() == ""
+
+
+@relaxed
+@given(text=few, stops=any_stops)
+def test_only_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -> None:
+    scanner, shown = StopScanner(stops), ""
+    for index, letter in enumerate(text):
+        shown += scanner.push(letter)
+        if scanner.hit:
+            break
+        sofar = text[: index + 1]
+        assert shown == sofar[: len(sofar) - possible_beginning(sofar, stops)]
+
+
+@pytest.mark.parametrize("stop", ["", 7, None])
+def test_a_stop_must_be_a_text(stop: Any) -> None:
+    with pytest.raises(InvalidRequest, match=rf"stop\[1\] is {stop!r}"):
+        StopScanner(["fine", stop])
+
+
+def test_a_very_long_stop_is_held_letter_by_letter() -> None:
+    scanner = StopScanner(["a" * 20_000 + "b"])
+    shown = "".join(scanner.push("a") for _ in range(60_000))
+    assert len(shown) == 40_000
+    assert scanner.hit is None
+
+
+# ---- TextStream
+
+
+@relaxed
+@given(
+    ids=streams(49152), stops=st.lists(st.text(min_size=1, max_size=3), max_size=3),
+    include=st.booleans(), places=places, hidden=st.frozensets(st.integers(0, 400), max_size=3),
+    seed=st.integers(0, 100),
+)  # fmt: skip
+def test_a_stream_is_the_decoded_whole_up_to_its_stop(
+    smollm2: Path, ids: list[int], stops: list[str], include: bool, places: list[int],
+    hidden: frozenset[int], seed: int,
+) -> None:  # fmt: skip
+    tokenizer = bundled(smollm2)
+    whole = tokenizer.decode([id for id in ids if id not in hidden])
+    if whole:  # a stop that is surely there, and may lie across tokens
+        start = seed % len(whole)
+        stops = [*stops, whole[start : start + 3]]
+    stream = TextStream(tokenizer, stops, include, hidden_ids=hidden)
+    shown = "".join(stream.push(piece) for piece in cut(ids, places)) + stream.finish()
+    assert (shown, stream.hit) == stopped(whole, stops, include)
+    assert stream.text == shown
+
+
+@relaxed
+@given(ids=streams(49152), count=st.integers(0, 12), include=st.booleans(), places=places,
+       seed=st.integers(0, 100))  # fmt: skip
+def test_no_stop_is_seen_in_the_text_of_the_first_tokens(
+    smollm2: Path, ids: list[int], count: int, include: bool, places: list[int], seed: int
+) -> None:
+    tokenizer = bundled(smollm2)
+    whole = Detokenizer(tokenizer)
+    first, rest = whole.push(ids[:count]), whole.push(ids[count:]) + whole.finish()
+    start = seed % max(1, len(first + rest))
+    stops = [(first + rest)[start : start + 2] or "no such text"]
+    stream = TextStream(tokenizer, stops, include, min_tokens=count)
+    shown = "".join(stream.push(piece) for piece in cut(ids, places)) + stream.finish()
+    text, hit = stopped(rest, stops, include)
+    assert (shown, stream.hit) == (first + text, hit)
+
+
+def test_a_hidden_end_is_no_text_even_where_special_tokens_are(smollm2: Path) -> None:
+    tokenizer = bundled(smollm2)
+    ids = tokenizer.encode("<|im_start|>Hi<|im_end|>")
+    stream = TextStream(tokenizer, skip_special=False, hidden_ids=tokenizer.eos_ids)
+    assert stream.push(ids) + stream.finish() == "<|im_start|>Hi"
+
+
+def test_a_stop_may_be_completed_by_what_finish_releases() -> None:
+    stream = TextStream(BYTES, stops=[FFFD])
+    assert stream.push([BYTES.id_of("h") or 0, BYTES.id_of("Ã") or 0]) == "h"
+    assert (stream.finish(), stream.hit) == ("", FFFD)
+
+
+@pytest.mark.parametrize("text", CORPUS)
+def test_the_corpus_streams_back_token_by_token(smollm2: Path, text: str) -> None:
+    tokenizer = bundled(smollm2)
+    ids = tokenizer.encode(text)
+    stream = TextStream(tokenizer, stops=["no such text"], skip_special=False)
+    shown = "".join(stream.push([id]) for id in ids) + stream.finish()
+    assert shown == tokenizer.decode(ids, skip_special=False)
