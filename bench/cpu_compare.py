@@ -47,7 +47,7 @@ from headway.model.registry import cache_root, resolve
 from headway.model.weights.checkpoint import open_checkpoint
 
 NUM_PROMPT, MOST = 128, 32
-PRECISIONS = {"headway": "float32", "headway_fast": "fast"}
+QUANTIZATIONS = {"headway": "none", "headway_fast": "auto"}
 WEIGHTS = {"llama_cpp": "f32", "llama_cpp_q4_0": "q4_0", "llama_cpp_q4_1": None}  # None: as shipped
 PACKAGES = {
     "transformers": ["torch==2.13.0", "transformers==5.22.0", "accelerate==1.15.0", "gguf==0.19.0"],
@@ -70,8 +70,8 @@ GOALS = [  # ours, theirs, figure, ratio to reach: for all batch sizes, or for t
     ("headway_fast", "llama_cpp_q4_0", "decode", {"": 1.0}),
     ("headway_fast", "llama_cpp_q4_0", "prefill", {"": 1.0}),
 ]
-MOST_HOST_SHARE = 5.0  # percent of decoding at the largest batch
-MOST_PERPLEXITY_COST = 5.0  # percent that the fast path may lose
+MAX_HOST_SHARE = 5.0  # percent of decoding at the largest batch
+MAX_PERPLEXITY_COST = 5.0  # percent that the fast path may lose
 NUM_SCORED = 1500  # tokens of the licence's text, for perplexity
 console = Console(stderr=True)
 
@@ -116,11 +116,11 @@ def run_headway(
     return took, llm.executor.model_seconds - in_model, outputs
 
 
-def headway_rates(task: Rates, precision: str) -> Rates:
+def headway_rates(task: Rates, quantization: str) -> Rates:
     """What bench/cpu_peers.py measures, of our engine."""
     from headway import LLM
 
-    llm = LLM(task["model"], precision=precision, threads=task["threads"], max_requests=MOST)
+    llm = LLM(task["model"], quantization=quantization, threads=task["threads"], max_num_seqs=MOST)
     by_batch: dict[str, Rates] = {}
     tokens: list[int] = []
     for batch in task["batches"]:
@@ -244,7 +244,7 @@ def weights_file(model: Path, kind: str | None) -> Rates:
 
 def engines_to_run(*, skip_peers: bool) -> tuple[list[str], Rates]:
     """Who can run, and why the others cannot."""
-    engines = list(PRECISIONS)
+    engines = list(QUANTIZATIONS)
     reasons: Rates = {}
     for peer, names in {"transformers": ["transformers"], "llama_cpp": list(WEIGHTS)}.items():
         reason = "--skip-peers" if skip_peers else install_peer(peer)
@@ -268,7 +268,7 @@ def run_engine(name: str, task: Rates, earlier: list[Rates]) -> Rates:
         json.dump(task, file)
         file.flush()
         script = str(HERE / "cpu_peers.py")
-        if name in PRECISIONS:
+        if name in QUANTIZATIONS:
             command = [sys.executable, __file__, "--worker", name, file.name]
         elif name in WEIGHTS:
             command = [peers_python(), script, "llama_cpp", file.name, weights["path"]]
@@ -340,17 +340,17 @@ def agreement(found: dict[str, list[Rates]]) -> Rates:
 
 def perplexity(found: dict[str, list[Rates]]) -> Rates:
     """Of a fixed text, and what the fast path's rounding costs of it, in percent."""
-    exact, fast = (math.exp(found[name][0]["nll"]) for name in PRECISIONS)
+    exact, fast = (math.exp(found[name][0]["nll"]) for name in QUANTIZATIONS)
     cost = 100 * (fast / exact - 1)
     return {
         "headway": round(exact, 4), "headway_fast": round(fast, 4), "cost_percent": round(cost, 3),
-        "goal": MOST_PERPLEXITY_COST, "reached": cost <= MOST_PERPLEXITY_COST,
+        "goal": MAX_PERPLEXITY_COST, "reached": cost <= MAX_PERPLEXITY_COST,
     }  # fmt: skip
 
 
 def report(machine: Rates, found: dict[str, list[Rates]], reasons: Rates) -> Rates:
     details = ("version", "settings", "weights", "cpu")
-    with_mixed = [*PRECISIONS, "transformers"]
+    with_mixed = [*QUANTIZATIONS, "transformers"]
     return {
         "machine": machine,
         **{name: medians(results, "decode") for name, results in found.items()},
@@ -358,14 +358,14 @@ def report(machine: Rates, found: dict[str, list[Rates]], reasons: Rates) -> Rat
         "prefill": {name: medians(results, "prefill") for name, results in found.items()},
         "total": {name: medians(results, "total") for name, results in found.items()},
         "mixed": {name: medians(found[name], "mixed") for name in with_mixed if name in found},
-        "host_share": {name: medians(found[name], "host_share") for name in PRECISIONS}
-        | {"goal at 32": MOST_HOST_SHARE},
+        "host_share": {name: medians(found[name], "host_share") for name in QUANTIZATIONS}
+        | {"goal at 32": MAX_HOST_SHARE},
         "perplexity": perplexity(found),
         "agreement": agreement(found),
         "peers": {
             name: {key: results[0][key] for key in details if key in results[0]}
             for name, results in found.items()
-            if name not in PRECISIONS
+            if name not in QUANTIZATIONS
         },
         "ratios": goals(found),
     }
@@ -375,7 +375,7 @@ def worker(name: str, argument: str) -> Rates:
     """One measurement in this process, which was started for it."""
     if name == "machine":
         return machine_ceilings(int(argument))
-    return headway_rates(json.loads(Path(argument).read_text()), PRECISIONS[name])
+    return headway_rates(json.loads(Path(argument).read_text()), QUANTIZATIONS[name])
 
 
 def parse() -> argparse.Namespace:

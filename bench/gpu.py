@@ -105,8 +105,8 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             begun = time.perf_counter()
-            llm = LLM(str(SHAPES / shape), load_format="dummy", device="cuda", max_tokens=16384,
-                      max_length=4096, attention=asked.attention,
+            llm = LLM(str(SHAPES / shape), load_format="dummy", device="cuda", max_num_batched_tokens=16384,
+                      max_model_len=4096, attention=asked.attention,
                       block_size=asked.block_size)  # fmt: skip
             report[f"{shape}_start_seconds"], loaded = time.perf_counter() - begun, shape
         report[name] = measure(llm, shape, work(), temperature, asked.repeat, ceilings)

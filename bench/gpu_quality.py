@@ -46,7 +46,7 @@ from headway.text.chat_template import render_chat
 from tests.support.real import PROMPTS
 
 Figures = dict[str, Any]
-PARTS = {  # ours: precision, type of keys and values
+PARTS = {  # ours: dtype, type of keys and values
     "bfloat16": ("bfloat16", "auto"),
     "fp8": ("bfloat16", "fp8"),
     "float32": ("float32", "auto"),
@@ -123,7 +123,7 @@ def described(about: ModelConfig) -> Figures:
         "vocab_size": about.vocab_size, "hidden_size": about.hidden_size,
         "intermediate_size": about.intermediate_size, "num_hidden_layers": about.num_layers,
         "num_attention_heads": about.num_heads, "num_key_value_heads": about.num_kv_heads,
-        "head_dim": about.head_dim, "max_position_embeddings": about.max_length,
+        "head_dim": about.head_dim, "max_position_embeddings": about.max_model_len,
         "rms_norm_eps": about.norm_eps, "tie_word_embeddings": about.tie_embeddings,
         "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
         "attention_bias": about.output_bias, "mlp_bias": about.mlp_bias,
@@ -156,10 +156,10 @@ def read(llm: LLM, text: list[int]) -> tuple[float, list[int]]:
 def run_ours(
     part: str, options: argparse.Namespace, prompts: dict[str, list[int]], text: list[int]
 ) -> Figures:
-    precision, kv_dtype = PARTS[part]
+    dtype, kv_dtype = PARTS[part]
     with LLM(
-        options.model, device=options.device, precision=precision, kv_cache_dtype=kv_dtype,
-        max_requests=SEATS, kv_memory="1GiB" if options.device != "cpu" else None,
+        options.model, device=options.device, dtype=dtype, kv_cache_dtype=kv_dtype,
+        max_num_seqs=SEATS, kv_memory="1GiB" if options.device != "cpu" else None,
     ) as llm:  # fmt: skip
         outputs = ask(llm, prompts, options.output)
         perplexity, places = read(llm, text)

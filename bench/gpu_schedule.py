@@ -5,13 +5,13 @@
     python bench/gpu_schedule.py --device cpu --tiny      all parts in seconds, to see that they run
 
 gaps: requests decode while long prompts come, each when the one before is answered. For every
---max-tokens, the time between tokens of those who decode, and the time to first token of the long
+--max-num-batched-tokens, the time between tokens of those who decode, and the time to first token of the long
 ones. The first long one compiles and captures what is new: it is told apart.
 
 swap: for every context, what it takes to copy its blocks out and in and then compute its last token
 (as a request that is back must), and to compute all of it again, each alone on the device; which is
 less, and which the rule `cheaper` picks with the times it measured when the model was loaded (for
-another --max-tokens than the model's it measures again).
+another --max-num-batched-tokens than the model's it measures again).
 
 profile: `headway profile`, and how far it is off for which kind of step; --log keeps all steps.
 """
@@ -38,7 +38,7 @@ from profiled import profiled
 
 from headway import LLM
 from headway.engine.engine import Engine
-from headway.engine.gc_freeze import uncollected
+from headway.engine.gc_freeze import gc_freeze
 from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
 from headway.lab.bench import random_prompt
 from headway.plan import StepReport
@@ -98,7 +98,7 @@ class Stage:
         self.watch, self.clock = Watch(), llm.engine.clock
         self.engine = Engine(
             Scheduler(replace(llm.config, max_tokens=max_tokens)), llm.executor, self.clock,
-            depth=llm.engine.depth, observers=[self.watch],
+            async_scheduling=llm.engine.async_scheduling, observers=[self.watch],
         )  # fmt: skip
 
     def ask(self, name: str, prompt: list[int], num_output: int) -> None:
@@ -122,9 +122,12 @@ class Stage:
 def gaps(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
     """One budget of a step."""
     stage, source = Stage(llm, max_tokens), random.Random(0)
-    vocab_size, room = llm.loaded.decoder.config.vocab_size, llm.config.max_length - sizes.context
+    vocab_size, room = (
+        llm.loaded.decoder.config.vocab_size,
+        llm.config.max_model_len - sizes.context,
+    )
     prompts = [random_prompt(source, sizes.long, vocab_size) for _ in range(1 + sizes.num_long)]
-    with uncollected():  # as a server runs
+    with gc_freeze():  # as a server runs
         for number in range(sizes.num_running):
             prompt = random_prompt(source, sizes.context, vocab_size)
             stage.ask(f"running {number}", prompt, min(2048, room))
@@ -177,9 +180,9 @@ def swap(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
     """All contexts, with the rule of the loaded model or, for another budget, one like it."""
     config = replace(llm.config, max_tokens=max_tokens)
     rule: Any = llm.config.swap
-    if max_tokens != llm.config.max_tokens:
+    if max_tokens != llm.config.max_num_batched_tokens:
         rule = cheaper(**measured(llm.executor, config)._asdict())
-    most = min(config.max_length, config.num_blocks * config.block_size,
+    most = min(config.max_model_len, config.num_blocks * config.block_size,
                config.num_host_blocks * config.block_size)  # fmt: skip
     rows = [swap_row(llm, rule, n, max_tokens) for n in sizes.contexts if n <= most]
     llm.reset_cache()  # what lay in the blocks is gone
@@ -191,11 +194,11 @@ def swap(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
 
 def load(device: str, *, is_tiny: bool) -> LLM:
     if not is_tiny:
-        return LLM(str(SHAPES / "qwen3-0.6b"), load_format="dummy", device=device, max_tokens=8192,
-                   max_length=33792, num_host_blocks=2112)  # fmt: skip
+        return LLM(str(SHAPES / "qwen3-0.6b"), load_format="dummy", device=device, max_num_batched_tokens=8192,
+                   max_model_len=33792, num_host_blocks=2112)  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(TINY))
-        return LLM(folder, load_format="dummy", device=device, threads=1, max_requests=16,
+        return LLM(folder, load_format="dummy", device=device, threads=1, max_num_seqs=16,
                    kv_memory="1MiB", num_host_blocks=32)  # fmt: skip
 
 
@@ -213,7 +216,9 @@ def parts(llm: LLM, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=["gaps", "swap", "profile"])
-    parser.add_argument("--max-tokens", nargs="+", type=int, help="budgets of a step to try")
+    parser.add_argument(
+        "--max-num-batched-tokens", nargs="+", type=int, help="budgets of a step to try"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and few requests")
     parser.add_argument("--quick", action="store_true", help="a shorter profile")

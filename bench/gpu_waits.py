@@ -75,8 +75,8 @@ def main() -> None:
     import torch
 
     shape, work, temperature = gpu.CASES["256"]
-    llm = LLM(str(gpu.SHAPES / shape), load_format="dummy", device="cuda", max_tokens=16384,
-              max_length=4096)  # fmt: skip
+    llm = LLM(str(gpu.SHAPES / shape), load_format="dummy", device="cuda", max_num_batched_tokens=16384,
+              max_model_len=4096)  # fmt: skip
     plain = min(gpu.run(llm, work(), temperature) for _ in range(2))
     passes, executor = Passes(), llm.executor
     executor.graphs.run = passes.watched("decodes", executor.graphs.run)

@@ -32,7 +32,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from headway.config import World
+from headway.config import SchedulerView
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
@@ -121,7 +121,7 @@ class shares_only:
 
     deviations: float = 2.5
 
-    def __call__(self, batch: Batch, world: World) -> int:
+    def __call__(self, batch: Batch, world: SchedulerView) -> int:
         seen = np.sort(np.concatenate([PRIOR, np.asarray(SHARES)]))
         generated = np.maximum(batch.held - batch.prompt, 0.0) / batch.allowed
         moments = np.linspace(0.0, batch.left.max(), NUM_MOMENTS)[:, None]
@@ -148,7 +148,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
 
 def row(changes: dict[str, Any], regime: Regime) -> dict[str, float]:
     SHARES.clear()
-    config = preset(**{"num_blocks": regime.num_blocks, "max_length": MAX_LENGTH, **changes})
+    config = preset(**{"num_blocks": regime.num_blocks, "max_model_len": MAX_LENGTH, **changes})
     jobs = open_ended(regime.jobs())
     run = simulate(jobs, config, load_profile(PROFILE), observers=[remember_shares])
     assert not run.rejected, run.rejected[0]

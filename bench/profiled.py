@@ -20,7 +20,7 @@ def profiled(llm: LLM, *, is_quick: bool, log: Path | None) -> dict[str, Any]:
     """Run, fitted and compared; all steps go to the file `log`, a JSON each."""
     kv_tokens = llm.config.num_blocks * llm.config.block_size
     amount = AMOUNTS[llm.loaded.is_on_gpu, is_quick]
-    logs = run(llm, calibration(min(llm.config.max_length, kv_tokens), amount))
+    logs = run(llm, calibration(min(llm.config.max_model_len, kv_tokens), amount))
     copies = copy(llm)
     if log:
         kinds = {**logs._asdict(), "copies": copies}

@@ -26,7 +26,7 @@ from headway.lab.workload.synthetic import field_workload
 from headway.scheduler import preset
 
 POOLS = (65_536, 32_768)
-NUMBERS = {"max_requests": 512, "max_tokens": 16_384, "block_size": 16}
+NUMBERS = {"max_num_seqs": 512, "max_num_batched_tokens": 16_384, "block_size": 16}
 V1 = {"name": "vllm_v1"}
 SCHEDULERS: dict[str, dict[str, Any]] = {
     "nano_vllm": {"name": "nano_vllm"},

@@ -54,7 +54,11 @@ class Ours:
 
     def __init__(self, num_running: int, **changes: Any) -> None:
         blocks = (CONTEXT + NUM_STEPS * (NUM_ROUNDS + 4)) // BLOCK + 2
-        numbers = {"max_requests": num_running + 8, "max_tokens": 1 << 20, "block_size": BLOCK}
+        numbers = {
+            "max_num_seqs": num_running + 8,
+            "max_num_batched_tokens": 1 << 20,
+            "block_size": BLOCK,
+        }
         num_blocks = num_running * blocks + 2 * PROMPT // BLOCK + 64
         self.scheduler = Scheduler(preset(**{**numbers, "num_blocks": num_blocks, **changes}))
         for i in range(num_running):
@@ -140,7 +144,7 @@ def admission_us(scheduler: Scheduler, id: str, prompt: list[int]) -> float:
 def admissions() -> dict[str, float]:
     cold, hit = [], []
     for i in range(2 * NUM_ROUNDS):
-        numbers = {"num_blocks": 2048, "max_tokens": 8192, "block_size": BLOCK}
+        numbers = {"num_blocks": 2048, "max_num_batched_tokens": 8192, "block_size": BLOCK}
         scheduler = Scheduler(preset(**numbers))
         prompt = list(range(i * PROMPT, (i + 1) * PROMPT))
         admission_us(scheduler, "warm", [1, 2, 3])

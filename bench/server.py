@@ -149,11 +149,11 @@ def measure(running: Running, jobs: list[Job], concurrency: int, seed: int) -> M
 
 
 @contextmanager
-def offline(precision: str) -> Iterator[Any]:
+def offline(quantization: str) -> Iterator[Any]:
     """The engine alone in a process of its own; what it is sent, it runs."""
     context = get_context("spawn")
     control, theirs = context.Pipe()
-    process = context.Process(target=answer_offline, args=(precision, theirs), daemon=True)
+    process = context.Process(target=answer_offline, args=(quantization, theirs), daemon=True)
     process.start()
     assert control.recv() == "ready"
 
@@ -167,10 +167,10 @@ def offline(precision: str) -> Iterator[Any]:
     process.join()
 
 
-def overhead(precision: str, num_requests: int, num_rounds: int) -> dict[str, Any]:
+def overhead(quantization: str, num_requests: int, num_rounds: int) -> dict[str, Any]:
     rounds: list[dict[str, Any]] = []
-    with tempfile.NamedTemporaryFile() as steps, offline(precision) as run:
-        options = ("real", "--precision", precision, "--steps", steps.name)
+    with tempfile.NamedTemporaryFile() as steps, offline(quantization) as run:
+        options = ("real", "--quantization", quantization, "--steps", steps.name)
         with server(*options) as running:
             run(random_jobs(8, INPUT, OUTPUT, WARM), WARM)
             measure(running, random_jobs(8, INPUT, OUTPUT, WARM), 8, WARM)
@@ -184,7 +184,7 @@ def overhead(precision: str, num_requests: int, num_rounds: int) -> dict[str, An
                 rounds.append(compared(alone, served, told(steps.name)))
                 print(json.dumps(rounds[-1]), file=sys.stderr, flush=True)
     return {
-        "precision": precision, "requests_per_round": 2 * num_requests, "concurrency": SEATS,
+        "quantization": quantization, "requests_per_round": 2 * num_requests, "concurrency": SEATS,
         **medians(rounds), "rounds": rounds,
     }  # fmt: skip
 
@@ -264,7 +264,7 @@ def medians(found: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--part", choices=("both", "overhead", "simulated"), default="both")
-    parser.add_argument("--precision", default="auto", help="of the bundled model")
+    parser.add_argument("--quantization", default="none", help="of the bundled model")
     parser.add_argument("--num-requests", type=int, default=48, help="twice in a round")
     parser.add_argument("--workers", default="0,1,2,4", help="API processes, in turn")
     parser.add_argument("--rounds", type=int, help="default: 5 of the bundled model, else 3")
@@ -273,7 +273,7 @@ def main() -> None:
     command = shlex.join(["python", "bench/server.py", *sys.argv[1:]])
     result: dict[str, Any] = {}
     if asked.part != "simulated":
-        result["overhead"] = overhead(asked.precision, asked.num_requests, asked.rounds or 5)
+        result["overhead"] = overhead(asked.quantization, asked.num_requests, asked.rounds or 5)
     if asked.part != "overhead":
         numbers = [int(number) for number in asked.workers.split(",")]
         result["simulated"] = {f"{n}_workers": costs(n, asked.rounds or 3) for n in numbers}

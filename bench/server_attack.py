@@ -46,7 +46,7 @@ ATTACK_SECONDS = 4.0  # at least; and one more after the last answer
 MAX_ADDED_MS = 200.0
 NUM_FILES = 1024  # descriptors that the server may have
 # Short steps, and few blocks: those that are used for the first time add to the memory.
-SERVER = ["--precision", "quantized", "--max-tokens", "64", "--num-blocks", "640"]
+SERVER = ["--quantization", "int8", "--max-num-batched-tokens", "64", "--num-blocks", "640"]
 SETTLES_WITHIN = 20.0
 
 

@@ -14,7 +14,7 @@ the same arrivals and lengths and other prompts, so that a slow moment of the ma
 fcfs there is one round: every request waits longer than the one before. What is open when the
 small client has its last answer is given up.
 
-The server is set for short steps (`--max-tokens 64`): however fair the queue is, a newcomer waits
+The server is set for short steps (`--max-num-batched-tokens 64`): however fair the queue is, a newcomer waits
 for the step that runs, and a step of 512 tokens takes longer than all of its prompt alone.
 """
 
@@ -47,7 +47,7 @@ TIMES = 20  # the heavy one's, for one of those
 HEAD_START = 3.0  # seconds: by then the heavy client's requests queue
 ROUND = 20  # of the small client's requests
 INPUT, OUTPUT = Span(200, 300), Span(8, 24)
-TUNED = ["--max-tokens", "64", "--max-requests", "16"]
+TUNED = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
 VOCAB = 49_152
 Outcomes = list[Outcome]
 
@@ -100,10 +100,10 @@ def of_heavy(outcomes: Outcomes) -> dict[str, Any]:
     return {"requests": len(outcomes), "completed": completed} | first_tokens(begun)
 
 
-def measure(queue: str, count: int, precision: str, *all_times: int) -> dict[int, Any]:
+def measure(queue: str, count: int, quantization: str, *all_times: int) -> dict[int, Any]:
     """One server: both clients' outcomes in rounds, by how many times as much the other sends."""
     found: dict[int, tuple[Outcomes, Outcomes]] = {times: ([], []) for times in all_times}
-    with ServerProcess(["--queue", queue, "--precision", precision, *TUNED]) as server:
+    with ServerProcess(["--queue", queue, "--quantization", quantization, *TUNED]) as server:
         model = find_model(server.address)
         asyncio.run(one_round(server, model, 2, 1, seed=999))  # the first of all is slow
         for seed in range(-(-count // ROUND)):
@@ -116,9 +116,9 @@ def measure(queue: str, count: int, precision: str, *all_times: int) -> dict[int
     return found
 
 
-def compare(count: int, precision: str) -> dict[str, Any]:
-    fair = measure("fair", count, precision, 0, TIMES)
-    fcfs = measure("fcfs", min(ROUND, count), precision, TIMES)
+def compare(count: int, quantization: str) -> dict[str, Any]:
+    fair = measure("fair", count, quantization, 0, TIMES)
+    fcfs = measure("fcfs", min(ROUND, count), quantization, TIMES)
     alone = of_small(fair[0][0])
     result: dict[str, Any] = {"sends_times_as_much": TIMES, "options": TUNED, "alone": alone}
     for name, (small, heavy) in (("fair", fair[TIMES]), ("fcfs", fcfs[TIMES])):
@@ -131,13 +131,13 @@ def compare(count: int, precision: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=60, help="of the small client")
-    parser.add_argument("--precision", default="quantized")
+    parser.add_argument("--quantization", default="int8")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     asked = parser.parse_args()
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
     )
-    result = {"commit": commit.stdout.strip(), **compare(asked.requests, asked.precision)}
+    result = {"commit": commit.stdout.strip(), **compare(asked.requests, asked.quantization)}
     text = json.dumps(result, indent=2)
     print(text)
     if asked.out:

@@ -1,6 +1,6 @@
 """The processes that bench/server.py measures: servers of two kinds, and the engine without one.
 
-    python bench/server_halves.py real --precision auto --steps FILE --port N
+    python bench/server_halves.py real --quantization none --steps FILE --port N
     python bench/server_halves.py simulated --seconds 0.02 --api-workers 2 --port N
 
 Both serve as `headway serve` does, with its app and its logs. `real` has the bundled model and
@@ -29,7 +29,7 @@ from headway.cli.options.model import ModelOptions
 from headway.cli.options.serve import ServeOptions
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.lab.loadgen.requests import Wording
 from headway.lab.workload.jobs import Job
@@ -44,19 +44,19 @@ from headway.server.settings import Settings
 
 MODEL, VOCAB = "smollm2-135m", 49_152
 SEATS, STREAMS = 32, 256
-MOST_STEPS = 1 << 20
+MAX_STEPS = 1 << 20
 MOMENT = struct.Struct("d")  # seconds on the system's monotonic clock
 
 
-def model_options(precision: str) -> ModelOptions:
+def model_options(quantization: str) -> ModelOptions:
     """The same for both: a model with as many seats as there are requests at once."""
     return ModelOptions(
-        model=MODEL, device="cpu", precision=precision, max_requests=SEATS, num_blocks=1024
+        model=MODEL, device="cpu", quantization=quantization, max_num_seqs=SEATS, num_blocks=1024
     )
 
 
-def real(precision: str, steps: str) -> Served:
-    served = make_engine(ServeOptions(), model_options(precision))
+def real(quantization: str, steps: str) -> Served:
+    served = make_engine(ServeOptions(), model_options(quantization))
     served.engine.observers.append(StepTimes(steps))
     return served
 
@@ -69,7 +69,7 @@ class StepTimes:
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
-            file.truncate(MOST_STEPS * MOMENT.size)
+            file.truncate(MAX_STEPS * MOMENT.size)
             self._moments = mmap(file.fileno(), 0)
         self._place = 0
 
@@ -105,14 +105,16 @@ class Asleep:
 
 def simulated(seconds: float) -> Served:
     config = preset(
-        "headway", block_size=16, num_blocks=STREAMS * 64, max_requests=STREAMS, max_tokens=8192,
-        max_length=2048, decode_steps=1,
+        "headway", block_size=16, num_blocks=STREAMS * 64, max_num_seqs=STREAMS, max_num_batched_tokens=8192,
+        max_model_len=2048, num_scheduler_steps=1,
     )  # fmt: skip
     clock = RealClock()
-    engine = Engine(Scheduler(config), Asleep(clock, seconds), clock, depth=0)
+    engine = Engine(Scheduler(config), Asleep(clock, seconds), clock, async_scheduling=0)
     tokenizer = find_tokenizer(resolve(MODEL))
-    asking = Asking(tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2}))
-    facts = Facts(asking=asking, model_name=MODEL, max_length=config.max_length, words="")
+    asking = InputProcessor(
+        tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2})
+    )
+    facts = Facts(asking=asking, model_name=MODEL, max_model_len=config.max_model_len, words="")
     return Served(engine=engine, facts=facts, limits=ServeOptions().limits(), prepare=watch)
 
 
@@ -120,9 +122,9 @@ def watch(loop: EngineLoop) -> None:
     ServerMetrics(loop, MODEL)
 
 
-def answer_offline(precision: str, control: Connection) -> None:
+def answer_offline(quantization: str, control: Connection) -> None:
     """Load the model, then run whatever jobs come, without any server; None ends it."""
-    llm = model_options(precision).load()
+    llm = model_options(quantization).load()
     control.send("ready")
     while (asked := control.recv()) is not None:
         jobs, seed = asked
@@ -157,7 +159,7 @@ def run_offline(llm: LLM, jobs: list[Job], seed: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("kind", choices=("real", "simulated"))
-    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--quantization", default="none")
     parser.add_argument("--steps", default="")
     parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--api-workers", type=int, default=0)
@@ -166,7 +168,7 @@ def main() -> None:
     make = (
         partial(simulated, asked.seconds)
         if asked.kind == "simulated"
-        else partial(real, asked.precision, asked.steps)
+        else partial(real, asked.quantization, asked.steps)
     )
     recipe = Recipe(
         make_engine=make, make_app=partial(make_app, Settings(), 30.0),

@@ -60,7 +60,7 @@ def reuse(path: str) -> dict[str, Any]:
 
     start = perf_counter()
     config = preset(
-        "vllm_v1", num_blocks=num_tokens // BLOCK + len(jobs), block_size=BLOCK, max_requests=1
+        "vllm_v1", num_blocks=num_tokens // BLOCK + len(jobs), block_size=BLOCK, max_num_seqs=1
     )
     run = simulate(jobs, config, profile, observers=[count])
     expected = block_reuse(path, skip={id for id, _ in run.rejected})

@@ -47,7 +47,7 @@ class ToyExecutor:
 
 
 def main() -> None:
-    config = preset("vllm_v1", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_requests=4)
+    config = preset("vllm_v1", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_num_seqs=4)
     scheduler, executor = Scheduler(config), ToyExecutor()
     for text in ("hello world", "hello there", "hello world", "a", "quick brown fox"):
         prompt = [LETTERS.index(letter) for letter in text]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headway import Config, Request, World, preset
+from headway import Config, Request, SchedulerView, preset
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
@@ -19,17 +19,17 @@ from headway.lab.workload.synthetic import parse_synthetic
 WORKLOAD = "requests=60,prompt=uniform(100,600),output=uniform(50,400)"
 
 
-def longest_to_go(request: Request, world: World) -> Any:
+def longest_to_go(request: Request, view: SchedulerView) -> Any:
     """Victim: the largest key is sent back first. Here: who may still generate most."""
     return request.limit - request.num_known, request.history.serial
 
 
-def a_block_each(request: Request, world: World) -> int:
+def a_block_each(request: Request, view: SchedulerView) -> int:
     """Headroom: blocks that must stay free. Here: one for the newcomer and all who run."""
-    return 1 + len(list(world.running))
+    return 1 + len(list(view.running))
 
 
-def small_first(request: Request, world: World) -> Any:
+def small_first(request: Request, view: SchedulerView) -> Any:
     """Queue: the lowest key is served first. Here: a token costs 10 ms of waiting.
 
     Adding the arrival bounds the wait: a late small request cannot pass an old one for ever.

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from headway.config import Config, World
+from headway.config import Config, SchedulerView
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock, VirtualClock
 from headway.engine.engine import Engine
@@ -29,11 +29,11 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Scheduler",
+    "SchedulerView",
     "State",
     "StepReport",
     "StepResult",
     "VirtualClock",
-    "World",
     "preset",
 ]
 

@@ -1,6 +1,6 @@
 """How a scheduler is configured: six slots that hold policies, and a few numbers.
 
-This file says what a policy may see (`World`), what a recipe may do (`Verbs`) and what each slot's
+This file says what a policy may see (`SchedulerView`), what a recipe may do (`StepActions`) and what each slot's
 function looks like. The functions themselves are in scheduler/policies.py and queues.py; ready
 combinations of them in scheduler/presets.py.
 """
@@ -19,7 +19,7 @@ from headway.request import Request
 HUGE = sys.float_info.max
 
 
-class World(Protocol):
+class SchedulerView(Protocol):
     """What a policy may look at. Nothing here changes anything, and there is no clock."""
 
     @property
@@ -31,7 +31,7 @@ class World(Protocol):
     @property
     def block_size(self) -> int: ...
     @property
-    def max_tokens(self) -> int: ...
+    def max_num_batched_tokens(self) -> int: ...
     @property
     def tokens_left(self) -> int: ...  # of this step's budget
     @property
@@ -47,7 +47,7 @@ class World(Protocol):
     def num_private_blocks(self, request: Request) -> int: ...  # held by nobody else
 
 
-class Verbs(Protocol):
+class StepActions(Protocol):
     """What a recipe may do with the step under construction, and what it may ask of it."""
 
     def decode(self, at_most: int | None = None) -> None: ...
@@ -73,7 +73,7 @@ class QueueRule(Protocol):
     def drifts(self) -> bool: ...  # keys change while requests wait
     @property
     def preempts(self) -> bool: ...  # whether `outranks` is to be asked at all
-    def key(self, request: Request, world: World) -> Any: ...
+    def key(self, request: Request, view: SchedulerView) -> Any: ...
     def group(self, request: Request) -> str: ...  # requests of one group are served in turn
     def outranks(self, waiting: Request, running: Request) -> bool: ...  # may it preempt?
 
@@ -108,21 +108,23 @@ def check(name: str, value: object, kind: Any, low: float, high: float = math.in
         raise ConfigError(f"{name} must be {wanted} {limits}, not {shorten(value)}")
 
 
-Recipe = Callable[[Verbs], None]
+Recipe = Callable[[StepActions], None]
 ChunkRule = Callable[[int, int, bool], int]  # (tokens wanted, tokens left, first of its step)
-HeadroomRule = Callable[[Request, World], int]  # blocks an admission of `request` leaves free
-VictimRule = Callable[[Request, World], Any]  # a key; the largest goes first
-SwapRule = Callable[[Request, World], bool]  # True: keep its work on the host
+HeadroomRule = Callable[
+    [Request, SchedulerView], int
+]  # blocks an admission of `request` leaves free
+VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest goes first
+SwapRule = Callable[[Request, SchedulerView], bool]  # True: keep its work on the host
 
 
 MOST = {
     "num_blocks": 1 << 26,
     "num_host_blocks": 1 << 26,
-    "max_requests": 1 << 20,
-    "max_tokens": (1 << 31) - 1,
-    "decode_steps": 1 << 16,
+    "max_num_seqs": 1 << 20,
+    "max_num_batched_tokens": (1 << 31) - 1,
+    "num_scheduler_steps": 1 << 16,
     "block_size": 1 << 16,  # the decoding batch keeps a list entry for each
-    "max_length": (1 << 31) - 1,
+    "max_model_len": (1 << 31) - 1,
 }
 
 
@@ -136,21 +138,23 @@ class Config:
     headroom: HeadroomRule
     victim: VictimRule
     swap: SwapRule
-    max_requests: int = 256  # seats: requests that run at once
-    max_tokens: int = 8192  # computed by one step
-    decode_steps: int = 1  # decode steps per plan while nobody waits
+    max_num_seqs: int = 256  # seats: requests that run at once
+    max_num_batched_tokens: int = 8192  # computed by one step
+    num_scheduler_steps: int = 1  # decode steps per plan while nobody waits
     block_size: int = 16  # tokens
     num_blocks: int = 4096
     num_host_blocks: int = 0
-    max_length: int = 1 << 20  # prompt and output together: the model's limit
+    max_model_len: int = 1 << 20  # prompt and output together: the model's limit
 
     def __post_init__(self) -> None:
-        least = {"num_host_blocks": 0, "max_length": 2}
+        least = {"num_host_blocks": 0, "max_model_len": 2}
         for name in (f.name for f in fields(self) if f.default is not MISSING):
             check(name, getattr(self, name), int, least.get(name, 1), MOST[name])
-        if self.max_tokens < self.max_requests and not getattr(self.recipe, "defers", False):
+        if self.max_num_batched_tokens < self.max_num_seqs and not getattr(
+            self.recipe, "defers", False
+        ):
             raise ConfigError(
-                f"max_tokens ({self.max_tokens}) is below max_requests ({self.max_requests}): "
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs ({self.max_num_seqs}): "
                 "a step could not give every running request its next token; "
-                "raise max_tokens or lower max_requests"
+                "raise max_num_batched_tokens or lower max_num_seqs"
             )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from headway.engine.clock import Clock
-from headway.engine.outputs import Gathering
+from headway.engine.outputs import ResultBuilder
 from headway.executor.extra import Extra
 from headway.plan import StepReport
 from headway.request import Request
 
 
-class Gatherer:
+class OutputCollector:
     """Hands every report's tokens, times and ends to the results they belong to."""
 
     def __init__(self, clock: Clock) -> None:
-        self.gatherings: dict[Request, Gathering] = {}
+        self.gatherings: dict[Request, ResultBuilder] = {}
         self.kept: dict[Request, int] = {}  # tokens before a stop string, of those that hit one
         self._clock = clock
 

@@ -20,13 +20,19 @@ from typing import IO, Any
 from headway.config import Config
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine, Observer
-from headway.engine.input_processor import Asking, Message, Prompt, embedding_params, is_single
-from headway.engine.outputs import Delta, Gathering, Result, drop_sample
+from headway.engine.input_processor import (
+    InputProcessor,
+    Message,
+    Prompt,
+    embedding_params,
+    is_single,
+)
+from headway.engine.outputs import Delta, Result, ResultBuilder, drop_sample
 from headway.errors import ExecutorError, FormatError, InvalidRequest, PolicyError, RequestError
 from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.swap_cost import Timed, measured
-from headway.gatherer import Gatherer
-from headway.loading import Loaded, Progress, Wishes, load
+from headway.gatherer import OutputCollector
+from headway.loading import Loaded, LoadOptions, Progress, load
 from headway.observe.trace import TraceWriter
 from headway.request import Params, Pooling, Request
 from headway.sampling_params import SamplingParams
@@ -39,10 +45,10 @@ GREEDY = SamplingParams(temperature=0.0)
 class LLM:
     """A model that answers prompts, many at a time.
 
-    `device` is auto (a GPU if one can be used), cpu, cuda or cuda:1. `precision` is auto (float32 on
-    a CPU, which is exact, bfloat16 on a GPU), float32, bfloat16 or float16, and on a CPU quantized
-    or fast (what a probe finds fastest: see `headway models`). `kv_memory` is in bytes, or a text
-    such as "2GiB". `depth` is 1 on a GPU and 0 on a CPU, unless given. `settings` are the
+    `device` is auto (a GPU if one can be used), cpu, cuda or cuda:1. `dtype` is auto (float32 on a
+    CPU, bfloat16 on a GPU), float32, bfloat16 or float16. `quantization` on a CPU is int8, or auto
+    (what a measurement finds fastest: see `headway models`). `kv_memory` is in bytes, or a text
+    such as "2GiB". `async_scheduling` is on for a GPU and off for a CPU, unless given. `settings` are the
     scheduler's: slots and numbers, as in `headway.preset`.
     """
 
@@ -51,7 +57,8 @@ class LLM:
         model: str = "smollm2-135m",
         *,
         device: str = "auto",
-        precision: str = "auto",
+        dtype: str = "auto",
+        quantization: str | None = None,
         preset: str = "headway",
         load_format: str = "auto",
         kv_cache_dtype: str = "auto",
@@ -59,24 +66,24 @@ class LLM:
         kv_memory: int | str | None = None,
         gpu_memory_utilization: float = 0.9,
         threads: int | None = None,
-        depth: int | None = None,
+        async_scheduling: bool | None = None,
         trace_out: str | Path | None = None,
         progress: Progress | None = None,
         observers: Iterable[Observer] = (),
         **settings: Any,
     ) -> None:
-        wishes = Wishes(
-            device=device, precision=precision, load_format=load_format, attention=attention,
+        options = LoadOptions(
+            device=device, dtype=dtype, quantization=quantization, load_format=load_format, attention=attention,
             kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory, threads=threads,
             gpu_memory_utilization=gpu_memory_utilization,
         )  # fmt: skip
         self.loaded: Loaded = load(
-            model, wishes, preset_name=preset, settings=settings, progress=progress,
+            model, options, preset_name=preset, settings=settings, progress=progress,
             measure=count_blocks,
         )  # fmt: skip
         self.model_name = model
         self.tokenizer = self.loaded.tokenizer
-        self.asking = Asking(
+        self.asking = InputProcessor(
             tokenizer=self.tokenizer, vocab_size=self.loaded.decoder.config.vocab_size,
             hidden_size=self.loaded.decoder.config.hidden_size, eos_ids=self.loaded.eos_ids,
         )  # fmt: skip
@@ -88,14 +95,16 @@ class LLM:
         self.executor.now = clock.now
         if self.loaded.is_on_gpu:
             self.config = with_measured_swap(self.config, self.executor)
-        depth = int(self.loaded.is_on_gpu) if depth is None else depth
-        self.engine = Engine(Scheduler(self.config), self.executor, clock, depth=depth)
+        async_scheduling = self.loaded.is_on_gpu if async_scheduling is None else async_scheduling
+        self.engine = Engine(
+            Scheduler(self.config), self.executor, clock, async_scheduling=async_scheduling
+        )
         self.engine.preparation = matchers
         self._trace: IO[str] | None = None
         if trace_out is not None:
             self._trace = _opened(Path(trace_out))
-            self.engine.observers.append(TraceWriter(self._trace, self.config, depth))
-        self._gatherer = Gatherer(clock)
+            self.engine.observers.append(TraceWriter(self._trace, self.config, async_scheduling))
+        self._gatherer = OutputCollector(clock)
         self.engine.observers += [self._gatherer, *observers]
         self._numbers = count()
 
@@ -196,7 +205,7 @@ class LLM:
         is_watched: bool,
         results: list[Result],
         fixed: Params | None = None,
-    ) -> list[Gathering]:
+    ) -> list[ResultBuilder]:
         """Hand every prompt to the engine; what is refused leaves its error in its result.
 
         `fixed` is what the engine reads of every request, in place of `params`.
@@ -204,14 +213,14 @@ class LLM:
         each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
-        gatherings: list[Gathering] = []
+        gatherings: list[ResultBuilder] = []
         try:
             for prompt, asked in zip(prompts, each, strict=True):
                 text = prompt if isinstance(prompt, str) else None
                 result = Result(id=str(next(self._numbers)), prompt=text, prompt_token_ids=[])
                 results.append(result)
                 if requests := self._add(prompt, asked, result, fixed):
-                    gathering = Gathering(
+                    gathering = ResultBuilder(
                         result, requests, asked, self.tokenizer, is_watched=is_watched
                     )
                     gatherings.append(gathering)
@@ -258,7 +267,7 @@ class LLM:
                         on_finish(gathering.result)
         return results
 
-    def _run(self, gatherings: Sequence[Gathering]) -> Iterator[None]:
+    def _run(self, gatherings: Sequence[ResultBuilder]) -> Iterator[None]:
         """Step until all of these are done; whatever interrupts it ends those that are not."""
         try:
             while any(gathering.num_open for gathering in gatherings):
@@ -289,7 +298,7 @@ class LLM:
             self._gatherer.clear()
             raise
 
-    def _close(self, gatherings: Sequence[Gathering]) -> None:
+    def _close(self, gatherings: Sequence[ResultBuilder]) -> None:
         for gathering in gatherings:
             if gathering.num_open:
                 with suppress(ExecutorError):

@@ -1,4 +1,4 @@
-"""From a name and a few wishes to a model in memory and a scheduler's config that fits it.
+"""From a name and a few options to a model in memory and a scheduler's config that fits it.
 
 Weighs memory: the weights first, then as many KV blocks as the budget allows.
 """
@@ -48,11 +48,12 @@ SEATS, STEP_TOKENS = 64, 512  # more of either only makes a CPU's steps longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
+class LoadOptions:
     """Where and how a model is to run, as a user says it."""
 
     device: str = "auto"
-    precision: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
     load_format: str = "auto"
     kv_cache_dtype: str = "auto"
     attention: str = "triton"
@@ -96,7 +97,7 @@ class GpuRoom:
 
 def load(
     model: str,
-    wishes: Wishes,
+    options: LoadOptions,
     *,
     preset_name: str,
     settings: Mapping[str, Any],
@@ -104,20 +105,20 @@ def load(
     measure: Measure,
 ) -> Loaded:
     """Find, fetch if need be, and load a model; ModelError or ConfigError if that cannot be."""
-    if wishes.threads is not None:
-        use_threads(wishes.threads)
-    device = use_device(wishes.device)
-    precision = resolved(wishes.precision, device)
-    kv_dtype = kv_dtype_for(wishes.kv_cache_dtype, device)
-    check_attention(wishes.attention, device)
+    if options.threads is not None:
+        use_threads(options.threads)
+    device = use_device(options.device)
+    precision = resolved(options.dtype, options.quantization, device)
+    kv_dtype = kv_dtype_for(options.kv_cache_dtype, device)
+    check_attention(options.attention, device)
     path = resolve(model, progress=_titled(progress, f"fetching {model}"))
-    checkpoint = _checkpoint(path, wishes.load_format, device)
-    backend = choose_backend(checkpoint.config, precision, device, kv_dtype, wishes.attention)
+    checkpoint = _checkpoint(path, options.load_format, device)
+    backend = choose_backend(checkpoint.config, precision, device, kv_dtype, options.attention)
     decoder = _decoder(checkpoint, backend, device, _titled(progress, f"loading {model}"))
     tokenizer = find_tokenizer(path)
     itemsize = backend.kv_blocks(decoder.config, 0, 1).element_size()
-    room = _gpu_room(decoder, device, wishes.gpu_memory_utilization, measure)
-    config = fit(decoder.config, itemsize, preset_name, wishes.kv_memory, settings, room)
+    room = _gpu_room(decoder, device, options.gpu_memory_utilization, measure)
+    config = fit(decoder.config, itemsize, preset_name, options.kv_memory, settings, room)
     ends = decoder.config.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
     kv_bytes = config.num_blocks * config.block_size * decoder.config.kv_bytes(itemsize)
     return Loaded(
@@ -175,7 +176,9 @@ def fit(
 ) -> Config:
     """A preset with these settings, and with blocks and lengths that model and memory allow."""
     changes = {name: value for name, value in settings.items() if value is not None}
-    changes["max_length"] = min(changes.get("max_length", model.max_length), model.max_length)
+    changes["max_model_len"] = min(
+        changes.get("max_model_len", model.max_model_len), model.max_model_len
+    )
     _set_limits(changes, preset_name, is_gpu=room is not None)
     config = preset(preset_name, **changes)
     block = config.block_size * model.kv_bytes(itemsize)
@@ -195,13 +198,17 @@ def fit(
 def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> None:
     """Seats and tokens of a step, where they are not set: a GPU takes what the preset has."""
     own = preset(preset_name)
-    seats, tokens = (own.max_requests, own.max_tokens) if is_gpu else (SEATS, STEP_TOKENS)
-    changes.setdefault("max_requests", min(seats, changes.get("max_tokens", seats)))
-    if "max_tokens" not in changes:
-        wanted = max(tokens, changes["max_requests"])
-        chunk = preset(preset_name, **changes, max_tokens=wanted).chunk
-        can_cut = chunk(changes["max_length"], wanted, True) > 0
-        changes["max_tokens"] = wanted if can_cut else max(wanted, changes["max_length"])
+    seats, tokens = (
+        (own.max_num_seqs, own.max_num_batched_tokens) if is_gpu else (SEATS, STEP_TOKENS)
+    )
+    changes.setdefault("max_num_seqs", min(seats, changes.get("max_num_batched_tokens", seats)))
+    if "max_num_batched_tokens" not in changes:
+        wanted = max(tokens, changes["max_num_seqs"])
+        chunk = preset(preset_name, **changes, max_num_batched_tokens=wanted).chunk
+        can_cut = chunk(changes["max_model_len"], wanted, True) > 0
+        changes["max_num_batched_tokens"] = (
+            wanted if can_cut else max(wanted, changes["max_model_len"])
+        )
 
 
 def _num_blocks(
@@ -209,7 +216,7 @@ def _num_blocks(
 ) -> int:
     """Blocks for the budget; without one, what there is to give, but no more than can be used."""
     if kv_memory is None:
-        most = config.max_requests * -(-config.max_length // config.block_size)
+        most = config.max_num_seqs * -(-config.max_model_len // config.block_size)
         if room is not None:
             return min(most, room.measure(config))
         return max(1, min(most, int(free_memory() * SHARE) // block))

@@ -48,7 +48,7 @@ class Preemption(NamedTuple):
     request: Request
     is_swap: bool
     num_lost: int
-    is_bump: bool  # for a higher priority, not for lack of blocks
+    is_priority: bool  # for a higher priority, not for lack of blocks
 
 
 class Blocked(NamedTuple):

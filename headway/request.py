@@ -112,7 +112,7 @@ class HostCopy:
 
 
 @dataclass(slots=True, eq=False)
-class Holding:
+class KVAllocation:
     """What a request holds in the KV cache; written by headway.kv alone."""
 
     blocks: list[int] = field(default_factory=list)
@@ -129,7 +129,7 @@ class History:
     num_cached: int = 0  # prompt tokens its first admission found in the cache
     num_recomputed: int = 0
     num_preemptions: int = 0
-    num_bumped: int = 0  # preemptions in favour of a higher priority
+    num_priority_preemptions: int = 0  # preemptions in favour of a higher priority
     num_overtaken: int = 0
     aborted_after: int = 0  # requests that had newly come when it was aborted
     group: str | None = None  # of the queue's rule; fixed when the request is added
@@ -140,9 +140,29 @@ class Request:
     """One sequence of tokens on its way from prompt to finish."""
 
     __slots__ = (
-        "__weakref__", "arrival", "base", "error", "error_code", "finish_reason", "held", "history", "id", "leader",
-        "limit", "num_prompt", "pace", "params", "prefill_end", "prompt", "row", "sample", "state", "stop_token",
-        "stops", "written", "written_to",
+        "__weakref__",
+        "arrival",
+        "base",
+        "error",
+        "error_code",
+        "finish_reason",
+        "held",
+        "history",
+        "id",
+        "limit",
+        "num_prompt",
+        "pace",
+        "params",
+        "parent",
+        "prefill_end",
+        "prompt",
+        "row",
+        "sample",
+        "state",
+        "stop_token",
+        "stops",
+        "written",
+        "written_to",
     )  # fmt: skip
 
     def __init__(
@@ -152,13 +172,13 @@ class Request:
         params: Params,
         *,
         arrival: float = 0.0,
-        leader: Request | None = None,
+        parent: Request | None = None,
         sample: int = 0,
     ) -> None:
         self.id = id
         self.params = params
         self.arrival = arrival
-        self.leader = leader  # the sample of the same prompt that computes it for all
+        self.parent = parent  # the sample of the same prompt that computes it for all
         self.sample = sample  # which of the n samples of its prompt it is
         self.prompt = _token_ids(id, prompt)
         self.stops = _stops(id, params)
@@ -171,7 +191,7 @@ class Request:
         self.base = 0  # with the tick of its pace, what is computed: see num_computed
         self.pace = STANDING
         self.prefill_end = 0  # tokens to compute before it decodes; fixed at admission
-        self.held = Holding()
+        self.held = KVAllocation()
         self.history = History()
         self.finish_reason: str | None = None  # stop, length, abort or error
         self.stop_token: int | None = None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
 
-MOST_LOGPROBS = 100
+MAX_LOGPROBS = 100
 COLDEST = 1e-4  # a lower temperature is greedy: float32 would lose the chance between equals
 
 
@@ -173,8 +173,8 @@ RANGES = {
     "frequency_penalty": Range(-2, 2),
     "presence_penalty": Range(-2, 2),
     "seed": Range(-(2**63), 2**64 - 1, is_whole=True, is_optional=True),
-    "logprobs": Range(0, MOST_LOGPROBS, is_whole=True, is_optional=True),
-    "prompt_logprobs": Range(0, MOST_LOGPROBS, is_whole=True, is_optional=True),
+    "logprobs": Range(0, MAX_LOGPROBS, is_whole=True, is_optional=True),
+    "prompt_logprobs": Range(0, MAX_LOGPROBS, is_whole=True, is_optional=True),
     "priority": Range(-HUGE, HUGE, is_whole=True),
     "deadline": Range(-HUGE, HUGE, is_optional=True),
 }

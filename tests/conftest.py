@@ -27,8 +27,8 @@ def smollm2() -> Path:
 def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU hardly notices them; interpreted kernels do."""
     if os.environ.get("TRITON_INTERPRET"):
-        monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_DECODES", 4)
-        monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_TOKENS", 8)
+        monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_DECODES", 4)
+        monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_TOKENS", 8)
 
 
 @pytest.fixture(scope="session", autouse=True)

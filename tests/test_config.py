@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from headway.config import Config, Verbs, World
+from headway.config import Config, SchedulerView, StepActions
 from headway.errors import ConfigError
 from headway.request import Params, Request
 from headway.scheduler import PRESETS, Scheduler, policies, preset, queues
@@ -47,9 +47,11 @@ def test_the_most_there_may_be_is_written_out() -> None:
 
 
 def test_a_token_budget_below_the_seats_names_both() -> None:
-    text = refusal(max_tokens=100, max_requests=200)
-    assert "max_tokens (100)" in text and "max_requests (200)" in text and "raise" in text
-    assert preset("minivllm", max_tokens=100, max_requests=200).max_tokens == 100  # it defers
+    text = refusal(max_num_batched_tokens=100, max_num_seqs=200)
+    assert "max_tokens (100)" in text and "max_num_seqs (200)" in text and "raise" in text
+    assert (
+        preset("minivllm", max_num_batched_tokens=100, max_num_seqs=200).max_tokens == 100
+    )  # it defers
 
 
 WRONG_POLICIES = {
@@ -147,7 +149,7 @@ class Policies:
     def small(want, left, is_first):
         return min(want, left, 2)
 
-half = lambda request, world: world.num_blocks // 2
+half = lambda request, world: view.num_blocks // 2
 """
 
 
@@ -181,10 +183,10 @@ def test_ones_own_function_that_is_not_there_is_named(own: str, text: str) -> No
 
 
 def test_functions_and_lambdas_are_policies() -> None:
-    def victim(request: Request, world: World) -> Any:
+    def victim(request: Request, view: SchedulerView) -> Any:
         return request.num_prompt
 
-    def recipe(step: Verbs) -> None:
+    def recipe(step: StepActions) -> None:
         step.admit()
         step.decode()
 
@@ -241,8 +243,13 @@ VARIATIONS: list[dict[str, Any]] = [
     {"queue": "deadline(slack=5.0)", "swap": "cheaper(1e-07, 2e-06)"},
     {"headroom": "back_off(future_peak(learned(0.7), 0.03), 0.5)"},
     {"headroom": "back_off(back_off(watermark(0.02)))"},
-    {"recipe": "charged_in_full", "max_tokens": 3, "max_requests": 9, "decode_steps": 4},
-    {"num_blocks": 7, "block_size": 1, "num_host_blocks": 3, "max_length": 99},
+    {
+        "recipe": "charged_in_full",
+        "max_num_batched_tokens": 3,
+        "max_num_seqs": 9,
+        "num_scheduler_steps": 4,
+    },
+    {"num_blocks": 7, "block_size": 1, "num_host_blocks": 3, "max_model_len": 99},
 ]
 
 

@@ -20,27 +20,27 @@ from typing import Any, Protocol
 
 from headway import errors
 from headway.engine.engine import Engine
-from headway.engine.event_loop_bridge import Handover
+from headway.engine.event_loop_bridge import EventLoopBridge
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.messages import (
-    Ask,
     Cancel,
+    EngineStopped,
     FromLoop,
-    Gone,
+    Query,
+    QueryResult,
     Refusal,
-    Reply,
     Submit,
     Tokens,
     ToLoop,
     Update,
 )  # fmt: skip
-from headway.engine.preparation_queue import Anteroom
+from headway.engine.preparation_queue import PreparationQueue
 from headway.engine.stream import Stream
 from headway.errors import ExecutorError, InvalidRequest, Overloaded
 from headway.request import Params
 
 PATIENCE = 0.002  # seconds that the next step may be put off
-MOST_TOKENS = 64  # of a step, for it to be worth that
+MAX_TOKENS = 64  # of a step, for it to be worth that
 Receive = Callable[[list[FromLoop]], None]
 
 
@@ -60,22 +60,25 @@ class ThreadPort:
 
     def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
         self.loop = EngineLoop(engine, self._deliver, limits)
-        self._anteroom = Anteroom(self.loop.post, engine.preparation, self._refuse)
+        self._anteroom = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._handover: Handover | None = None
+        self._handover: EventLoopBridge | None = None
         self._receive: Receive | None = None
-        # With depth 1 a device is at work on the next step meanwhile, and must not run dry.
-        self._gives_way = engine.depth == 0
+        # With async scheduling a device works on the next step meanwhile, and must not run dry.
+        self._gives_way = not engine.async_scheduling
 
     async def open(self, receive: Receive) -> None:
-        self._handover, self._receive = Handover(asyncio.get_running_loop(), receive), receive
+        self._handover, self._receive = (
+            EventLoopBridge(asyncio.get_running_loop(), receive),
+            receive,
+        )
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
         """Pass messages to the loop; observations are answered here, also while a step runs."""
         known, rest = self.loop.observations, list[ToLoop]()
         for message in messages:
-            if isinstance(message, Ask) and message.what in known and self._receive is not None:
+            if isinstance(message, Query) and message.what in known and self._receive is not None:
                 self._receive([self.loop.reply(message)])
             else:
                 rest.append(message)
@@ -89,7 +92,7 @@ class ThreadPort:
     def _run(self) -> None:
         try:
             self.loop.run()
-        except Exception:  # it is told to whoever is connected, by `Gone`
+        except Exception:  # it is told to whoever is connected, by `EngineStopped`
             return
 
     def _refuse(self, refusal: Refusal) -> None:
@@ -104,7 +107,7 @@ class ThreadPort:
         self._handover.deliver(messages)
         if self._gives_way:
             num_tokens = sum(len(each.ids) for each in messages if isinstance(each, Tokens))
-            if num_tokens <= MOST_TOKENS:
+            if num_tokens <= MAX_TOKENS:
                 self._handover.give_way(PATIENCE)
 
 
@@ -185,7 +188,7 @@ class AsyncEngine:
             raise ExecutorError(f"the engine has ended: {self.gone}")
         number = next(self._numbers)
         future = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.port.send([Ask(number, what, details)])
+        self.port.send([Query(number, what, details)])
         try:
             return await future
         finally:
@@ -203,7 +206,7 @@ class AsyncEngine:
                 if stream := self._streams.get(message.id):
                     stream.fail(_error_of(message))
                 self._left.pop(message.id, None)
-            elif isinstance(message, Reply):
+            elif isinstance(message, QueryResult):
                 self._settle(message)
             else:
                 self._end(message)
@@ -226,7 +229,7 @@ class AsyncEngine:
             else:
                 self._left.pop(update.id, None)
 
-    def _settle(self, reply: Reply) -> None:
+    def _settle(self, reply: QueryResult) -> None:
         future = self._asked.get(reply.number)
         if future is not None and not future.done():
             if reply.error is None:
@@ -234,7 +237,7 @@ class AsyncEngine:
             else:
                 future.set_exception(ExecutorError(reply.error))
 
-    def _end(self, message: Gone) -> None:
+    def _end(self, message: EngineStopped) -> None:
         self.gone = message.reason
         self._left.clear()
         error = ExecutorError(f"the engine has ended: {message.reason}")

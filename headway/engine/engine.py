@@ -1,7 +1,7 @@
 """The loop: plan, launch, settle, report. Everything that watches a run reads the reports.
 
-With depth 0 a plan is settled before the next is made; with depth 1 the next is made and launched
-while one is in flight. Knows no tokens' meaning, no device and no network.
+With async scheduling the next plan is made and launched while one is in flight; without it a plan
+is settled before the next is made. Knows no tokens' meaning, no device and no network.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from headway.scheduler import Scheduler
 Observer = Callable[[StepReport], None]
 Forgive = Callable[[Observer, Exception], None]
 PLAIN = Params()
-MOST_SAMPLES = 1024
-MOST_FAULTS = 3  # steps in a row that may fail before the engine gives up
+MAX_SAMPLES = 1024
+MAX_FAULTS = 3  # steps in a row that may fail before the engine gives up
 
 
 class Engine:
@@ -34,15 +34,15 @@ class Engine:
         executor: Executor,
         clock: Clock | None = None,
         *,
-        depth: int = 0,
+        async_scheduling: bool = False,
         observers: Iterable[Observer] = (),
     ) -> None:
-        if depth not in (0, 1):
-            raise ConfigError(f"depth (plans in flight while the next is made) is 0 or 1: {depth}")
+        if async_scheduling not in (False, True):
+            raise ConfigError(f"async_scheduling must be True or False, not {async_scheduling!r}")
         self.scheduler = scheduler
         self.executor = executor
         self.clock = clock or RealClock()
-        self.depth = depth
+        self.async_scheduling = bool(async_scheduling)
         self.observers = list(observers)
         self.forgive: Forgive | None = None  # told of an observer that raises; None: it is raised
         self.preparation: Preparation | None = None  # what is done ahead of requests, elsewhere
@@ -79,7 +79,7 @@ class Engine:
     @property
     def has_given_up(self) -> bool:
         """Whether so many steps in a row have failed that it takes no more requests."""
-        return self._num_faults >= MOST_FAULTS
+        return self._num_faults >= MAX_FAULTS
 
     def add(
         self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
@@ -94,9 +94,9 @@ class Engine:
         _check_call(id, params)
         had_work, now = self.has_work, self.clock.now()
         arrival = now if arrival is None else arrival
-        leader = Request(id, prompt, params, arrival=arrival)
-        samples = [leader] + [
-            Request(f"{id}/{i}", leader.prompt, params, arrival=arrival, leader=leader, sample=i)
+        parent = Request(id, prompt, params, arrival=arrival)
+        samples = [parent] + [
+            Request(f"{id}/{i}", parent.prompt, params, arrival=arrival, parent=parent, sample=i)
             for i in range(1, params.n)
         ]
         self.scheduler.add(*samples)
@@ -106,12 +106,12 @@ class Engine:
 
     def abort(self, id: str) -> bool:
         """End a request and its samples at once; a report says so. False if there is none."""
-        leader = self.scheduler.requests.get(id)
-        if leader is None:  # it has ended; samples of it may not have
+        parent = self.scheduler.requests.get(id)
+        if parent is None:  # it has ended; samples of it may not have
             alive = self.scheduler.requests.values()
-            samples = [r.id for r in alive if r.leader and r.leader.id == id]
+            samples = [r.id for r in alive if r.parent and r.parent.id == id]
         else:
-            samples = [f"{id}/{i}" for i in range(1, leader.params.n if not leader.leader else 1)]
+            samples = [f"{id}/{i}" for i in range(1, parent.params.n if not parent.parent else 1)]
         return sum(self.scheduler.abort(each) for each in (id, *samples)) > 0
 
     def stop(self, id: str) -> bool:
@@ -125,7 +125,7 @@ class Engine:
             plan = self._make_plan(self.step_began)
             if not plan.is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
-            is_due = self._flight and (plan.is_empty or len(self._flight) > self.depth)
+            is_due = self._flight and (plan.is_empty or len(self._flight) > self.async_scheduling)
             report = self._settle_oldest() if is_due else None
         except ReplayMismatch:
             raise  # nothing failed: a replay has no more to say
@@ -221,6 +221,6 @@ def _check_call(id: object, params: object) -> None:
     if not isinstance(params, Params):
         raise InvalidRequest(f"request {id!r}: params must be a Params, not {shorten(params)}")
     is_whole = isinstance(params.n, int) and not isinstance(params.n, bool)
-    if not is_whole or not 1 <= params.n <= MOST_SAMPLES:
-        limits = f"a whole number from 1 to {MOST_SAMPLES}"
+    if not is_whole or not 1 <= params.n <= MAX_SAMPLES:
+        limits = f"a whole number from 1 to {MAX_SAMPLES}"
         raise InvalidRequest(f"request {id!r}: n must be {limits}, not {shorten(params.n)}")

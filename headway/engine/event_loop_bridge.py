@@ -12,7 +12,7 @@ from collections.abc import Callable
 from headway.engine.messages import FromLoop
 
 
-class Handover:
+class EventLoopBridge:
     """All that is delivered until the event loop looks, it receives at once."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, receive: Callable[[list[FromLoop]], None]):

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_freeze() -> Iterator[None]:
     """Leave all that is there by now out of it."""
     gc.collect()
     gc.freeze()

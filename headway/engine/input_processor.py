@@ -27,7 +27,7 @@ Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asking:
+class InputProcessor:
     """What prompts and params are checked against."""
 
     tokenizer: Tokenizer | None

@@ -17,11 +17,11 @@ from typing import Any
 from headway.engine.engine import Engine, Observer
 from headway.engine.latest import Latest
 from headway.engine.messages import (
-    Ask,
     Cancel,
+    EngineStopped,
     FromLoop,
-    Gone,
-    Reply,
+    Query,
+    QueryResult,
     Submit,
     ToLoop,
     refusal_of,
@@ -95,13 +95,13 @@ class EngineLoop:
         with self._wake:
             return sum(max(1, each.params.n) for each in self._inbox if isinstance(each, Submit))
 
-    def reply(self, message: Ask) -> Reply:
+    def reply(self, message: Query) -> QueryResult:
         """The answer to a query; the reply names the error if it cannot be answered."""
         try:
             answer = self.observations.get(message.what) or self.answers[message.what]
-            return Reply(message.number, answer(message.details))
+            return QueryResult(message.number, answer(message.details))
         except Exception as error:  # a query that fails must not end the loop
-            return Reply(message.number, None, f"{type(error).__name__}: {error}")
+            return QueryResult(message.number, None, f"{type(error).__name__}: {error}")
 
     # On the loop's thread.
 
@@ -119,7 +119,7 @@ class EngineLoop:
             self.ended = f"{type(error).__name__}: {error}"
             raise
         finally:
-            self._outbox.append(Gone(self.ended or "the engine has ended"))
+            self._outbox.append(EngineStopped(self.ended or "the engine has ended"))
             self._flush()
 
     def _wait_for_work(self) -> bool:

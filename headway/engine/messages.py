@@ -36,8 +36,8 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A question that `EngineLoop.answers` has a function for; answered by a Reply."""
+class Query:
+    """A question that `EngineLoop.answers` has a function for; answered by a QueryResult."""
 
     number: int
     what: str
@@ -97,7 +97,7 @@ def refusal_of(id: str, error: HeadwayError) -> Refusal:
     return Refusal(id, type(error).__name__, str(error), dict(vars(error)))
 
 
-class Reply(NamedTuple):
+class QueryResult(NamedTuple):
     """The answer to a question, or why there is none."""
 
     number: int
@@ -105,11 +105,11 @@ class Reply(NamedTuple):
     error: str | None = None
 
 
-class Gone(NamedTuple):
+class EngineStopped(NamedTuple):
     """The loop has ended; nothing that is open will be answered any more."""
 
     reason: str
 
 
-ToLoop = Submit | Cancel | Ask
-FromLoop = Tokens | Update | Refusal | Reply | Gone
+ToLoop = Submit | Cancel | Query
+FromLoop = Tokens | Update | Refusal | QueryResult | EngineStopped

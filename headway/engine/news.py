@@ -61,11 +61,11 @@ class News:
         for request in alone:
             tokens = gained.pop(request, NO_TOKENS)
             yield _update(request, tokens, ended.get(request), extra)
-        plain = [request for request in gained if request.leader is None]
+        plain = [request for request in gained if request.parent is None]
         if plain:
             yield Tokens([request.id for request in plain], [gained[each] for each in plain])
         if len(plain) < len(gained):
-            yield from (_update(r, tokens) for r, tokens in gained.items() if r.leader)
+            yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent)
 
     def _note_times(self, plan: Plan, now: float) -> None:
         for admission in plan.admitted:
@@ -91,7 +91,7 @@ class News:
 def _update(
     request: Request, tokens: list[int], end: End | None = None, extra: Scores | None = None
 ) -> Update:
-    id = request.leader.id if request.leader else request.id
+    id = request.parent.id if request.parent else request.id
     if extra is None:
         return Update(id, request.sample, tokens, None, None, end)
     found, scores = extra.logprobs.get(request), extra.prompt.get(request)

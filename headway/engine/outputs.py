@@ -82,7 +82,7 @@ class Delta:
     finish_reason: str | None = None
 
 
-class Gathering:
+class ResultBuilder:
     """A result in the making: told of tokens and ends, asked for what is new."""
 
     def __init__(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from headway.engine.messages import Ask, Refusal, Submit, ToLoop, refusal_of
+from headway.engine.messages import Query, Refusal, Submit, ToLoop, refusal_of
 from headway.errors import RequestError
 from headway.executor.base import Preparation
 
@@ -23,7 +23,7 @@ Refuse = Callable[[Refusal], None]
 log = logging.getLogger(__name__)
 
 
-class Anteroom:
+class PreparationQueue:
     """Stands before a loop; `send` is called by one thread at a time.
 
     `refuse` is called on the thread that reads params.
@@ -34,7 +34,7 @@ class Anteroom:
         self._held: dict[str, list[ToLoop]] = {}  # by id: a request, and what came after it
         self._lock = threading.Lock()
         # One thread: however much there is to read, it takes one core from the engine at most.
-        self._thread = ThreadPoolExecutor(1, "anteroom") if preparation else None
+        self._thread = ThreadPoolExecutor(1, "preparation_queue") if preparation else None
 
     def send(self, messages: list[ToLoop]) -> None:
         """Pass messages on, but for requests that are not ready."""
@@ -59,7 +59,7 @@ class Anteroom:
                 self._held[message.id] = []
             self._thread.submit(self._make_ready, message)
             return None
-        if self._held and not isinstance(message, Ask):
+        if self._held and not isinstance(message, Query):
             with self._lock:
                 if message.id in self._held:
                     self._held[message.id].append(message)

@@ -46,9 +46,9 @@ class TorchExecutor:
         self.host_blocks = torch.empty(
             (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
         )
-        self.rows = RowTable(config.max_requests, sizes, config.max_length)
+        self.rows = RowTable(config.max_num_seqs, sizes, config.max_model_len)
         self.sampler = Sampler(
-            config.max_requests, decoder.config.vocab_size, self.device_blocks.device
+            config.max_num_seqs, decoder.config.vocab_size, self.device_blocks.device
         )
         self.pooler = Pooler()
         self.model_seconds = 0.0  # spent in forward passes and products with the head

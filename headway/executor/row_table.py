@@ -17,9 +17,9 @@ from headway.request import Request
 class RowTable:
     """Rows by seat number; blocks and positions count from zero."""
 
-    def __init__(self, num_rows: int, block_size: int, max_length: int) -> None:
+    def __init__(self, num_rows: int, block_size: int, max_model_len: int) -> None:
         self.block_size = block_size
-        width = -(-max_length // block_size)
+        width = -(-max_model_len // block_size)
         self.tables = np.zeros((num_rows, width), dtype=np.int32)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens computed

@@ -16,7 +16,7 @@ from headway.grammar.checker import GrammarChecker
 from headway.grammar.json_schema import closed
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls")
-MOST_CHARACTERS = 100_000
+MAX_CHARACTERS = 100_000
 MAX_CHOICE_CHARACTERS = 500_000  # one terminal, which compiles faster than rules do
 # One space, or a line break and its indentation: a model cannot go on with blanks for ever.
 BLANKS = r" |\n {0,40}"
@@ -37,7 +37,7 @@ class Grammar:
             raise InvalidRequest(f"{self.kind} must be a text, not {self.text!r}")
         if not self.text.isascii():
             _check_characters(self.kind, self.text)
-        most = MAX_CHOICE_CHARACTERS if self.kind == "choice" else MOST_CHARACTERS
+        most = MAX_CHOICE_CHARACTERS if self.kind == "choice" else MAX_CHARACTERS
         if len(self.text) > most:
             raise InvalidRequest(f"{self.kind} has {len(self.text)} characters; {most} is the most")
 

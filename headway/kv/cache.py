@@ -14,7 +14,7 @@ from headway.plan import Copy
 from headway.request import HostCopy, Request
 
 
-class Survey(NamedTuple):
+class AdmissionCost(NamedTuple):
     """What admitting a request would take; valid until the next change of the cache."""
 
     num_hits: int  # leading blocks found in the device's cache
@@ -39,7 +39,7 @@ class KVCache:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def survey(self, request: Request) -> Survey:
+    def survey(self, request: Request) -> AdmissionCost:
         """Look up the longest prefix on the device, and what the host can add to it."""
         held, num_tokens = request.held, request.num_known
         if len(held.keys) < num_tokens // self.block_size:
@@ -53,15 +53,15 @@ class KVCache:
             num_computed = host.num_tokens
         # A request found complete still computes its last token: the next one comes from it.
         num_computed = min(num_computed, num_tokens - 1)
-        return Survey(num_hits, self.blocks_for(num_tokens), num_computed, uses_host)
+        return AdmissionCost(num_hits, self.blocks_for(num_tokens), num_computed, uses_host)
 
-    def num_taken(self, request: Request, survey: Survey) -> int:
+    def num_taken(self, request: Request, survey: AdmissionCost) -> int:
         """Free blocks that the admission would use up: new ones, and hits that nobody holds."""
         block_of, refs = self.pool.index.block_of, self.pool.refs
         keys = request.held.keys[: survey.num_hits]
         return survey.num_blocks - sum(refs[block_of[key]] > 0 for key in keys)
 
-    def reserve(self, request: Request, survey: Survey) -> list[Copy]:
+    def reserve(self, request: Request, survey: AdmissionCost) -> list[Copy]:
         """Give the request blocks for every known token; the copies that bring in host blocks."""
         held, pool = request.held, self.pool
         hits = list(map(pool.index.block_of.__getitem__, held.keys[: survey.num_hits]))

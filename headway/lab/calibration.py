@@ -25,7 +25,7 @@ from headway.observe.timeline import Metrics
 from headway.observe.trace import Line, header, unruns
 
 Wave = list[tuple[int, int]]  # prompt and output lengths of requests that come at once
-LEAST_TOKENS = 64  # of what a request may have, prompt and output
+MIN_TOKENS = 64  # of what a request may have, prompt and output
 
 
 class Batch(NamedTuple):
@@ -82,10 +82,10 @@ class Calibration:
 
 def calibration(most_tokens: int, amount: Amount = ON_CPU, *, seed: int = 0) -> Calibration:
     """For requests of at most so many tokens, prompt and output together."""
-    if most_tokens < LEAST_TOKENS:
+    if most_tokens < MIN_TOKENS:
         raise ConfigError(
             f"requests of {most_tokens} tokens are too short to learn from; the model's length and "
-            f"the KV cache must allow {LEAST_TOKENS}"
+            f"the KV cache must allow {MIN_TOKENS}"
         )
     source = random.Random(f"fit {seed}")
     waves = [
@@ -118,12 +118,14 @@ class Errors(NamedTuple):
     ttft: float  # p50 of the time to first token, in the same simulation
 
 
-def errors(lines: Sequence[Line], config: Config, profile: Profile, depth: int = 0) -> Errors:
-    """Of a log that no number of the profile comes from, of a run of this depth."""
+def errors(
+    lines: Sequence[Line], config: Config, profile: Profile, async_scheduling: bool = False
+) -> Errors:
+    """Of a log that no number of the profile comes from, of a run that was scheduled this way."""
     seen = observations(lines)
     plain = seen.chosen(seen.is_plain)
     ratios = predict(profile.rates, plain) / plain.seconds
-    real, simulated = rerun(lines, config, profile, depth)
+    real, simulated = rerun(lines, config, profile, async_scheduling)
     return Errors(
         median=float(np.median(np.abs(ratios - 1))),
         p90=float(np.quantile(np.abs(ratios - 1), 0.9)),
@@ -134,14 +136,14 @@ def errors(lines: Sequence[Line], config: Config, profile: Profile, depth: int =
 
 
 def rerun(
-    lines: Sequence[Line], config: Config, profile: Profile, depth: int = 0
+    lines: Sequence[Line], config: Config, profile: Profile, async_scheduling: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The summaries of a log of whole requests, and of a simulation of the same requests."""
     lines = _together(lines)
-    real = Metrics(header(config, depth))
+    real = Metrics(header(config, async_scheduling))
     for line in lines:
         real.add(line)
-    again = simulate(jobs_of(lines), config, profile, depth=depth)
+    again = simulate(jobs_of(lines), config, profile, async_scheduling=async_scheduling)
     return summarize(real), summarize(again.metrics)
 
 

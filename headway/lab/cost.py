@@ -3,7 +3,7 @@
 A forward pass takes its fixed time, then the longer of reading the weights and the matrix
 products, then the longer of reading keys and values and the attention products. Where a machine
 cannot read and compute at once, a part of the shorter comes on top. Knows lengths and blocks, not
-tokens; scheduling itself is `host_seconds`, which depth 1 hides, and is no part of a step's time
+tokens; scheduling itself is `host_seconds`, which async scheduling hides, and is no part of a step's time
 here.
 
 A profile is a JSON file, ours in profiles/ or your own, with exactly the fields of `Profile`,
@@ -37,7 +37,7 @@ class Model:
     dense_flops: float  # of one token, without attention and LM head: 2 x parameters
     attention_flops: float  # of one query token and one token it attends to, all layers
     head_flops: float  # of one sampled token
-    max_length: int  # prompt and output together
+    max_model_len: int  # prompt and output together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def _value(name: str, value: Any, where: str) -> Any:
         return _filled(PARTS[name], value, f"{name}.")
     if name in ("name", "description"):
         is_good, wanted = isinstance(value, str), "a text"
-    elif name in ("kv_tokens", "max_length"):
+    elif name in ("kv_tokens", "max_model_len"):
         is_good, wanted = type(value) is int and value > 0, "a whole number above 0"
     else:
         is_number = type(value) in (int, float) and 0 <= value < math.inf

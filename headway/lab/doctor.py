@@ -41,7 +41,7 @@ def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"{degree}: {rate:.1f} preemptions/s, {tax:.1%} of all computed tokens were computed before",
         "requests are admitted without room for the output they will make",
-        "headroom future_peak or a higher watermark, fewer seats (max_requests), "
+        "headroom future_peak or a higher watermark, fewer seats (max_num_seqs), "
         "victim least_work; swap if the host has memory",
     )
 
@@ -51,8 +51,8 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
     if waiting <= 5 or queue < 1:
         return None
     remedies = {
-        "seats": "raise max_requests",
-        "tokens": "raise max_tokens, the budget of a step",
+        "seats": "raise max_num_seqs",
+        "tokens": "raise max_num_batched_tokens, the budget of a step",
         "blocks": "more KV blocks: a larger card, a smaller model or a shorter max_tokens",
         "headroom": "more KV blocks, or a less cautious headroom",
         "back-off": "more KV blocks; preemptions hold admission back",
@@ -73,7 +73,7 @@ def _seats(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"only {share:.0%} of the seats are taken while others wait",
         f"the recipe or the queue; most often the waiting lack {_top_reason(summary)}",
-        "a continuous recipe instead of static batching; chunk split_any; a larger max_tokens",
+        "a continuous recipe instead of static batching; chunk split_any; a larger max_num_batched_tokens",
     )
 
 
@@ -95,7 +95,7 @@ def _prefill(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"{share:.0%} of the computed tokens are prompts (healthy: 20-40 %)",
         "prefill-bound: long prompts, short outputs",
-        "a larger max_tokens with few seats, shared prefixes for the cache; "
+        "a larger max_num_batched_tokens with few seats, shared prefixes for the cache; "
         "chunk at_most(n) if the time between tokens suffers",
     )
 
@@ -119,7 +119,7 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"time between tokens p99 {gaps['p99'] * 1e3:.0f} ms, {gaps['p99'] / gaps['p50']:.0f}x p50",
         "long prompts, or preemptions, hold up those who decode",
-        "a smaller max_tokens or chunk at_most(n), recipe mixed, fewer preemptions",
+        "a smaller max_num_batched_tokens or chunk at_most(n), recipe mixed, fewer preemptions",
     )
 
 

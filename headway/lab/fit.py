@@ -20,9 +20,9 @@ from headway.lab.search import lowest
 from headway.observe.trace import Line
 
 Numbers = npt.NDArray[np.float64]
-LEAST_STEPS = 24
-LEAST_OF_KIND = 3  # steps that compute prompts, and steps that only decode
-LEAST_SPREAD = 4.0  # times, of the tokens and of the contexts of steps
+MIN_STEPS = 24
+MIN_OF_KIND = 3  # steps that compute prompts, and steps that only decode
+MIN_SPREAD = 4.0  # times, of the tokens and of the contexts of steps
 EXACT = 0.03  # a relative error below which closer hardly matters
 NEGLIGIBLE = 1e-9  # seconds
 
@@ -135,24 +135,24 @@ def fit(seen: Observations, model: Model, block_size: int = 16) -> Machine:
 
 def missing(plain: Observations) -> list[str]:
     """What a log lacks to tell the parts of a step's time apart, a phrase each."""
-    if len(plain.seconds) < LEAST_STEPS:
-        return [f"it has {len(plain.seconds)} steps that copy nothing, {LEAST_STEPS} are needed"]
+    if len(plain.seconds) < MIN_STEPS:
+        return [f"it has {len(plain.seconds)} steps that copy nothing, {MIN_STEPS} are needed"]
     tokens, samples, reads, _ = plain.passes.T
     only_decodes, problems = tokens == samples, []
-    if np.sum(~only_decodes) < LEAST_OF_KIND:
-        problems.append(f"fewer than {LEAST_OF_KIND} steps compute prompts")
-    if np.sum(only_decodes) < LEAST_OF_KIND:
-        problems.append(f"fewer than {LEAST_OF_KIND} steps only decode")
+    if np.sum(~only_decodes) < MIN_OF_KIND:
+        problems.append(f"fewer than {MIN_OF_KIND} steps compute prompts")
+    if np.sum(only_decodes) < MIN_OF_KIND:
+        problems.append(f"fewer than {MIN_OF_KIND} steps only decode")
     sizes = np.unique(tokens[only_decodes])
-    if len(sizes) and sizes[-1] < LEAST_SPREAD * sizes[0]:
+    if len(sizes) and sizes[-1] < MIN_SPREAD * sizes[0]:
         problems.append(
             f"decode steps have {sizes[0]:.0f} to {sizes[-1]:.0f} requests: batches of other "
-            f"sizes are missing, the largest at least {LEAST_SPREAD:.0f} times the smallest"
+            f"sizes are missing, the largest at least {MIN_SPREAD:.0f} times the smallest"
         )
-    if reads.max() < LEAST_SPREAD * max(reads.min(), 1):
+    if reads.max() < MIN_SPREAD * max(reads.min(), 1):
         problems.append(
             f"steps read {reads.min():.0f} to {reads.max():.0f} tokens of context: others are "
-            f"missing, the longest at least {LEAST_SPREAD:.0f} times the shortest"
+            f"missing, the longest at least {MIN_SPREAD:.0f} times the shortest"
         )
     return problems
 

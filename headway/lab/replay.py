@@ -65,7 +65,7 @@ def replay(trace: Iterable[Line]) -> Iterator[Line]:
     clock, lines = VirtualClock(), deque[Line]()
     scheduler = Scheduler(preset(**header["config"]))
     executor = RecordedExecutor(clock, steps, outputs)
-    engine = Engine(scheduler, executor, clock, depth=header["depth"])
+    engine = Engine(scheduler, executor, clock, async_scheduling=header["async_scheduling"])
     engine.observers.append(lambda report: lines.append(describe_step(report)))
     known: dict[str, Request] = {}
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 Point = npt.NDArray[np.float64]
 Function = Callable[[Point], float]
-MOST_STEPS = 400
+MAX_STEPS = 400
 CLOSE = 1e-7  # between the values of all corners: the walk is over
 STRIDE = 0.7  # from a start to the other corners
 
@@ -29,7 +29,7 @@ def walk(function: Function, start: Point) -> Point:
     """Downhill from one start."""
     corners = np.vstack([start, start + STRIDE * np.eye(len(start))])
     values = np.array([function(corner) for corner in corners])
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_STEPS):
         order = np.argsort(values)
         corners, values = corners[order], values[order]
         if values[-1] - values[0] < CLOSE:

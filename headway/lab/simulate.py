@@ -39,7 +39,7 @@ def simulate(
     config: Config,
     profile: Profile,
     *,
-    depth: int = 0,
+    async_scheduling: bool = False,
     observers: Iterable[Observer] = (),
     trace: IO[str] | None = None,
     progress: Progress | None = None,
@@ -50,8 +50,8 @@ def simulate(
     executor = SimulatedExecutor(
         clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
     )
-    run = Run(Metrics(header(config, depth)))
-    writer = TraceWriter(trace, config, depth, profile=profile.name) if trace else None
+    run = Run(Metrics(header(config, async_scheduling)))
+    writer = TraceWriter(trace, config, async_scheduling, profile=profile.name) if trace else None
 
     def observe(report: StepReport) -> None:
         line = describe_step(report)
@@ -62,7 +62,11 @@ def simulate(
             progress(len(report.finished))
 
     engine = Engine(
-        Scheduler(config), executor, clock, depth=depth, observers=(*observers, observe)
+        Scheduler(config),
+        executor,
+        clock,
+        async_scheduling=async_scheduling,
+        observers=(*observers, observe),
     )
     serve(engine, clock, iter(jobs), run, progress)
     return run
@@ -98,6 +102,6 @@ def serve(
 
 def with_profile(config: Config, profile: Profile) -> Config:
     """The model's length as limit, and the swap rule `cheaper` with the profile's times."""
-    length = min(config.max_length, profile.model.max_length)
+    length = min(config.max_model_len, profile.model.max_model_len)
     swap = profile.cheaper() if config.swap == cheaper() else config.swap
-    return replace(config, max_length=length, swap=swap)
+    return replace(config, max_model_len=length, swap=swap)

@@ -59,7 +59,7 @@ def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
     }
 
 
-LEAST_QUEUED = 0.01  # of the run: clients that queued less had all they asked for
+MIN_QUEUED = 0.01  # of the run: clients that queued less had all they asked for
 
 
 def fairness(lives: list[Life]) -> float:
@@ -73,7 +73,7 @@ def fairness(lives: list[Life]) -> float:
     span = max((x.finished for x in lives), default=0.0) - min(
         (x.arrival for x in lives), default=0
     )
-    rates = [_rate_while_queued(each, LEAST_QUEUED * span) for each in by_client.values()]
+    rates = [_rate_while_queued(each, MIN_QUEUED * span) for each in by_client.values()]
     known = np.array([rate for rate in rates if rate is not None])
     return _ratio(float(known.sum() ** 2), float(len(known) * (known**2).sum())) or 1.0
 
@@ -101,9 +101,9 @@ def _per_step(metrics: Metrics) -> dict[str, float]:
     config = metrics.config
     return {
         "seats": mean["running"],
-        "seats_share": mean["running"] / config["max_requests"],
+        "seats_share": mean["running"] / config["max_num_seqs"],
         "tokens": mean["tokens"],
-        "tokens_share": mean["tokens"] / config["max_tokens"],
+        "tokens_share": mean["tokens"] / config["max_num_batched_tokens"],
         "prefill_share": _ratio(mean["prefill"], mean["tokens"]),
         "waiting": mean["waiting"],
         "free_blocks": mean["free"],

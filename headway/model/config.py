@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MOST_LAYERS = 10_000  # a wrong number must not become a table of billions of tensors
+MAX_LAYERS = 10_000  # a wrong number must not become a table of billions of tensors
 GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama: the same layers
 
 
@@ -40,7 +40,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_length: int
+    max_model_len: int
     norm_eps: float
     rope: Rope
     tie_embeddings: bool
@@ -133,11 +133,11 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers", most=MOST_LAYERS),
+        num_layers=fields.count("num_hidden_layers", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.count("num_key_value_heads", num_heads),
         head_dim=fields.count("head_dim", 128 if architecture == "qwen3" else hidden // num_heads),
-        max_length=fields.count("max_position_embeddings"),
+        max_model_len=fields.count("max_position_embeddings"),
         norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope_from_hf(fields),
         tie_embeddings=fields.flag("tie_word_embeddings"),
@@ -206,11 +206,11 @@ def from_gguf(
         vocab_size=len(vocabulary) if isinstance(vocabulary, list) else fields.count("vocab_size"),
         hidden_size=fields.count("embedding_length"),
         intermediate_size=fields.count("feed_forward_length"),
-        num_layers=fields.count("block_count", most=MOST_LAYERS),
+        num_layers=fields.count("block_count", most=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        max_length=fields.count("context_length"),
+        max_model_len=fields.count("context_length"),
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         rope=rope_from_gguf(fields, head_dim, divisors),
         tie_embeddings="output.weight" not in tensors,

@@ -99,7 +99,7 @@ class Decoder:
         if not self.backend.looks_up_turns:
             return self._rotation(batch.positions_t)
         if self._table is None:
-            positions = torch.arange(self.config.max_length, device=self._frequencies.device)
+            positions = torch.arange(self.config.max_model_len, device=self._frequencies.device)
             self._table = self._rotation(positions)
         return self._table
 

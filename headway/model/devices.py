@@ -20,7 +20,7 @@ from headway.errors import ConfigError
 Device = torch.device
 GROUP = Path("/sys/fs/cgroup")  # in a container, of the container
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-SMALLER = "take a smaller --precision, a smaller model or another GPU (--device cuda:1)"
+SMALLER = "take a smaller --dtype, a smaller model or another GPU (--device cuda:1)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

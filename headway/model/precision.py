@@ -24,8 +24,9 @@ from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
 from headway.model.weights.checkpoint import DummyCheckpoint
 
-PRECISIONS = ("auto", "float32", "fast", "quantized", "bfloat16", "float16")
-ON_CUDA = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+QUANTIZATIONS = ("none", "int8", "auto")
+FASTEST = "fastest"  # measured when the model is loaded
 KV_DTYPES = ("auto", "fp8")
 # Libraries of attention, as modules and as packages.
 ATTENTIONS = {
@@ -56,18 +57,17 @@ def choose_backend(
 ) -> Backend:
     """The backend for a precision; on a CPU, native kernels where they can be built and fit."""
     device = torch.device(device)
-    precision = resolved(precision, device)
     if device.type == "cuda":
         return _on_gpu(getattr(torch, precision), device, kv_dtype, attention)
-    if precision == "fast":
+    if precision == FASTEST:
         precision = fastest(probe(config))
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
     reason = why_not_native(config)
     if reason is None:
-        return native.NativeBackend(is_quantized=precision == "quantized")
-    if precision == "quantized":
-        raise ConfigError(f"precision quantized needs the native kernels: {reason}")
+        return native.NativeBackend(is_quantized=precision == "int8")
+    if precision == "int8":
+        raise ConfigError(f"quantization int8 needs the native kernels: {reason}")
     return PlainBackend()
 
 
@@ -84,18 +84,27 @@ def _on_gpu(
     return GpuBackend(dtype, str(device), kv_dtype, kernels)
 
 
-def resolved(precision: str, device: torch.device) -> str:
-    """The precision, auto replaced by what it means on a device; ConfigError if it has none such."""
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision {precision!r} is unknown; there are {', '.join(PRECISIONS)}")
-    if device.type == "cuda" and precision not in ON_CUDA:
+def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
+    """The precision a model runs in: a float type, "int8", or FASTEST.
+
+    ConfigError if a name is unknown, if the device does not support it, or if the two exclude each
+    other.
+    """
+    quantization = quantization or "none"
+    for name, value, known in (
+        ("dtype", dtype, DTYPES), ("quantization", quantization, QUANTIZATIONS),
+    ):  # fmt: skip
+        if value not in known:
+            raise ConfigError(f"unknown {name} {value!r}; use one of {', '.join(known)}")
+    if quantization == "none":
+        return {"auto": "bfloat16" if device.type == "cuda" else "float32"}.get(dtype, dtype)
+    if device.type == "cuda":
         raise ConfigError(
-            f"precision {precision} is for CPUs: a GPU has {', '.join(ON_CUDA)}; "
-            "give one of these, or --device cpu"
+            f"quantization {quantization} is supported on CPUs only; use none, or --device cpu"
         )
-    if precision == "auto":
-        return "bfloat16" if device.type == "cuda" else "float32"
-    return precision
+    if dtype not in ("auto", "float32"):
+        raise ConfigError(f"quantization {quantization} needs dtype auto or float32, not {dtype}")
+    return "int8" if quantization == "int8" else FASTEST
 
 
 def weight_bytes(config: ModelConfig, backend: Backend) -> int:
@@ -171,7 +180,7 @@ def probe(config: ModelConfig) -> list[Speed]:
     layer = DummyCheckpoint(replace(config, num_layers=1, vocab_size=64, eos_ids=frozenset()))
     names = ["float32", "bfloat16", "float16"]
     if why_not_native(config) is None:
-        names.insert(1, "quantized")
+        names.insert(1, "int8")
     speeds: list[Speed] = []
     best = float("inf")
     for name in names:

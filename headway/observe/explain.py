@@ -25,7 +25,7 @@ BEHIND = {
     "back-off": "because this step had to preempt, so nobody is admitted",
     "order": "behind those above, in the queue's order",
 }
-MOST_LISTED = 5
+MAX_LISTED = 5
 
 
 def why_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
@@ -34,7 +34,7 @@ def why_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
     Pass the plan's own count for the time of the plan, or the scheduler's for the present.
     """
     if blocked.reason == "seats":
-        return _why_seats(num_running, config.max_requests, is_kept=blocked.have > 0)
+        return _why_seats(num_running, config.max_num_seqs, is_kept=blocked.have > 0)
     # Only a request with a token in flight has these numbers: they are not numbers of blocks.
     is_unsettled = blocked.request.history.num_preemptions and blocked[2:] == (1, 0)
     if blocked.reason == "back-off" and is_unsettled:
@@ -46,7 +46,7 @@ def why_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
 def why_behind(behind: Behind, num_running: int, config: Config) -> str:
     """Why the requests that were not considered wait; follows the word `wait` in a sentence."""
     if behind.reason == "seats":
-        return f"because {_why_seats(num_running, config.max_requests, is_kept=False)}"
+        return f"because {_why_seats(num_running, config.max_num_seqs, is_kept=False)}"
     return BEHIND.get(behind.reason, f"because of {behind.reason}")
 
 
@@ -78,7 +78,7 @@ def _running(scheduler: Scheduler, num_in_flight: int, idle: float) -> list[str]
     running = ", ".join(f"{count} in {state}" for state, count in sorted(states.items()))
     used = config.num_blocks - kv.num_free
     return [
-        f"{len(scheduler.running)} of {config.max_requests} seats taken"
+        f"{len(scheduler.running)} of {config.max_num_seqs} seats taken"
         + (f" ({running})" if running else "")
         + f"; {used} of {config.num_blocks} KV blocks held, {kv.num_free} free"
         + f"; {num_in_flight} plan(s) in flight; last progress {idle:.3f} s ago.",
@@ -91,10 +91,10 @@ def _waiting(scheduler: Scheduler) -> list[str]:
         return ["Nobody waits."]
     lines = [f"{len(scheduler.queue)} waiting ({len(scheduler.swapped)} of them swapped out)."]
     still = [b for b in plan.blocked if b.request.id in scheduler.requests and b.request.row < 0]
-    for blocked in still[:MOST_LISTED]:
+    for blocked in still[:MAX_LISTED]:
         lines.append(f"  {blocked.request.id}: {why_blocked(blocked, num_running, config)}.")
-    if len(still) > MOST_LISTED:
-        lines.append(f"  and {len(still) - MOST_LISTED} more that were looked at.")
+    if len(still) > MAX_LISTED:
+        lines.append(f"  and {len(still) - MAX_LISTED} more that were looked at.")
     if plan.behind:
         reason = why_behind(plan.behind, num_running, config)
         lines.append(f"  {plan.behind.num_requests} more wait {reason}.")

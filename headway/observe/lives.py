@@ -1,7 +1,7 @@
 """What a step meant for the requests in it: waits, first tokens, times between tokens, ends.
 
 Follows the reports of one engine. Keeps a few numbers for every open request and forgets them when
-it ends. Those who decode in lockstep share one time between tokens, so a steady step touches none
+it ends. Those who decode in decode_batch share one time between tokens, so a steady step touches none
 of them singly. Knows no metric's name and draws nothing.
 """
 
@@ -28,7 +28,7 @@ class Life:
 
 
 @dataclass(slots=True)
-class Happened:
+class StepStats:
     """What one step brought."""
 
     now: float
@@ -52,10 +52,10 @@ class Lives:
         self._fresh: dict[Request, float] = {}  # decoding, but not in the latest decode step
         self._parked: dict[Request, float] = {}  # preempted after their first token
 
-    def follow(self, report: StepReport) -> Happened:
+    def follow(self, report: StepReport) -> StepStats:
         """Take note of a step. Every step must come by, in order."""
         plan = report.plan
-        happened = Happened(report.result.ended or self._clock())
+        happened = StepStats(report.result.ended or self._clock())
         for request in plan.added:
             self.open[request] = Life(request.arrival)
         for preemption in plan.preempted:
@@ -77,7 +77,7 @@ class Lives:
         if life and life.first_token >= 0:  # twice in a row: the first time counts
             self._parked.setdefault(request, self._fresh.pop(request, self._last_decode))
 
-    def _admit(self, plan: Plan, happened: Happened) -> None:
+    def _admit(self, plan: Plan, happened: StepStats) -> None:
         for request, num_cached, _, is_resume in plan.admitted:
             life = self.open.get(request)
             if life and life.seated < 0:
@@ -86,7 +86,7 @@ class Lives:
                 happened.num_queried += request.num_prompt
                 happened.num_hit += num_cached
 
-    def _decode(self, plan: Plan, happened: Happened) -> None:
+    def _decode(self, plan: Plan, happened: StepStats) -> None:
         """One time between tokens for all who were in the latest decode step; others singly."""
         now, deferred = happened.now, set(plan.deferred)
         num_rows, num_tokens = _num_taken(plan)
@@ -101,7 +101,7 @@ class Lives:
         happened.num_output += num_tokens
         self._last_decode = now
 
-    def _compute(self, request: Request, has_token: int, happened: Happened) -> None:
+    def _compute(self, request: Request, has_token: int, happened: StepStats) -> None:
         """Some of a prompt, or of what was preempted, was computed; at its end comes a token."""
         life = self.open.get(request)
         if life is None:
@@ -122,12 +122,12 @@ class Lives:
             happened.gaps.append((happened.now - self._parked.pop(request), 1))
         self._fresh[request] = happened.now
 
-    def _count_recomputed(self, request: Request, life: Life, happened: Happened) -> None:
+    def _count_recomputed(self, request: Request, life: Life, happened: StepStats) -> None:
         num_recomputed = request.history.num_recomputed
         happened.num_recomputed += num_recomputed - life.num_recomputed
         life.num_recomputed = num_recomputed
 
-    def _end(self, request: Request, happened: Happened) -> None:
+    def _end(self, request: Request, happened: StepStats) -> None:
         self._fresh.pop(request, None)
         self._parked.pop(request, None)
         if life := self.open.pop(request, None):

@@ -123,8 +123,8 @@ class Numbers:
     gauges: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, max_length: int) -> Numbers:
-        tokens = one_two_five(max_length)
+    def empty(cls, max_model_len: int) -> Numbers:
+        tokens = one_two_five(max_model_len)
         histograms = {name: Histogram(b or tokens) for name, (_, b) in HISTOGRAMS.items()}
         names = [(name, label) for name in COUNTERS for label in VALUES.get(name, ("",))]
         return cls(histograms, Counter(dict.fromkeys(names, 0)))  # a rate needs a beginning

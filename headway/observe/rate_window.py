@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from headway.observe.lives import Happened
+from headway.observe.lives import StepStats
 from headway.plan import StepReport
 
 Counts = Counter[str]
@@ -28,7 +28,7 @@ class RateWindow:
         self._started = started
         self._seconds: deque[tuple[int, Counts]] = deque(maxlen=NUM_SECONDS + 1)
 
-    def follow(self, report: StepReport, happened: Happened) -> None:
+    def follow(self, report: StepReport, happened: StepStats) -> None:
         """Count a step."""
         plan, second = report.plan, int(happened.now)
         if not self._seconds or self._seconds[-1][0] < second:
@@ -43,7 +43,7 @@ class RateWindow:
         if plan.admitted or plan.chunks or plan.preempted or happened.ended:
             self._count_changes(report, happened, counts)
 
-    def _count_changes(self, report: StepReport, happened: Happened, counts: Counts) -> None:
+    def _count_changes(self, report: StepReport, happened: StepStats, counts: Counts) -> None:
         """Count what a steady decode step does not have."""
         counts["prompt_tokens"] += happened.num_prompt
         counts["preemptions"] += len(report.plan.preempted)

@@ -13,7 +13,7 @@ from typing import get_args
 
 from headway.engine.latest import Latest
 from headway.engine.loop import EngineLoop
-from headway.observe.lives import COMPLETED, Happened, Life, Lives
+from headway.observe.lives import COMPLETED, Life, Lives, StepStats
 from headway.observe.prometheus import Exposition, Numbers
 from headway.observe.snapshot import Live, Snapshot
 from headway.plan import Reason, StepReport
@@ -33,7 +33,7 @@ class ServerMetrics:
         engine = loop.engine
         self._lives = Lives(engine.clock.now)
         self._live = Live(loop, model_name)
-        self.numbers = Numbers.empty(engine.scheduler.config.max_length)
+        self.numbers = Numbers.empty(engine.scheduler.config.max_model_len)
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM's own two
         self._numbers_read = Latest(engine, self._read)
         self._snapshot_read = Latest(engine, self._live.snapshot)
@@ -71,7 +71,7 @@ class ServerMetrics:
         numbers.gauges = _gauges(self._engine.scheduler, self._loop.num_unread)
         return numbers
 
-    def _count(self, report: StepReport, happened: Happened) -> None:
+    def _count(self, report: StepReport, happened: StepStats) -> None:
         plan, counters = report.plan, self.numbers.counters
         histograms = self.numbers.histograms
         counters["generation_tokens", ""] += happened.num_output
@@ -85,7 +85,7 @@ class ServerMetrics:
         if plan.admitted or plan.chunks or plan.preempted or happened.ended:
             self._count_changes(report, happened)
 
-    def _count_changes(self, report: StepReport, happened: Happened) -> None:
+    def _count_changes(self, report: StepReport, happened: StepStats) -> None:
         """What a steady decode step has nothing of."""
         plan, counters = report.plan, self.numbers.counters
         counters["prompt_tokens", ""] += happened.num_prompt
@@ -116,7 +116,7 @@ class ServerMetrics:
             "request_prompt_tokens": request.num_prompt,
             "request_generation_tokens": request.num_generated if is_generation else None,
             "request_params_max_tokens": params.max_tokens if is_generation else None,
-            "request_params_n": params.n if request.leader is None else None,  # once for all n
+            "request_params_n": params.n if request.parent is None else None,  # once for all n
         }
         for name, value in values.items():
             if value is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from headway import __version__
 from headway.engine.loop import EngineLoop
 from headway.observe.explain import why_behind, why_blocked
-from headway.observe.lives import Happened
+from headway.observe.lives import StepStats
 from headway.observe.rate_window import RateWindow
 from headway.plan import Admission, Plan, StepReport
 from headway.request import Request
@@ -22,7 +22,7 @@ from headway.scheduler import Scheduler
 
 Snapshot = dict[str, Any]
 NUM_DECISIONS = 32
-MOST_ROWS = 64  # requests listed of those running, and of those waiting
+MAX_ROWS = 64  # requests listed of those running, and of those waiting
 NEXT_STEP = "the next step looks at it"
 
 
@@ -37,7 +37,7 @@ class Live:
         self._decisions: deque[tuple[int, str, str]] = deque(maxlen=NUM_DECISIONS)
         self._waits: dict[Request | None, str] = {}  # the reason last noted of each request
 
-    def follow(self, report: StepReport, happened: Happened) -> None:
+    def follow(self, report: StepReport, happened: StepStats) -> None:
         """Take note of a step."""
         plan = report.plan
         self._window.follow(report, happened)
@@ -94,7 +94,7 @@ class Live:
         return {
             "model": self._model_name, "version": __version__, "uptime": now - self._started,
             "fault": engine.fault, "why": engine.why(), "step": scheduler.last_plan.step,
-            "seats": {"taken": len(scheduler.running), "limit": config.max_requests},
+            "seats": {"taken": len(scheduler.running), "limit": config.max_num_seqs},
             "blocks": {
                 "held": config.num_blocks - scheduler.num_free, "total": config.num_blocks,
                 "size": config.block_size, "host_held": config.num_host_blocks - host.num_free,
@@ -102,7 +102,7 @@ class Live:
             },
             "num_running": len(scheduler.running), "num_waiting": len(scheduler.queue) + num_new,
             "num_new": num_new, "num_swapped": len(scheduler.swapped),
-            "running": [_row(r, now, computed) for r in islice(scheduler.running, MOST_ROWS)],
+            "running": [_row(r, now, computed) for r in islice(scheduler.running, MAX_ROWS)],
             "waiting": list(self._queue(now)),
             "rates": window.rates(now), "history": window.history(now),
             "minute": window.minute(now), "totals": dict(window.totals),
@@ -116,7 +116,7 @@ class Live:
         behind = NEXT_STEP
         if plan.behind:
             behind = why_behind(plan.behind, num_running, config).removeprefix("because ")
-        for request in islice(scheduler.queue, MOST_ROWS):  # `walk` would sort: watching must not
+        for request in islice(scheduler.queue, MAX_ROWS):  # `walk` would sort: watching must not
             yield {**_row(request, now, {}), "reason": reasons.get(request, behind)}
 
 

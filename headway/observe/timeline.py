@@ -57,8 +57,8 @@ class Metrics:
         """One step."""
         for asked in line.get("added", ()):
             self._begin(asked)
-        for id, how, _, is_bump in line.get("preempted", ()):
-            self._preempt(id, how, is_bump)
+        for id, how, _, is_priority in line.get("preempted", ()):
+            self._preempt(id, how, is_priority)
         aborted = (*line.get("aborted", ()), *line.get("interrupted", ()))
         gone = {id for id, _ in aborted}  # they took nothing of this step
         for id in gone:
@@ -84,9 +84,9 @@ class Metrics:
             sum(item[1] if isinstance(item, list) else 1 for item in asked["prompt"]),
         )  # fmt: skip
 
-    def _preempt(self, id: str, how: str, is_bump: int) -> None:
+    def _preempt(self, id: str, how: str, is_priority: int) -> None:
         self.totals["swaps" if how == "swap" else "recomputes"] += 1
-        self.totals["bumps"] += is_bump
+        self.totals["bumps"] += is_priority
         if self.lives[id].first_token >= 0:  # twice in a row: the first token counts from before
             self._parked.setdefault(id, self._fresh.pop(id, self._last_decode))
 

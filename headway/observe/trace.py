@@ -25,9 +25,14 @@ Line = dict[str, Any]
 TIMES = frozenset({"t", "start", "end"})  # what a decision log leaves out
 
 
-def header(config: Config, depth: int, **more: Any) -> Line:
+def header(config: Config, async_scheduling: bool, **more: Any) -> Line:
     """The first line of a trace."""
-    return {"headway_trace": VERSION, "config": describe(config), "depth": depth, **more}
+    return {
+        "headway_trace": VERSION,
+        "config": describe(config),
+        "async_scheduling": bool(async_scheduling),
+        **more,
+    }
 
 
 def describe_step(report: StepReport) -> Line:
@@ -40,7 +45,7 @@ def describe_step(report: StepReport) -> Line:
         "aborted": [[r.id, r.history.aborted_after] for r in plan.aborted],
         "interrupted": [[r.id, r.history.aborted_after] for r in plan.interrupted],
         "preempted": [
-            [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_bump)]
+            [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_priority)]
             for p in plan.preempted
         ],
         "admitted": [
@@ -76,12 +81,12 @@ def describe_request(request: Request) -> Line:
     params, line = request.params, dict[str, Any](id=request.id, arrival=request.arrival)
     line["prompt"] = runs(request.prompt)
     line["max_tokens"] = params.max_tokens
-    leader = request.leader.id if request.leader else None
+    parent = request.parent.id if request.parent else None
     optional: list[tuple[str, Any, Any]] = [  # left out if they are the default
         ("min_tokens", params.min_tokens, 0), ("priority", params.priority, 0),
         ("client", params.client, ""), ("deadline", params.deadline, None),
         ("salt", params.salt, ""), ("stops", sorted(request.stops), []),
-        ("leader", leader, None), ("reads_cache", params.reads_cache, True),
+        ("parent", parent, None), ("reads_cache", params.reads_cache, True),
         ("pooling", params.pooling, None),
     ]  # fmt: skip
     return line | {key: value for key, value, default in optional if value != default}
@@ -95,9 +100,9 @@ def request_of(line: Line, known: dict[str, Request]) -> Request:
         client=line.get("client", ""), deadline=line.get("deadline"), salt=line.get("salt", ""),
         reads_cache=line.get("reads_cache", True), pooling=line.get("pooling"),
     )  # fmt: skip
-    leader = known.get(line.get("leader", ""))
+    parent = known.get(line.get("parent", ""))
     return Request(
-        line["id"], unruns(line["prompt"]), params, arrival=line["arrival"], leader=leader
+        line["id"], unruns(line["prompt"]), params, arrival=line["arrival"], parent=parent
     )
 
 
@@ -150,9 +155,9 @@ def decisions(line: Line) -> Line:
 class TraceWriter:
     """An observer that writes every step to a file."""
 
-    def __init__(self, file: IO[str], config: Config, depth: int, **more: Any) -> None:
+    def __init__(self, file: IO[str], config: Config, async_scheduling: bool, **more: Any) -> None:
         self._file = file
-        self.write(header(config, depth, **more))
+        self.write(header(config, async_scheduling, **more))
 
     def __call__(self, report: StepReport) -> None:
         self.write(describe_step(report))
@@ -190,6 +195,6 @@ def _checked(path: Path, number: int, text: str) -> Line:
     elif line["headway_trace"] != VERSION:
         problem = f"trace version {line['headway_trace']}; this reads version {VERSION}"
         raise FormatError(path, 1, problem)
-    elif not isinstance(line.get("config"), dict) or line.get("depth") not in (0, 1):
-        raise FormatError(path, 1, "the header needs the fields 'config' and 'depth'")
+    elif not isinstance(line.get("config"), dict) or line.get("async_scheduling") not in (0, 1):
+        raise FormatError(path, 1, "the header needs the fields 'config' and 'async_scheduling'")
     return dict(line)

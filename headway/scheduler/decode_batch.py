@@ -20,7 +20,7 @@ Rows = npt.NDArray[np.intp]
 NUM_KEPT = 64  # columns kept before all are written
 
 
-class Lockstep(Pace):
+class DecodeBatch(Pace):
     """Everybody who decodes."""
 
     __slots__ = (
@@ -28,18 +28,18 @@ class Lockstep(Pace):
         "_num_delivered", "_rows", "members", "strayed",
     )  # fmt: skip
 
-    def __init__(self, block_size: int, max_requests: int) -> None:
+    def __init__(self, block_size: int, max_num_seqs: int) -> None:
         super().__init__()
         self._block_size = block_size
         self.members: dict[Request, int] = {}  # with their place in the batch
         self.strayed: set[Request] = set()  # left since the plan in flight was made
         self._batch: list[Request] = []
-        self._rows: Rows = np.zeros(max_requests, dtype=np.intp)
+        self._rows: Rows = np.zeros(max_num_seqs, dtype=np.intp)
         self._is_lent = False  # a plan holds batch and rows: copy before changing them
         self._crossing: list[dict[Request, Put]] = [{} for _ in range(block_size)]
         self._ends: dict[int, dict[Request, None]] = {}
         self._context = 0  # sum of `base` over the members
-        self._kept = np.zeros((NUM_KEPT, max_requests), dtype=np.intc)
+        self._kept = np.zeros((NUM_KEPT, max_num_seqs), dtype=np.intc)
         self._first = self._num_delivered = 0  # ticks: of the first column kept, of the next
 
     @property

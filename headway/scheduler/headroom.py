@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import Checked, World, number
+from headway.config import Checked, SchedulerView, number
 from headway.errors import ConfigError
 from headway.request import Request
 from headway.scheduler.output_lengths import is_open_ended, survival_curve
@@ -40,7 +40,9 @@ class Batch:
     allowed: Floats  # output
 
 
-Estimate = Callable[[Batch, World], int]  # blocks that the batch will take beyond what it holds
+Estimate = Callable[
+    [Batch, SchedulerView], int
+]  # blocks that the batch will take beyond what it holds
 
 
 @dataclass(frozen=True)
@@ -55,28 +57,26 @@ class future_peak(Checked):
         if self.estimate is not None and not callable(self.estimate):
             raise ConfigError(f"future_peak: {self.estimate!r} is no estimate: limit or learned")
 
-    def __call__(self, request: Request, world: World) -> int:
-        requests = [*world.running, request]
-        most = sum(r.limit - r.prefill_end for r in requests) // world.block_size + len(requests)
-        margin = int(self.margin * world.num_blocks)
-        if (
-            most + margin <= world.num_free
-        ):  # all that could ever come fits: no need to look closely
-            return most + margin - -(-request.num_known // world.block_size)
+    def __call__(self, request: Request, view: SchedulerView) -> int:
+        requests = [*view.running, request]
+        most = sum(r.limit - r.prefill_end for r in requests) // view.block_size + len(requests)
+        margin = int(self.margin * view.num_blocks)
+        if most + margin <= view.num_free:  # all that could ever come fits: no need to look closely
+            return most + margin - -(-request.num_known // view.block_size)
         rows = [(max(r.num_computed, r.prefill_end), r.num_prompt, r.limit) for r in requests]
         rows[-1] = (request.num_known, request.num_prompt, request.limit)
         held, prompt, limits = np.array(rows, dtype=np.float64).T
         batch = Batch(requests, held, prompt, limits - 1 - held, limits - prompt)
-        return (self.estimate or limit)(batch, world) + margin
+        return (self.estimate or limit)(batch, view) + margin
 
 
-def limit(batch: Batch, world: World) -> int:
+def limit(batch: Batch, view: SchedulerView) -> int:
     """Everybody goes on to its limit: right for known lengths, cautious for unknown ones."""
-    early, late = _delays(batch.requests, world)
+    early, late = _delays(batch.requests, view)
     order = np.argsort(-(batch.left + late), kind="stable")  # who ends last comes first
-    shared = _shared([batch.requests[i] for i in order], world)
+    shared = _shared([batch.requests[i] for i in order], view)
     held, left, early, ends = (a[order] for a in (batch.held, batch.left, early, batch.left + late))
-    size = world.block_size
+    size = view.block_size
     tokens = np.cumsum(held - shared * size) + ends * np.arange(1, len(held) + 1)
     peak = now = (np.ceil(held / size) - shared).sum()
     for i in np.argsort(tokens)[-CLOSEST:]:
@@ -96,51 +96,53 @@ class learned(Checked):
     deviations: float = number(2.5, 0)
     open_deviations: float = number(1.0, 0)
 
-    def __call__(self, batch: Batch, world: World) -> int:
+    def __call__(self, batch: Batch, view: SchedulerView) -> int:
         goes_on = np.array([not request.stops for request in batch.requests])
         if goes_on.all():
-            return limit(batch, world)
+            return limit(batch, view)
         is_open = np.array([is_open_ended(request) for request in batch.requests]) & ~goes_on
         moments = np.linspace(0.0, 1.0, NUM_MOMENTS)[:, None]
         moments = batch.left.max() * (moments**2 if is_open.any() else moments)
-        chance, error = _chances(batch, is_open, moments, world)
+        chance, error = _chances(batch, is_open, moments, view)
         alive = np.where(goes_on, 1.0, chance) * (moments <= batch.left)
         order = np.argsort(-batch.left, kind="stable")
         shared = np.zeros(len(order))
-        shared[order] = _shared([batch.requests[i] for i in order], world)
-        blocks = (batch.held + moments) / world.block_size + 0.5 - shared
+        shared[order] = _shared([batch.requests[i] for i in order], view)
+        blocks = (batch.held + moments) / view.block_size + 0.5 - shared
         expected, variance = alive * blocks, alive * (1 - alive) * blocks**2
-        peaks = expected.sum(axis=1) + self._margins(expected, variance, error, is_open, world)
+        peaks = expected.sum(axis=1) + self._margins(expected, variance, error, is_open, view)
         if is_open[-1]:  # once the new request has probably ended, refusing it would not help
             peaks = peaks[chance[:, -1] >= MIN_CHANCE]
-        return max(0, int(peaks.max() - (np.ceil(batch.held / world.block_size) - shared).sum()))
+        return max(0, int(peaks.max() - (np.ceil(batch.held / view.block_size) - shared).sum()))
 
     def _margins(
-        self, expected: Floats, variance: Floats, error: Floats, is_open: Bools, world: World
+        self, expected: Floats, variance: Floats, error: Floats, is_open: Bools, view: SchedulerView
     ) -> Floats:
         """Blocks above the expected ones at each moment; errors of open-ended ones add up."""
         if not is_open.any():
             return self.deviations * np.sqrt(variance.sum(axis=1))  # type: ignore[no-any-return]
         bounded = self.deviations**2 * (variance * ~is_open).sum(axis=1)
         spread = (variance * is_open).sum(axis=1) + (expected * error).sum(axis=1) ** 2
-        deviations = self.open_deviations + PRESSURE_DEVIATIONS * world.pressure
+        deviations = self.open_deviations + PRESSURE_DEVIATIONS * view.pressure
         return np.sqrt(bounded + deviations**2 * spread)  # type: ignore[no-any-return]
 
 
-def _chances(batch: Batch, is_open: Bools, moments: Floats, world: World) -> tuple[Floats, Floats]:
+def _chances(
+    batch: Batch, is_open: Bools, moments: Floats, view: SchedulerView
+) -> tuple[Floats, Floats]:
     """Chance of each output to go on to each moment, and the relative error where learned so."""
     if is_open.all():
-        return _chance_by_length(batch, is_open, moments, world)
-    chance = _chance_by_share(batch, moments, world)
+        return _chance_by_length(batch, is_open, moments, view)
+    chance = _chance_by_share(batch, moments, view)
     error = np.zeros_like(chance)
     if is_open.any():
-        chance[:, is_open], error[:, is_open] = _chance_by_length(batch, is_open, moments, world)
+        chance[:, is_open], error[:, is_open] = _chance_by_length(batch, is_open, moments, view)
     return chance, error
 
 
-def _chance_by_share(batch: Batch, moments: Floats, world: World) -> Floats:
+def _chance_by_share(batch: Batch, moments: Floats, view: SchedulerView) -> Floats:
     """The chances from shares of the allowed output."""
-    seen = np.sort(np.concatenate([PRIOR, np.asarray(world.output_shares)]))
+    seen = np.sort(np.concatenate([PRIOR, np.asarray(view.output_shares)]))
     generated = np.maximum(batch.held - batch.prompt, 0.0) / batch.allowed
     num_longer = len(seen) - np.searchsorted(seen, generated, side="right")
     outlived = np.searchsorted(seen, generated + moments / batch.allowed, side="right")
@@ -149,29 +151,29 @@ def _chance_by_share(batch: Batch, moments: Floats, world: World) -> Floats:
 
 
 def _chance_by_length(
-    batch: Batch, is_open: Bools, moments: Floats, world: World
+    batch: Batch, is_open: Bools, moments: Floats, view: SchedulerView
 ) -> tuple[Floats, Floats]:
     """The chances of the open-ended ones from lengths in tokens, and their relative errors."""
     reached = np.maximum(batch.held - batch.prompt, 0.0)[is_open]
-    finished = np.asarray(world.output_lengths, dtype=np.float64)
+    finished = np.asarray(view.output_lengths, dtype=np.float64)
     return survival_curve(finished, reached).going_on(reached, moments)
 
 
-def _delays(requests: list[Request], world: World) -> tuple[Floats, Floats]:
+def _delays(requests: list[Request], view: SchedulerView) -> tuple[Floats, Floats]:
     """Steps until each prompt is computed, at the earliest and at the latest."""
     todo = np.array([max(0, r.prefill_end - r.num_computed) for r in requests], dtype=np.float64)
-    todo[-1] = max(0, world.num_uncached(requests[-1]) - world.tokens_left)
-    rate = max(1, world.max_tokens - len(requests))  # the others may all decode by then
-    if todo[:-1].any() and len(world.service()) > 1:  # served in turn: others may pass a begun one
+    todo[-1] = max(0, view.num_uncached(requests[-1]) - view.tokens_left)
+    rate = max(1, view.max_num_batched_tokens - len(requests))  # the others may all decode by then
+    if todo[:-1].any() and len(view.service()) > 1:  # served in turn: others may pass a begun one
         return np.zeros(len(todo)), np.where(todo > 0, np.ceil(todo.sum() / rate), 0.0)
     late: Floats = np.where(todo > 0, np.ceil(np.cumsum(todo) / rate), 0.0)
     return np.where(todo > 0, 1.0, 0.0), late
 
 
-def _shared(requests: list[Request], world: World) -> Floats:
+def _shared(requests: list[Request], view: SchedulerView) -> Floats:
     """Blocks of each request that one ending later holds too; they outlive it."""
-    shared, blocks = np.zeros(len(requests)), [world.blocks_of(r) for r in requests]
-    if sum(map(len, blocks)) > world.num_blocks - world.num_free:  # else nobody shares anything
+    shared, blocks = np.zeros(len(requests)), [view.blocks_of(r) for r in requests]
+    if sum(map(len, blocks)) > view.num_blocks - view.num_free:  # else nobody shares anything
         seen: set[int] = set()
         for place, own in enumerate(blocks):
             num_seen = len(seen)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from heapq import nsmallest
 
 OUTPUT_WEIGHT = 2.0  # an output token costs about twice a prompt token
-MOST_IDLE = 1024  # idle clients remembered
+MAX_IDLE = 1024  # idle clients remembered
 
 
 class Ledger:
@@ -33,7 +33,7 @@ class Ledger:
             del self._active[group]
             if not self._active:
                 self._level = max(self._level, self.served[group])
-            if len(self.served) > len(self._active) + MOST_IDLE:
+            if len(self.served) > len(self._active) + MAX_IDLE:
                 self._forget_idle()
 
     def charge(self, group: str, service: float) -> None:
@@ -42,5 +42,5 @@ class Ledger:
     def _forget_idle(self) -> None:
         """The least served of the idle ones: they would start level with the active anyway."""
         idle = [group for group in self.served if group not in self._active]
-        for group in nsmallest(MOST_IDLE // 2, idle, key=self.served.__getitem__):
+        for group in nsmallest(MAX_IDLE // 2, idle, key=self.served.__getitem__):
             del self.served[group]

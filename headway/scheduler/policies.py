@@ -10,32 +10,32 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config import Checked, HeadroomRule, Verbs, World, count, number
+from headway.config import Checked, HeadroomRule, SchedulerView, StepActions, count, number
 from headway.errors import ConfigError
 from headway.request import Request
 
 # recipe: which verbs, in which order
 
 
-def mixed(step: Verbs) -> None:
+def mixed(step: StepActions) -> None:
     """Decodes first, then cut prompts, then newcomers, all in one batch."""
     step.decode()
     step.prefill()
     step.admit()
 
 
-def swapped_first(step: Verbs) -> None:
+def swapped_first(step: StepActions) -> None:
     """As mixed, but who was swapped out is brought back before anything else."""
     step.admit_swapped()
     mixed(step)
 
 
-MOST_PREFILL_STEPS = 16  # in a row, while somebody waits for its next token
+MAX_PREFILL_STEPS = 16  # in a row, while somebody waits for its next token
 
 
-def prefill_first(step: Verbs) -> None:
+def prefill_first(step: StepActions) -> None:
     """All prompts or all decodes, prompts first; decodes get a turn after 16 prompt steps."""
-    if step.num_decoding and step.prefill_streak >= MOST_PREFILL_STEPS:
+    if step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS:
         step.decode()
         return
     step.prefill()
@@ -44,9 +44,9 @@ def prefill_first(step: Verbs) -> None:
         step.decode()
 
 
-def charged_in_full(step: Verbs) -> None:
+def charged_in_full(step: StepActions) -> None:
     """As prefill_first, but cached tokens cost budget too, and decodes wait when it runs out."""
-    if not (step.num_decoding and step.prefill_streak >= MOST_PREFILL_STEPS):
+    if not (step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS):
         step.prefill()
         step.admit(charge_cached=True)
     if step.is_idle:
@@ -56,7 +56,7 @@ def charged_in_full(step: Verbs) -> None:
 charged_in_full.defers = True  # type: ignore[attr-defined]  # a budget below the seats is fine
 
 
-def static(step: Verbs) -> None:
+def static(step: StepActions) -> None:
     """Fill a batch, drain it completely, fill the next."""
     step.prefill()
     if not step.num_decoding or step.prefill_streak:
@@ -102,8 +102,8 @@ class watermark(Checked):
 
     share: float = number(0.01, 0, 1)
 
-    def __call__(self, request: Request, world: World) -> int:
-        return int(self.share * world.num_blocks)
+    def __call__(self, request: Request, view: SchedulerView) -> int:
+        return int(self.share * view.num_blocks)
 
 
 def _num_left(request: Request) -> int:
@@ -119,9 +119,9 @@ class reserve_outputs(Checked):
 
     ratio: float = number(1.0, 0)
 
-    def __call__(self, request: Request, world: World) -> int:
-        size = world.block_size
-        batch = sum(-(-_num_left(r) // size) for r in (*world.running, request))
+    def __call__(self, request: Request, view: SchedulerView) -> int:
+        size = view.block_size
+        batch = sum(-(-_num_left(r) // size) for r in (*view.running, request))
         return math.ceil(self.ratio * batch)
 
 
@@ -137,47 +137,47 @@ class back_off(Checked):
         if not callable(self.base):
             raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
 
-    def __call__(self, request: Request, world: World) -> int:
-        return self.base(request, world) + int(self.share * world.num_blocks * world.pressure)
+    def __call__(self, request: Request, view: SchedulerView) -> int:
+        return self.base(request, view) + int(self.share * view.num_blocks * view.pressure)
 
 
 # victim: a key; the largest is preempted first
 
 
-def newest(request: Request, world: World) -> Any:
+def newest(request: Request, view: SchedulerView) -> Any:
     """Last in, first out."""
     return request.history.admission
 
 
-def least_work(request: Request, world: World) -> Any:
+def least_work(request: Request, view: SchedulerView) -> Any:
     """Fewest tokens computed so far."""
     return -request.num_computed, request.history.serial
 
 
-def lowest_priority(request: Request, world: World) -> Any:
+def lowest_priority(request: Request, view: SchedulerView) -> Any:
     """The largest priority number; among equals the latest arrival."""
     return request.params.priority, request.history.serial
 
 
-def fewest_lost(request: Request, world: World) -> Any:
+def fewest_lost(request: Request, view: SchedulerView) -> Any:
     """Fewest tokens that nobody else keeps in the cache."""
-    return -world.num_private_blocks(request), request.history.serial
+    return -view.num_private_blocks(request), request.history.serial
 
 
-def served_last(request: Request, world: World) -> Any:
+def served_last(request: Request, view: SchedulerView) -> Any:
     """Whoever the queue would serve last."""
-    return world.place(request)
+    return view.place(request)
 
 
 # swap: keep the victim's work on the host?
 
 
-def recompute(request: Request, world: World) -> bool:
+def recompute(request: Request, view: SchedulerView) -> bool:
     """Drop it; the prompt and all that was generated are computed again."""
     return False
 
 
-def swap(request: Request, world: World) -> bool:
+def swap(request: Request, view: SchedulerView) -> bool:
     """Copy it out, as long as the host has room."""
     return True
 
@@ -194,8 +194,8 @@ class cheaper(Checked):
     start: float = number(1e-4, 0)  # a copy, whatever its size
     pair: float = number(0.0, 0)  # one token, for each that is before it: attention
 
-    def __call__(self, request: Request, world: World) -> bool:
-        private = world.num_private_blocks(request) * world.block_size
+    def __call__(self, request: Request, view: SchedulerView) -> bool:
+        private = view.num_private_blocks(request) * view.block_size
         tokens = min(private, request.num_computed)
         num_before = request.num_computed - tokens / 2  # what others hold comes first
         again = (self.compute + self.pair * num_before) * tokens

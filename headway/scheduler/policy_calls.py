@@ -9,7 +9,7 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-from headway.config import ChunkRule, QueueRule, World
+from headway.config import ChunkRule, QueueRule, SchedulerView
 from headway.errors import PolicyError, shorten
 from headway.request import Request
 
@@ -21,10 +21,10 @@ def policy_failed(slot: str, where: str, error: Exception) -> PolicyError:
     return PolicyError(f"{slot} policy failed {where}: {type(error).__name__}: {error}", slot=slot)
 
 
-def call_key(rule: QueueRule, request: Request, world: World) -> Any:
+def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
     """The sort key of a request; PolicyError unless it can be ordered."""
     try:
-        key = rule.key(request, world)
+        key = rule.key(request, view)
     except Exception as error:
         raise policy_failed("queue", f"for request {request.id!r}", error) from error
     if not is_orderable(key):

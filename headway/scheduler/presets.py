@@ -35,7 +35,7 @@ SLOTS: dict[str, tuple[Any, ...]] = {
     "swap": (policies.recompute, policies.swap, policies.cheaper),
 }  # fmt: skip
 ARGUMENTS = {"recipe": "step", "chunk": "want left is_first"} | dict.fromkeys(
-    ("queue", "headroom", "victim", "swap"), "request world"
+    ("queue", "headroom", "victim", "swap"), "request view"
 )
 PARTS: tuple[Any, ...] = (peak.limit, peak.learned)  # estimates, used inside future_peak
 NUMBERS = tuple(f.name for f in fields(Config) if f.default is not MISSING)
@@ -48,7 +48,7 @@ PRESETS: dict[str, dict[str, str | int]] = {
     "nano_vllm": {
         "recipe": "prefill_first", "queue": "fcfs", "chunk": "split_first",
         "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
-        "max_requests": 512, "max_tokens": 16384,
+        "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
     "deep_dive": {
         "recipe": "mixed", "queue": "fcfs", "chunk": "split_any",
@@ -57,17 +57,17 @@ PRESETS: dict[str, dict[str, str | int]] = {
     "vllm": {
         "recipe": "swapped_first", "queue": "fcfs", "chunk": "split_any",
         "headroom": "back_off(watermark(0.01))", "victim": "newest", "swap": "cheaper",
-        "max_requests": 256, "max_tokens": 8192,
+        "max_num_seqs": 256, "max_num_batched_tokens": 8192,
     },
     "vllm_v1": {
         "recipe": "mixed", "queue": "fcfs", "chunk": "split_any",
         "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
-        "max_requests": 256, "max_tokens": 8192,
+        "max_num_seqs": 256, "max_num_batched_tokens": 8192,
     },
     "minivllm": {
         "recipe": "charged_in_full", "queue": "fcfs", "chunk": "whole",
         "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
-        "max_requests": 512, "max_tokens": 16384,
+        "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
     "static": {
         "recipe": "static", "queue": "fcfs", "chunk": "split_any",

@@ -25,9 +25,9 @@ class DryRun:
     def __init__(
         self, request: Request, scheduler: Scheduler, gone: set[Request], prefill_streak: int
     ) -> None:
-        members = scheduler.lockstep.members
+        members = scheduler.decode_batch.members
         self.num_decoding = len(members) - sum(other in members for other in gone)
-        self.tokens_left = scheduler.config.max_tokens
+        self.tokens_left = scheduler.config.max_num_batched_tokens
         self.prefill_streak = prefill_streak
         self.num_granted: int | None = None  # tokens for the request; None: nothing is admitted
         self._request, self._scheduler = request, scheduler
@@ -79,9 +79,11 @@ class Shortage:
     def __init__(self, request: Request, scheduler: Scheduler) -> None:
         kv = scheduler.kv
         self._request, self._scheduler = request, scheduler
-        self._num_blocks = kv.num_taken(request, kv.survey(request)) + len(scheduler.lockstep.due)
+        self._num_blocks = kv.num_taken(request, kv.survey(request)) + len(
+            scheduler.decode_batch.due
+        )
         self._num_blocks -= kv.num_free
-        self._num_rows = 1 + len(scheduler.running) - scheduler.config.max_requests
+        self._num_rows = 1 + len(scheduler.running) - scheduler.config.max_num_seqs
         self._freed: dict[Request, int] = {}  # blocks, by the request that would give them back
 
     def is_met(self, gone: list[Request]) -> bool:
@@ -104,8 +106,12 @@ def choose_victims(head: Request, scheduler: Scheduler) -> list[Request]:
     admits nothing in this step but will after the next decodes.
     """
     outranks, victim = scheduler.config.queue.outranks, scheduler.config.victim
-    running = (*scheduler.prefilling, *scheduler.lockstep.members)
-    inferior = [r for r in running if r.history.num_bumped < MAX_PREEMPTIONS and outranks(head, r)]
+    running = (*scheduler.prefilling, *scheduler.decode_batch.members)
+    inferior = [
+        r
+        for r in running
+        if r.history.num_priority_preemptions < MAX_PREEMPTIONS and outranks(head, r)
+    ]
     if not inferior:
         return []
     shortage = Shortage(head, scheduler)
@@ -131,7 +137,7 @@ def _needed(chosen: list[Request], shortage: Shortage) -> list[Request]:
 
 def _is_turn_of_decodes(head: Request, scheduler: Scheduler) -> bool:
     """Whether the recipe admits nothing only because many steps in a row have decoded nothing."""
-    if not scheduler.prefill_streak or not scheduler.lockstep.members:
+    if not scheduler.prefill_streak or not scheduler.decode_batch.members:
         return False
     now, later = (
         DryRun(head, scheduler, set(), streak).num_granted

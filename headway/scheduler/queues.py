@@ -13,7 +13,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Any
 
-from headway.config import Checked, QueueRule, World, count, number
+from headway.config import Checked, QueueRule, SchedulerView, count, number
 from headway.request import Request
 from headway.scheduler.policy_calls import call_group, call_key, policy_failed
 
@@ -23,9 +23,9 @@ FRONT = 16  # requests whose drifting keys are looked at in every step
 class WaitingQueue:
     """Waiting, preempted and swapped requests, each in its own place."""
 
-    def __init__(self, rule: QueueRule, world: World) -> None:
+    def __init__(self, rule: QueueRule, view: SchedulerView) -> None:
         self.rule = rule
-        self._world = world
+        self._world = view
         self._groups: dict[str, list[tuple[Any, Request]]] = {}
         self._keys: dict[Request, tuple[str, Any]] = {}  # its group, and the key it is sorted by
         self._turns: dict[str, int] = {}  # whose drifting keys are looked at next
@@ -168,7 +168,7 @@ class Rule(Checked):
 class fcfs(Rule):
     """First come, first served. With patience, a blocked head lets that many others past."""
 
-    def key(self, request: Request, world: World) -> Any:
+    def key(self, request: Request, view: SchedulerView) -> Any:
         return request.arrival
 
 
@@ -177,14 +177,14 @@ class priority(Rule):
     """Lower numbers first; `aging` seconds of waiting are worth one level (0: strictly by level).
 
     With `preempts`, a blocked request may send running ones of a lower priority back, each of
-    them at most `max_bumps` times.
+    them at most `max_preemptions` times.
     """
 
     aging: float = number(60.0, 0)
     preempts: bool = False
-    max_bumps: int = count(2, 0)
+    max_preemptions: int = count(2, 0)
 
-    def key(self, request: Request, world: World) -> Any:
+    def key(self, request: Request, view: SchedulerView) -> Any:
         if self.aging:
             return request.params.priority * self.aging + request.arrival
         return request.params.priority, request.arrival
@@ -193,7 +193,7 @@ class priority(Rule):
         return (
             self.preempts
             and waiting.params.priority < running.params.priority
-            and running.history.num_bumped < self.max_bumps
+            and running.history.num_priority_preemptions < self.max_preemptions
         )
 
 
@@ -204,8 +204,8 @@ class shortest_first(Rule):
     aging: float = number(0.001, 0)
     drifts = True
 
-    def key(self, request: Request, world: World) -> Any:
-        return world.num_uncached(request) * self.aging + request.arrival
+    def key(self, request: Request, view: SchedulerView) -> Any:
+        return view.num_uncached(request) * self.aging + request.arrival
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class deadline(Rule):
 
     slack: float = number(60.0, 0)
 
-    def key(self, request: Request, world: World) -> Any:
+    def key(self, request: Request, view: SchedulerView) -> Any:
         due = request.params.deadline
         return request.arrival + self.slack if due is None else due
 
@@ -226,16 +226,16 @@ class fair(Rule):
     def group(self, request: Request) -> str:
         return f"client {request.params.client}"
 
-    def key(self, request: Request, world: World) -> Any:
+    def key(self, request: Request, view: SchedulerView) -> Any:
         return request.arrival
 
 
 @dataclass(frozen=True)
 class custom(Rule):
-    """A user's own function (request, world) -> sort key; those in front are asked every step."""
+    """A user's own function (request, view) -> sort key; those in front are asked every step."""
 
-    function: Callable[[Request, World], Any] = lambda request, world: request.arrival
+    function: Callable[[Request, SchedulerView], Any] = lambda request, view: request.arrival
     drifts = True
 
-    def key(self, request: Request, world: World) -> Any:
-        return self.function(request, world)
+    def key(self, request: Request, view: SchedulerView) -> Any:
+        return self.function(request, view)

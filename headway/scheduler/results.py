@@ -15,7 +15,7 @@ from headway.request import Request
 if TYPE_CHECKING:
     from headway.scheduler.scheduler import Scheduler
 
-MOST_COMPARED = 8  # stop tokens looked for one by one, which is faster for a few
+MAX_COMPARED = 8  # stop tokens looked for one by one, which is faster for a few
 
 
 def check_result(plan: Plan, result: StepResult) -> None:
@@ -48,10 +48,10 @@ def settle(plan: Plan, result: StepResult, scheduler: Scheduler) -> list[Request
 
 
 def _deliver(plan: Plan, column: Column, scheduler: Scheduler) -> None:
-    """One token for each decode: those in lockstep together, those who left it singly."""
-    lockstep = scheduler.lockstep
-    singly = [r for r in lockstep.strayed.union(*plan.ending) if not lockstep.awaits(r)]
-    lockstep.deliver(plan.rows, column)
+    """One token for each decode: those in decode_batch together, those who left it singly."""
+    decode_batch = scheduler.decode_batch
+    singly = [r for r in decode_batch.strayed.union(*plan.ending) if not decode_batch.awaits(r)]
+    decode_batch.deliver(plan.rows, column)
     places = {request: place for place, request in enumerate(plan.decodes)} if singly else {}
     for request in singly:
         if request not in plan.cut and request in places:
@@ -80,7 +80,7 @@ def _watch(column: Column, watched: list[int]) -> list[int]:
     if not watched or not len(column):
         return []
     tokens = np.asarray(column)
-    if len(watched) > MOST_COMPARED:
+    if len(watched) > MAX_COMPARED:
         found = np.isin(tokens, watched)
     else:
         found = reduce(or_, (tokens == token for token in watched))

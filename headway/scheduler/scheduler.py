@@ -15,11 +15,11 @@ from collections import Counter, deque
 from typing import Any
 
 from headway.config import Config
-from headway.kv.cache import KVCache, Survey
+from headway.kv.cache import AdmissionCost, KVCache
 from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
 from headway.request import Request, State
 from headway.scheduler import validate as door
-from headway.scheduler.decode_batch import Lockstep
+from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.ledger import OUTPUT_WEIGHT, Ledger
 from headway.scheduler.output_lengths import is_open_ended
 from headway.scheduler.queues import WaitingQueue
@@ -37,11 +37,11 @@ class Scheduler:
         self.config = config
         self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks)
         self.num_blocks, self.block_size = config.num_blocks, config.block_size
-        self.max_tokens = config.max_tokens
+        self.max_num_batched_tokens = config.max_num_batched_tokens
         self.blocks_of, self.num_private_blocks = self.kv.blocks_of, self.kv.num_private_blocks
         self.queue = WaitingQueue(config.queue, self)
         self.ledger = Ledger()
-        self.lockstep: Lockstep = Lockstep(config.block_size, config.max_requests)
+        self.decode_batch: DecodeBatch = DecodeBatch(config.block_size, config.max_num_seqs)
         self.requests: dict[str, Request] = {}  # everyone not finished
         self.running: dict[Request, None] = {}  # everyone with a seat, in the order of admission
         self.prefilling: dict[Request, None] = {}
@@ -53,7 +53,7 @@ class Scheduler:
         self.output_shares: deque[float] = deque(maxlen=NUM_OUTPUTS)
         self.output_lengths: deque[int] = deque(maxlen=NUM_OUTPUTS)
         self.last_plan = Plan(-1)
-        self._rows = list(range(config.max_requests))[::-1]
+        self._rows = list(range(config.max_num_seqs))[::-1]
         self.watched: Counter[int] = Counter()  # stop tokens of everyone not finished
         self._num_added = self._num_admitted = self._num_steps = 0
         self._news = Plan(-1)  # what happened since the last plan that was not empty
@@ -128,7 +128,7 @@ class Scheduler:
         self.in_flight.popleft()
         self.unsettled.clear()
         finished = [*plan.aborted, *plan.interrupted, *settle(plan, result, self)]
-        self.lockstep.strayed.clear()
+        self.decode_batch.strayed.clear()
         return StepReport(plan, result, finished)
 
     @property
@@ -163,7 +163,7 @@ class Scheduler:
                 self.abort(request.id, "error", reason)
         self.reset_cache(force=True)
         self.kv.settle_host()
-        self.lockstep = Lockstep(self.config.block_size, self.config.max_requests)
+        self.decode_batch = DecodeBatch(self.config.block_size, self.config.max_num_seqs)
 
     def reset_cache(self, *, force: bool = False) -> bool:
         """Forget all cached prefixes. Refuses while blocks are held; `force` recomputes them."""
@@ -175,7 +175,7 @@ class Scheduler:
         self.kv.pool.forget_all()
         return True
 
-    # What policies may look at (config.World).
+    # What policies may look at (config.SchedulerView).
 
     @property
     def is_idle(self) -> bool:
@@ -210,7 +210,7 @@ class Scheduler:
 
     # Seats: how requests come, go and are sent back.
 
-    def seat(self, request: Request, survey: Survey) -> None:
+    def seat(self, request: Request, survey: AdmissionCost) -> None:
         """Out of the queue, into a seat, with blocks for all its known tokens."""
         self.queue.remove(request)
         self.swapped.pop(request, None)
@@ -230,7 +230,9 @@ class Scheduler:
         num_swapped = survey.num_computed - num_hit
         self.last_plan.admitted.append(Admission(request, num_hit, num_swapped, is_resume))
 
-    def preempt(self, request: Request, *, may_swap: bool = True, is_bump: bool = False) -> None:
+    def preempt(
+        self, request: Request, *, may_swap: bool = True, is_priority: bool = False
+    ) -> None:
         """Send a running request back to its place in the queue; its tokens stay its own."""
         num_computed = request.num_computed
         wants_swap = may_swap and self.config.swap(request, self)
@@ -246,18 +248,18 @@ class Scheduler:
             self.swapped[request] = None
         request.base = 0
         request.history.num_preemptions += 1
-        request.history.num_bumped += is_bump
-        self.pressure += not is_bump
+        request.history.num_priority_preemptions += is_priority
+        self.pressure += not is_priority
         self.unsettled.add(request)
         is_swap = copies is not None
-        self._news.preempted.append(Preemption(request, is_swap, num_computed, is_bump))
+        self._news.preempted.append(Preemption(request, is_swap, num_computed, is_priority))
 
     def _unseat(self, request: Request) -> None:
         """Out of the seat; the caller gives back its blocks."""
         self.ledger.charge(self.queue.group_of(request), _served(request))
         request.history.furthest = max(request.history.furthest, request.num_computed)
-        if request in self.lockstep.members:
-            self.lockstep.leave(request)
+        if request in self.decode_batch.members:
+            self.decode_batch.leave(request)
         self.prefilling.pop(request, None)
         del self.running[request]
         self._service = None
@@ -300,7 +302,7 @@ class Scheduler:
         """The known tokens are planned to their end: the next plan may decode."""
         request.move(State.DECODING)
         if request.num_computed + 1 < request.limit:
-            self.lockstep.join(request)
+            self.decode_batch.join(request)
         else:  # the token this plan samples is its last
             if not plan.ending:
                 plan.ending.append([])

@@ -31,7 +31,7 @@ class Step:
 
     def __init__(self, scheduler: Scheduler, plan: Plan) -> None:
         self.plan = plan
-        self.tokens_left = scheduler.config.max_tokens
+        self.tokens_left = scheduler.config.max_num_batched_tokens
         self._scheduler = scheduler
         self._ran_short = False  # somebody had to be preempted
         self._closed: Reason | None = None  # why nobody can be admitted any more
@@ -44,7 +44,7 @@ class Step:
 
     @property
     def num_decoding(self) -> int:
-        return len(self._scheduler.lockstep.members)
+        return len(self._scheduler.decode_batch.members)
 
     @property
     def prefill_streak(self) -> int:
@@ -56,35 +56,35 @@ class Step:
         if self._must_wait(head):
             return
         for request in choose_victims(head, self._scheduler):
-            self._scheduler.preempt(request, is_bump=True)
+            self._scheduler.preempt(request, is_priority=True)
             self._entitled = head
 
     def decode(self, at_most: int | None = None) -> None:
         """Advance everyone past the prompt, making room first."""
-        plan, lockstep = self.plan, self._scheduler.lockstep
-        if plan.decodes or not lockstep.members:
+        plan, decode_batch = self.plan, self._scheduler.decode_batch
+        if plan.decodes or not decode_batch.members:
             return
         if plan.chunks:  # the budget is for all of them together
             at_most = self.tokens_left if at_most is None else min(at_most, self.tokens_left)
         plan.deferred = []
-        if at_most is not None and at_most < len(lockstep.members):
-            plan.deferred = sorted(lockstep.members, key=lambda r: r.history.admission)
+        if at_most is not None and at_most < len(decode_batch.members):
+            plan.deferred = sorted(decode_batch.members, key=lambda r: r.history.admission)
             plan.deferred = plan.deferred[max(0, at_most) :]
             for request in plan.deferred:
-                lockstep.leave(request)
-        while len(lockstep.due) > self._scheduler.kv.num_free:
+                decode_batch.leave(request)
+        while len(decode_batch.due) > self._scheduler.kv.num_free:
             self._ran_short = True
             self._scheduler.preempt(self._choose_victim())
-        if lockstep.members:
-            plan.decodes, plan.rows = lockstep.lend()
-            plan.decode_context = lockstep.context
+        if decode_batch.members:
+            plan.decodes, plan.rows = decode_batch.lend()
+            plan.decode_context = decode_batch.context
             self.tokens_left -= len(plan.decodes)
             self._advance()
-            if self._scheduler.config.decode_steps > 1:
+            if self._scheduler.config.num_scheduler_steps > 1:
                 self._advance_further()
         for request in plan.deferred:
             if request in self._scheduler.running:
-                lockstep.join(request)
+                decode_batch.join(request)
 
     def prefill(self) -> None:
         """Continue prompts that an earlier step cut, behind newcomers who may pass them."""
@@ -133,7 +133,7 @@ class Step:
                 self._closed = self._reason_to_close()
             else:
                 plan.blocked.append(blocked)
-                if blocked.reason == "order":  # it waits for its leader, not for room
+                if blocked.reason == "order":  # it waits for its parent, not for room
                     continue
                 passed.append(request)
             if self._closed or (blocked and blocked.reason == "tokens") or len(passed) > patience:
@@ -145,7 +145,7 @@ class Step:
         """Bring back who was swapped out, leaving the decodes what they will need."""
         if not self._scheduler.swapped or self._entitled:  # whoever way was made for comes first
             return
-        self._kept_blocks = len(self._scheduler.lockstep.due)
+        self._kept_blocks = len(self._scheduler.decode_batch.due)
         kept_tokens = min(self.num_decoding, self.tokens_left)
         self.tokens_left -= kept_tokens
         self._admit(sorted(self._scheduler.swapped, key=self._scheduler.place))
@@ -163,7 +163,7 @@ class Step:
         """Why nobody at all can be admitted any more in this step."""
         if self._ran_short:
             return "back-off"  # newcomers would only fight those just sent back for room
-        if len(self._scheduler.running) >= self._scheduler.config.max_requests:
+        if len(self._scheduler.running) >= self._scheduler.config.max_num_seqs:
             return "seats"
         return "tokens" if self.tokens_left <= 0 else None
 
@@ -174,34 +174,34 @@ class Step:
         if self.plan.is_empty and scheduler.prefilling:
             request = next(iter(scheduler.prefilling))
             want = request.prefill_end - request.num_computed
-            self._compute(request, min(want, scheduler.config.max_tokens))
+            self._compute(request, min(want, scheduler.config.max_num_batched_tokens))
         if self.plan.is_empty:
             request = next(scheduler.queue.walk())
             scheduler.seat(request, scheduler.kv.survey(request))
             want = request.prefill_end - request.num_computed
-            self._compute(request, min(want, scheduler.config.max_tokens))
+            self._compute(request, min(want, scheduler.config.max_num_batched_tokens))
             self.plan.blocked = [b for b in self.plan.blocked if b.request is not request]
 
     def _advance(self) -> None:
         """One token for everybody who decodes; blocks for those who cross into a new one."""
-        lockstep = self._scheduler.lockstep
-        due = lockstep.due
+        decode_batch = self._scheduler.decode_batch
+        due = decode_batch.due
         if due:
             blocks = self._scheduler.kv.pool.take(len(due))
             for put, block in zip(due.values(), blocks, strict=True):
                 put(block)
             self.plan.grown += zip(due, blocks, strict=True)
-        self.plan.ending.append(lockstep.advance())
+        self.plan.ending.append(decode_batch.advance())
 
     def _advance_further(self) -> None:
         """More steps in one plan, as long as nobody waits and nobody must be preempted for it."""
-        scheduler, plan, lockstep = self._scheduler, self.plan, self._scheduler.lockstep
+        scheduler, plan, decode_batch = self._scheduler, self.plan, self._scheduler.decode_batch
         if scheduler.queue or scheduler.prefilling or plan.chunks or plan.deferred:
             return
         while (
-            plan.num_steps < scheduler.config.decode_steps
-            and lockstep.members
-            and len(lockstep.due) <= scheduler.kv.num_free
+            plan.num_steps < scheduler.config.num_scheduler_steps
+            and decode_batch.members
+            and len(decode_batch.due) <= scheduler.kv.num_free
         ):
             self._advance()
             plan.num_steps += 1
@@ -209,7 +209,7 @@ class Step:
     def _choose_victim(self) -> Request:
         """Who goes first, of those this plan has given nothing to."""
         scheduler, given = self._scheduler, {chunk.request for chunk in self.plan.chunks}
-        running = (*scheduler.prefilling, *scheduler.lockstep.members, *self.plan.deferred)
+        running = (*scheduler.prefilling, *scheduler.decode_batch.members, *self.plan.deferred)
         candidates = [r for r in running if r not in given and r in scheduler.running]
         return max(candidates, key=lambda r: scheduler.config.victim(r, scheduler))
 
@@ -235,9 +235,9 @@ class Step:
             del scheduler.prefilling[request]
 
     def _must_wait(self, request: Request) -> Blocked | None:
-        """For its leader, who computes the prompt for both, or for a token still in flight."""
-        leader = request.leader
-        if leader is not None and not leader.num_generated and leader.state in UNCOMPUTED:
+        """For its parent, who computes the prompt for both, or for a token still in flight."""
+        parent = request.parent
+        if parent is not None and not parent.num_generated and parent.state in UNCOMPUTED:
             return Blocked(request, "order", 1, 0)
         if request in self._scheduler.unsettled:
             return Blocked(request, "back-off", 1, 0)

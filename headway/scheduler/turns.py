@@ -31,8 +31,8 @@ def had_by(begun: Request, scheduler: Scheduler) -> float:
 
 def leaves_seats(request: Request, scheduler: Scheduler) -> Blocked | None:
     """Why it must wait although there are seats: they are kept for groups that have few."""
-    free = scheduler.config.max_requests - len(scheduler.running)
-    kept = scheduler.config.max_requests // KEPT_SHARE
+    free = scheduler.config.max_num_seqs - len(scheduler.running)
+    kept = scheduler.config.max_num_seqs // KEPT_SHARE
     if free > kept or len(scheduler.ledger.served) < 2:  # nobody else is known
         return None
     group = scheduler.queue.group_of

@@ -36,18 +36,20 @@ def check(request: Request, config: Config, in_use: Container[str]) -> int:
     _check_params(request, name)
     if params.pooling is not None:
         _check_pooling(request, name)
-    if request.num_prompt >= config.max_length:
+    if request.num_prompt >= config.max_model_len:
         raise RequestTooLong(
             f"{name} has {request.num_prompt} prompt tokens and needs room for one more; "
-            f"the model's length is {config.max_length}",
+            f"the model's length is {config.max_model_len}",
             need=request.num_prompt + 1,
-            limit=config.max_length,
+            limit=config.max_model_len,
         )
-    length = min(config.max_length, request.num_prompt + (params.max_tokens or config.max_length))
+    length = min(
+        config.max_model_len, request.num_prompt + (params.max_tokens or config.max_model_len)
+    )
     if params.max_tokens is None:  # as far as it can run
         length = min(length, config.num_blocks * config.block_size + 1)
-        if call_chunk(config.chunk, length, config.max_tokens, True) < 1:
-            length = min(length, config.max_tokens + 1)
+        if call_chunk(config.chunk, length, config.max_num_batched_tokens, True) < 1:
+            length = min(length, config.max_num_batched_tokens + 1)
         length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
     num_blocks = -(-num_stored // config.block_size)
@@ -59,12 +61,12 @@ def check(request: Request, config: Config, in_use: Container[str]) -> int:
             limit=config.num_blocks,
         )
     # A preempted request is computed again at any length up to the full one, so ask for that.
-    if call_chunk(config.chunk, num_stored, config.max_tokens, True) < 1:
+    if call_chunk(config.chunk, num_stored, config.max_num_batched_tokens, True) < 1:
         raise RequestTooLong(
             f"{name} may grow to {length} tokens and the chunk rule does not cut prompts; "
-            f"a step computes at most {config.max_tokens}",
+            f"a step computes at most {config.max_num_batched_tokens}",
             need=num_stored,
-            limit=config.max_tokens,
+            limit=config.max_num_batched_tokens,
         )
     return length
 

@@ -191,7 +191,7 @@ def _tokenizing(context: Context) -> APIRouter:
 def _naming(context: Context) -> APIRouter:
     router = APIRouter(responses=_errors(401))
     card = ModelCard(
-        id=context.model_name, created=context.created, max_model_len=context.max_length
+        id=context.model_name, created=context.created, max_model_len=context.max_model_len
     )
 
     @router.get("/v1/models")

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.server.settings import Settings
 
 Health = Callable[[AsyncEngine], Awaitable[str | None]]  # what is wrong; None: nothing
@@ -23,9 +23,9 @@ class Context:
     """One model behind one server."""
 
     engine: AsyncEngine
-    asking: Asking
+    asking: InputProcessor
     model_name: str
-    max_length: int  # tokens of a prompt and its answer together
+    max_model_len: int  # tokens of a prompt and its answer together
     settings: Settings = field(default_factory=Settings)
     health: Health = is_there
     tool_call_parser: str = "auto"

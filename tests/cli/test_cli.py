@@ -20,7 +20,16 @@ from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
 
 WORK = "requests=12,arrivals=poisson(100),prompt=uniform(5,60),output=uniform(2,30),max_tokens=30"
 PROFILE = "qwen3-0.6b-h200"
-SMALL = ["--num-blocks", "40", "--block-size", "4", "--max-requests", "6", "--max-tokens", "64"]
+SMALL = [
+    "--num-blocks",
+    "40",
+    "--block-size",
+    "4",
+    "--max-num-seqs",
+    "6",
+    "--max-num-batched-tokens",
+    "64",
+]
 
 
 class Done(NamedTuple):
@@ -155,14 +164,18 @@ def test_every_slot_and_number_can_be_set() -> None:
     done = headway(
         "simulate", WORK, "--profile", PROFILE, "--json", *SMALL, "--preset", "vllm", "--recipe",
         "mixed", "--queue", "fair(3)", "--chunk", "at_most(32)", "--headroom", "watermark(0.05)",
-        "--victim", "least_work", "--swap", "swap", "--decode-steps", "2", "--num-host-blocks",
-        "9", "--max-length", "500", "--depth", "1", "--limit", "5",
+        "--victim", "least_work", "--swap", "swap", "--num-scheduler-steps", "2", "--num-host-blocks",
+        "9", "--max-model-len", "500", "--async-scheduling", "--limit", "5",
     )  # fmt: skip
     report = json.loads(done.out)
     config = report["config"]
     assert config["recipe"] == "mixed" and config["queue"] == "fair(patience=3)"
     assert config["chunk"] == "at_most(tokens=32)" and config["victim"] == "least_work"
-    assert (config["num_blocks"], config["max_length"], config["decode_steps"]) == (40, 500, 2)
+    assert (config["num_blocks"], config["max_model_len"], config["num_scheduler_steps"]) == (
+        40,
+        500,
+        2,
+    )
     assert report["requests"] == 5
 
 
@@ -195,7 +208,7 @@ def test_requests_that_cannot_run_are_told_with_their_reasons() -> None:
 def test_compare_shows_presets_and_variants_side_by_side() -> None:
     arguments = [
         "compare", WORK, "--profile", PROFILE, *SMALL, "--presets", "vllm_v1, static",
-        "--variant", "mine: vllm_v1; headroom=watermark(0.1); max_requests=3",
+        "--variant", "mine: vllm_v1; headroom=watermark(0.1); max_num_seqs=3",
         "--variant", "other: headway",
     ]  # fmt: skip
     done = headway(*arguments)
@@ -302,10 +315,10 @@ BAD_TRACES = {
     "not json": "hello\n",
     "no header": '{"step":0}\n',
     "old": '{"headway_trace":0}\n',
-    "cut off": '{"headway_trace":1,"config":{},"depth":0}\n{"step":\n',
+    "cut off": '{"headway_trace":1,"config":{},"async_scheduling":0}\n{"step":\n',
     "empty": "",
     "no config": '{"headway_trace":1}\n',
-    "no fields": '{"headway_trace":1,"config":{"max_requests":1,"max_tokens":1},"depth":0}\n'
+    "no fields": '{"headway_trace":1,"config":{"max_num_seqs":1,"max_tokens":1},"async_scheduling":0}\n'
     '{"step":0}\n',
 }
 
@@ -358,7 +371,7 @@ def test_a_comparison_of_nothing_is_told() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--max-tokens", "3"), ("--num-blocks", "0"), ("--depth", "2"), ("--depth", "-1"),
+        ("--max-num-batched-tokens", "3"), ("--num-blocks", "0"),
         ("--limit", "0"), ("--limit", "-3"), ("--speed", "0"), ("--speed", "nan"),
     ],
 )  # fmt: skip
@@ -386,6 +399,6 @@ def test_square_brackets_in_a_users_text_are_shown_as_they_are() -> None:
 
 def test_what_is_no_option_is_told_without_a_traceback() -> None:
     refused("simulate", WORK, "--colour", "red")
-    refused("simulate", WORK, "--max-tokens", "many")
+    refused("simulate", WORK, "--max-num-batched-tokens", "many")
     refused("nonsense")
     refused("trace")

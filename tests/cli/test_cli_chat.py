@@ -56,7 +56,7 @@ def test_the_bundled_model_talks_through_a_pipe(smollm2: Path) -> None:
     with typed("What is the capital of France?\n/stats\n\n/exit\nnever read\n"):
         done = headway(
             "chat", "--model", smollm2, "--threads", "1", "--temperature", "0",
-            "--max-new-tokens", "12",
+            "--max-tokens", "12",
         )  # fmt: skip
     assert done.code == 0 and "Paris" in done.out.splitlines()[0], done
     assert "last answer" in done.out and "tokens" in done.out and ">" not in done.out
@@ -253,7 +253,7 @@ class Terminal:
 def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_leaves(tmp_path: Path) -> None:
     config = save_tiny(tmp_path) / "config.json"
     config.write_text(json.dumps({**SHAPE, "max_position_embeddings": 50_000}))
-    arguments = (*options_of(tmp_path), "--max-new-tokens", "40000", "--top-k", "1")
+    arguments = (*options_of(tmp_path), "--max-tokens", "40000", "--top-k", "1")
     with Terminal("chat", *arguments) as terminal:
         terminal.wait_for("Ctrl-D leaves")
         terminal.wait_for("> ")
@@ -274,5 +274,5 @@ def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_leaves(tmp_path: Path) -> None:
 
 def test_a_pipe_that_ends_ends_the_chat(folder: Path) -> None:
     with typed("hello\nagain"):
-        done = headway("chat", *options_of(folder), "--max-new-tokens", "3")
+        done = headway("chat", *options_of(folder), "--max-tokens", "3")
     assert done.code == 0 and not done.err and done.out.count("(cut off after 3 tokens)\n") == 2

@@ -86,7 +86,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 def test_the_bundled_model_knows_the_capital_of_france(smollm2: Path) -> None:
     done = headway(
         "generate", "The capital of France is", "2 + 2 =", "--model", smollm2, "--threads", "1",
-        "--max-new-tokens", "3",
+        "--max-tokens", "3",
     )  # fmt: skip
     assert done.code == 0 and "The capital of France is Paris" in done.out
     assert done.out.index("France") < done.out.index("2 + 2 =")
@@ -95,7 +95,7 @@ def test_the_bundled_model_knows_the_capital_of_france(smollm2: Path) -> None:
 
 def test_a_line_says_what_the_api_would(tiny: list[str]) -> None:
     asked = ["hello", "how are you", "x"]
-    done = headway("generate", *asked, *tiny, "--json", "--max-new-tokens", "5", "--logprobs", "1")
+    done = headway("generate", *asked, *tiny, "--json", "--max-tokens", "5", "--logprobs", "1")
     rows = rows_of(done.out)
     assert done.code == 0 and not done.err and len(rows) == 3
     with LLM(tiny[1], load_format="dummy", threads=1) as llm:
@@ -112,7 +112,7 @@ def test_a_line_says_what_the_api_would(tiny: list[str]) -> None:
 
 
 def test_samples_stops_and_seeds_are_passed_on(tiny: list[str]) -> None:
-    more = ["--temperature", "1", "--seed", "7", "-n", "3", "--max-new-tokens", "6", "--json"]
+    more = ["--temperature", "1", "--seed", "7", "-n", "3", "--max-tokens", "6", "--json"]
     first, again = (rows_of(headway("generate", "a", *tiny, *more).out)[0] for _ in range(2))
     assert first["samples"] == again["samples"] and len(first["samples"]) == 3
     assert len({tuple(sample["token_ids"]) for sample in first["samples"]}) == 3
@@ -126,13 +126,13 @@ def test_samples_stops_and_seeds_are_passed_on(tiny: list[str]) -> None:
 def test_scheduler_settings_are_passed_on(tiny: list[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     done = headway(
-        "generate", "abc", *tiny, "--max-new-tokens", "2", "--trace-out", trace, "--preset", "vllm",
-        "--queue", "fcfs", "--max-requests", "3", "--num-blocks", "50", "--depth", "1",
+        "generate", "abc", *tiny, "--max-tokens", "2", "--trace-out", trace, "--preset", "vllm",
+        "--queue", "fcfs", "--max-num-seqs", "3", "--num-blocks", "50", "--async-scheduling",
     )  # fmt: skip
     header = json.loads(trace.read_text().splitlines()[0])
     config = header["config"]
-    assert done.code == 0 and header["depth"] == 1
-    assert (config["max_requests"], config["num_blocks"]) == (3, 50)
+    assert done.code == 0 and header["async_scheduling"] == 1
+    assert (config["max_num_seqs"], config["num_blocks"]) == (3, 50)
     assert config["queue"].startswith("fcfs")
     assert headway("trace", trace).code == 0
 
@@ -146,9 +146,7 @@ def test_lines_have_params_of_their_own(tiny: list[str], tmp_path: Path) -> None
         {"prompt": "biased", "logit_bias": {"65": 100}, "max_tokens": 3},
     ]
     file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
-    done = headway(
-        "generate", "first", "--file", file, "--out", out, *tiny, "--max-new-tokens", "4"
-    )
+    done = headway("generate", "first", "--file", file, "--out", out, *tiny, "--max-tokens", "4")
     assert done.code == 0 and not done.out
     order = [json.loads(line)["index"] for line in out.read_text().splitlines()]
     rows = rows_of(out.read_text())
@@ -164,7 +162,7 @@ def test_lines_have_params_of_their_own(tiny: list[str], tmp_path: Path) -> None
 )
 def test_prompts_come_from_stdin_as_text_or_json(tiny: list[str], text: str) -> None:
     with typed(text):
-        done = headway("generate", "--file", "-", *tiny, "--json", "--max-new-tokens", "1")
+        done = headway("generate", "--file", "-", *tiny, "--json", "--max-tokens", "1")
     assert [row["prompt"] for row in rows_of(done.out)] == ["one", "two"]
 
 
@@ -208,7 +206,7 @@ def test_a_bad_line_is_named_and_the_others_go_on(tiny: list[str], tmp_path: Pat
         '{"prompt": "fine too", "id": "last"}',
     ]  # fmt: skip
     file.write_text("\n".join(lines))
-    done = headway("generate", "--file", file, *tiny, "--json", "--max-new-tokens", "2")
+    done = headway("generate", "--file", file, *tiny, "--json", "--max-tokens", "2")
     rows = rows_of(done.out)
     assert done.code == 1 and len(rows) == len(lines)
     assert [row["index"] for row in rows if row["error"] is None] == [0, 12]
@@ -228,7 +226,7 @@ def test_a_bad_line_is_named_and_the_others_go_on(tiny: list[str], tmp_path: Pat
 def test_people_see_errors_too(tiny: list[str], tmp_path: Path) -> None:
     file = tmp_path / "in.txt"
     file.write_text("a\n" + "b" * 600 + "\nc\n")
-    done = headway("generate", "--file", file, *tiny, "--max-new-tokens", "1")
+    done = headway("generate", "--file", file, *tiny, "--max-tokens", "1")
     assert done.code == 1 and f"error: {file}:2: " in done.err and "512" in done.err
     assert "2 prompts, 2 tokens" in done.err and "bbb" not in done.out
 
@@ -246,7 +244,7 @@ def test_without_a_good_line_no_model_is_loaded(tmp_path: Path) -> None:
         ((), "nothing to do"),
         (("--file", "nowhere.txt"), "nowhere.txt: No such file"),
         (("a", "--temperature", "-1"), "temperature must be"),
-        (("a", "--max-new-tokens", "0"), "max_tokens must be"),
+        (("a", "--max-tokens", "0"), "max_tokens must be"),
         (("a", "-n", "0"), "n must be"),
         (("a", "--out", "no/such/folder.jsonl"), "no/such/folder.jsonl: cannot be written"),
         (("a", "--trace-out", "no/such/folder.jsonl"), "no/such/folder.jsonl: cannot be written"),
@@ -263,9 +261,9 @@ def test_a_mistake_is_told_before_a_model_is_loaded(
     ("arguments", "problem"),
     [
         (("--preset", "vlm"), "did you mean vllm?"), (("--queue", "fcsf"), "did you mean fcfs?"),
-        (("--precision", "int3"), "int3"), (("--load-format", "zip"), "zip"),
+        (("--dtype", "int3"), "int3"), (("--quantization", "int3"), "int3"), (("--load-format", "zip"), "zip"),
         (("--kv-memory", "lots"), "lots"), (("--threads", "0"), "threads"),
-        (("--num-blocks", "0"), "num_blocks"), (("--depth", "2"), "depth"),
+        (("--num-blocks", "0"), "num_blocks"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_told(

@@ -106,7 +106,7 @@ def test_what_a_model_asks_of_a_machine_follows_from_its_shapes(
     assert facts.attention_flops == 4 * 3 * 4 * 16
     assert facts.kv_bytes == 2 * 3 * 2 * 16 * 4
     assert facts.weight_bytes == pytest.approx(4 * (3 * layer + 64 * 512), rel=0.01)
-    assert facts.max_length == 512
+    assert facts.max_model_len == 512
 
 
 def test_timing_copies_leaves_the_blocks_as_they_are(tmp_path: Path) -> None:
@@ -134,13 +134,15 @@ def test_a_copy_is_timed_until_the_host_has_it(tmp_path: Path) -> None:
 
 def test_with_overlap_the_time_between_steps_is_seen_in_a_run_without(tmp_path: Path) -> None:
     path = write(tmp_path / "model")
-    with LLM(str(path), load_format="dummy", kv_memory="4MiB", threads=1, depth=1) as llm:
+    with LLM(
+        str(path), load_format="dummy", kv_memory="4MiB", threads=1, async_scheduling=1
+    ) as llm:
         logs = run(llm, calibration(512, QUICK_ON_CPU))
-        assert llm.engine.depth == 1
+        assert llm.engine.async_scheduling == 1
         assert any(line.get("in_flight") for line in logs.fitted)
         assert any(line.get("in_flight") for line in logs.held_out)
         assert logs.apart and not any(line.get("in_flight") for line in logs.apart)
         profile, found = learned(llm, "mine", logs, copy(llm))
     assert profile.machine.host_seconds == pytest.approx(np.median(observations(logs.apart).gaps))
-    again = errors(logs.held_out, llm.config, profile, depth=1)
-    assert found == again != errors(logs.held_out, llm.config, profile, depth=0)
+    again = errors(logs.held_out, llm.config, profile, async_scheduling=1)
+    assert found == again != errors(logs.held_out, llm.config, profile, async_scheduling=0)

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def tiny(folder: Path) -> list[str]:
-    return [*options_of(folder), *ROOM, "--max-new-tokens", "20"]
+    return [*options_of(folder), *ROOM, "--max-tokens", "20"]
 
 
 def test_a_run_tells_everything_in_one_object(tiny: list[str], tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_a_run_tells_everything_in_one_object(tiny: list[str], tmp_path: Path) -
     check_summary(run["summary"])
     assert run["summary"]["completed"] == len(NAMES) and run["summary"]["cache_hit_ratio"] > 0
     header, *steps = read_trace(trace)
-    assert header["config"] == run["config"] and run["config"]["max_requests"] == 6
+    assert header["config"] == run["config"] and run["config"]["max_num_seqs"] == 6
     assert len([step for step in steps if step["step"] >= 0]) == run["summary"]["steps"]
     assert headway("trace", trace, "--replay").code == 0
 
@@ -70,20 +70,20 @@ def test_the_same_texts_come_again(tiny: list[str]) -> None:
         run = json.loads(headway("run", *tiny, "--json", *more).out)
         return [row["samples"] for row in run["results"]]
 
-    assert texts() == texts() == texts("--preset", "static", "--max-requests", "2")
+    assert texts() == texts() == texts("--preset", "static", "--max-num-seqs", "2")
 
 
 def test_a_model_without_a_template_or_without_words(tmp_path: Path, folder: Path) -> None:
     bare = save_tiny(tmp_path, template=None)
     (bare / "config.json").write_text((folder / "config.json").read_text())
-    assert headway("run", *options_of(bare), *ROOM, "--max-new-tokens", "2").code == 0
+    assert headway("run", *options_of(bare), *ROOM, "--max-tokens", "2").code == 0
     for file in bare.glob("tokenizer*"):
         file.unlink()
     assert "tokenizer" in sentence("run", *options_of(bare), *ROOM)
 
 
 def test_what_does_not_fit_is_told(folder: Path) -> None:
-    done = headway("run", *options_of(folder), "--num-blocks", "3", "--max-new-tokens", "2")
+    done = headway("run", *options_of(folder), "--num-blocks", "3", "--max-tokens", "2")
     assert done.code == 2 and "the cache has 3" in done.err and "Traceback" not in done.err
 
 
@@ -110,7 +110,7 @@ def plain(text: str) -> str:
 
 @pytest.mark.parametrize("width", [60, 80, 100])
 def test_the_view_shows_the_run_within_the_screen(folder: Path, width: int) -> None:
-    llm = LLM(str(folder), load_format="dummy", threads=1, num_blocks=20, max_requests=2)
+    llm = LLM(str(folder), load_format="dummy", threads=1, num_blocks=20, max_num_seqs=2)
     before = live.SECONDS_BETWEEN
     try:
         live.SECONDS_BETWEEN = 0.0  # draw every step

@@ -21,7 +21,7 @@ def url() -> Iterator[str]:
     command = [python, "-m", "headway", "serve", NAME, "--port", "0", "--num-blocks", "512"]
     process = subprocess.Popen(
         [
-            *command, "--precision", "quantized", "--tool-call-parser", "hermes",
+            *command, "--quantization", "int8", "--tool-call-parser", "hermes",
             "--disable-additional-properties",  # litellm drops `strict` and `additionalProperties`
         ],
         stderr=subprocess.PIPE, text=True, cwd=ROOT,

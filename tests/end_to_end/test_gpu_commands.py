@@ -46,7 +46,7 @@ def tiny(folder: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def bundled() -> list[str]:
     given = os.environ.get("HEADWAY_TEST_MODEL") or resolve("smollm2-135m")
-    return ["--model", str(given), "--device", DEVICE, "--precision", "float32"]
+    return ["--model", str(given), "--device", DEVICE, "--dtype", "float32"]
 
 
 def test_the_gpus_are_listed_by_name() -> None:
@@ -55,7 +55,7 @@ def test_the_gpus_are_listed_by_name() -> None:
 
 
 def test_the_bundled_model_knows_the_capital_of_france(bundled: list[str]) -> None:
-    done = headway("generate", "The capital of France is", *bundled, "--max-new-tokens", "3")
+    done = headway("generate", "The capital of France is", *bundled, "--max-tokens", "3")
     assert done.code == 0 and "The capital of France is Paris" in done.out
 
 

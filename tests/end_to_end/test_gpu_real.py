@@ -59,7 +59,7 @@ class GpuTrial(Trial):
     """A decoder on a GPU under one configuration, and a record of all that it did."""
 
     def __init__(
-        self, model: Decoder, preset: str = "headway", *, depth: int = 1, **settings: Any
+        self, model: Decoder, preset: str = "headway", *, async_scheduling: int = 1, **settings: Any
     ) -> None:
         from headway.executor.gpu.executor import DeviceExecutor  # needs triton
 
@@ -67,8 +67,10 @@ class GpuTrial(Trial):
         self.config = fit(model.config, itemsize, preset, "400MiB", settings)
         executor = DeviceExecutor(model, self.config)
         self.seen, self._record = Seen(), io.StringIO()
-        observers = [self.seen, TraceWriter(self._record, self.config, depth)]
-        self.engine = Engine(Scheduler(self.config), executor, depth=depth, observers=observers)
+        observers = [self.seen, TraceWriter(self._record, self.config, async_scheduling)]
+        self.engine = Engine(
+            Scheduler(self.config), executor, async_scheduling=async_scheduling, observers=observers
+        )
         executor.now = self.engine.clock.now
 
     def check_empty(self) -> None:
@@ -102,16 +104,16 @@ def few() -> dict[str, list[int]]:
 
 
 def test_each_prompt_alone_is_continued_as_transformers_does(decoder: Decoder) -> None:
-    trial = GpuTrial(decoder, max_requests=1)
+    trial = GpuTrial(decoder, max_num_seqs=1)
     check(trial.ask_one(real.prompts()))
     assert trial.seen.most_decodes == 1
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("async_scheduling", [0, 1])
 def test_all_prompts_together_are_continued_as_transformers_does(
-    decoder: Decoder, depth: int
+    decoder: Decoder, async_scheduling: int
 ) -> None:
-    trial = GpuTrial(decoder, depth=depth)
+    trial = GpuTrial(decoder, async_scheduling=async_scheduling)
     check(trial.ask_one(real.prompts()))
     assert trial.seen.most_decodes > 12
 
@@ -151,16 +153,16 @@ CASES = {
         {**CRAMPED, "swap": "swap", "num_host_blocks": 400},
         lambda seen: seen.num_swapped >= 8 and min(seen.num_copied) >= 100,
     ),
-    "four steps a plan": Case({"decode_steps": 4}, lambda seen: seen.num_steps < 12),
+    "four steps a plan": Case({"num_scheduler_steps": 4}, lambda seen: seen.num_steps < 12),
     "three samples": Case({}, lambda seen: seen.most_decodes > 16, params={"n": 3}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("name", CASES)
-def test_no_setting_changes_a_token(decoder: Decoder, name: str, depth: int) -> None:
+def test_no_setting_changes_a_token(decoder: Decoder, name: str, async_scheduling: int) -> None:
     case = CASES[name]
-    trial = GpuTrial(decoder, depth=depth, **case.settings)
+    trial = GpuTrial(decoder, async_scheduling=async_scheduling, **case.settings)
     for _ in range(case.num_times):
         outputs = trial.ask(few(), NUM_FEW, **case.params)
         for number in range(case.params.get("n", 1)):
@@ -206,9 +208,9 @@ def test_an_installed_library_chooses_tokens_that_are_as_good(name: str) -> None
 
 def test_the_offline_api_says_the_same_and_its_record_replays(tmp_path: Path) -> None:
     path = tmp_path / "run.trace.jsonl"
-    cramped = {**CRAMPED, "swap": "swap", "num_host_blocks": 400, "max_requests": len(FEW)}
+    cramped = {**CRAMPED, "swap": "swap", "num_host_blocks": 400, "max_num_seqs": len(FEW)}
     params = SamplingParams(temperature=0, max_tokens=NUM_FEW, ignore_eos=True)
-    with LLM(MODEL, device="cuda", precision="float32", trace_out=path, **cramped) as llm:
+    with LLM(MODEL, device="cuda", dtype="float32", trace_out=path, **cramped) as llm:
         said = [real.PROMPTS[name] for name in FEW]
         asked = [each if isinstance(each, str) else llm.chat_tokens(each) for each in said]
         results = llm.generate(asked, params)
@@ -217,5 +219,5 @@ def test_the_offline_api_says_the_same_and_its_record_replays(tmp_path: Path) ->
     for name, result in zip(FEW, results, strict=True):
         assert result.text == real.tokenizer().decode(real.reference()[name][:NUM_FEW])
     lines = list(read_trace(path))
-    assert lines[0]["depth"] == 1 and check_replay(lines) == len(lines) - 1 > NUM_FEW
+    assert lines[0]["async_scheduling"] == 1 and check_replay(lines) == len(lines) - 1 > NUM_FEW
     assert any(kind == "swap" for line in lines for _, kind, *_ in line.get("preempted", ()))

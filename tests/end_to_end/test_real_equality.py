@@ -94,7 +94,9 @@ def test_the_states_after_every_layer_are_those_of_transformers(backend: str) ->
 @torch.inference_mode()
 def test_embeddings_are_the_pooled_states_of_transformers() -> None:
     names = ("one token", "german", "long chat")
-    with LLM(num_blocks=60, max_requests=8, max_tokens=48) as llm:  # two chunks of the longest
+    with LLM(
+        num_blocks=60, max_num_seqs=8, max_num_batched_tokens=48
+    ) as llm:  # two chunks of the longest
         prompts = [real.prompts()[name] for name in names]
         found = {p: llm.embed(prompts, pooling=p) for p in get_args(Pooling)}
     for number, prompt in enumerate(prompts):
@@ -142,7 +144,7 @@ def test_each_prompt_alone_is_continued_as_transformers_does(part: int) -> None:
         found[name] = logits[len(prompt) - 1 :].argmax(-1).tolist()
         assert len(found[name]) == NUM_TOKENS
     assert not unlike_reference(found)
-    trial = Trial(real.decoder(), max_requests=1)
+    trial = Trial(real.decoder(), max_num_seqs=1)
     assert not unlike_reference(trial.ask_one(dict(list(asked.items())[:1])))
     assert trial.seen.most_decodes == 1
 
@@ -184,14 +186,14 @@ CASES = {
         {"block_size": 1}, lambda seen: seen.num_full_hits >= len(real.PROMPTS), 6, 2
     ),
     "blocks of 64, one step ahead": Case(
-        {"block_size": 64, "depth": 1}, lambda seen: seen.longest_chunk > 64
+        {"block_size": 64, "async_scheduling": 1}, lambda seen: seen.longest_chunk > 64
     ),
     "blocks of 16, all asked twice, one step ahead": Case(
-        {"preset": "vllm_v1", "depth": 1}, lambda seen: seen.num_cached > 500, 6, 2
+        {"preset": "vllm_v1", "async_scheduling": 1}, lambda seen: seen.num_cached > 500, 6, 2
     ),
-    "four steps a plan": Case({"decode_steps": 4}, lambda seen: seen.num_steps < 9, 13),
+    "four steps a plan": Case({"num_scheduler_steps": 4}, lambda seen: seen.num_steps < 9, 13),
     "four steps a plan, one ahead": Case(
-        {"decode_steps": 4, "depth": 1}, lambda seen: seen.num_steps < 9, 13
+        {"num_scheduler_steps": 4, "async_scheduling": 1}, lambda seen: seen.num_steps < 9, 13
     ),
     "three samples": Case({}, lambda seen: seen.most_decodes > 48, 5, params={"n": 3}),
 }  # fmt: skip

@@ -157,7 +157,7 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(saved: Saved, name: str) -> 
     folder, reference = saved(name)
     asked = list(prompts(3).values())
     with LLM(str(folder), num_blocks=60) as llm:
-        assert llm.tokenizer is None and llm.config.max_length == LENGTH
+        assert llm.tokenizer is None and llm.config.max_model_len == LENGTH
         results = llm.generate(asked, GREEDY)
     for prompt, result in zip(asked, results, strict=True):
         assert (result.prompt, result.text, result.error) == (None, "", None)

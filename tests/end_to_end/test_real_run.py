@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headway import LLM, PRESETS, Request, SamplingParams, StepReport
-from headway.engine.outputs import Gathering, Result
+from headway.engine.outputs import Result, ResultBuilder
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
 from headway.lab.replay import check_replay
 from headway.loading import free_memory, parse_size
@@ -33,7 +33,7 @@ PROMPTS = [
     "Marta", "The harbour master", real.STORY, "1. Item number", real.CODE, "crème brûlée",
     real.STORY[:100], "🎉", real.LIST[:200], "two suitcases and", real.CODE[:80], "北京",
 ]  # fmt: skip
-MODES = pytest.mark.parametrize(("depth", "steps"), [(0, 1), (1, 1), (0, 4), (1, 4)])
+MODES = pytest.mark.parametrize(("async_scheduling", "steps"), [(0, 1), (1, 1), (0, 4), (1, 4)])
 
 
 @pytest.fixture(scope="module")
@@ -81,13 +81,19 @@ def stops_of(llm: LLM) -> list[str]:
 @MODES
 @pytest.mark.parametrize("swap", ["recompute", "swap"])
 def test_a_recorded_run_replays_to_the_same_decisions(
-    tiny: str, tmp_path: Path, swap: str, depth: int, steps: int
+    tiny: str, tmp_path: Path, swap: str, async_scheduling: int, steps: int
 ) -> None:
     with open_llm(tiny) as llm:
         stops = stops_of(llm)
     path = tmp_path / "trace.jsonl"
     cramped = {"preset": "vllm_v1", "swap": swap, "num_blocks": 24, "num_host_blocks": 60}
-    with open_llm(tiny, depth=depth, decode_steps=steps, trace_out=path, **cramped) as llm:
+    with open_llm(
+        tiny,
+        async_scheduling=async_scheduling,
+        num_scheduler_steps=steps,
+        trace_out=path,
+        **cramped,
+    ) as llm:
         params = [
             SamplingParams(seed=s, max_tokens=60, n=1 + s % 2, stop=None if s % 3 else stop)
             for s, stop in enumerate(stops)
@@ -109,11 +115,13 @@ def test_a_recorded_run_replays_to_the_same_decisions(
 
 @MODES
 def test_a_run_is_settled_and_recorded_to_its_end_however_it_ends(
-    tiny: str, tmp_path: Path, depth: int, steps: int
+    tiny: str, tmp_path: Path, async_scheduling: int, steps: int
 ) -> None:
     """The token that ends the last request may come while a step that it is in is in flight."""
     path = tmp_path / "trace.jsonl"
-    with open_llm(tiny, depth=depth, decode_steps=steps, trace_out=path) as llm:
+    with open_llm(
+        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, trace_out=path
+    ) as llm:
         soon = {"logit_bias": dict.fromkeys(llm.loaded.eos_ids, 5.0)}
         for number in range(3):
             results = llm.generate(PROMPTS[number::3], drawn(4, **soon))
@@ -153,9 +161,11 @@ CRAMPED = {"num_blocks": 30, "num_host_blocks": 20, "preset": "vllm", "swap": "s
 @MODES
 @pytest.mark.parametrize("calls", [1, 2, 15])
 def test_an_interrupted_step_leaves_nothing_behind(
-    tiny: str, depth: int, steps: int, calls: int
+    tiny: str, async_scheduling: int, steps: int, calls: int
 ) -> None:
-    with open_llm(tiny, depth=depth, decode_steps=steps, **CRAMPED) as llm:
+    with open_llm(
+        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
+    ) as llm:
         before = outcome(llm.generate(PROMPTS, drawn()))
         trip(llm, KeyboardInterrupt(), calls)
         with pytest.raises(KeyboardInterrupt):
@@ -175,10 +185,10 @@ def test_a_user_may_interrupt_as_often_as_she_likes(tiny: str) -> None:
         assert outcome(llm.generate(PROMPTS, drawn())) == before
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("place", ["observer", "on_finish", "stream"])
 def test_an_interrupt_between_steps_leaves_nothing_behind(
-    tiny: str, depth: int, place: str
+    tiny: str, async_scheduling: int, place: str
 ) -> None:
     armed: list[int] = []
 
@@ -192,7 +202,7 @@ def test_an_interrupt_between_steps_leaves_nothing_behind(
         if place == "observer" and report.plan.step >= 3:
             interrupt(report)
 
-    with open_llm(tiny, depth=depth, observers=[observe], **CRAMPED) as llm:
+    with open_llm(tiny, async_scheduling=async_scheduling, observers=[observe], **CRAMPED) as llm:
         before = outcome(llm.generate(PROMPTS, drawn()))
         armed.append(1)
         with pytest.raises(KeyboardInterrupt):
@@ -231,16 +241,19 @@ class Lines:
         return self._line
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, depth: int) -> None:
+@pytest.mark.parametrize("async_scheduling", [0, 1])
+def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_scheduling: int) -> None:
     """As a key press may come anywhere in a step, between two of them, or before the first."""
-    chance, asked, wrong = random.Random(depth), (PROMPTS[:8], drawn(8)), []
-    with open_llm(tiny, depth=depth, **CRAMPED) as llm:
+    chance, asked, wrong = random.Random(async_scheduling), (PROMPTS[:8], drawn(8)), []
+    with open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED) as llm:
         before = outcome(llm.generate(*asked))
         with Lines() as lines:
             llm.generate(*asked)
     for _ in range(12):
-        llm, at = open_llm(tiny, depth=depth, **CRAMPED), Lines(chance.randint(1, lines.num_seen))
+        llm, at = (
+            open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED),
+            Lines(chance.randint(1, lines.num_seen)),
+        )
         llm.generate(*asked)
         try:
             with at, suppress(KeyboardInterrupt):
@@ -254,8 +267,12 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, depth: int) -
 
 
 @MODES
-def test_a_step_that_fails_ends_only_what_was_in_flight(tiny: str, depth: int, steps: int) -> None:
-    with open_llm(tiny, depth=depth, decode_steps=steps, max_requests=4) as llm:
+def test_a_step_that_fails_ends_only_what_was_in_flight(
+    tiny: str, async_scheduling: int, steps: int
+) -> None:
+    with open_llm(
+        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, max_num_seqs=4
+    ) as llm:
         before = outcome(llm.generate(PROMPTS, drawn()))
         trip(llm, RuntimeError("the device is on fire"), 4)
         results = llm.generate(PROMPTS, drawn())
@@ -372,8 +389,12 @@ def streamed(llm: LLM, params: list[SamplingParams]) -> Outcome:
 
 
 @MODES
-def test_what_is_streamed_adds_up_to_what_is_generated(tiny: str, depth: int, steps: int) -> None:
-    with open_llm(tiny, depth=depth, decode_steps=steps, **CRAMPED) as llm:
+def test_what_is_streamed_adds_up_to_what_is_generated(
+    tiny: str, async_scheduling: int, steps: int
+) -> None:
+    with open_llm(
+        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
+    ) as llm:
         stops = stops_of(llm)
         params = [
             SamplingParams(seed=s, max_tokens=40, n=1 + s % 2, stop=stop if s % 4 else None)
@@ -385,12 +406,12 @@ def test_what_is_streamed_adds_up_to_what_is_generated(tiny: str, depth: int, st
         check_idle(llm)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("num_taken", [1, 8, 100])
 def test_leaving_a_stream_early_gives_everything_back(
-    tiny: str, depth: int, num_taken: int
+    tiny: str, async_scheduling: int, num_taken: int
 ) -> None:
-    with open_llm(tiny, depth=depth, **CRAMPED) as llm:
+    with open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED) as llm:
         stream = llm.stream(PROMPTS, drawn(n=2))
         for _ in range(num_taken):
             next(stream)
@@ -402,14 +423,20 @@ def test_leaving_a_stream_early_gives_everything_back(
 @MODES
 @pytest.mark.parametrize("includes", [False, True])
 def test_a_stop_string_ends_the_text_where_it_is_found(
-    tiny: str, includes: bool, depth: int, steps: int
+    tiny: str, includes: bool, async_scheduling: int, steps: int
 ) -> None:
     made: list[int] = []  # tokens, step by step
 
     def count(report: StepReport) -> None:
         made.extend(len(tokens) for _, tokens in report.outputs())
 
-    with open_llm(tiny, depth=depth, decode_steps=steps, observers=[count], **CRAMPED) as llm:
+    with open_llm(
+        tiny,
+        async_scheduling=async_scheduling,
+        num_scheduler_steps=steps,
+        observers=[count],
+        **CRAMPED,
+    ) as llm:
         free = llm.generate(PROMPTS, drawn(ignore_eos=True))
         decode, num_split = llm.loaded.tokenizer.decode, 0  # type: ignore[union-attr]
         for first, length in ((0, 1), (7, 2), (11, 9), (30, 4)):
@@ -441,12 +468,14 @@ def test_a_stop_string_ends_the_text_where_it_is_found(
 @MODES
 @pytest.mark.parametrize("size", [1, 5, 16])
 def test_a_conversation_goes_on_from_the_cache_as_without_it(
-    tiny: str, size: int, depth: int, steps: int
+    tiny: str, size: int, async_scheduling: int, steps: int
 ) -> None:
     """Each turn's prompt is the last one with its answer: what was generated is read again."""
     settings = {"block_size": size, "num_blocks": 1600 // size}
     with (
-        open_llm(tiny, depth=depth, decode_steps=steps, **settings) as llm,
+        open_llm(
+            tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **settings
+        ) as llm,
         open_llm(tiny, **settings) as fresh,
     ):
         turns = [fresh.loaded.tokenizer.encode(p) for p in PROMPTS]  # type: ignore[union-attr]
@@ -478,7 +507,7 @@ def test_a_seed_says_the_same_under_all_circumstances(tiny: str) -> None:
         assert outcome(llm.generate(*crowd)[: len(PROMPTS)]) == alone
         assert len({text for text, *_ in alone}) == len(alone)
     cramped = {"num_blocks": 26, "preset": "vllm_v1"}
-    for more in ({}, {"depth": 1}, {"decode_steps": 4}, {"swap": "swap", "num_host_blocks": 40},
+    for more in ({}, {"async_scheduling": 1}, {"num_scheduler_steps": 4}, {"swap": "swap", "num_host_blocks": 40},
                  {"block_size": 5, "num_blocks": 90, "chunk": "at_most(7)"}):  # fmt: skip
         with open_llm(tiny, **{**cramped, **more}) as llm:
             results = llm.generate(PROMPTS, wanted)
@@ -491,15 +520,15 @@ def mix(chance: random.Random) -> dict[str, Any]:
     size, seats = chance.choice((1, 2, 5, 16, 64)), chance.choice((1, 3, 8, 16))
     length = 220  # the longest prompt and its output
     return {
-        "preset": chance.choice(list(PRESETS)), "block_size": size, "depth": chance.choice((0, 1)),
+        "preset": chance.choice(list(PRESETS)), "block_size": size, "async_scheduling": chance.choice((0, 1)),
         "num_blocks": -(-length // size) + chance.choice((0, 1, 100 // size)),
-        "max_requests": seats, "decode_steps": chance.choice((1, 1, 3, 4)),
+        "max_num_seqs": seats, "num_scheduler_steps": chance.choice((1, 1, 3, 4)),
         "num_host_blocks": chance.choice((0, 3, 50, 400)),
         "queue": chance.choice(("fcfs", "priority", "shortest_first", "fair")),
         "swap": chance.choice(("recompute", "swap", "cheaper(start=0.0)")),
         "victim": chance.choice(("newest", "least_work", "lowest_priority", "fewest_lost")),
-        "max_length": length,
-        **chance.choice(({}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_tokens": 17})),
+        "max_model_len": length,
+        **chance.choice(({}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_num_batched_tokens": 17})),
     }  # fmt: skip
 
 
@@ -515,7 +544,7 @@ def test_no_mix_of_settings_changes_what_is_said(tiny: str, seed: int) -> None:
         SamplingParams(**{"seed": s, "max_tokens": chance.randint(1, 40), **chance.choice(kinds)})
         for s in range(len(PROMPTS))
     ]
-    with open_llm(tiny, max_length=220) as llm:
+    with open_llm(tiny, max_model_len=220) as llm:
         expected = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, params, strict=True)])
     settings = mix(chance)
     with open_llm(tiny, **settings) as llm:
@@ -543,11 +572,17 @@ def reference(tiny: str) -> Any:
 
 @MODES
 def test_log_probabilities_are_those_of_transformers(
-    tiny: str, reference: Any, depth: int, steps: int
+    tiny: str, reference: Any, async_scheduling: int, steps: int
 ) -> None:
     """Of chosen and of prompt tokens; drawn, biased, cut, preempted, ended by EOS or by a text."""
     scored = {"logprobs": 3, "prompt_logprobs": 2, "logit_bias": {7: 4.0}, "top_k": 50}
-    with open_llm(tiny, depth=depth, decode_steps=steps, preset="vllm_v1", num_blocks=26) as llm:
+    with open_llm(
+        tiny,
+        async_scheduling=async_scheduling,
+        num_scheduler_steps=steps,
+        preset="vllm_v1",
+        num_blocks=26,
+    ) as llm:
         stops = stops_of(llm)
         params = [SamplingParams(seed=s, n=1 + s % 2, max_tokens=40, stop=stop if s % 3 else None,
                                  **scored) for s, stop in enumerate(stops)]  # type: ignore[arg-type] # fmt: skip
@@ -576,8 +611,12 @@ def check_scores(found: Any, tokens: list[int], logits: Tensor, num_top: int) ->
 
 
 @MODES
-def test_edits_of_the_logits_are_obeyed_to_the_end(tiny: str, depth: int, steps: int) -> None:
-    with open_llm(tiny, depth=depth, decode_steps=steps, **CRAMPED) as llm:
+def test_edits_of_the_logits_are_obeyed_to_the_end(
+    tiny: str, async_scheduling: int, steps: int
+) -> None:
+    with open_llm(
+        tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
+    ) as llm:
         assert llm.tokenizer is not None
         ends = llm.loaded.eos_ids
         often: dict[str, Any] = {"logit_bias": dict.fromkeys(ends, 6.0)}
@@ -628,13 +667,13 @@ def test_nothing_is_kept_of_requests_that_are_over(tiny: str) -> None:
 
         many(0)  # 150 requests
         check_idle(llm)
-        kinds, gathered = num_alive(Request), num_alive(Gathering)
+        kinds, gathered = num_alive(Request), num_alive(ResultBuilder)
         gc.collect()
         before = len(gc.get_objects())
         many(100)
         many(200)
         check_idle(llm)
-        assert num_alive(Request) <= kinds + 4 and num_alive(Gathering) <= gathered
+        assert num_alive(Request) <= kinds + 4 and num_alive(ResultBuilder) <= gathered
         gc.collect()
         assert len(gc.get_objects()) - before < 200, "300 requests left something behind"
 

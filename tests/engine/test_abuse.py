@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
 from headway.engine.clock import VirtualClock
-from headway.engine.engine import MOST_FAULTS, MOST_SAMPLES, Engine
+from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.engine.loop import EngineLoop, Limits
-from headway.engine.messages import FromLoop, Gone, Refusal, Submit, Tokens
+from headway.engine.messages import EngineStopped, FromLoop, Refusal, Submit, Tokens
 from headway.errors import (
     ConfigError,
     HeadwayError,
@@ -39,17 +39,19 @@ from tests.support.drive import check_no_leaks
 from tests.support.served import on_loop, server
 from tests.support.shadow import ShadowExecutor, oracle
 
-SMALL = {"block_size": 4, "num_blocks": 24, "max_requests": 4, "max_tokens": 32}
-each_depth = pytest.mark.parametrize("depth", [0, 1])
+SMALL = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 
 
 class Broken(RuntimeError):
     """What a broken policy raises."""
 
 
-def make(depth: int = 0, **changes: Any) -> Engine:
+def make(async_scheduling: int = 0, **changes: Any) -> Engine:
     scheduler = Scheduler(preset("vllm_v1", **{**SMALL, **changes}))
-    return Engine(scheduler, ShadowExecutor(scheduler), VirtualClock(), depth=depth)
+    return Engine(
+        scheduler, ShadowExecutor(scheduler), VirtualClock(), async_scheduling=async_scheduling
+    )
 
 
 def params(seed: int = 0, max_tokens: int = 8, **more: Any) -> Params:
@@ -104,10 +106,10 @@ def slot_of(poison: str) -> str:
 # A policy that fails when a request arrives.
 
 
-def trace_of(poison: str, depth: int, num_poisoned: int) -> list[dict[str, Any]]:
+def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[dict[str, Any]]:
     """The trace of a run in which every request is followed by so many that cannot be added."""
-    engine, file = make(depth, **POISONS[poison]), io.StringIO()
-    engine.observers.append(TraceWriter(file, preset("vllm_v1", **SMALL), depth))
+    engine, file = make(async_scheduling, **POISONS[poison]), io.StringIO()
+    engine.observers.append(TraceWriter(file, preset("vllm_v1", **SMALL), async_scheduling))
     for number in range(9):
         more = {"client": "ab"[number % 2], "stop_ids": frozenset({number})}
         engine.add(str(number), [number] * (3 + number), params(number, n=1 + number % 2, **more))
@@ -126,10 +128,14 @@ def trace_of(poison: str, depth: int, num_poisoned: int) -> list[dict[str, Any]]
     return [json.loads(line) for line in file.getvalue().splitlines()]
 
 
-@each_depth
+@each_scheduling
 @each_poison
-def test_a_policy_that_fails_for_one_request_leaves_no_trace_of_it(poison: str, depth: int) -> None:
-    assert trace_of(poison, depth, num_poisoned=3) == trace_of(poison, depth, num_poisoned=0)
+def test_a_policy_that_fails_for_one_request_leaves_no_trace_of_it(
+    poison: str, async_scheduling: int
+) -> None:
+    assert trace_of(poison, async_scheduling, num_poisoned=3) == trace_of(
+        poison, async_scheduling, num_poisoned=0
+    )
 
 
 def test_the_error_of_a_policy_names_slot_request_type_and_message() -> None:
@@ -153,7 +159,7 @@ def test_a_loop_refuses_what_a_policy_fails_for_and_goes_on(poison: str) -> None
     assert (refusal.id, refusal.kind) == ("poison", "PolicyError")
     assert refusal.numbers == {"slot": slot_of(poison)}
     gained = {id for message in told if isinstance(message, Tokens) for id in message.ids}
-    assert gained == {"a", "b"} and not any(isinstance(message, Gone) for message in told)
+    assert gained == {"a", "b"} and not any(isinstance(message, EngineStopped) for message in told)
 
 
 def test_a_prompt_without_a_length_is_refused_by_a_loop_that_counts_tokens() -> None:
@@ -228,16 +234,16 @@ def failing(policy: Callable[..., Any], calls: range) -> Callable[..., Any]:
 TIGHT = {"num_blocks": 9, "num_host_blocks": 6, "swap": "swap", "headroom": "watermark(0.0)"}
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("slot", ["recipe", "chunk", "headroom", "victim", "swap"])
 def test_a_policy_that_fails_in_a_step_ends_requests_and_not_the_engine(
-    slot: str, depth: int
+    slot: str, async_scheduling: int
 ) -> None:
     ready_made = getattr(preset("vllm_v1", **{**SMALL, **TIGHT}), slot)
     num_failed = 0
     for call in range(6, 18) if slot == "chunk" else range(12):  # it is asked once for each add
-        policy = failing(ready_made, range(call, call + MOST_FAULTS - 1))
-        engine = make(depth, **{**TIGHT, slot: policy})
+        policy = failing(ready_made, range(call, call + MAX_FAULTS - 1))
+        engine = make(async_scheduling, **{**TIGHT, slot: policy})
         requests = [engine.add(str(i), [i] * (4 + i), params(i))[0] for i in range(6)]
         faults = []
         while engine.has_work:
@@ -260,11 +266,11 @@ NONSENSE = (None, nan, inf, -inf, 2.5, "x", (), [], {}, object(), 10**400, -5, b
     slot=st.sampled_from(["chunk", "headroom", "victim", "swap", "queue"]),
     value=st.sampled_from(NONSENSE),
     late=st.integers(0, 12),
-    depth=st.integers(0, 1),
+    async_scheduling=st.integers(0, 1),
 )
 @settings(max_examples=80, deadline=None)
 def test_a_policy_that_returns_nonsense_ends_requests_and_not_the_engine(
-    slot: str, value: Any, late: int, depth: int
+    slot: str, value: Any, late: int, async_scheduling: int
 ) -> None:
     calls = iter(range(1 << 30))
     ready_made = getattr(preset("vllm_v1", **{**SMALL, **TIGHT}), slot)
@@ -276,7 +282,7 @@ def test_a_policy_that_returns_nonsense_ends_requests_and_not_the_engine(
     def three(want: int, left: int, is_first: bool) -> Any:
         return value if next(calls) >= late else ready_made(want, left, is_first)
 
-    engine = make(depth, **{**TIGHT, slot: three if slot == "chunk" else two})
+    engine = make(async_scheduling, **{**TIGHT, slot: three if slot == "chunk" else two})
     for number in range(6):
         try:
             engine.add(str(number), [number] * (4 + number), params(number))
@@ -302,7 +308,7 @@ def test_a_chunk_rule_may_count_in_any_kind_of_number(amount: Any) -> None:
 def check_idle(engine: Engine) -> None:
     scheduler = engine.scheduler
     assert scheduler.is_idle and not engine.has_work and not scheduler.watched
-    assert not scheduler.prefilling and not scheduler.lockstep.members
+    assert not scheduler.prefilling and not scheduler.decode_batch.members
 
 
 # Values that are absurd.
@@ -356,7 +362,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("deadline", True, "True"), ("priority", 10**400, str(MAX_WHOLE)), ("priority", True, "True"),
     ("priority", nan, "nan"), ("max_tokens", 10**400, str(MAX_WHOLE)),
     ("max_tokens", 10**5000, "16610 bits"), ("min_tokens", 10**5000, str(MAX_WHOLE)),
-    ("n", 10**30, str(MOST_SAMPLES)), ("n", 10**5000, "bits"), ("n", True, "True"),
+    ("n", 10**30, str(MAX_SAMPLES)), ("n", 10**5000, "bits"), ("n", True, "True"),
     ("salt", 5, "5"), ("client", 5, "5"), ("client", None, "None"), ("reads_cache", "x", "'x'"),
     ("ignore_eos", np.ones(2), "array"), ("stop_ids", {1 << 31}, str(MAX_TOKEN_ID)),
     ("eos_ids", range(10**12), str(MAX_STOPS)), ("eos_ids", "ab", "'ab'"), ("stop_ids", [[1]], r"\[\[1\]\]"),

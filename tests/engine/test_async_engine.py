@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headway.engine.async_engine import AsyncEngine, ThreadPort
-from headway.engine.engine import MOST_FAULTS, Engine
+from headway.engine.engine import MAX_FAULTS, Engine
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.messages import End, FromLoop, Submit, Update
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
@@ -22,7 +22,7 @@ from headway.request import Params
 from tests.support.drive import check_no_leaks
 from tests.support.scripted import END, Breaking, make_engine, script
 
-each_depth = pytest.mark.parametrize("depth", [0, 1])
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 PROMPT = [1, 2, 3]
 SLOW = 0.002  # seconds a step takes where something has to happen in between
 
@@ -71,10 +71,10 @@ def sayings(updates: list[Update], n: int = 1) -> list[tuple[list[int], End]]:
     return samples
 
 
-@each_depth
-def test_a_stream_gains_all_tokens_in_order_and_one_end(depth: int) -> None:
+@each_scheduling
+def test_a_stream_gains_all_tokens_in_order_and_one_end(async_scheduling: int) -> None:
     async def ask() -> None:
-        async with running(make_engine(depth=depth)) as engine:
+        async with running(make_engine(async_scheduling=async_scheduling)) as engine:
             [(tokens, end)] = sayings(await read(engine, "a", PROMPT, script(6, filler=4)))
             assert tokens == [4] * 5 + [END] and end.reason == "stop" and end.stop_token == END
             assert 0 <= end.queue <= end.first_token <= end.total
@@ -82,10 +82,10 @@ def test_a_stream_gains_all_tokens_in_order_and_one_end(depth: int) -> None:
     within(ask())
 
 
-@each_depth
-def test_every_one_of_n_samples_has_its_own_end(depth: int) -> None:
+@each_scheduling
+def test_every_one_of_n_samples_has_its_own_end(async_scheduling: int) -> None:
     async def ask() -> None:
-        async with running(make_engine(depth=depth)) as engine:
+        async with running(make_engine(async_scheduling=async_scheduling)) as engine:
             updates = await read(engine, "a", PROMPT, script(5, n=3))
             assert [tokens for tokens, _ in sayings(updates, 3)] == [[1, 1, 1, 1, END]] * 3
 
@@ -108,8 +108,10 @@ def test_one_sample_may_stop_while_the_others_go_on() -> None:
 
 
 @pytest.mark.parametrize("leave", ["break", "cancel", "raise"])
-@each_depth
-def test_leaving_a_stream_frees_what_it_held_within_a_step(depth: int, leave: str) -> None:
+@each_scheduling
+def test_leaving_a_stream_frees_what_it_held_within_a_step(
+    async_scheduling: int, leave: str
+) -> None:
     async def first_of(engine: AsyncEngine) -> None:
         async for _ in engine.stream("long", PROMPT, script(900, n=2)):
             if leave == "break":
@@ -119,7 +121,7 @@ def test_leaving_a_stream_frees_what_it_held_within_a_step(depth: int, leave: st
             await asyncio.sleep(60)
 
     async def ask() -> None:
-        inner = make_engine(SLOW, depth)
+        inner = make_engine(SLOW, async_scheduling)
         steps: list[StepReport] = []
         async with running(inner) as engine:
             task = asyncio.create_task(first_of(engine))
@@ -130,7 +132,7 @@ def test_leaving_a_stream_frees_what_it_held_within_a_step(depth: int, leave: st
             inner.observers.append(steps.append)
             while inner.scheduler.requests:
                 await asyncio.sleep(0)
-        assert len([s for s in steps if s.plan.step >= 0]) <= 2 + depth
+        assert len([s for s in steps if s.plan.step >= 0]) <= 2 + async_scheduling
 
     within(ask())
 
@@ -180,7 +182,7 @@ def test_what_makes_no_sense_is_refused_as_the_engine_says_it() -> None:
 )
 def test_over_a_limit_requests_are_refused_and_the_others_go_on(limits: Limits) -> None:
     async def ask() -> None:
-        async with running(make_engine(SLOW, max_requests=2), limits) as engine:
+        async with running(make_engine(SLOW, max_num_seqs=2), limits) as engine:
             asked = [read(engine, f"{i}", PROMPT, script(5, client="one")) for i in range(30)]
             answers = await asyncio.gather(*asked, return_exceptions=True)
             refused = [a for a in answers if isinstance(a, Overloaded)]
@@ -212,10 +214,10 @@ def test_a_busy_engine_answers_questions_between_steps() -> None:
     within(ask())
 
 
-@each_depth
-def test_a_failed_step_ends_its_requests_and_later_ones_work(depth: int) -> None:
+@each_scheduling
+def test_a_failed_step_ends_its_requests_and_later_ones_work(async_scheduling: int) -> None:
     async def ask() -> None:
-        inner = make_engine(depth=depth)
+        inner = make_engine(async_scheduling=async_scheduling)
         Breaking(inner, lambda plan: plan.step == 4)
         async with running(inner) as engine:
             asked = [read(engine, f"{i}", PROMPT, script(50)) for i in range(3)]
@@ -232,7 +234,7 @@ def test_an_engine_that_only_fails_refuses_with_the_reason() -> None:
         inner = make_engine()
         Breaking(inner, lambda plan: True)
         async with AsyncLeftover(inner) as engine:
-            for i in range(MOST_FAULTS):
+            for i in range(MAX_FAULTS):
                 [(_, end)] = sayings(await read(engine, f"{i}", PROMPT, script(3)))
                 assert end.reason == "error"
             with pytest.raises(ExecutorError, match="the device fell off"):
@@ -293,7 +295,7 @@ def test_closing_an_engine_ends_what_is_open() -> None:
 
 def test_cancel_all_gives_every_stream_its_end_and_takes_nothing_new() -> None:
     async def ask() -> None:
-        async with running(make_engine(SLOW, max_requests=2)) as engine:
+        async with running(make_engine(SLOW, max_num_seqs=2)) as engine:
             asked = [
                 asyncio.create_task(read(engine, f"{i}", PROMPT, script(200, n=2)))
                 for i in range(5)
@@ -363,7 +365,7 @@ def test_messages_from_many_threads_are_all_answered() -> None:
     loop.stop()
     running.join(5)
     assert sum(isinstance(u, Update) and u.end is not None for u in answered) == 100
-    assert type(answered[-1]).__name__ == "Gone" and loop.ended == "the engine was stopped"
+    assert type(answered[-1]).__name__ == "EngineStopped" and loop.ended == "the engine was stopped"
 
 
 # Random worlds: requests come and are left at any moment, and everything holds.
@@ -408,9 +410,9 @@ def test_in_random_worlds_every_request_has_one_answer(seed: int) -> None:
 
     async def live() -> list[str]:
         inner = make_engine(
-            rng.choice((0.0, 0.0005)), depth=seed % 2, max_requests=rng.randrange(2, 9),
+            rng.choice((0.0, 0.0005)), async_scheduling=seed % 2, max_num_seqs=rng.randrange(2, 9),
             num_blocks=rng.choice((24, 60)), queue=rng.choice(("fcfs", "fair", "priority")),
-            decode_steps=rng.choice((1, 3)),
+            num_scheduler_steps=rng.choice((1, 3)),
         )  # fmt: skip
         limits = rng.choice((Limits(), Limits(max_waiting=8), Limits(max_per_client=5)))
         async with running(inner, limits) as engine:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from headway.engine.clock import VirtualClock
-from headway.engine.engine import MOST_FAULTS, Engine
+from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.executor.base import Handle
 from headway.plan import Plan, StepReport, StepResult
@@ -18,8 +18,8 @@ from headway.scheduler import Scheduler, preset
 from tests.support.drive import check_no_leaks
 from tests.support.shadow import EOS, ShadowExecutor, oracle
 
-each_depth = pytest.mark.parametrize("depth", [0, 1])
-SMALL = {"block_size": 4, "num_blocks": 24, "max_requests": 4, "max_tokens": 32}
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
+SMALL = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_tokens": 32}
 
 
 class Breakdown(RuntimeError):
@@ -71,20 +71,30 @@ def params(seed: int = 0, max_tokens: int | None = 8, **more: Any) -> Params:
     return Params(max_tokens=max_tokens, sampling=seed, **more)
 
 
-def make(depth: int = 0, name: str = "headway", **changes: Any) -> tuple[Engine, list[StepReport]]:
+def make(
+    async_scheduling: int = 0, name: str = "headway", **changes: Any
+) -> tuple[Engine, list[StepReport]]:
     """An engine over the shadow executor, and the reports it will make."""
     scheduler = Scheduler(preset(name, **{**SMALL, **changes}))
     reports: list[StepReport] = []
-    engine = Engine(scheduler, ShadowExecutor(scheduler), VirtualClock(), depth=depth)
+    engine = Engine(
+        scheduler, ShadowExecutor(scheduler), VirtualClock(), async_scheduling=async_scheduling
+    )
     engine.observers.append(reports.append)
     return engine, reports
 
 
-def make_broken(depth: int = 0, **failures: Any) -> tuple[Engine, list[StepReport]]:
+def make_broken(async_scheduling: int = 0, **failures: Any) -> tuple[Engine, list[StepReport]]:
     scheduler = Scheduler(preset(**SMALL))
     reports: list[StepReport] = []
     executor = BrokenExecutor(scheduler, **failures)
-    engine = Engine(scheduler, executor, VirtualClock(), depth=depth, observers=[reports.append])
+    engine = Engine(
+        scheduler,
+        executor,
+        VirtualClock(),
+        async_scheduling=async_scheduling,
+        observers=[reports.append],
+    )
     return engine, reports
 
 
@@ -104,12 +114,12 @@ def right(request: Request) -> tuple[list[int], str]:
 # The loop.
 
 
-@each_depth
-@pytest.mark.parametrize("changes", [{}, {"num_blocks": 9}, {"decode_steps": 3}])
+@each_scheduling
+@pytest.mark.parametrize("changes", [{}, {"num_blocks": 9}, {"num_scheduler_steps": 3}])
 def test_reports_are_in_order_and_carry_every_token_once(
-    depth: int, changes: dict[str, Any]
+    async_scheduling: int, changes: dict[str, Any]
 ) -> None:
-    engine, reports = make(depth, "vllm_v1", **changes)
+    engine, reports = make(async_scheduling, "vllm_v1", **changes)
     requests: list[Request] = []
     for i in range(8):
         prompt = [i % 3] * (4 + i)
@@ -134,10 +144,10 @@ def test_with_depth_1_the_first_step_settles_nothing_and_the_last_plans_nothing(
     assert [r.id for r in reports[1].finished] == ["a"]
 
 
-@pytest.mark.parametrize("depth", [-1, 2, 10])
-def test_a_depth_other_than_0_and_1_is_refused(depth: int) -> None:
-    with pytest.raises(ConfigError, match=str(depth)):
-        make(depth)
+@pytest.mark.parametrize("async_scheduling", [-1, 2, 10])
+def test_a_depth_other_than_0_and_1_is_refused(async_scheduling: int) -> None:
+    with pytest.raises(ConfigError, match=str(async_scheduling)):
+        make(async_scheduling)
 
 
 def test_a_step_with_nothing_to_do_reports_nothing() -> None:
@@ -150,9 +160,9 @@ def test_a_step_with_nothing_to_do_reports_nothing() -> None:
 # Samples of one prompt.
 
 
-@each_depth
-def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(depth: int) -> None:
-    engine, reports = make(depth, num_blocks=64)
+@each_scheduling
+def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_scheduling: int) -> None:
+    engine, reports = make(async_scheduling, num_blocks=64)
     prompt = list(range(40, 81))
     samples = engine.add("a", prompt, params(3, n=4))
     assert [s.id for s in samples] == ["a", "a/1", "a/2", "a/3"]
@@ -210,9 +220,9 @@ def test_what_can_never_run_is_refused_and_nothing_is_half_added() -> None:
 # Aborts.
 
 
-@each_depth
-def test_an_abort_is_reported_while_others_run(depth: int) -> None:
-    engine, reports = make(depth)
+@each_scheduling
+def test_an_abort_is_reported_while_others_run(async_scheduling: int) -> None:
+    engine, reports = make(async_scheduling)
     _, other = engine.add("a", [1, 2], params()) + engine.add("b", [3, 4], params())
     engine.step()
     assert engine.abort("a") and not engine.abort("a") and not engine.abort("nobody")
@@ -223,9 +233,11 @@ def test_an_abort_is_reported_while_others_run(depth: int) -> None:
     check_no_leaks(engine.scheduler)
 
 
-@each_depth
-def test_an_abort_with_nothing_left_to_run_is_reported_by_the_next_step(depth: int) -> None:
-    engine, reports = make(depth)
+@each_scheduling
+def test_an_abort_with_nothing_left_to_run_is_reported_by_the_next_step(
+    async_scheduling: int,
+) -> None:
+    engine, reports = make(async_scheduling)
     (request,) = engine.add("a", [1, 2], params())
     engine.abort("a")
     report = engine.step()
@@ -234,10 +246,10 @@ def test_an_abort_with_nothing_left_to_run_is_reported_by_the_next_step(depth: i
     assert request.finish_reason == "abort" and engine.step() is None
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("num_steps", [0, 1])
-def test_a_run_to_the_end_reports_every_abort(depth: int, num_steps: int) -> None:
-    engine, reports = make(depth)
+def test_a_run_to_the_end_reports_every_abort(async_scheduling: int, num_steps: int) -> None:
+    engine, reports = make(async_scheduling)
     engine.add("a", [1, 2], params())
     for _ in range(num_steps):
         engine.step()
@@ -250,10 +262,12 @@ def test_a_run_to_the_end_reports_every_abort(depth: int, num_steps: int) -> Non
 # Failures.
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("where", ["launches", "waits"])
-def test_a_failed_step_ends_what_was_in_flight_and_nothing_else(depth: int, where: str) -> None:
-    engine, reports = make_broken(depth, **{where: {3}})
+def test_a_failed_step_ends_what_was_in_flight_and_nothing_else(
+    async_scheduling: int, where: str
+) -> None:
+    engine, reports = make_broken(async_scheduling, **{where: {3}})
     requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(7)]  # four seats
     faults = []
     while engine.has_work:
@@ -274,9 +288,9 @@ def test_a_failed_step_ends_what_was_in_flight_and_nothing_else(depth: int, wher
     check_no_leaks(engine.scheduler)
 
 
-@each_depth
-def test_failures_that_are_not_in_a_row_are_forgiven(depth: int) -> None:
-    engine, _ = make_broken(depth, launches={1, 4, 7, 10, 13})
+@each_scheduling
+def test_failures_that_are_not_in_a_row_are_forgiven(async_scheduling: int) -> None:
+    engine, _ = make_broken(async_scheduling, launches={1, 4, 7, 10, 13})
     for i in range(20):
         engine.add(f"r{i}", [i] * 3, params(i, 5))
     engine.run()
@@ -285,29 +299,31 @@ def test_failures_that_are_not_in_a_row_are_forgiven(depth: int) -> None:
     assert engine.is_healthy
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("where", ["launches", "waits"])
-def test_after_too_many_failures_in_a_row_everything_ends(depth: int, where: str) -> None:
-    engine, reports = make_broken(depth, **{where: range(100)})
+def test_after_too_many_failures_in_a_row_everything_ends(
+    async_scheduling: int, where: str
+) -> None:
+    engine, reports = make_broken(async_scheduling, **{where: range(100)})
     requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(40)]
     engine.run()
     assert not engine.has_work and not engine.is_healthy
     assert {r.finish_reason for r in requests} == {"error"}
     assert all(r.error and "the device fell off" in r.error for r in requests)
     assert sum(len(report.finished) for report in reports) == 40
-    assert sum(bool(report.finished) for report in reports) == MOST_FAULTS
+    assert sum(bool(report.finished) for report in reports) == MAX_FAULTS
     with pytest.raises(ExecutorError, match="the device fell off"):
         engine.add("late", [1], params())
     assert "the device fell off" in engine.why()
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("where", ["launches", "waits"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_an_interrupt_is_not_taken_for_a_failure(
-    depth: int, where: str, error: type[BaseException]
+    async_scheduling: int, where: str, error: type[BaseException]
 ) -> None:
-    engine, reports = make_broken(depth, error=error, **{where: {0}})
+    engine, reports = make_broken(async_scheduling, error=error, **{where: {0}})
     engine.add("a", [1, 2], params())
     with pytest.raises(error):
         engine.run()
@@ -351,7 +367,7 @@ def test_why_says_that_nobody_waits() -> None:
 
 
 def test_why_names_the_seats() -> None:
-    engine, _ = make(max_requests=2)
+    engine, _ = make(max_num_seqs=2)
     for i in range(5):
         engine.add(f"r{i}", [i], params(i))
     engine.step()
@@ -360,7 +376,7 @@ def test_why_names_the_seats() -> None:
 
 
 def test_why_names_the_seats_that_are_kept_for_others() -> None:
-    engine, _ = make(max_requests=8, queue="fair", num_blocks=200)
+    engine, _ = make(max_num_seqs=8, queue="fair", num_blocks=200)
     engine.add("small", [1], params(client="small"))
     for i in range(9):
         engine.add(f"r{i}", [i], params(i, client="heavy"))
@@ -403,7 +419,7 @@ def test_why_names_the_headroom() -> None:
 
 
 def test_why_names_the_back_off() -> None:
-    changes = {"headroom": "back_off(watermark(0.0), 0.5)", "num_blocks": 8, "max_requests": 3}
+    changes = {"headroom": "back_off(watermark(0.0), 0.5)", "num_blocks": 8, "max_num_seqs": 3}
     engine, reports = make(name="vllm_v1", **changes)
     for i in range(3):
         engine.add(f"r{i}", [i] * 8, params(i, 20))
@@ -449,10 +465,10 @@ def test_why_names_the_fault_until_a_step_works() -> None:
     assert "failed" not in engine.why()
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
-def test_why_can_be_asked_at_any_time(depth: int, name: str) -> None:
-    engine, _ = make(depth, name, num_blocks=10, num_host_blocks=8, queue="priority(4)")
+def test_why_can_be_asked_at_any_time(async_scheduling: int, name: str) -> None:
+    engine, _ = make(async_scheduling, name, num_blocks=10, num_host_blocks=8, queue="priority(4)")
     for i in range(9):
         engine.add(f"r{i}", [i % 3] * (3 + i), params(i, 3 + i, priority=i % 3, n=1 + i % 2))
         assert engine.why()

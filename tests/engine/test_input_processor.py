@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.errors import InvalidRequest
 
 SIZE = 300
-ASKING = Asking(tokenizer=None, vocab_size=SIZE, hidden_size=8, eos_ids=frozenset())
+ASKING = InputProcessor(tokenizer=None, vocab_size=SIZE, hidden_size=8, eos_ids=frozenset())
 
 ids = st.integers(0, SIZE - 1)
 good = st.one_of(ids, st.booleans(), ids.map(np.int64), ids.map(np.uint16))

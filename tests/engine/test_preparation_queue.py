@@ -1,4 +1,4 @@
-"""Laws of the anteroom: what takes long to read holds up nobody else, and nothing overtakes it."""
+"""Laws of the preparation_queue: what takes long to read holds up nobody else, and nothing overtakes it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.engine.messages import Ask, Cancel, Refusal, Submit, ToLoop
-from headway.engine.preparation_queue import Anteroom
+from headway.engine.messages import Cancel, Query, Refusal, Submit, ToLoop
+from headway.engine.preparation_queue import PreparationQueue
 from headway.errors import InvalidGrammar, Overloaded
 from headway.request import Params
 from tests.engine.test_async_engine import read, running, sayings, within
@@ -43,16 +43,20 @@ class Reading:
 
 
 def passed(
-    through: Callable[[Anteroom], None], reading: Reading, refused: list[Refusal] | None = None
+    through: Callable[[PreparationQueue], None],
+    reading: Reading,
+    refused: list[Refusal] | None = None,
 ) -> list[ToLoop]:
     """All that comes to a loop in the end; refusals go to `refused`."""
     seen: list[ToLoop] = []
-    anteroom = Anteroom(seen.extend, reading, [].append if refused is None else refused.append)
-    through(anteroom)
+    preparation_queue = PreparationQueue(
+        seen.extend, reading, [].append if refused is None else refused.append
+    )
+    through(preparation_queue)
     reading.gate.set()
-    assert anteroom._thread is not None
-    anteroom._thread.shutdown()  # waits for what is being read
-    assert not anteroom._held
+    assert preparation_queue._thread is not None
+    preparation_queue._thread.shutdown()  # waits for what is being read
+    assert not preparation_queue._held
     return seen
 
 
@@ -74,7 +78,7 @@ def test_nothing_is_lost_and_nothing_overtakes_its_request(
     known = set[int]()
     for place, (number, kind) in enumerate(wanted):
         if kind == "ask":
-            sent.append(Ask(place, "why"))
+            sent.append(Query(place, "why"))
         elif kind in made:
             sent.append(made[kind](str(number)))
         elif number not in known:  # an id is used once
@@ -82,11 +86,11 @@ def test_nothing_is_lost_and_nothing_overtakes_its_request(
             sent.append(Submit(str(number), [], READY if kind == "ready" else SLOW))
     reading = Reading()
 
-    def send(anteroom: Anteroom) -> None:
+    def send(preparation_queue: PreparationQueue) -> None:
         for place, message in enumerate(sent):
             if place == gate:
                 reading.gate.set()
-            anteroom.send([message])
+            preparation_queue.send([message])
 
     came = passed(send, reading)
     plain = [m.id if isinstance(m, Submit | Cancel) else m.number for m in came]
@@ -102,19 +106,21 @@ def test_nothing_is_lost_and_nothing_overtakes_its_request(
 
 def test_what_is_ready_passes_at_once_beside_what_is_not() -> None:
     reading, seen = Reading(), list[ToLoop]()
-    anteroom = Anteroom(seen.extend, reading, [].append)
+    preparation_queue = PreparationQueue(seen.extend, reading, [].append)
     ready = Submit("b", [], READY)
-    anteroom.send([Submit("a", [], SLOW), ready, Ask(0, "why"), Cancel("a"), Cancel("b")])
-    assert seen == [ready, Ask(0, "why"), Cancel("b")]
+    preparation_queue.send(
+        [Submit("a", [], SLOW), ready, Query(0, "why"), Cancel("a"), Cancel("b")]
+    )
+    assert seen == [ready, Query(0, "why"), Cancel("b")]
     reading.gate.set()
-    anteroom._thread.shutdown()  # type: ignore[union-attr]
+    preparation_queue._thread.shutdown()  # type: ignore[union-attr]
     assert seen[3:] == [Submit("a", [], Params(salt="made ready")), Cancel("a")]
 
 
 def test_what_cannot_be_made_ready_goes_on_as_it_is() -> None:
     asked = Submit("a", [1], SLOW)
     reading = Reading(ValueError("no tokenizer"))
-    assert passed(lambda anteroom: anteroom.send([asked]), reading) == [asked]
+    assert passed(lambda preparation_queue: preparation_queue.send([asked]), reading) == [asked]
 
 
 @pytest.mark.parametrize(
@@ -130,7 +136,9 @@ def test_a_request_whose_params_are_wrong_is_refused_and_never_comes_to_the_loop
     refused: list[Refusal] = []
     other = Submit("b", [1], READY)
     sent: list[ToLoop] = [Submit("a", [1], SLOW), Cancel("a"), other]
-    assert passed(lambda anteroom: anteroom.send(sent), Reading(error), refused) == [other]
+    assert passed(
+        lambda preparation_queue: preparation_queue.send(sent), Reading(error), refused
+    ) == [other]
     assert refused == [Refusal("a", kind, str(error), numbers)]
 
 

@@ -37,7 +37,7 @@ from headway.scheduler import Scheduler, preset
 
 pytest.importorskip("triton")
 from headway.executor.gpu.executor import DeviceExecutor
-from headway.executor.gpu.row_state import DeviceSeats
+from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import AT_ONCE, _pin, _unpin
 from headway.model.backends.gpu import GpuBackend
 from headway.model.kernels.splits import SHARINGS
@@ -71,7 +71,7 @@ def model(kind: str = "Qwen3", **more: object) -> ModelConfig:
 
 def settings(name: str = "headway", **more: object) -> Config:
     numbers: dict[str, object] = {
-        "block_size": 4, "max_requests": 4, "max_length": 64, "max_tokens": 24, "num_blocks": 60,
+        "block_size": 4, "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 24, "num_blocks": 60,
     }  # fmt: skip
     return preset(name, **(numbers | more))
 
@@ -89,13 +89,13 @@ def answers(
     config: Config,
     about: ModelConfig,
     *,
-    depth: int = 0,
+    async_scheduling: int = 0,
     samplings: list[Sampling | None] | None = None,
     count: int = 4,
     watch: Callable[[StepReport], None] | None = None,
 ) -> list[list[int]]:
     """The outputs of a few requests, of which every second begins alike."""
-    engine = Engine(Scheduler(config), make(config, about), depth=depth)
+    engine = Engine(Scheduler(config), make(config, about), async_scheduling=async_scheduling)
     if watch is not None:
         engine.observers.append(watch)
     source = random.Random(7)
@@ -121,32 +121,38 @@ FAMILIES = {
 @pytest.mark.parametrize("about", FAMILIES.values(), ids=list(FAMILIES))
 def test_every_family_says_what_it_says_in_plain_torch(about: ModelConfig) -> None:
     config = settings()
-    assert answers(on_device, config, about, depth=1) == answers(plain, config, about)
+    assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
 
 
 def test_many_decodes_beside_prompts_are_told_apart_from_them() -> None:
     """So many that their rows would fill tiles of the prompts' attention."""
-    config = settings(max_requests=16, max_tokens=24, num_blocks=120)
+    config = settings(max_num_seqs=16, max_num_batched_tokens=24, num_blocks=120)
     about, seen = FAMILIES["seven heads, biases"], list[StepReport]()
-    found = answers(on_device, config, about, depth=1, count=14, watch=seen.append)
+    found = answers(on_device, config, about, async_scheduling=1, count=14, watch=seen.append)
     assert any(len(each.plan.decodes) > 4 and each.plan.chunks for each in seen)
     assert found == answers(plain, config, about, count=14)
 
 
 WAYS: dict[str, tuple[Config, int]] = {
     "alone in flight": (settings(), 0),
-    "short pieces": (settings(max_tokens=5, chunk="at_most(3)"), 1),
+    "short pieces": (settings(max_num_batched_tokens=5, chunk="at_most(3)"), 1),
     "recomputed": (settings(num_blocks=7, headroom="watermark(0)"), 1),
     "swapped": (settings("vllm", num_blocks=7, num_host_blocks=40, swap="swap"), 1),
-    "several steps": (settings(decode_steps=3), 1),
+    "several steps": (settings(num_scheduler_steps=3), 1),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_do_not_depend_on_what_the_scheduler_does(way: str) -> None:
-    config, depth = WAYS[way]
+    config, async_scheduling = WAYS[way]
     seen: list[StepReport] = []
-    found = answers(on_device, config, FAMILIES["norms of heads"], depth=depth, watch=seen.append)
+    found = answers(
+        on_device,
+        config,
+        FAMILIES["norms of heads"],
+        async_scheduling=async_scheduling,
+        watch=seen.append,
+    )
     assert found == answers(plain, settings(), FAMILIES["norms of heads"])
     preempted = [each for report in seen for each in report.plan.preempted]
     if way in ("recomputed", "swapped"):
@@ -182,7 +188,10 @@ def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
     about, config = FAMILIES["norms of heads"], settings()
     told, found = Scores(), Scores()
     expected = answers(plain, config, about, samplings=asked, watch=told)
-    assert answers(on_device, config, about, depth=1, samplings=asked, watch=found) == expected
+    assert (
+        answers(on_device, config, about, async_scheduling=1, samplings=asked, watch=found)
+        == expected
+    )
     assert told.keys() == {"0", "1 prompt"}
     found.check(told)
 
@@ -196,12 +205,15 @@ class Vectors(dict[str, Embedding]):
 
 
 def embeddings(
-    make: Callable[[Config, ModelConfig], Executor], config: Config, depth: int
+    make: Callable[[Config, ModelConfig], Executor], config: Config, async_scheduling: int
 ) -> Vectors:
     """Of a few prompts with both poolings, beside requests that generate."""
     found, source = Vectors(), random.Random(3)
     engine = Engine(
-        Scheduler(config), make(config, FAMILIES["norms of heads"]), depth=depth, observers=[found]
+        Scheduler(config),
+        make(config, FAMILIES["norms of heads"]),
+        async_scheduling=async_scheduling,
+        observers=[found],
     )
     for number in range(4):
         prompt = [source.randrange(VOCABULARY) for _ in range(source.randint(3, 14))]
@@ -215,8 +227,11 @@ def embeddings(
 
 @pytest.mark.parametrize("way", ["short pieces", "recomputed"])
 def test_embeddings_are_as_on_the_plain_path(way: str) -> None:
-    config, depth = WAYS[way]
-    found, expected = embeddings(on_device, config, depth), embeddings(plain, settings(), 0)
+    config, async_scheduling = WAYS[way]
+    found, expected = (
+        embeddings(on_device, config, async_scheduling),
+        embeddings(plain, settings(), 0),
+    )
     assert found.keys() == expected.keys() == {"mean 0", "last 1", "mean 2", "last 3"}
     for name, vector in expected.items():
         np.testing.assert_allclose(found[name], vector, atol=1e-5)
@@ -225,7 +240,7 @@ def test_embeddings_are_as_on_the_plain_path(way: str) -> None:
 def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> None:
     about, config = FAMILIES["norms of heads"], settings()
     drawn = Sampling(temperature=1.0, seed=5)
-    together = answers(on_device, config, about, depth=1, samplings=[drawn])
+    together = answers(on_device, config, about, async_scheduling=1, samplings=[drawn])
     beside = [replace(drawn, logprobs=0), drawn, replace(drawn, logit_bias={1: 0.0}), drawn]
     assert answers(on_device, config, about, samplings=beside) == together
     others = answers(on_device, config, about, samplings=[replace(drawn, seed=6)])
@@ -260,7 +275,7 @@ def test_more_blocks_than_there_is_room_for_leave_and_come_back() -> None:
 
 
 def test_the_latest_of_two_words_for_a_place_is_kept() -> None:
-    seats = DeviceSeats(3, 5, torch.device(DEVICE))
+    seats = DeviceRowState(3, 5, torch.device(DEVICE))
     seats.set_blocks(1, 0, [7, 8, 9])
     seats.set_blocks(1, 1, [4])
     seats.set_length(2, 11)
@@ -279,7 +294,10 @@ def exactly_on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
 
 
 def test_rows_of_nobody_change_no_token() -> None:
-    config, about = settings(max_tokens=5, chunk="at_most(3)"), FAMILIES["norms of heads"]
+    config, about = (
+        settings(max_num_batched_tokens=5, chunk="at_most(3)"),
+        FAMILIES["norms of heads"],
+    )
     rounded, exact = (answers(make, config, about) for make in (on_device, exactly_on_device))
     assert rounded == exact
 
@@ -322,7 +340,7 @@ def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(
     is_worth: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those of the most prompt tokens are there from the start."""
-    monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_TOKENS", 8)
+    monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_TOKENS", 8)
     config, about = settings(max_tokens=12), FAMILIES["norms of heads"]
     executor, replayed = on_device(config, about), list[Size]()
     mixed, graphs = executor.mixed, executor.mixed.graphs
@@ -419,7 +437,9 @@ def test_what_cannot_be_pinned_fails_nobody_later() -> None:
 @pytest.mark.parametrize("num_heads", [2, 8, 32])
 def test_decodes_of_any_lengths_were_captured_ahead(num_heads: int) -> None:
     about = model(num_attention_heads=num_heads, num_key_value_heads=num_heads)
-    executor = on_device(settings(max_requests=256, max_tokens=256, max_length=8192), about)
+    executor = on_device(
+        settings(max_num_seqs=256, max_num_batched_tokens=256, max_model_len=8192), about
+    )
     lengths, ahead, ways = executor.rows.lengths, executor._steps(), set[int]()
     for count in range(1, 257):
         rows = np.arange(count)
@@ -444,8 +464,10 @@ def test_decodes_are_shared_among_as_many_as_the_pass_has(
     longest: int, num_rows: int, is_small: bool, sharing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = model(num_attention_heads=8, num_key_value_heads=8)
-    monkeypatch.setattr("headway.executor.gpu.mixed_pass.LEAST_DECODES", 32)
-    executor = on_device(settings(max_requests=192, max_tokens=256, max_length=1024), about)
+    monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_DECODES", 32)
+    executor = on_device(
+        settings(max_num_seqs=192, max_num_batched_tokens=256, max_model_len=1024), about
+    )
     executor.rows.lengths[:num_rows] = 10
     executor.rows.lengths[num_rows - 1] = longest
     executor.decoder.backend.fills_up = is_small
@@ -475,7 +497,7 @@ def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:
 def test_a_pass_over_prompts_is_captured_when_it_comes_again_and_says_the_same() -> None:
     config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
     executor = on_device(config, about)
-    told = [answers(lambda *_: executor, config, about, depth=1) for _ in range(4)]
+    told = [answers(lambda *_: executor, config, about, async_scheduling=1) for _ in range(4)]
     assert executor.mixed.graphs and told == [answers(plain, config, about)] * 4
 
 

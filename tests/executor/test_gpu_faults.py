@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.engine.engine import MOST_FAULTS, Engine
+from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ExecutorError
 from headway.executor.gpu.graphs import record
 from headway.model.backends.base import Pass
@@ -41,7 +41,7 @@ from headway.model.backends.gpu import GpuBackend
 from tests.executor.test_gpu import Loud, model, settings
 
 pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
-each_depth = pytest.mark.parametrize("depth", [0, 1])
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
         "num_key_value_heads": 1}  # fmt: skip
@@ -114,12 +114,12 @@ class Line:
         return self._line
 
 
-def make(depth: int = 0, **more: Any) -> tuple[Engine, DeviceExecutor]:
-    config = settings(**{"max_requests": 3, **more})
+def make(async_scheduling: int = 0, **more: Any) -> tuple[Engine, DeviceExecutor]:
+    config = settings(**{"max_num_seqs": 3, **more})
     has_gpu = torch.cuda.is_available()
     backend = GpuBackend(torch.float32, "cuda") if has_gpu else DecodesFirst()
     executor = DeviceExecutor(Decoder(Loud(model("Llama", **TINY)), backend), config)
-    return Engine(Scheduler(config), executor, depth=depth), executor
+    return Engine(Scheduler(config), executor, async_scheduling=async_scheduling), executor
 
 
 def ask(engine: Engine, count: int = len(PROMPTS)) -> list[Request]:
@@ -176,12 +176,12 @@ def check_after(engine: Engine, executor: DeviceExecutor, requests: Sequence[Req
 # A step that fails.
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("first", [1, 2, 4])
 def test_whoever_was_in_flight_is_told_why_and_the_others_are_served(
-    depth: int, first: int
+    async_scheduling: int, first: int
 ) -> None:
-    engine, executor = make(depth)
+    engine, executor = make(async_scheduling)
     trip(executor, Tripwire(executor.decoder, RuntimeError("no more"), first))
     requests = ask(engine)
     faults = []
@@ -194,16 +194,16 @@ def test_whoever_was_in_flight_is_told_why_and_the_others_are_served(
     check_after(engine, executor, requests)
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["e", "k"])
 def test_a_launch_broken_off_anywhere_changes_no_later_token(
-    depth: int, error: BaseException
+    async_scheduling: int, error: BaseException
 ) -> None:
-    engine, executor = make(depth, num_blocks=9)
+    engine, executor = make(async_scheduling, num_blocks=9)
     with Line() as lines:
         ask(engine)
         engine.run()
-    source = Random(depth)
+    source = Random(async_scheduling)
     for _ in range(3):
         requests = ask(engine)
         with Line(source.randint(1, lines.num_seen), error) as line:
@@ -251,12 +251,12 @@ class LostInFlight:
         return flight
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("step", [0, 2])
 def test_a_plan_that_fails_on_the_device_is_told_of_like_one_that_fails_at_launch(
-    depth: int, step: int
+    async_scheduling: int, step: int
 ) -> None:
-    engine, executor = make(depth)
+    engine, executor = make(async_scheduling)
     engine.executor = LostInFlight(executor, {step})
     requests = ask(engine)
     engine.run()
@@ -275,12 +275,12 @@ def raising(error: BaseException) -> Callable[[], None]:
     return probe
 
 
-@each_depth
-def test_a_lost_device_ends_everything_with_the_first_reason(depth: int) -> None:
-    engine, executor = make(depth)
+@each_scheduling
+def test_a_lost_device_ends_everything_with_the_first_reason(async_scheduling: int) -> None:
+    engine, executor = make(async_scheduling)
     engine.executor = LostInFlight(executor, {1})
     executor.faults.probe = raising(RuntimeError("CUDA error: unspecified launch failure"))
-    requests = [request for _ in range(MOST_FAULTS + 1) for request in ask(engine)]
+    requests = [request for _ in range(MAX_FAULTS + 1) for request in ask(engine)]
     engine.run()
     reason = "the device is lost to this process (CUDA error: an illegal memory access was "
     assert engine.fault and reason in engine.fault and "start the program again" in engine.fault
@@ -302,10 +302,10 @@ def test_a_lost_device_is_not_tried_again() -> None:
     assert wire._count == 2 and not engine.is_healthy
 
 
-@each_depth
-def test_a_step_without_memory_says_what_to_lower_and_is_not_the_end(depth: int) -> None:
+@each_scheduling
+def test_a_step_without_memory_says_what_to_lower_and_is_not_the_end(async_scheduling: int) -> None:
     said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. If reserved is large"
-    engine, executor = make(depth)
+    engine, executor = make(async_scheduling)
     trip(executor, Tripwire(executor.decoder, torch.OutOfMemoryError(said), 2))
     requests = ask(engine)
     engine.run()
@@ -313,7 +313,7 @@ def test_a_step_without_memory_says_what_to_lower_and_is_not_the_end(depth: int)
     assert failed
     for request in failed:
         assert request.error and "ran out of memory: CUDA out of memory" in request.error
-        assert "--max-tokens" in request.error and "If reserved" not in request.error
+        assert "--max-num-batched-tokens" in request.error and "If reserved" not in request.error
     check_after(engine, executor, requests)
 
 
@@ -384,9 +384,9 @@ class Unsuitable(Tripwire):
         return self._decoder.forward(batch, blocks)
 
 
-def fail_in_a_capture(kind: type[Tripwire], first: int, depth: int) -> None:
+def fail_in_a_capture(kind: type[Tripwire], first: int, async_scheduling: int) -> None:
     """All that is asked after a capture has failed is answered, from graphs."""
-    engine, executor = make(depth)
+    engine, executor = make(async_scheduling)
     trip(executor, kind(executor.decoder, RuntimeError("in a capture"), first))
     requests = ask(engine)
     engine.run()
@@ -397,10 +397,10 @@ def fail_in_a_capture(kind: type[Tripwire], first: int, depth: int) -> None:
 
 
 @on_gpu
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("first", [2, 3])  # after the prompts: run once, then captured
-def test_a_capture_that_fails_on_a_gpu_is_made_again(first: int, depth: int) -> None:
-    fail_in_a_capture(Tripwire, first, depth)
+def test_a_capture_that_fails_on_a_gpu_is_made_again(first: int, async_scheduling: int) -> None:
+    fail_in_a_capture(Tripwire, first, async_scheduling)
 
 
 def in_a_process(script: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from headway.executor.gpu.mixed_pass import MOST_GRAPHS, Size, rounded, rounded_up
+from headway.executor.gpu.mixed_pass import MAX_GRAPHS, Size, rounded, rounded_up
 from headway.lab.calibration import ON_GPU, calibration
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
@@ -28,7 +28,9 @@ def test_graphs_of_all_sizes_that_a_profile_meets_are_kept() -> None:
     """Else each would be captured again and again, which takes as long as to do without."""
     profile, sizes = load_profile("qwen3-0.6b-h200-headway"), set[Size]()
     num_blocks = profile.kv_tokens // 16
-    config = preset("headway", max_tokens=8192, num_blocks=num_blocks, max_length=33792)
+    config = preset(
+        "headway", max_num_batched_tokens=8192, num_blocks=num_blocks, max_model_len=33792
+    )
 
     def see(report: StepReport) -> None:
         if chunks := report.plan.chunks:
@@ -38,12 +40,12 @@ def test_graphs_of_all_sizes_that_a_profile_meets_are_kept() -> None:
                     rounded_up(Size(len(report.plan.decodes), num_tokens, len(chunks), sharing))
                 )
 
-    waves = calibration(config.max_length, ON_GPU)
+    waves = calibration(config.max_model_len, ON_GPU)
     for wave in (*waves.before, waves.held_out):
         places = accumulate((num_prompt for num_prompt, _ in wave), initial=FIRST_TOKEN)
         jobs = [
             Job(id=str(place), pieces=(range(place, place + a),), num_output=b, max_tokens=b)
             for place, (a, b) in zip(places, wave, strict=False)
         ]
-        simulate(jobs, config, profile, depth=1, observers=[see])
-    assert 40 < len(sizes) <= MOST_GRAPHS
+        simulate(jobs, config, profile, async_scheduling=1, observers=[see])
+    assert 40 < len(sizes) <= MAX_GRAPHS

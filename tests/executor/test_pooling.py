@@ -46,10 +46,13 @@ def some_prompts() -> list[list[int]]:
 class Run:
     """An engine over a decoder; keeps the embeddings and what happened to them."""
 
-    def __init__(self, model: Decoder, config: Config, depth: int = 0) -> None:
+    def __init__(self, model: Decoder, config: Config, async_scheduling: int = 0) -> None:
         self.executor = TorchExecutor(model, config)
         self.engine = Engine(
-            Scheduler(config), self.executor, depth=depth, observers=[self._observe]
+            Scheduler(config),
+            self.executor,
+            async_scheduling=async_scheduling,
+            observers=[self._observe],
         )
         self.found: dict[str, Embedding] = {}
         self.num_preempted = self.num_swapped = 0
@@ -71,9 +74,9 @@ def roomy(**more: Any) -> Config:
     numbers = {
         "block_size": 16,
         "num_blocks": 100,
-        "max_length": 400,
-        "max_tokens": 512,
-        "max_requests": 16,
+        "max_model_len": 400,
+        "max_num_batched_tokens": 512,
+        "max_num_seqs": 16,
     }
     return preset("headway", **{**numbers, **more})
 
@@ -98,14 +101,14 @@ def check_equal(found: dict[str, Embedding], expected: dict[str, Embedding]) -> 
 
 CRAMPED = {
     "recipe": "mixed", "queue": "fcfs", "headroom": "watermark(0)", "victim": "newest",
-    "num_blocks": 24, "max_tokens": 16,
+    "num_blocks": 24, "max_num_batched_tokens": 16,
 }  # fmt: skip
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
-    "short chunks": (0, {"chunk": "at_most(7)", "max_tokens": 60}),
-    "chunks of any size": (1, {"chunk": "split_any", "max_tokens": 23, "block_size": 5}),
+    "short chunks": (0, {"chunk": "at_most(7)", "max_num_batched_tokens": 60}),
+    "chunks of any size": (1, {"chunk": "split_any", "max_num_batched_tokens": 23, "block_size": 5}),
     "recomputed": (1, CRAMPED),
     "swapped": (1, {**CRAMPED, "num_host_blocks": 60, "swap": "swap"}),
-    "several decode steps": (0, {"decode_steps": 3, "max_requests": 5}),
+    "several decode steps": (0, {"num_scheduler_steps": 3, "max_num_seqs": 5}),
 }  # fmt: skip
 
 
@@ -137,8 +140,8 @@ def run_in_company(run: Run, chance: random.Random) -> None:
 def test_an_embedding_is_the_same_to_the_bit_in_any_company_and_chunking(precision: str) -> None:
     model, chance = decoder(MODEL, precision), random.Random(precision)
     expected = alone(model)
-    for way, (depth, changes) in WAYS.items():
-        run = Run(model, roomy(**changes), depth)
+    for way, (async_scheduling, changes) in WAYS.items():
+        run = Run(model, roomy(**changes), async_scheduling)
         run_in_company(run, chance)
         check_equal(run.found, expected)
         assert way != "recomputed" or run.num_preempted
@@ -155,7 +158,7 @@ def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> N
     single = Run(model, roomy())
     single.embed("mean", prompt, "mean")
     single.engine.run()
-    run = Run(model, roomy(max_tokens=70, chunk="at_most(33)", block_size=4))
+    run = Run(model, roomy(max_num_batched_tokens=70, chunk="at_most(33)", block_size=4))
     request, spans = run.embed("mean", prompt, "mean"), list[tuple[int, int]]()
     scheduler, texts = run.engine.scheduler, 0
     while not request.is_finished:
@@ -177,7 +180,9 @@ def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> N
 def test_a_sum_covers_what_was_computed_before_a_restart_from_zero() -> None:
     """Restarted, halted early, then resumed further on, in blocks that an equal prompt has filled."""
     model, prompt = decoder(MODEL, "float32"), some_prompts()[-2]
-    run = Run(model, roomy(max_tokens=70, max_requests=1, block_size=4, queue="priority"))
+    run = Run(
+        model, roomy(max_num_batched_tokens=70, max_num_seqs=1, block_size=4, queue="priority")
+    )
     (request,) = run.engine.add("mean 6", prompt, embedding_params("mean", priority=1))
     scheduler, starts = run.engine.scheduler, list[int]()
     for num_steps in (2, 1):

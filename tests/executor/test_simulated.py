@@ -24,17 +24,21 @@ from headway.scheduler import PRESETS, Scheduler, preset
 from headway.scheduler.policies import cheaper
 
 PROFILE = load_profile("qwen3-0.6b-h200")
-each_depth = pytest.mark.parametrize("depth", [0, 1])
-SMALL = {"block_size": 4, "num_blocks": 40, "max_requests": 8, "max_tokens": 128}
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
+SMALL = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 CROWDED = (
     "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(1,30),max_tokens=30,"
     "prefix=2x16@0.5,n=2,clients=2,priorities=2,seed=4"
 )
 
 
-def record(text: str, depth: int, name: str = "headway", **changes: Any) -> tuple[Run, str]:
+def record(
+    text: str, async_scheduling: int, name: str = "headway", **changes: Any
+) -> tuple[Run, str]:
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
-    run = simulate(parse_synthetic(text).jobs(), config, PROFILE, depth=depth, trace=file)
+    run = simulate(
+        parse_synthetic(text).jobs(), config, PROFILE, async_scheduling=async_scheduling, trace=file
+    )
     return run, file.getvalue()
 
 
@@ -68,8 +72,10 @@ def test_overlap_hides_the_hosts_time(name: str) -> None:
     text = "requests=12,prompt=uniform(5,40),output=uniform(5,30)"
     slow = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.002))
     jobs, seconds, num_steps = parse_synthetic(text).jobs(), [], []
-    for depth in (0, 1):
-        summary = summarize(simulate(jobs, preset(name, **SMALL), slow, depth=depth).metrics)
+    for async_scheduling in (0, 1):
+        summary = summarize(
+            simulate(jobs, preset(name, **SMALL), slow, async_scheduling=async_scheduling).metrics
+        )
         seconds.append(summary["seconds"])
         num_steps.append(summary["steps"])
     assert seconds[1] < 0.9 * seconds[0]
@@ -79,18 +85,18 @@ def test_overlap_hides_the_hosts_time(name: str) -> None:
 def test_without_host_time_there_is_nothing_to_hide() -> None:
     ideal = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.0))
     jobs = parse_synthetic("requests=6,prompt=uniform(5,20),output=9").jobs()
-    runs = [simulate(jobs, preset(), ideal, depth=d).metrics.ended_at for d in (0, 1)]
+    runs = [simulate(jobs, preset(), ideal, async_scheduling=d).metrics.ended_at for d in (0, 1)]
     assert runs[0] == pytest.approx(runs[1])
 
 
-@each_depth
-def test_idle_time_is_skipped_and_nobody_is_served_before_it_came(depth: int) -> None:
+@each_scheduling
+def test_idle_time_is_skipped_and_nobody_is_served_before_it_came(async_scheduling: int) -> None:
     space = TokenSpace()
     jobs = [
         Job(id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3)
         for i in range(4)
     ]
-    run = simulate(jobs, preset(), PROFILE, depth=depth)
+    run = simulate(jobs, preset(), PROFILE, async_scheduling=async_scheduling)
     for job in jobs:
         life = run.metrics.lives[job.id]
         assert job.arrival == life.arrival <= life.admitted < job.arrival + 1
@@ -114,15 +120,15 @@ STRAINS: dict[str, dict[str, Any]] = {
     "roomy": {"num_blocks": 400},
     "recompute": {"num_blocks": 30, "headroom": "watermark(0.0)"},
     "swap": {"num_blocks": 30, "headroom": "watermark(0.0)", "swap": "swap", "num_host_blocks": 30},
-    "multi-step": {"decode_steps": 3, "num_blocks": 60},
-    "deferral": {"recipe": "charged_in_full", "max_tokens": 5, "num_blocks": 100},
+    "multi-step": {"num_scheduler_steps": 3, "num_blocks": 60},
+    "deferral": {"recipe": "charged_in_full", "max_num_batched_tokens": 5, "num_blocks": 100},
     "priority": {"queue": "priority(preempts=True)", "headroom": "watermark(0.0)"},
 }
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("strain", STRAINS)
-def test_everyone_says_what_its_script_says(strain: str, depth: int) -> None:
+def test_everyone_says_what_its_script_says(strain: str, async_scheduling: int) -> None:
     ended: list[Request] = []
     jobs = parse_synthetic(CROWDED).jobs()
     config = preset("vllm_v1", **{**SMALL, **STRAINS[strain]})
@@ -130,7 +136,7 @@ def test_everyone_says_what_its_script_says(strain: str, depth: int) -> None:
     def observe(report: StepReport) -> None:
         ended.extend(report.finished)
 
-    run = simulate(jobs, config, PROFILE, depth=depth, observers=[observe])
+    run = simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[observe])
     assert len(ended) == sum(job.n for job in jobs) and not run.rejected
     by_id = {job.id: job for job in jobs}
     for request in ended:
@@ -144,11 +150,11 @@ def test_everyone_says_what_its_script_says(strain: str, depth: int) -> None:
     assert not preempts or run.metrics.totals["swaps"] + run.metrics.totals["recomputes"] > 3
 
 
-@each_depth
-def test_an_output_longer_than_allowed_is_cut_where_its_user_said(depth: int) -> None:
+@each_scheduling
+def test_an_output_longer_than_allowed_is_cut_where_its_user_said(async_scheduling: int) -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 1.0)
-    engine = Engine(Scheduler(preset(**SMALL)), executor, clock, depth=depth)
+    engine = Engine(Scheduler(preset(**SMALL)), executor, clock, async_scheduling=async_scheduling)
     params = Params(max_tokens=3, eos_ids=frozenset({EOS}), sampling=Script(9, 7, EOS))
     (request,) = engine.add("a", [1, 2, 3], params)
     engine.run()
@@ -167,14 +173,14 @@ def test_a_request_without_a_script_is_our_bug_and_says_so() -> None:
 # Whole runs.
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
-def test_a_run_is_the_same_every_time(name: str, depth: int) -> None:
-    assert record(CROWDED, depth, name)[1] == record(CROWDED, depth, name)[1]
+def test_a_run_is_the_same_every_time(name: str, async_scheduling: int) -> None:
+    assert record(CROWDED, async_scheduling, name)[1] == record(CROWDED, async_scheduling, name)[1]
 
 
-@each_depth
-def test_requests_that_can_never_run_are_listed_and_the_others_go_on(depth: int) -> None:
+@each_scheduling
+def test_requests_that_can_never_run_are_listed_and_the_others_go_on(async_scheduling: int) -> None:
     space = TokenSpace()
     lengths = [10, 1000, 20, 1, 500, 30]
     jobs = [
@@ -182,7 +188,9 @@ def test_requests_that_can_never_run_are_listed_and_the_others_go_on(depth: int)
         for i, n in enumerate(lengths)
     ]
     told: list[int] = []
-    run = simulate(jobs, preset(**SMALL), PROFILE, depth=depth, progress=told.append)
+    run = simulate(
+        jobs, preset(**SMALL), PROFILE, async_scheduling=async_scheduling, progress=told.append
+    )
     assert [id for id, _ in run.rejected] == ["r1", "r4"]
     assert all(id in reason and "40" in reason for id, reason in run.rejected)
     summary = summarize(run.metrics, len(run.rejected))
@@ -217,9 +225,9 @@ def test_the_default_cheaper_takes_the_profiles_times() -> None:
 
 
 def test_the_models_length_is_a_limit() -> None:
-    assert with_profile(preset(), PROFILE).max_length == PROFILE.model.max_length
-    assert with_profile(preset(max_length=99), PROFILE).max_length == 99
-    short = replace(PROFILE, model=replace(PROFILE.model, max_length=20))
+    assert with_profile(preset(), PROFILE).max_model_len == PROFILE.model.max_model_len
+    assert with_profile(preset(max_model_len=99), PROFILE).max_model_len == 99
+    short = replace(PROFILE, model=replace(PROFILE.model, max_model_len=20))
     jobs = parse_synthetic("requests=3,prompt=10,output=50").jobs()
     run = simulate(jobs, preset(), short)
     assert {life.num_output for life in run.metrics.lives.values()} == {10}

@@ -48,7 +48,7 @@ from headway.scheduler.presets import describe, slot
 
 ROOT = Path(__file__).parents[2]
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
-CONFIG = preset("headway", num_blocks=4096, num_host_blocks=4096, max_length=40960)
+CONFIG = preset("headway", num_blocks=4096, num_host_blocks=4096, max_model_len=40960)
 
 
 class Pretended(SimulatedExecutor):
@@ -170,8 +170,8 @@ def test_only_the_default_rule_is_replaced_and_only_if_there_is_where_to() -> No
 
 # On tensors.
 
-SMALL = replace(CONFIG, num_blocks=12, num_host_blocks=12, block_size=4, max_length=64,
-                max_requests=4, max_tokens=24)  # fmt: skip
+SMALL = replace(CONFIG, num_blocks=12, num_host_blocks=12, block_size=4, max_model_len=64,
+                max_num_seqs=4, max_num_batched_tokens=24)  # fmt: skip
 
 
 def on_cpu() -> TorchExecutor:
@@ -197,7 +197,7 @@ def checkpoint() -> DummyCheckpoint:
 
 
 def outputs(executor: Any) -> list[list[int]]:
-    engine, random = Engine(Scheduler(SMALL), executor, depth=1), Random(3)
+    engine, random = Engine(Scheduler(SMALL), executor, async_scheduling=1), Random(3)
     executor.now = engine.clock.now
     for number in range(2):
         prompt = [random.randrange(61) for _ in range(5 + 3 * number)]

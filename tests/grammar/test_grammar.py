@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from headway import LLM, Engine, Grammar, Params, Request, SamplingParams, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.errors import InvalidRequest
 from headway.executor.cpu import TorchExecutor
 from headway.executor.sampling.grammar import Grammars, unpacked, unpacked_there
 from headway.executor.sampling.sampler import Sampler
-from headway.grammar.grammar import MOST_CHARACTERS, check
+from headway.grammar.grammar import MAX_CHARACTERS, check
 from headway.grammar.sandbox import make_tokenizer
 from headway.loading import find_tokenizer
 from headway.model.backends.plain import PlainBackend
@@ -437,13 +437,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return real.write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("decode_steps", [1, 3])
+@pytest.mark.parametrize("async_scheduling", [0, 1])
+@pytest.mark.parametrize("num_scheduler_steps", [1, 3])
 def test_a_grammar_that_breaks_ends_its_request_alone(
-    tiny: Path, depth: int, decode_steps: int
+    tiny: Path, async_scheduling: int, num_scheduler_steps: int
 ) -> None:
-    config = preset("headway", block_size=4, num_blocks=64, max_length=64, max_requests=4,
-                    max_tokens=64, decode_steps=decode_steps)  # fmt: skip
+    config = preset("headway", block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=4,
+                    max_num_batched_tokens=64, num_scheduler_steps=num_scheduler_steps)  # fmt: skip
     tokenizer = find_tokenizer(tiny)
     assert tokenizer is not None
     ends = frozenset({1})
@@ -451,7 +451,7 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
     def outputs(*asked: tuple[str, Grammar | None]) -> dict[str, Request]:
         executor = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config)
         executor.sampler.grammars.matchers.use(tokenizer, ends)
-        engine = Engine(Scheduler(config), executor, depth=depth)
+        engine = Engine(Scheduler(config), executor, async_scheduling=async_scheduling)
         found = {}
         for id, grammar in asked:
             sampling = Sampling(temperature=0.0, grammar=grammar)
@@ -469,11 +469,11 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
     assert found["plain"].output == outputs(("plain", None))["plain"].output
 
 
-@pytest.mark.parametrize("decode_steps", [1, 4])
-def test_a_dead_end_after_the_last_token_is_nobodys(tiny: Path, decode_steps: int) -> None:
+@pytest.mark.parametrize("num_scheduler_steps", [1, 4])
+def test_a_dead_end_after_the_last_token_is_nobodys(tiny: Path, num_scheduler_steps: int) -> None:
     """Steps of a plan go on when a request has reached its length."""
-    config = preset("headway", block_size=4, num_blocks=64, max_length=64, max_requests=4,
-                    max_tokens=64, decode_steps=decode_steps)  # fmt: skip
+    config = preset("headway", block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=4,
+                    max_num_batched_tokens=64, num_scheduler_steps=num_scheduler_steps)  # fmt: skip
     executor, ends = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config), {1}
     executor.sampler.grammars.matchers.use(find_tokenizer(tiny), ends)
     engine, reasons = Engine(Scheduler(config), executor), {}
@@ -498,7 +498,7 @@ def test_a_dead_end_after_the_last_token_is_nobodys(tiny: Path, decode_steps: in
         (lambda: Grammar.regex("(?=a)b"), "look-around"),
         (lambda: Grammar.regex("[^\\s\\S]"), "no text satisfies it"),
         (lambda: Grammar.regex(3), "regex must be a text"),
-        (lambda: Grammar.regex("a" * (MOST_CHARACTERS + 1)), "100001 characters; 100000"),
+        (lambda: Grammar.regex("a" * (MAX_CHARACTERS + 1)), "100001 characters; 100000"),
         (lambda: Grammar.choice([]), "choice must be a list"),
         (lambda: Grammar.choice("yes"), "choice must be a list"),
         (lambda: Grammar.choice(["a", 3]), "choice must be a list"),
@@ -530,7 +530,7 @@ def test_params_say_what_does_not_go_with_a_grammar() -> None:
 
 def test_the_door_names_the_request_and_what_its_model_lacks() -> None:
     asked = SamplingParams(grammar=Grammar.regex("["))
-    without = Asking(tokenizer=None, vocab_size=9, hidden_size=8, eos_ids=frozenset({1}))
+    without = InputProcessor(tokenizer=None, vocab_size=9, hidden_size=8, eos_ids=frozenset({1}))
     with pytest.raises(InvalidRequest, match="request 'r7': .*no tokenizer"):
         without.params(asked, "r7")
     with pytest.raises(InvalidRequest, match="regex: this model has no token that ends"):
@@ -549,8 +549,8 @@ def test_a_grammar_travels_between_processes() -> None:
 
 
 def test_a_real_model_keeps_to_its_grammars_whatever_happens_to_it(smollm2: Path) -> None:
-    tight = {"block_size": 4, "num_blocks": 32, "max_requests": 7, "decode_steps": 2}
-    trial = real.Trial(real.decoder(), "vllm_v1", depth=1, **tight)
+    tight = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 7, "num_scheduler_steps": 2}
+    trial = real.Trial(real.decoder(), "vllm_v1", async_scheduling=1, **tight)
     trial.engine.executor.sampler.grammars.matchers.use(real.tokenizer(), {2})  # type: ignore[attr-defined]
     prompt = real.tokenizer().encode("Ada was born in 1815. As JSON:")
     asked = {}
@@ -662,10 +662,10 @@ def test_a_device_that_runs_ahead_waits_for_grammars() -> None:
 
     config, about = few(), model()
 
-    def outputs(make: Any, depth: int) -> list[list[int]]:
+    def outputs(make: Any, async_scheduling: int) -> list[list[int]]:
         executor = make(config, about)
         executor.sampler.grammars.matchers.use(Digits(about.vocab_size), {0})
-        engine = Engine(Scheduler(config), executor, depth=depth)
+        engine = Engine(Scheduler(config), executor, async_scheduling=async_scheduling)
         requests = []
         for number, grammar in enumerate((Grammar.regex("[0-9]{2}"), None, DEAD_END)):
             sampling = Sampling(grammar=grammar, temperature=0.0)

@@ -182,7 +182,7 @@ def test_an_unknown_profile_is_refused_with_the_known_names() -> None:
     ("machine", "bandwidth", 0, "machine.bandwidth must be a number above 0, not 0"),
     ("machine", "flops", "fast", "machine.flops must be a number"),
     ("machine", "flops_share", 1.5, "machine.flops_share must be .* at most 1"),
-    ("model", "max_length", 8.5, "model.max_length must be a whole number"),
+    ("model", "max_model_len", 8.5, "model.max_model_len must be a whole number"),
     ("model", "layers", 3, "unknown field model.layers; known: weight_bytes"),
 ])  # fmt: skip
 def test_a_bad_profile_is_refused_with_its_field(

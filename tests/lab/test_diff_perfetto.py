@@ -23,14 +23,14 @@ WORKLOAD = (
     "requests=20,arrivals=poisson(300),prompt=uniform(5,60),output=uniform(1,30),max_tokens=30,"
     "prefix=2x16@0.5,seed=6"
 )
-SMALL = {"block_size": 4, "num_blocks": 40, "max_requests": 8, "max_tokens": 128}
+SMALL = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 NAMES = ("left", "right")
 
 
-def record(name: str = "headway", depth: int = 0, **changes: Any) -> list[Line]:
+def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> list[Line]:
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
     jobs = parse_synthetic(WORKLOAD).jobs()
-    simulate(jobs, config, PROFILE, depth=depth, trace=file)
+    simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, trace=file)
     return [json.loads(line) for line in file.getvalue().splitlines()]
 
 
@@ -69,7 +69,7 @@ def test_two_presets_part_at_the_first_step_that_differs(left: str, right: str) 
 
 
 def test_a_parting_names_the_reason_with_need_and_have() -> None:
-    one, other = record("vllm_v1", max_requests=30), record("deep_dive", max_requests=30)
+    one, other = record("vllm_v1", max_num_seqs=30), record("deep_dive", max_num_seqs=30)
     parting = diff(one, other, NAMES)
     waits = [line for line in parting.lines if line.startswith("right leaves ")]
     assert waits and "headroom, needs" in waits[0] and ", has " in waits[0]
@@ -79,9 +79,9 @@ def test_a_parting_names_the_reason_with_need_and_have() -> None:
 
 
 def test_seats_are_named_as_what_keeps_others_from_being_looked_at() -> None:
-    parting = diff(record(max_requests=1), record(max_requests=2), NAMES)
+    parting = diff(record(max_num_seqs=1), record(max_num_seqs=2), NAMES)
     assert any(line.endswith("more: seats") for line in parting.lines)
-    assert "max_requests: left 1, right 2" in parting.lines
+    assert "max_num_seqs: left 1, right 2" in parting.lines
 
 
 def test_the_shorter_of_two_runs_is_named() -> None:
@@ -109,22 +109,22 @@ TRACES: list[tuple[str, int, dict[str, Any]]] = [
     ("headway", 0, {}),
     ("vllm_v1", 1, {}),
     ("vllm", 0, {"swap": "swap", "num_host_blocks": 20, "headroom": "watermark(0.0)"}),
-    ("minivllm", 1, {"decode_steps": 3}),
+    ("minivllm", 1, {"num_scheduler_steps": 3}),
 ]
-each_trace = pytest.mark.parametrize(("name", "depth", "changes"), TRACES)
+each_trace = pytest.mark.parametrize(("name", "async_scheduling", "changes"), TRACES)
 
 
-def events_of(name: str, depth: int, changes: dict[str, Any]) -> list[dict[str, Any]]:
-    events = list(to_perfetto(record(name, depth, **changes)))
+def events_of(name: str, async_scheduling: int, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    events = list(to_perfetto(record(name, async_scheduling, **changes)))
     assert json.loads(json.dumps({"traceEvents": events}))["traceEvents"] == events
     return events
 
 
 @each_trace
 def test_every_event_has_what_its_kind_must_have(
-    name: str, depth: int, changes: dict[str, Any]
+    name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
-    for event in events_of(name, depth, changes):
+    for event in events_of(name, async_scheduling, changes):
         assert event["pid"] == 1 and event["ph"] in "MiXCbe" and event["name"]
         if event["ph"] != "M":
             assert isinstance(event["ts"], int | float) and event["ts"] >= 0
@@ -135,10 +135,12 @@ def test_every_event_has_what_its_kind_must_have(
 
 
 @each_trace
-def test_what_begins_ends_once_and_in_order(name: str, depth: int, changes: dict[str, Any]) -> None:
+def test_what_begins_ends_once_and_in_order(
+    name: str, async_scheduling: int, changes: dict[str, Any]
+) -> None:
     open_: dict[str, list[tuple[str, float]]] = defaultdict(list)
     seen: Counter[str] = Counter()
-    for event in events_of(name, depth, changes):
+    for event in events_of(name, async_scheduling, changes):
         if event["ph"] == "b":
             open_[event["id"]].append((event["name"], event["ts"]))
             seen[event["name"]] += 1
@@ -150,10 +152,12 @@ def test_what_begins_ends_once_and_in_order(name: str, depth: int, changes: dict
 
 
 @each_trace
-def test_times_rise_on_every_track(name: str, depth: int, changes: dict[str, Any]) -> None:
+def test_times_rise_on_every_track(
+    name: str, async_scheduling: int, changes: dict[str, Any]
+) -> None:
     tracks: dict[Any, list[float]] = defaultdict(list)
     ends: list[tuple[float, float]] = []
-    for event in events_of(name, depth, changes):
+    for event in events_of(name, async_scheduling, changes):
         if event["ph"] == "X":
             ends.append((event["ts"], event["ts"] + event["dur"]))
         if event["ph"] in "XC":
@@ -168,8 +172,13 @@ def test_times_rise_on_every_track(name: str, depth: int, changes: dict[str, Any
 
 
 @each_trace
-def test_counters_show_what_the_steps_say(name: str, depth: int, changes: dict[str, Any]) -> None:
-    lines, events = record(name, depth, **changes), events_of(name, depth, changes)
+def test_counters_show_what_the_steps_say(
+    name: str, async_scheduling: int, changes: dict[str, Any]
+) -> None:
+    lines, events = (
+        record(name, async_scheduling, **changes),
+        events_of(name, async_scheduling, changes),
+    )
     for counter, field in (("running",) * 2, ("waiting",) * 2, ("free blocks", "free")):
         shown = [e["args"][counter] for e in events if e["ph"] == "C" and e["name"] == counter]
         assert shown == [line[field] for line in lines[1:]]

@@ -36,10 +36,10 @@ HEALTHY: Summary = {
 }  # fmt: skip
 SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "preempting": ({"preemptions_per_second": 3.0}, "preempting often: 3.0", "future_peak"),
-    "thrashing": ({"preemptions_per_second": 30.0}, "thrashing: 30.0", "max_requests"),
+    "thrashing": ({"preemptions_per_second": 30.0}, "thrashing: 30.0", "max_num_seqs"),
     "taxed": ({"recompute_tax": 0.2}, "20.0% of all computed tokens", "watermark"),
     "waiting": (
-        {"per_step.waiting": 60.0, "queue_time.p90": 9.0}, "60 requests wait", "raise max_requests",
+        {"per_step.waiting": 60.0, "queue_time.p90": 9.0}, "60 requests wait", "raise max_num_seqs",
     ),
     "idle seats": ({"per_step.seats_share": 0.2}, "only 20% of the seats", "continuous recipe"),
     "idle budget": (
@@ -79,7 +79,7 @@ def test_a_symptom_brings_its_finding_and_no_other(illness: str) -> None:
 @pytest.mark.parametrize(
     ("reason", "remedy"),
     [
-        ("seats", "max_requests"), ("tokens", "max_tokens"), ("blocks", "KV blocks"),
+        ("seats", "max_num_seqs"), ("tokens", "max_tokens"), ("blocks", "KV blocks"),
         ("headroom", "headroom"), ("back-off", "KV blocks"), ("order", "patience"),
         ("", "capacity"),
     ],
@@ -126,7 +126,9 @@ def test_real_summaries_can_be_examined() -> None:
     profile = load_profile("qwen3-0.6b-h200")
     text = "requests=40,arrivals=poisson(2000),prompt=20,output=uniform(20,60),max_tokens=60"
     jobs = parse_synthetic(text).jobs()
-    small = preset("vllm_v1", block_size=4, num_blocks=60, max_requests=16, max_tokens=64)
+    small = preset(
+        "vllm_v1", block_size=4, num_blocks=60, max_num_seqs=16, max_num_batched_tokens=64
+    )
     sick = simulate(jobs, small, profile).metrics
     findings = examine(summarize(sick), sick.config)
     assert findings and findings[0].symptom.startswith("thrashing")

@@ -34,10 +34,12 @@ from headway.request import Params, Request
 from headway.scheduler import preset
 
 SOMEONE = Request("a", [1], Params())
-CONFIG = preset("headway", max_requests=32, max_tokens=512, num_blocks=2000, max_length=8192)
+CONFIG = preset(
+    "headway", max_num_seqs=32, max_num_batched_tokens=512, num_blocks=2000, max_model_len=8192
+)
 SMALL = Model(
     weight_bytes=5.4e8, kv_bytes=46_080, dense_flops=2.1e8, attention_flops=69_120,
-    head_flops=5.7e7, max_length=8192,
+    head_flops=5.7e7, max_model_len=8192,
 )  # fmt: skip
 SLOW = Machine(
     bandwidth=1.4e10, bandwidth_share=1.0, flops=1e11, flops_share=1.0, fixed_seconds=6e-3,
@@ -58,7 +60,7 @@ def profile_of(machine: Machine, model: Model = SMALL) -> Profile:
 
 
 def log_of(
-    profile: Profile, waves: list[list[tuple[int, int]]], depth: int = 0, **changes: Any
+    profile: Profile, waves: list[list[tuple[int, int]]], async_scheduling: int = 0, **changes: Any
 ) -> list[Line]:
     """What a run of these waves on a machine of this profile writes."""
     lines: list[Line] = []
@@ -69,7 +71,7 @@ def log_of(
             for i, (a, b) in enumerate(wave)
         ]
         simulate(
-            jobs, replace(CONFIG, **changes), profile, depth=depth,
+            jobs, replace(CONFIG, **changes), profile, async_scheduling=async_scheduling,
             observers=[lambda report: lines.append(describe_step(report))],
         )  # fmt: skip
     return lines
@@ -132,7 +134,7 @@ def test_a_profile_of_another_kind_of_machine_is_found_again() -> None:
 
 def test_plans_of_several_steps_tell_as_much() -> None:
     profile = profile_of(SLOW)
-    fitted, held_out = logs(profile, decode_steps=4)
+    fitted, held_out = logs(profile, num_scheduler_steps=4)
     assert any(line.get("steps", 1) > 1 for line in fitted)
     assert np.median(step_errors(fit(observations(fitted), SMALL), profile, held_out)) < 0.01
 
@@ -229,7 +231,7 @@ def test_time_that_another_step_hides_is_not_seen() -> None:
     """With overlap the next plan is made while one runs; only without is its making between two."""
     profile, waves = profile_of(SLOW), [[(20, 9)] * 3]
     assert observations(log_of(profile, waves)).gaps == pytest.approx([SLOW.host_seconds] * 8)
-    hidden = observations(log_of(profile, waves, depth=1))
+    hidden = observations(log_of(profile, waves, async_scheduling=1))
     assert not len(hidden.gaps) and len(hidden.seconds) >= 9
 
 
@@ -313,15 +315,15 @@ def test_requests_that_came_together_are_foretold_together_and_later_ones_later(
 def test_a_run_with_overlap_is_foretold_from_one_with_overlap(seats: int) -> None:
     """The host's part comes from a run without, as `headway profile` does it on a GPU."""
     profile = load_profile("qwen3-0.6b-h200")
-    changes = {"max_requests": seats, "max_tokens": 2048, "num_blocks": 60_000}
+    changes = {"max_num_seqs": seats, "max_num_batched_tokens": 2048, "num_blocks": 60_000}
     work = calibration(8192, QUICK_ON_GPU)
-    fitted = log_of(profile, work.before + work.after, depth=1, **changes)
-    held_out = log_of(profile, [work.held_out], depth=1, **changes)
+    fitted = log_of(profile, work.before + work.after, async_scheduling=1, **changes)
+    held_out = log_of(profile, [work.held_out], async_scheduling=1, **changes)
     apart = observations(log_of(profile, work.before, **changes))
     found = fit(replace(observations(fitted), gaps=apart.gaps), profile.model)
     assert found.host_seconds == pytest.approx(profile.machine.host_seconds)
     config, after = replace(CONFIG, **changes), replace(profile, machine=found)
-    off = errors(held_out, config, after, depth=1)
+    off = errors(held_out, config, after, async_scheduling=1)
     assert abs(off.simulated) < 0.01 and abs(off.ttft) < 0.01 and off.median < 0.01
     assert errors(held_out, config, after).simulated > abs(off.simulated)  # without, it is slower
 
@@ -357,7 +359,7 @@ def test_a_calibration_spreads_and_holds_out_another_workload(most: int, amount:
     assert work.held_out != calibration(most, amount, seed=1).held_out
     if most > 100:
         lines = log_of(
-            profile_of(SLOW), work.before + work.after, num_blocks=50_000, max_length=most
+            profile_of(SLOW), work.before + work.after, num_blocks=50_000, max_model_len=most
         )
         assert missing(observations(lines)) == []
 

@@ -30,9 +30,9 @@ from headway.request import Params
 from headway.scheduler import PRESETS, Scheduler, preset
 
 PROFILE = load_profile("qwen3-0.6b-h200")
-each_depth = pytest.mark.parametrize("depth", [0, 1])
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 each_preset = pytest.mark.parametrize("name", PRESETS)
-SMALL = {"block_size": 4, "num_blocks": 40, "max_requests": 8, "max_tokens": 128}
+SMALL = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 WORKLOADS = {
     "at once": "requests=16,prompt=uniform(5,60),output=uniform(1,30)",
     "far between": "requests=8,arrivals=poisson(5),prompt=uniform(5,60),output=uniform(1,9)",
@@ -51,10 +51,16 @@ def lines_of(file: io.StringIO) -> list[Line]:
     return [json.loads(line) for line in file.getvalue().splitlines()]
 
 
-def record(workload: str, depth: int, name: str, **changes: Any) -> list[Line]:
+def record(workload: str, async_scheduling: int, name: str, **changes: Any) -> list[Line]:
     file = io.StringIO()
     config = preset(name, **{**SMALL, **changes})
-    simulate(parse_synthetic(workload).jobs(), config, PROFILE, depth=depth, trace=file)
+    simulate(
+        parse_synthetic(workload).jobs(),
+        config,
+        PROFILE,
+        async_scheduling=async_scheduling,
+        trace=file,
+    )
     return lines_of(file)
 
 
@@ -62,21 +68,21 @@ def count(lines: list[Line], field: str) -> int:
     return sum(len(line.get(field, ())) for line in lines[1:])
 
 
-@each_depth
+@each_scheduling
 @each_preset
 @each_workload
 def test_a_simulated_run_takes_the_same_decisions_again(
-    workload: str, name: str, depth: int
+    workload: str, name: str, async_scheduling: int
 ) -> None:
-    lines = record(WORKLOADS[workload], depth, name)
+    lines = record(WORKLOADS[workload], async_scheduling, name)
     assert check_replay(lines) == len(lines) - 1 > 10
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "vllm_v1", "minivllm"])
-def test_a_run_that_swaps_takes_the_same_decisions_again(name: str, depth: int) -> None:
+def test_a_run_that_swaps_takes_the_same_decisions_again(name: str, async_scheduling: int) -> None:
     changes = {"swap": "swap", "num_host_blocks": 30, "headroom": "watermark(0.0)"}
-    lines = record(WORKLOADS["unknown lengths"], depth, name, **changes)
+    lines = record(WORKLOADS["unknown lengths"], async_scheduling, name, **changes)
     assert any(p[1] == "swap" for line in lines[1:] for p in line.get("preempted", ()))
     check_replay(lines)
 
@@ -84,25 +90,29 @@ def test_a_run_that_swaps_takes_the_same_decisions_again(name: str, depth: int) 
 QUEUES = ["fcfs(2)", "priority(2, 0.01, True)", "shortest_first(3)", "fair(1)", "deadline(2)"]
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("headroom", ["back_off(watermark(0.05), 0.1)", "future_peak(learned)"])
-def test_every_order_takes_the_same_decisions_again(queue: str, headroom: str, depth: int) -> None:
-    lines = record(WORKLOADS["unknown lengths"], depth, "headway", queue=queue, headroom=headroom)
+def test_every_order_takes_the_same_decisions_again(
+    queue: str, headroom: str, async_scheduling: int
+) -> None:
+    lines = record(
+        WORKLOADS["unknown lengths"], async_scheduling, "headway", queue=queue, headroom=headroom
+    )
     check_replay(lines)
 
 
-@each_depth
-def test_a_multi_step_run_takes_the_same_decisions_again(depth: int) -> None:
-    lines = record(WORKLOADS["unknown lengths"], depth, "vllm_v1", decode_steps=4)
+@each_scheduling
+def test_a_multi_step_run_takes_the_same_decisions_again(async_scheduling: int) -> None:
+    lines = record(WORKLOADS["unknown lengths"], async_scheduling, "vllm_v1", num_scheduler_steps=4)
     assert any("steps" in line for line in lines)
     check_replay(lines)
 
 
-@each_depth
-def test_a_run_that_defers_decodes_takes_the_same_decisions_again(depth: int) -> None:
-    changes = {"max_tokens": 5, "num_blocks": 200, "chunk": "split_any"}
-    lines = record(WORKLOADS["unknown lengths"], depth, "minivllm", **changes)
+@each_scheduling
+def test_a_run_that_defers_decodes_takes_the_same_decisions_again(async_scheduling: int) -> None:
+    changes = {"max_num_batched_tokens": 5, "num_blocks": 200, "chunk": "split_any"}
+    lines = record(WORKLOADS["unknown lengths"], async_scheduling, "minivllm", **changes)
     assert count(lines, "deferred")
     check_replay(lines)
 
@@ -125,20 +135,22 @@ def drive(
         step += 1
 
 
-def simulated(config: Config, depth: int) -> tuple[Engine, io.StringIO]:
+def simulated(config: Config, async_scheduling: int) -> tuple[Engine, io.StringIO]:
     clock, file = VirtualClock(), io.StringIO()
     executor = SimulatedExecutor(clock, PROFILE.step_seconds, 0.0005)
-    writer = TraceWriter(file, config, depth)
-    return Engine(Scheduler(config), executor, clock, depth=depth, observers=[writer]), file
+    writer = TraceWriter(file, config, async_scheduling)
+    return Engine(
+        Scheduler(config), executor, clock, async_scheduling=async_scheduling, observers=[writer]
+    ), file
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("name", ["headway", "nano_vllm", "vllm", "minivllm", "static"])
-def test_a_run_with_aborts_takes_the_same_decisions_again(name: str, depth: int) -> None:
+def test_a_run_with_aborts_takes_the_same_decisions_again(name: str, async_scheduling: int) -> None:
     jobs, rng = parse_synthetic(WORKLOADS["unknown lengths"]).jobs(), Random(name)
     for swap in ("recompute", "swap"):
         config = preset(name, **SMALL, swap=swap, num_host_blocks=20, headroom="watermark(0.0)")
-        engine, file = simulated(config, depth)
+        engine, file = simulated(config, async_scheduling)
         aborts = {rng.randrange(3 + i, 40 + i): [job.id] for i, job in enumerate(jobs) if i % 3}
         drive(engine, jobs, aborts)
         lines = lines_of(file)
@@ -151,9 +163,9 @@ def abort_one(engine: Engine) -> None:
     drive(engine, parse_synthetic("requests=2,prompt=8,output=4").jobs(), {0: ["1"]})
 
 
-@each_depth
-def test_an_abort_before_the_first_step_is_replayed(depth: int) -> None:
-    engine, file = simulated(preset(**SMALL), depth)
+@each_scheduling
+def test_an_abort_before_the_first_step_is_replayed(async_scheduling: int) -> None:
+    engine, file = simulated(preset(**SMALL), async_scheduling)
     abort_one(engine)
     check_replay(lines_of(file))
 
@@ -168,19 +180,19 @@ def abort_all(engine: Engine) -> None:
     engine.run()
 
 
-@each_depth
-def test_an_abort_with_nothing_else_to_run_is_replayed(depth: int) -> None:
-    engine, file = simulated(preset(**SMALL), depth)
+@each_scheduling
+def test_an_abort_with_nothing_else_to_run_is_replayed(async_scheduling: int) -> None:
+    engine, file = simulated(preset(**SMALL), async_scheduling)
     abort_all(engine)
     check_replay(lines_of(file))
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("act", [abort_one, abort_all])
 def test_an_abort_before_the_first_step_is_counted(
-    act: Callable[[Engine], None], depth: int
+    act: Callable[[Engine], None], async_scheduling: int
 ) -> None:
-    engine, file = simulated(preset(**SMALL), depth)
+    engine, file = simulated(preset(**SMALL), async_scheduling)
     act(engine)
     first, *steps = lines_of(file)
     metrics = Metrics(first)
@@ -189,9 +201,9 @@ def test_an_abort_before_the_first_step_is_counted(
     assert metrics.totals["finished_abort"] == metrics.totals["finished_length"] == 1
 
 
-@each_depth
-def test_an_abort_of_the_only_one_running_is_replayed(depth: int) -> None:
-    engine, file = simulated(preset(**SMALL), depth)
+@each_scheduling
+def test_an_abort_of_the_only_one_running_is_replayed(async_scheduling: int) -> None:
+    engine, file = simulated(preset(**SMALL), async_scheduling)
     first, second = parse_synthetic("requests=2,prompt=8,output=9").jobs()
     engine.add(first.id, first.prompt(), first.params())
     for _ in range(4):
@@ -234,12 +246,16 @@ class RealExecutor:
         return self._rng.randrange(20)
 
 
-def recorded_really(name: str, depth: int, seconds: float, act: Callable[..., None]) -> list[Line]:
+def recorded_really(
+    name: str, async_scheduling: int, seconds: float, act: Callable[..., None]
+) -> list[Line]:
     clock, file, rng = RealClock(), io.StringIO(), Random(name)
     config = preset(name, **SMALL, headroom="watermark(0.0)", num_host_blocks=12, swap="swap")
-    writer = TraceWriter(file, config, depth)
+    writer = TraceWriter(file, config, async_scheduling)
     executor = RealExecutor(clock, rng, seconds)
-    engine = Engine(Scheduler(config), executor, clock, depth=depth, observers=[writer])
+    engine = Engine(
+        Scheduler(config), executor, clock, async_scheduling=async_scheduling, observers=[writer]
+    )
     act(engine, rng)
     return lines_of(file)
 
@@ -257,10 +273,10 @@ def serve_some_again(engine: Engine, rng: Random) -> None:
     engine.run()
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm_v1", "nano_vllm"])
-def test_ids_that_come_back_are_replayed_as_others(name: str, depth: int) -> None:
-    lines = recorded_really(name, depth, 0.0, serve_some_again)
+def test_ids_that_come_back_are_replayed_as_others(name: str, async_scheduling: int) -> None:
+    lines = recorded_really(name, async_scheduling, 0.0, serve_some_again)
     ends = [end for line in lines for end in line.get("finished", ())]
     assert len(ends) >= 10 and {end["id"] for end in ends} == {"a", "b", "c"}
     assert {"stop", "length", "abort"} == {end["reason"] for end in ends}
@@ -282,20 +298,20 @@ def serve_really(engine: Engine, rng: Random) -> None:
     engine.run()
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("seconds", [0.0, 0.0001])
 @pytest.mark.parametrize("name", ["headway", "vllm_v1", "nano_vllm"])
 def test_a_run_in_real_time_takes_the_same_decisions_again(
-    name: str, depth: int, seconds: float
+    name: str, async_scheduling: int, seconds: float
 ) -> None:
-    lines = recorded_really(name, depth, seconds, serve_really)
+    lines = recorded_really(name, async_scheduling, seconds, serve_really)
     assert count(lines, "preempted")
     assert check_replay(lines) == len(lines) - 1
 
 
-@each_depth
-def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(depth: int) -> None:
-    engine, file = simulated(preset(**SMALL), depth)
+@each_scheduling
+def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(async_scheduling: int) -> None:
+    engine, file = simulated(preset(**SMALL), async_scheduling)
     launch = engine.executor.launch
     failing = {6}
 
@@ -341,7 +357,7 @@ def change_free(lines: list[Line]) -> None:
 
 
 def change_setting(lines: list[Line]) -> None:
-    lines[0]["config"]["max_requests"] = 2
+    lines[0]["config"]["max_num_seqs"] = 2
 
 
 def forget_step(lines: list[Line]) -> None:

@@ -223,7 +223,7 @@ def test_the_executor_says_the_same_with_another_library(name: str) -> None:
         return DeviceExecutor(Decoder(Loud(about), backend), config)
 
     about, config = FAMILIES["norms of heads"], settings(chunk="at_most(5)")
-    found = answers(with_library, config, about, depth=1, count=3)
+    found = answers(with_library, config, about, async_scheduling=1, count=3)
     assert found == answers(plain, config, about, count=3)
     assert (small.num_alone > 0) == (name == "flash-attn")
 
@@ -239,7 +239,7 @@ def test_blocks_that_a_library_cannot_read_are_refused() -> None:
 
 
 REFUSED: list[tuple[str, Any, Any, str]] = [
-    ("flashinfer", torch.float32, None, "flashinfer has no float32: give --precision bfloat16"),
+    ("flashinfer", torch.float32, None, "flashinfer has no float32: give --dtype bfloat16"),
     ("flash_attn", torch.float32, None, "flash_attn has no float32"),
     ("flash_attn", torch.bfloat16, torch.float8_e4m3fn, "give --kv-cache-dtype auto, or --att"),
 ]

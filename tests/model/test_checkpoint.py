@@ -87,7 +87,7 @@ def write_gguf(
     """A file as llama.cpp's converter would write it; metadata has `__` for a dot."""
     writer = gguf.GGUFWriter(path, config.architecture)
     writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_length)
+    writer.add_context_length(config.max_model_len)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)

@@ -31,7 +31,7 @@ from headway.executor.gpu.memory import (
     run_step,
 )
 from headway.llm import LLM
-from headway.loading import GpuRoom, Wishes, fit
+from headway.loading import GpuRoom, LoadOptions, fit
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
@@ -47,7 +47,9 @@ from headway.model.devices import (
     why_not,
 )
 from headway.model.precision import (
-    PRECISIONS,
+    DTYPES,
+    FASTEST,
+    QUANTIZATIONS,
     check_attention,
     choose_backend,
     kv_dtype_for,
@@ -142,21 +144,22 @@ def test_a_number_means_that_gpu_or_none(number: int, count: int) -> None:
 # Which arithmetic.
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_precision_means_itself_but_for_auto(precision: str) -> None:
-    assert resolved(precision, CPU) == ("float32" if precision == "auto" else precision)
-    if precision in ("fast", "quantized"):
-        with pytest.raises(
-            ConfigError, match=rf"precision {precision} is for CPUs.*bfloat16.*--device"
-        ):
-            resolved(precision, CUDA)
-    else:
-        assert resolved(precision, CUDA) == ("bfloat16" if precision == "auto" else precision)
+@pytest.mark.parametrize("device", [CPU, CUDA])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_dtype_means_itself_but_for_auto(dtype: str, device: torch.device) -> None:
+    own = {"cpu": "float32", "cuda": "bfloat16"}[device.type]
+    for quantization in (None, "none"):
+        assert resolved(dtype, quantization, device) == (own if dtype == "auto" else dtype)
 
 
-def test_on_a_cpu_auto_is_float32() -> None:
-    backends = [choose_backend(model(), name, "cpu") for name in ("auto", "float32")]
-    assert len({(type(b), b.name) for b in backends}) == 1 and "float32" in backends[0].name
+@pytest.mark.parametrize("quantization", QUANTIZATIONS[1:])
+def test_quantization_is_for_cpus_and_float32(quantization: str) -> None:
+    wanted = FASTEST if quantization == "auto" else quantization
+    assert {resolved(t, quantization, CPU) for t in ("auto", "float32")} == {wanted}
+    with pytest.raises(ConfigError, match=rf"quantization {quantization} .*CPU.*--device"):
+        resolved("auto", quantization, CUDA)
+    with pytest.raises(ConfigError, match=r"needs dtype .*not float16"):
+        resolved("float16", quantization, CPU)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
@@ -227,8 +230,8 @@ def test_too_little_memory_is_told_with_need_limit_lack_and_flags() -> None:
     text = str(refused.value)
     for said in (
         "at least 19.50 GiB", "weights 15.00 GiB", "one step 2.00 GiB", "0.5 of 16.00 GiB is 8.00",
-        "11.50 GiB too little", "--gpu-memory-utilization", "--max-tokens", "--max-requests",
-        "--precision",
+        "11.50 GiB too little", "--gpu-memory-utilization", "--max-num-batched-tokens", "--max-num-seqs",
+        "--dtype",
     ):  # fmt: skip
         assert said in text
 
@@ -292,18 +295,18 @@ def test_a_container_leaves_what_its_limit_says(tmp_path: Path) -> None:
 
 
 def config_of(**changes: Any) -> Config:
-    return preset(**{"max_length": 40, "block_size": 8, "max_requests": 6, **changes})
+    return preset(**{"max_model_len": 40, "block_size": 8, "max_num_seqs": 6, **changes})
 
 
 @given(st.integers(1, 300), st.integers(2, 90), st.integers(1, 300), st.integers(1, 32))
 def test_the_tried_prompts_have_all_tokens_and_no_length_too_many(
-    num_tokens: int, max_length: int, seats: int, block_size: int
+    num_tokens: int, max_model_len: int, seats: int, block_size: int
 ) -> None:
-    config = config_of(max_length=max_length, max_requests=seats, block_size=block_size)
+    config = config_of(max_model_len=max_model_len, max_num_seqs=seats, block_size=block_size)
     batch = prompts(config, num_tokens, CPU)
     starts, ends = batch.starts_s.tolist(), batch.ends_s.tolist()
     assert len(batch.tokens_t) == starts[-1] == sum(ends) == num_tokens and starts[0] == 0
-    assert max(ends) == batch.longest <= max_length and min(ends) > 0
+    assert max(ends) == batch.longest <= max_model_len and min(ends) > 0
     assert [p for end in ends for p in range(end)] == batch.positions_t.tolist()
     assert batch.slots_t.max() < block_size and batch.tables_sw.max() == 0
     assert batch.tables_sw.shape[1] * block_size >= batch.longest
@@ -330,7 +333,7 @@ def test_what_an_executor_keeps_is_counted() -> None:
     from headway.executor.gpu.executor import DeviceExecutor
 
     decoder = Decoder(DummyCheckpoint(model()), PlainBackend())
-    config = config_of(max_tokens=4000, num_blocks=3, max_length=30000)
+    config = config_of(max_num_batched_tokens=4000, num_blocks=3, max_model_len=30000)
     executor = DeviceExecutor(decoder, config)
     kept = (executor.mixed._hidden, executor.seats.tensors.tables)
     assert kept_bytes(decoder, config) == sum(each.nbytes for each in kept) > 10**5
@@ -378,7 +381,7 @@ def room(blocks: int, seen: list[Config] | None = None, free: int = 80 * GIB) ->
     return GpuRoom(free=free, measure=measure)
 
 
-LONG = replace(model(), max_length=8192)
+LONG = replace(model(), max_model_len=8192)
 
 
 @pytest.mark.parametrize(
@@ -386,27 +389,30 @@ LONG = replace(model(), max_length=8192)
     [
         ("headway", {}, (256, 8192)),
         ("nano_vllm", {}, (512, 16384)),
-        ("headway", {"max_requests": 9000}, (9000, 9000)),
+        ("headway", {"max_num_seqs": 9000}, (9000, 9000)),
         ("headway", {"max_tokens": 100}, (100, 100)),
-        ("headway", {"max_requests": 7, "max_tokens": 70}, (7, 70)),
+        ("headway", {"max_num_seqs": 7, "max_num_batched_tokens": 70}, (7, 70)),
     ],
 )
 def test_a_gpu_has_the_presets_seats_and_tokens(
     name: str, settings: dict[str, int], limits: tuple[int, int]
 ) -> None:
     config = fit(LONG, 2, name, None, settings, room(500))
-    assert (config.max_requests, config.max_tokens) == limits and config.num_blocks == 500
+    assert (
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+    ) == limits and config.num_blocks == 500
     assert config.block_size == 16
     if not settings:
         on_cpu = fit(LONG, 2, name, None, settings)
-        assert (on_cpu.max_requests, on_cpu.max_tokens) == (64, 512)
+        assert (on_cpu.max_num_seqs, on_cpu.max_tokens) == (64, 512)
 
 
 def test_memory_is_measured_unless_blocks_or_bytes_are_given() -> None:
     seen: list[Config] = []
     measured = fit(LONG, 2, "vllm_v1", None, {}, room(123, seen))
     assert measured.num_blocks == 123 and len(seen) == 1
-    assert (seen[0].max_requests, seen[0].max_tokens, seen[0].max_length) == (256, 8192, 8192)
+    assert (seen[0].max_num_seqs, seen[0].max_tokens, seen[0].max_model_len) == (256, 8192, 8192)
     assert fit(LONG, 2, "vllm_v1", None, {"num_blocks": 9}, room(123, seen)).num_blocks == 9
     block = 16 * LONG.kv_bytes(2)
     assert fit(LONG, 2, "vllm_v1", 5 * block, {}, room(123, seen)).num_blocks == 5
@@ -414,7 +420,7 @@ def test_memory_is_measured_unless_blocks_or_bytes_are_given() -> None:
 
 
 def test_no_more_blocks_are_taken_than_all_seats_can_fill() -> None:
-    config = fit(LONG, 2, "vllm_v1", None, {"max_requests": 3, "max_length": 100}, room(10**6))
+    config = fit(LONG, 2, "vllm_v1", None, {"max_num_seqs": 3, "max_model_len": 100}, room(10**6))
     assert config.num_blocks == 3 * 7
 
 
@@ -493,18 +499,18 @@ def test_all_graphs_that_may_be_kept_are_counted() -> None:
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.01, float("nan")])
 def test_a_share_of_memory_is_above_0_and_at_most_1(share: float) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization must be above 0 and at most 1"):
-        Wishes(gpu_memory_utilization=share)
-    assert Wishes(gpu_memory_utilization=1).gpu_memory_utilization == 1
+        LoadOptions(gpu_memory_utilization=share)
+    assert LoadOptions(gpu_memory_utilization=1).gpu_memory_utilization == 1
 
 
 def test_on_a_cpu_all_is_as_it_was(tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "threads": 1}
     with LLM(str(save_tiny(tmp_path)), **options) as llm:
         assert (llm.loaded.device, llm.loaded.precision) == ("cpu", "float32")
-        assert llm.engine.depth == 0 and isinstance(llm.executor, TorchExecutor)
+        assert llm.engine.async_scheduling == 0 and isinstance(llm.executor, TorchExecutor)
         assert isinstance(make_executor(llm.loaded.decoder, llm.config), TorchExecutor)
-    with LLM(str(tmp_path), depth=1, **options) as llm:
-        assert llm.engine.depth == 1
+    with LLM(str(tmp_path), async_scheduling=1, **options) as llm:
+        assert llm.engine.async_scheduling == 1
 
 
 COMMANDS = [

@@ -105,7 +105,7 @@ def test_numbers_are_those_of_transformers(name: str) -> None:
     assert config.architecture == theirs.model_type
     assert config.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // 4)
     assert config.norm_eps == theirs.rms_norm_eps
-    assert config.max_length == theirs.max_position_embeddings
+    assert config.max_model_len == theirs.max_position_embeddings
     assert config.tie_embeddings == theirs.tie_word_embeddings
     assert config.bos_id == theirs.bos_token_id
     assert config.eos_ids == ({theirs.eos_token_id} - {None})

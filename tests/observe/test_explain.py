@@ -23,8 +23,8 @@ WORKLOAD = (
     "clients=3,priorities=3,n=2,seed={}"
 )
 MIXES: list[dict[str, Any]] = [
-    {"name": "headway", "queue": "fair", "max_requests": 8, "num_blocks": 200},
-    {"name": "vllm_v1", "max_requests": 3, "num_blocks": 60},
+    {"name": "headway", "queue": "fair", "max_num_seqs": 8, "num_blocks": 200},
+    {"name": "vllm_v1", "max_num_seqs": 3, "num_blocks": 60},
     {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True)", "num_blocks": 30},
     {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True,patience=4)", "num_blocks": 44},
     {"name": "vllm_v1", "headroom": "back_off(watermark(0.05),share=0.05)", "num_blocks": 30},
@@ -32,19 +32,19 @@ MIXES: list[dict[str, Any]] = [
 ]
 
 
-def engine_of(depth: int, name: str, **changes: Any) -> Engine:
-    sizes = {"block_size": 4, "num_blocks": 44, "max_requests": 8, "max_tokens": 128}
+def engine_of(async_scheduling: int, name: str, **changes: Any) -> Engine:
+    sizes = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 0.002)
     return Engine(
-        Scheduler(preset(name, **{**sizes, **changes})), executor, clock, depth=depth
+        Scheduler(preset(name, **{**sizes, **changes})), executor, clock, async_scheduling=async_scheduling
     )  # fmt: skip
 
 
 def check_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
     """The numbers in a sentence are those of the plan and the config; says which kind it is."""
     text = why_blocked(blocked, num_running, config)
-    limit, numbers = config.max_requests, [int(n) for n in re.findall(r"\d+", text)]
+    limit, numbers = config.max_num_seqs, [int(n) for n in re.findall(r"\d+", text)]
     if blocked.reason == "seats" and text.startswith("all") and "are taken" in text:
         assert numbers == [limit] and num_running == limit
         return "all seats"
@@ -63,15 +63,15 @@ def check_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
 
 def check_behind(behind: Behind, num_running: int, config: Config) -> None:
     text = why_behind(behind, num_running, config)
-    if f"all {config.max_requests} seats are taken" in text:
-        assert behind.reason == "seats" and num_running == config.max_requests
+    if f"all {config.max_num_seqs} seats are taken" in text:
+        assert behind.reason == "seats" and num_running == config.max_num_seqs
 
 
 def test_every_sentence_agrees_with_its_plan() -> None:
     kinds: Counter[str] = Counter()
     for mix in MIXES:
-        for depth in (0, 1):
-            kinds += follow(engine_of(depth, **mix))
+        for async_scheduling in (0, 1):
+            kinds += follow(engine_of(async_scheduling, **mix))
     for kind in ("kept seats", "unsettled", "blocks", "back-off", "order", "tokens"):
         assert kinds[kind] > 0, kind
 
@@ -117,7 +117,7 @@ def check_shown(metrics: ServerMetrics, engine: Engine) -> None:
 
 def test_a_request_with_a_token_in_flight_is_not_said_to_ask_for_blocks() -> None:
     queue = "priority(aging=0,preempts=True)"
-    engine = engine_of(0, "vllm_v1", queue=queue, num_blocks=8, max_requests=4)
+    engine = engine_of(0, "vllm_v1", queue=queue, num_blocks=8, max_num_seqs=4)
     script = Script(8, 7, 1)
     engine.add("low", [1] * 12, Params(max_tokens=8, priority=5, sampling=script))
     engine.add("lower", [2] * 12, Params(max_tokens=8, priority=6, sampling=script))
@@ -141,7 +141,7 @@ def test_one_block_is_one_block_and_a_real_back_off_keeps_its_numbers() -> None:
 
 
 def test_seats_that_came_free_after_the_plan_are_not_said_to_be_taken() -> None:
-    config = preset("vllm_v1", max_requests=4)
+    config = preset("vllm_v1", max_num_seqs=4)
     request = Request("a", [1], Params())
     for text in (
         why_blocked(Blocked(request, "seats", 1, 0), 3, config),

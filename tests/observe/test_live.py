@@ -24,10 +24,10 @@ from starlette.types import Receive, Scope, Send
 
 from headway.cli.commands.top import NoAnswer, first_look, follow, look
 from headway.cli.view.top import picture
-from headway.config import World
+from headway.config import SchedulerView
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.clock import RealClock
-from headway.engine.engine import MOST_FAULTS, Engine
+from headway.engine.engine import MAX_FAULTS, Engine
 from headway.engine.messages import FromLoop, ToLoop
 from headway.errors import ConfigError
 from headway.executor.base import Handle
@@ -43,7 +43,7 @@ from headway.server.health import RemoteWatchdog, Watchdog, watch
 from headway.server.http import validation_errors as problems
 from headway.server.process.log_setup import AccessLog, setup
 
-SIZES = {"block_size": 4, "num_blocks": 40, "max_requests": 2, "max_tokens": 64}
+SIZES = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 SECRET = 31337  # a prompt's token
 
 
@@ -143,7 +143,7 @@ def test_a_snapshot_tells_who_runs_who_waits_and_why_and_no_prompt() -> None:
 def test_looking_asks_no_policy_anything() -> None:
     asked_for: list[str] = []
 
-    def key(request: Request, world: World) -> float:
+    def key(request: Request, view: SchedulerView) -> float:
         asked_for.append(request.id)
         return request.arrival
 
@@ -159,7 +159,7 @@ def test_looking_asks_no_policy_anything() -> None:
 
 
 def test_a_snapshot_lists_no_more_than_a_page_can_show() -> None:
-    engine, _ = made(max_requests=200, num_blocks=2000, max_tokens=4000)
+    engine, _ = made(max_num_seqs=200, num_blocks=2000, max_num_batched_tokens=4000)
     metrics = ServerMetrics(ThreadPort(engine).loop, "tiny")
     for number in range(1000):
         engine.add(str(number), [1] * 9, asked(20))
@@ -339,8 +339,8 @@ def test_a_fault_counts_until_a_step_succeeds_or_is_long_past() -> None:
 def test_an_engine_that_has_given_up_stays_unhealthy() -> None:
     engine, gate = made()
     dog = Watchdog(ThreadPort(engine).loop, patience=0.01)
-    gate.num_faults = MOST_FAULTS
-    for number in range(MOST_FAULTS):
+    gate.num_faults = MAX_FAULTS
+    for number in range(MAX_FAULTS):
         engine.add(str(number), [1], asked())
         engine.run()
     time.sleep(0.02)

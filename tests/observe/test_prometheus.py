@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
-from headway.engine.messages import Ask, FromLoop, Reply
+from headway.engine.messages import FromLoop, Query, QueryResult
 from headway.errors import RequestError
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
@@ -30,7 +30,7 @@ from headway.scheduler import Scheduler, preset
 
 ROOT = Path(__file__).parents[2]
 PROFILE = load_profile("qwen3-0.6b-h200")
-SMALL = {"block_size": 4, "num_blocks": 44, "max_requests": 8, "max_tokens": 128}
+SMALL = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 WORKLOAD = (
     "requests=40,arrivals=bursty(250,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
     "prefix=2x16@0.5,clients=3,priorities=3,n=2,seed={}"
@@ -39,7 +39,7 @@ Samples = dict[tuple[str, ...], float]
 
 
 class Log:
-    """Every token with its time; knows nothing of lockstep."""
+    """Every token with its time; knows nothing of decode_batch."""
 
     def __init__(self) -> None:
         self.times: dict[Request, list[float]] = defaultdict(list)
@@ -82,16 +82,18 @@ def samples(text: str, prefix: str = "headway") -> Samples:
     return found
 
 
-def engine_of(name: str, depth: int, **changes: Any) -> tuple[Engine, VirtualClock]:
+def engine_of(name: str, async_scheduling: int, **changes: Any) -> tuple[Engine, VirtualClock]:
     config = with_profile(preset(name, **{**SMALL, **changes}), PROFILE)
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: PROFILE.step_seconds(plan, config.block_size))
-    return Engine(Scheduler(config), executor, clock, depth=depth), clock
+    return Engine(Scheduler(config), executor, clock, async_scheduling=async_scheduling), clock
 
 
-def run(name: str, depth: int, seed: int, **changes: Any) -> tuple[ServerMetrics, Log, Engine]:
+def run(
+    name: str, async_scheduling: int, seed: int, **changes: Any
+) -> tuple[ServerMetrics, Log, Engine]:
     """A workload in which some are aborted on their way, to its end."""
-    engine, clock = engine_of(name, depth, **changes)
+    engine, clock = engine_of(name, async_scheduling, **changes)
     metrics, log = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"), Log()
     engine.observers.append(log)
     jobs, chance = list(parse_synthetic(WORKLOAD.format(seed)).jobs())[::-1], random.Random(seed)
@@ -122,24 +124,24 @@ def check_histogram(found: Samples, name: str, values: list[float]) -> None:
         assert abs(found[f"{name}_bucket", label] - len(share)) <= near, (name, bound)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
         ("headway", {}),
-        ("headway", {"decode_steps": 4}),
+        ("headway", {"num_scheduler_steps": 4}),
         ("vllm", {"num_blocks": 30, "num_host_blocks": 20, "swap": "swap"}),
         ("vllm_v1", {"num_blocks": 30}),
         ("vllm_v1", {"max_tokens": 12}),
         ("minivllm", {"num_blocks": 36}),
-        ("minivllm", {"num_blocks": 300, "max_tokens": 5, "chunk": "split_any"}),
+        ("minivllm", {"num_blocks": 300, "max_num_batched_tokens": 5, "chunk": "split_any"}),
     ],
 )
 def test_metrics_say_what_a_log_of_every_token_says(
-    name: str, changes: dict[str, Any], depth: int
+    name: str, changes: dict[str, Any], async_scheduling: int
 ) -> None:
     for seed in range(3):
-        metrics, log, _ = run(name, depth, seed, **changes)
+        metrics, log, _ = run(name, async_scheduling, seed, **changes)
         found, done = samples(metrics.text()), log.completed()
         first = [times[0] - r.arrival for r, times in log.times.items()]
         check_histogram(found, "time_to_first_token_seconds", first)
@@ -154,7 +156,7 @@ def test_metrics_say_what_a_log_of_every_token_says(
             "request_prompt_tokens": [float(r.num_prompt) for r in done],
             "request_generation_tokens": [float(r.num_generated) for r in done],
             "request_params_max_tokens": [float(r.params.max_tokens or 0) for r in done],
-            "request_params_n": [float(r.params.n) for r in done if r.leader is None],
+            "request_params_n": [float(r.params.n) for r in done if r.parent is None],
         }
         for histogram, values in waits.items():
             check_histogram(found, histogram, values)
@@ -192,7 +194,7 @@ def test_the_runs_above_preempt_swap_recompute_and_abort() -> None:
         totals += Counter({key[0]: int(v) for key, v in samples(metrics.text()).items()})
         totals["swapped"] += log.totals["out"] * log.totals["in"]
         totals["aborted"] += sum(r.finish_reason == "abort" for r in log.ends)
-    _, log, _ = run("minivllm", 1, 0, num_blocks=300, max_tokens=5, chunk="split_any")
+    _, log, _ = run("minivllm", 1, 0, num_blocks=300, max_num_batched_tokens=5, chunk="split_any")
     totals["deferred"] = log.totals["deferred"]
     for name in (
         "deferred",
@@ -214,7 +216,7 @@ def test_nothing_is_kept_of_requests_that_have_ended() -> None:
 
 
 def test_gauges_say_how_things_stand_and_reasons_add_up_to_who_waits() -> None:
-    engine, _ = engine_of("vllm_v1", 0, num_blocks=20, max_requests=2)
+    engine, _ = engine_of("vllm_v1", 0, num_blocks=20, max_num_seqs=2)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
     script = Params(max_tokens=30, sampling=Script(30, 7, 1))
     seen_waiting = False
@@ -294,10 +296,10 @@ def test_the_loop_answers_for_its_metrics() -> None:
     heard: list[FromLoop] = []
     loop = EngineLoop(engine, heard.extend)
     ServerMetrics(loop, "tiny")
-    loop.post([Ask(0, "metrics", "vllm"), Ask(1, "metrics"), Ask(2, "snapshot")])
+    loop.post([Query(0, "metrics", "vllm"), Query(1, "metrics"), Query(2, "snapshot")])
     loop._read()
     loop._flush()
-    texts = [message.value for message in heard if isinstance(message, Reply)]
+    texts = [message.value for message in heard if isinstance(message, QueryResult)]
     assert texts[0].startswith("# HELP vllm:") and texts[1].startswith("# HELP headway:")
     assert json.loads(json.dumps(texts[2]))["num_running"] == 0
 

@@ -172,10 +172,10 @@ async def test_a_trace_context_comes_with_its_request_and_no_other() -> None:
         assert seen == [HEADER] * 4 + [""] * 8
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_spans_of_a_request_follow_one_another_from_arrival_to_end(depth: int) -> None:
-    engine, gate = made(num_blocks=12, max_requests=4)
-    engine.depth = depth
+@pytest.mark.parametrize("async_scheduling", [0, 1])
+def test_spans_of_a_request_follow_one_another_from_arrival_to_end(async_scheduling: int) -> None:
+    engine, gate = made(num_blocks=12, max_num_seqs=4)
+    engine.async_scheduling = async_scheduling
     memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
     spans = Spans(engine, provider.get_tracer("test"), "tiny")

@@ -24,12 +24,12 @@ from headway.request import Request
 from headway.scheduler import PRESETS, preset
 
 PROFILE = load_profile("qwen3-0.6b-h200")
-SMALL = {"block_size": 4, "num_blocks": 44, "max_requests": 8, "max_tokens": 128}
+SMALL = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 WORKLOAD = (
     "requests=30,arrivals=bursty(250,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
     "prefix=2x16@0.5,clients=3,priorities=3,slack=uniform(0.02,0.4),n=2,seed={}"
 )
-each_depth = pytest.mark.parametrize("depth", [0, 1])
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 
 
 class Log:
@@ -72,12 +72,12 @@ class Log:
 
 
 def run(
-    name: str, depth: int, seed: int = 0, workload: str = WORKLOAD, **changes: Any
+    name: str, async_scheduling: int, seed: int = 0, workload: str = WORKLOAD, **changes: Any
 ) -> tuple[Run, Log]:
     log = Log()
     config = preset(name, **{**SMALL, **changes})
     jobs = parse_synthetic(workload.format(seed)).jobs()
-    return simulate(jobs, config, PROFILE, depth=depth, observers=[log]), log
+    return simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[log]), log
 
 
 def nearest(values: list[float], percent: float) -> float:
@@ -115,19 +115,21 @@ def check(summary: Summary, log: Log) -> None:
     assert summary["deadline_misses"] == sum(log.ends[r] > (r.params.deadline or 0.0) for r in late)
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_counted_right(name: str, depth: int) -> None:
+def test_every_preset_is_counted_right(name: str, async_scheduling: int) -> None:
     for seed in range(2):
-        result, log = run(name, depth, seed)
+        result, log = run(name, async_scheduling, seed)
         check(summarize(result.metrics), log)
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("swap", ["recompute", "swap"])
-def test_preempted_requests_are_counted_right(swap: str, depth: int) -> None:
+def test_preempted_requests_are_counted_right(swap: str, async_scheduling: int) -> None:
     for seed in range(3):
-        result, log = run("vllm_v1", depth, seed, num_blocks=30, swap=swap, num_host_blocks=30)
+        result, log = run(
+            "vllm_v1", async_scheduling, seed, num_blocks=30, swap=swap, num_host_blocks=30
+        )
         summary = summarize(result.metrics)
         assert summary["preemptions"] > 10
         assert bool(summary["recomputed_tokens"]) or swap == "swap"
@@ -135,40 +137,53 @@ def test_preempted_requests_are_counted_right(swap: str, depth: int) -> None:
         check(summary, log)
 
 
-@each_depth
-def test_preemptions_for_priority_are_counted_right(depth: int) -> None:
-    result, log = run("headway", depth, queue="priority(preempts=True)", headroom="watermark(0.0)")
+@each_scheduling
+def test_preemptions_for_priority_are_counted_right(async_scheduling: int) -> None:
+    result, log = run(
+        "headway", async_scheduling, queue="priority(preempts=True)", headroom="watermark(0.0)"
+    )
     summary = summarize(result.metrics)
     assert summary["preemptions_for_priority"] > 0
     check(summary, log)
 
 
-@each_depth
-@pytest.mark.parametrize("decode_steps", [2, 5])
-def test_multi_step_decodes_are_counted_right(decode_steps: int, depth: int) -> None:
+@each_scheduling
+@pytest.mark.parametrize("num_scheduler_steps", [2, 5])
+def test_multi_step_decodes_are_counted_right(
+    num_scheduler_steps: int, async_scheduling: int
+) -> None:
     calm = (
         "requests=12,arrivals=poisson(60),prompt=uniform(5,30),output=uniform(1,40),"
         "max_tokens=40,seed={}"
     )
     for seed in range(4):
-        result, log = run("vllm_v1", depth, seed, calm, decode_steps=decode_steps)
+        result, log = run(
+            "vllm_v1", async_scheduling, seed, calm, num_scheduler_steps=num_scheduler_steps
+        )
         check(summarize(result.metrics), log)
 
 
-@each_depth
-def test_deferred_decodes_are_counted_right(depth: int) -> None:
+@each_scheduling
+def test_deferred_decodes_are_counted_right(async_scheduling: int) -> None:
     for seed in range(3):
-        result, log = run("minivllm", depth, seed, max_tokens=5, num_blocks=300, chunk="split_any")
+        result, log = run(
+            "minivllm",
+            async_scheduling,
+            seed,
+            max_num_batched_tokens=5,
+            num_blocks=300,
+            chunk="split_any",
+        )
         assert log.totals["deferred"] > 10
         check(summarize(result.metrics), log)
 
 
-@each_depth
-def test_decodes_deferred_and_preempted_are_counted_right(depth: int) -> None:
+@each_scheduling
+def test_decodes_deferred_and_preempted_are_counted_right(async_scheduling: int) -> None:
     short = "requests=20,prompt=uniform(3,8),output=uniform(20,40),max_tokens=40,seed={}"
-    changes = {"max_tokens": 3, "num_blocks": 16, "chunk": "split_any"}
+    changes = {"max_num_batched_tokens": 3, "num_blocks": 16, "chunk": "split_any"}
     for seed in range(4):
-        result, log = run("minivllm", depth, seed, short, **changes)
+        result, log = run("minivllm", async_scheduling, seed, short, **changes)
         assert log.totals["deferred"] > 10 and log.totals["preempted"] > 10
         check(summarize(result.metrics), log)
 
@@ -186,7 +201,7 @@ def test_a_prompt_that_stalls_the_decodes_is_seen_between_tokens() -> None:
         Job(id="b", pieces=(prompts.take(9000),), num_output=2, max_tokens=2, arrival=0.01),
     ]
     log = Log()
-    config = preset("nano_vllm", max_tokens=1000, max_requests=4)
+    config = preset("nano_vllm", max_num_batched_tokens=1000, max_num_seqs=4)
     summary = summarize(simulate(jobs, config, PROFILE, observers=[log]).metrics)
     check(summary, log)
     stall = 9 * PROFILE.prefill_seconds(1000)  # and more: later chunks read what was stored
@@ -197,15 +212,17 @@ def test_a_prompt_that_stalls_the_decodes_is_seen_between_tokens() -> None:
 # One run, two ways to count it.
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
 def test_a_file_gives_the_numbers_that_were_counted_live(
-    name: str, depth: int, tmp_path: Path
+    name: str, async_scheduling: int, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.jsonl"
     with file.open("w", encoding="utf-8") as out:
         jobs = parse_synthetic(WORKLOAD.format(7)).jobs()
-        live = simulate(jobs, preset(name, **SMALL), PROFILE, depth=depth, trace=out).metrics
+        live = simulate(
+            jobs, preset(name, **SMALL), PROFILE, async_scheduling=async_scheduling, trace=out
+        ).metrics
     first, *steps = read_trace(file)
     metrics = Metrics(first)
     for line in steps:
@@ -224,7 +241,7 @@ def test_equal_clients_served_equally_are_fair() -> None:
         Job(id=str(i), pieces=(space.take(20),), num_output=9, max_tokens=9, client=f"c{i % 4}")
         for i in range(16)
     ]
-    summary = summarize(simulate(jobs, preset(max_requests=16), PROFILE).metrics)
+    summary = summarize(simulate(jobs, preset(max_num_seqs=16), PROFILE).metrics)
     assert summary["clients"] == 4 and summary["fairness"] == pytest.approx(1.0)
 
 
@@ -253,7 +270,7 @@ def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
         summarize(
             simulate(
                 parse_synthetic(text).jobs(),
-                preset("vllm_v1", queue=queue, num_blocks=400, max_requests=16),
+                preset("vllm_v1", queue=queue, num_blocks=400, max_num_seqs=16),
                 load_profile("llama3.1-8b-a100-80gb"),
             ).metrics
         )
@@ -272,13 +289,13 @@ def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
     assert (summary["deadlines"], summary["deadline_misses"]) == (2, 1)
 
 
-@each_depth
-def test_whoever_has_an_id_that_comes_back_is_counted_too(depth: int) -> None:
+@each_scheduling
+def test_whoever_has_an_id_that_comes_back_is_counted_too(async_scheduling: int) -> None:
     jobs = [
         Job(id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count)
         for count in (2, 3, 4, 5)
     ]
-    run = simulate(jobs, preset(**SMALL), PROFILE, depth=depth)
+    run = simulate(jobs, preset(**SMALL), PROFILE, async_scheduling=async_scheduling)
     assert sorted(life.num_output for life in run.metrics.lives.values()) == [2, 3, 4, 5]
     assert summarize(run.metrics)["requests"] == 4
 

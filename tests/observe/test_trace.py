@@ -42,15 +42,17 @@ WORKLOAD = (
     "prefix=2x16@0.5,n=2,clients=3,priorities=2,slack=uniform(0.01,0.2),seed=5"
 )
 SMALL = {
-    "block_size": 4, "num_blocks": 40, "max_requests": 6, "max_tokens": 64, "num_host_blocks": 20,
+    "block_size": 4, "num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 64, "num_host_blocks": 20,
 }  # fmt: skip
 
 
-def record(name: str = "headway", depth: int = 0, **changes: Any) -> str:
+def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> str:
     """The trace of a small crowded run."""
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
     jobs = parse_synthetic(WORKLOAD).jobs()
-    simulate(jobs, config, load_profile("qwen3-0.6b-h200"), depth=depth, trace=file)
+    simulate(
+        jobs, config, load_profile("qwen3-0.6b-h200"), async_scheduling=async_scheduling, trace=file
+    )
     return file.getvalue()
 
 
@@ -108,13 +110,13 @@ PARAMS = st.builds(
 
 @given(PARAMS, st.lists(TOKENS, min_size=1, max_size=9), st.floats(0, 1e6), st.booleans())
 def test_a_request_described_asks_for_the_same_again(
-    params: Params, prompt: list[int], arrival: float, has_leader: bool
+    params: Params, prompt: list[int], arrival: float, has_parent: bool
 ) -> None:
-    leader = Request("lead", prompt, params, arrival=arrival)
-    request = Request("r", prompt, params, arrival=arrival, leader=leader if has_leader else None)
-    again = request_of(json.loads(json.dumps(describe_request(request))), {"lead": leader})
+    parent = Request("lead", prompt, params, arrival=arrival)
+    request = Request("r", prompt, params, arrival=arrival, parent=parent if has_parent else None)
+    again = request_of(json.loads(json.dumps(describe_request(request))), {"lead": parent})
     assert (again.id, again.prompt, again.arrival) == (request.id, request.prompt, arrival)
-    assert again.stops == request.stops and again.leader is request.leader
+    assert again.stops == request.stops and again.parent is request.parent
     for field in (
         "max_tokens", "min_tokens", "priority", "client", "deadline", "salt", "reads_cache",
     ):  # fmt: skip
@@ -142,7 +144,7 @@ def test_what_the_writer_writes_is_what_the_reader_reads(tmp_path: Path) -> None
     assert steps == json.loads(json.dumps([describe_step(report) for report in reports]))
 
 
-HEADER = '{"headway_trace":1,"config":{},"depth":0}\n'
+HEADER = '{"headway_trace":1,"config":{},"async_scheduling":0}\n'
 STEP = '{"step":0,"t":0,"start":0,"end":0,"running":0,"waiting":0,"free":0,"decodes":0}\n'
 
 
@@ -188,11 +190,13 @@ def test_a_file_that_cannot_be_opened_is_refused_with_its_name(tmp_path: Path, n
 # Steps.
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_waiting_request_is_accounted_for_in_every_step(name: str, depth: int) -> None:
+def test_every_waiting_request_is_accounted_for_in_every_step(
+    name: str, async_scheduling: int
+) -> None:
     num_waiting = 0
-    for line in lines_of(record(name, depth, queue="fcfs(2)", swap="swap"))[1:]:
+    for line in lines_of(record(name, async_scheduling, queue="fcfs(2)", swap="swap"))[1:]:
         blocked = line.get("blocked", [])
         assert len({b[0] for b in blocked}) == len(blocked)
         behind = line.get("behind", ["", 0])[1]

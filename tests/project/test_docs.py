@@ -27,7 +27,7 @@ import pytest
 import typer.main
 
 from headway.cli.main import app
-from headway.config import QueueRule, Verbs, World
+from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
 from headway.lab.summary import summarize
 from headway.lab.workload.rows import OWN
@@ -226,7 +226,7 @@ def rows_after(document: str, mark: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["recipe queue chunk victim", "headroom swap max_requests max_tokens"]
+    "kind", ["recipe queue chunk victim", "headroom swap max_num_seqs max_tokens"]
 )
 def test_the_presets_in_the_tables_are_the_presets(kind: str) -> None:
     header, *rows = rows_after(read("docs/policies.md"), f"<!-- presets: {kind} -->")
@@ -240,7 +240,7 @@ def test_the_presets_in_the_tables_are_the_presets(kind: str) -> None:
 
 def test_what_presets_share_is_told() -> None:
     told = dict(re.findall(r"`(\w+)` (\d+)", read("docs/policies.md").replace("\n", " ")))
-    for name in set(NUMBERS) - {"max_requests", "max_tokens"}:
+    for name in set(NUMBERS) - {"max_num_seqs", "max_tokens"}:
         assert {getattr(preset(p), name) for p in PRESETS} == {int(told[name])}, name
 
 
@@ -254,7 +254,7 @@ def test_every_ready_made_policy_is_described_with_its_numbers() -> None:
         assert sorted(told) == sorted(numbers), policy.__name__
 
 
-@pytest.mark.parametrize("protocol", [World, Verbs, QueueRule])
+@pytest.mark.parametrize("protocol", [SchedulerView, StepActions, QueueRule])
 def test_all_that_a_policy_may_see_is_described(protocol: Any) -> None:
     members = {name for name in vars(protocol) if not name.startswith("_")}
     rows = rows_after(read("docs/policies.md"), f"`{protocol.__name__}` is")
@@ -277,7 +277,7 @@ def full_line() -> dict[str, Any]:
         min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
         reads_cache=False, pooling="mean",
     )  # fmt: skip
-    request = Request("r", [1], params, leader=Request("leader", [1], params))
+    request = Request("r", [1], params, parent=Request("parent", [1], params))
     request.finish_reason, request.stop_token, request.error = "error", 1, "it failed"
     for field in fields(request.history):
         setattr(request.history, field.name, 1)

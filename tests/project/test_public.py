@@ -29,7 +29,7 @@ from tests.support.served import server
 
 EXPORTS = {
     "LLM", "PRESETS", "AsyncEngine", "Config", "Engine", "Grammar", "Params", "Plan", "RealClock", "Request",
-    "SamplingParams", "Scheduler", "State", "StepReport", "StepResult", "VirtualClock", "World", "preset",
+    "SamplingParams", "Scheduler", "State", "StepReport", "StepResult", "VirtualClock", "SchedulerView", "preset",
 }  # fmt: skip
 PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
 POLICIES = {
@@ -41,16 +41,16 @@ POLICIES = {
     "swap": ["recompute", "swap", "cheaper"],
 }
 NUMBER_NAMES = [
-    "max_requests", "max_tokens", "decode_steps", "block_size", "num_blocks", "num_host_blocks",
-    "max_length",
+    "max_num_seqs", "max_tokens", "num_scheduler_steps", "block_size", "num_blocks", "num_host_blocks",
+    "max_model_len",
 ]  # fmt: skip
 PARAM_NAMES = [
     "max_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
     "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
 ]  # fmt: skip
 LLM_NAMES = [
-    "model", "device", "precision", "preset", "load_format", "kv_cache_dtype", "attention",
-    "kv_memory", "gpu_memory_utilization", "threads", "depth", "trace_out", "progress", "observers",
+    "model", "device", "dtype", "quantization", "preset", "load_format", "kv_cache_dtype", "attention",
+    "kv_memory", "gpu_memory_utilization", "threads", "async_scheduling", "trace_out", "progress", "observers",
     "settings",
 ]  # fmt: skip
 ERRORS = {
@@ -68,22 +68,22 @@ ERRORS = {
     "ExecutorError": ["HeadwayError"],
 }
 SCHEDULER_FLAGS = {
-    "--recipe", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-requests",
-    "--max-tokens", "--decode-steps", "--block-size", "--num-blocks", "--num-host-blocks",
-    "--max-length", "--depth",
+    "--recipe", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-num-seqs",
+    "--max-num-batched-tokens", "--num-scheduler-steps", "--block-size", "--num-blocks", "--num-host-blocks",
+    "--max-model-len", "--async-scheduling", "--no-async-scheduling",
 }  # fmt: skip
 RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens"}
 MODEL_FLAGS = {
-    *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--device", "--precision", "--load-format",
+    *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--device", "--dtype", "--quantization", "--load-format",
     "--kv-cache-dtype", "--attention", "--kv-memory", "--gpu-memory-utilization", "--threads",
     "--trace-out",
 }  # fmt: skip
 SAMPLING_FLAGS = {
-    "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
+    "--max-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
     "--seed", "--stop",
 }  # fmt: skip
 COMMANDS = {
-    "run": {"--max-new-tokens", "--json", *MODEL_FLAGS},
+    "run": {"--max-tokens", "--json", *MODEL_FLAGS},
     "generate": {
         "prompt", "--file", "--out", "--json", "--ignore-eos", "--samples", "-n", "--logprobs",
         *MODEL_FLAGS, *SAMPLING_FLAGS,
@@ -115,7 +115,7 @@ COMMANDS = {
     "models": {"--fetch", "--json"},
     "profile": {
         "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
-        "--precision", "--quick", "--threads",
+        "--dtype", "--quantization", "--quick", "--threads",
     },
     "simulate": {"workload", "--preset", "--trace-out", *RUN_FLAGS},
     "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
@@ -138,7 +138,7 @@ STEP_KEYS = {
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {
     "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
-    "salt", "stops", "leader", "reads_cache", "pooling",
+    "salt", "stops", "parent", "reads_cache", "pooling",
 }  # fmt: skip
 END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
 
@@ -232,18 +232,22 @@ def strained() -> list[Line]:
         "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(2,30),"
         "max_tokens=30,prefix=2x16@0.5,clients=2,priorities=2,slack=uniform(0.1,1),n=2"
     )
-    small = {"block_size": 4, "num_blocks": 36, "max_requests": 6, "max_tokens": 64}
+    small = {"block_size": 4, "num_blocks": 36, "max_num_seqs": 6, "max_num_batched_tokens": 64}
     runs = [
         preset("vllm_v1", **small),
-        preset("vllm_v1", **{**small, "num_blocks": 200}, decode_steps=3),
+        preset("vllm_v1", **{**small, "num_blocks": 200}, num_scheduler_steps=3),
         preset("vllm_v1", **small, swap="swap", num_host_blocks=36),
-        preset("minivllm", **{**small, "max_tokens": 5, "num_blocks": 200}, chunk="split_any"),
+        preset(
+            "minivllm",
+            **{**small, "max_num_batched_tokens": 5, "num_blocks": 200},
+            chunk="split_any",
+        ),
     ]
     lines: list[Line] = []
     for config in runs:
         file = io.StringIO()
         profile = load_profile("qwen3-0.6b-h200")
-        simulate(parse_synthetic(text).jobs(), config, profile, depth=1, trace=file)
+        simulate(parse_synthetic(text).jobs(), config, profile, async_scheduling=1, trace=file)
         lines += map(json.loads, file.getvalue().splitlines())
     return lines
 
@@ -253,7 +257,9 @@ def test_a_trace_is_written_with_the_same_keys() -> None:
     heads = [line for line in lines if "headway_trace" in line]
     steps = [line for line in lines if "headway_trace" not in line]
     assert VERSION == 1 and all(line["headway_trace"] == 1 for line in heads)
-    assert all(set(line) == {"headway_trace", "config", "depth", "profile"} for line in heads)
+    assert all(
+        set(line) == {"headway_trace", "config", "async_scheduling", "profile"} for line in heads
+    )
     assert all(set(line) >= ALWAYS for line in steps)
     seen = set().union(*steps)
     assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted", "interrupted", "early"}, (

@@ -28,24 +28,30 @@ from headway.scheduler import Scheduler, preset
 from tests.observe.test_timeline import Log, check
 
 PROFILE = load_profile("qwen3-0.6b-h200")
-each_depth = pytest.mark.parametrize("depth", [0, 1])
-QUEUES = ("fcfs", "fcfs(3)", "priority(preempts=True, max_bumps=9)", "shortest_first", "fair")
+each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
+QUEUES = ("fcfs", "fcfs(3)", "priority(preempts=True, max_preemptions=9)", "shortest_first", "fair")
 
 
-def stormy_run(seed: int, depth: int) -> tuple[list[dict[str, Any]], Metrics, Log]:
+def stormy_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], Metrics, Log]:
     """Random requests, aborts at any moment, a tight cache: the trace, the metrics, the truth."""
     rng = Random(seed)
     config = preset(
         rng.choice(("headway", "vllm", "vllm_v1", "nano_vllm")), queue=rng.choice(QUEUES),
         swap=rng.choice(("recompute", "swap")), headroom="watermark(0.0)", block_size=4,
-        num_blocks=24, num_host_blocks=12, max_requests=5, max_tokens=rng.choice((8, 64)),
-        decode_steps=rng.choice((1, 3)),
+        num_blocks=24, num_host_blocks=12, max_num_seqs=5, max_num_batched_tokens=rng.choice((8, 64)),
+        num_scheduler_steps=rng.choice((1, 3)),
     )  # fmt: skip
     clock, file, log = VirtualClock(), io.StringIO(), Log()
     executor = SimulatedExecutor(clock, PROFILE.step_seconds, 0.0003)
-    metrics = Metrics(header(config, depth))
-    writer = TraceWriter(file, config, depth)
-    engine = Engine(Scheduler(config), executor, clock, depth=depth, observers=[writer, log])
+    metrics = Metrics(header(config, async_scheduling))
+    writer = TraceWriter(file, config, async_scheduling)
+    engine = Engine(
+        Scheduler(config),
+        executor,
+        clock,
+        async_scheduling=async_scheduling,
+        observers=[writer, log],
+    )
     engine.observers.append(lambda report: metrics.add(describe_step(report)))
     for number in range(30):
         for _ in range(rng.choice((0, 0, 1, 2))):
@@ -68,20 +74,22 @@ def add(engine: Engine, id: str, rng: Random) -> None:
     engine.add(id, [rng.randrange(1, 4) for _ in range(length)], params)
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("batch", range(6))
-def test_any_run_with_aborts_replays_and_is_counted_right(batch: int, depth: int) -> None:
+def test_any_run_with_aborts_replays_and_is_counted_right(
+    batch: int, async_scheduling: int
+) -> None:
     for seed in range(batch * 25, batch * 25 + 25):
-        lines, metrics, log = stormy_run(seed, depth)
+        lines, metrics, log = stormy_run(seed, async_scheduling)
         try:
             check_replay(lines)
             check(summarize(metrics), log)
         except Exception as error:
-            raise AssertionError(f"stormy_run({seed}, {depth}): {error}") from error
+            raise AssertionError(f"stormy_run({seed}, {async_scheduling}): {error}") from error
 
 
 def engine_with(
-    launch: Callable[[Plan, Any], Any] | None = None, depth: int = 0, **slots: Any
+    launch: Callable[[Plan, Any], Any] | None = None, async_scheduling: int = 0, **slots: Any
 ) -> Engine:
     clock = VirtualClock()
     inner = SimulatedExecutor(clock, lambda plan: 0.01)
@@ -91,8 +99,13 @@ def engine_with(
             handle = inner.launch(plan)
             return launch(plan, handle) if launch else handle
 
-    numbers = {"num_blocks": 64, "max_requests": 4, "max_tokens": 64, "block_size": 4}
-    return Engine(Scheduler(preset("vllm_v1", **numbers, **slots)), Executor(), clock, depth=depth)
+    numbers = {"num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "block_size": 4}
+    return Engine(
+        Scheduler(preset("vllm_v1", **numbers, **slots)),
+        Executor(),
+        clock,
+        async_scheduling=async_scheduling,
+    )
 
 
 def ask(engine: Engine, id: str, **params: Any) -> Request:
@@ -107,17 +120,17 @@ SPOILS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@each_depth
+@each_scheduling
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_result_of_the_wrong_shape_fails_its_plan_and_nothing_is_lost(
-    spoil: str, depth: int
+    spoil: str, async_scheduling: int
 ) -> None:
     def launch(plan: Plan, handle: Any) -> Any:
         if plan.step == 3:
             SPOILS[spoil](handle.result)
         return handle
 
-    engine, told, finished = engine_with(launch, depth), set[str](), list[Request]()
+    engine, told, finished = engine_with(launch, async_scheduling), set[str](), list[Request]()
     engine.observers.append(lambda report: told.update(r.id for r in report.plan.added))
     engine.observers.append(lambda report: finished.extend(report.finished))
     early = [ask(engine, "a"), ask(engine, "b")]
@@ -130,9 +143,13 @@ def test_a_result_of_the_wrong_shape_fails_its_plan_and_nothing_is_lost(
     assert late.finish_reason == "error" or late.num_generated == 12
 
 
-@each_depth
-def test_a_queue_key_that_raises_when_a_request_comes_leaves_nothing_behind(depth: int) -> None:
-    engine = engine_with(depth=depth, queue=lambda request, world: request.params.deadline - 1)
+@each_scheduling
+def test_a_queue_key_that_raises_when_a_request_comes_leaves_nothing_behind(
+    async_scheduling: int,
+) -> None:
+    engine = engine_with(
+        async_scheduling=async_scheduling, queue=lambda request, world: request.params.deadline - 1
+    )
     with pytest.raises(PolicyError, match="queue policy.*TypeError"):
         ask(engine, "a")
     assert not engine.has_work and not engine.scheduler.ledger.served
@@ -141,8 +158,10 @@ def test_a_queue_key_that_raises_when_a_request_comes_leaves_nothing_behind(dept
     assert b.num_generated == 12
 
 
-@each_depth
-def test_a_queue_key_that_begins_to_raise_ends_requests_and_not_the_engine(depth: int) -> None:
+@each_scheduling
+def test_a_queue_key_that_begins_to_raise_ends_requests_and_not_the_engine(
+    async_scheduling: int,
+) -> None:
     fuse = [14]
 
     def key(request: Request, world: object) -> float:
@@ -151,7 +170,7 @@ def test_a_queue_key_that_begins_to_raise_ends_requests_and_not_the_engine(depth
             raise RuntimeError("no more")
         return request.arrival
 
-    engine = engine_with(depth=depth, queue=key)
+    engine = engine_with(async_scheduling=async_scheduling, queue=key)
     requests = [ask(engine, str(i)) for i in range(7)]
     for _ in range(200):
         engine.step()
@@ -161,8 +180,8 @@ def test_a_queue_key_that_begins_to_raise_ends_requests_and_not_the_engine(depth
     assert not engine.has_work and scheduler.kv.num_free == 64 and not any(scheduler.kv.pool.refs)
 
 
-@each_depth
-def test_a_queue_key_that_cannot_be_compared_any_more_loses_nobody(depth: int) -> None:
+@each_scheduling
+def test_a_queue_key_that_cannot_be_compared_any_more_loses_nobody(async_scheduling: int) -> None:
     asked = Counter[str]()
 
     def key(request: Request, world: Any) -> Any:
@@ -170,7 +189,7 @@ def test_a_queue_key_that_cannot_be_compared_any_more_loses_nobody(depth: int) -
         is_late = asked[request.id] > 2 and int(request.id) % 2
         return request.id if is_late else request.arrival
 
-    engine = engine_with(depth=depth, queue=key)
+    engine = engine_with(async_scheduling=async_scheduling, queue=key)
     requests = [ask(engine, str(i)) for i in range(7)]
     for _ in range(200):
         engine.step()

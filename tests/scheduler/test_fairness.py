@@ -35,7 +35,7 @@ Flood = list[tuple[int, int, str]]  # prompt, output, client: again and again, f
 
 def drive(**changes: Any) -> Drive:
     """Room for everybody, unless a test says otherwise."""
-    values = {"queue": "fair", "num_blocks": 8192, "block_size": 4, "max_requests": 64}
+    values = {"queue": "fair", "num_blocks": 8192, "block_size": 4, "max_num_seqs": 64}
     return Drive("vllm_v1", **{**values, "max_tokens": 64, **changes})
 
 
@@ -85,7 +85,7 @@ def test_until_its_first_token_a_request_waits_for_no_more_of_any_client_than_it
 
 
 def test_a_newcomer_passes_a_long_prompt_and_finishes_before_it() -> None:
-    world = drive(max_tokens=10, max_requests=10)
+    world = drive(max_num_batched_tokens=10, max_num_seqs=10)
     world.add("long", 1000, 4, client="heavy")
     world.steps(3)  # 30 of its tokens
     world.add("equal", 1000, 4, client="other")
@@ -105,7 +105,7 @@ def test_of_equal_clients_none_passes_another(
     num_clients: int, length: int, budget: int, gap: int
 ) -> None:
     """Each prompt is computed to its end before the next: taking turns would delay them all."""
-    world = drive(max_tokens=budget, max_requests=8)
+    world = drive(max_num_batched_tokens=budget, max_num_seqs=8)
     firsts: list[str] = []
     for number in range(num_clients):
         world.add(str(number), length, 3, client=str(number), arrival=float(number))
@@ -124,7 +124,7 @@ def test_each_client_passes_a_begun_prompt_for_no_more_than_it_has_had_less(
     length: int, lengths: list[int]
 ) -> None:
     """However many short requests come: so no prompt waits for ever."""
-    world = drive(max_tokens=16, max_requests=16)
+    world = drive(max_num_batched_tokens=16, max_num_seqs=16)
     for number in range(6):
         world.add(f"early {number}", 30, 9, client="heavy")
     world.add("begun", length, 1, client="heavy")
@@ -148,7 +148,7 @@ def test_each_client_passes_a_begun_prompt_for_no_more_than_it_has_had_less(
 
 @pytest.mark.parametrize("seats", [8, 16, 30])
 def test_seats_are_kept_for_clients_that_have_few(seats: int) -> None:
-    world = drive(max_requests=seats, max_tokens=64)
+    world = drive(max_num_seqs=seats, max_num_batched_tokens=64)
     kept = seats // 8
     world.add("s", 4, 1, client="small")
     world.run()  # from now on it is known
@@ -166,7 +166,7 @@ def test_seats_are_kept_for_clients_that_have_few(seats: int) -> None:
 
 
 def test_one_client_alone_has_all_the_seats() -> None:
-    world = drive(max_requests=16)
+    world = drive(max_num_seqs=16)
     for number in range(40):
         world.add(f"h{number}", 4, 50, client="heavy")
     assert max(len(row.decodes.split()) for row in world.run()) == 16
@@ -178,7 +178,7 @@ def test_a_client_is_charged_for_each_prompt_once_and_for_each_output(
     asks: list[tuple[int, int]],
 ) -> None:
     """Also where requests are sent back and computed again; an output token costs two."""
-    world = drive(num_blocks=14, max_requests=6, max_tokens=12)
+    world = drive(num_blocks=14, max_num_seqs=6, max_num_batched_tokens=12)
     due: Counter[str] = Counter()
     for number, (length, max_tokens) in enumerate(asks):
         client = str(number % 2)
@@ -198,8 +198,8 @@ def test_a_headroom_that_knows_the_outputs_never_preempts_where_clients_pass(bud
     for seed in KNOWING[budget]:
         rng, size, num_blocks = random.Random(seed), 1 + seed % 5, 12 + seed % 16
         world = drive(
-            headroom="future_peak", num_blocks=num_blocks, block_size=size, max_tokens=budget,
-            max_requests=6,
+            headroom="future_peak", num_blocks=num_blocks, block_size=size, max_num_batched_tokens=budget,
+            max_num_seqs=6,
         )  # fmt: skip
         num_left, most = 24, num_blocks * size // 2
         while num_left or world.scheduler.requests:
@@ -214,18 +214,18 @@ def test_a_headroom_that_knows_the_outputs_never_preempts_where_clients_pass(bud
 SIZES = {"heavy": 200, "many": 20, "other": 8, "small": 4}  # longest prompts
 
 
-def passing_world(seed: int, depth: int) -> World:
+def passing_world(seed: int, async_scheduling: int) -> World:
     """Clients of unlike size that pass each other, in a small pool, or with few seats."""
     rng = random.Random(seed)
     num_blocks, seats = rng.choice(((rng.randrange(20, 60), 4), (200, 9)))
     config = preset(
         "vllm_v1", queue="fair", block_size=rng.choice((1, 2, 4)), num_blocks=num_blocks,
-        max_requests=seats, max_tokens=rng.choice((9, 12)), num_host_blocks=16,
+        max_num_seqs=seats, max_num_batched_tokens=rng.choice((9, 12)), num_host_blocks=16,
         chunk=rng.choice(("split_any", "at_most(3)", "split_first")),
         recipe=rng.choice(("mixed", "swapped_first", "prefill_first", "charged_in_full")),
         swap=rng.choice(("recompute", "swap")), victim=rng.choice(("newest", "served_last")),
     )  # fmt: skip
-    world, most = World(config, depth, {}), config.num_blocks * config.block_size - 8
+    world, most = World(config, async_scheduling, {}), config.num_blocks * config.block_size - 8
     for number in range(5 * seats):
         client = rng.choice(("many", *SIZES))
         length = rng.randrange(1, min(SIZES[client], most) + 1)
@@ -238,8 +238,8 @@ def passing_world(seed: int, depth: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("depth", [0, 1])
-def test_every_law_of_the_scheduler_holds_where_clients_pass(depth: int) -> None:
+@pytest.mark.parametrize("async_scheduling", [0, 1])
+def test_every_law_of_the_scheduler_holds_where_clients_pass(async_scheduling: int) -> None:
     seen, begun = Counter[str](), set[Request]()
 
     def look(plan: Plan, scheduler: Scheduler) -> None:
@@ -257,7 +257,7 @@ def test_every_law_of_the_scheduler_holds_where_clients_pass(depth: int) -> None
 
     for seed in range(60):
         begun.clear()
-        seen += run(passing_world(seed, depth), look)
+        seen += run(passing_world(seed, async_scheduling), look)
     assert seen["passes"] > 50 and seen["kept seats"] > 50, seen
     assert seen["preempted, swapped"] > 20 and seen["preempted, recomputed"] > 20
 
@@ -282,7 +282,7 @@ def jobs_of(heavy: tuple[Span, Span] | None) -> list[Job]:
 
 def small_p90(queue: str, heavy: tuple[Span, Span] | None, trace: io.StringIO | None = None) -> Any:
     """p90 of its times to first token, where a step costs what it does on two CPU cores."""
-    config = preset(queue=queue, num_blocks=3000, max_tokens=64, max_requests=32)
+    config = preset(queue=queue, num_blocks=3000, max_num_batched_tokens=64, max_num_seqs=32)
     clock, firsts, jobs = VirtualClock(), dict[str, float](), jobs_of(heavy)
 
     def observe(report: StepReport) -> None:

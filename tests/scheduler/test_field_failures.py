@@ -11,13 +11,15 @@ import pytest
 from headway.errors import InvalidRequest, RequestError, RequestTooLong
 from headway.plan import Blocked, Plan
 from headway.request import State
-from headway.scheduler.policies import MOST_PREFILL_STEPS
+from headway.scheduler.policies import MAX_PREFILL_STEPS
 from headway.scheduler.presets import PRESETS
 from tests.support.drive import Drive, Row, count_up, names
 
 
 def drive(name: str = "vllm_v1", **changes: Any) -> Drive:
-    return Drive(name, **{"block_size": 4, "max_requests": 4, "max_tokens": 64, **changes})
+    return Drive(
+        name, **{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, **changes}
+    )
 
 
 def check_outputs(world: Drive) -> None:
@@ -50,7 +52,7 @@ def run_overlapped(world: Drive, most: int = 10_000) -> None:
 
 def blocked_head(queue: str) -> Drive:
     """A head that needs 100 blocks while 20 are free, and small ones behind it that need 5."""
-    world = drive(queue=queue, num_blocks=121, max_requests=64, max_tokens=1024)
+    world = drive(queue=queue, num_blocks=121, max_num_seqs=64, max_num_batched_tokens=1024)
     world.add("runner", 400, 41)  # 100 blocks, 101 with its next token
     world.step()
     world.add("head", 400, 4)
@@ -107,7 +109,7 @@ def test_a_lone_request_that_would_outgrow_the_cache_is_refused_at_the_door() ->
 
 
 def test_a_resumed_request_that_could_outgrow_the_token_budget_is_refused_at_the_door() -> None:
-    world = drive(chunk="whole", num_blocks=64, max_tokens=16)
+    world = drive(chunk="whole", num_blocks=64, max_num_batched_tokens=16)
     world.add("fits", 10, 7)  # 16 known tokens at most when it is computed again
     with pytest.raises(RequestTooLong, match="at most 16") as refusal:
         world.add("outgrows", 10, 8)
@@ -115,11 +117,11 @@ def test_a_resumed_request_that_could_outgrow_the_token_budget_is_refused_at_the
 
 
 def test_a_prompt_over_the_budget_is_cut_or_refused_but_never_waits_for_ever() -> None:
-    world = drive(chunk="split_any", num_blocks=64, max_tokens=16)
+    world = drive(chunk="split_any", num_blocks=64, max_num_batched_tokens=16)
     world.add("long", 50, 2)
     assert [row.chunks[0][1:] for row in world.steps(4)] == [(0, 16), (16, 32), (32, 48), (48, 50)]
     with pytest.raises(RequestTooLong):
-        drive("minivllm", num_blocks=64, max_tokens=16).add("long", 50, 2)
+        drive("minivllm", num_blocks=64, max_num_batched_tokens=16).add("long", 50, 2)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +153,7 @@ def test_an_id_in_use_is_refused_and_free_again_after_the_end() -> None:
 
 
 def test_the_model_length_is_enforced() -> None:
-    world = drive(num_blocks=64, max_length=16)
+    world = drive(num_blocks=64, max_model_len=16)
     with pytest.raises(RequestTooLong) as refusal:
         world.add("no room for one more", 16, 1)
     assert (refusal.value.need, refusal.value.limit) == (17, 16)
@@ -162,7 +164,7 @@ def test_the_model_length_is_enforced() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_seats_bound_the_running_set_and_not_only_a_batch(name: str) -> None:
-    world = drive(name, num_blocks=512, max_requests=8)
+    world = drive(name, num_blocks=512, max_num_seqs=8)
     for number in range(64):
         world.add(str(number), 5, 20)
     while world.scheduler.requests:
@@ -172,7 +174,7 @@ def test_seats_bound_the_running_set_and_not_only_a_batch(name: str) -> None:
 
 
 def test_admission_counts_blocks_and_not_tokens() -> None:
-    world = drive(block_size=16, num_blocks=2, max_requests=8)
+    world = drive(block_size=16, num_blocks=2, max_num_seqs=8)
     for number in range(4):
         world.add(str(number), 1, 2)
     assert world.steps(1)[0] == Row(
@@ -184,7 +186,7 @@ def test_admission_counts_blocks_and_not_tokens() -> None:
 
 
 def test_a_long_prompt_is_not_admitted_chunk_by_chunk_without_room_for_the_whole() -> None:
-    world = drive(num_blocks=12, max_tokens=8)
+    world = drive(num_blocks=12, max_num_batched_tokens=8)
     world.add("a", 8, 24)  # 2 blocks, 8 in the end
     world.step()
     long = world.add("long", 44, 2)  # 11 blocks; its first chunk would need only 2
@@ -196,7 +198,7 @@ def test_a_long_prompt_is_not_admitted_chunk_by_chunk_without_room_for_the_whole
 
 @pytest.mark.parametrize("victim", ["newest", "served_last", "least_work", "fewest_lost"])
 def test_every_admission_makes_progress_however_often_one_is_preempted(victim: str) -> None:
-    world = drive(victim=victim, num_blocks=7, max_requests=6)
+    world = drive(victim=victim, num_blocks=7, max_num_seqs=6)
     for number in range(6):
         world.add(str(number), 4, 24)
     world.run()
@@ -207,7 +209,7 @@ def test_every_admission_makes_progress_however_often_one_is_preempted(victim: s
 
 
 def test_the_oldest_is_never_preempted_where_the_victim_is_served_last() -> None:
-    world = drive(victim="served_last", num_blocks=8, max_requests=6)
+    world = drive(victim="served_last", num_blocks=8, max_num_seqs=6)
     for number in range(6):
         world.add(str(number), 4, 24, arrival=float(number))
     order: list[str] = []
@@ -219,7 +221,7 @@ def test_the_oldest_is_never_preempted_where_the_victim_is_served_last() -> None
 
 
 def test_a_preempted_request_returns_to_its_own_place() -> None:
-    world = drive(num_blocks=4, max_requests=3)
+    world = drive(num_blocks=4, max_num_seqs=3)
     world.add("a", 4, 10, arrival=0.0)
     world.add("b", 4, 9, arrival=1.0)
     world.step()
@@ -234,7 +236,7 @@ def test_a_preempted_request_returns_to_its_own_place() -> None:
 
 
 def test_preempt_then_prefix_hit_then_preempt() -> None:
-    world = drive(num_blocks=8, max_requests=3)
+    world = drive(num_blocks=8, max_num_seqs=3)
     world.add("a", 4, 20)
     world.add("b", 4, 6)
     c = world.add("c", 9, 16)
@@ -258,7 +260,7 @@ def test_nobody_is_admitted_in_the_step_that_ran_short() -> None:
 
 
 def test_recomputed_tokens_are_counted() -> None:
-    world = drive(num_blocks=3, max_requests=2)
+    world = drive(num_blocks=3, max_num_seqs=2)
     world.add("a", 4, 6)
     b = world.add("b", 4, 4)
     world.run()
@@ -269,7 +271,7 @@ def test_recomputed_tokens_are_counted() -> None:
 
 
 def test_mixed_batches_never_skip_a_decode_for_prompts() -> None:
-    world = drive(num_blocks=512, max_requests=64, max_tokens=64)
+    world = drive(num_blocks=512, max_num_seqs=64, max_num_batched_tokens=64)
     world.add("a", 4, 100)
     world.step()
     for step in range(98):
@@ -279,7 +281,7 @@ def test_mixed_batches_never_skip_a_decode_for_prompts() -> None:
 
 @pytest.mark.parametrize("name", ["nano_vllm", "minivllm"])
 def test_a_stream_of_prompts_holds_decodes_up_for_16_steps_at_most(name: str) -> None:
-    world = drive(name, num_blocks=512, max_requests=8)
+    world = drive(name, num_blocks=512, max_num_seqs=8)
     world.add("a", 4, 20)
     world.step()
     turns: list[bool] = []
@@ -287,12 +289,12 @@ def test_a_stream_of_prompts_holds_decodes_up_for_16_steps_at_most(name: str) ->
         world.add(str(step), 60, 1)
         turns.append("a" in world.steps(1)[0].decodes.split())
     waits = "".join("x" if turn else "." for turn in turns).split("x")
-    assert max(len(wait) for wait in waits) == MOST_PREFILL_STEPS == 16
+    assert max(len(wait) for wait in waits) == MAX_PREFILL_STEPS == 16
     assert sum(turns) == 98 // 17
 
 
 def test_a_short_prompt_does_not_jump_a_long_one_when_chunking_is_off() -> None:
-    world = drive(chunk="whole", num_blocks=64, max_tokens=16, queue="fcfs(8)")
+    world = drive(chunk="whole", num_blocks=64, max_num_batched_tokens=16, queue="fcfs(8)")
     world.add("first", 10, 1)
     world.add("long", 12, 1)
     world.add("short", 2, 1)
@@ -303,7 +305,7 @@ def test_a_short_prompt_does_not_jump_a_long_one_when_chunking_is_off() -> None:
 
 
 def test_short_residual_prefills_go_first_not_short_prompts() -> None:
-    world = drive(queue="shortest_first(aging=1.0)", num_blocks=64, max_requests=1)
+    world = drive(queue="shortest_first(aging=1.0)", num_blocks=64, max_num_seqs=1)
     shared = list(range(48))
     world.add("warm", shared, 1)
     world.run()
@@ -317,7 +319,7 @@ def test_no_step_computes_more_than_its_token_budget(name: str) -> None:
     for seed in range(20):
         rng = random.Random(seed)
         world = drive(
-            name, swap="swap", num_blocks=10, num_host_blocks=20, max_tokens=6, max_requests=5,
+            name, swap="swap", num_blocks=10, num_host_blocks=20, max_num_batched_tokens=6, max_num_seqs=5,
             chunk="split_any",
         )  # fmt: skip
         for number in range(12):
@@ -329,7 +331,12 @@ def test_no_step_computes_more_than_its_token_budget(name: str) -> None:
 
 def test_a_swapped_prompt_comes_back_with_the_tokens_that_decodes_leave() -> None:
     world = drive(
-        "vllm", swap="swap", num_blocks=6, num_host_blocks=6, max_tokens=4, max_requests=3
+        "vllm",
+        swap="swap",
+        num_blocks=6,
+        num_host_blocks=6,
+        max_num_batched_tokens=4,
+        max_num_seqs=3,
     )
     for name, prompt, max_tokens in (("a", 4, 4), ("c", 4, 4), ("b", 12, 2)):
         world.add(name, prompt, max_tokens)
@@ -342,7 +349,7 @@ def test_a_swapped_prompt_comes_back_with_the_tokens_that_decodes_leave() -> Non
 
 
 def test_a_prompt_with_one_token_left_is_a_chunk_that_samples_and_not_a_decode() -> None:
-    world = drive(num_blocks=16, max_tokens=8)
+    world = drive(num_blocks=16, max_num_batched_tokens=8)
     a = world.add("a", 9, 2)
     world.step()
     plan = world.plan()
@@ -424,7 +431,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt() -> None:
 
 
 def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_even_if_preempted() -> None:
-    world = drive(num_blocks=16, max_tokens=8)
+    world = drive(num_blocks=16, max_num_batched_tokens=8)
     world.add("a", range(16), 1)
     world.run()  # 4 blocks are cached
     b = world.add("b", range(16), 1, reads_cache=False)
@@ -441,7 +448,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_even_if_preempt
 
 
 def test_statistics_of_the_cache_are_counted_once_per_admission() -> None:
-    world = drive(num_blocks=6, max_requests=3)
+    world = drive(num_blocks=6, max_num_seqs=3)
     world.add("warm", range(8), 1)
     world.run()
     world.add("a", [*range(8), 50], 12)
@@ -544,7 +551,7 @@ def test_a_length_known_at_planning_time_is_never_overrun() -> None:
 
 @pytest.mark.parametrize("num_done", [0, 1])
 def test_an_abort_in_flight_frees_each_block_once(num_done: int) -> None:
-    world = drive(num_blocks=8, max_tokens=8)
+    world = drive(num_blocks=8, max_num_batched_tokens=8)
     a = world.add("a", 12, 4)
     b = world.add("b", 4, 4)
     plans = [world.plan(), world.plan()]
@@ -562,7 +569,7 @@ def test_an_abort_in_flight_frees_each_block_once(num_done: int) -> None:
 
 
 def test_a_prompt_in_flight_is_continued_and_not_scheduled_twice() -> None:
-    world = drive(num_blocks=16, max_tokens=8)
+    world = drive(num_blocks=16, max_num_batched_tokens=8)
     world.add("a", 20, 1)
     first, second = world.plan(), world.plan()
     assert [row.chunks for row in world.table] == [(("a", 0, 8),), (("a", 8, 16),)]
@@ -589,7 +596,7 @@ def test_random_policies_aborts_and_resets_deliver_each_token_once_and_leak_noth
             if not world.scheduler.requests and not flying and turn >= 40:
                 break
             plan = world.plan()
-            assert plan.num_running <= world.scheduler.config.max_requests
+            assert plan.num_running <= world.scheduler.config.max_num_seqs
             if not plan.is_empty:
                 flying.append(plan)
             if flying and (plan.is_empty or len(flying) == 1 + overlapped):
@@ -618,7 +625,7 @@ def random_world(seed: int) -> Drive:
         ),
         swap=rng.choice(("recompute", "swap", "cheaper")),
         block_size=rng.choice((1, 2, 4)), num_blocks=24, num_host_blocks=rng.choice((0, 9, 40)),
-        max_requests=5, max_tokens=rng.choice((5, 12, 40)), decode_steps=rng.choice((1, 1, 3)),
+        max_num_seqs=5, max_num_batched_tokens=rng.choice((5, 12, 40)), num_scheduler_steps=rng.choice((1, 1, 3)),
     )  # fmt: skip
 
 
@@ -636,7 +643,7 @@ def add_random(world: Drive, name: str, rng: random.Random) -> None:
 
 
 def test_an_executor_failure_ends_what_was_in_flight_and_nothing_else() -> None:
-    world = drive(num_blocks=8, max_requests=2)
+    world = drive(num_blocks=8, max_num_seqs=2)
     a = world.add("a", 4, 4)
     b = world.add("b", 4, 4)
     c = world.add("c", 4, 4)
@@ -689,7 +696,7 @@ def test_a_cache_reset_refuses_while_blocks_are_held() -> None:
 
 
 def test_a_forced_cache_reset_requeues_in_order_and_loses_no_token() -> None:
-    world = drive(num_blocks=32, max_requests=3)
+    world = drive(num_blocks=32, max_num_seqs=3)
     for name in "abcd":
         world.add(name, 6, 5)
     world.steps(2)
@@ -716,7 +723,7 @@ def test_a_reset_with_a_plan_in_flight_is_refused() -> None:
 
 
 def test_a_waiting_high_priority_request_does_not_wait_200_steps() -> None:
-    world = drive(queue="priority(preempts=True)", num_blocks=64, max_requests=1)
+    world = drive(queue="priority(preempts=True)", num_blocks=64, max_num_seqs=1)
     world.add("low", 4, 210, priority=9)
     world.steps(3)
     world.add("high", 4, 2, priority=0)
@@ -726,7 +733,7 @@ def test_a_waiting_high_priority_request_does_not_wait_200_steps() -> None:
 
 
 def test_a_low_priority_ages_past_a_stream_of_high_ones() -> None:
-    world = drive(queue="priority(aging=5.0)", num_blocks=64, max_requests=1)
+    world = drive(queue="priority(aging=5.0)", num_blocks=64, max_num_seqs=1)
     world.add("low", 4, 1, priority=2, arrival=0.0)
     admitted = []
     for step in range(20):
@@ -737,7 +744,7 @@ def test_a_low_priority_ages_past_a_stream_of_high_ones() -> None:
 
 def test_blocked_for_blocks_a_high_priority_sends_back_as_many_as_it_takes() -> None:
     world = drive(
-        queue="priority(preempts=True)", victim="served_last", num_blocks=8, max_requests=8
+        queue="priority(preempts=True)", victim="served_last", num_blocks=8, max_num_seqs=8
     )
     for number in range(4):
         world.add(str(number), 7, 8, priority=number + 1)  # 2 blocks each: full
@@ -753,7 +760,7 @@ def test_blocked_for_blocks_a_high_priority_sends_back_as_many_as_it_takes() -> 
 
 
 def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
-    world = drive(num_blocks=16, max_requests=2)
+    world = drive(num_blocks=16, max_num_seqs=2)
     for number in range(5):
         world.add(str(number), 4, 3)
         assert len(world.scheduler.requests) == number + 1
@@ -777,7 +784,7 @@ def test_blocks_are_free_in_the_step_after_their_request_ended() -> None:
 
 
 def test_no_two_requests_hold_one_block_unless_they_share_its_content() -> None:
-    world = drive(num_blocks=8, max_requests=4)
+    world = drive(num_blocks=8, max_num_seqs=4)
     for number in range(8):
         world.add(str(number), 5, 9)
     while world.scheduler.requests:
@@ -789,10 +796,10 @@ def test_no_two_requests_hold_one_block_unless_they_share_its_content() -> None:
 
 
 def test_samples_of_one_prompt_wait_for_the_one_that_computes_it() -> None:
-    world = drive(num_blocks=16, max_tokens=8)
-    leader = world.add("0", range(12), 2)
+    world = drive(num_blocks=16, max_num_batched_tokens=8)
+    parent = world.add("0", range(12), 2)
     for name in "12":
-        world.add(name, range(12), 2, leader=leader)
+        world.add(name, range(12), 2, parent=parent)
     assert world.steps(2) == [
         Row("0", "", (("0", 0, 8),), "", ()),
         Row("", "", (("0", 8, 12),), "", (("1", "order"), ("2", "order"))),
@@ -811,7 +818,7 @@ def test_a_finished_request_is_refused_and_does_not_break_the_others() -> None:
 
 
 def test_after_a_failure_everybody_gets_all_its_tokens() -> None:
-    world = drive(num_blocks=16, max_requests=2)
+    world = drive(num_blocks=16, max_num_seqs=2)
     world.add("a", 4, 4)
     world.step()
     world.plan()

@@ -139,7 +139,7 @@ def test_logits_depend_on_the_sequence_alone_to_the_bit(name: str, precision: st
             assert torch.equal(one, other), (block_size, len(tokens), (one - other).abs().max())
 
 
-@pytest.mark.parametrize("precision", ["float32", "quantized"])
+@pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_the_bundled_model_decodes_as_it_prefills_to_the_bit(precision: str) -> None:
     model, chance = real.decoder(precision), random.Random(precision)
     names = ("name", "chat", "emoji", "dijkstra")

@@ -12,7 +12,7 @@ import pytest
 from headway.plan import StepResult
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
-from headway.scheduler.policies import MOST_PREFILL_STEPS
+from headway.scheduler.policies import MAX_PREFILL_STEPS
 from tests.support import plain_nano
 
 NUM_WORKLOADS = 600
@@ -32,7 +32,7 @@ class World(NamedTuple):
     jobs: list[Job]
     block_size: int
     num_blocks: int
-    max_requests: int
+    max_num_seqs: int
     max_tokens: int
     vocabulary: int
 
@@ -42,7 +42,7 @@ def make_world(rng: random.Random) -> World:
     block_size = rng.choice((1, 2, 4, 16))
     vocabulary = rng.choice((2, 2, 3, 50))
     longest = rng.choice((4, 12, 40, 90)) if block_size < 16 else rng.choice((40, 120))
-    max_requests = rng.choice((1, 2, 3, 5, 12))
+    max_num_seqs = rng.choice((1, 2, 3, 5, 12))
     stems = [[rng.randrange(vocabulary) for _ in range(longest)] for _ in range(2)]
     jobs, step = [], 0
     for _ in range(rng.randrange(2, 24)):
@@ -53,8 +53,8 @@ def make_world(rng: random.Random) -> World:
         jobs.append(Job(step, prompt, rng.randrange(1, longest + 2), rng.random() < 0.5))
     most = max(-(-(len(j.prompt) + j.max_tokens - 1) // block_size) for j in jobs)
     num_blocks = most + rng.choice((0, 0, 1, 2, most // 2, most, 3 * most))
-    budget = max_requests + rng.choice((0, 1, 3, longest, 4 * longest))
-    return World(jobs, block_size, num_blocks, max_requests, budget, vocabulary)
+    budget = max_num_seqs + rng.choice((0, 1, 3, longest, 4 * longest))
+    return World(jobs, block_size, num_blocks, max_num_seqs, budget, vocabulary)
 
 
 def make_stream(rng: random.Random) -> World:
@@ -71,11 +71,11 @@ def make_stream(rng: random.Random) -> World:
 def compare(world: World, seed: int) -> Counter[str]:
     """Run both side by side; every step must agree. Counts what happened."""
     plain = plain_nano.Scheduler(
-        world.max_requests, world.max_tokens, world.num_blocks, world.block_size, EOS
+        world.max_num_seqs, world.max_num_batched_tokens, world.num_blocks, world.block_size, EOS
     )
     ours = Scheduler(
         preset(
-            "nano_vllm", max_requests=world.max_requests, max_tokens=world.max_tokens,
+            "nano_vllm", max_num_seqs=world.max_num_seqs, max_num_batched_tokens=world.max_num_batched_tokens,
             num_blocks=world.num_blocks, block_size=world.block_size,
         )
     )  # fmt: skip
@@ -137,7 +137,7 @@ def compare_step(
     seen["full hits"] += sum(c.store_from > c.start for c in plan.chunks)
     seen["hits after preemption"] += sum(a.num_cached > 0 and a.is_resume for a in plan.admitted)
     seen["cut prompts"] += sum(is_cut)
-    seen["turns for decodes"] += not is_prefill and streak == MOST_PREFILL_STEPS and num_waiting > 0
+    seen["turns for decodes"] += not is_prefill and streak == MAX_PREFILL_STEPS and num_waiting > 0
     seen["preempted cut prompts"] += sum(
         not is_prefill and seq.num_completion_tokens == 0 for seq in plain.preempted
     )
@@ -148,7 +148,7 @@ def compare_step(
 
 
 def test_both_give_decodes_a_turn_after_the_same_number_of_prefill_batches() -> None:
-    assert plain_nano.MOST_PREFILL_BATCHES == MOST_PREFILL_STEPS
+    assert plain_nano.MAX_PREFILL_BATCHES == MAX_PREFILL_STEPS
 
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))

@@ -56,7 +56,7 @@ def serve(name: str, text: str, num_blocks: int, **changes: Any) -> tuple[Summar
     def keep(report: StepReport) -> None:
         plans.append(report.plan)
 
-    config = preset(name, num_blocks=num_blocks, max_length=MAX_LENGTH, **changes)
+    config = preset(name, num_blocks=num_blocks, max_model_len=MAX_LENGTH, **changes)
     profile = load_profile("llama3.1-8b-a100-80gb")
     run = simulate(chats(text), config, profile, observers=[keep])
     assert not run.rejected
@@ -129,7 +129,7 @@ def test_the_error_of_the_estimate_falls_with_what_was_seen() -> None:
 
 def ended(max_tokens: int | None, **more: Any) -> tuple[list[int], list[float]]:
     """What is remembered of a request that generates 3 tokens, the last one EOS."""
-    world = Drive("headway", sample=lambda r, place: EOS if place >= 7 else 100, max_length=64)
+    world = Drive("headway", sample=lambda r, place: EOS if place >= 7 else 100, max_model_len=64)
     world.add("a", 5, max_tokens, **{"eos_ids": frozenset({EOS}), **more})
     world.run()
     return list(world.scheduler.output_lengths), list(world.scheduler.output_shares)
@@ -157,7 +157,7 @@ def test_a_burst_of_short_chats_that_fits_is_admitted_at_once() -> None:
 def test_short_outputs_fill_the_seats_within_a_few_tens_of_admissions() -> None:
     """64 seats of 48 + 40 tokens hold 384 blocks; the prior alone would not let them all in."""
     text = "requests=400,prompt=48,output=uniform(20,60)"
-    _, plans = serve("headway", text, num_blocks=400, max_requests=64)
+    _, plans = serve("headway", text, num_blocks=400, max_num_seqs=64)
     num_running, num_admitted = 0, 0
     for plan in plans:
         num_admitted += len(plan.admitted)
@@ -201,7 +201,7 @@ def test_throughput_is_within_3_percent_of_vllm_v1_with_few_tokens_recomputed(re
 
 
 def test_a_preemption_makes_the_rule_ask_for_more() -> None:
-    world = Drive("headway", num_blocks=200, block_size=4, max_length=512)
+    world = Drive("headway", num_blocks=200, block_size=4, max_model_len=512)
     for place in range(8):
         world.add(str(place), 8, None, eos_ids=frozenset({EOS}))
         world.step()

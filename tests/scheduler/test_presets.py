@@ -26,12 +26,14 @@ from tests.support.drive import Drive, Row
 
 
 def drive(name: str, **changes: Any) -> Drive:
-    return Drive(name, **{"block_size": 4, "max_requests": 4, "max_tokens": 64, **changes})
+    return Drive(
+        name, **{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, **changes}
+    )
 
 
 def order_of_service(queue: str, *requests: dict[str, Any]) -> list[str]:
     """Ids in the order in which one seat serves requests that are all there from the start."""
-    world = drive("vllm_v1", queue=queue, max_requests=1, num_blocks=64)
+    world = drive("vllm_v1", queue=queue, max_num_seqs=1, num_blocks=64)
     for request in requests:
         world.add(**{"prompt": 4, "max_tokens": 1, **request})
     return [row.admitted for row in world.run()]
@@ -41,7 +43,7 @@ def order_of_service(queue: str, *requests: dict[str, Any]) -> list[str]:
 
 
 def test_nano_vllm_runs_all_prefill_or_all_decode_with_prefill_first() -> None:
-    world = drive("nano_vllm", num_blocks=6, max_requests=3, max_tokens=8)
+    world = drive("nano_vllm", num_blocks=6, max_num_seqs=3, max_num_batched_tokens=8)
     world.add("a", 6, 3)
     world.add("b", 4, 4)
     world.add("c", 3, 3)
@@ -79,7 +81,7 @@ def test_nano_vllm_preempts_the_youngest_and_takes_it_back_before_later_arrivals
 
 
 def test_nano_vllm_cuts_the_first_prompt_of_a_batch_and_no_other() -> None:
-    world = drive("nano_vllm", num_blocks=16, max_tokens=8)
+    world = drive("nano_vllm", num_blocks=16, max_num_batched_tokens=8)
     world.add("a", 12, 2)
     world.add("b", 9, 1)
     world.add("c", 2, 1)
@@ -93,7 +95,7 @@ def test_nano_vllm_cuts_the_first_prompt_of_a_batch_and_no_other() -> None:
 
 
 def test_nano_vllm_charges_only_the_uncached_part_of_a_prompt() -> None:
-    world = drive("nano_vllm", num_blocks=16, max_tokens=10)
+    world = drive("nano_vllm", num_blocks=16, max_num_batched_tokens=10)
     prompt = list(range(8))
     world.add("a", prompt, 1)
     world.step()
@@ -144,7 +146,7 @@ def test_deep_dive_frees_what_finished_for_this_same_step() -> None:
 
 
 def test_deep_dive_walks_the_four_states() -> None:
-    world = drive("deep_dive", num_blocks=8, max_tokens=4)
+    world = drive("deep_dive", num_blocks=8, max_num_batched_tokens=4)
     a = world.add("a", 6, 2)
     states = [a.state]
     for _ in range(3):
@@ -236,7 +238,7 @@ def test_vllm_keeps_a_share_of_blocks_free_at_admission() -> None:
 def test_vllm_backs_off_after_a_preemption_and_then_relaxes() -> None:
     world = drive(
         "vllm", headroom="back_off(watermark(0.0), share=0.25)", block_size=32, num_blocks=8,
-        max_tokens=512,
+        max_num_batched_tokens=512,
     )  # fmt: skip
     world.add("a", 96, 60)
     world.add("c", 30, 3)
@@ -271,7 +273,7 @@ def test_vllm_v1_preempts_by_recompute_and_never_swaps() -> None:
 
 
 def test_minivllm_defers_decodes_over_the_token_budget_oldest_first() -> None:
-    world = drive("minivllm", num_blocks=16, max_requests=8, max_tokens=6)
+    world = drive("minivllm", num_blocks=16, max_num_seqs=8, max_num_batched_tokens=6)
     for number in range(8):
         world.add(str(number), 2, 3)
     rows = world.steps(3)
@@ -284,7 +286,7 @@ def test_minivllm_defers_decodes_over_the_token_budget_oldest_first() -> None:
 
 
 def test_minivllm_charges_the_full_prompt_and_says_what_was_missing() -> None:
-    world = drive("minivllm", num_blocks=32, max_tokens=10)
+    world = drive("minivllm", num_blocks=32, max_num_batched_tokens=10)
     prompt = list(range(8))
     world.add("a", prompt, 1)
     world.step()
@@ -302,7 +304,7 @@ def test_minivllm_charges_the_full_prompt_and_says_what_was_missing() -> None:
 
 
 def test_minivllm_stops_at_the_model_length() -> None:
-    world = drive("minivllm", num_blocks=16, max_length=10)
+    world = drive("minivllm", num_blocks=16, max_model_len=10)
     a = world.add("a", 7, None)
     b = world.add("b", 7, 100)
     world.run()
@@ -314,7 +316,7 @@ def test_minivllm_stops_at_the_model_length() -> None:
 
 
 def test_static_fills_a_batch_and_drains_it_completely() -> None:
-    world = drive("static", num_blocks=32, max_requests=2)
+    world = drive("static", num_blocks=32, max_num_seqs=2)
     world.add("a", 2, 2)
     world.add("b", 2, 4)
     world.add("c", 2, 1)
@@ -328,7 +330,7 @@ def test_static_fills_a_batch_and_drains_it_completely() -> None:
 
 
 def test_static_goes_on_filling_its_batch_over_several_prefill_steps() -> None:
-    world = drive("static", num_blocks=32, max_requests=4, max_tokens=4)
+    world = drive("static", num_blocks=32, max_num_seqs=4, max_num_batched_tokens=4)
     for name in "abcde":
         world.add(name, 3, 2)
     rows = world.run()
@@ -343,7 +345,7 @@ def test_static_goes_on_filling_its_batch_over_several_prefill_steps() -> None:
 
 def utilisation(name: str, outputs: list[int], seats: int) -> float:
     """Mean share of seats in use; for continuous batching, while there is somebody to fill them."""
-    world = Drive(name, num_blocks=4096, max_requests=seats, headroom="watermark(0.0)")
+    world = Drive(name, num_blocks=4096, max_num_seqs=seats, headroom="watermark(0.0)")
     for number, output in enumerate(outputs):
         world.add(str(number), 8, output)
     shares = []
@@ -370,7 +372,7 @@ def test_continuous_batching_keeps_the_seats_busy_and_static_does_not() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_waiting_request_is_told_why_at_every_step(name: str) -> None:
-    world = drive(name, num_blocks=6, num_host_blocks=4, max_requests=3, max_tokens=24)
+    world = drive(name, num_blocks=6, num_host_blocks=4, max_num_seqs=3, max_num_batched_tokens=24)
     for number in range(8):
         world.add(str(number), 3 + number, 6)
     untold: list[tuple[int, int]] = []
@@ -385,7 +387,7 @@ def test_every_waiting_request_is_told_why_at_every_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_reason_names_more_need_than_there_was(name: str) -> None:
-    world = drive(name, num_blocks=6, num_host_blocks=4, max_requests=3, max_tokens=24)
+    world = drive(name, num_blocks=6, num_host_blocks=4, max_num_seqs=3, max_num_batched_tokens=24)
     for number in range(8):
         world.add(str(number), list(range(3 + number)), 6)
     while world.scheduler.requests:
@@ -421,7 +423,7 @@ def test_chunk_rules(rule: Any, first_fits: int, first_too_long: int, later_too_
     ],
 )
 def test_chunk_rules_in_a_step(chunk: str, first_step: tuple[tuple[str, int, int], ...]) -> None:
-    world = drive("vllm_v1", chunk=chunk, num_blocks=32, max_tokens=8)
+    world = drive("vllm_v1", chunk=chunk, num_blocks=32, max_num_batched_tokens=8)
     world.add("a", 5, 1)
     world.add("b", 7, 1)
     world.add("c", 3, 1)
@@ -457,7 +459,7 @@ def test_priority_with_aging_lets_a_long_wait_outweigh_a_level() -> None:
 
 
 def test_shortest_first_counts_what_is_left_after_cache_hits() -> None:
-    world = drive("vllm_v1", queue="shortest_first(aging=1.0)", max_requests=1, num_blocks=64)
+    world = drive("vllm_v1", queue="shortest_first(aging=1.0)", max_num_seqs=1, num_blocks=64)
     prompt = list(range(40))
     world.add("warm", prompt, 1)
     world.run()
@@ -491,7 +493,7 @@ def test_deadline_serves_the_earliest_and_gives_others_some_slack() -> None:
 def bump_world(**changes: Any) -> Drive:
     """Two seats, both taken by requests of low priority."""
     queue = changes.pop("queue", "priority(preempts=True)")
-    world = drive("vllm_v1", queue=queue, victim="served_last", max_requests=2, num_blocks=32)
+    world = drive("vllm_v1", queue=queue, victim="served_last", max_num_seqs=2, num_blocks=32)
     world.add("x", 4, 40, priority=5)
     world.add("y", 4, 40, priority=6)
     world.step()
@@ -503,13 +505,13 @@ def test_a_waiting_high_priority_preempts_the_lowest_running() -> None:
     world.add("urgent", 4, 2, priority=0)
     plan = world.step()
     assert world.table[-1] == Row("urgent", "x", (("urgent", 0, 4),), "y", ())
-    assert plan.preempted[0].is_bump
+    assert plan.preempted[0].is_priority
     world.step()  # urgent has its two tokens
     assert world.steps(1)[0].admitted == "y"
 
 
 def test_no_preemption_for_priority_where_there_is_room() -> None:
-    world = drive("vllm_v1", queue="priority(preempts=True)", max_requests=3, num_blocks=32)
+    world = drive("vllm_v1", queue="priority(preempts=True)", max_num_seqs=3, num_blocks=32)
     world.add("x", 4, 40, priority=5)
     world.add("y", 4, 40, priority=6)
     world.step()
@@ -530,18 +532,18 @@ def test_without_preempts_a_high_priority_waits_for_a_seat() -> None:
 
 
 def test_nobody_is_bumped_more_than_max_bumps_times() -> None:
-    world = bump_world(queue="priority(preempts=True, max_bumps=2)")
+    world = bump_world(queue="priority(preempts=True, max_preemptions=2)")
     for number in range(6):
         world.add(f"urgent{number}", 4, 2, priority=0)
         world.steps(3)
     world.run()
-    assert world.requests["y"].history.num_bumped == 2
-    assert world.requests["x"].history.num_bumped <= 2
+    assert world.requests["y"].history.num_priority_preemptions == 2
+    assert world.requests["x"].history.num_priority_preemptions <= 2
     assert all(request.finish_reason == "length" for request in world.requests.values())
 
 
 def test_a_bump_that_would_not_be_enough_does_not_happen() -> None:
-    world = drive("vllm_v1", queue="priority(preempts=True)", max_requests=4, num_blocks=8)
+    world = drive("vllm_v1", queue="priority(preempts=True)", max_num_seqs=4, num_blocks=8)
     world.add("peer", 20, 12, priority=0)
     world.add("low", 4, 4, priority=5)
     world.step()
@@ -555,7 +557,7 @@ def test_a_bump_that_would_not_be_enough_does_not_happen() -> None:
 
 def preempted_by(victim: str, *, shared: int = 0) -> str:
     """Who goes first, of three running requests of which two must go on."""
-    world = drive("vllm_v1", victim=victim, num_blocks=64, max_requests=3, queue="priority")
+    world = drive("vllm_v1", victim=victim, num_blocks=64, max_num_seqs=3, queue="priority")
     common = list(range(shared))
     world.add("a", [*common, *range(100, 108)], 20, priority=2)
     world.step()
@@ -650,7 +652,7 @@ def preemptions(headroom: str, recipe: str, max_tokens: int, num_shared: int) ->
         most = (12 + seed) * size
         world = drive(
             "vllm_v1", recipe=recipe, headroom=headroom, num_blocks=12 + seed, block_size=size,
-            max_tokens=max_tokens, max_requests=6,
+            max_num_batched_tokens=max_tokens, max_num_seqs=6,
         )  # fmt: skip
         for number in range(20):
             length = 1 + (7 * number + seed) % (most // 2)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from headway.config import Verbs
+from headway.config import StepActions
 from headway.scheduler import policies
 from headway.scheduler.presets import SLOTS
 from tests.support.drive import Drive
@@ -17,7 +17,7 @@ RECIPES = [recipe.__name__ for recipe in SLOTS["recipe"]]
 each_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
-def prefill_last(step: Verbs) -> None:
+def prefill_last(step: StepActions) -> None:
     """A recipe of a user: mixed, with new requests before prompts that were begun."""
     step.decode()
     step.admit()
@@ -27,11 +27,11 @@ def prefill_last(step: Verbs) -> None:
 def world_of(recipe: Any, chunk: str, budget: int, **changes: Any) -> Drive:
     """As many requests of a low priority as fit, decoding; all rows are taken."""
     defers = recipe == "charged_in_full"
-    numbers = {"max_requests": NUM_LOW if defers else min(NUM_LOW, budget), "num_blocks": 400}
+    numbers = {"max_num_seqs": NUM_LOW if defers else min(NUM_LOW, budget), "num_blocks": 400}
     slots = {"recipe": recipe, "chunk": chunk, "queue": "priority(preempts=True)"}
     world = Drive("vllm_v1", **{**numbers, **slots, "max_tokens": budget, **changes})
     num_output = budget if chunk == "whole" else 200
-    for number in range(world.scheduler.config.max_requests):
+    for number in range(world.scheduler.config.max_num_seqs):
         world.add(f"low{number}", [number], num_output, priority=5)
     return world
 
@@ -63,7 +63,9 @@ def test_a_high_priority_waits_a_few_steps_whatever_the_budget(recipe: str, chun
             settle(world)
             world.add("high", range(100, 100 + num_prompt), 2, priority=0)
             assert num_steps_waiting(world, "high") <= MAX_WAIT, f"{budget=} {num_prompt=}"
-            bumps = [request.history.num_bumped for request in world.requests.values()]
+            bumps = [
+                request.history.num_priority_preemptions for request in world.requests.values()
+            ]
             assert max(bumps) == 1 and (recipe == "static" or sum(bumps) == 1)
     world.run()
     world.check_empty()
@@ -100,7 +102,7 @@ def test_recipes_that_mix_preempt_as_many_as_an_uncut_prompt_needs() -> None:
 
 def test_a_begun_prompt_of_a_low_priority_gives_way() -> None:
     world = Drive(
-        "vllm_v1", queue="priority(preempts=True)", max_tokens=8, max_requests=8, num_blocks=400,
+        "vllm_v1", queue="priority(preempts=True)", max_num_batched_tokens=8, max_num_seqs=8, num_blocks=400,
         victim="least_work",
     )  # fmt: skip
     for number in range(3):
@@ -113,7 +115,7 @@ def test_a_begun_prompt_of_a_low_priority_gives_way() -> None:
     assert row.admitted == "high" and row.preempted == "long"  # no decode has to go for it
     world.run()
     world.check_empty()
-    assert world.requests["long"].history.num_bumped == 1
+    assert world.requests["long"].history.num_priority_preemptions == 1
 
 
 @each_recipe
@@ -122,14 +124,14 @@ def test_nothing_is_preempted_for_equals_or_where_there_is_room(recipe: str) -> 
     settle(world)
     world.add("equal", [100], 2, priority=5)
     world.steps(3)
-    assert not any(r.history.num_bumped for r in world.requests.values())
-    world = world_of(recipe, "split_any", 16, max_requests=NUM_LOW)
+    assert not any(r.history.num_priority_preemptions for r in world.requests.values())
+    world = world_of(recipe, "split_any", 16, max_num_seqs=NUM_LOW)
     world.scheduler.abort("low0")
     if recipe != "static":  # which admits nothing beside decodes, so it needs the whole batch
         settle(world)
         world.add("high", [100], 2, priority=0)
         assert num_steps_waiting(world, "high") <= MAX_WAIT
-        assert not any(r.history.num_bumped for r in world.requests.values())
+        assert not any(r.history.num_priority_preemptions for r in world.requests.values())
 
 
 @each_recipe
@@ -145,7 +147,7 @@ def test_a_stream_of_high_priorities_preempts_a_bounded_number_of_times(
             world.step()
         world.run()
         world.check_empty()
-        bumps = [r.history.num_bumped for r in world.requests.values()]
+        bumps = [r.history.num_priority_preemptions for r in world.requests.values()]
         assert 1 <= max(bumps) <= 2  # what the rule allows by default
 
 
@@ -159,14 +161,14 @@ def test_a_recipe_of_a_user_is_asked_like_a_ready_made_one() -> None:
 
 def test_the_turn_of_the_decodes_costs_a_step_and_not_the_whole_batch() -> None:
     """After 16 prompt steps prefill_first decodes: that is waited for."""
-    world = world_of("prefill_first", "split_any", 8, max_requests=NUM_LOW + 1)
+    world = world_of("prefill_first", "split_any", 8, max_num_seqs=NUM_LOW + 1)
     settle(world)
     world.add("long", range(1000, 1400), 20, priority=0)
-    world.steps(policies.MOST_PREFILL_STEPS)
-    assert world.scheduler.prefill_streak == policies.MOST_PREFILL_STEPS
+    world.steps(policies.MAX_PREFILL_STEPS)
+    assert world.scheduler.prefill_streak == policies.MAX_PREFILL_STEPS
     world.add("high", [100], 2, priority=-1)
     row = world.steps(1)[0]
     assert row.preempted == "" and row.decodes
     assert num_steps_waiting(world, "high") <= MAX_WAIT
-    bumps = [r.history.num_bumped for r in world.requests.values()]
+    bumps = [r.history.num_priority_preemptions for r in world.requests.values()]
     assert sum(bumps) == 2  # one for the long prompt before, one for this

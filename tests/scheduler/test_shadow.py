@@ -12,8 +12,8 @@ from functools import cache
 
 import pytest
 
-from headway.config import Config, Verbs
-from headway.config import World as View
+from headway.config import Config, StepActions
+from headway.config import SchedulerView as View
 from headway.plan import Plan
 from headway.request import Params, Request
 from headway.scheduler import PRESETS, Scheduler, preset, queues
@@ -21,18 +21,18 @@ from tests.support.shadow import ShadowError, oracle
 from tests.support.worlds import Tamper, World, any_world, run
 
 NUM_BATCHES = 12
-BATCH = 150  # worlds at each depth
+BATCH = 150  # worlds at each async_scheduling
 
 
 @cache
-def run_batch(number: int, depth: int) -> Counter[str]:
+def run_batch(number: int, async_scheduling: int) -> Counter[str]:
     """What happened in the worlds of a batch; a failure names the world's seed."""
     seen: Counter[str] = Counter()
     for seed in range(number * BATCH, (number + 1) * BATCH):
         try:
-            seen += run(any_world(seed, depth))
+            seen += run(any_world(seed, async_scheduling))
         except Exception as error:
-            raise AssertionError(f"any_world({seed}, {depth}): {error}") from error
+            raise AssertionError(f"any_world({seed}, {async_scheduling}): {error}") from error
     return seen
 
 
@@ -66,8 +66,8 @@ LEAST = {
 def test_the_worlds_reach_every_corner() -> None:
     seen: Counter[str] = Counter()
     for number in range(NUM_BATCHES):
-        for depth in (0, 1):
-            seen += run_batch(number, depth)
+        for async_scheduling in (0, 1):
+            seen += run_batch(number, async_scheduling)
     missed = {what: seen[what] for what, least in LEAST.items() if seen[what] < least}
     assert not missed, f"too rare to prove anything: {missed}"
     assert set(seen) <= set(LEAST), "something is counted that nobody asks for"
@@ -85,12 +85,12 @@ def tight(**changes: object) -> Config:
     return preset("vllm", **{"swap": "swap", "block_size": 1, **changes})
 
 
-@pytest.mark.parametrize("depth", (0, 1))
-def test_a_prompt_swapped_back_in_leaves_tokens_for_the_decodes(depth: int) -> None:
+@pytest.mark.parametrize("async_scheduling", (0, 1))
+def test_a_prompt_swapped_back_in_leaves_tokens_for_the_decodes(async_scheduling: int) -> None:
     """The third prompt is swapped out half computed, and comes back beside a decode."""
-    config = tight(num_blocks=13, num_host_blocks=8, max_requests=3, max_tokens=5)
+    config = tight(num_blocks=13, num_host_blocks=8, max_num_seqs=3, max_num_batched_tokens=5)
     requests = [make("0", 2, 10), make("1", 2, 2), make("2", 8, 2)]
-    seen = run(World(config, depth, {0: requests}))
+    seen = run(World(config, async_scheduling, {0: requests}))
     assert seen["preempted, swapped"] and seen["resumed from host"]
 
 
@@ -107,34 +107,34 @@ class haughty(queues.Rule):
         return True
 
 
-@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.parametrize("async_scheduling", (0, 1))
 @pytest.mark.parametrize("chunk", ("whole", "split_any", "at_most(1)"))
-def test_requests_that_all_outrank_each_other_still_end(chunk: str, depth: int) -> None:
+def test_requests_that_all_outrank_each_other_still_end(chunk: str, async_scheduling: int) -> None:
     config = tight(
-        queue=haughty(), chunk=chunk, swap="recompute", block_size=4, num_blocks=2, max_requests=1,
-        max_tokens=16,
+        queue=haughty(), chunk=chunk, swap="recompute", block_size=4, num_blocks=2, max_num_seqs=1,
+        max_num_batched_tokens=16,
     )  # fmt: skip
-    run(World(config, depth, {0: [make("0", 3, 4), make("1", 3, 4)]}))
+    run(World(config, async_scheduling, {0: [make("0", 3, 4), make("1", 3, 4)]}))
 
 
 def test_a_sample_whose_leader_never_comes_still_ends() -> None:
-    leader, other = make("0", 3, 2), make("1", 3, 4)
-    follower = Request("2", leader.prompt, replace(leader.params, sampling=2), leader=leader)
+    parent, other = make("0", 3, 2), make("1", 3, 4)
+    follower = Request("2", parent.prompt, replace(parent.params, sampling=2), parent=parent)
     run(World(tight(num_blocks=8), 0, {0: [follower, other]}))
 
 
-@pytest.mark.parametrize("depth", (0, 1))
-def test_a_decode_put_off_and_then_forced_gains_one_token(depth: int) -> None:
+@pytest.mark.parametrize("async_scheduling", (0, 1))
+def test_a_decode_put_off_and_then_forced_gains_one_token(async_scheduling: int) -> None:
     """The first decode takes the budget, finds no block and is sent back: the other one decodes."""
     config = tight(
         recipe="charged_in_full", victim="lowest_priority", swap="recompute", num_blocks=4,
-        max_requests=2, max_tokens=1,
+        max_num_seqs=2, max_num_batched_tokens=1,
     )  # fmt: skip
-    seen = run(World(config, depth, {0: [make("0", 1, 4, priority=1), make("1", 1, 3)]}))
+    seen = run(World(config, async_scheduling, {0: [make("0", 1, 4, priority=1), make("1", 1, 3)]}))
     assert seen["deferred decodes"] and seen["preempted, recomputed"]
 
 
-def never(step: Verbs) -> None:
+def never(step: StepActions) -> None:
     """Put off every decode, and then have one all the same."""
     step.prefill()
     step.admit()
@@ -143,18 +143,25 @@ def never(step: Verbs) -> None:
         step.decode()
 
 
-@pytest.mark.parametrize("depth", (0, 1))
-def test_a_decode_may_be_asked_for_twice(depth: int) -> None:
-    config = tight(recipe=never, num_blocks=8, max_requests=2, max_tokens=4)
-    run(World(config, depth, {0: [make("0", 1, 4), make("1", 1, 3)]}))
+@pytest.mark.parametrize("async_scheduling", (0, 1))
+def test_a_decode_may_be_asked_for_twice(async_scheduling: int) -> None:
+    config = tight(recipe=never, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=4)
+    run(World(config, async_scheduling, {0: [make("0", 1, 4), make("1", 1, 3)]}))
 
 
-@pytest.mark.parametrize("depth", (0, 1))
-@pytest.mark.parametrize("decode_steps", (1, 3))
-def test_nothing_is_lost_by_who_comes_after_a_crash(depth: int, decode_steps: int) -> None:
-    config = tight(num_blocks=16, max_requests=4, max_tokens=4, decode_steps=decode_steps)
+@pytest.mark.parametrize("async_scheduling", (0, 1))
+@pytest.mark.parametrize("num_scheduler_steps", (1, 3))
+def test_nothing_is_lost_by_who_comes_after_a_crash(
+    async_scheduling: int, num_scheduler_steps: int
+) -> None:
+    config = tight(
+        num_blocks=16,
+        max_num_seqs=4,
+        max_num_batched_tokens=4,
+        num_scheduler_steps=num_scheduler_steps,
+    )
     arrivals = {0: [make("0", 2, 6), make("1", 6, 6)], 4: [make("2", 2, 6)]}
-    seen = run(World(config, depth, arrivals, crash=3))
+    seen = run(World(config, async_scheduling, arrivals, crash=3))
     assert seen["crashes"] and seen["finish: error"] and seen["finish: length"]
 
 
@@ -172,24 +179,28 @@ class by_client(queues.Rule):
 
 
 def test_a_group_without_a_name_is_served() -> None:
-    config = tight(queue=by_client(), num_blocks=8, max_requests=1, max_tokens=4)
+    config = tight(queue=by_client(), num_blocks=8, max_num_seqs=1, max_num_batched_tokens=4)
     run(World(config, 0, {0: [make("0", 1, 4), make("1", 1, 3, client="a")]}))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_whoever_waits_is_told_why(name: str) -> None:
     """Also in steps that admit nobody, and those that send somebody back after admitting."""
-    config = preset(name, block_size=1, num_blocks=6, max_requests=4, max_tokens=4)
+    config = preset(name, block_size=1, num_blocks=6, max_num_seqs=4, max_num_batched_tokens=4)
     run(World(config, 0, {0: [make(str(i), 1, 5) for i in range(4)]}))
 
 
-@pytest.mark.parametrize("depth", (0, 1))
-@pytest.mark.parametrize("decode_steps", (1, 3))
-def test_many_steady_steps_hand_out_every_token(depth: int, decode_steps: int) -> None:
+@pytest.mark.parametrize("async_scheduling", (0, 1))
+@pytest.mark.parametrize("num_scheduler_steps", (1, 3))
+def test_many_steady_steps_hand_out_every_token(
+    async_scheduling: int, num_scheduler_steps: int
+) -> None:
     """Long enough for whatever is kept back between steps to be written more than once."""
-    config = preset(num_blocks=60, block_size=8, max_requests=4, decode_steps=decode_steps)
+    config = preset(
+        num_blocks=60, block_size=8, max_num_seqs=4, num_scheduler_steps=num_scheduler_steps
+    )
     requests = [make(str(i), 2 + i, 140 + i, ignore_eos=True) for i in range(3)]
-    run(World(config, depth, {0: requests[:2], 70: requests[2:]}))
+    run(World(config, async_scheduling, {0: requests[:2], 70: requests[2:]}))
 
 
 # The proof, put to the proof: plans with one thing wrong.

@@ -15,7 +15,7 @@ from tests.support.worlds import World, run
 
 SHAPES = ((1, 4), (2, 3), (3, 2), (1, 1))  # prompt tokens, output tokens; any fits into 4 slots
 GEOMETRIES = ((1, 4), (2, 2), (2, 3))  # block size, blocks
-MOST_REQUESTS = 4
+MAX_REQUESTS = 4
 
 
 def request(number: int, shape: tuple[int, int], step: int) -> Request:
@@ -34,8 +34,8 @@ def request(number: int, shape: tuple[int, int], step: int) -> Request:
 
 def workloads() -> Iterator[dict[int, list[Request]]]:
     """All sequences of shapes, at once or one a step; four at once, and without the shortest."""
-    for length in range(1, MOST_REQUESTS + 1):
-        is_most = length == MOST_REQUESTS
+    for length in range(1, MAX_REQUESTS + 1):
+        is_most = length == MAX_REQUESTS
         choices, gaps = (SHAPES[:3], (0,)) if is_most else (SHAPES, (0, 1))
         for shapes, gap in product(product(choices, repeat=length), gaps):
             arrivals: dict[int, list[Request]] = {}
@@ -50,20 +50,20 @@ def workloads() -> Iterator[dict[int, list[Request]]]:
 def test_every_small_world_ends(name: str, geometry: tuple[int, int]) -> None:
     block_size, num_blocks = geometry
     seen: Counter[str] = Counter()
-    for num_host_blocks, depth in product((0, 2), (0, 1)):
+    for num_host_blocks, async_scheduling in product((0, 2), (0, 1)):
         # With a host there is something to see only if victims go there, however short they are.
         changes = {"swap": "swap"} if num_host_blocks else {}
         config = preset(
             name, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
-            max_requests=3, max_tokens=4, **changes,
+            max_num_seqs=3, max_num_batched_tokens=4, **changes,
         )  # fmt: skip
         for number, arrivals in enumerate(workloads()):
             try:
-                seen += run(World(config, depth, arrivals))
+                seen += run(World(config, async_scheduling, arrivals))
             except Exception as error:
                 shapes = [(r.num_prompt, r.params.max_tokens) for g in arrivals.values() for r in g]
                 raise AssertionError(
-                    f"world {number}: {shapes} at steps {list(arrivals)}, depth {depth}, "
+                    f"world {number}: {shapes} at steps {list(arrivals)}, async_scheduling {async_scheduling}, "
                     f"{num_host_blocks} blocks on the host"
                 ) from error
     assert not seen["refused"] and seen["cache hits"] and seen["stops in flight"]

@@ -22,12 +22,12 @@ def drive(output: list[int], **changes: Any) -> Drive:
         at = place - request.num_prompt
         return output[at] if at < len(output) else 9
 
-    numbers = {"block_size": 4, "num_blocks": 64, "max_requests": 4, "max_tokens": 64}
+    numbers = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     return Drive("vllm_v1", sample=sample, **{**numbers, **changes})
 
 
 def answer(output: list[int], max_tokens: int | None = 8, **params: Any) -> Request:
-    world = drive(output, max_length=params.pop("max_length", 64))
+    world = drive(output, max_model_len=params.pop("max_model_len", 64))
     request = world.add("a", 4, max_tokens, **params)
     world.run()
     world.check_empty()
@@ -88,7 +88,7 @@ def test_eos_as_the_last_allowed_token_is_a_stop() -> None:
 
 
 def test_the_model_length_ends_a_request_without_max_tokens() -> None:
-    a = answer([], None, max_length=10)
+    a = answer([], None, max_model_len=10)
     assert len(a.tokens) == 10 and a.finish_reason == "length"
 
 
@@ -118,7 +118,7 @@ def reports(world: Drive) -> list[StepReport]:
 
 
 def test_the_surplus_of_a_multi_step_plan_is_cut_at_a_stop() -> None:
-    world = drive([5, 6, EOS, 7, 8], decode_steps=8)
+    world = drive([5, 6, EOS, 7, 8], num_scheduler_steps=8)
     a = world.add("a", 4, 8, eos_ids=frozenset({EOS}))
     b = world.add("b", 4, 8)
     outputs = [dict(report.outputs()) for report in reports(world)]
@@ -131,7 +131,7 @@ def test_the_surplus_of_a_multi_step_plan_is_cut_at_a_stop() -> None:
 
 
 def test_the_surplus_of_a_multi_step_plan_is_cut_at_each_one_s_length() -> None:
-    world = drive([], decode_steps=8)
+    world = drive([], num_scheduler_steps=8)
     requests = [world.add(str(n), 4, n) for n in range(1, 5)]
     outputs = [dict(report.outputs()) for report in reports(world)]
     assert [r.num_generated for r in requests] == [1, 2, 3, 4]
@@ -141,16 +141,16 @@ def test_the_surplus_of_a_multi_step_plan_is_cut_at_each_one_s_length() -> None:
 
 
 def test_a_multi_step_plan_stops_short_while_somebody_waits() -> None:
-    world = drive([], decode_steps=8, max_requests=1)
+    world = drive([], num_scheduler_steps=8, max_num_seqs=1)
     world.add("a", 4, 8)
     world.add("b", 4, 8)
     world.step()
     assert world.step().num_steps == 1
 
 
-@pytest.mark.parametrize("decode_steps", [1, 3, 8])
-def test_each_output_is_reported_once_and_finished_once(decode_steps: int) -> None:
-    world = drive([5, 6, 7, EOS], decode_steps=decode_steps)
+@pytest.mark.parametrize("num_scheduler_steps", [1, 3, 8])
+def test_each_output_is_reported_once_and_finished_once(num_scheduler_steps: int) -> None:
+    world = drive([5, 6, 7, EOS], num_scheduler_steps=num_scheduler_steps)
     for number in range(6):
         eos = frozenset({EOS}) if number % 2 else frozenset[int]()
         world.add(str(number), 3 + number, 2 + number, eos_ids=eos)
@@ -187,8 +187,8 @@ def test_a_finished_request_goes_nowhere() -> None:
 
 def test_a_life_with_swaps_passes_only_through_listed_transitions() -> None:
     world = Drive(
-        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_requests=3,
-        max_tokens=8,
+        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_num_seqs=3,
+        max_num_batched_tokens=8,
     )  # fmt: skip
     requests = [world.add(name, 10, 6) for name in "abc"]
     lives: dict[str, list[State]] = {r.id: [r.state] for r in requests}
@@ -212,7 +212,7 @@ def test_a_life_with_swaps_passes_only_through_listed_transitions() -> None:
 
 
 def test_abort_while_waiting() -> None:
-    world = drive([], max_requests=1)
+    world = drive([], max_num_seqs=1)
     world.add("a", 4, 4)
     b = world.add("b", 4, 4)
     world.step()
@@ -243,8 +243,8 @@ def test_abort_while_decoding_keeps_what_was_generated() -> None:
 
 def test_abort_while_swapped_frees_the_host() -> None:
     world = Drive(
-        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_requests=3,
-        max_tokens=64,
+        "vllm", swap="swap", block_size=4, num_blocks=6, num_host_blocks=6, max_num_seqs=3,
+        max_num_batched_tokens=64,
     )  # fmt: skip
     world.add("a", 10, 5)
     b = world.add("b", 10, 4)

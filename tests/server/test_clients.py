@@ -82,7 +82,7 @@ class Serving:
         await engine.start()
         context = Context(
             engine=engine, asking=self._llm.asking, model_name=NAME,
-            max_length=self._llm.config.max_length, tool_call_parser="hermes",
+            max_model_len=self._llm.config.max_model_len, tool_call_parser="hermes",
         )  # fmt: skip
         config = uvicorn.Config(create_app(context), port=0, log_level="error", ws="none")
         self._server = uvicorn.Server(config)
@@ -97,7 +97,7 @@ class Serving:
 
 @pytest.fixture(scope="module")
 def llm(smollm2: Path) -> Iterator[LLM]:
-    with LLM(str(smollm2), device="cpu", precision="quantized", threads=1, num_blocks=512) as llm:
+    with LLM(str(smollm2), device="cpu", quantization="int8", threads=1, num_blocks=512) as llm:
         yield llm
 
 
@@ -413,7 +413,7 @@ def test_a_mooncake_trace_is_replayed(url: str, tmp_path: Path) -> None:
 def test_the_document_names_every_field_path_and_limit(llm: LLM) -> None:
     document = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     context = Context(
-        engine=AsyncEngine(llm.engine), asking=llm.asking, model_name=NAME, max_length=100
+        engine=AsyncEngine(llm.engine), asking=llm.asking, model_name=NAME, max_model_len=100
     )
     schema = create_app(context).openapi()
     models = (

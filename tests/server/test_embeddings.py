@@ -115,7 +115,7 @@ async def test_a_wrong_field_is_a_400_that_names_it() -> None:
 
 @on_loop
 async def test_an_input_that_is_too_long_is_refused_and_not_cut() -> None:
-    async with server(max_length=64) as here:
+    async with server(max_model_len=64) as here:
         found = error(await here.post(PATH, input=["ok", "x" * 64]), 400)
         assert (found["code"], found["param"]) == ("context_length_exceeded", "input")
         assert "64" in found["message"]
@@ -142,7 +142,7 @@ async def test_overload_faults_and_timeouts_are_as_elsewhere() -> None:
 
 @on_loop
 async def test_a_client_that_leaves_ends_its_requests() -> None:
-    async with server(max_length=4096) as here:
+    async with server(max_model_len=4096) as here:
         here.executor.gate.clear()
         body = json.dumps({"input": ["x" * 2000, "y" * 3000, "z"]}).encode()
         gone, messages = asyncio.Event(), iter([{"type": "http.request", "body": body}])
@@ -173,7 +173,7 @@ async def test_a_client_that_leaves_ends_its_requests() -> None:
 
 @on_loop
 async def test_completions_run_beside_embeddings() -> None:
-    async with server(max_length=4096) as here:
+    async with server(max_model_len=4096) as here:
         texts = ["hello", "x" * 900, "abc"]
         asked = [here.complete(prompt=text, max_tokens=1000) for text in texts]
         asked += [embed(here, input=texts) for _ in range(3)]
@@ -185,7 +185,7 @@ async def test_completions_run_beside_embeddings() -> None:
 
 def test_a_step_with_an_embedding_sends_the_tokens_of_others_in_one_message() -> None:
     sent: list[list[FromLoop]] = []
-    config = preset("headway", max_length=64, num_blocks=64, block_size=16)
+    config = preset("headway", max_model_len=64, num_blocks=64, block_size=16)
     loop = EngineLoop(Engine(Scheduler(config), Capitals()), sent.append)
     for id in ("a", "b"):
         loop.post([Submit(id, [97, 98, 99], Params(max_tokens=9))])

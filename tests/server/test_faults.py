@@ -20,7 +20,7 @@ import pytest
 
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.engine import Engine
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.observe.trace import TraceWriter, read_trace
 from headway.server.process.serve import Recipe, bind, serve_http
 from headway.server.process.shutdown import GracefulServer
@@ -110,7 +110,7 @@ async def capitals(
 ) -> AsyncIterator[Listening]:
     """The real app over an engine that answers in capitals."""
     served = letters_served(seconds)
-    asking: Asking = served.facts
+    asking: InputProcessor = served.facts
     if tokenizer is not None:
         asking = replace(asking, tokenizer=tokenizer)
     async with listening(served.engine, letters_app, asking) as server:
@@ -182,7 +182,7 @@ def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
 
 def test_a_client_that_stops_reading_holds_up_nobody_and_little_memory() -> None:
     async def live() -> None:
-        engine = make_engine(num_blocks=3_000, max_length=10_000, max_tokens=256)
+        engine = make_engine(num_blocks=3_000, max_model_len=10_000, max_num_batched_tokens=256)
         async with listening(engine, MiniApp, {}) as server:
             port = server.client.base_url.port
             asked = json.dumps(

@@ -43,7 +43,7 @@ async def serving(llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
     llm.tokenizer.chat_template = TOOL_TEMPLATE + "{{ messages[0].content }}"
     engine = AsyncEngine(llm.engine)
     await engine.start()
-    context = Context(engine=engine, asking=llm.asking, model_name="tiny", max_length=512)
+    context = Context(engine=engine, asking=llm.asking, model_name="tiny", max_model_len=512)
     transport = httpx.ASGITransport(app=create_app(context))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client

@@ -406,7 +406,7 @@ async def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
 
 @on_loop
 async def test_a_prompt_too_long_is_told_the_limit() -> None:
-    async with server(max_length=64) as here:
+    async with server(max_model_len=64) as here:
         found = error(await here.post(COMPLETIONS, prompt="x" * 64), 400)
         assert found["code"] == "context_length_exceeded" and "64" in found["message"]
         long = [{"role": "user", "content": "x" * 64}]
@@ -531,7 +531,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_an_event_and_then_the_end()
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "n": 3}])
 @on_loop
 async def test_a_client_that_leaves_ends_its_requests(fields: dict[str, Any]) -> None:
-    async with server(max_length=4096) as here:
+    async with server(max_model_len=4096) as here:
         gone = asyncio.Event()
         prompt = ["x" * 2000, "y" * 2000]
         asked = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
@@ -548,7 +548,7 @@ async def test_a_client_that_leaves_ends_its_requests(fields: dict[str, Any]) ->
 
 @on_loop
 async def test_a_client_that_stops_reading_ends_its_request() -> None:
-    async with server(max_length=4096, stall_timeout=0.05) as here:
+    async with server(max_model_len=4096, stall_timeout=0.05) as here:
 
         async def never(message: Any) -> None:
             if message["type"] == "http.response.body":

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from tokenizers import AddedToken
 
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import Limits
 from headway.errors import InvalidRequest, RequestTooLong
 from headway.sampling_params import Sampling, SamplingParams
@@ -376,7 +376,7 @@ async def echoed(here: Server, **fields: Any) -> dict[str, Any]:
 @on_loop
 async def test_a_long_echo_is_the_same_as_short_ones() -> None:
     text = "abc " * 1000
-    async with server(max_length=5000) as here:
+    async with server(max_model_len=5000) as here:
         long = await echoed(here, prompt=text)
         assert long["text"] == text + "AB"
         assert long["logprobs"]["tokens"] == [*text, "A", "B"]
@@ -417,7 +417,7 @@ async def test_several_prompts_get_a_429_where_none_of_them_finds_room() -> None
 
 
 def test_the_params_of_many_prompts_are_read_once() -> None:
-    asking = Asking(tokenizer=letters(), vocab_size=260, hidden_size=8, eos_ids=frozenset())
+    asking = InputProcessor(tokenizer=letters(), vocab_size=260, hidden_size=8, eos_ids=frozenset())
     asked = SamplingParams(allowed_token_ids=range(200), bad_words=["ab"])
     found = [params.sampling for params in asking.params_of_each(asked, ["a", "b", "c"])]
     one, *_ = sampled = [each for each in found if isinstance(each, Sampling)]

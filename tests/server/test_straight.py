@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.event_loop_bridge import Handover
-from headway.engine.input_processor import Asking, Prompt
-from headway.engine.messages import Ask, End, FromLoop, Tokens, ToLoop, Update
+from headway.engine.event_loop_bridge import EventLoopBridge
+from headway.engine.input_processor import InputProcessor, Prompt
+from headway.engine.messages import End, FromLoop, Query, Tokens, ToLoop, Update
 from headway.engine.stream import Stream
 from headway.request import Params
 from headway.sampling_params import SamplingParams
@@ -78,7 +78,7 @@ async def read(run: Run, outlet: Outlet) -> str:
 @pytest.mark.parametrize("seed", range(5))
 @on_loop
 async def test_texts_are_whole_whichever_way_their_pieces_went(seed: int) -> None:
-    async with server(max_length=512) as here:
+    async with server(max_model_len=512) as here:
         outlets = [Outlet(random.Random(100 * seed + number), []) for number in range(12)]
         runs = [run_of(here, number) for number in range(12)]
         texts = await asyncio.gather(*map(read, runs, outlets))
@@ -89,7 +89,7 @@ async def test_texts_are_whole_whichever_way_their_pieces_went(seed: int) -> Non
 
 @on_loop
 async def test_a_stop_string_ends_what_goes_straight() -> None:
-    async with server(max_length=512) as here:
+    async with server(max_model_len=512) as here:
         outlet = Outlet(random.Random(1), [])
         assert await read(run_of(here, 0, stop=["XYZ"]), outlet) == "ABCDEFGHIJKLMNOPQRSTUVW"
         await here.settled()
@@ -97,7 +97,7 @@ async def test_a_stop_string_ends_what_goes_straight() -> None:
 
 @on_loop
 async def test_who_cannot_be_written_fails_alone_and_leaves_nothing() -> None:
-    async with server(max_length=512) as here:
+    async with server(max_model_len=512) as here:
 
         def fails(deltas: list[Delta]) -> bytes:
             raise KeyError("no such letter")
@@ -117,7 +117,7 @@ async def test_who_cannot_be_written_fails_alone_and_leaves_nothing() -> None:
 
 @on_loop
 async def test_several_samples_never_go_straight() -> None:
-    async with server(max_length=512) as here:
+    async with server(max_model_len=512) as here:
         outlet = Outlet(random.Random(4), [])
         async for _ in run_of(here, 0, n=2).deltas(Straight(outlet, form)):
             pass
@@ -182,7 +182,7 @@ async def test_tokens_of_several_steps_come_together() -> None:
 @on_loop
 async def test_a_handover_keeps_the_order_and_wakes_no_more_often_than_needed() -> None:
     received: list[list[FromLoop]] = []
-    handover = Handover(asyncio.get_running_loop(), received.append)
+    handover = EventLoopBridge(asyncio.get_running_loop(), received.append)
 
     def deliver() -> None:
         for number in range(1000):
@@ -201,7 +201,7 @@ async def test_a_handover_keeps_the_order_and_wakes_no_more_often_than_needed() 
 @on_loop
 async def test_giving_way_ends_when_all_is_received_and_in_time_if_not() -> None:
     received: list[list[FromLoop]] = []
-    handover = Handover(asyncio.get_running_loop(), received.append)
+    handover = EventLoopBridge(asyncio.get_running_loop(), received.append)
     waited: list[float] = []
 
     def deliver(seconds: float) -> None:
@@ -220,11 +220,11 @@ async def test_giving_way_ends_when_all_is_received_and_in_time_if_not() -> None
     assert len(received) == 2
 
 
-values = st.lists(st.lists(st.builds(Ask, st.integers(), st.text(max_size=300))), max_size=8)
+values = st.lists(st.lists(st.builds(Query, st.integers(), st.text(max_size=300))), max_size=8)
 
 
 @given(values, st.lists(st.integers(0, 4000), max_size=12))
-def test_frames_are_read_however_they_are_cut(sent: list[list[Ask]], cuts: list[int]) -> None:
+def test_frames_are_read_however_they_are_cut(sent: list[list[Query]], cuts: list[int]) -> None:
     data = b"".join(map(frame, sent))
     frames, found = Frames(), []
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
@@ -247,8 +247,8 @@ def test_a_wrong_prompt_has_no_more_problems_than_it_could_be_kinds(prompt: list
 @pytest.mark.parametrize("length", [10, SHORT + 1])
 @on_loop
 async def test_long_prompts_are_looked_at_beside_the_event_loop(length: int) -> None:
-    async with server(max_length=2 * SHORT) as here:
-        before: Asking = here.app.state.context.asking
+    async with server(max_model_len=2 * SHORT) as here:
+        before: InputProcessor = here.app.state.context.asking
         asking = Noting(**{each.name: getattr(before, each.name) for each in fields(before)})
         context = replace(here.app.state.context, asking=asking)
         for prompt in ([97] * length, "a" * length):
@@ -258,7 +258,7 @@ async def test_long_prompts_are_looked_at_beside_the_event_loop(length: int) -> 
             assert (Noting.threads == [threading.get_ident()]) == (length <= SHORT)
 
 
-class Noting(Asking):
+class Noting(InputProcessor):
     """Notes on which thread prompts are looked at."""
 
     threads: ClassVar[list[int]] = []

@@ -158,7 +158,7 @@ def test_without_an_engine_a_port_says_so() -> None:
 
 def test_a_worker_that_does_not_read_holds_nobody_up() -> None:
     async def ask() -> None:
-        inner = make_engine(num_blocks=2_000, max_length=8_000)
+        inner = make_engine(num_blocks=2_000, max_model_len=8_000)
         async with workers(inner) as (_, (stuck, other)):
             assert isinstance(stuck.port, SocketPort) and stuck.port._writer is not None
             reading = asyncio.create_task(read(stuck, "a", PROMPT, script(5_000)))
@@ -182,8 +182,8 @@ def test_in_random_worlds_of_workers_every_request_has_one_answer(seed: int) -> 
     async def live() -> list[str]:
         limits = rng.choice((Limits(), Limits(max_waiting=8), Limits(max_per_client=5)))
         inner = make_engine(
-            rng.choice((0.0, 0.0005)), depth=seed % 2, num_blocks=rng.choice((24, 60)),
-            decode_steps=rng.choice((1, 3)),
+            rng.choice((0.0, 0.0005)), async_scheduling=seed % 2, num_blocks=rng.choice((24, 60)),
+            num_scheduler_steps=rng.choice((1, 3)),
         )  # fmt: skip
         async with workers(inner, 3, limits) as (_, asking):
             rngs = [random.Random(rng.random()) for _ in range(45)]

@@ -27,17 +27,17 @@ PIECES = [b"aa", b"aaaa", b'{"', b'": ', b'"}', b"item ", b"<tool_call>", b"the 
 VOCABULARY = Vocabulary([*(bytes([n]) for n in range(256)), b"<end>", *PIECES], [END], [END])
 
 
-def nested(keyword: str, depth: int) -> dict[str, Any]:
+def nested(keyword: str, async_scheduling: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "integer"}
-    for _ in range(depth):
+    for _ in range(async_scheduling):
         schema = {"type": "array", "items": schema} if keyword == "items" else {keyword: [schema]}
     return schema
 
 
-def doubled(form: Any, last: str, depth: int = 60) -> str:
+def doubled(form: Any, last: str, async_scheduling: int = 60) -> str:
     """Rules of which each uses the next twice."""
-    rules = [form(number) for number in range(depth)]
-    return "\n".join([f"start: {last[0]}0", *rules, f"{last[0]}{depth}: {last[1:]}"])
+    rules = [form(number) for number in range(async_scheduling)]
+    return "\n".join([f"start: {last[0]}0", *rules, f"{last[0]}{async_scheduling}: {last[1:]}"])
 
 
 def regexes() -> dict[str, str]:

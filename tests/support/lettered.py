@@ -8,7 +8,7 @@ from typing import Any
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.engine import Engine
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
 from headway.observe.server_metrics import ServerMetrics
 from headway.observe.trace import TraceWriter
@@ -37,11 +37,13 @@ class SlowCapitals(Capitals):
 
 
 def letters_served(seconds: float, trace: str | None = None) -> Served:
-    config = preset("headway", max_length=LONGEST, num_blocks=8192, block_size=16, max_requests=64)
+    config = preset(
+        "headway", max_model_len=LONGEST, num_blocks=8192, block_size=16, max_num_seqs=64
+    )
     engine = Engine(Scheduler(config), SlowCapitals(seconds))
     if trace is not None:
         engine.observers.append(TraceWriter(open(trace, "w", 1), config, 0))  # noqa: SIM115
-    asking = Asking(
+    asking = InputProcessor(
         tokenizer=letters(), vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
@@ -53,9 +55,9 @@ def observe(loop: EngineLoop) -> None:
     Watchdog(loop)
 
 
-def letters_app(engine: AsyncEngine, asking: Asking) -> Any:
+def letters_app(engine: AsyncEngine, asking: InputProcessor) -> Any:
     context = Context(
-        engine=engine, asking=asking, model_name=MODEL, max_length=LONGEST, health=watch(engine)
+        engine=engine, asking=asking, model_name=MODEL, max_model_len=LONGEST, health=watch(engine)
     )
     return create_app(context, [router(context)])
 

@@ -14,7 +14,7 @@ from collections import deque
 import numpy as np
 from xxhash import xxh64
 
-MOST_PREFILL_BATCHES = 16  # in a row, while somebody is past its prompt
+MAX_PREFILL_BATCHES = 16  # in a row, while somebody is past its prompt
 
 
 class Sequence:
@@ -181,7 +181,7 @@ class Scheduler:
     def schedule(self) -> tuple[list[Sequence], bool]:
         """The batch, and whether it is a prefill."""
         self.batch, self.preempted = [], []
-        if not self.running or self.prefill_streak < MOST_PREFILL_BATCHES:
+        if not self.running or self.prefill_streak < MAX_PREFILL_BATCHES:
             self._prefill()
         if self.batch:
             self.prefill_streak += 1

@@ -171,13 +171,18 @@ class Trial:
     """A decoder under one configuration; asked for greedy continuations as often as one likes."""
 
     def __init__(
-        self, model: Decoder, preset: str = "headway", *, depth: int = 0, **settings: Any
+        self, model: Decoder, preset: str = "headway", *, async_scheduling: int = 0, **settings: Any
     ) -> None:
         itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
         self.config = fit(model.config, itemsize, preset, "400MiB", settings)
         executor = TorchExecutor(model, self.config)
         self.seen = Seen()
-        self.engine = Engine(Scheduler(self.config), executor, depth=depth, observers=[self.seen])
+        self.engine = Engine(
+            Scheduler(self.config),
+            executor,
+            async_scheduling=async_scheduling,
+            observers=[self.seen],
+        )
 
     def ask(
         self, prompts: dict[str, list[int]], num_tokens: int = NUM_TOKENS, **params: Any

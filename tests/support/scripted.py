@@ -31,7 +31,7 @@ from headway.server.settings import ConnectionSettings
 
 ROOT = Path(__file__).parents[2]
 END = 9
-SMALL = {"block_size": 4, "num_blocks": 256, "max_requests": 8, "max_tokens": 64}
+SMALL = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
 class Timeline(RealClock):
@@ -42,10 +42,15 @@ class Timeline(RealClock):
             time.sleep(time_ - self.now())
 
 
-def make_engine(seconds: float = 0.0, depth: int = 0, **changes: Any) -> Engine:
+def make_engine(seconds: float = 0.0, async_scheduling: int = 0, **changes: Any) -> Engine:
     """An engine whose steps take so long, or as short as they can."""
     clock, scheduler = Timeline(), Scheduler(preset("headway", **{**SMALL, **changes}))
-    return Engine(scheduler, SimulatedExecutor(clock, lambda plan: seconds), clock, depth=depth)
+    return Engine(
+        scheduler,
+        SimulatedExecutor(clock, lambda plan: seconds),
+        clock,
+        async_scheduling=async_scheduling,
+    )
 
 
 def script(num_output: int, filler: int = 1, **more: Any) -> Params:
@@ -123,7 +128,7 @@ async def _line(send: Send, value: Any) -> None:
 
 
 def mini_served(seconds: float) -> Served:
-    return served(seconds, max_requests=64, max_tokens=256, num_blocks=20_000)
+    return served(seconds, max_num_seqs=64, max_num_batched_tokens=256, num_blocks=20_000)
 
 
 def main(given: str) -> None:

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as Backend
 
 from headway import Engine, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine, ThreadPort
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import Limits
 from headway.plan import Embedding, Plan, StepResult
 from headway.request import Request
@@ -180,24 +180,24 @@ class Server:
 @asynccontextmanager
 async def server(
     limits: Limits | None = None,
-    max_length: int = 256,
+    max_model_len: int = 256,
     template: str = TEMPLATE,
     vocab_size: int = VOCAB_SIZE,
     policies: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Server]:
     executor = Capitals()
-    numbers = {"max_length": max_length, "num_blocks": 256, "block_size": 16}
+    numbers = {"max_model_len": max_model_len, "num_blocks": 256, "block_size": 16}
     config = preset("headway", **numbers, **(policies or {}))
     port = ThreadPort(Engine(Scheduler(config), executor), limits)
     port.loop.answers["metrics"] = lambda prefix: f"# {prefix}\n"
     engine = AsyncEngine(port)
-    asking = Asking(
+    asking = InputProcessor(
         tokenizer=letters(template), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
     context = Context(
-        engine=engine, asking=asking, model_name=MODEL, max_length=max_length,
+        engine=engine, asking=asking, model_name=MODEL, max_model_len=max_model_len,
         settings=Settings(**settings), fingerprint="fp_test",
     )  # fmt: skip
     await engine.start()

@@ -39,12 +39,12 @@ def draw(state: int, seed: int) -> int:
     return (mixed ^ (mixed >> 33)) % VOCABULARY
 
 
-def oracle(prompt: Iterable[int], params: Params, max_length: int) -> tuple[list[int], str]:
+def oracle(prompt: Iterable[int], params: Params, max_model_len: int) -> tuple[list[int], str]:
     """What a request generates with the model to itself, and why it ends."""
     state, num_prompt = 0, 0
     for token in prompt:
         state, num_prompt = fold(state, token), num_prompt + 1
-    room = max_length - num_prompt
+    room = max_model_len - num_prompt
     most = room if params.max_tokens is None else min(room, params.max_tokens)
     output: list[int] = []
     while len(output) < most:
@@ -177,7 +177,7 @@ class ShadowExecutor:
         working = [*plan.decodes, *(chunk.request for chunk in plan.chunks)]
         taken = [request.row for request in working]
         if len(set(taken)) != len(taken) or not all(
-            0 <= row < self._scheduler.config.max_requests for row in taken
+            0 <= row < self._scheduler.config.max_num_seqs for row in taken
         ):
             raise ShadowError(f"rows {taken} are not one seat for each")
         if [*plan.rows] != taken[: len(plan.decodes)]:

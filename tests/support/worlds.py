@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.config import Config, HeadroomRule, Verbs
-from headway.config import World as View
+from headway.config import Config, HeadroomRule, StepActions
+from headway.config import SchedulerView as View
 from headway.errors import RequestTooLong
 from headway.plan import Plan
 from headway.request import Params, Request, State
@@ -32,7 +32,7 @@ class World:
     """A config, its workload and its misfortunes."""
 
     config: Config
-    depth: int  # plans in flight while the next is made
+    async_scheduling: int  # plans in flight while the next is made
     arrivals: dict[int, list[Request]]  # by step
     aborts: dict[tuple[int, str], list[str]] = field(default_factory=dict)  # by step and moment
     resets: frozenset[int] = frozenset()  # steps before which the cache is emptied
@@ -47,9 +47,9 @@ class World:
 # Policies nobody should write, and everybody may.
 
 
-def wild_recipe(rng: random.Random) -> Callable[[Verbs], None]:
+def wild_recipe(rng: random.Random) -> Callable[[StepActions], None]:
     """The verbs in any order and number, with any arguments, or none of them."""
-    acts: list[Callable[[Verbs], None]] = [
+    acts: list[Callable[[StepActions], None]] = [
         lambda step: step.decode(),
         lambda step: step.prefill(),
         lambda step: step.admit(),
@@ -61,7 +61,7 @@ def wild_recipe(rng: random.Random) -> Callable[[Verbs], None]:
     ]
     fixed = rng.choices(acts, k=rng.randrange(4)) if rng.random() < 0.5 else None
 
-    def recipe(step: Verbs) -> None:
+    def recipe(step: StepActions) -> None:
         for act in rng.choices(acts, k=rng.randrange(5)) if fixed is None else fixed:
             act(step)
 
@@ -87,7 +87,7 @@ class wild_queue:
     patience: int
     drifts: bool
     preempts: bool
-    max_bumps: int = 3
+    max_preemptions: int = 3
 
     def key(self, request: Request, world: View) -> Any:
         return self.rng.randrange(5)
@@ -96,7 +96,10 @@ class wild_queue:
         return request.params.client
 
     def outranks(self, waiting: Request, running: Request) -> bool:
-        return running.history.num_bumped < self.max_bumps and self.rng.random() < 0.5
+        return (
+            running.history.num_priority_preemptions < self.max_preemptions
+            and self.rng.random() < 0.5
+        )
 
 
 def any_queue(rng: random.Random) -> Any:
@@ -104,7 +107,7 @@ def any_queue(rng: random.Random) -> Any:
     return rng.choice((
         queues.fcfs(patience),
         queues.priority(patience, rng.choice((0.0, 2.0)), rng.random() < 0.8),
-        queues.priority(patience, preempts=True, max_bumps=rng.randrange(1, 4)),
+        queues.priority(patience, preempts=True, max_preemptions=rng.randrange(1, 4)),
         queues.shortest_first(patience, rng.choice((0.01, 1.0))),
         queues.deadline(patience, rng.choice((1.0, 60.0))),
         queues.fair(patience),
@@ -148,7 +151,7 @@ def any_slots(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def greedy(step: Verbs) -> None:
+def greedy(step: StepActions) -> None:
     """Grant first, and let the decodes find room where they can."""
     step.prefill()
     step.admit()
@@ -166,7 +169,7 @@ def storm(rng: random.Random) -> dict[str, Any]:
         "chunk": rng.choice((policies.split_any, policies.at_most(2))),
         "headroom": policies.watermark(0.0),
         "swap": policies.swap,
-        "max_requests": rng.randrange(3, 6),
+        "max_num_seqs": rng.randrange(3, 6),
         "block_size": rng.choice((1, 2, 4)),
         "num_blocks": rng.randrange(4, 9),
         "num_host_blocks": rng.choice((1, 2, 3, 8)),
@@ -176,19 +179,19 @@ def storm(rng: random.Random) -> dict[str, Any]:
 def any_config(rng: random.Random) -> Config:
     values: dict[str, Any] = {
         **any_slots(rng),
-        "max_requests": rng.randrange(1, 7),
+        "max_num_seqs": rng.randrange(1, 7),
         "block_size": rng.choice((1, 2, 3, 4, 8)),
         "num_blocks": rng.randrange(4, rng.choice((8, 25))),
         "num_host_blocks": rng.choice((0, rng.randrange(1, 17))),
     }
     if rng.random() < 0.3:
         values |= storm(rng)
-    least = 1 if getattr(values["recipe"], "defers", False) else values["max_requests"]
+    least = 1 if getattr(values["recipe"], "defers", False) else values["max_num_seqs"]
     return Config(
         **values,
-        max_tokens=rng.choice((least, least + rng.randrange(8), least + 12, 64)),
-        decode_steps=rng.choice((1, 1, 2, 3, 4)),
-        max_length=rng.choice((1 << 20, 1 << 20, rng.randrange(8, 30))),
+        max_num_batched_tokens=rng.choice((least, least + rng.randrange(8), least + 12, 64)),
+        num_scheduler_steps=rng.choice((1, 1, 2, 3, 4)),
+        max_model_len=rng.choice((1 << 20, 1 << 20, rng.randrange(8, 30))),
     )
 
 
@@ -218,13 +221,13 @@ def any_params(rng: random.Random, max_tokens: int | None) -> Params:
 
 def most_tokens(config: Config) -> int:
     """About the longest request that is not refused."""
-    room = min(config.num_blocks * config.block_size, config.max_length - 1)
-    return min(room, config.max_tokens) if config.chunk is policies.whole else room
+    room = min(config.num_blocks * config.block_size, config.max_model_len - 1)
+    return min(room, config.max_num_batched_tokens) if config.chunk is policies.whole else room
 
 
 def any_max_tokens(rng: random.Random, config: Config, room: int) -> int | None:
     """Mostly what fits beside the prompt; sometimes all of it, or more."""
-    if config.max_length < 30 and rng.random() < 0.1:
+    if config.max_model_len < 30 and rng.random() < 0.1:
         return None
     if rng.random() < 0.05:
         return room + 2 + rng.randrange(4)
@@ -249,24 +252,24 @@ def any_requests(rng: random.Random, config: Config) -> dict[int, list[Request]]
     return arrivals
 
 
-def any_samples(rng: random.Random, leader: Request) -> list[Request]:
+def any_samples(rng: random.Random, parent: Request) -> list[Request]:
     """The request, and as many more of its prompt as it asks for."""
-    samples, params = [leader], leader.params
+    samples, params = [parent], parent.params
     for number in range(1, params.n):
         own = replace(params, sampling=rng.randrange(1 << 32))
         samples.append(
             Request(
-                f"{leader.id}.{number}", leader.tokens, own, arrival=leader.arrival, leader=leader
+                f"{parent.id}.{number}", parent.tokens, own, arrival=parent.arrival, parent=parent
             )
         )
     return samples
 
 
-def any_world(seed: int, depth: int) -> World:
+def any_world(seed: int, async_scheduling: int) -> World:
     """The world of a seed."""
     rng = random.Random(seed)
     config = any_config(rng)
-    world = World(config, depth, any_requests(rng, config))
+    world = World(config, async_scheduling, any_requests(rng, config))
     for request in world.requests:
         if rng.random() < 0.12:
             key = rng.randrange(30), rng.choice(MOMENTS)
@@ -324,7 +327,7 @@ class Run:
             self.check_tokens()
         if step == self.world.crash and self.pending:
             self._crash()
-        while len(self.pending) > (0 if plan.is_empty else self.world.depth):
+        while len(self.pending) > (0 if plan.is_empty else self.world.async_scheduling):
             self._complete()
         self._abort(step, "late")
 
@@ -339,7 +342,7 @@ class Run:
                 self.seen["refused"] += 1
             else:
                 self.outputs[request] = []
-                self.seen["samples of one prompt"] += request.leader is not None
+                self.seen["samples of one prompt"] += request.parent is not None
 
     def _launch(self) -> Plan:
         scheduler = self.scheduler
@@ -366,7 +369,7 @@ class Run:
             self.seen["stops in flight"] += in_flight and request.finish_reason == "stop"
             self.seen[f"finish: {request.finish_reason}"] += 1
         self.finished += report.finished
-        assert not self.scheduler.unsettled and not self.scheduler.lockstep.strayed
+        assert not self.scheduler.unsettled and not self.scheduler.decode_batch.strayed
         self.check_now()
 
     def _abort(self, step: int, moment: str) -> None:
@@ -403,8 +406,8 @@ class Run:
     def _check_plan(self, plan: Plan) -> None:
         """The limits hold, and every waiting request is accounted for."""
         config = self.world.config
-        assert plan.num_running <= config.max_requests, "more requests than seats"
-        over_budget = plan.num_tokens > config.max_tokens
+        assert plan.num_running <= config.max_num_seqs, "more requests than seats"
+        over_budget = plan.num_tokens > config.max_num_batched_tokens
         assert not (plan.chunks and over_budget), "more tokens than a step may compute"
         behind = plan.behind.num_requests if plan.behind else 0
         assert len(plan.blocked) + behind == plan.num_waiting, "waiting without a reason"
@@ -432,7 +435,7 @@ class Run:
         assert not any(r.held.blocks or r.row >= 0 for r in waiting), "held while waiting"
         assert {r for r in waiting if r.state is State.SWAPPED} == scheduler.swapped.keys()
         rows = [r.row for r in scheduler.running]
-        assert sorted(rows + scheduler._rows) == list(range(self.world.config.max_requests))
+        assert sorted(rows + scheduler._rows) == list(range(self.world.config.max_num_seqs))
 
     def check_tokens(self) -> None:
         """What is known of a request is its prompt and all that was reported of it, at any time."""
@@ -441,15 +444,15 @@ class Run:
 
     def check_end(self) -> None:
         """Nothing is left over, and everybody got what it would have got alone."""
-        scheduler, lockstep = self.scheduler, self.scheduler.lockstep
+        scheduler, decode_batch = self.scheduler, self.scheduler.decode_batch
         self.check_now()
         left = (
             scheduler.requests, scheduler.running, scheduler.prefilling, scheduler.swapped,
-            scheduler.queue, scheduler.in_flight, scheduler.watched, lockstep.members,
-            lockstep._ends, *lockstep._crossing, scheduler.queue._groups,
+            scheduler.queue, scheduler.in_flight, scheduler.watched, decode_batch.members,
+            decode_batch._ends, *decode_batch._crossing, scheduler.queue._groups,
         )  # fmt: skip
         assert not any(left), f"left over: {left}"
-        assert lockstep.context == 0 and not any(scheduler.kv.pool.refs)
+        assert decode_batch.context == 0 and not any(scheduler.kv.pool.refs)
         assert scheduler.kv.host.num_free == scheduler.kv.host.num_blocks
         assert sorted(r.id for r in self.finished) == sorted(r.id for r in self.outputs)
         self.check_tokens()
@@ -458,7 +461,7 @@ class Run:
 
     def _check_output(self, request: Request, reported: list[int]) -> None:
         prompt = request.tokens[: request.num_prompt]
-        longest = self.world.config.max_length
+        longest = self.world.config.max_model_len
         if request.params.max_tokens is None:  # then it goes on as far as the cache allows
             longest = request.limit
         output, reason = oracle(prompt, request.params, longest)
@@ -474,7 +477,7 @@ class Run:
         seen, size = self.seen, self.world.config.block_size
         for preemption in plan.preempted:
             seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
-            seen["bumps"] += preemption.is_bump
+            seen["bumps"] += preemption.is_priority
             seen["deferred, then preempted"] += preemption.request in plan.deferred
             if preemption.is_swap:
                 self.swapped.add(preemption.request)

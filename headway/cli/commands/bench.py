@@ -19,7 +19,7 @@ from headway.cli.options import prompts
 from headway.cli.options.common import Json, progress_bar
 from headway.cli.options.model import ModelOptions, spread
 from headway.cli.view import live
-from headway.engine.gc_freeze import uncollected
+from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.lab import bench
 from headway.observe.trace import header
@@ -76,7 +76,7 @@ def throughput_command(
             work = _read_work(llm, dataset, num_prompts, source, lengths[1])
         _answer(llm, _random_work(llm, source, 1, bench.Span(8, 8), bench.Span(2, 2)))  # warm
         metrics = live.measure(llm)
-        with uncollected(), live.bar(llm, "throughput", len(work[0])):
+        with gc_freeze(), live.bar(llm, "throughput", len(work[0])):
             begun = time.perf_counter()
             _answer(llm, work)
             seconds = time.perf_counter() - begun
@@ -126,7 +126,7 @@ def latency_command(
 def _random_work(
     llm: LLM, source: random.Random, count: int, inputs: bench.Span, outputs: bench.Span
 ) -> Work:
-    most = min(llm.config.max_length, llm.config.num_blocks * llm.config.block_size + 1)
+    most = min(llm.config.max_model_len, llm.config.num_blocks * llm.config.block_size + 1)
     if inputs.high + outputs.high > most:
         raise ConfigError(
             f"{inputs.high} input and {outputs.high} output tokens are too long: model and KV "
@@ -179,7 +179,7 @@ def _setting(llm: LLM, model: ModelOptions) -> dict[str, Any]:
         "precision": llm.loaded.precision,
         "load_format": model.load_format,
     }
-    return named | {"config": header(llm.config, llm.engine.depth)["config"]}
+    return named | {"config": header(llm.config, llm.engine.async_scheduling)["config"]}
 
 
 def _show_throughput(result: dict[str, Any]) -> None:

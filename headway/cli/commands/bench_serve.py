@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headway.cli.options.common import Json, progress_bar
-from headway.cli.options.loadgen import AskOptions, LoadOptions, Run
+from headway.cli.options.loadgen import AskOptions, LoadgenOptions, Run
 from headway.cli.options.model import check_writable, spread
 from headway.errors import ConfigError
 from headway.lab import plots
@@ -46,7 +46,7 @@ def serve_command(
     json_: Json = False,
     *,
     asking: AskOptions,
-    load: LoadOptions,
+    load: LoadgenOptions,
 ) -> None:
     """Load on a running server: streaming requests, their latencies and rates.
 

@@ -28,7 +28,7 @@ System = Annotated[str, typer.Option(help="The system message.", show_default="t
 class ChatOptions(SamplingOptions):
     """A chat is livelier than a completion."""
 
-    max_new_tokens: Annotated[
+    max_tokens: Annotated[
         int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
     ] = 512
     temperature: Annotated[
@@ -48,7 +48,7 @@ def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOpti
             with suppress(ImportError):
                 import readline  # noqa: F401  # lines can be edited, earlier ones come back
             write(
-                f"{Path(llm.model_name).name}, {llm.config.max_length:,} tokens of room. "
+                f"{Path(llm.model_name).name}, {llm.config.max_model_len:,} tokens of room. "
                 "/help lists the commands, Ctrl-D leaves.\n"
             )
         for line in _lines():

@@ -37,7 +37,7 @@ def compare_command(
     variant: Variants = None,
     profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     json_: options.Json = False,
-    depth: options.Depth = 0,
+    async_scheduling: options.AsyncScheduling = False,
     limit: options.Limit = None,
     speed: options.Speed = 1.0,
     allowed_tokens: options.AllowedTokens = None,
@@ -47,13 +47,13 @@ def compare_command(
     headroom: options.Headroom = None,
     victim: options.Victim = None,
     swap: options.Swap = None,
-    max_requests: options.MaxRequests = None,
-    max_tokens: options.MaxTokens = None,
-    decode_steps: options.DecodeSteps = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    num_scheduler_steps: options.NumSchedulerSteps = None,
     block_size: options.BlockSize = None,
     num_blocks: options.NumBlocks = None,
     num_host_blocks: options.NumHostBlocks = None,
-    max_length: options.MaxLength = None,
+    max_model_len: options.MaxModelLen = None,
 ) -> None:
     """Run one workload under several presets and variants, and show them side by side."""
     chosen, changes = load_profile(profile), locals().copy()
@@ -69,7 +69,7 @@ def compare_command(
             raise ConfigError(f"variant {name!r}: this name is taken")
         configs[name] = options.make_config(base, chosen, {**changes, **own})
     jobs = options.load_workload(workload, limit, speed, allowed_tokens)
-    summaries = run_all(jobs, configs, chosen, depth)
+    summaries = run_all(jobs, configs, chosen, async_scheduling)
     if json_:
         print(json.dumps(summaries, indent=2))
         return
@@ -77,13 +77,15 @@ def compare_command(
 
 
 def run_all(
-    jobs: list[Job], configs: dict[str, Config], profile: Profile, depth: int
+    jobs: list[Job], configs: dict[str, Config], profile: Profile, async_scheduling: bool
 ) -> dict[str, Summary]:
     """A summary for every config."""
     summaries = {}
     for name, config in configs.items():
         with options.progress_bar(f"simulating {name}", sum(job.n for job in jobs)) as progress:
-            run = simulate(jobs, config, profile, depth=depth, progress=progress)
+            run = simulate(
+                jobs, config, profile, async_scheduling=async_scheduling, progress=progress
+            )
         summaries[name] = summarize(run.metrics, len(run.rejected))
     return summaries
 

@@ -24,7 +24,7 @@ WORKLOAD = (
     "output=lognormal(150,0.8),prefix=3x256@0.4"
 )
 NUM_SEATS, LONG, SHORT, NUM_WAITING = 8, 500, 10, 350
-SMALL = {"num_blocks": 1200, "num_host_blocks": 1200, "max_requests": 64}
+SMALL = {"num_blocks": 1200, "num_host_blocks": 1200, "max_num_seqs": 64}
 WIDTH = 40
 SHADES = " ▁▂▃▄▅▆▇█"
 
@@ -36,7 +36,7 @@ def demo_command(json_: options.Json = False) -> None:
     shares = {name: sum(used[:LONG]) / LONG / NUM_SEATS for name, used in seats.items()}
     jobs = parse_synthetic(WORKLOAD).jobs()
     configs = {name: options.make_config(name, profile, SMALL) for name in PRESETS}
-    summaries = run_all(jobs, configs, profile, 0)
+    summaries = run_all(jobs, configs, profile, False)
     if json_:
         print(json.dumps({"utilisation": shares, "presets": summaries}, indent=2))
         return
@@ -70,7 +70,7 @@ def seats_in_use(name: str) -> list[float]:
         for i, length in enumerate(lengths)
     ]
     profile = load_profile(PROFILE)
-    config = replace(options.make_config(name, profile, {}), max_requests=NUM_SEATS)
+    config = replace(options.make_config(name, profile, {}), max_num_seqs=NUM_SEATS)
     metrics: Metrics = simulate(jobs, config, profile).metrics
     return list(metrics.steps["running"])
 

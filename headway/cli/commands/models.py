@@ -20,7 +20,7 @@ Fetch = Annotated[str | None, typer.Option(help="Fetch this model into the cache
 
 
 def models_command(fetch: Fetch = None, json_: Json = False) -> None:
-    """Bundled and cached models, the GPUs here, and what --precision fast means on this CPU."""
+    """Bundled and cached models, the GPUs here, and what --quantization auto means on this CPU."""
     if fetch is not None:
         with progress_bar(f"fetching {fetch}", 1) as advance:
             resolve(fetch, progress=fractions(advance))
@@ -70,7 +70,7 @@ def _machine() -> dict[str, Any]:
         }
         for speed in speeds
     }
-    return found | {"fast": fastest(speeds), "layer": layers}
+    return found | {"fastest": fastest(speeds), "layer": layers}
 
 
 def _print_machine(console: Console, machine: dict[str, Any]) -> None:
@@ -82,7 +82,9 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
         for name, times in machine["layer"].items():
             shown = [times["one_row_ms"], times["many_rows_ms"]]
             cells = ["[dim]too slow[/]" if t is None else f"{t:,.3f} ms" for t in shown]
-            table.add_row(f"[bold]{name}[/] (fast)" if name == machine["fast"] else name, *cells)
+            table.add_row(
+                f"[bold]{name}[/] (fastest)" if name == machine["fastest"] else name, *cells
+            )
         console.print(table)
     for gpu in machine.get("gpus", ()):
         memory = f"{gpu['num_bytes'] / 2**30:.1f} GiB"

@@ -15,7 +15,7 @@ import typer
 from headway.cli.options.common import Json, progress_bar
 from headway.cli.options.model import ModelOptions, resolved
 from headway.cli.view.profile import show, warn
-from headway.engine.gc_freeze import uncollected
+from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError, FormatError
 from headway.lab.bench import random_prompt
 from headway.lab.calibration import (
@@ -45,10 +45,11 @@ Out = Annotated[
     Path | None, typer.Option(help="The file to write.", show_default="the profile's name, .json")
 ]
 Name = Annotated[
-    str | None, typer.Option(help="The profile's name.", show_default="model and precision")
+    str | None, typer.Option(help="The profile's name.", show_default="model and type")
 ]
 Device = Annotated[str, typer.Option(help="As for `headway run`.")]
-Precision = Annotated[str, typer.Option(help="As for `headway run`.")]
+Dtype = Annotated[str, typer.Option(help="As for `headway run`.")]
+Quantization = Annotated[str, typer.Option(help="As for `headway run`.")]
 LoadFormat = Annotated[str, typer.Option(help="As for `headway run`.")]
 KvMemory = Annotated[
     str | None,
@@ -81,7 +82,8 @@ def profile_command(
     out: Out = None,
     name: Name = None,
     device: Device = "auto",
-    precision: Precision = "auto",
+    dtype: Dtype = "auto",
+    quantization: Quantization = "none",
     threads: Threads = None,
     load_format: LoadFormat = "auto",
     kv_memory: KvMemory = None,
@@ -93,16 +95,16 @@ def profile_command(
     Requests of many lengths are run in batches of many sizes. Then a run that was not used for the
     fit is foretold from its requests alone: the error of that is the error to expect.
     """
-    precision = resolved(precision, device)
+    precision = resolved(dtype, quantization, device)
     seats = None if is_gpu(device) else SEATS
     name = name or f"{Path(model).name.lower().removesuffix('.gguf')}-{precision}"
     out = out or Path(f"{name}.json")
     _check_writable(out)
     chosen = ModelOptions(
-        model=model, device=device, precision=precision, threads=threads, load_format=load_format,
+        model=model, device=device, dtype=dtype, quantization=quantization, threads=threads, load_format=load_format,
         kv_memory=kv_memory,
     )  # fmt: skip
-    with chosen.load(max_requests=seats) as llm:
+    with chosen.load(max_num_seqs=seats) as llm:
         profile, found = measure(llm, name, is_quick=quick)
     save_profile(profile, out)
     if json_:
@@ -136,7 +138,7 @@ def measure(llm: LLM, name: str, *, is_quick: bool) -> tuple[Profile, Errors]:
     """The profile of a loaded model, and how far it is off."""
     kv_tokens = llm.config.num_blocks * llm.config.block_size
     amount = AMOUNTS[llm.loaded.is_on_gpu, is_quick]
-    logs = run(llm, calibration(min(llm.config.max_length, kv_tokens), amount))
+    logs = run(llm, calibration(min(llm.config.max_model_len, kv_tokens), amount))
     return learned(llm, name, logs, copy(llm))
 
 
@@ -149,7 +151,7 @@ def learned(llm: LLM, name: str, logs: Logs, copies: list[Line]) -> tuple[Profil
         seen = replace(seen, gaps=observations(logs.apart).gaps)
     machine = fit(seen, facts, config.block_size)
     profile = Profile(name=name, description="", kv_tokens=kv_tokens, model=facts, machine=machine)
-    found = errors(logs.held_out, config, profile, llm.engine.depth)
+    found = errors(logs.held_out, config, profile, llm.engine.async_scheduling)
     description = (
         f"{llm.model_name}, {llm.loaded.decoder.backend.name}, measured by `headway profile`. Of "
         f"a run that was not fitted, steps are off by {found.median:.1%} (median) and "
@@ -171,7 +173,7 @@ def model_facts(llm: LLM) -> Model:
         dense_flops=2 * sum(math.prod(shape) for shape in layers if len(shape) == 2),
         attention_flops=4 * config.num_layers * config.num_heads * config.head_dim,
         head_flops=2 * config.hidden_size * config.vocab_size,
-        max_length=config.max_length,
+        max_model_len=config.max_model_len,
     )
 
 
@@ -183,23 +185,23 @@ def run(llm: LLM, work: Calibration) -> Logs:
     """
     lines: list[Line] = []
     llm.engine.observers.append(lambda report: lines.append(describe_step(report)))
-    source, logs, depth = random.Random(0), Logs([], [], []), llm.engine.depth
+    source, logs, async_scheduling = random.Random(0), Logs([], [], []), llm.engine.async_scheduling
     everything = [*work.before, work.held_out, *work.after]
     warm_up = 2 * everything if llm.loaded.is_on_gpu else [WARM_UP]
-    stages: list[tuple[list[Wave], list[Line], int]] = [
-        (warm_up, [], depth), (work.before, logs.fitted, depth),
-        ([work.held_out], logs.held_out, depth), (work.after, logs.fitted, depth),
-        (work.before if depth else [], logs.apart, 0),
+    stages: list[tuple[list[Wave], list[Line], bool]] = [
+        (warm_up, [], async_scheduling), (work.before, logs.fitted, async_scheduling),
+        ([work.held_out], logs.held_out, async_scheduling), (work.after, logs.fitted, async_scheduling),
+        (work.before if async_scheduling else [], logs.apart, False),
     ]  # fmt: skip
     total = sum(len(wave) for waves, *_ in stages for wave in waves)
-    with progress_bar("profiling", total) as advance, uncollected():
-        for waves, log, stage_depth in stages:
-            llm.engine.depth = stage_depth
+    with progress_bar("profiling", total) as advance, gc_freeze():
+        for waves, log, is_async in stages:
+            llm.engine.async_scheduling = is_async
             for wave in waves:
                 answer(llm, wave, source, advance)
             log += lines
             lines.clear()
-    llm.engine.depth = depth
+    llm.engine.async_scheduling = async_scheduling
     return logs
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 # Small, so that requests have to wait for seats and for blocks: that is what there is to see.
 SEATS, NUM_BLOCKS = 6, 32
 TEMPERATURE, TOP_P, REPETITION_PENALTY = 0.3, 0.95, 1.1
-MOST_SHOWN = 700  # characters of one text
+MAX_SHOWN = 700  # characters of one text
 DICTIONARY = """A small dictionary for children
 
 Bridge: A bridge is a road that goes over a river, so that people can cross without getting wet.
@@ -47,7 +47,7 @@ HINTS = (
     "      [bold]headway run --trace-out run.jsonl[/]              then: headway trace run.jsonl",
     "      [bold]headway chat[/], [bold]headway generate --help[/], [bold]headway bench --help[/]",
 )
-MaxNewTokens = Annotated[
+MaxTokens = Annotated[
     int | None, typer.Option(help="Cut every text here.", show_default="each text's own", min=1)
 ]
 
@@ -98,18 +98,16 @@ SAMPLES = (
 
 
 @spread
-def run_command(
-    max_new_tokens: MaxNewTokens = None, json_: Json = False, *, model: ModelOptions
-) -> None:
+def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: ModelOptions) -> None:
     """Serve ten prompts together and watch the scheduler at work, then read the texts.
 
     Seats and KV blocks are few unless told otherwise, so that requests wait and blocks run out.
     """
-    defaults = {"max_requests": min(SEATS, model.max_tokens or SEATS)}
+    defaults = {"max_num_seqs": min(SEATS, model.max_num_batched_tokens or SEATS)}
     if model.kv_memory is None:
         defaults["num_blocks"] = NUM_BLOCKS
     with model.load(**defaults) as llm:
-        asks = [_ask(llm, index, max_new_tokens) for index in range(len(SAMPLES))]
+        asks = [_ask(llm, index, max_tokens) for index in range(len(SAMPLES))]
         metrics = live.measure(llm)
         with live.View(llm, [sample.name for sample in SAMPLES], Console(stderr=True)):
             results = llm.generate([ask.content for ask in asks], [ask.params for ask in asks])
@@ -184,8 +182,8 @@ def _panel(sample: Sample, result: Result) -> Panel:
 def _trimmed(result: Result) -> str:
     """The text to its last full sentence, if it was cut off or is too long to show."""
     text = live.safe(result.text).strip()
-    if len(text) <= MOST_SHOWN and result.samples[0].finish_reason != "length":
+    if len(text) <= MAX_SHOWN and result.samples[0].finish_reason != "length":
         return text
-    text = text[:MOST_SHOWN]
+    text = text[:MAX_SHOWN]
     whole = re.match(r".*[.!?][\"”]?(?=\s|$)", text, re.DOTALL)
     return (whole[0] if whole else text) + " …"

@@ -24,7 +24,7 @@ from headway.engine.loop import EngineLoop
 from headway.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
-    from headway.engine.input_processor import Asking
+    from headway.engine.input_processor import InputProcessor
     from headway.llm import LLM
     from headway.server.process.serve import Recipe, Served
     from headway.server.settings import Settings
@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 class Facts:
     """What those who answer HTTP must know of the model, and what the console is told."""
 
-    asking: Asking
+    asking: InputProcessor
     model_name: str
-    max_length: int
+    max_model_len: int
     words: str
     tool_call_parser: str = "auto"
 
@@ -126,8 +126,8 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
     config, loaded = llm.config, llm.loaded
     facts = Facts(
         asking=llm.asking, model_name=serving.served_model_name or _short(model.model),
-        max_length=config.max_length, tool_call_parser=serving.tool_call_parser,
-        words=f"{loaded.precision} on {loaded.device}, {config.max_requests} seats, "
+        max_model_len=config.max_model_len, tool_call_parser=serving.tool_call_parser,
+        words=f"{loaded.precision} on {loaded.device}, {config.max_num_seqs} seats, "
         f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",
     )  # fmt: skip
 
@@ -162,7 +162,7 @@ def make_app(settings: Settings, patience: float, engine: AsyncEngine, facts: Fa
 
     context = Context(
         engine=engine, asking=facts.asking, model_name=facts.model_name,
-        max_length=facts.max_length, settings=settings, health=watch(engine, patience),
+        max_model_len=facts.max_model_len, settings=settings, health=watch(engine, patience),
         tool_call_parser=facts.tool_call_parser, fingerprint=facts.fingerprint,
     )  # fmt: skip
     return TraceContext(AccessLog(create_app(context, [router(context)])))

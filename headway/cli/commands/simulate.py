@@ -29,7 +29,7 @@ def simulate_command(
     profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     trace_out: TraceOut = None,
     json_: options.Json = False,
-    depth: options.Depth = 0,
+    async_scheduling: options.AsyncScheduling = False,
     limit: options.Limit = None,
     speed: options.Speed = 1.0,
     allowed_tokens: options.AllowedTokens = None,
@@ -39,13 +39,13 @@ def simulate_command(
     headroom: options.Headroom = None,
     victim: options.Victim = None,
     swap: options.Swap = None,
-    max_requests: options.MaxRequests = None,
-    max_tokens: options.MaxTokens = None,
-    decode_steps: options.DecodeSteps = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    num_scheduler_steps: options.NumSchedulerSteps = None,
     block_size: options.BlockSize = None,
     num_blocks: options.NumBlocks = None,
     num_host_blocks: options.NumHostBlocks = None,
-    max_length: options.MaxLength = None,
+    max_model_len: options.MaxModelLen = None,
 ) -> None:
     """Run a workload through the scheduler on a virtual clock, and say how it went."""
     chosen = load_profile(profile)
@@ -56,7 +56,14 @@ def simulate_command(
             trace_out.open("w", encoding="utf-8") if trace_out else nullcontext() as file,
             options.progress_bar(f"simulating {preset}", sum(job.n for job in jobs)) as progress,
         ):
-            run = simulate(jobs, config, chosen, depth=depth, trace=file, progress=progress)
+            run = simulate(
+                jobs,
+                config,
+                chosen,
+                async_scheduling=async_scheduling,
+                trace=file,
+                progress=progress,
+            )
     except OSError as error:
         raise FormatError(trace_out, None, f"cannot be written: {error.strerror}") from None
     summary = summarize(run.metrics, len(run.rejected))

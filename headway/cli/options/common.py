@@ -21,7 +21,7 @@ from rich.progress import (
 from headway.config import Config
 from headway.lab.cost import Profile
 from headway.lab.workload.files import adjust, read_jobs
-from headway.lab.workload.jobs import MOST_TOKENS, Job
+from headway.lab.workload.jobs import MAX_TOKENS, Job
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.policies import recompute
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, preset
@@ -65,7 +65,7 @@ AllowedTokens = Annotated[
         rich_help_panel=WORKLOAD,
         show_default="the real output",
         min=1,
-        max=MOST_TOKENS,
+        max=MAX_TOKENS,
     ),
 ]
 ProfileName = Annotated[str, typer.Option("--profile", help="A profile's name or a .json file.")]
@@ -78,9 +78,9 @@ Chunk = Annotated[str | None, _slot("chunk")]
 Headroom = Annotated[str | None, _slot("headroom")]
 Victim = Annotated[str | None, _slot("victim")]
 Swap = Annotated[str | None, _slot("swap")]
-MaxRequests = Annotated[int | None, _number("Seats: requests that run at once.")]
-MaxTokens = Annotated[int | None, _number("Tokens computed by one step.")]
-DecodeSteps = Annotated[int | None, _number("Decode steps per plan while nobody waits.")]
+MaxNumSeqs = Annotated[int | None, _number("Seats: requests that run at once.")]
+MaxNumBatchedTokens = Annotated[int | None, _number("Tokens computed by one step.")]
+NumSchedulerSteps = Annotated[int | None, _number("Decode steps per plan while nobody waits.")]
 BlockSize = Annotated[int | None, _number("Tokens in a KV block.")]
 NumBlocks = Annotated[
     int | None,
@@ -89,10 +89,14 @@ NumBlocks = Annotated[
     ),
 ]
 NumHostBlocks = Annotated[int | None, _number("KV blocks on the host, for swap.")]
-MaxLength = Annotated[int | None, _number("Longest prompt and output together.")]
-Depth = Annotated[
-    int,
-    typer.Option(help="Plans in flight while the next is made: 0 or 1.", rich_help_panel=SCHEDULER),
+MaxModelLen = Annotated[int | None, _number("Longest prompt and output together.")]
+AsyncScheduling = Annotated[
+    bool,
+    typer.Option(
+        "--async-scheduling/--no-async-scheduling",
+        help="Plan the next step while one runs.",
+        rich_help_panel=SCHEDULER,
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 

@@ -83,7 +83,7 @@ class AskOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadOptions:
+class LoadgenOptions:
     """How many requests, of which lengths, and when."""
 
     num_prompts: Annotated[

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MODEL, SAMPLING = "Model", "Sampling"
 GPUS_SEATS, GPUS_TOKENS = "64; on a GPU the preset's", "512; on a GPU the preset's"
-RENAMED = {"max_new_tokens": "max_tokens", "samples": "n"}  # options with a name of their own
+RENAMED = {"samples": "n"}  # options with a name of their own
 
 
 def spread(command: Callable[..., None]) -> Callable[..., None]:
@@ -71,11 +71,14 @@ def _scheduler(text: str, **more: Any) -> Any:
 
 
 Device = Annotated[str, _model("auto: a GPU if one can be used; cpu, cuda, cuda:1.")]
-Precision = Annotated[
+Dtype = Annotated[
+    str, _model("auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.")
+]
+Quantization = Annotated[
     str,
     _model(
-        "auto: bfloat16 on a GPU, else float32, which is exact. Also float16, and on a CPU fast "
-        "(what this machine does best) and quantized."
+        "none; on a CPU also int8 (8-bit products of the file's quantized weights), or auto: "
+        "whichever is fastest here."
     ),
 ]
 
@@ -89,7 +92,8 @@ class ModelOptions:
         _model("A bundled name, a model's folder, a .gguf file or a hub id.", "--model", "-m"),
     ] = "smollm2-135m"
     device: Device = "auto"
-    precision: Precision = "auto"
+    dtype: Dtype = "auto"
+    quantization: Quantization = "none"
     load_format: Annotated[
         str, _model("auto, safetensors, gguf, or dummy: random weights, a config.json is enough.")
     ] = "auto"
@@ -111,10 +115,13 @@ class ModelOptions:
         Path | None, _model("Write every decision to this file; see `headway trace`.")
     ] = None
     preset: options.Preset = "headway"
-    depth: Annotated[
-        int | None,
-        _scheduler(
-            "Plans in flight while the next is made: 0 or 1.", show_default="1 on a GPU, else 0"
+    async_scheduling: Annotated[
+        bool | None,
+        typer.Option(
+            "--async-scheduling/--no-async-scheduling",
+            help="Plan the next step while one runs.",
+            rich_help_panel=options.SCHEDULER,
+            show_default="on for a GPU",
         ),
     ] = None
     recipe: options.Recipe = None
@@ -123,17 +130,17 @@ class ModelOptions:
     headroom: options.Headroom = None
     victim: options.Victim = None
     swap: options.Swap = None
-    max_requests: Annotated[
+    max_num_seqs: Annotated[
         int | None, _scheduler("Seats: requests that run at once.", show_default=GPUS_SEATS)
     ] = None
-    max_tokens: Annotated[
+    max_num_batched_tokens: Annotated[
         int | None, _scheduler("Tokens computed by one step.", show_default=GPUS_TOKENS)
     ] = None
-    decode_steps: options.DecodeSteps = None
+    num_scheduler_steps: options.NumSchedulerSteps = None
     block_size: options.BlockSize = None
     num_blocks: options.NumBlocks = None
     num_host_blocks: options.NumHostBlocks = None
-    max_length: Annotated[
+    max_model_len: Annotated[
         int | None,
         _scheduler("Longest prompt and output together.", show_default="the model's"),
     ] = None
@@ -147,11 +154,12 @@ class ModelOptions:
         settings = defaults | {name: value for name, value in given.items() if value is not None}
         with _loading_bar() as progress:
             return _llm_class()(
-                self.model, device=self.device, precision=self.precision,
+                self.model, device=self.device, dtype=self.dtype,
+                quantization=self.quantization,
                 load_format=self.load_format, preset=self.preset, attention=self.attention,
                 kv_cache_dtype=self.kv_cache_dtype, kv_memory=self.kv_memory,
                 gpu_memory_utilization=self.gpu_memory_utilization, threads=self.threads,
-                depth=self.depth, trace_out=self.trace_out, progress=progress, **settings,
+                async_scheduling=self.async_scheduling, trace_out=self.trace_out, progress=progress, **settings,
             )  # fmt: skip
 
 
@@ -159,9 +167,7 @@ class ModelOptions:
 class SamplingOptions:
     """How tokens are chosen, and when a text ends."""
 
-    max_new_tokens: Annotated[
-        int, _sampling("Longest output, in tokens. (--max-tokens is the step's budget.)")
-    ] = 128
+    max_tokens: Annotated[int, _sampling("Longest output, in tokens.")] = 128
     temperature: Annotated[float, _sampling("0 takes the most probable token.")] = 0.0
     top_p: Annotated[float, _sampling("Only the likeliest tokens of this summed probability.")] = 1
     top_k: Annotated[int, _sampling("Only so many of the likeliest tokens; 0: all.")] = 0
@@ -184,13 +190,12 @@ def check_writable(path: Path) -> None:
         raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
 
 
-def resolved(precision: str, device: str) -> str:
-    """The precision that auto means on a device, given as its text."""
+def resolved(dtype: str, quantization: str, device: str) -> str:
+    """The precision that these options mean on a device, as text."""
     check_extras("running a model", "torch")
-    from headway.model import devices
-    from headway.model import precision as precisions
+    from headway.model import devices, precision
 
-    return precisions.resolved(precision, devices.use_device(device))
+    return precision.resolved(dtype, quantization, devices.use_device(device))
 
 
 def _llm_class() -> type[LLM]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN = 0.1
 NUM_EVENTS = 5
-BAR, TAIL_TOKENS, LEAST_TAIL = 8, 40, 12
+BAR, TAIL_TOKENS, MIN_TAIL = 8, 40, 12
 STYLES = {
     State.WAITING: "dim", State.PREFILL: "yellow", State.DECODING: "cyan",
     State.SWAPPED: "magenta", State.FINISHED: "green",
@@ -42,7 +42,7 @@ def num_new_tokens(report: StepReport) -> int:
 
 def measure(llm: LLM) -> Metrics:
     """Metrics of what the engine does from now on."""
-    metrics = Metrics(header(llm.config, llm.engine.depth))
+    metrics = Metrics(header(llm.config, llm.engine.async_scheduling))
     llm.engine.observers.append(lambda report: metrics.add(describe_step(report)))
     return metrics
 
@@ -209,7 +209,7 @@ class View:
                 Text(state, style),
                 prompt.append(f" {request.num_prompt:>3}", "dim"),
                 output.append(f" {request.num_generated:>3}", "dim"),
-                Text(self._tail(request, max(LEAST_TAIL, room)), style),
+                Text(self._tail(request, max(MIN_TAIL, room)), style),
             )
         return table
 

@@ -11,7 +11,7 @@ from rich.table import Table
 from headway.lab.calibration import Errors
 from headway.lab.cost import Machine, Profile
 
-MOST_SURE = 0.2  # an error above this is warned of
+MAX_SURE = 0.2  # an error above this is warned of
 
 
 def show(profile: Profile, found: Errors, out: Path) -> None:
@@ -60,7 +60,7 @@ def _table(rows: list[tuple[str, str]]) -> Table:
 def warn(found: Errors) -> None:
     """On stderr, if the profile foretells badly."""
     worst = max(found.median, abs(found.total), abs(found.simulated))
-    if worst > MOST_SURE:
+    if worst > MAX_SURE:
         Console(stderr=True).print(
             f"[yellow]warning:[/] the profile is off by {worst:.0%} on a run that was not fitted; "
             "profile again while nothing else runs on this machine",

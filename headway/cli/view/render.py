@@ -12,7 +12,7 @@ from rich.table import Table
 from headway.lab.doctor import Finding
 from headway.lab.summary import Summary
 
-MOST_LISTED = 5
+MAX_LISTED = 5
 
 
 def report(title: str, summary: Summary) -> Group:
@@ -129,7 +129,7 @@ def print_rejected(console: Console, rejected: list[tuple[str, str]]) -> None:
     """Requests refused at the door, the first few with their reasons."""
     if rejected:
         console.print(f"\n[red]{len(rejected)} requests were refused[/]")
-        for _, reason in rejected[:MOST_LISTED]:
+        for _, reason in rejected[:MAX_LISTED]:
             console.print(f"  {reason}", highlight=False, markup=False)
 
 

@@ -98,7 +98,7 @@ class Talk:
     def _fit(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
         """The prompt, and how many tokens the answer may have; RequestTooLong if there are none."""
         prompt, config = self._prompt(messages), self.llm.config
-        most = min(config.max_length, config.num_blocks * config.block_size + 1)
+        most = min(config.max_model_len, config.num_blocks * config.block_size + 1)
         if len(prompt) >= most:
             raise RequestTooLong(
                 f"the conversation has {len(prompt):,} tokens and there is room for {most:,}, "
@@ -130,7 +130,7 @@ class Talk:
         num_said = len(self._prompt(self.messages)) if self.messages else 0
         lines = {
             "last answer": self._last(lives[-1]),
-            "conversation": f"{num_said:,} of {self.llm.config.max_length:,} tokens",
+            "conversation": f"{num_said:,} of {self.llm.config.max_model_len:,} tokens",
             "in all": f"{len(lives)} answers, {totals['output_tokens']:,} tokens; "
             f"{totals['cached_tokens']:,} of {totals['prompt_tokens']:,} prompt tokens cached",
             "KV cache": f"{num_held} of {scheduler.num_blocks:,} blocks held, "

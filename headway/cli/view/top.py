@@ -16,7 +16,7 @@ from headway.cli.view.render import seconds
 
 Snapshot = dict[str, Any]
 SPARKS = "▁▂▃▄▅▆▇█"
-BAR, LEAST_ROWS, OTHER_LINES = 40, 3, 16
+BAR, MIN_ROWS, OTHER_LINES = 40, 3, 16
 ALL_LINES = 24  # of a terminal, below which lines of less interest are left out
 LONG_ID = re.compile("(?:(?:chat)?cmpl-)?([0-9a-f]{8})[0-9a-f]{8,}")
 STYLES = {
@@ -27,7 +27,7 @@ STYLES = {
 
 def picture(s: Snapshot, width: int, height: int, problem: str = "") -> RenderableType:
     """A snapshot as lines for a terminal of this size."""
-    room = max(LEAST_ROWS, (height - OTHER_LINES) // 3)
+    room = max(MIN_ROWS, (height - OTHER_LINES) // 3)
     lines = [*_head(s, width, height, problem), *_bars(s, width, height)]
     lines += ["", _table(f"{s['num_running']} running", s["running"][:room], RUNNING, width)]
     if s["num_waiting"]:
@@ -134,7 +134,7 @@ WAITING = {
 }
 WORDS = ("client", "state", "why")  # the other columns are numbers
 FIRST_TO_GO = ("blocks", "state", "client", "tokens")  # of columns, where there is no room
-LEAST_WIDTHS = {"client": 12, "why": 24}  # what may be cut, and to how much of it
+MIN_WIDTHS = {"client": 12, "why": 24}  # what may be cut, and to how much of it
 
 
 def _table(
@@ -159,12 +159,12 @@ def _table(
 
 def _widths(wants: dict[str, int], width: int) -> dict[str, int]:
     """The columns that fit side by side, and how wide they may be."""
-    least = {name: min(want, LEAST_WIDTHS.get(name, want)) for name, want in wants.items()}
+    least = {name: min(want, MIN_WIDTHS.get(name, want)) for name, want in wants.items()}
     for name in FIRST_TO_GO:
         if sum(least.values()) + 2 * len(least) - 2 > width:
             least.pop(name, None)
     spare = width - sum(least.values()) - 2 * len(least) + 2
-    for name in [each for each in LEAST_WIDTHS if each in least]:
+    for name in [each for each in MIN_WIDTHS if each in least]:
         more = max(0, min(wants[name] - least[name], spare))
         least[name], spare = least[name] + more, spare - more
     return least

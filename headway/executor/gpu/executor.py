@@ -22,7 +22,7 @@ from headway.executor.extra import Extra
 from headway.executor.gpu.faults import Faults, idle
 from headway.executor.gpu.graphs import Graphs, padded_rows
 from headway.executor.gpu.mixed_pass import MixedPass
-from headway.executor.gpu.row_state import DeviceSeats, upload
+from headway.executor.gpu.row_state import DeviceRowState, upload
 from headway.executor.gpu.swap import Swapper
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
@@ -32,7 +32,7 @@ from headway.model.decoder import Decoder
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
-from headway.model.kernels.splits import MANY, SHARINGS, sharing_of
+from headway.model.kernels.splits import MANY, SHARINGS, num_splits_of
 from headway.plan import Chunk, Plan, Rows, StepResult
 
 
@@ -69,12 +69,12 @@ class DeviceExecutor:
     ) -> None:
         self.decoder, self.now = decoder, now
         self.free_at = 0.0  # when the device was last known to have nothing to do
-        size, seats = config.block_size, config.max_requests
+        size, seats = config.block_size, config.max_num_seqs
         self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
         self.device = self.device_blocks.device
         self.swapper = Swapper(self.device_blocks, config.num_host_blocks)
-        self.rows = RowTable(seats, size, config.max_length)
-        self.seats = DeviceSeats(seats, self.rows.tables.shape[1], self.device)
+        self.rows = RowTable(seats, size, config.max_model_len)
+        self.seats = DeviceRowState(seats, self.rows.tables.shape[1], self.device)
         vocab_size, most = decoder.config.vocab_size, padded_rows(seats)
         self.sampler = Sampler(seats, vocab_size, self.device, choose=self._choose)
         self.pooler = Pooler()
@@ -90,7 +90,7 @@ class DeviceExecutor:
         self._num_kv_heads = decoder.config.num_kv_heads
         self.graphs = Graphs(self._decode_step, self.device)
         self.mixed = MixedPass(
-            decoder, self.device_blocks, self.rows, self.seats, config.max_tokens
+            decoder, self.device_blocks, self.rows, self.seats, config.max_num_batched_tokens
         )
         self.faults = Faults(idle(self.device), self._forget)
 
@@ -217,7 +217,7 @@ class DeviceExecutor:
 
     def _sharing(self, rows: Rows) -> int:
         num_programs = padded_rows(len(rows)) * self._num_kv_heads
-        return sharing_of(num_programs, self.rows.lengths[rows], self._num_kv_heads)
+        return num_splits_of(num_programs, self.rows.lengths[rows], self._num_kv_heads)
 
     def _decode_step(self, num_rows: int, sharing: int) -> None:
         """From the seats' latest tokens to their next ones, all on the device."""

@@ -15,7 +15,7 @@ import torch
 from headway.errors import ExecutorError
 from headway.model.devices import is_out_of_memory, shortened
 
-ADVICE = "lower --gpu-memory-utilization, --max-tokens or --max-requests"
+ADVICE = "lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-seqs"
 
 
 class Faults:

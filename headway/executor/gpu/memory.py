@@ -1,6 +1,6 @@
 """How many KV blocks fit on a GPU beside the weights: found by trying the largest step there can be.
 
-A step of `max_tokens` prompt tokens is run, and all seats are sampled with logprobs and edited
+A step of `max_num_batched_tokens` prompt tokens is run, and all seats are sampled with logprobs and edited
 logits, the most that sampling takes. What that takes at its peak stays free. So does a reserve: as
 much as the largest steps that are captured take, decodes and mixed passes, since graphs keep memory
 of their own; what the executor keeps; blocks on their way to the host and back; and a fixed room for
@@ -18,7 +18,7 @@ from headway.config import Config
 from headway.errors import ConfigError
 from headway.executor.extra import SLICE
 from headway.executor.gpu.graphs import padded_rows
-from headway.executor.gpu.mixed_pass import MOST_GRAPHS, most_rows
+from headway.executor.gpu.mixed_pass import MAX_GRAPHS, most_rows
 from headway.executor.gpu.swap import AT_ONCE
 from headway.executor.sampling.sampler import prompt_logprobs
 from headway.model.batch import Batch
@@ -29,8 +29,8 @@ from headway.model.kernels.splits import SHARINGS
 UNCOUNTED = 256 * 2**20  # bytes the driver takes later: kernels, a workspace
 GRAPH = 40 * 2**10  # bytes the driver takes for a layer of a captured graph
 ADVICE = (
-    "raise --gpu-memory-utilization (1 is all of it), lower --max-tokens or --max-requests, "
-    "or take a smaller --precision"
+    "raise --gpu-memory-utilization (1 is all of it), lower --max-num-batched-tokens or --max-num-seqs, "
+    "or take a smaller --dtype"
 )
 
 
@@ -64,7 +64,7 @@ def num_blocks_in(budget: Budget, utilization: float) -> int:
 
 def num_blocks_for(decoder: Decoder, config: Config, utilization: float) -> int:
     """Blocks that fit beside everything else, into this share of the GPU's memory."""
-    tried = f"a step of {config.max_tokens} tokens does not fit on the GPU beside the weights"
+    tried = f"a step of {config.max_num_batched_tokens} tokens does not fit on the GPU beside the weights"
     with explaining(tried, ADVICE):
         return num_blocks_in(measure(decoder, config), utilization)
 
@@ -73,13 +73,13 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     """What a loaded model takes on its GPU, besides the blocks."""
     device = decoder.norm.device
     blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size)
-    _peak(decoder, config, config.max_tokens, blocks)  # what the first step loads stays
+    _peak(decoder, config, config.max_num_batched_tokens, blocks)  # what the first step loads stays
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    step = _peak(decoder, config, config.max_tokens, blocks)
-    captured = config.max_requests, most_rows(config.max_requests, config.max_tokens)
+    step = _peak(decoder, config, config.max_num_batched_tokens, blocks)
+    captured = config.max_num_seqs, most_rows(config.max_num_seqs, config.max_num_batched_tokens)
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
-    reserve += UNCOUNTED + graph_bytes(decoder.config.num_layers, config.max_requests)
+    reserve += UNCOUNTED + graph_bytes(decoder.config.num_layers, config.max_num_seqs)
     reserve += kept_bytes(decoder, config)
     reserve += 2 * min(AT_ONCE, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the blocks will be one piece
@@ -96,15 +96,15 @@ def measure(decoder: Decoder, config: Config) -> Budget:
 def graph_bytes(num_layers: int, num_seats: int) -> int:
     """The driver's copies of all graphs there may be; decodes may have one for each way to share."""
     num_decodes = len({padded_rows(count) for count in range(1, num_seats + 1)})
-    return GRAPH * num_layers * (MOST_GRAPHS + len(SHARINGS) * num_decodes)
+    return GRAPH * num_layers * (MAX_GRAPHS + len(SHARINGS) * num_decodes)
 
 
 def kept_bytes(decoder: Decoder, config: Config) -> int:
     """What an executor keeps: hidden states of a captured pass, and block tables."""
     row = decoder.config.hidden_size * decoder.norm.element_size()
-    table = 4 * -(-config.max_length // config.block_size)
-    hidden = most_rows(config.max_requests, config.max_tokens) * row
-    return hidden + (config.max_requests + 1) * table
+    table = 4 * -(-config.max_model_len // config.block_size)
+    hidden = most_rows(config.max_num_seqs, config.max_num_batched_tokens) * row
+    return hidden + (config.max_num_seqs + 1) * table
 
 
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:
@@ -130,7 +130,7 @@ def run_step(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) 
 
 def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
     """Prompts of so many tokens in all, none too long. All lie in one block: nobody reads them."""
-    longest = min(num_tokens, config.max_length)
+    longest = min(num_tokens, config.max_model_len)
     starts = torch.tensor([*range(0, num_tokens, longest), num_tokens], dtype=torch.int32)
     lengths, width = starts.diff(), -(-longest // config.block_size)
     positions = torch.arange(num_tokens, device=device) % longest
@@ -141,7 +141,7 @@ def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
         tables_sw=torch.zeros((1, width), dtype=torch.int32, device=device),
         starts_s=starts.to(device),
         ends_s=lengths.to(device),
-        sampled_n=torch.arange(min(max(config.max_requests, SLICE), num_tokens), device=device),
+        sampled_n=torch.arange(min(max(config.max_num_seqs, SLICE), num_tokens), device=device),
         seats_s=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         longest=longest,
     )

@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 from headway.executor.gpu.graphs import Graphs
-from headway.executor.gpu.row_state import DeviceSeats, upload
+from headway.executor.gpu.row_state import DeviceRowState, upload
 from headway.executor.row_table import RowTable
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.rows import start
-from headway.model.kernels.splits import MANY, SHARINGS, sharing_of
+from headway.model.kernels.splits import MANY, SHARINGS, num_splits_of
 from headway.plan import Chunk, Rows
 
-MOST_TOKENS = 8192  # that are captured
-MOST_GRAPHS = 192
+MAX_TOKENS = 8192  # that are captured
+MAX_GRAPHS = 192
 # Sizes are rounded up to multiples of these: so few more rows take hardly longer. But attention of
 # few decodes is shared by more programs, and they may be long.
-LEAST_DECODES, LEAST_TOKENS, FEW_DECODES = 32, 64, 8
+MIN_DECODES, MIN_TOKENS, FEW_DECODES = 32, 64, 8
 # Of one layer: seconds that it takes the host to launch or capture its kernels, and operations that
 # a device does in a second, by bytes of a number; of an H200 and its host, and roughly.
 CAPTURE, RATES = 0.7e-3, {2: 4e14, 4: 4e13}
@@ -89,15 +89,20 @@ class MixedPass:
     """Runs them, and keeps the graphs of those that came again."""
 
     def __init__(
-        self, decoder: Decoder, blocks: Tensor, rows: RowTable, seats: DeviceSeats, max_tokens: int
+        self,
+        decoder: Decoder,
+        blocks: Tensor,
+        rows: RowTable,
+        seats: DeviceRowState,
+        max_tokens: int,
     ) -> None:
         self.decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
-        num_seats, self._most_tokens = len(rows.lengths), min(max_tokens, MOST_TOKENS)
+        num_seats, self._most_tokens = len(rows.lengths), min(max_tokens, MAX_TOKENS)
         self._largest = rounded_up(Size(num_seats, self._most_tokens, num_seats))
         self._room = Inputs.room(self._largest, blocks.device)
         width = decoder.config.hidden_size
         self._hidden = decoder.norm.new_empty((most_rows(num_seats, max_tokens), width))
-        self.graphs = Graphs(self._step, blocks.device, MOST_GRAPHS)
+        self.graphs = Graphs(self._step, blocks.device, MAX_GRAPHS)
         self._seen: set[Size] = set()
         self._is_full = False  # there is no memory for more graphs
         self._worth = worth_a_capture(decoder)
@@ -121,7 +126,7 @@ class MixedPass:
         num_seats, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
         for decodes in sorted({rounded_decodes(count) for count in range(num_seats + 1)}):
             for sharing in SHARINGS if decodes * num_heads >= MANY else SHARINGS[:1]:
-                self._try(Size(decodes, LEAST_TOKENS, 1, sharing))
+                self._try(Size(decodes, MIN_TOKENS, 1, sharing))
                 if decodes:
                     self._try(Size(decodes, 0, 0, sharing))
         self._try(self._largest)
@@ -139,7 +144,7 @@ class MixedPass:
         if is_small:
             size = rounded_up(size)
         num_heads, lengths = self.decoder.config.num_kv_heads, self._rows.lengths[rows]
-        size = size._replace(sharing=sharing_of(size.decodes * num_heads, lengths, num_heads))
+        size = size._replace(sharing=num_splits_of(size.decodes * num_heads, lengths, num_heads))
         if is_small:
             size = self._fitting(size)
         inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
@@ -246,7 +251,7 @@ def worth_a_capture(decoder: Decoder) -> float:
 
 def most_rows(num_seats: int, max_tokens: int) -> int:
     """Of a pass that is captured."""
-    largest = rounded_up(Size(num_seats, min(max_tokens, MOST_TOKENS), 1))
+    largest = rounded_up(Size(num_seats, min(max_tokens, MAX_TOKENS), 1))
     return largest.decodes + largest.tokens
 
 
@@ -254,14 +259,14 @@ def rounded_up(size: Size) -> Size:
     """A little larger, so that few sizes come often. A chunk of nobody costs next to nothing."""
     return Size(
         rounded_decodes(size.decodes),
-        rounded(size.tokens, LEAST_TOKENS, 8),
+        rounded(size.tokens, MIN_TOKENS, 8),
         4 ** -(-(size.chunks - 1).bit_length() // 2) if size.chunks else 0,
         size.sharing,
     )
 
 
 def rounded_decodes(count: int) -> int:
-    return rounded(count, FEW_DECODES if count <= FEW_DECODES else LEAST_DECODES, 2)
+    return rounded(count, FEW_DECODES if count <= FEW_DECODES else MIN_DECODES, 2)
 
 
 def rounded(count: int, least: int, num_steps: int) -> int:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from headway.executor.sampling.draw import Seats
-from headway.model.kernels.rows import SeatTensors
+from headway.model.kernels.rows import RowTensors
 from headway.model.kernels.sampling import Columns
 
 COLUMNS = ("lengths", "limits", "last", "num_generated", "temperature", "top_k", "top_p", "min_p")
 Words = npt.NDArray[np.int32]
 
 
-class DeviceSeats:
+class DeviceRowState:
     """The words, and views of them."""
 
     def __init__(self, num_seats: int, table_width: int, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class DeviceSeats:
         self._values: list[Words] = []
         column = {name: self._column(name) for name in COLUMNS}
         floats = {name: column[name].view(torch.float32) for name in COLUMNS[4:] if name != "top_k"}
-        self.tensors = SeatTensors(
+        self.tensors = RowTensors(
             tables=self.words[self._table :].view(self.num_seats, table_width),
             lengths=column["lengths"],
             limits=column["limits"],

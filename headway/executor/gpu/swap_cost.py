@@ -20,8 +20,8 @@ from headway.plan import Admission, Chunk, Copy, Plan
 from headway.request import Params, Request
 
 Numbers = npt.NDArray[np.float64]
-MOST_TOKENS, MOST_COPIED = 32768, 16384  # computed again, and copied: to see what grows how
-FEW_TRIES, MOST_TRIES = 4, 8
+MAX_TOKENS, MAX_COPIED = 32768, 16384  # computed again, and copied: to see what grows how
+FEW_TRIES, MAX_TRIES = 4, 8
 LONG_ENOUGH = 0.5  # seconds of a try; two such do, if they are alike
 ALIKE = 0.9  # a try that takes at least so much of the best before it brings nothing new
 
@@ -51,7 +51,7 @@ def measured(executor: Timed, config: Config) -> SwapTimes:
 
 def _copying(executor: Timed, config: Config) -> list[float]:
     """Seconds of one token, and of a copy."""
-    most = max(1, MOST_COPIED // config.block_size)
+    most = max(1, MAX_COPIED // config.block_size)
     sizes = _spread(min(config.num_blocks, config.num_host_blocks, most))
     seconds = [swap_seconds(executor, size) / 2 for size in sizes]
     tokens = np.array(sizes) * config.block_size
@@ -64,7 +64,7 @@ def _computing(executor: Timed, config: Config) -> list[float]:
     A swapped request computes its last token when it is back, in a pass that has its fixed time
     and reads all weights. What that pass could have computed besides is not lost by swapping.
     """
-    most = min(config.max_length, config.num_blocks * config.block_size, MOST_TOKENS)
+    most = min(config.max_model_len, config.num_blocks * config.block_size, MAX_TOKENS)
     lengths = np.array(_spread(most))
     saved = [
         recompute_seconds(executor, config, length) - resume_seconds(executor, config, length)
@@ -89,8 +89,8 @@ def recompute_seconds(executor: Timed, config: Config, num_tokens: int) -> float
     """A prompt of so many tokens, in pieces as the scheduler cuts them; alone on the device."""
     pieces, start = list[tuple[int, int]](), 0
     while start < num_tokens:
-        most = min(num_tokens - start, config.max_tokens)
-        size = config.chunk(num_tokens - start, config.max_tokens, True)
+        most = min(num_tokens - start, config.max_num_batched_tokens)
+        size = config.chunk(num_tokens - start, config.max_num_batched_tokens, True)
         pieces.append((start, start + (min(size, most) if size > 0 else most)))
         start = pieces[-1][1]
     return _prefill_seconds(executor, config, num_tokens, pieces)
@@ -128,7 +128,7 @@ def _least(measure: Callable[[], float]) -> float:
     better.
     """
     found = [measure()]
-    while len(found) < MOST_TRIES:
+    while len(found) < MAX_TRIES:
         best = min(found)
         found.append(measure())
         is_enough = len(found) >= FEW_TRIES or found[-1] >= LONG_ENOUGH

@@ -22,7 +22,7 @@ from headway.sampling_params import Sampling
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MOST_KEPT = 32  # grammars that are ready for the next request
+MAX_KEPT = 32  # grammars that are ready for the next request
 MAX_ENCODED = 1000  # characters of required text that are split as the model would
 NUM_PROBE_STEPS = 16  # tokens for which a grammar is followed before its request is taken
 
@@ -129,7 +129,7 @@ class Matchers:
         with self._keeping:
             self._kept[grammar] = found
             self._kept.move_to_end(grammar)
-            while len(self._kept) > MOST_KEPT:
+            while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
         return found
 

@@ -26,7 +26,7 @@ KINDS = {
 }
 FIRST_PLAIN = 256  # vocabularies begin with special tokens and bytes
 SOME_WORDS = (
-    "time year people way day man thing woman life child world school state family student group "
+    "time year people way day man thing woman life child view school state family student group "
     "country problem hand part place case week company system program question work government "
     "number night point home water room mother area money story fact month lot right study book "
     "eye job word business issue side kind head house service friend father power hour game line"

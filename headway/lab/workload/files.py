@@ -29,9 +29,9 @@ from itertools import count, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from headway.engine.engine import MOST_SAMPLES
+from headway.engine.engine import MAX_SAMPLES
 from headway.errors import ConfigError, FormatError
-from headway.lab.workload.jobs import EOS, LAST_TOKEN, MOST_TOKENS, Job, Pieces, TokenSpace, join
+from headway.lab.workload.jobs import EOS, LAST_TOKEN, MAX_TOKENS, Job, Pieces, TokenSpace, join
 from headway.lab.workload.rows import Row, each, whole
 
 __all__ = ["EOS", "Job", "Reuse", "TokenSpace", "adjust", "block_reuse", "read_jobs", "write_jobs"]
@@ -127,15 +127,15 @@ def _jobs(path: Path, max_tokens: int) -> Iterator[Job]:
             raise ValueError(f"id {id!r} is used twice")
         ids.add(id)
         output = row.whole("output", 1)
-        if row.whole("n", 1, 1) > MOST_SAMPLES:
-            raise ValueError(f"n must be at most {MOST_SAMPLES}, not {row.whole('n', 1, 1)}")
+        if row.whole("n", 1, 1) > MAX_SAMPLES:
+            raise ValueError(f"n must be at most {MAX_SAMPLES}, not {row.whole('n', 1, 1)}")
         allowed = row.whole("max_tokens", 1, max(output, max_tokens))
         if allowed < output:
             raise ValueError(f"output ({output}) is more than max_tokens ({allowed}) allows")
         return Job(
             id=id, arrival=row.seconds("arrival"), pieces=_pieces(row, space), num_output=output,
             max_tokens=allowed, client=row.text("client", ""), n=row.whole("n", 1, 1),
-            priority=row.whole("priority", -MOST_TOKENS, 0),
+            priority=row.whole("priority", -MAX_TOKENS, 0),
             deadline=row.seconds("deadline") if "deadline" in row else None,
         )  # fmt: skip
 
@@ -176,7 +176,7 @@ def _tokens(items: list[Any], space: TokenSpace) -> list[range | array[int]]:
         if isinstance(item, list):
             if len(item) != 3:
                 raise ValueError(f"a run of tokens is [first, count, 0 or 1], not {item!r}")
-            count = whole(item[1], "the count of a run", 1, MOST_TOKENS)
+            count = whole(item[1], "the count of a run", 1, MAX_TOKENS)
             first = whole(item[0], "the first token of a run", 0, LAST_TOKEN - count + 1)
             is_rising = whole(item[2], "the third number of a run", 0, 1)
             pieces.append(range(first, first + count) if is_rising else array("i", [first]) * count)

@@ -17,7 +17,7 @@ EOS = 0  # ends a job whose output is shorter than its max_tokens
 ENDS = frozenset({EOS})
 FIRST_TOKEN = 1 << 20  # made-up ids start above every real vocabulary
 LAST_TOKEN = (1 << 31) - 1
-MOST_TOKENS = 1 << 27  # of one prompt or output; more is taken for a mistake
+MAX_TOKENS = 1 << 27  # of one prompt or output; more is taken for a mistake
 Pieces = tuple["range | array[int]", ...]
 
 
@@ -74,7 +74,7 @@ class TokenSpace:
         self._shared: dict[object, list[range]] = {}
 
     def take(self, count: int) -> range:
-        """A run of `count` ids that nobody else has; `count` is at most MOST_TOKENS."""
+        """A run of `count` ids that nobody else has; `count` is at most MAX_TOKENS."""
         if self._next + count > LAST_TOKEN:
             self._lap += 1
             self._next = FIRST_TOKEN + self._lap

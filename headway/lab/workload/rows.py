@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headway.errors import FormatError
-from headway.lab.workload.jobs import MOST_TOKENS
+from headway.lab.workload.jobs import MAX_TOKENS
 
-MOST_SECONDS = 1e15
+MAX_SECONDS = 1e15
 T = TypeVar("T")
 ALIASES = {
     "arrival_s": "arrival", "prompt_tokens": "prompt", "output_tokens": "output",
@@ -46,17 +46,17 @@ class Row:
         return self._values[key]
 
     def whole(self, key: str, least: int, default: int | None = None) -> int:
-        """A whole number in [least, MOST_TOKENS]."""
+        """A whole number in [least, MAX_TOKENS]."""
         if default is not None and key not in self:
             return default
-        return whole(self.get(key), self._names[key], least, MOST_TOKENS)
+        return whole(self.get(key), self._names[key], least, MAX_TOKENS)
 
     def seconds(self, key: str) -> float:
         value, name = self.get(key), self._names[key]
         if isinstance(value, timedelta):
             return value.total_seconds()
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 <= value < MOST_SECONDS):
+        if not (is_number and 0 <= value < MAX_SECONDS):
             raise ValueError(f"{name} must be a number from 0 up, not {value!r}")
         return value / 1000 if name == "timestamp" else float(value)
 

@@ -26,7 +26,7 @@ from random import Random
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.lab.workload.jobs import MOST_TOKENS, Job, Pieces, TokenSpace, join
+from headway.lab.workload.jobs import MAX_TOKENS, Job, Pieces, TokenSpace, join
 
 Draw = Callable[[Random], float]
 Weights = Callable[[int], list[float]]  # of so many clients
@@ -103,7 +103,7 @@ class Prefixes:
 
 
 MOST = {
-    "requests": 10_000_000, "max_tokens": MOST_TOKENS, "clients": 1_000_000,
+    "requests": 10_000_000, "max_tokens": MAX_TOKENS, "clients": 1_000_000,
     "priorities": 1_000_000, "n": 1024,
 }  # fmt: skip
 
@@ -141,7 +141,7 @@ class Synthetic:
         jobs: list[Job] = []
         arrival = 0.0
         for place in range(self.requests):
-            output = min(_length(self.output(random["output"])), self.max_tokens or MOST_TOKENS)
+            output = min(_length(self.output(random["output"])), self.max_tokens or MAX_TOKENS)
             client = random["clients"].choices(names, weights)[0]
             slack = self.slack(random["slack"]) if self.slack else None
             jobs.append(Job(
@@ -164,7 +164,7 @@ class Synthetic:
 
 
 def _length(drawn: float) -> int:
-    return min(max(1, round(drawn)), MOST_TOKENS)
+    return min(max(1, round(drawn)), MAX_TOKENS)
 
 
 Kinds = dict[str, Callable[..., Any]]
@@ -228,7 +228,7 @@ def _prefixes(text: str) -> Prefixes:
     match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})(?:@(0?\.[0-9]+|1))?", text)
     if match is None:
         raise ConfigError(f"synthetic workload: prefix is like 4x512 or 4x512@0.5, not {text!r}")
-    return Prefixes(int(match[1]), min(int(match[2]), MOST_TOKENS), float(match[3] or 1))
+    return Prefixes(int(match[1]), min(int(match[2]), MAX_TOKENS), float(match[3] or 1))
 
 
 WORDS: dict[str, Callable[[str], Any]] = {

@@ -96,7 +96,7 @@ def kernels_for(
     """An adapter to an installed module; ConfigError for types that it does not take."""
     if dtype == torch.float32:
         raise ConfigError(
-            f"{module} has no float32: give --precision bfloat16 or float16, or --attention triton"
+            f"{module} has no float32: give --dtype bfloat16 or float16, or --attention triton"
         )
     if module == "flashinfer":
         return FlashInfer(import_module(module), device)

@@ -27,7 +27,7 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-from headway.model.kernels.splits import Cut, cut_for
+from headway.model.kernels.splits import Cut, split_for
 
 LOG2_E = 1.4426950408889634
 
@@ -255,7 +255,7 @@ def decode_attention(
 
     With `turn` the token is new: see above; `slots_s` says where it is stored, negative: nowhere,
     but it always sees itself. Without, queries and cache are ready. `sharing` decides how the work
-    is cut, and so the speed: see cuts.sharing_of.
+    is cut, and so the speed: see cuts.num_splits_of.
     """
     _, _, _, num_kv_heads, block_size, head_dim = blocks.shape
     num_sequences = len(seats_s)
@@ -263,7 +263,7 @@ def decode_attention(
         return
     dim_room, is_new = power_of_2(head_dim), turn is not None
     room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
-    cut = cut or cut_for(num_sequences * num_kv_heads, sharing, room, row_bytes)
+    cut = cut or split_for(num_sequences * num_kv_heads, sharing, room, row_bytes)
     assert cut.least % cut.tile == 0, "a program begins where a tile does"
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if cut.parts > 1:

@@ -23,7 +23,7 @@ from headway.sampling_params import COLDEST
 COLD, LOG2E = tl.constexpr(COLDEST), tl.constexpr(1.4426950408889634)
 INFINITY, LEAST = tl.constexpr(float("inf")), tl.constexpr(2.0**-126)
 STAGES = tl.constexpr(4)  # lines of a row on their way while one is looked at
-MOST_COLUMNS = 4096
+MAX_COLUMNS = 4096
 
 
 @triton.jit
@@ -161,13 +161,15 @@ def _floor_kernel(
     tl.store(floors_n + row, floor)
 
 
-def find_floors(logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor) -> None:
+def find_logit_thresholds(
+    logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor
+) -> None:
     """The floor of each row for its seat, as float32: -inf if all may be drawn, or it is greedy."""
     num_rows, vocab_size = logits_nv.shape
     if num_rows == 0:
         return
     assert logits_nv.stride(1) == 1 or vocab_size == 1, "the logits of a row lie side by side"
-    num_columns = min(MOST_COLUMNS, power_of_2(ceil_div(vocab_size, 16)))
+    num_columns = min(MAX_COLUMNS, power_of_2(ceil_div(vocab_size, 16)))
     _floor_kernel[(num_rows,)](
         floors_n, logits_nv, seats_n, columns.temperature, columns.top_k, columns.top_p,
         columns.min_p, vocab_size, logits_nv.stride(0),

@@ -20,7 +20,7 @@ from headway.model.kernels.launch import begin, launch_options, launched
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SeatTensors:
+class RowTensors:
     """What is known of every seat; int32."""
 
     tables: Tensor  # [R, W]
@@ -60,7 +60,7 @@ def _finish(seats_n, sampled_n, last, num_generated, CHAINED: tl.constexpr):
 
 def start(
     seats_n: Tensor,
-    seats: SeatTensors,
+    seats: RowTensors,
     block_size: int,
     tokens_n: Tensor,
     positions_n: Tensor,
@@ -74,7 +74,7 @@ def start(
         )  # fmt: skip
 
 
-def finish(seats_n: Tensor, sampled_n: Tensor, seats: SeatTensors) -> None:
+def finish(seats_n: Tensor, sampled_n: Tensor, seats: RowTensors) -> None:
     """Take note of the tokens that were sampled for `seats_n`."""
     if len(seats_n):
         _finish[(len(seats_n),)](

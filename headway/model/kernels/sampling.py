@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import ceil_div, launched, power_of_2
-from headway.model.kernels.logit_thresholds import COLD, INFINITY, LOG2E, find_floors
+from headway.model.kernels.logit_thresholds import COLD, INFINITY, LOG2E, find_logit_thresholds
 from headway.model.kernels.reference.logit_thresholds import Columns
 from headway.model.kernels.reference.sampling import LAST, ROUNDS, WIDTH
 
@@ -146,7 +146,7 @@ def sample(
         return
     space = space or workspace(num_rows, vocab_size, logits_nv.device)
     assert len(space.floors) >= num_rows, "a workspace has room for the batch"
-    find_floors(logits_nv, seats_n, columns, space.floors)
+    find_logit_thresholds(logits_nv, seats_n, columns, space.floors)
     num_lanes, slice_size = _slices(num_rows, vocab_size)
     num_slices = ceil_div(vocab_size, slice_size)
     _draw_kernel[(num_rows, num_slices)](

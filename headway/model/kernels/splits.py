@@ -26,7 +26,7 @@ class Cut(NamedTuple):
     stages: int
 
 
-def sharing_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
+def num_splits_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
     """How many programs should share a long sequence, if one for each and every head are many.
 
     All that fit on the device advance alike. So when too few are left to keep it busy, each has yet
@@ -41,7 +41,7 @@ def sharing_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: 
     return 4 if lengths.mean() > LONG else 1
 
 
-def cut_for(num_programs: int, sharing: int, room: int, row_bytes: int) -> Cut:
+def split_for(num_programs: int, sharing: int, room: int, row_bytes: int) -> Cut:
     """For so many programs if none were shared, and sequences of up to `room` positions.
 
     Found by trying on an H200.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from headway.errors import ModelError
 
-MAGIC, VERSIONS, ALIGNMENT, MOST_DIMENSIONS = b"GGUF", (2, 3), 32, 4
+MAGIC, VERSIONS, ALIGNMENT, MAX_DIMENSIONS = b"GGUF", (2, 3), 32, 4
 STRING, ARRAY = 8, 9
 CHUNK = 1 << 20  # numbers expanded at once
 GROUP_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # 32 numbers each
@@ -135,7 +135,7 @@ def _tensor_places(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorPla
     sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
     for _ in range(count):
         name, num_dimensions = cursor.string(), cursor.u32()
-        if not 0 < num_dimensions <= MOST_DIMENSIONS:
+        if not 0 < num_dimensions <= MAX_DIMENSIONS:
             raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
         shape = tuple(cursor.u64() for _ in range(num_dimensions))[::-1]
         if 0 in shape:

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, Field
 from headway.server.http.errors import ApiError, refused, shown
 from headway.server.openai.protocol import (
     LONGEST_NAME,
-    MOST_STOPS,
+    MAX_STOPS,
     ChatMessage,
     ChatRequest,
     ResponseFormat,
@@ -59,7 +59,7 @@ class CountRequest(Taken):
 
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1, description="Most tokens to generate.")
-    stop_sequences: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from headway.server.context import Context
 from headway.server.http.errors import refused
-from headway.server.openai.protocol import Wishes
+from headway.server.openai.protocol import GenerationFields
 
 MAX_STOP_CHARACTERS = 8192  # of all stop strings together, and of all bad words
 MAX_LISTED_TOKENS = 1 << 18  # ids that /tokenize returns and /detokenize takes; or a model's length
 MAX_ECHOED_LOGPROBS = 1 << 22  # of a prompt, in all choices of an answer
 
 
-def check_sizes(context: Context, body: Wishes) -> None:
+def check_sizes(context: Context, body: GenerationFields) -> None:
     """Refuse fields whose lists or texts are too long in all."""
     for name in ("stop", "bad_words"):
         value = getattr(body, name)
@@ -40,4 +40,4 @@ def check_echoed_logprobs(num_tokens: int, logprobs: int | None, field: str = "l
 
 def max_listed_tokens(context: Context) -> int:
     """Ids that /tokenize returns and /detokenize takes at most."""
-    return max(context.max_length, MAX_LISTED_TOKENS)
+    return max(context.max_model_len, MAX_LISTED_TOKENS)

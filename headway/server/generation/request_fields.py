@@ -17,12 +17,12 @@ from headway.server.generation.limits import check_sizes, max_listed_tokens
 from headway.server.generation.unsupported import check_supported
 from headway.server.http.errors import ApiError, refused, shown
 from headway.server.http.offload import SHORT, aside
-from headway.server.openai.protocol import ChatMessage, Wishes
+from headway.server.openai.protocol import ChatMessage, GenerationFields
 from headway.server.toolcalls.choice import ToolUse
 from headway.server.toolcalls.formats import HERMES
 from headway.server.toolcalls.prompt import template_messages
 
-MOST_DIGITS = 18  # of a token id; what is too large for the model is told its limit
+MAX_DIGITS = 18  # of a token id; what is too large for the model is told its limit
 SAME_NAME = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
@@ -40,7 +40,7 @@ def check_model(context: Context, name: str | None) -> None:
 
 
 async def sampling(
-    context: Context, body: Wishes, *, max_tokens: int | None, **more: Any
+    context: Context, body: GenerationFields, *, max_tokens: int | None, **more: Any
 ) -> SamplingParams:
     """The fields as the engine takes them; InvalidRequest or ApiError names the one it cannot."""
     if body.model_extra:
@@ -73,10 +73,10 @@ def check_salt(salt: str | None) -> None:
         raise refused("cache_salt", f"must be printable text, not {shown(salt)}")
 
 
-def _check_lengths(context: Context, body: Wishes) -> None:
+def _check_lengths(context: Context, body: GenerationFields) -> None:
     """Refuse what no prompt could have; what is too much for this one ends as `length`."""
     for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
-        value, most = getattr(body, name, None), context.max_length
+        value, most = getattr(body, name, None), context.max_model_len
         if value is not None and value > most:
             raise refused(name, f"must be at most {most}, the model's length, not {shown(value)}")
 
@@ -110,7 +110,7 @@ async def tokens_of(
     special: bool = True,
 ) -> list[list[int]]:
     """The tokens of each prompt of this field; at most `max_tokens`, or the model's length."""
-    most = context.max_length if max_tokens is None else max_tokens
+    most = context.max_model_len if max_tokens is None else max_tokens
 
     def tokens_of_each() -> list[list[int]]:
         return [context.asking.tokens(prompt, most, special=special) for prompt in prompts]
@@ -133,7 +133,7 @@ async def chat_tokens_of(
     max_tokens: int | None = None,
 ) -> list[int]:
     """A conversation's tokens; at most `max_tokens`, or the model's length."""
-    most = context.max_length if max_tokens is None else max_tokens
+    most = context.max_model_len if max_tokens is None else max_tokens
 
     def tokens() -> list[int]:
         given = [message.model_dump(exclude_unset=True) for message in messages]
@@ -156,12 +156,12 @@ def _size(message: ChatMessage) -> int:
     return PER_MESSAGE + size
 
 
-def most_tokens(context: Context, body: Wishes) -> int | None:
+def most_tokens(context: Context, body: GenerationFields) -> int | None:
     """Tokens that a prompt may have before it is truncated; None: the model's length."""
     return None if body.truncate_prompt_tokens is None else max_listed_tokens(context)
 
 
-def truncated(tokens: list[int], body: Wishes) -> list[int]:
+def truncated(tokens: list[int], body: GenerationFields) -> list[int]:
     """The last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
     return tokens if body.truncate_prompt_tokens is None else tokens[-body.truncate_prompt_tokens :]
 
@@ -181,7 +181,7 @@ def naming(param: str) -> Iterator[None]:
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     for token in biases:
-        if not token.isascii() or not token.isdecimal() or len(token) > MOST_DIGITS:
+        if not token.isascii() or not token.isdecimal() or len(token) > MAX_DIGITS:
             whole = "whole numbers written as strings"
             raise refused("logit_bias", f"has the key {shown(token)}; keys are token ids, {whole}")
     return {int(token): bias for token, bias in biases.items()}

@@ -14,7 +14,7 @@ from headway.grammar.grammar import Grammar, check, is_known
 from headway.server.generation.request_fields import naming
 from headway.server.generation.unsupported import GUIDED, guided
 from headway.server.http.errors import ApiError, refused
-from headway.server.openai.protocol import ResponseFormat, StructuredOutputs, Wishes
+from headway.server.openai.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from headway.server.settings import Settings
 
 # One thread: however much there is to read, it takes one core from everybody else at most.
@@ -27,7 +27,7 @@ FORMS: dict[str, Callable[[Any], Grammar]] = {
 }
 
 
-async def grammar_of(body: Wishes, settings: Settings) -> Grammar | None:
+async def grammar_of(body: GenerationFields, settings: Settings) -> Grammar | None:
     """The grammar of an answer; None: any text."""
     closes = settings.disable_additional_properties  # a request can turn it on, not off
     wanted, also = body.response_format, body.structured_outputs

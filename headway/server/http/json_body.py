@@ -21,7 +21,7 @@ from headway.server.http.offload import aside, pause
 
 FIELD = re.compile(r"\w+(?![\w ])")  # what a place begins with
 QUICK = 1 << 16  # bytes; reading more is not for the event loop
-MOST_DIGITS = sys.get_int_max_str_digits()
+MAX_DIGITS = sys.get_int_max_str_digits()
 
 
 class ReadRequest(Request):
@@ -86,7 +86,7 @@ def _decoded(text: str) -> Any:
 
 
 def _number(digits: str) -> float:
-    return int(digits) if len(digits) <= MOST_DIGITS else float(digits)
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def _has_half(value: Any) -> bool:

@@ -13,9 +13,9 @@ from pydantic_core import PydanticKnownError
 
 from headway.sampling_params import HUGE, RANGES
 
-MOST_STOPS = 64
+MAX_STOPS = 64
 LONGEST_NAME = 512  # characters of a name that a client gives
-MOST_BIASES = 4096
+MAX_BIASES = 4096
 MAX_MESSAGES = 8192
 
 Item = TypeVar("Item")
@@ -36,8 +36,8 @@ def _limited(name: str, about: str = "") -> Any:
 
 def _few(biases: Any) -> Any:
     """Refuse too many by their number alone: a list of what is wrong with each would be long."""
-    if isinstance(biases, dict) and len(biases) > MOST_BIASES:
-        limits = {"max_length": MOST_BIASES, "actual_length": len(biases)}
+    if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+        limits = {"max_length": MAX_BIASES, "actual_length": len(biases)}
         raise PydanticKnownError("too_long", {"field_type": "Dictionary", **limits})
     return biases
 
@@ -101,7 +101,7 @@ class Queued(Taken):
     )
 
 
-class Wishes(Queued):
+class GenerationFields(Queued):
     """What completions and chats have in common."""
 
     n: int | None = _limited("n", "Texts for each prompt.")
@@ -116,14 +116,14 @@ class Wishes(Queued):
     presence_penalty: float | None = _limited("presence_penalty")
     repetition_penalty: float | None = _limited("repetition_penalty")
     logit_bias: Annotated[dict[str, float], BeforeValidator(_few)] | None = Field(
-        default=None, max_length=MOST_BIASES, description="By token id, from -100 to 100."
+        default=None, max_length=MAX_BIASES, description="By token id, from -100 to 100."
     )
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MOST_BIASES)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_BIASES)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    bad_words: Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     allowed_token_ids: Many[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -148,7 +148,7 @@ class Wishes(Queued):
     )
 
 
-class CompletionRequest(Wishes):
+class CompletionRequest(GenerationFields):
     prompt: str | Many[str] | Many[int] | Many[Many[int]] = Field(
         description="Text, token ids, or a list of either."
     )
@@ -183,7 +183,7 @@ class ChatMessage(BaseModel):
     tool_call_id: Text | None = None
 
 
-class ChatRequest(Wishes):
+class ChatRequest(GenerationFields):
     messages: Many[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: int | None = Field(
         default=None, ge=1, description="Most tokens to generate; goes before max_tokens."

@@ -15,10 +15,10 @@ from headway.server.http.errors import ApiError, refused, shown
 from headway.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
+    GenerationFields,
     ResponseFormat,
     Taken,
     Text,
-    Wishes,
 )
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -48,7 +48,7 @@ class TextOptions(Taken):
     verbosity: Text | None = None
 
 
-class ResponsesRequest(Wishes):
+class ResponsesRequest(GenerationFields):
     """OpenAI's fields, and those that chats have here besides."""
 
     input: str | list[dict[str, Any]] = Field(description="Text, or a list of items.")
@@ -82,7 +82,9 @@ def chat_request(body: ResponsesRequest) -> ChatRequest:
     if (body.n or 1) > 1:
         raise refused("n", f"must be 1, a response has one answer, not {body.n}")
     fields = {
-        name: getattr(body, name) for name in Wishes.model_fields if name in body.model_fields_set
+        name: getattr(body, name)
+        for name in GenerationFields.model_fields
+        if name in body.model_fields_set
     }
     # Fields that only chats have would not be validated.
     more = {name: given[name] for name in given if name not in ChatRequest.model_fields}

@@ -34,7 +34,7 @@ async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
             tokens = await aside(
                 len(text), lambda: tokenizer.encode(text, special=special, max_tokens=most)
             )
-    told = {"count": len(tokens), "max_model_len": context.max_length, "tokens": tokens}
+    told = {"count": len(tokens), "max_model_len": context.max_model_len, "tokens": tokens}
     if body.return_token_strs:
         told["token_strs"] = await aside(len(tokens), lambda: _pieces(tokenizer, tokens))
     return told

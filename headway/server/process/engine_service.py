@@ -17,12 +17,12 @@ from typing import Any
 
 from headway.engine.async_engine import Port
 from headway.engine.messages import (
-    Ask,
     Cancel,
+    EngineStopped,
     FromLoop,
-    Gone,
+    Query,
+    QueryResult,
     Refusal,
-    Reply,
     Submit,
     Tokens,
     ToLoop,
@@ -50,7 +50,7 @@ class Service:
     """Stands between an engine's port and the workers."""
 
     def __init__(self, port: Port, facts: Any = None) -> None:
-        self.gone: Gone | None = None
+        self.gone: EngineStopped | None = None
         self.workers: dict[str, Worker] = {}  # by number
         self._port, self._facts = port, facts
         self._asked: dict[int, tuple[Worker, int]] = {}  # who asked, under which number
@@ -92,7 +92,7 @@ class Service:
     def _taken(self, worker: Worker, messages: list[ToLoop]) -> list[ToLoop]:
         """Note who has what open; ids and numbers as the engine may know them."""
         for place, message in enumerate(messages):
-            if isinstance(message, Ask):
+            if isinstance(message, Query):
                 number = next(self._numbers)
                 self._asked[number] = worker, message.number
                 messages[place] = replace(message, number=number)
@@ -112,7 +112,7 @@ class Service:
                 number, _, id = message.id.partition("-")
                 if (owner := self.workers.get(number)) is not None:
                     batches[owner].append(_as_known(message, id, owner))
-            elif isinstance(message, Reply):
+            elif isinstance(message, QueryResult):
                 worker, asked = self._asked.pop(message.number)
                 batches.setdefault(worker, []).append(message._replace(number=asked))
             else:

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from headway.engine.async_engine import Receive
-from headway.engine.messages import Gone, ToLoop
+from headway.engine.messages import EngineStopped, ToLoop
 from headway.errors import ExecutorError
 
-MOST_READ = 1 << 20  # bytes
+MAX_READ = 1 << 20  # bytes
 LENGTH = struct.Struct("<Q")
 LOST = (asyncio.IncompleteReadError, ConnectionError)  # what reading raises when the other end dies
 
@@ -87,8 +87,8 @@ class SocketPort:
     async def _read(self, reader: asyncio.StreamReader, receive: Receive) -> None:
         frames = Frames()
         with suppress(*LOST):
-            while data := await reader.read(MOST_READ):
+            while data := await reader.read(MAX_READ):
                 batches = frames.feed(data)
                 if batches:
                     receive([message for batch in batches for message in batch])
-        receive([Gone("the connection to its process was lost")])
+        receive([EngineStopped("the connection to its process was lost")])

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Form = Literal["human", "json"]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-MOST_QUEUED = 10_000  # lines
+MAX_QUEUED = 10_000  # lines
 GRACE = 2.0  # seconds for the last lines to be written
 PLAIN_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 OWN = frozenset(vars(logging.makeLogRecord({})))  # what every record has; the rest was added
@@ -40,7 +40,7 @@ def setup(
     """Log everything to a file, stderr if none is given; call what it returns to end that."""
     stream = logging.StreamHandler(file or sys.stderr)
     stream.setFormatter(JsonLines() if form == "json" else HumanLines())
-    queue: Queue[logging.LogRecord | None] = Queue(MOST_QUEUED)
+    queue: Queue[logging.LogRecord | None] = Queue(MAX_QUEUED)
 
     def write() -> None:
         while (record := queue.get()) is not None:

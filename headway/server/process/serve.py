@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.engine import Engine
-from headway.engine.gc_freeze import uncollected
+from headway.engine.gc_freeze import gc_freeze
 from headway.engine.loop import EngineLoop, Limits
 from headway.errors import ConfigError
 from headway.server.http.connections import ConnectionTable, Listener, raise_descriptor_limit
@@ -113,7 +113,7 @@ async def serve_http(
     table = ConnectionTable(recipe.connections, raise_descriptor_limit())
     server = GracefulServer(app, engine, recipe.grace, lambda: ready(facts()), table)
     begin(server)
-    with uncollected():
+    with gc_freeze():
         await server.serve(sockets=[bound])
         await engine.close()
 

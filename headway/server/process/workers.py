@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from headway.engine.async_engine import AsyncEngine, ThreadPort
-from headway.engine.gc_freeze import uncollected
+from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError, HeadwayError
 from headway.server.http.connections import Listener
 from headway.server.process.engine_service import Service
@@ -63,7 +63,7 @@ def run_engine(recipe: Recipe, path: str, control: Connection) -> None:
         await service.start(path)
         told, loop = asyncio.Event(), asyncio.get_running_loop()
         _obey(control, lambda: loop.call_soon_threadsafe(told.set))
-        with uncollected():
+        with gc_freeze():
             control.send(served.facts)
             await told.wait()
         await service.close()

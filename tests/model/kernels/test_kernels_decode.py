@@ -19,7 +19,16 @@ pytest.importorskip("triton")
 from headway.model.kernels.decode import Turn, decode_attention
 from headway.model.kernels.reference import decode as twin
 from headway.model.kernels.reference.rotary import rotate_and_store
-from headway.model.kernels.splits import BUSY, LONG, MANY, SHARINGS, WORTH, Cut, cut_for, sharing_of
+from headway.model.kernels.splits import (
+    BUSY,
+    LONG,
+    MANY,
+    SHARINGS,
+    WORTH,
+    Cut,
+    num_splits_of,
+    split_for,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {
@@ -342,7 +351,7 @@ def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) ->
     padded = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
     for num_programs in (*range(1, 100), *range(100, 3000, 7)):
         for sharing, room in product(SHARINGS, (1, 300, 512, 1024, 10**6)):
-            cut = cut_for(num_programs, sharing, room, head_dim * dtype.itemsize)
+            cut = split_for(num_programs, sharing, room, head_dim * dtype.itemsize)
             assert all(is_power_of_two(size) for size in (cut.parts, cut.tile, cut.warps)), cut
             assert cut.tile >= 16 and cut.least % cut.tile == 0 and cut.stages >= 1, cut
             waiting = 2 * (cut.stages - 1) * cut.tile * padded
@@ -350,13 +359,13 @@ def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) ->
 
 
 def test_few_programs_share_their_sequences_and_many_only_long_ones() -> None:
-    counts = [cut_for(num_programs, 1, 10**6, 256).parts for num_programs in range(1, 3000)]
+    counts = [split_for(num_programs, 1, 10**6, 256).parts for num_programs in range(1, 3000)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 1
     assert all(n * count >= 800 for n, count in enumerate(counts, 1) if count < counts[0])
     for sharing in SHARINGS[1:]:
-        shared = [cut_for(n, sharing, 10**6, 256).parts for n in range(MANY, 3000)]
+        shared = [split_for(n, sharing, 10**6, 256).parts for n in range(MANY, 3000)]
         assert set(shared) == {sharing}
-        few = [cut_for(n, sharing, 10**6, 256).parts for n in range(1, MANY)]
+        few = [split_for(n, sharing, 10**6, 256).parts for n in range(1, MANY)]
         assert min(few) > 1, "one long sequence must not keep all others waiting"
 
 
@@ -366,28 +375,28 @@ def test_eight_share_if_a_few_are_longer_than_those_that_keep_the_device_busy() 
 
     def sharing(num_long: int) -> int:
         lengths[:num_long] = 5000
-        return sharing_of(many * heads, lengths, heads)
+        return num_splits_of(many * heads, lengths, heads)
 
     few = BUSY // heads
     assert (sharing(0), sharing(1), sharing(few)) == (1, 8, 8)
     assert sharing(few + 1) == 1, "these are enough to keep it busy"
-    assert sharing_of(MANY - 1, lengths, heads) == 1, "they are shared anyway"
+    assert num_splits_of(MANY - 1, lengths, heads) == 1, "they are shared anyway"
     lengths[:] = np.linspace(400, 400 + WORTH, many)
-    assert sharing_of(many * heads, lengths, heads) == 1, "nothing to gain"
-    assert sharing_of(MANY, np.array([9000, 10]), 1000) == 4, "fewer sequences than that"
-    assert sharing_of(MANY, np.array([], dtype=np.int64), 8) == 1, "rows of nobody"
+    assert num_splits_of(many * heads, lengths, heads) == 1, "nothing to gain"
+    assert num_splits_of(MANY, np.array([9000, 10]), 1000) == 4, "fewer sequences than that"
+    assert num_splits_of(MANY, np.array([], dtype=np.int64), 8) == 1, "rows of nobody"
 
 
 def test_four_share_if_many_are_long() -> None:
     for many in (MANY // 8, 256):
         lengths = np.arange(many) % 100 + LONG - 50
-        assert sharing_of(many * 8, lengths - 50, 8) == 1
-        assert sharing_of(many * 8, lengths + 50, 8) == 4
-        assert sharing_of(MANY - 1, lengths + 50, 8) == 1, "they are shared anyway"
+        assert num_splits_of(many * 8, lengths - 50, 8) == 1
+        assert num_splits_of(many * 8, lengths + 50, 8) == 4
+        assert num_splits_of(MANY - 1, lengths + 50, 8) == 1, "they are shared anyway"
 
 
 def test_no_more_programs_share_a_sequence_than_its_room_gives_work() -> None:
     for num_programs in range(1, 384):
         for room in (1, 16, 100, 1000, 5000):
-            cut = cut_for(num_programs, 1, room, 256)
+            cut = split_for(num_programs, 1, room, 256)
             assert cut.parts == 1 or (cut.parts // 2) * cut.least < room, cut

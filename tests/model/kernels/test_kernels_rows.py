@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from headway.model.kernels import rows
 from headway.model.kernels.reference import rows as twin
-from headway.model.kernels.rows import SeatTensors
+from headway.model.kernels.rows import RowTensors
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SEATS, WIDTH = 7, 5
@@ -30,7 +30,7 @@ class Inputs:
     slots_n: Tensor
 
 
-def seats_with(lengths: list[int], limits: list[int], first_block: int = 0) -> SeatTensors:
+def seats_with(lengths: list[int], limits: list[int], first_block: int = 0) -> RowTensors:
     """Seats of these lengths and limits, then empty ones; blocks are in no order."""
     chance = torch.Generator().manual_seed(len(lengths))
     tables = torch.randperm(NUM_SEATS * WIDTH, generator=chance) + first_block
@@ -42,14 +42,14 @@ def seats_with(lengths: list[int], limits: list[int], first_block: int = 0) -> S
         torch.randint(100, (NUM_SEATS,), generator=chance),
     ]
     made = [tables.view(NUM_SEATS, WIDTH), *columns]
-    return SeatTensors(*(column.to(DEVICE, torch.int32) for column in made))
+    return RowTensors(*(column.to(DEVICE, torch.int32) for column in made))
 
 
-def copied(seats: SeatTensors) -> SeatTensors:
-    return SeatTensors(*(getattr(seats, field.name).clone() for field in fields(seats)))
+def copied(seats: RowTensors) -> RowTensors:
+    return RowTensors(*(getattr(seats, field.name).clone() for field in fields(seats)))
 
 
-def started(kernels: ModuleType, numbers: list[int], seats: SeatTensors, size: int) -> Inputs:
+def started(kernels: ModuleType, numbers: list[int], seats: RowTensors, size: int) -> Inputs:
     """One step; what nobody wrote is far from anything right."""
     seats_n = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
     columns = torch.full((3, len(numbers)), -777, dtype=torch.int64, device=DEVICE)
@@ -59,13 +59,13 @@ def started(kernels: ModuleType, numbers: list[int], seats: SeatTensors, size: i
 
 
 def finished(
-    kernels: ModuleType, numbers: list[int], sampled: list[int], seats: SeatTensors
+    kernels: ModuleType, numbers: list[int], sampled: list[int], seats: RowTensors
 ) -> None:
     seats_n, sampled_n = torch.tensor([numbers, sampled], dtype=torch.int32, device=DEVICE)
     kernels.finish(seats_n, sampled_n, seats)
 
 
-def assert_equal(one: SeatTensors, other: SeatTensors, rows: slice = slice(None)) -> None:
+def assert_equal(one: RowTensors, other: RowTensors, rows: slice = slice(None)) -> None:
     for field in fields(one):
         name = field.name
         assert torch.equal(getattr(one, name)[rows], getattr(other, name)[rows]), name

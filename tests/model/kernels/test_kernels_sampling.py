@@ -18,7 +18,7 @@ triton: Any = pytest.importorskip("triton")
 import triton.language as tl
 
 from headway.model.kernels import sampling
-from headway.model.kernels.logit_thresholds import find_floors
+from headway.model.kernels.logit_thresholds import find_logit_thresholds
 from headway.model.kernels.reference import logit_thresholds as floors_twin
 from headway.model.kernels.reference import sampling as twin
 from headway.model.kernels.sampling import Columns, sample, workspace
@@ -76,7 +76,7 @@ def kept(logits: Tensor, columns: Columns) -> list[list[bool]]:
     """Which tokens are not below the floor that the kernel finds for their row."""
     rows = torch.arange(len(logits), device=DEVICE)
     floors_n = torch.full((len(logits),), torch.nan, device=DEVICE)
-    find_floors(logits, rows, columns, floors_n)
+    find_logit_thresholds(logits, rows, columns, floors_n)
     is_kept: list[list[bool]] = (logits >= floors_n[:, None]).tolist()
     return is_kept
 
@@ -89,7 +89,7 @@ def alike(logits: Tensor, rows: list[dict[str, float]]) -> list[int]:
     sample(logits, seats, columns, tokens, space)
     twin.sample(logits, seats, columns, expected)
     floors_n = torch.full((len(rows),), torch.nan, dtype=torch.float64, device=DEVICE)
-    floors_twin.find_floors(logits, seats, columns, floors_n)
+    floors_twin.find_logit_thresholds(logits, seats, columns, floors_n)
     assert torch.equal(logits >= space.floors[:, None], logits.double() >= floors_n[:, None])
     assert tokens.tolist() == expected.tolist()
     return [int(token) for token in tokens.tolist()]

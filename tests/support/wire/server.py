@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from headway.engine.engine import Engine
-from headway.engine.input_processor import Asking
+from headway.engine.input_processor import InputProcessor
 from headway.plan import Plan
 from headway.request import Request
 from headway.scheduler import Scheduler, preset
@@ -59,9 +59,11 @@ class Parrot(Capitals):
 
 
 def parrot_served() -> Served:
-    config = preset("headway", max_length=LONGEST, num_blocks=8192, block_size=16, max_requests=64)
+    config = preset(
+        "headway", max_model_len=LONGEST, num_blocks=8192, block_size=16, max_num_seqs=64
+    )
     tokenizer = letters(TEMPLATE)
-    asking = Asking(
+    asking = InputProcessor(
         tokenizer=tokenizer, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip

@@ -25,20 +25,20 @@ from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.tensors import Groups
 
-MOST_QUERIES = 32  # rows of queries in one task of the attention
-MOST_HEAD = 256
+MAX_QUERIES = 32  # rows of queries in one task of the attention
+MAX_HEAD = 256
 ROUNDED = 16  # rows, at most, that the quantized product rounds to bytes side by side
 
 
 def refusal(config: ModelConfig) -> str | None:
     """Why a model cannot run on these kernels; None if it can."""
     lanes = layout().lanes
-    if config.head_dim % lanes or config.head_dim > MOST_HEAD:
-        return f"head size {config.head_dim} is not a multiple of {lanes} up to {MOST_HEAD}"
+    if config.head_dim % lanes or config.head_dim > MAX_HEAD:
+        return f"head size {config.head_dim} is not a multiple of {lanes} up to {MAX_HEAD}"
     if config.intermediate_size % lanes:
         return f"intermediate size {config.intermediate_size} is not a multiple of {lanes}"
-    if config.num_heads // config.num_kv_heads > MOST_QUERIES:
-        return f"more than {MOST_QUERIES} query heads share a key-value head"
+    if config.num_heads // config.num_kv_heads > MAX_QUERIES:
+        return f"more than {MAX_QUERIES} query heads share a key-value head"
     return None
 
 
@@ -146,7 +146,7 @@ class NativePass:
         self._backend, self._config = backend, config
         self._blocks = blocks
         group, size = config.num_heads // config.num_kv_heads, config.head_dim
-        tokens = MOST_QUERIES // group
+        tokens = MAX_QUERIES // group
         tasks = tasks_of(batch.starts_s.numpy(), tokens)
         is_few = len(tasks) * config.num_kv_heads < 4 * torch.get_num_threads()
         cache = structs.Cache(

@@ -25,7 +25,9 @@ class Columns:
     num_generated: Tensor  # int32: the index of the token to be drawn
 
 
-def find_floors(logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor) -> None:
+def find_logit_thresholds(
+    logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor
+) -> None:
     """The least logit that each row keeps; all if it is greedy. NaN counts as -inf."""
     for row, seat in enumerate(seats_n.tolist()):
         logits_v = logits_nv[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)

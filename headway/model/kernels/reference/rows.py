@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:  # the kernels' own file needs Triton
-    from headway.model.kernels.rows import SeatTensors
+    from headway.model.kernels.rows import RowTensors
 
 
 def start(
     seats_n: Tensor,
-    seats: SeatTensors,
+    seats: RowTensors,
     block_size: int,
     tokens_n: Tensor,
     positions_n: Tensor,
@@ -30,7 +30,7 @@ def start(
     seats.lengths[at] = (lengths + 1).minimum(limits)
 
 
-def finish(seats_n: Tensor, sampled_n: Tensor, seats: SeatTensors) -> None:
+def finish(seats_n: Tensor, sampled_n: Tensor, seats: RowTensors) -> None:
     """Take note of the tokens that were sampled for `seats_n`."""
     at = seats_n.long()
     seats.last[at] = sampled_n.to(seats.last.dtype)

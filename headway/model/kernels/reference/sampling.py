@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.model.kernels.reference.logit_thresholds import Columns, find_floors
+from headway.model.kernels.reference.logit_thresholds import Columns, find_logit_thresholds
 from headway.sampling_params import COLDEST
 
 ROUNDS = 7  # the fewest of Philox 4x32 that pass the known tests of randomness
@@ -25,7 +25,7 @@ def sample(
 ) -> None:
     """Choose a token for each row as its seat asks. NaN counts as -inf. Needs no space."""
     floors_n = torch.empty(len(logits_nv), dtype=torch.float32, device=logits_nv.device)
-    find_floors(logits_nv, seats_n, columns, floors_n)
+    find_logit_thresholds(logits_nv, seats_n, columns, floors_n)
     for row, seat in enumerate(seats_n.tolist()):
         scores_v = logits_nv[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
         if columns.temperature[seat] >= COLDEST:
