@@ -28,12 +28,12 @@ class ToyExecutor:
         self.cache = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
 
     def store(self, request: Request, start: int, end: int) -> None:
-        tokens, blocks = request.tokens, request.held.blocks
+        tokens, blocks = request.tokens, request.kv.blocks
         for place in range(start, end):
             self.cache[blocks[place // BLOCK_SIZE]][place % BLOCK_SIZE] = tokens[place]
 
     def next_token(self, request: Request, length: int) -> int:
-        slots = [slot for block in request.held.blocks for slot in self.cache[block]]
+        slots = [slot for block in request.kv.blocks for slot in self.cache[block]]
         return continue_text(slots[:length])
 
     def run(self, plan: Plan) -> StepResult:
@@ -58,7 +58,7 @@ def main() -> None:
         report = scheduler.complete(plan, executor.run(plan))
         for admission in plan.admitted:
             print(f"step {plan.step:2}  {admission.request.id}: {admission.num_cached} cached")
-        for preemption in plan.preempted:
+        for preemption in plan.events.preempted:
             print(f"step {plan.step:2}  {preemption.request.id}: preempted")
         for request in report.finished:
             text = "".join(LETTERS[token] for token in request.output)

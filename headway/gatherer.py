@@ -28,7 +28,7 @@ class OutputCollector:
         for request in (admission.request for admission in report.plan.admitted):
             gathering = self.gatherings.get(request)  # None: it ended before it was reported
             if gathering and not gathering.result.timings.queue:
-                gathering.result.timings.queue = report.plan.planned_at - request.arrival
+                gathering.result.timings.queue = report.plan.events.schedule_ended - request.arrival
         for request in (chunk.request for chunk in report.plan.chunks if chunk.is_last):
             gathering = self.gatherings.get(request)
             if gathering and not gathering.result.timings.first_token:

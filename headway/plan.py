@@ -20,7 +20,7 @@ Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
 Embedding = npt.NDArray[np.float32]  # [hidden size], of length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
-Reason = Literal["seats", "tokens", "blocks", "headroom", "order", "back-off"]
+Reason = Literal["max_num_seqs", "token_budget", "blocks", "headroom", "order", "back_off"]
 
 
 class Chunk(NamedTuple):
@@ -60,51 +60,58 @@ class Blocked(NamedTuple):
     have: int
 
 
-class Behind(NamedTuple):
-    """The waiting requests a step did not even look at, and the reason they share."""
+class NotConsidered(NamedTuple):
+    """The waiting requests that a step did not examine, and the reason they share."""
 
     reason: Reason
     num_requests: int
 
 
 class Copy(NamedTuple):
-    """One block from one pool to the other; `source` and `target` are block numbers."""
+    """Copy one block between the pools; `source` and `target` are block numbers."""
 
     source: int
     target: int
 
 
 @dataclass(slots=True, eq=False)
+class StepEvents:
+    """What happened around a step: arrivals, aborts, preemptions, and the state after planning."""
+
+    added: list[Request] = field(default_factory=list)  # since the previous plan
+    aborted: list[Request] = field(default_factory=list)  # since the previous plan
+    aborted_in_flight: list[Request] = field(default_factory=list)  # while this plan ran
+    preempted: list[Preemption] = field(default_factory=list)
+    num_early: tuple[int, int] = (0, 0)  # of `added` and `aborted`: seen by an empty plan before
+    num_free: int = 0  # blocks
+    num_running: int = 0
+    num_waiting: int = 0
+    num_in_flight: int = 0  # plans without a result when this one was made
+    schedule_started: float = 0.0  # on the engine's clock, set by the engine
+    schedule_ended: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
 class Plan:
-    """All that one step does. Sized by what changes; only `decodes` lists everybody."""
+    """All that one step does. Its size depends on what changes; only `decodes` lists all."""
 
     step: int
     decodes: list[Request] = field(default_factory=list)
-    rows: Rows = field(default_factory=lambda: NO_ROWS)  # of `decodes`: where each one sits
-    num_steps: int = 1  # tokens for each of `decodes`, made without the host in between
-    decode_context: int = 0  # tokens in the cache that the first decode step reads, summed
-    grown: list[tuple[Request, int]] = field(default_factory=list)  # new block for a decode
-    deferred: list[Request] = field(default_factory=list)  # decodes the token budget left out
+    rows: Rows = field(default_factory=lambda: NO_ROWS)  # of `decodes`, in the same order
+    num_steps: int = 1  # decode steps, run on the device without the host in between
+    decode_context: int = 0  # cached tokens that the first decode step reads, summed
+    new_blocks: list[tuple[Request, int]] = field(default_factory=list)  # blocks for decodes
+    deferred: list[Request] = field(default_factory=list)  # decodes left out by the token budget
     chunks: list[Chunk] = field(default_factory=list)
     copies_out: list[Copy] = field(default_factory=list)  # device to host
     copies_in: list[Copy] = field(default_factory=list)  # host to device
-    added: list[Request] = field(default_factory=list)  # new since the plan before
-    aborted: list[Request] = field(default_factory=list)  # since then, with nothing in flight
-    interrupted: list[Request] = field(default_factory=list)  # aborted while this was in flight
     admitted: list[Admission] = field(default_factory=list)
-    preempted: list[Preemption] = field(default_factory=list)
     blocked: list[Blocked] = field(default_factory=list)
-    behind: Behind | None = None
-    num_free: int = 0  # blocks, after this plan
-    num_running: int = 0
-    num_waiting: int = 0
-    num_in_flight: int = 0  # plans not settled when this one was made
-    num_early: tuple[int, int] = (0, 0)  # of `added` and `aborted`, seen by an empty plan before
-    began_at: float = 0.0  # when the scheduler was asked for it
-    planned_at: float = 0.0  # and when it was made; stamped by the engine, as it has the clock
-    # Settling: who reaches its length with which of the steps, and who takes fewer tokens.
-    ending: list[list[Request]] = field(default_factory=list)
-    cut: dict[Request, int] = field(default_factory=dict)
+    not_considered: NotConsidered | None = None
+    # For the result: requests that reach their limit, by step; tokens taken where fewer than all.
+    reaching_limit: list[list[Request]] = field(default_factory=list)
+    tokens_kept: dict[Request, int] = field(default_factory=dict)
+    events: StepEvents = field(default_factory=StepEvents)
 
     @property
     def is_empty(self) -> bool:
@@ -113,7 +120,7 @@ class Plan:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens one forward pass of this plan computes."""
+        """Tokens that one forward pass of this plan computes."""
         return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
 
 
@@ -149,10 +156,10 @@ class StepReport:
         """The tokens each request gained in this step."""
         plan, columns = self.plan, self.result.columns
         for row, request in enumerate(plan.decodes):
-            kept = plan.cut.get(request, plan.num_steps)
+            kept = plan.tokens_kept.get(request, plan.num_steps)
             if kept:
                 yield request, [int(column[row]) for column in columns[:kept]]
         sampled = (c.request for c in plan.chunks if c.is_last)
         for request, token in zip(sampled, self.result.firsts, strict=True):
-            if plan.cut.get(request, 1):
+            if plan.tokens_kept.get(request, 1):
                 yield request, [token]

@@ -133,7 +133,7 @@ class History:
     num_overtaken: int = 0
     aborted_after: int = 0  # requests that had newly come when it was aborted
     group: str | None = None  # of the queue's rule; fixed when the request is added
-    furthest: int = 0  # most tokens ever computed; anything below computed again is waste
+    max_num_computed: int = 0  # most tokens ever computed; anything below computed again is waste
 
 
 class Request:
@@ -146,9 +146,9 @@ class Request:
         "error",
         "error_code",
         "finish_reason",
-        "held",
         "history",
         "id",
+        "kv",
         "limit",
         "num_prompt",
         "pace",
@@ -191,7 +191,7 @@ class Request:
         self.base = 0  # with the tick of its pace, what is computed: see num_computed
         self.pace = STANDING
         self.prefill_end = 0  # tokens to compute before it decodes; fixed at admission
-        self.held = KVAllocation()
+        self.kv = KVAllocation()
         self.history = History()
         self.finish_reason: str | None = None  # stop, length, abort or error
         self.stop_token: int | None = None

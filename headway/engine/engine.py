@@ -59,7 +59,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.requests or self._flight or self.scheduler.has_news)
+        return bool(self.scheduler.requests or self._flight or self.scheduler.has_pending_events)
 
     @property
     def num_in_flight(self) -> int:
@@ -140,13 +140,13 @@ class Engine:
             raise
         finally:
             self.step_began = None
-        report = report or self.scheduler.take_news()
+        report = report or self.scheduler.take_pending_events()
         return self._report(report) if report else None
 
     def _make_plan(self, began_at: float) -> Plan:
         with self.lock:
             plan = self.scheduler.schedule()
-            plan.began_at, plan.planned_at = began_at, self.clock.now()
+            plan.events.schedule_started, plan.events.schedule_ended = began_at, self.clock.now()
         return plan
 
     def _settle_oldest(self) -> StepReport:
@@ -178,7 +178,7 @@ class Engine:
         if report.plan.step >= 0:
             self.fault, self._num_faults = None, 0
         else:
-            report.plan.planned_at = self._last_progress
+            report.plan.events.schedule_ended = self._last_progress
         for observe in tuple(self.observers):
             try:
                 observe(report)
@@ -192,7 +192,7 @@ class Engine:
         """End those who cannot go on, as one that has failed, whatever else would have ended them."""
         plan = report.plan
         for request, (step, reason, code) in report.result.failed.items():
-            if step >= plan.cut.get(request, plan.num_steps):
+            if step >= plan.tokens_kept.get(request, plan.num_steps):
                 continue  # it had ended before
             request.error_code = code
             if request in report.finished:
@@ -210,7 +210,7 @@ class Engine:
             if self.has_given_up:
                 for id in list(self.scheduler.requests):
                     self.scheduler.abort(id, "error", self.fault)
-        report = self.scheduler.take_news()
+        report = self.scheduler.take_pending_events()
         return self._report(report) if report else None
 
 

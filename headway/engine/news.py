@@ -71,7 +71,7 @@ class News:
         for admission in plan.admitted:
             times = self.times.get(admission.request)
             if times and times.seated is None:
-                times.seated = plan.planned_at
+                times.seated = plan.events.schedule_ended
         for chunk in plan.chunks:
             times = self.times.get(chunk.request)
             if times and times.first_token is None and chunk.is_last:

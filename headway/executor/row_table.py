@@ -27,13 +27,13 @@ class RowTable:
         self.last = np.zeros(num_rows, dtype=np.int64)  # sampled, and the next input
 
     def seat(self, request: Request) -> None:
-        row, blocks = request.row, request.held.blocks
+        row, blocks = request.row, request.kv.blocks
         self.tables[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
         self.limits[row] = request.limit - 1
 
     def grow(self, plan: Plan) -> None:
-        for request, block in plan.grown:
+        for request, block in plan.new_blocks:
             self.grow_one(request.row, block)
 
     def grow_one(self, row: int, block: int) -> None:

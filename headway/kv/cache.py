@@ -1,6 +1,6 @@
 """The KV cache as the scheduler sees it: what would an admission need, reserve, grow, give back.
 
-Owns the device pool and the host pool. Keeps what a request holds in `request.held`. Decides
+Owns the device pool and the host pool. Keeps what a request holds in `request.kv`. Decides
 nothing: who is admitted, who is evicted and whether a victim is swapped is asked elsewhere.
 """
 
@@ -41,12 +41,12 @@ class KVCache:
 
     def survey(self, request: Request) -> AdmissionCost:
         """Look up the longest prefix on the device, and what the host can add to it."""
-        held, num_tokens = request.held, request.num_known
+        held, num_tokens = request.kv, request.num_known
         if len(held.keys) < num_tokens // self.block_size:
             extend_keys(held.keys, request, self.block_size)
         num_hits = self.pool.index.match(held.keys)
         if not request.params.reads_cache:  # but what it has computed itself it may read again
-            num_hits = min(num_hits, request.history.furthest // self.block_size)
+            num_hits = min(num_hits, request.history.max_num_computed // self.block_size)
         num_computed, host = num_hits * self.block_size, held.host
         uses_host = host is not None and host.first <= num_hits and host.num_tokens > num_computed
         if host is not None and uses_host:
@@ -58,12 +58,12 @@ class KVCache:
     def num_taken(self, request: Request, survey: AdmissionCost) -> int:
         """Free blocks that the admission would use up: new ones, and hits that nobody holds."""
         block_of, refs = self.pool.index.block_of, self.pool.refs
-        keys = request.held.keys[: survey.num_hits]
+        keys = request.kv.keys[: survey.num_hits]
         return survey.num_blocks - sum(refs[block_of[key]] > 0 for key in keys)
 
     def reserve(self, request: Request, survey: AdmissionCost) -> list[Copy]:
         """Give the request blocks for every known token; the copies that bring in host blocks."""
-        held, pool = request.held, self.pool
+        held, pool = request.kv, self.pool
         hits = list(map(pool.index.block_of.__getitem__, held.keys[: survey.num_hits]))
         pool.share(hits)  # before taking any, so that no hit is evicted for its own request
         held.blocks += hits
@@ -79,12 +79,12 @@ class KVCache:
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""
-        held = request.held
+        held = request.kv
         self.pool.index.add(held.blocks[start:end], held.keys[start:end])
 
     def release(self, request: Request) -> None:
         """Give back every block; what is full and known stays matchable until it is taken."""
-        held = request.held
+        held = request.kv
         num_known = min(request.num_computed, request.num_known) // self.block_size
         if num_known > len(held.keys):
             extend_keys(held.keys, request, self.block_size)
@@ -98,7 +98,7 @@ class KVCache:
 
         Leading blocks that others hold too are not copied: they are likely to stay.
         """
-        held, refs = request.held, self.pool.refs
+        held, refs = request.kv, self.pool.refs
         num_used = self.blocks_for(request.num_computed)
         first = 0
         while first < num_used and refs[held.blocks[first]] > 1:
@@ -113,9 +113,9 @@ class KVCache:
 
     def discard_host_copy(self, request: Request) -> None:
         """Give up host blocks; they are free from the next plan on (this one may read them)."""
-        if request.held.host is not None:
-            self._leaving_host += request.held.host.blocks
-            request.held.host = None
+        if request.kv.host is not None:
+            self._leaving_host += request.kv.host.blocks
+            request.kv.host = None
 
     def settle_host(self) -> None:
         """The plan that may read the given-up host blocks is made: later plans may write them."""
@@ -125,10 +125,10 @@ class KVCache:
 
     def blocks_of(self, request: Request) -> list[int]:
         """Blocks it holds or, while it waits, would find in the cache."""
-        keys, index = request.held.keys, self.pool.index
-        return request.held.blocks or [index.block_of[key] for key in keys[: index.match(keys)]]
+        keys, index = request.kv.keys, self.pool.index
+        return request.kv.blocks or [index.block_of[key] for key in keys[: index.match(keys)]]
 
     def num_private_blocks(self, request: Request) -> int:
         """Blocks that would become free if the request left."""
         refs = self.pool.refs
-        return sum(refs[block] == 1 for block in request.held.blocks)
+        return sum(refs[block] == 1 for block in request.kv.blocks)

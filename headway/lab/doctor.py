@@ -23,7 +23,7 @@ def examine(summary: Summary, config: dict[str, Any]) -> list[Finding]:
     return [finding for check in checks if (finding := check(summary, config))]
 
 
-MEMORY = ("blocks", "headroom", "back-off")
+MEMORY = ("blocks", "headroom", "back_off")
 
 
 def _top_reason(summary: Summary) -> str:
@@ -51,11 +51,11 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
     if waiting <= 5 or queue < 1:
         return None
     remedies = {
-        "seats": "raise max_num_seqs",
-        "tokens": "raise max_num_batched_tokens, the budget of a step",
+        "max_num_seqs": "raise max_num_seqs",
+        "token_budget": "raise max_num_batched_tokens, the budget of a step",
         "blocks": "more KV blocks: a larger card, a smaller model or a shorter max_tokens",
         "headroom": "more KV blocks, or a less cautious headroom",
-        "back-off": "more KV blocks; preemptions hold admission back",
+        "back_off": "more KV blocks; preemptions hold admission back",
         "order": "allow the queue some patience, so that small requests pass a blocked one",
     }
     reason = _top_reason(summary)

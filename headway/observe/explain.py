@@ -1,7 +1,7 @@
 """Why is nothing moving? The scheduler's state and its latest decisions, in sentences.
 
 The only place that words why a request waits: `why()`, the live page, `headway top` and the
-terminal view all use `why_blocked` and `why_behind`.
+terminal view all use `why_blocked` and `why_not_considered`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections import Counter
 
 from headway.config import Config
-from headway.plan import Behind, Blocked
+from headway.plan import Blocked, NotConsidered
 from headway.scheduler import Scheduler
 
 SENTENCES = {
-    "tokens": "it wants {need} token{s} and {have} are left of the step's budget",
+    "token_budget": "it wants {need} token{s} and {have} are left of the step's budget",
     "blocks": "it needs {need} free KV block{s} and {have} are free",
     "headroom": "admission must leave blocks free: it asks for {need} and {have} are free",
     "order": "it waits for the sample that computes its prompt",
-    "back-off": "preemptions were recent: admission asks for {need} block{s} and {have} are free",
+    "back_off": "preemptions were recent: admission asks for {need} block{s} and {have} are free",
 }
 UNSETTLED = "it was just preempted and can be admitted again after the running step"
 BEHIND = {
-    "tokens": "because the step's token budget is used up",
-    "back-off": "because this step had to preempt, so nobody is admitted",
+    "token_budget": "because the step's token budget is used up",
+    "back_off": "because this step had to preempt, so nobody is admitted",
     "order": "behind those above, in the queue's order",
 }
 MAX_LISTED = 5
@@ -33,19 +33,19 @@ def why_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
 
     Pass the plan's own count for the time of the plan, or the scheduler's for the present.
     """
-    if blocked.reason == "seats":
+    if blocked.reason == "max_num_seqs":
         return _why_seats(num_running, config.max_num_seqs, is_kept=blocked.have > 0)
     # Only a request with a token in flight has these numbers: they are not numbers of blocks.
     is_unsettled = blocked.request.history.num_preemptions and blocked[2:] == (1, 0)
-    if blocked.reason == "back-off" and is_unsettled:
+    if blocked.reason == "back_off" and is_unsettled:
         return UNSETTLED
     plural = "" if blocked.need == 1 else "s"
     return SENTENCES[blocked.reason].format(need=blocked.need, have=blocked.have, s=plural)
 
 
-def why_behind(behind: Behind, num_running: int, config: Config) -> str:
+def why_not_considered(behind: NotConsidered, num_running: int, config: Config) -> str:
     """Why the requests that were not considered wait; follows the word `wait` in a sentence."""
-    if behind.reason == "seats":
+    if behind.reason == "max_num_seqs":
         return f"because {_why_seats(num_running, config.max_num_seqs, is_kept=False)}"
     return BEHIND.get(behind.reason, f"because of {behind.reason}")
 
@@ -95,9 +95,9 @@ def _waiting(scheduler: Scheduler) -> list[str]:
         lines.append(f"  {blocked.request.id}: {why_blocked(blocked, num_running, config)}.")
     if len(still) > MAX_LISTED:
         lines.append(f"  and {len(still) - MAX_LISTED} more that were looked at.")
-    if plan.behind:
-        reason = why_behind(plan.behind, num_running, config)
-        lines.append(f"  {plan.behind.num_requests} more wait {reason}.")
-    if not still and not plan.behind:
+    if plan.not_considered:
+        reason = why_not_considered(plan.not_considered, num_running, config)
+        lines.append(f"  {plan.not_considered.num_requests} more wait {reason}.")
+    if not still and not plan.not_considered:
         lines.append("  They came after the latest plan was made; the next step looks at them.")
     return lines

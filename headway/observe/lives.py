@@ -56,18 +56,23 @@ class Lives:
         """Take note of a step. Every step must come by, in order."""
         plan = report.plan
         happened = StepStats(report.result.ended or self._clock())
-        for request in plan.added:
+        for request in plan.events.added:
             self.open[request] = Life(request.arrival)
-        for preemption in plan.preempted:
+        for preemption in plan.events.preempted:
             self._park(preemption.request)
-        for request in (*plan.aborted, *plan.interrupted):  # they took nothing of this step
+        for request in (
+            *plan.events.aborted,
+            *plan.events.aborted_in_flight,
+        ):  # they took nothing of this step
             self._fresh.pop(request, None)
         if plan.admitted:
             self._admit(plan, happened)
         if plan.decodes:
             self._decode(plan, happened)
         for chunk in plan.chunks:
-            self._compute(chunk.request, chunk.is_last and plan.cut.get(chunk.request, 1), happened)
+            self._compute(
+                chunk.request, chunk.is_last and plan.tokens_kept.get(chunk.request, 1), happened
+            )
         for request in report.finished:
             self._end(request, happened)
         return happened
@@ -81,7 +86,7 @@ class Lives:
         for request, num_cached, _, is_resume in plan.admitted:
             life = self.open.get(request)
             if life and life.seated < 0:
-                life.seated = plan.planned_at
+                life.seated = plan.events.schedule_ended
             if not is_resume and request.params.reads_cache:
                 happened.num_queried += request.num_prompt
                 happened.num_hit += num_cached
@@ -137,7 +142,7 @@ class Lives:
 
 def _num_taken(plan: Plan) -> tuple[int, int]:
     """Decodes that took at least a token, and tokens that were taken."""
-    cut, num_rows, num_steps = plan.cut, len(plan.decodes), plan.num_steps
+    cut, num_rows, num_steps = plan.tokens_kept, len(plan.decodes), plan.num_steps
     if not cut:
         return num_rows, num_rows * num_steps
     kept = [cut[request] for request in plan.decodes if request in cut]

@@ -40,13 +40,13 @@ class RateWindow:
         for seconds, num_gaps in happened.gaps:
             counts["gaps"] += num_gaps
             counts["itl_us"] += int(1e6 * seconds * num_gaps)
-        if plan.admitted or plan.chunks or plan.preempted or happened.ended:
+        if plan.admitted or plan.chunks or plan.events.preempted or happened.ended:
             self._count_changes(report, happened, counts)
 
     def _count_changes(self, report: StepReport, happened: StepStats, counts: Counts) -> None:
         """Count what a steady decode step does not have."""
         counts["prompt_tokens"] += happened.num_prompt
-        counts["preemptions"] += len(report.plan.preempted)
+        counts["preemptions"] += len(report.plan.events.preempted)
         counts["firsts"] += len(happened.firsts)
         counts["ttft_us"] += int(1e6 * sum(happened.firsts))
         counts["queried"] += happened.num_queried

@@ -78,11 +78,13 @@ class ServerMetrics:
         if plan.step >= 0:
             num_decoded = len(plan.decodes) * (plan.num_steps - 1)
             histograms["iteration_tokens_total"].observe(plan.num_tokens + num_decoded)
-            histograms["scheduler_step_seconds"].observe(plan.planned_at - plan.began_at)
+            histograms["scheduler_step_seconds"].observe(
+                plan.events.schedule_ended - plan.events.schedule_started
+            )
         between = histograms["inter_token_latency_seconds"]
         for seconds, count in happened.gaps:
             between.observe(seconds, count)
-        if plan.admitted or plan.chunks or plan.preempted or happened.ended:
+        if plan.admitted or plan.chunks or plan.events.preempted or happened.ended:
             self._count_changes(report, happened)
 
     def _count_changes(self, report: StepReport, happened: StepStats) -> None:
@@ -92,7 +94,7 @@ class ServerMetrics:
         counters["prefix_cache_queries", ""] += happened.num_queried
         counters["prefix_cache_hits", ""] += happened.num_hit
         counters["recomputed_tokens", ""] += happened.num_recomputed
-        counters["num_preemptions", ""] += len(plan.preempted)
+        counters["num_preemptions", ""] += len(plan.events.preempted)
         counters["swapped_blocks", "out"] += len(plan.copies_out)
         counters["swapped_blocks", "in"] += len(plan.copies_in)
         first = self.numbers.histograms["time_to_first_token_seconds"]
@@ -143,10 +145,10 @@ def waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
     """Everyone who waits, by what the latest plan said of it."""
     plan, num_waiting = scheduler.last_plan, len(scheduler.queue)
     reasons = Counter[str](b.reason for b in plan.blocked if _waits(b.request))
-    if plan.behind:
+    if plan.not_considered:
         num_known = reasons.total()
-        reasons[plan.behind.reason] += max(
-            0, min(plan.behind.num_requests, num_waiting - num_known)
+        reasons[plan.not_considered.reason] += max(
+            0, min(plan.not_considered.num_requests, num_waiting - num_known)
         )
     reasons[NEW] = max(0, num_waiting - reasons.total())
     return reasons

@@ -13,7 +13,7 @@ from typing import Any
 
 from headway import __version__
 from headway.engine.loop import EngineLoop
-from headway.observe.explain import why_behind, why_blocked
+from headway.observe.explain import why_blocked, why_not_considered
 from headway.observe.lives import StepStats
 from headway.observe.rate_window import RateWindow
 from headway.plan import Admission, Plan, StepReport
@@ -41,16 +41,16 @@ class Live:
         """Take note of a step."""
         plan = report.plan
         self._window.follow(report, happened)
-        if plan.admitted or plan.chunks or plan.preempted or happened.ended:
+        if plan.admitted or plan.chunks or plan.events.preempted or happened.ended:
             self._note(report)
-        elif plan.blocked or plan.behind:
+        elif plan.blocked or plan.not_considered:
             self._decisions += ((plan.step, "waits", words) for words in self._waiting(plan))
 
     # The latest decisions, in words.
 
     def _note(self, report: StepReport) -> None:
         plan, said = report.plan, self._decisions
-        for request, is_swap, num_lost, _ in plan.preempted[-NUM_DECISIONS:]:
+        for request, is_swap, num_lost, _ in plan.events.preempted[-NUM_DECISIONS:]:
             fate = "copied to the host" if is_swap else "to be computed again"
             words = f"{request.id} gives up its blocks, {num_lost} tokens {fate}"
             said.append((plan.step, "preempted", words))
@@ -75,13 +75,13 @@ class Live:
             request, reason = blocked.request, blocked.reason
             if self._waits.get(request) != reason and not request.is_finished:
                 self._waits[request] = reason
-                yield f"{request.id} waits: {why_blocked(blocked, plan.num_running, config)}"
-        behind = plan.behind
+                yield f"{request.id} waits: {why_blocked(blocked, plan.events.num_running, config)}"
+        behind = plan.not_considered
         if behind is None:
             self._waits.pop(None, None)
         elif self._waits.get(None) != behind.reason:
             self._waits[None] = behind.reason
-            why = why_behind(behind, plan.num_running, config)
+            why = why_not_considered(behind, plan.events.num_running, config)
             yield f"{behind.num_requests} in the queue wait {why}"
 
     # The picture.
@@ -114,8 +114,10 @@ class Live:
         plan, config, num_running = scheduler.last_plan, scheduler.config, len(scheduler.running)
         reasons = {b.request: why_blocked(b, num_running, config) for b in plan.blocked}
         behind = NEXT_STEP
-        if plan.behind:
-            behind = why_behind(plan.behind, num_running, config).removeprefix("because ")
+        if plan.not_considered:
+            behind = why_not_considered(plan.not_considered, num_running, config).removeprefix(
+                "because "
+            )
         for request in islice(scheduler.queue, MAX_ROWS):  # `walk` would sort: watching must not
             yield {**_row(request, now, {}), "reason": reasons.get(request, behind)}
 
@@ -144,7 +146,7 @@ def _row(request: Request, now: float, in_flight: dict[Request, int]) -> dict[st
         "state": request.state.value if computed is None else "prefill",
         "computed": min(request.num_computed if computed is None else computed, request.num_prompt),
         "output": request.num_generated, "most": request.limit - request.num_prompt,
-        "blocks": len(request.held.blocks), "client": request.params.client,
+        "blocks": len(request.kv.blocks), "client": request.params.client,
         "priority": request.params.priority, "preemptions": request.history.num_preemptions,
         "age": now - request.arrival,
     }  # fmt: skip

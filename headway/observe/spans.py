@@ -102,9 +102,11 @@ class Spans:
 
     def __call__(self, report: StepReport) -> None:
         plan, now = report.plan, report.result.ended or self._engine.clock.now()
-        self._phases.update({r: [("queue", r.arrival)] for r in plan.added})
-        began = [(p.request, "preempted", plan.planned_at) for p in plan.preempted]
-        began += [(a.request, "prefill", plan.planned_at) for a in plan.admitted]
+        self._phases.update({r: [("queue", r.arrival)] for r in plan.events.added})
+        began = [
+            (p.request, "preempted", plan.events.schedule_ended) for p in plan.events.preempted
+        ]
+        began += [(a.request, "prefill", plan.events.schedule_ended) for a in plan.admitted]
         began += [(chunk.request, "decode", now) for chunk in plan.chunks if chunk.is_last]
         for request, phase, start in began:
             if request in self._phases:

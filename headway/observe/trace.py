@@ -39,26 +39,26 @@ def describe_step(report: StepReport) -> Line:
     """One settled step as plain data; empty fields are left out."""
     plan, result = report.plan, report.result
     line: Line = {
-        "step": plan.step, "t": plan.planned_at, "start": result.started, "end": result.ended,
-        "running": plan.num_running, "waiting": plan.num_waiting, "free": plan.num_free,
-        "added": [describe_request(r) for r in plan.added],
-        "aborted": [[r.id, r.history.aborted_after] for r in plan.aborted],
-        "interrupted": [[r.id, r.history.aborted_after] for r in plan.interrupted],
+        "step": plan.step, "t": plan.events.schedule_ended, "start": result.started, "end": result.ended,
+        "running": plan.events.num_running, "waiting": plan.events.num_waiting, "free": plan.events.num_free,
+        "added": [describe_request(r) for r in plan.events.added],
+        "aborted": [[r.id, r.history.aborted_after] for r in plan.events.aborted],
+        "interrupted": [[r.id, r.history.aborted_after] for r in plan.events.aborted_in_flight],
         "preempted": [
             [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_priority)]
-            for p in plan.preempted
+            for p in plan.events.preempted
         ],
         "admitted": [
             [a.request.id, a.num_cached, a.num_swapped, int(a.is_resume)] for a in plan.admitted
         ],
         "chunks": [[c.request.id, c.start, c.end, int(c.is_last)] for c in plan.chunks],
-        "decodes": len(plan.decodes), "context": plan.decode_context, "grown": len(plan.grown),
-        "dropped": _dropped(plan), "in_flight": plan.num_in_flight,
-        "early": list(plan.num_early) if any(plan.num_early) else [],
+        "decodes": len(plan.decodes), "context": plan.decode_context, "grown": len(plan.new_blocks),
+        "dropped": _dropped(plan), "in_flight": plan.events.num_in_flight,
+        "early": list(plan.events.num_early) if any(plan.events.num_early) else [],
         "deferred": [r.id for r in plan.deferred],
         "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
         "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
-        "behind": list(plan.behind) if plan.behind else [],
+        "behind": list(plan.not_considered) if plan.not_considered else [],
         "finished": [_describe_end(r) for r in report.finished],
     }  # fmt: skip
     if plan.num_steps > 1:
@@ -68,7 +68,11 @@ def describe_step(report: StepReport) -> Line:
 
 def _dropped(plan: Plan) -> list[int]:
     """Decodes that took nothing, and tokens sampled in vain: they were over, or past their end."""
-    kept = [plan.cut[r] for r in plan.decodes if r in plan.cut] if plan.cut else []
+    kept = (
+        [plan.tokens_kept[r] for r in plan.decodes if r in plan.tokens_kept]
+        if plan.tokens_kept
+        else []
+    )
     unused = sum(plan.num_steps - count for count in kept)
     return [kept.count(0), unused] if unused else []
 

@@ -66,7 +66,7 @@ class DecodeBatch(Pace):
         request.base -= self.tick
         request.pace, request.written_to = self, self.tick
         self._context += request.base
-        self._crossing[-request.base % self._block_size][request] = request.held.blocks.append
+        self._crossing[-request.base % self._block_size][request] = request.kv.blocks.append
         self._ends.setdefault(self._end_of(request), {})[request] = None
 
     def leave(self, request: Request) -> None:

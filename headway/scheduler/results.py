@@ -35,7 +35,7 @@ def settle(plan: Plan, result: StepResult, scheduler: Scheduler) -> list[Request
     finished: list[Request] = []
     sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
     for request, token in zip(sampled, result.firsts, strict=True):
-        if request not in plan.cut:
+        if request not in plan.tokens_kept:
             request.written.append(token)
     finished += _stop(plan, 0, sampled, result.firsts, scheduler)
     for step, column in enumerate(result.columns):
@@ -50,11 +50,13 @@ def settle(plan: Plan, result: StepResult, scheduler: Scheduler) -> list[Request
 def _deliver(plan: Plan, column: Column, scheduler: Scheduler) -> None:
     """One token for each decode: those in decode_batch together, those who left it singly."""
     decode_batch = scheduler.decode_batch
-    singly = [r for r in decode_batch.strayed.union(*plan.ending) if not decode_batch.awaits(r)]
+    singly = [
+        r for r in decode_batch.strayed.union(*plan.reaching_limit) if not decode_batch.awaits(r)
+    ]
     decode_batch.deliver(plan.rows, column)
     places = {request: place for place, request in enumerate(plan.decodes)} if singly else {}
     for request in singly:
-        if request not in plan.cut and request in places:
+        if request not in plan.tokens_kept and request in places:
             request.written.append(int(column[places[request]]))
 
 
@@ -66,10 +68,10 @@ def _stop(
     places = _watch(column, list(scheduler.watched))
     for place in sorted(places, key=lambda i: requests[i].history.admission):
         request, token = requests[place], int(column[place])
-        is_over = request in plan.cut or request.num_generated < request.params.min_tokens
+        is_over = request in plan.tokens_kept or request.num_generated < request.params.min_tokens
         if token in request.stops and not is_over:
             request.stop_token = token
-            plan.cut[request] = step + 1
+            plan.tokens_kept[request] = step + 1
             scheduler.retire(request, "stop")
             stopped.append(request)
     return stopped
@@ -90,8 +92,12 @@ def _watch(column: Column, watched: list[int]) -> list[int]:
 
 def _end(plan: Plan, step: int, scheduler: Scheduler) -> list[Request]:
     """Retire who reaches its length with this step of the plan."""
-    ended = [r for r in plan.ending[step] if r not in plan.cut] if step < len(plan.ending) else []
+    ended = (
+        [r for r in plan.reaching_limit[step] if r not in plan.tokens_kept]
+        if step < len(plan.reaching_limit)
+        else []
+    )
     for request in ended:
-        plan.cut[request] = step + 1
+        plan.tokens_kept[request] = step + 1
         scheduler.retire(request, "length")
     return ended

@@ -16,7 +16,7 @@ from typing import Any
 
 from headway.config import Config
 from headway.kv.cache import AdmissionCost, KVCache
-from headway.plan import Admission, Plan, Preemption, StepReport, StepResult
+from headway.plan import Admission, Plan, Preemption, StepEvents, StepReport, StepResult
 from headway.request import Request, State
 from headway.scheduler import validate as door
 from headway.scheduler.decode_batch import DecodeBatch
@@ -56,7 +56,7 @@ class Scheduler:
         self._rows = list(range(config.max_num_seqs))[::-1]
         self.watched: Counter[int] = Counter()  # stop tokens of everyone not finished
         self._num_added = self._num_admitted = self._num_steps = 0
-        self._news = Plan(-1)  # what happened since the last plan that was not empty
+        self._events = StepEvents()  # since the last plan that was not empty
         self._step = Step(self, self.last_plan)
         self._service: dict[str, float] | None = None  # kept until somebody comes, goes or steps
 
@@ -79,7 +79,7 @@ class Scheduler:
             self.ledger.arrive(self.queue.group_of(request))
             self.watched.update(request.stops)
         self._num_added += len(requests)
-        self._news.added += requests
+        self._events.added += requests
 
     def abort(self, id: str, reason: str = "abort", error: str | None = None) -> bool:
         """End a request at once, wherever it is; False if there is none of that id."""
@@ -88,12 +88,12 @@ class Scheduler:
             return False
         request.error = error
         self.retire(request, reason)
-        request.history.aborted_after = len(self._news.added)
-        first_new = self._news.added[0].history.serial if self._news.added else self._num_added
+        request.history.aborted_after = len(self._events.added)
+        first_new = self._events.added[0].history.serial if self._events.added else self._num_added
         if self.in_flight and request.history.serial < first_new:
-            self.in_flight[-1].interrupted.append(request)
+            self.in_flight[-1].events.aborted_in_flight.append(request)
         else:  # its end must not be told before its beginning
-            self._news.aborted.append(request)
+            self._events.aborted.append(request)
         return True
 
     def schedule(self) -> Plan:
@@ -101,7 +101,7 @@ class Scheduler:
         assert len(self.in_flight) < 2, "at most one plan may be in flight while the next is made"
         self.last_plan = plan = Plan(self._num_steps)
         self._step = step = Step(self, plan)
-        plan.num_in_flight = len(self.in_flight)
+        plan.events.num_in_flight = len(self.in_flight)
         self._service = None
         if self.config.queue.preempts and self.queue:
             step.make_way()
@@ -113,12 +113,12 @@ class Scheduler:
         for chunk in plan.chunks:
             if chunk.is_last:
                 self._start_decoding(chunk.request, plan)
-        plan.num_free = self.kv.num_free
-        plan.num_running, plan.num_waiting = len(self.running), len(self.queue)
+        plan.events.num_free = self.kv.num_free
+        plan.events.num_running, plan.events.num_waiting = len(self.running), len(self.queue)
         if not plan.is_empty:
             self._launch(plan)
         elif self.in_flight:  # what has come so far was looked at, before the one in flight settles
-            self._news.num_early = len(self._news.added), len(self._news.aborted)
+            self._events.num_early = len(self._events.added), len(self._events.aborted)
         return plan
 
     def complete(self, plan: Plan, result: StepResult) -> StepReport:
@@ -127,30 +127,34 @@ class Scheduler:
         check_result(plan, result)
         self.in_flight.popleft()
         self.unsettled.clear()
-        finished = [*plan.aborted, *plan.interrupted, *settle(plan, result, self)]
+        finished = [
+            *plan.events.aborted,
+            *plan.events.aborted_in_flight,
+            *settle(plan, result, self),
+        ]
         self.decode_batch.strayed.clear()
         return StepReport(plan, result, finished)
 
     @property
-    def has_news(self) -> bool:
+    def has_pending_events(self) -> bool:
         """Whether somebody was aborted whose end no report has told yet."""
-        return bool(self._news.aborted)
+        return bool(self._events.aborted)
 
-    def take_news(self) -> StepReport | None:
+    def take_pending_events(self) -> StepReport | None:
         """What happened since the last plan, if there is none to report it with."""
-        news = self._news
+        news = self._events
         if self.in_flight or not (news.added or news.aborted or news.preempted):
             return None
-        self._news = Plan(-1)
-        return StepReport(news, StepResult(), news.aborted)
+        self._events = StepEvents()
+        return StepReport(Plan(-1, events=news), StepResult(), news.aborted)
 
     def fail(self, reason: str) -> None:
         """A step failed: end what was in flight with the reason, distrust all that is cached."""
-        plans, news = list(self.in_flight), self._news
+        plans, news = list(self.in_flight), self._events
         self.in_flight.clear()
         for plan in reversed(plans):  # what they would have reported is news again
-            news.added[:0], news.preempted[:0] = plan.added, plan.preempted
-            news.aborted[:0] = [*plan.aborted, *plan.interrupted]
+            news.added[:0], news.preempted[:0] = plan.events.added, plan.events.preempted
+            news.aborted[:0] = [*plan.events.aborted, *plan.events.aborted_in_flight]
         touched = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
         for request in [r for r in self.requests.values() if r in touched]:
             self.abort(request.id, "error", reason)
@@ -252,12 +256,14 @@ class Scheduler:
         self.pressure += not is_priority
         self.unsettled.add(request)
         is_swap = copies is not None
-        self._news.preempted.append(Preemption(request, is_swap, num_computed, is_priority))
+        self._events.preempted.append(Preemption(request, is_swap, num_computed, is_priority))
 
     def _unseat(self, request: Request) -> None:
         """Out of the seat; the caller gives back its blocks."""
         self.ledger.charge(self.queue.group_of(request), _served(request))
-        request.history.furthest = max(request.history.furthest, request.num_computed)
+        request.history.max_num_computed = max(
+            request.history.max_num_computed, request.num_computed
+        )
         if request in self.decode_batch.members:
             self.decode_batch.leave(request)
         self.prefilling.pop(request, None)
@@ -276,7 +282,7 @@ class Scheduler:
             self.swapped.pop(request, None)
             self.kv.discard_host_copy(request)
         for plan in self.in_flight:
-            plan.cut.setdefault(request, 0)
+            plan.tokens_kept.setdefault(request, 0)
         request.move(State.FINISHED)
         request.finish_reason = reason
         del self.requests[request.id]
@@ -304,15 +310,15 @@ class Scheduler:
         if request.num_computed + 1 < request.limit:
             self.decode_batch.join(request)
         else:  # the token this plan samples is its last
-            if not plan.ending:
-                plan.ending.append([])
-            plan.ending[0].append(request)
+            if not plan.reaching_limit:
+                plan.reaching_limit.append([])
+            plan.reaching_limit[0].append(request)
 
     def _launch(self, plan: Plan) -> None:
         """The plan has work in it: give it the news, and count it as in flight."""
-        news, self._news = self._news, Plan(-1)
-        plan.added, plan.aborted, plan.preempted = news.added, news.aborted, news.preempted
-        plan.num_early = news.num_early
+        events, self._events = self._events, StepEvents()
+        plan.events.added, plan.events.aborted = events.added, events.aborted
+        plan.events.preempted, plan.events.num_early = events.preempted, events.num_early
         self.pressure *= FADE
         self.prefill_streak = 0 if plan.decodes else self.prefill_streak + 1
         self._num_steps += 1

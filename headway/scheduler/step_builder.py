@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from headway.plan import Behind, Blocked, Chunk, Plan, Reason
+from headway.plan import Blocked, Chunk, NotConsidered, Plan, Reason
 from headway.request import Request, State
 from headway.scheduler import turns
 from headway.scheduler.policy_calls import call_chunk
@@ -136,7 +136,7 @@ class Step:
                 if blocked.reason == "order":  # it waits for its parent, not for room
                     continue
                 passed.append(request)
-            if self._closed or (blocked and blocked.reason == "tokens") or len(passed) > patience:
+            if self._closed or (blocked and blocked.reason == "token_budget") or len(passed) > patience:
                 break
             if any(other.history.num_overtaken >= patience for other in passed):
                 break
@@ -156,16 +156,16 @@ class Step:
         """Everyone who still waits and was not looked at shares one reason."""
         rest = len(self._scheduler.queue) - len(self.plan.blocked)
         if rest:
-            reason = "back-off" if self._ran_short else self._closed
-            self.plan.behind = Behind(reason or "order", rest)
+            reason = "back_off" if self._ran_short else self._closed
+            self.plan.not_considered = NotConsidered(reason or "order", rest)
 
     def _reason_to_close(self) -> Reason | None:
         """Why nobody at all can be admitted any more in this step."""
         if self._ran_short:
-            return "back-off"  # newcomers would only fight those just sent back for room
+            return "back_off"  # newcomers would only fight those just sent back for room
         if len(self._scheduler.running) >= self._scheduler.config.max_num_seqs:
-            return "seats"
-        return "tokens" if self.tokens_left <= 0 else None
+            return "max_num_seqs"
+        return "token_budget" if self.tokens_left <= 0 else None
 
     def force(self) -> None:
         """The policies left the step empty with work at hand: do the first thing there is."""
@@ -190,8 +190,8 @@ class Step:
             blocks = self._scheduler.kv.pool.take(len(due))
             for put, block in zip(due.values(), blocks, strict=True):
                 put(block)
-            self.plan.grown += zip(due, blocks, strict=True)
-        self.plan.ending.append(decode_batch.advance())
+            self.plan.new_blocks += zip(due, blocks, strict=True)
+        self.plan.reaching_limit.append(decode_batch.advance())
 
     def _advance_further(self) -> None:
         """More steps in one plan, as long as nobody waits and nobody must be preempted for it."""
@@ -226,11 +226,11 @@ class Step:
         start, size = request.num_computed, scheduler.config.block_size
         end = request.base = start + num_tokens
         # Only a full hit starts in a block with known content: it is shared, so not written again.
-        is_stored = scheduler.kv.pool.index.key_of[request.held.blocks[start // size]] is not None
+        is_stored = scheduler.kv.pool.index.key_of[request.kv.blocks[start // size]] is not None
         is_last = end == request.prefill_end
         self.plan.chunks.append(Chunk(request, start, end, end if is_stored else start, is_last))
         scheduler.kv.publish(request, start // size, end // size)
-        history.num_recomputed += max(0, min(end, history.furthest) - start)
+        history.num_recomputed += max(0, min(end, history.max_num_computed) - start)
         if is_last:
             del scheduler.prefilling[request]
 
@@ -240,7 +240,7 @@ class Step:
         if parent is not None and not parent.num_generated and parent.state in UNCOMPUTED:
             return Blocked(request, "order", 1, 0)
         if request in self._scheduler.unsettled:
-            return Blocked(request, "back-off", 1, 0)
+            return Blocked(request, "back_off", 1, 0)
         return None
 
     def _try(self, request: Request, charge_cached: bool) -> Blocked | None:
@@ -253,7 +253,7 @@ class Step:
         price = request.num_known if charge_cached else want
         charge = self._granted(price)
         if not charge:
-            return Blocked(request, "tokens", price, self.tokens_left)
+            return Blocked(request, "token_budget", price, self.tokens_left)
         free, need = kv.num_free, survey.num_blocks - survey.num_hits
         if need <= free < survey.num_blocks:  # it depends on how many hits somebody holds
             need = kv.num_taken(request, survey)
@@ -275,4 +275,4 @@ class Step:
         base = getattr(self._scheduler.config.headroom, "base", None)
         free = self._scheduler.kv.num_free
         fits = base is not None and need + base(request, self._scheduler) <= free
-        return "back-off" if fits else "headroom"
+        return "back_off" if fits else "headroom"

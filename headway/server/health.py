@@ -1,7 +1,7 @@
 """Is the engine alive? Not if it has ended, keeps failing, or work waits and nothing moves.
 
 A watchdog reads plain attributes from another thread than the engine's, so that it can tell even
-of a step that never returns. Behind a socket the engine's process is asked; it answers also during
+of a step that never returns. NotConsidered a socket the engine's process is asked; it answers also during
 a step, so silence means that the process itself is stuck.
 """
 

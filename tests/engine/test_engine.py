@@ -169,7 +169,7 @@ def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_schedu
     most_shared = 0
     while engine.has_work:
         engine.step()
-        held = [s.held.blocks for s in samples if s.row >= 0]
+        held = [s.kv.blocks for s in samples if s.row >= 0]
         if len(held) == 4:
             most_shared = max(most_shared, len(set.intersection(*map(set, held))))
     chunks = [c for report in reports for c in report.plan.chunks]
@@ -242,7 +242,7 @@ def test_an_abort_with_nothing_left_to_run_is_reported_by_the_next_step(
     engine.abort("a")
     report = engine.step()
     assert report is not None and report is reports[0]
-    assert report.finished == [request] and report.plan.aborted == [request]
+    assert report.finished == [request] and report.plan.events.aborted == [request]
     assert request.finish_reason == "abort" and engine.step() is None
 
 
@@ -423,7 +423,7 @@ def test_why_names_the_back_off() -> None:
     engine, reports = make(name="vllm_v1", **changes)
     for i in range(3):
         engine.add(f"r{i}", [i] * 8, params(i, 20))
-    while not any(r.plan.preempted for r in reports):
+    while not any(r.plan.events.preempted for r in reports):
         engine.step()
     assert "because this step had to preempt, so nobody is admitted" in engine.why()
     texts = []

@@ -154,7 +154,7 @@ def test_tokens_do_not_depend_on_what_the_scheduler_does(way: str) -> None:
         watch=seen.append,
     )
     assert found == answers(plain, settings(), FAMILIES["norms of heads"])
-    preempted = [each for report in seen for each in report.plan.preempted]
+    preempted = [each for report in seen for each in report.plan.events.preempted]
     if way in ("recomputed", "swapped"):
         assert any(each.is_swap == (way == "swapped") for each in preempted)
     if way == "several steps":

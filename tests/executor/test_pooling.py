@@ -62,7 +62,9 @@ class Run:
             for request, vector in report.result.extra.embeddings.items():
                 assert request.id not in self.found
                 self.found[request.id] = vector
-        halted = [p for p in report.plan.preempted if p.request.params.pooling and p.num_lost]
+        halted = [
+            p for p in report.plan.events.preempted if p.request.params.pooling and p.num_lost
+        ]
         self.num_preempted += sum(not p.is_swap for p in halted)
         self.num_swapped += sum(p.is_swap for p in halted)
 

@@ -195,7 +195,7 @@ def test_many_twins_are_forgotten_in_any_order() -> None:
 def test_a_request_gets_a_block_for_every_known_token() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(9))
-    assert len(a.held.blocks) == 3 and kv.num_free == 5
+    assert len(a.kv.blocks) == 3 and kv.num_free == 5
 
 
 def test_a_prefix_is_found_and_its_blocks_are_shared() -> None:
@@ -206,7 +206,7 @@ def test_a_prefix_is_found_and_its_blocks_are_shared() -> None:
     assert (survey.num_hits, survey.num_blocks, survey.num_computed) == (2, 3, 8)
     assert kv.num_taken(b, survey) == 1  # the hits are held already
     kv.reserve(b, survey)
-    assert b.held.blocks[:2] == a.held.blocks[:2] and b.held.blocks[2] not in a.held.blocks
+    assert b.kv.blocks[:2] == a.kv.blocks[:2] and b.kv.blocks[2] not in a.kv.blocks
 
 
 def test_a_hit_nobody_holds_counts_as_taken() -> None:
@@ -255,7 +255,7 @@ def test_hits_are_not_evicted_for_their_own_request() -> None:
     b = request([*range(8), *range(50, 58)])
     survey = kv.survey(b)
     kv.reserve(b, survey)
-    assert survey.num_hits == 2 and len(set(b.held.blocks)) == 4
+    assert survey.num_hits == 2 and len(set(b.kv.blocks)) == 4
     assert kv.num_free == 0
 
 
@@ -271,7 +271,7 @@ def test_a_request_that_does_not_read_the_cache_makes_twins() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(8))
     b = admit(kv, range(8), reads_cache=False)
-    assert not set(a.held.blocks) & set(b.held.blocks)
+    assert not set(a.kv.blocks) & set(b.kv.blocks)
     kv.release(a)
     kv.pool.take(kv.num_free)  # a's blocks hold something else now
     assert kv.survey(request(range(8))).num_hits == 2  # b's serve
@@ -302,7 +302,7 @@ def test_private_blocks_are_those_that_would_become_free() -> None:
 def test_a_swap_brings_back_what_left() -> None:
     kv = KVCache(6, SIZE, num_host_blocks=4)
     a = admit(kv, range(10))
-    blocks = list(a.held.blocks)
+    blocks = list(a.kv.blocks)
     copies = kv.swap_out(a)
     assert copies is not None and [c.source for c in copies] == blocks
     assert kv.num_free == 6 and kv.host.num_free == 1
@@ -315,7 +315,7 @@ def test_a_swap_brings_back_what_left() -> None:
     assert (survey.num_hits, survey.num_computed, survey.uses_host) == (0, 9, True)
     back = kv.reserve(a, survey)
     assert [c.source for c in back] == [out[block] for block in blocks]
-    assert [c.target for c in back] == a.held.blocks
+    assert [c.target for c in back] == a.kv.blocks
 
 
 def test_host_blocks_are_free_only_after_the_plan_that_reads_them() -> None:
@@ -332,11 +332,11 @@ def test_host_blocks_are_free_only_after_the_plan_that_reads_them() -> None:
 def test_a_failed_swap_changes_nothing() -> None:
     kv = KVCache(6, SIZE, num_host_blocks=2)
     a = admit(kv, range(10))
-    blocks = list(a.held.blocks)
+    blocks = list(a.kv.blocks)
     before = (list(kv.pool.refs), list(kv.pool.index.key_of), kv.num_free, kv.host.num_free)
     assert kv.swap_out(a) is None
     after = (kv.pool.refs, kv.pool.index.key_of, kv.num_free, kv.host.num_free)
-    assert before == after and a.held.blocks == blocks and a.held.host is None
+    assert before == after and a.kv.blocks == blocks and a.kv.host is None
 
 
 def test_leading_blocks_that_others_hold_are_not_copied() -> None:
@@ -345,7 +345,7 @@ def test_leading_blocks_that_others_hold_are_not_copied() -> None:
     b = admit(kv, [*range(8), *range(50, 54)])
     copies = kv.swap_out(b)
     assert copies is not None and len(copies) == 1
-    assert b.held.host is not None and b.held.host.first == 2
+    assert b.kv.host is not None and b.kv.host.first == 2
 
 
 def test_a_host_copy_without_its_leading_blocks_is_not_used() -> None:
@@ -373,7 +373,7 @@ def test_a_binary_search_finds_what_a_walk_would() -> None:
             new = request([rng.randrange(2) for _ in range(rng.randrange(1, 12))])
             survey = kv.survey(new)
             walked = 0
-            while walked < len(new.held.keys) and new.held.keys[walked] in kv.pool.index.block_of:
+            while walked < len(new.kv.keys) and new.kv.keys[walked] in kv.pool.index.block_of:
                 walked += 1
             assert survey.num_hits == walked
             if kv.num_taken(new, survey) <= kv.num_free:

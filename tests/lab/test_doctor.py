@@ -28,7 +28,7 @@ HEALTHY: Summary = {
     },
     "queue_time": {"p90": 0.2},
     "time_between_tokens": {"p50": 0.02, "p99": 0.04},
-    "waiting_steps_by_reason": {"seats": 10, "blocks": 3},
+    "waiting_steps_by_reason": {"max_num_seqs": 10, "blocks": 3},
     "deadlines": 100,
     "deadline_misses": 1,
     "clients": 3,
@@ -79,8 +79,8 @@ def test_a_symptom_brings_its_finding_and_no_other(illness: str) -> None:
 @pytest.mark.parametrize(
     ("reason", "remedy"),
     [
-        ("seats", "max_num_seqs"), ("tokens", "max_tokens"), ("blocks", "KV blocks"),
-        ("headroom", "headroom"), ("back-off", "KV blocks"), ("order", "patience"),
+        ("max_num_seqs", "max_num_seqs"), ("token_budget", "max_num_batched_tokens"), ("blocks", "KV blocks"),
+        ("headroom", "headroom"), ("back_off", "KV blocks"), ("order", "patience"),
         ("", "capacity"),
     ],
 )  # fmt: skip

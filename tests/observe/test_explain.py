@@ -12,9 +12,9 @@ from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.explain import UNSETTLED, why_behind, why_blocked
+from headway.observe.explain import UNSETTLED, why_blocked, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
-from headway.plan import Behind, Blocked
+from headway.plan import Blocked, NotConsidered
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
 
@@ -45,14 +45,14 @@ def check_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
     """The numbers in a sentence are those of the plan and the config; says which kind it is."""
     text = why_blocked(blocked, num_running, config)
     limit, numbers = config.max_num_seqs, [int(n) for n in re.findall(r"\d+", text)]
-    if blocked.reason == "seats" and text.startswith("all") and "are taken" in text:
+    if blocked.reason == "max_num_seqs" and text.startswith("all") and "are taken" in text:
         assert numbers == [limit] and num_running == limit
         return "all seats"
-    if blocked.reason == "seats" and "kept" in text:
+    if blocked.reason == "max_num_seqs" and "kept" in text:
         assert numbers == [limit - num_running, limit] and num_running < limit
         return "kept seats"
     if text == UNSETTLED:
-        assert blocked.reason == "back-off" and blocked.request.history.num_preemptions > 0
+        assert blocked.reason == "back_off" and blocked.request.history.num_preemptions > 0
         return "unsettled"
     if blocked.reason == "order":
         assert not numbers
@@ -61,10 +61,10 @@ def check_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
     return blocked.reason
 
 
-def check_behind(behind: Behind, num_running: int, config: Config) -> None:
-    text = why_behind(behind, num_running, config)
+def check_behind(behind: NotConsidered, num_running: int, config: Config) -> None:
+    text = why_not_considered(behind, num_running, config)
     if f"all {config.max_num_seqs} seats are taken" in text:
-        assert behind.reason == "seats" and num_running == config.max_num_seqs
+        assert behind.reason == "max_num_seqs" and num_running == config.max_num_seqs
 
 
 def test_every_sentence_agrees_with_its_plan() -> None:
@@ -72,7 +72,7 @@ def test_every_sentence_agrees_with_its_plan() -> None:
     for mix in MIXES:
         for async_scheduling in (0, 1):
             kinds += follow(engine_of(async_scheduling, **mix))
-    for kind in ("kept seats", "unsettled", "blocks", "back-off", "order", "tokens"):
+    for kind in ("kept seats", "unsettled", "blocks", "back_off", "order", "token_budget"):
         assert kinds[kind] > 0, kind
 
 
@@ -91,9 +91,9 @@ def follow(engine: Engine) -> Counter[str]:
         engine.step()
         plan, config = engine.scheduler.last_plan, engine.scheduler.config
         for blocked in plan.blocked:
-            kinds[check_blocked(blocked, plan.num_running, config)] += 1
-        if plan.behind:
-            check_behind(plan.behind, plan.num_running, config)
+            kinds[check_blocked(blocked, plan.events.num_running, config)] += 1
+        if plan.not_considered:
+            check_behind(plan.not_considered, plan.events.num_running, config)
         check_shown(metrics, engine)
     assert engine.fault is None
     return kinds
@@ -126,8 +126,8 @@ def test_a_request_with_a_token_in_flight_is_not_said_to_ask_for_blocks() -> Non
     engine.step()
     plan = engine.scheduler.last_plan
     (blocked,) = plan.blocked
-    assert (blocked.request.id, *blocked[1:]) == ("lower", "back-off", 1, 0)
-    assert plan.num_free > 0
+    assert (blocked.request.id, *blocked[1:]) == ("lower", "back_off", 1, 0)
+    assert plan.events.num_free > 0
     assert UNSETTLED in engine.why() and "asks for" not in engine.why()
 
 
@@ -135,17 +135,17 @@ def test_one_block_is_one_block_and_a_real_back_off_keeps_its_numbers() -> None:
     config = preset("vllm_v1", num_blocks=8)
     fresh = Request("a", [1], Params())
     assert "1 free KV block and" in why_blocked(Blocked(fresh, "blocks", 1, 0), 0, config)
-    assert "asks for 1 block and 0" in why_blocked(Blocked(fresh, "back-off", 1, 0), 0, config)
+    assert "asks for 1 block and 0" in why_blocked(Blocked(fresh, "back_off", 1, 0), 0, config)
     fresh.history.num_preemptions = 1
-    assert "asks for 5 blocks and 4" in why_blocked(Blocked(fresh, "back-off", 5, 4), 0, config)
+    assert "asks for 5 blocks and 4" in why_blocked(Blocked(fresh, "back_off", 5, 4), 0, config)
 
 
 def test_seats_that_came_free_after_the_plan_are_not_said_to_be_taken() -> None:
     config = preset("vllm_v1", max_num_seqs=4)
     request = Request("a", [1], Params())
     for text in (
-        why_blocked(Blocked(request, "seats", 1, 0), 3, config),
-        why_behind(Behind("seats", 7), 3, config),
+        why_blocked(Blocked(request, "max_num_seqs", 1, 0), 3, config),
+        why_not_considered(NotConsidered("max_num_seqs", 7), 3, config),
     ):
         assert "are taken" not in text and "were taken" in text
-    assert "all 4 seats are taken" in why_behind(Behind("seats", 7), 4, config)
+    assert "all 4 seats are taken" in why_not_considered(NotConsidered("max_num_seqs", 7), 4, config)

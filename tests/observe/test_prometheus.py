@@ -52,7 +52,7 @@ class Log:
         for request, tokens in report.outputs() if plan.step >= 0 else ():
             self.times[request] += [report.result.ended] * len(tokens)
         for request, num_cached, _, is_resume in plan.admitted:
-            self.seated.setdefault(request, plan.planned_at)
+            self.seated.setdefault(request, plan.events.schedule_ended)
             self.totals["queried"] += 0 if is_resume else request.num_prompt
             self.totals["hit"] += 0 if is_resume else num_cached
         for request in report.finished:
@@ -61,7 +61,7 @@ class Log:
         self.totals["computed"] += len(plan.decodes) * plan.num_steps
         self.totals["steps"] += plan.step >= 0
         self.totals["deferred"] += len(plan.deferred)
-        self.totals["preempted"] += len(plan.preempted)
+        self.totals["preempted"] += len(plan.events.preempted)
         self.totals["out"] += len(plan.copies_out)
         self.totals["in"] += len(plan.copies_in)
 
@@ -229,7 +229,7 @@ def test_gauges_say_how_things_stand_and_reasons_add_up_to_who_waits() -> None:
         assert found["kv_cache_usage_perc",] == pytest.approx(1 - scheduler.num_free / 20)
         reasons = {key[1]: v for key, v in found.items() if key[0] == "waiting_by_reason"}
         assert sum(reasons.values()) == len(scheduler.queue)
-        seen_waiting |= reasons["seats"] + reasons["blocks"] > 0
+        seen_waiting |= reasons["max_num_seqs"] + reasons["blocks"] > 0
     assert seen_waiting
     engine.add("new", [1] * 9, script)
     assert samples(metrics.text())["waiting_by_reason", "new"] == 1

@@ -50,7 +50,7 @@ class Log:
             self.ends[request] = report.result.ended
         for request, num_cached, num_swapped, _ in plan.admitted:
             if request not in self.admitted:
-                self.admitted[request] = plan.planned_at
+                self.admitted[request] = plan.events.schedule_ended
                 self.totals["prompt"] += request.num_prompt
                 self.totals["cached"] += num_cached
             reached = max(self._reached[request], num_cached + num_swapped)
@@ -63,9 +63,9 @@ class Log:
         for request in plan.decodes:
             self._reached[request] += plan.num_steps
             self.totals["computed"] += plan.num_steps
-        self.totals["preempted"] += len(plan.preempted)
+        self.totals["preempted"] += len(plan.events.preempted)
         self.totals["deferred"] += len(plan.deferred)
-        self.totals["late"] += sum(not plan.cut.get(r, 1) for r in plan.decodes)
+        self.totals["late"] += sum(not plan.tokens_kept.get(r, 1) for r in plan.decodes)
 
     def gaps(self) -> list[float]:
         return sorted(b - a for times in self.times.values() for a, b in pairwise(times))

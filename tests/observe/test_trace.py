@@ -30,7 +30,7 @@ from headway.observe.trace import (
     runs,
     unruns,
 )
-from headway.plan import Plan, StepReport, StepResult
+from headway.plan import Plan, StepEvents, StepReport, StepResult
 from headway.request import Params, Request
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import describe
@@ -131,7 +131,11 @@ def test_what_the_writer_writes_is_what_the_reader_reads(tmp_path: Path) -> None
     config, file = preset(), tmp_path / "a.jsonl"
     requests = [Request(str(i), [1, 2, 3, i], Params()) for i in range(3)]
     reports = [
-        StepReport(Plan(0, added=requests, num_waiting=3), StepResult(started=0.5, ended=1.0), []),
+        StepReport(
+            Plan(0, events=StepEvents(added=requests, num_waiting=3)),
+            StepResult(started=0.5, ended=1.0),
+            [],
+        ),
         StepReport(Plan(1, decodes=requests), StepResult(started=1.0, ended=1.5), []),
     ]
     with file.open("w", encoding="utf-8") as out:

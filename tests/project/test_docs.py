@@ -36,13 +36,14 @@ from headway.observe import trace
 from headway.observe.timeline import Metrics
 from headway.plan import (
     Admission,
-    Behind,
     Blocked,
     Chunk,
     Copy,
+    NotConsidered,
     Plan,
     Preemption,
     Reason,
+    StepEvents,
     StepReport,
     StepResult,
 )
@@ -283,17 +284,20 @@ def full_line() -> dict[str, Any]:
         setattr(request.history, field.name, 1)
     plan = Plan(
         step=1, decodes=[request], rows=np.zeros(1, np.intp), num_steps=2, decode_context=1,
-        grown=[(request, 0)], chunks=[Chunk(request, 0, 1, 0, True)],
+        new_blocks=[(request, 0)], chunks=[Chunk(request, 0, 1, 0, True)],
         copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)],
-        admitted=[Admission(request, 1, 1, True)], preempted=[Preemption(request, True, 1, True)],
-        blocked=[Blocked(request, "blocks", 1, 0)], behind=Behind("order", 1), num_free=1,
-        num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0), planned_at=1.0, ending=[[request]],
-        cut={request: 0},
+        admitted=[Admission(request, 1, 1, True)],
+        blocked=[Blocked(request, "blocks", 1, 0)], not_considered=NotConsidered("order", 1),
+        reaching_limit=[[request]], tokens_kept={request: 0}, events=StepEvents(
+            num_free=1, num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0),
+            schedule_ended=1.0, preempted=[Preemption(request, True, 1, True)],
+        ),
     )  # fmt: skip
-    for field in fields(Plan):
-        value = getattr(plan, field.name)
-        if isinstance(value, list) and not value:  # of requests
-            setattr(plan, field.name, [request])
+    for record in (plan, plan.events):
+        for field in fields(record):
+            value = getattr(record, field.name)
+            if isinstance(value, list) and not value:  # of requests
+                setattr(record, field.name, [request])
     return trace.describe_step(StepReport(plan, StepResult([], [], 1.0, 2.0), [request]))
 
 

@@ -270,4 +270,4 @@ def test_a_trace_is_written_with_the_same_keys() -> None:
     ended = set().union(*(e for line in steps for e in line.get("finished", ())))
     assert {"id", "reason", "output", "recomputed", "stop"} <= ended <= END_KEYS
     kinds = {b[1] for line in steps for b in line.get("blocked", ())}
-    assert kinds <= {"seats", "tokens", "blocks", "headroom", "order", "back-off"}
+    assert kinds <= {"max_num_seqs", "token_budget", "blocks", "headroom", "order", "back_off"}

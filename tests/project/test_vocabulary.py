@@ -61,9 +61,9 @@ def texts(places: Iterable[str]) -> Iterator[Path]:
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         for file in files:
             is_generated = {"__pycache__", "results", "node_modules"} & set(file.parts)
-            if file.is_file() and not is_generated and file != Path(__file__).resolve():
-                if file.suffix in SUFFIXES or file.name in FILES:
-                    yield file
+            is_text = file.suffix in SUFFIXES or file.name in FILES
+            if file.is_file() and is_text and not is_generated and file.name != Path(__file__).name:
+                yield file
 
 
 def matches(places: Iterable[str]) -> list[str]:

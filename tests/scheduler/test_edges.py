@@ -131,7 +131,7 @@ def test_a_result_of_the_wrong_shape_fails_its_plan_and_nothing_is_lost(
         return handle
 
     engine, told, finished = engine_with(launch, async_scheduling), set[str](), list[Request]()
-    engine.observers.append(lambda report: told.update(r.id for r in report.plan.added))
+    engine.observers.append(lambda report: told.update(r.id for r in report.plan.events.added))
     engine.observers.append(lambda report: finished.extend(report.finished))
     early = [ask(engine, "a"), ask(engine, "b")]
     for _ in range(3):

@@ -169,7 +169,7 @@ def test_seats_bound_the_running_set_and_not_only_a_batch(name: str) -> None:
         world.add(str(number), 5, 20)
     while world.scheduler.requests:
         plan = world.step()
-        assert plan.num_running <= 8 and len(world.scheduler.running) <= 8
+        assert plan.events.num_running <= 8 and len(world.scheduler.running) <= 8
     check_outputs(world)
 
 
@@ -299,7 +299,7 @@ def test_a_short_prompt_does_not_jump_a_long_one_when_chunking_is_off() -> None:
     world.add("long", 12, 1)
     world.add("short", 2, 1)
     assert world.steps(2) == [
-        Row("first", "", (("first", 0, 10),), "", (("long", "tokens"),)),
+        Row("first", "", (("first", 0, 10),), "", (("long", "token_budget"),)),
         Row("long short", "", (("long", 0, 12), ("short", 0, 2))),
     ]
 
@@ -376,7 +376,7 @@ def test_a_full_hit_computes_one_token_and_writes_nothing() -> None:
     free = world.scheduler.num_free
     plan = world.plan()
     assert plan.chunks[0][1:] == (11, 12, 12, True)
-    assert plan.num_free == free - 3  # the three blocks it found, and none besides
+    assert plan.events.num_free == free - 3  # the three blocks it found, and none besides
     world.finish(plan)
     assert b.history.num_cached == 11
 
@@ -388,7 +388,7 @@ def test_equal_prompts_in_one_step_share_their_blocks() -> None:
     world.add("b", prompt, 2)
     plan = world.step()
     assert world.table[-1].chunks == (("a", 0, 10), ("b", 8, 10))
-    assert plan.num_free == 16 - 3 - 1
+    assert plan.events.num_free == 16 - 3 - 1
 
 
 def test_a_shared_block_is_not_freed_while_another_request_uses_it() -> None:
@@ -398,7 +398,7 @@ def test_a_shared_block_is_not_freed_while_another_request_uses_it() -> None:
     b = world.add("b", prompt, 6)
     world.step()
     assert world.requests["a"].is_finished
-    assert all(world.scheduler.kv.pool.refs[block] == 1 for block in b.held.blocks)
+    assert all(world.scheduler.kv.pool.refs[block] == 1 for block in b.kv.blocks)
     world.run()
     world.check_empty()
 
@@ -467,9 +467,9 @@ def test_a_blocked_head_is_not_hashed_again_at_every_step() -> None:
     world.step()
     head = world.add("head", 44, 2)
     world.step()
-    keys, objects = head.held.keys, list(head.held.keys)
+    keys, objects = head.kv.keys, list(head.kv.keys)
     world.steps(5)
-    assert head.held.keys is keys and len(keys) == 11
+    assert head.kv.keys is keys and len(keys) == 11
     assert all(now is before for now, before in zip(keys, objects, strict=True))
 
 
@@ -485,7 +485,7 @@ def test_a_failed_admission_changes_nothing() -> None:
     plan = world.plan()
     assert plan.blocked == [Blocked(head, "blocks", 4, 2)]  # a took one block more
     world.finish(plan)
-    assert sum(pool.refs) == sum(before[0]) + 1 and head.held.blocks == []
+    assert sum(pool.refs) == sum(before[0]) + 1 and head.kv.blocks == []
     kept = [key for key in before[1] if key is not None]
     assert all(key in pool.index.block_of for key in kept)
 
@@ -517,7 +517,7 @@ def test_a_preempted_request_is_not_resumed_before_its_token_is_known() -> None:
     second = world.plan()  # a gets its last token, b is sent back
     world.finish(first)
     third = world.plan()
-    assert names(p.request for p in third.preempted) == "" and not third.admitted
+    assert names(p.request for p in third.events.preempted) == "" and not third.admitted
     world.finish(second)
     run_overlapped(world)
     check_outputs(world)
@@ -558,7 +558,7 @@ def test_an_abort_in_flight_frees_each_block_once(num_done: int) -> None:
     for plan in plans[:num_done]:
         world.finish(plan)
     assert world.scheduler.abort("a")
-    assert world.scheduler.num_free == 8 - len(b.held.blocks)
+    assert world.scheduler.num_free == 8 - len(b.kv.blocks)
     assert not world.scheduler.abort("a")
     for plan in plans[num_done:]:
         assert a not in dict(world.finish(plan).outputs())
@@ -596,7 +596,7 @@ def test_random_policies_aborts_and_resets_deliver_each_token_once_and_leak_noth
             if not world.scheduler.requests and not flying and turn >= 40:
                 break
             plan = world.plan()
-            assert plan.num_running <= world.scheduler.config.max_num_seqs
+            assert plan.events.num_running <= world.scheduler.config.max_num_seqs
             if not plan.is_empty:
                 flying.append(plan)
             if flying and (plan.is_empty or len(flying) == 1 + overlapped):
@@ -650,7 +650,7 @@ def test_an_executor_failure_ends_what_was_in_flight_and_nothing_else() -> None:
     world.step()
     world.plan()
     world.scheduler.fail("device lost")
-    news = world.scheduler.take_news()
+    news = world.scheduler.take_pending_events()
     assert news is not None and news.finished == [a, b]
     assert all(r.finish_reason == "error" and r.error == "device lost" for r in (a, b))
     assert not c.is_finished and world.scheduler.num_free == 8
@@ -765,13 +765,13 @@ def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
         world.add(str(number), 4, 3)
         assert len(world.scheduler.requests) == number + 1
     plan = world.step()
-    assert (plan.num_running, plan.num_waiting) == (2, 3)
+    assert (plan.events.num_running, plan.events.num_waiting) == (2, 3)
     assert world.scheduler.abort("0") and world.scheduler.abort("4")
     assert not world.scheduler.abort("nobody")
     assert set(world.scheduler.requests) == {"1", "2", "3"}
     plan = world.step()
-    assert (plan.num_running, plan.num_waiting) == (2, 1)
-    assert names(plan.aborted) == "0 4"
+    assert (plan.events.num_running, plan.events.num_waiting) == (2, 1)
+    assert names(plan.events.aborted) == "0 4"
     world.run()
     world.check_empty()
 
@@ -791,7 +791,7 @@ def test_no_two_requests_hold_one_block_unless_they_share_its_content() -> None:
         world.step()
         held: list[int] = []
         for request in world.scheduler.running:
-            held += request.held.blocks
+            held += request.kv.blocks
         assert len(held) == len(set(held)) == 8 - world.scheduler.num_free
 
 

@@ -115,8 +115,8 @@ def compare_step(
         assert not plan.chunks
         assert {r.id for r in plan.decodes} == {seq.id for seq in batch}
         assert len(plan.decodes) == len(batch)
-    assert [p.request.id for p in plan.preempted] == [seq.id for seq in plain.preempted]
-    assert plan.num_free == len(plain.block_manager.free_block_ids)
+    assert [p.request.id for p in plan.events.preempted] == [seq.id for seq in plain.preempted]
+    assert plan.events.num_free == len(plain.block_manager.free_block_ids)
 
     tokens = [crc32(f"{seed} {s.id} {len(s)}".encode()) % vocabulary for s in batch]
     is_cut = [seq.num_cached_tokens < len(seq) for seq in batch]

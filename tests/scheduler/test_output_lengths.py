@@ -151,7 +151,7 @@ def test_a_burst_of_short_chats_that_fits_is_admitted_at_once() -> None:
     """32 chats of 64 + 150 tokens need 448 blocks; by their limits they could take 16,000."""
     _, plans = serve("headway", "requests=32,prompt=64,output=150", num_blocks=600)
     assert len(plans[0].admitted) == 32
-    assert not any(plan.preempted for plan in plans)
+    assert not any(plan.events.preempted for plan in plans)
 
 
 def test_short_outputs_fill_the_seats_within_a_few_tens_of_admissions() -> None:
@@ -161,20 +161,20 @@ def test_short_outputs_fill_the_seats_within_a_few_tens_of_admissions() -> None:
     num_running, num_admitted = 0, 0
     for plan in plans:
         num_admitted += len(plan.admitted)
-        num_running = max(num_running, plan.num_running)
+        num_running = max(num_running, plan.events.num_running)
         if num_running >= 60:
             break
     assert num_running >= 60
     assert len(plans[0].admitted) < 60 < num_admitted <= 160
-    assert sum(len(plan.preempted) for plan in plans) <= 8
+    assert sum(len(plan.events.preempted) for plan in plans) <= 8
 
 
 def test_long_outputs_are_learned_in_the_first_tens_of_requests() -> None:
     _, plans = serve("headway", f"requests=96,{LONG}", num_blocks=800)
     num_ended, num_late = 0, 0
     for plan in plans:
-        num_late += len(plan.preempted) if num_ended >= 32 else 0
-        num_ended += len(plan.cut)
+        num_late += len(plan.events.preempted) if num_ended >= 32 else 0
+        num_ended += len(plan.tokens_kept)
     assert num_ended == 96
     assert num_late <= 64 // 4
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headway.plan import Behind, Blocked, Plan
+from headway.plan import Blocked, NotConsidered, Plan
 from headway.request import Params, Request, State
 from headway.scheduler import PRESETS
 from headway.scheduler.policies import (
@@ -49,7 +49,7 @@ def test_nano_vllm_runs_all_prefill_or_all_decode_with_prefill_first() -> None:
     world.add("c", 3, 3)
     assert world.run() == [
         # a takes 6 of 8 tokens; b wants 4 of the 2 left and only a first prompt may be cut
-        Row("a", "", (("a", 0, 6),), "", (("b", "tokens"),)),
+        Row("a", "", (("a", 0, 6),), "", (("b", "token_budget"),)),
         Row("b c", "", (("b", 0, 4), ("c", 0, 3))),  # prompts go before a's next token
         Row("", "a b c"),  # b crosses into its second block
         Row("", "a b c"),  # a has its 3 tokens with this one; c takes the last block
@@ -87,7 +87,7 @@ def test_nano_vllm_cuts_the_first_prompt_of_a_batch_and_no_other() -> None:
     world.add("c", 2, 1)
     assert world.run() == [
         Row("a", "", (("a", 0, 8),), "", ()),  # the budget is gone: nobody else is looked at
-        Row("", "", (("a", 8, 12),), "", (("b", "tokens"),)),  # 4 left; 9 are not cut to 4
+        Row("", "", (("a", 8, 12),), "", (("b", "token_budget"),)),  # 4 left; 9 are not cut to 4
         Row("b", "", (("b", 0, 8),)),  # now b is first
         Row("c", "", (("b", 8, 9), ("c", 0, 2))),
         Row("", "a"),
@@ -176,7 +176,7 @@ def test_vllm_fills_its_budget_as_in_the_worked_example(name: str) -> None:
     assert len(plan.decodes) == 120  # leave 8072 of 8192
     assert world.table[-1].chunks == (("p", 0, 4096), ("q", 0, 3976))  # leave 3976, leave 0
     assert plan.num_tokens == 8192
-    assert plan.behind == Behind("tokens", 1)
+    assert plan.not_considered == NotConsidered("token_budget", 1)
     plan = world.step()
     assert len(plan.decodes) == 121
     assert world.table[-1].chunks == (("q", 3976, 5000), ("r", 0, 10))
@@ -193,8 +193,10 @@ def test_vllm_swaps_the_youngest_out_and_brings_it_back_before_new_prompts() -> 
     ]
     plan = world.step()  # both need a block; copying 12 tokens is cheaper than computing them
     assert world.table[-1] == Row("", "a", (), "b", ())
-    assert plan.preempted[0].is_swap and len(plan.copies_out) == 3
-    assert plan.behind == Behind("back-off", 1)  # nobody is admitted in a step that ran short
+    assert plan.events.preempted[0].is_swap and len(plan.copies_out) == 3
+    assert plan.not_considered == NotConsidered(
+        "back_off", 1
+    )  # nobody is admitted in a step that ran short
     assert b.state is State.SWAPPED
     world.add("c", 2, 1)
     assert world.steps(1) == [
@@ -251,9 +253,9 @@ def test_vllm_backs_off_after_a_preemption_and_then_relaxes() -> None:
     # Now 4 are free. The preemption was worth 0.25 of 8 blocks and fades by 3 % a step: it asks
     # for one block more until 2 * 0.97 ** n < 1, that is for 22 steps.
     plan = world.step()
-    assert plan.blocked == [Blocked(b, "back-off", 5, 4)]
+    assert plan.blocked == [Blocked(b, "back_off", 5, 4)]
     rows = world.steps(21)
-    assert [row.blocked for row in rows[:20]] == [(("b", "back-off"),)] * 20
+    assert [row.blocked for row in rows[:20]] == [(("b", "back_off"),)] * 20
     assert rows[20] == Row("b", "a", (("b", 96, 101),))  # its three full blocks were still there
 
 
@@ -293,13 +295,13 @@ def test_minivllm_charges_the_full_prompt_and_says_what_was_missing() -> None:
     world.add("b", [*prompt, 8], 1)
     c = world.add("c", 2, 1)
     plan = world.step()  # b computes 1 token and pays 9
-    assert world.table[-1] == Row("b", "", (("b", 8, 9),), "", (("c", "tokens"),))
-    assert plan.blocked == [Blocked(c, "tokens", 2, 1)]
+    assert world.table[-1] == Row("b", "", (("b", 8, 9),), "", (("c", "token_budget"),))
+    assert plan.blocked == [Blocked(c, "token_budget", 2, 1)]
     world.run()
     world.add("d", 3, 1)
     world.add("e", [*prompt, 8], 1)
     plan = world.step()
-    assert world.table[-1] == Row("d", "", (("d", 0, 3),), "", (("e", "tokens"),))
+    assert world.table[-1] == Row("d", "", (("d", 0, 3),), "", (("e", "token_budget"),))
     assert plan.blocked[0][2:] == (9, 7)  # what it would pay, not the one token it would compute
 
 
@@ -351,7 +353,7 @@ def utilisation(name: str, outputs: list[int], seats: int) -> float:
     shares = []
     while world.scheduler.requests:
         plan = world.plan()
-        shares.append(plan.num_running / seats)
+        shares.append(plan.events.num_running / seats)
         world.finish(plan)
         if not world.scheduler.queue and name != "static":
             break  # from here on there is too little work to fill the seats
@@ -378,9 +380,9 @@ def test_every_waiting_request_is_told_why_at_every_step(name: str) -> None:
     untold: list[tuple[int, int]] = []
     while world.scheduler.requests:
         plan = world.plan()
-        told = len(plan.blocked) + (plan.behind.num_requests if plan.behind else 0)
-        if told != plan.num_waiting:
-            untold.append((plan.step, plan.num_waiting - told))
+        told = len(plan.blocked) + (plan.not_considered.num_requests if plan.not_considered else 0)
+        if told != plan.events.num_waiting:
+            untold.append((plan.step, plan.events.num_waiting - told))
         world.finish(plan)
     assert not untold, "steps, and how many of their waiting requests have no reason"
 
@@ -505,7 +507,7 @@ def test_a_waiting_high_priority_preempts_the_lowest_running() -> None:
     world.add("urgent", 4, 2, priority=0)
     plan = world.step()
     assert world.table[-1] == Row("urgent", "x", (("urgent", 0, 4),), "y", ())
-    assert plan.preempted[0].is_priority
+    assert plan.events.preempted[0].is_priority
     world.step()  # urgent has its two tokens
     assert world.steps(1)[0].admitted == "y"
 

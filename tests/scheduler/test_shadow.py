@@ -208,7 +208,7 @@ def test_many_steady_steps_hand_out_every_token(
 
 def swap_two_blocks(plan: Plan, scheduler: Scheduler) -> None:
     for request in plan.decodes:
-        blocks = request.held.blocks
+        blocks = request.kv.blocks
         if len(blocks) > 1:
             blocks[0], blocks[1] = blocks[1], blocks[0]
 
@@ -235,28 +235,28 @@ def take_the_same_seat(plan: Plan, scheduler: Scheduler) -> None:
 
 
 def forget_growth(plan: Plan, scheduler: Scheduler) -> None:
-    plan.grown.clear()
+    plan.new_blocks.clear()
 
 
 def grow_into_another(plan: Plan, scheduler: Scheduler) -> None:
     """Two requests get one block."""
-    if len(plan.grown) > 1:
-        (first, block), (second, _), *rest = plan.grown
-        second.held.blocks[-1] = block
-        plan.grown[:] = [(first, block), (second, block), *rest]
+    if len(plan.new_blocks) > 1:
+        (first, block), (second, _), *rest = plan.new_blocks
+        second.kv.blocks[-1] = block
+        plan.new_blocks[:] = [(first, block), (second, block), *rest]
 
 
 def publish_too_early(plan: Plan, scheduler: Scheduler) -> None:
     """A block that a decode is about to fill, under the key of another."""
     index = scheduler.kv.pool.index
-    for request, block in plan.grown:
+    for request, block in plan.new_blocks:
         for key in list(index.block_of):
-            if index.key_of[block] is None and block in request.held.blocks:
+            if index.key_of[block] is None and block in request.kv.blocks:
                 index.add([block], [key])
 
 
 def end_too_late(plan: Plan, scheduler: Scheduler) -> None:
-    plan.ending = [[] for _ in plan.ending]
+    plan.reaching_limit = [[] for _ in plan.reaching_limit]
 
 
 TAMPERS: tuple[Tamper, ...] = (

@@ -267,5 +267,5 @@ def test_abort_with_an_error_says_why() -> None:
     world.step()
     world.scheduler.abort("a", "error", "the client sent garbage")
     assert (a.finish_reason, a.error) == ("error", "the client sent garbage")
-    news = world.scheduler.take_news()
+    news = world.scheduler.take_pending_events()
     assert news is not None and news.finished == [a]

@@ -40,7 +40,7 @@ def row(plan: Plan) -> Row:
         admitted=names(a.request for a in plan.admitted),
         decodes=names(sorted(plan.decodes, key=lambda r: r.history.admission)),
         chunks=tuple((c.request.id, c.start, c.end) for c in plan.chunks),
-        preempted=names(p.request for p in plan.preempted),
+        preempted=names(p.request for p in plan.events.preempted),
         blocked=tuple((b.request.id, b.reason) for b in plan.blocked),
     )
 

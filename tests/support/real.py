@@ -157,8 +157,8 @@ class Seen:
     def __call__(self, report: StepReport) -> None:
         plan = report.plan
         self.num_steps += 1
-        self.num_recomputed += sum(not p.is_swap for p in plan.preempted)
-        self.num_swapped += sum(p.is_swap for p in plan.preempted)
+        self.num_recomputed += sum(not p.is_swap for p in plan.events.preempted)
+        self.num_swapped += sum(p.is_swap for p in plan.events.preempted)
         self.num_copied[0] += len(plan.copies_out)
         self.num_copied[1] += len(plan.copies_in)
         self.num_cached += sum(a.num_cached for a in plan.admitted if not a.is_resume)

@@ -173,7 +173,7 @@ class ShadowExecutor:
         """Bring the rows up to date by what changed, and compare them with the host's tables."""
         for admission in plan.admitted:
             request = admission.request
-            self.rows[request.row] = Row(request, list(request.held.blocks))
+            self.rows[request.row] = Row(request, list(request.kv.blocks))
         working = [*plan.decodes, *(chunk.request for chunk in plan.chunks)]
         taken = [request.row for request in working]
         if len(set(taken)) != len(taken) or not all(
@@ -182,13 +182,13 @@ class ShadowExecutor:
             raise ShadowError(f"rows {taken} are not one seat for each")
         if [*plan.rows] != taken[: len(plan.decodes)]:
             raise ShadowError(f"the decodes sit in rows {taken}, the plan says {plan.rows}")
-        for request, block in plan.grown:
+        for request, block in plan.new_blocks:
             self._row(request).blocks.append(block)
         for request in working:
-            if self._row(request).blocks != request.held.blocks:
+            if self._row(request).blocks != request.kv.blocks:
                 raise ShadowError(
                     f"{request}: the device's table is {self._row(request).blocks}, "
-                    f"the host's {request.held.blocks}"
+                    f"the host's {request.kv.blocks}"
                 )
         context = sum(len(self._row(request).path) for request in plan.decodes)
         if context != plan.decode_context:
@@ -205,7 +205,7 @@ class ShadowExecutor:
         targets = {copy.target for copy in plan.copies_in}
         for request, num_cached, num_swapped, _ in plan.admitted:
             path = self.trie.path(request.params.salt, request.tokens)
-            for place, block in enumerate(request.held.blocks):
+            for place, block in enumerate(request.kv.blocks):
                 if block in targets:
                     targets.discard(block)
                     first = place * self._size
@@ -285,7 +285,7 @@ class ShadowExecutor:
         holders = [
             (request, place, block)
             for request in self._scheduler.running
-            for place, block in enumerate(request.held.blocks)
+            for place, block in enumerate(request.kv.blocks)
             if block in touched
         ]
         for (block, offset), (request, position) in stores.items():
@@ -325,7 +325,7 @@ class ShadowExecutor:
         for request in (*plan.decodes, *(chunk.request for chunk in plan.chunks)):
             if request.num_computed != len(self._row(request).path):
                 raise ShadowError(f"{request} has {len(self._row(request).path)} computed")
-        ending = [set(requests) for requests in plan.ending]
+        ending = [set(requests) for requests in plan.reaching_limit]
         ending += [set()] * (len(ends) - len(ending))
         if ending != [set(requests) for requests in ends]:
             raise ShadowError(f"the plan ends {ending}, their lengths {ends}")

@@ -309,7 +309,7 @@ class Run:
             self.step(step)
             step += 1
             assert step <= last_event + 100 + 20 * work, "this never ends"
-        news = self.scheduler.take_news()
+        news = self.scheduler.take_pending_events()
         self.finished += news.finished if news else []
         plan = self.scheduler.schedule()
         assert plan.is_empty and not self.scheduler.in_flight
@@ -406,25 +406,25 @@ class Run:
     def _check_plan(self, plan: Plan) -> None:
         """The limits hold, and every waiting request is accounted for."""
         config = self.world.config
-        assert plan.num_running <= config.max_num_seqs, "more requests than seats"
+        assert plan.events.num_running <= config.max_num_seqs, "more requests than seats"
         over_budget = plan.num_tokens > config.max_num_batched_tokens
         assert not (plan.chunks and over_budget), "more tokens than a step may compute"
-        behind = plan.behind.num_requests if plan.behind else 0
-        assert len(plan.blocked) + behind == plan.num_waiting, "waiting without a reason"
+        behind = plan.not_considered.num_requests if plan.not_considered else 0
+        assert len(plan.blocked) + behind == plan.events.num_waiting, "waiting without a reason"
         assert all(not b.request.is_finished for b in plan.blocked)
         assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
-        assert plan.num_free == self.scheduler.kv.num_free
+        assert plan.events.num_free == self.scheduler.kv.num_free
 
     def check_now(self) -> None:
         """Blocks are counted right, the index is true, and every request is in its place."""
         scheduler, kv = self.scheduler, self.scheduler.kv
         held = [0] * kv.pool.num_blocks
-        for block in (b for r in scheduler.running for b in r.held.blocks):
+        for block in (b for r in scheduler.running for b in r.kv.blocks):
             held[block] += 1
         assert held == kv.pool.refs, "references miscounted"
         assert kv.num_free == held.count(0), "free blocks miscounted"
         held = [0] * kv.host.num_blocks
-        copies = (r.held.host.blocks for r in scheduler.requests.values() if r.held.host)
+        copies = (r.kv.host.blocks for r in scheduler.requests.values() if r.kv.host)
         for block in (b for blocks in (*copies, kv._leaving_host) for b in blocks):
             held[block] += 1
         assert held == kv.host.refs and max(held, default=0) < 2, "host blocks miscounted"
@@ -432,7 +432,7 @@ class Run:
         waiting = set(scheduler.queue)
         assert len(waiting) == len(scheduler.queue) and not waiting & scheduler.running.keys()
         assert waiting | scheduler.running.keys() == set(scheduler.requests.values())
-        assert not any(r.held.blocks or r.row >= 0 for r in waiting), "held while waiting"
+        assert not any(r.kv.blocks or r.row >= 0 for r in waiting), "held while waiting"
         assert {r for r in waiting if r.state is State.SWAPPED} == scheduler.swapped.keys()
         rows = [r.row for r in scheduler.running]
         assert sorted(rows + scheduler._rows) == list(range(self.world.config.max_num_seqs))
@@ -465,7 +465,7 @@ class Run:
         if request.params.max_tokens is None:  # then it goes on as far as the cache allows
             longest = request.limit
         output, reason = oracle(prompt, request.params, longest)
-        assert request.is_finished and request.row == -1 and not request.held.blocks
+        assert request.is_finished and request.row == -1 and not request.kv.blocks
         if request.finish_reason in ("abort", "error"):
             assert reported == output[: len(reported)]
         else:
@@ -475,7 +475,7 @@ class Run:
 
     def _count(self, plan: Plan) -> None:
         seen, size = self.seen, self.world.config.block_size
-        for preemption in plan.preempted:
+        for preemption in plan.events.preempted:
             seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
             seen["bumps"] += preemption.is_priority
             seen["deferred, then preempted"] += preemption.request in plan.deferred
@@ -493,14 +493,14 @@ class Run:
         seen["swaps both ways"] += bool(plan.copies_out and plan.copies_in)
         seen["cut prompts"] += sum(not chunk.is_last for chunk in plan.chunks)
         seen["multi-step plans"] += plan.num_steps > 1
-        seen["ends within a multi-step plan"] += any(plan.ending[: plan.num_steps - 1])
+        seen["ends within a multi-step plan"] += any(plan.reaching_limit[: plan.num_steps - 1])
         seen["deferred decodes"] += len(plan.deferred)
         seen["mixed batches"] += bool(plan.chunks and plan.decodes)
         seen["plans while another is in flight"] += len(self.pending) > 1
         for blocked in plan.blocked:
             seen[f"blocked: {blocked.reason}"] += 1
-        if plan.behind:
-            seen[f"behind: {plan.behind.reason}"] += 1
+        if plan.not_considered:
+            seen[f"behind: {plan.not_considered.reason}"] += 1
 
 
 def run(world: World, tamper: Tamper | None = None) -> Counter[str]:

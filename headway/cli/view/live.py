@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from headway.observe.explain import why_behind, why_blocked
+from headway.observe.explain import why_blocked, why_not_considered
 from headway.observe.timeline import Metrics
 from headway.observe.trace import describe_step, header
 from headway.plan import Admission, Plan, StepReport
@@ -103,7 +103,7 @@ class View:
 
     def __call__(self, report: StepReport) -> None:
         """Take note of a step; draw, if the latest drawing is old enough."""
-        self._requests.update({request.id: request for request in report.plan.added})
+        self._requests.update({request.id: request for request in report.plan.events.added})
         self._tally["steps"] += report.plan.step >= 0
         self._tally["tokens"] += num_new_tokens(report)
         self._tally["done"] += len(report.finished)
@@ -136,7 +136,7 @@ class View:
 
     def _decisions(self, report: StepReport) -> Iterator[Text]:
         plan = report.plan
-        for request, is_swap, num_lost, _ in plan.preempted:
+        for request, is_swap, num_lost, _ in plan.events.preempted:
             fate = "copied to the host" if is_swap else "to be computed again"
             text = f"{self._name(request)} gives up its blocks, {num_lost} tokens {fate}"
             yield Text(text, STYLES[State.SWAPPED])
@@ -162,12 +162,12 @@ class View:
             request, reason = blocked.request, blocked.reason
             if self._waits.get(request) != reason:
                 self._waits[request] = reason
-                why = why_blocked(blocked, plan.num_running, config)
+                why = why_blocked(blocked, plan.events.num_running, config)
                 yield Text(f"{self._name(request)} waits: {why}", STYLES[State.WAITING])
-        behind = plan.behind
+        behind = plan.not_considered
         if behind and self._waits.get(None) != behind.reason:
             self._waits[None] = behind.reason
-            why = why_behind(behind, plan.num_running, config)
+            why = why_not_considered(behind, plan.events.num_running, config)
             yield Text(f"{behind.num_requests} in the queue wait {why}", STYLES[State.WAITING])
 
     def _ended(self, request: Request) -> str:

@@ -176,13 +176,13 @@ class DeviceExecutor:
     def _update(self, plan: Plan) -> None:
         """Tell the device's seats what changed."""
         seats = self.seats
-        for request, block in plan.grown:
+        for request, block in plan.new_blocks:
             seats.set_blocks(request.row, int(self.rows.num_blocks[request.row]), [block])
             self.rows.grow_one(request.row, block)
         for admission in plan.admitted:
             request = admission.request
             self.rows.seat(request)
-            seats.set_blocks(request.row, 0, request.held.blocks)
+            seats.set_blocks(request.row, 0, request.kv.blocks)
             seats.set_limit(request.row, request.limit - 1)
         for chunk in plan.chunks:
             if chunk.is_last:

@@ -113,7 +113,7 @@ def _prefill_seconds(
     """Pieces [start, end) of one prompt, a plan each; nothing is sampled."""
     request = Request("probe", [place % 32 for place in range(num_tokens)], Params())
     request.row, request.limit = 0, num_tokens + 1
-    request.held.blocks = list(range(-(-num_tokens // config.block_size)))
+    request.kv.blocks = list(range(-(-num_tokens // config.block_size)))
     plans = [Plan(0, chunks=[Chunk(request, a, b, a, False)]) for a, b in pieces]
     plans[0].admitted = [Admission(request, pieces[0][0], 0, False)]
     mixed = getattr(executor, "mixed", None)
