@@ -48,9 +48,12 @@ def test_the_most_there_may_be_is_written_out() -> None:
 
 def test_a_token_budget_below_the_seats_names_both() -> None:
     text = refusal(max_num_batched_tokens=100, max_num_seqs=200)
-    assert "max_tokens (100)" in text and "max_num_seqs (200)" in text and "raise" in text
     assert (
-        preset("minivllm", max_num_batched_tokens=100, max_num_seqs=200).max_tokens == 100
+        "max_num_batched_tokens (100)" in text and "max_num_seqs (200)" in text and "raise" in text
+    )
+    assert (
+        preset("minivllm", max_num_batched_tokens=100, max_num_seqs=200).max_num_batched_tokens
+        == 100
     )  # it defers
 
 
@@ -141,7 +144,7 @@ def work(config: Config) -> None:
 
 
 OWN = """
-def by_length(request, world):
+def by_length(request, view):
     return request.num_prompt
 
 class Policies:
@@ -149,7 +152,7 @@ class Policies:
     def small(want, left, is_first):
         return min(want, left, 2)
 
-half = lambda request, world: view.num_blocks // 2
+half = lambda request, view: view.num_blocks // 2
 """
 
 
@@ -191,9 +194,9 @@ def test_functions_and_lambdas_are_policies() -> None:
         step.decode()
 
     config = preset(
-        queue=lambda request, world: -request.num_prompt, victim=victim, recipe=recipe,
-        headroom=lambda request, world: 0, chunk=lambda want, left, is_first: min(want, left),
-        swap=lambda request, world: False,
+        queue=lambda request, view: -request.num_prompt, victim=victim, recipe=recipe,
+        headroom=lambda request, view: 0, chunk=lambda want, left, is_first: min(want, left),
+        swap=lambda request, view: False,
     )  # fmt: skip
     work(config)
     long, short = (Request(str(n), range(n), Params()) for n in (9, 3))
@@ -264,10 +267,10 @@ def test_a_variation_described_is_the_same_variation(name: str, changes: dict[st
 @pytest.mark.parametrize(
     ("slot", "function", "wanted"),
     [
-        ("victim", lambda request: 0, "(request, world)"),
+        ("victim", lambda request: 0, "(request, view)"),
         ("chunk", lambda want, left: 0, "(want, left, is_first)"),
         ("recipe", lambda: None, "(step)"),
-        ("queue", lambda request: 0, "(request, world)"),
+        ("queue", lambda request: 0, "(request, view)"),
     ],
 )
 def test_a_function_that_a_slot_cannot_call_is_refused(

@@ -227,12 +227,12 @@ def test_compare_takes_all_presets_unless_told() -> None:
 
 
 def test_a_variant_is_parsed() -> None:
-    assert parse_variant("a: vllm; queue=fcfs(2) ; max_tokens = 99") == (
-        "a", "vllm", {"queue": "fcfs(2)", "max_tokens": 99},
+    assert parse_variant("a: vllm; queue=fcfs(2) ; max_num_batched_tokens = 99") == (
+        "a", "vllm", {"queue": "fcfs(2)", "max_num_batched_tokens": 99},
     )  # fmt: skip
     assert parse_variant("a:vllm") == ("a", "vllm", {})
     assert parse_variant("own: vllm; victim=module:function")[2] == {"victim": "module:function"}
-    for text in ("vllm", ": vllm", "a: vllm; queue", "a: vllm; max_tokens=many"):
+    for text in ("vllm", ": vllm", "a: vllm; queue", "a: vllm; max_num_batched_tokens=many"):
         with pytest.raises(ConfigError):
             parse_variant(text)
 
@@ -318,7 +318,7 @@ BAD_TRACES = {
     "cut off": '{"headway_trace":1,"config":{},"async_scheduling":0}\n{"step":\n',
     "empty": "",
     "no config": '{"headway_trace":1}\n',
-    "no fields": '{"headway_trace":1,"config":{"max_num_seqs":1,"max_tokens":1},"async_scheduling":0}\n'
+    "no fields": '{"headway_trace":1,"config":{"max_num_seqs":1,"max_num_batched_tokens":1},"async_scheduling":0}\n'
     '{"step":0}\n',
 }
 
@@ -353,7 +353,7 @@ def test_unknown_names_are_told_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "variant",
     ["vllm", ": vllm", "a: nobody", "a: vllm; colour=red", "a: vllm; queue", "a: vllm; queue=red",
-     "a: vllm; max_tokens=many", "a: vllm; max_tokens=0", ""],
+     "a: vllm; max_num_batched_tokens=many", "a: vllm; max_num_batched_tokens=0", ""],
 )  # fmt: skip
 def test_a_bad_variant_is_told(variant: str) -> None:
     sentence("compare", WORK, "--presets", "static", "--variant", variant)

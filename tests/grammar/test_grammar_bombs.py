@@ -80,7 +80,7 @@ def test_what_a_checker_runs_out_of_is_told(verdicts: dict[str, dict[str, Any]])
 
 def test_memory_is_limited() -> None:
     script = (
-        "from headway import grammar_sandbox as s\n"
+        "from headway.grammar import sandbox as s\n"
         "from headway.grammar.grammar import Grammar\n"
         "s.MAX_BYTES = 16 << 20\n"
         "grammar = Grammar.regex('|'.join(f'word{n}x' for n in range(9000)))\n"

@@ -80,7 +80,7 @@ def test_a_parting_names_the_reason_with_need_and_have() -> None:
 
 def test_seats_are_named_as_what_keeps_others_from_being_looked_at() -> None:
     parting = diff(record(max_num_seqs=1), record(max_num_seqs=2), NAMES)
-    assert any(line.endswith("more: seats") for line in parting.lines)
+    assert any(line.endswith("more: max_num_seqs") for line in parting.lines)
     assert "max_num_seqs: left 1, right 2" in parting.lines
 
 

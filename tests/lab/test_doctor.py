@@ -45,7 +45,7 @@ SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "idle budget": (
         {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "split_any",
     ),
-    "prefill": ({"per_step.prefill_share": 0.9}, "90% of the computed tokens", "max_tokens"),
+    "prefill": ({"per_step.prefill_share": 0.9}, "90% of the computed tokens", "max_num_batched_tokens"),
     "stalls": ({"time_between_tokens.p99": 0.4}, "p99 400 ms, 20x p50", "at_most"),
     "late": ({"deadline_misses": 30}, "30 of 100 deadlines missed", "queue deadline"),
     "unfair": ({"fairness": 0.5}, "fairness between clients 0.50", "queue fair"),

@@ -148,4 +148,6 @@ def test_seats_that_came_free_after_the_plan_are_not_said_to_be_taken() -> None:
         why_not_considered(NotConsidered("max_num_seqs", 7), 3, config),
     ):
         assert "are taken" not in text and "were taken" in text
-    assert "all 4 seats are taken" in why_not_considered(NotConsidered("max_num_seqs", 7), 4, config)
+    assert "all 4 seats are taken" in why_not_considered(
+        NotConsidered("max_num_seqs", 7), 4, config
+    )

@@ -132,7 +132,7 @@ def check_histogram(found: Samples, name: str, values: list[float]) -> None:
         ("headway", {"num_scheduler_steps": 4}),
         ("vllm", {"num_blocks": 30, "num_host_blocks": 20, "swap": "swap"}),
         ("vllm_v1", {"num_blocks": 30}),
-        ("vllm_v1", {"max_tokens": 12}),
+        ("vllm_v1", {"max_num_batched_tokens": 12}),
         ("minivllm", {"num_blocks": 36}),
         ("minivllm", {"num_blocks": 300, "max_num_batched_tokens": 5, "chunk": "split_any"}),
     ],

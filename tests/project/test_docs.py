@@ -227,7 +227,7 @@ def rows_after(document: str, mark: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["recipe queue chunk victim", "headroom swap max_num_seqs max_tokens"]
+    "kind", ["recipe queue chunk victim", "headroom swap max_num_seqs max_num_batched_tokens"]
 )
 def test_the_presets_in_the_tables_are_the_presets(kind: str) -> None:
     header, *rows = rows_after(read("docs/policies.md"), f"<!-- presets: {kind} -->")
@@ -241,7 +241,7 @@ def test_the_presets_in_the_tables_are_the_presets(kind: str) -> None:
 
 def test_what_presets_share_is_told() -> None:
     told = dict(re.findall(r"`(\w+)` (\d+)", read("docs/policies.md").replace("\n", " ")))
-    for name in set(NUMBERS) - {"max_num_seqs", "max_tokens"}:
+    for name in set(NUMBERS) - {"max_num_seqs", "max_num_batched_tokens"}:
         assert {getattr(preset(p), name) for p in PRESETS} == {int(told[name])}, name
 
 

@@ -11,51 +11,54 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GRAMMAR = ("grammar", "grammar_checker", "grammar_sandbox", "json_schema")
-NOUNS = ("errors", "request", "plan", "config", "slots", *GRAMMAR, "sampling")
+# The words of a request and a plan, which every other part may use.
+TYPES = ("errors", "request", "plan", "config", "grammar", "sampling_params")
 # What each part of the package may import of it; a part is the longest prefix that is listed.
 MAY_SEE: dict[str, tuple[str, ...]] = {
-    "": (*NOUNS, "kv", "scheduler", "executor", "engine", "lab", "llm"),  # the package's exports
+    "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm"),  # the exports
     "errors": (),
     "request": ("errors",),
-    "slots": ("errors",),
-    "grammar": ("errors", *GRAMMAR),
-    "grammar_checker": ("errors", "grammar_sandbox"),
-    "grammar_sandbox": (),
-    "json_schema": (),
-    "sampling": ("errors", "grammar"),
+    "grammar": ("errors", "grammar"),
+    "grammar.sandbox": (),
+    "sampling_params": ("errors", "grammar"),
     "plan": ("request",),
     "config": ("errors", "request", "plan"),
-    "kv": (*NOUNS, "kv"),
-    "scheduler": (*NOUNS, "kv", "scheduler"),
-    "executor": NOUNS,
-    "executor.torch": (*NOUNS, "executor", "model"),
-    "model": (*NOUNS, "model"),
-    "engine": (*NOUNS, "kv", "scheduler", "executor.base", "engine"),
-    "loading": (*NOUNS, "scheduler", "model", "engine"),
-    "gatherer": (*NOUNS, "executor", "engine"),
-    "llm": (*NOUNS, "scheduler", "executor", "model", "engine", "loading", "gatherer"),
-    "lab": (*NOUNS, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "lab"),
-    "server": (*NOUNS, "kv", "scheduler", "executor", "model", "engine", "lab", "server"),
+    "kv": (*TYPES, "kv"),
+    "scheduler": (*TYPES, "kv", "scheduler"),
+    "text": (*TYPES, "text"),
+    "model": (*TYPES, "model"),
+    "executor": (*TYPES, "executor", "model"),
+    "executor.base": TYPES,
+    "executor.simulated": TYPES,
+    "observe": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe"),
+    "observe.explain": (*TYPES, "scheduler"),
+    "observe.trace": (*TYPES, "scheduler", "observe"),
+    "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine"),
+    "loading": (*TYPES, "scheduler", "model", "text", "engine"),
+    "gatherer": (*TYPES, "executor", "engine"),
+    "llm": (
+        *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading", "gatherer",
+    ),
+    "lab": (
+        *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe", "lab",
+    ),
+    "server": (
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "lab", "server",
+    ),
     "cli": (
-        *NOUNS,
-        "kv",
-        "scheduler",
-        "executor",
-        "model",
-        "engine",
-        "loading",
-        "llm",
-        "lab",
-        "server",
-        "cli",
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
+        "lab", "server", "cli",
     ),
     "__main__": ("cli",),
-}
-# Foreign modules, and the only parts that may import them.
+}  # fmt: skip
+TORCH = (
+    "executor.cpu", "executor.row_table", "executor.pooling", "executor.extra", "executor.factory",
+    "executor.gpu", "executor.sampling", "model",
+)  # fmt: skip
+# Other packages' modules, and the only parts that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {
-    "torch": ("executor.torch", "model"),
-    "triton": ("executor.torch", "model"),
+    "torch": TORCH,
+    "triton": TORCH,
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server", "cli"),
@@ -161,7 +164,7 @@ def test_the_walk_notices_a_wrong_arrow(module: str, source: str) -> None:
         ("kv.pool", "from headway.kv.prefix_index import PrefixIndex\nimport numpy"),
         ("scheduler.step", "from headway.plan import Plan\nfrom . import queues"),
         ("engine.clock", "import time"),
-        ("executor.torch.graphs", "import torch\nfrom headway.model import layers"),
+        ("executor.gpu.graphs", "import torch\nfrom headway.model import layers"),
         ("model.layers", "import torch"),
         ("lab.plots", "import matplotlib.pyplot"),
         ("lab.plots.lines", "import matplotlib"),

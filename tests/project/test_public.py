@@ -41,7 +41,7 @@ POLICIES = {
     "swap": ["recompute", "swap", "cheaper"],
 }
 NUMBER_NAMES = [
-    "max_num_seqs", "max_tokens", "num_scheduler_steps", "block_size", "num_blocks", "num_host_blocks",
+    "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "block_size", "num_blocks", "num_host_blocks",
     "max_model_len",
 ]  # fmt: skip
 PARAM_NAMES = [

@@ -36,7 +36,7 @@ Flood = list[tuple[int, int, str]]  # prompt, output, client: again and again, f
 def drive(**changes: Any) -> Drive:
     """Room for everybody, unless a test says otherwise."""
     values = {"queue": "fair", "num_blocks": 8192, "block_size": 4, "max_num_seqs": 64}
-    return Drive("vllm_v1", **{**values, "max_tokens": 64, **changes})
+    return Drive("vllm_v1", **{**values, "max_num_batched_tokens": 64, **changes})
 
 
 def flood(world: Drive, shapes: Flood, num_waiting: int = 4) -> None:
@@ -208,7 +208,7 @@ def test_a_headroom_that_knows_the_outputs_never_preempts_where_clients_pass(bud
                 length, max_tokens = 1 + rng.randrange(most), 1 + rng.randrange(most)
                 client, arrival = str(rng.choice((0, 0, 0, 1, 2))), float(24 - num_left)
                 world.add(str(num_left), length, max_tokens, client=client, arrival=arrival)
-            assert not world.step().preempted, f"seed {seed}"
+            assert not world.step().events.preempted, f"seed {seed}"
 
 
 SIZES = {"heavy": 200, "many": 20, "other": 8, "small": 4}  # longest prompts

@@ -33,7 +33,7 @@ class World(NamedTuple):
     block_size: int
     num_blocks: int
     max_num_seqs: int
-    max_tokens: int
+    max_num_batched_tokens: int
     vocabulary: int
 
 

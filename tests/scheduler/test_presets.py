@@ -739,5 +739,5 @@ def swap_world(num_host_blocks: int) -> Plan:
 
 
 def test_swap_falls_back_to_recompute_when_the_host_is_full() -> None:
-    assert swap_world(3).preempted[0].is_swap
-    assert not swap_world(2).preempted[0].is_swap
+    assert swap_world(3).events.preempted[0].is_swap
+    assert not swap_world(2).events.preempted[0].is_swap

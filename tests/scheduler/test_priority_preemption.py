@@ -29,7 +29,7 @@ def world_of(recipe: Any, chunk: str, budget: int, **changes: Any) -> Drive:
     defers = recipe == "charged_in_full"
     numbers = {"max_num_seqs": NUM_LOW if defers else min(NUM_LOW, budget), "num_blocks": 400}
     slots = {"recipe": recipe, "chunk": chunk, "queue": "priority(preempts=True)"}
-    world = Drive("vllm_v1", **{**numbers, **slots, "max_tokens": budget, **changes})
+    world = Drive("vllm_v1", **{**numbers, **slots, "max_num_batched_tokens": budget, **changes})
     num_output = budget if chunk == "whole" else 200
     for number in range(world.scheduler.config.max_num_seqs):
         world.add(f"low{number}", [number], num_output, priority=5)

@@ -47,7 +47,7 @@ def test_output_never_depends_on_a_plan_in_flight(number: int) -> None:
 
 
 LEAST = {
-    "preempted, recomputed": 1000, "preempted, swapped": 500, "bumps": 300,
+    "preempted, recomputed": 1000, "preempted, swapped": 500, "priority preemptions": 300,
     "cache hits": 3000, "full hits": 500, "full hits not stored again": 500,
     "resumed from cache": 500, "resumed from host": 500, "resumed from cache and host": 200,
     "swapped in vain": 5, "swaps both ways": 15, "deferred decodes": 1000,
@@ -56,9 +56,9 @@ LEAST = {
     "resets while running": 200, "crashes": 100, "crashes while swapping": 3,
     "multi-step plans": 1000, "ends within a multi-step plan": 50,
     "samples of one prompt": 3000, "plans while another is in flight": 10000,
-    "blocked: tokens": 500, "blocked: blocks": 5000, "blocked: headroom": 5000,
-    "blocked: order": 5000, "blocked: back-off": 300,
-    "behind: seats": 5000, "behind: tokens": 1000, "behind: order": 5000, "behind: back-off": 200,
+    "blocked: token_budget": 500, "blocked: blocks": 5000, "blocked: headroom": 5000,
+    "blocked: order": 5000, "blocked: back_off": 300,
+    "not considered: max_num_seqs": 5000, "not considered: token_budget": 1000, "not considered: order": 5000, "not considered: back_off": 200,
     "finish: stop": 3000, "finish: length": 5000, "finish: abort": 500, "finish: error": 100,
 }  # fmt: skip
 

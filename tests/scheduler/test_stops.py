@@ -223,7 +223,7 @@ def test_abort_while_waiting() -> None:
 
 
 def test_abort_in_the_middle_of_a_prompt() -> None:
-    world = drive([], max_tokens=8)
+    world = drive([], max_num_batched_tokens=8)
     a = world.add("a", 20, 4)
     world.step()
     assert a.state is State.PREFILL and world.scheduler.abort("a")

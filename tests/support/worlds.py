@@ -477,7 +477,7 @@ class Run:
         seen, size = self.seen, self.world.config.block_size
         for preemption in plan.events.preempted:
             seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
-            seen["bumps"] += preemption.is_priority
+            seen["priority preemptions"] += preemption.is_priority
             seen["deferred, then preempted"] += preemption.request in plan.deferred
             if preemption.is_swap:
                 self.swapped.add(preemption.request)
@@ -500,7 +500,7 @@ class Run:
         for blocked in plan.blocked:
             seen[f"blocked: {blocked.reason}"] += 1
         if plan.not_considered:
-            seen[f"behind: {plan.not_considered.reason}"] += 1
+            seen[f"not considered: {plan.not_considered.reason}"] += 1
 
 
 def run(world: World, tamper: Tamper | None = None) -> Counter[str]:
