@@ -56,7 +56,8 @@ def test_a_token_budget_below_max_num_seqs_defers_the_newest_decodes(name: str) 
     assert all(
         len(row.decodes.split()) + sum(c[2] - c[1] for c in row.chunks) <= 12 for row in drive.table
     )
-    assert any(len(row.decodes.split()) == 12 for row in drive.table)
+    is_full = any(len(row.decodes.split()) == 12 for row in drive.table)
+    assert is_full == (name in ("nano_vllm", "minivllm", "static"))  # they admit without decoding
     drive.check_empty()
 
 
