@@ -1,8 +1,8 @@
-"""One step as data: what the scheduler decided, what the executor made, what came of it.
+"""One step as data: the scheduler's plan, the executor's result, and the report for observers.
 
-Contract with every executor: plans run in the order they were launched. Within a plan the copies
-out come first, then the copies in, then one forward pass that stores all its keys and values
-before it reads any. So a plan may use blocks that an earlier plan, still running, gives up.
+Contract with every executor: plans run in the order in which they are launched. Within a plan the
+copies out run first, then the copies in, then one forward pass that stores all its keys and values
+before it reads any. So a plan may use blocks that an earlier plan, still running, frees.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.request import Request
 
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
-Embedding = npt.NDArray[np.float32]  # [hidden size], of length 1
+Embedding = npt.NDArray[np.float32]  # [hidden size], normalized to length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
 Reason = Literal["max_num_seqs", "token_budget", "blocks", "headroom", "order", "back_off"]
 
@@ -29,12 +29,12 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     end: int
-    store_from: int  # past `start` only where a full cache hit computes its last token again
-    is_last: bool  # the known tokens end here, so a next token is sampled
+    store_from: int  # above `start` only if a full cache hit computes its last token again
+    is_last: bool  # the known tokens end here, so the next token is sampled
 
 
 class Admission(NamedTuple):
-    """A request given a seat, and the tokens it need not compute."""
+    """A request that starts to run, and the tokens that it does not compute."""
 
     request: Request
     num_cached: int
@@ -43,16 +43,16 @@ class Admission(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A request sent back to wait, and how many of its tokens left the device."""
+    """A request that returns to the queue, and how many of its tokens left the device."""
 
     request: Request
     is_swap: bool
     num_lost: int
-    is_priority: bool  # for a higher priority, not for lack of blocks
+    is_priority: bool  # preempted for a higher priority, not for lack of blocks
 
 
 class Blocked(NamedTuple):
-    """Why a waiting request was not taken: `need` of something of which `have` was there."""
+    """Why a waiting request was not admitted: it needs `need` of a resource that has `have` left."""
 
     request: Request
     reason: Reason
@@ -76,13 +76,13 @@ class Copy(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class StepEvents:
-    """What happened around a step: arrivals, aborts, preemptions, and the state after planning."""
+    """Arrivals, aborts and preemptions around a step, and the state after planning."""
 
     added: list[Request] = field(default_factory=list)  # since the previous plan
     aborted: list[Request] = field(default_factory=list)  # since the previous plan
     aborted_in_flight: list[Request] = field(default_factory=list)  # while this plan ran
     preempted: list[Preemption] = field(default_factory=list)
-    num_early: tuple[int, int] = (0, 0)  # of `added` and `aborted`: seen by an empty plan before
+    num_early: tuple[int, int] = (0, 0)  # entries of added, aborted that an empty plan saw before
     num_free: int = 0  # blocks
     num_running: int = 0
     num_waiting: int = 0
@@ -93,13 +93,13 @@ class StepEvents:
 
 @dataclass(slots=True, eq=False)
 class Plan:
-    """All that one step does. Its size depends on what changes; only `decodes` lists all."""
+    """The work of one step. Only `decodes` grows with the batch; the rest lists changes."""
 
     step: int
     decodes: list[Request] = field(default_factory=list)
     rows: Rows = field(default_factory=lambda: NO_ROWS)  # of `decodes`, in the same order
-    num_steps: int = 1  # decode steps, run on the device without the host in between
-    decode_context: int = 0  # cached tokens that the first decode step reads, summed
+    num_steps: int = 1  # decode steps that the device runs without the host
+    decode_context: int = 0  # cached tokens that the first decode step reads, of all decodes
     new_blocks: list[tuple[Request, int]] = field(default_factory=list)  # blocks for decodes
     deferred: list[Request] = field(default_factory=list)  # decodes left out by the token budget
     chunks: list[Chunk] = field(default_factory=list)
@@ -108,28 +108,29 @@ class Plan:
     admitted: list[Admission] = field(default_factory=list)
     blocked: list[Blocked] = field(default_factory=list)
     not_considered: NotConsidered | None = None
-    # For the result: requests that reach their limit, by step; tokens taken where fewer than all.
+    # For applying the result: requests that reach their limit, by step; and the number of tokens
+    # kept of requests that do not keep all.
     reaching_limit: list[list[Request]] = field(default_factory=list)
     tokens_kept: dict[Request, int] = field(default_factory=dict)
     events: StepEvents = field(default_factory=StepEvents)
 
     @property
     def is_empty(self) -> bool:
-        """True if an executor would have nothing to do."""
+        """Whether an executor has nothing to do."""
         return not (self.decodes or self.chunks or self.copies_out or self.copies_in)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that one forward pass of this plan computes."""
+        """Tokens that the first forward pass of this plan computes."""
         return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
 
 
 class Failure(NamedTuple):
-    """A request that cannot go on: found in which of a plan's steps, and why."""
+    """A request that cannot continue: the step of the plan that found it, and the reason."""
 
     step: int
     reason: str
-    code: str | None = None  # "grammar": the request's own grammar is at fault
+    code: str | None = None  # "grammar": the request's own grammar caused it
 
 
 @dataclass(slots=True)
@@ -137,23 +138,23 @@ class StepResult:
     """What the executor sampled. Times are seconds on the engine's clock."""
 
     columns: list[Column] = field(default_factory=list)  # [step][decode], as in `decodes`
-    firsts: list[int] = field(default_factory=list)  # one for every chunk with is_last
+    firsts: list[int] = field(default_factory=list)  # one token per chunk with is_last
     started: float = 0.0
     ended: float = 0.0
-    extra: object = None  # logprobs and the like, for whoever asked
+    extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
     failed: dict[Request, Failure] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class StepReport:
-    """A settled step: the one thing that streams, metrics, traces and pages read."""
+    """A completed step; the only input of streams, metrics, traces and the live page."""
 
     plan: Plan
     result: StepResult
     finished: list[Request]
 
     def outputs(self) -> Iterator[tuple[Request, list[int]]]:
-        """The tokens each request gained in this step."""
+        """The tokens that each request gains in this step."""
         plan, columns = self.plan, self.result.columns
         for row, request in enumerate(plan.decodes):
             kept = plan.tokens_kept.get(request, plan.num_steps)
