@@ -3,7 +3,7 @@
     python bench/scheduler_step.py            prints one JSON object
 
 step_us          schedule + complete with that many running, context about 1000, blocks of 16
-plain_step_us    the same work by the plain model of nano-vLLM in tests/support/plain_nano.py
+plain_step_us    the same work by the plain model of nano-vLLM in tests/support/nano_vllm.py
 admit_cold_us    add + schedule of a 4096-token prompt that nobody has seen
 admit_hit_us     the same, with all of it in the prefix cache
 finish_us        the step that ends a request of 1000 prompt and 512 output tokens, less a plain one
@@ -30,7 +30,7 @@ import numpy as np
 from headway.plan import Plan, StepResult
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
-from tests.support import plain_nano
+from tests.support import nano_vllm
 
 CONTEXT, BLOCK, SIZES, PROMPT = 1000, 16, (64, 256, 1024), 4096
 EOS = frozenset({2})
@@ -101,10 +101,10 @@ class Plain:
 
     def __init__(self, num_running: int) -> None:
         blocks = (CONTEXT + NUM_STEPS * (NUM_ROUNDS + 4)) // BLOCK + 2
-        self.scheduler = plain_nano.Scheduler(num_running, 1 << 30, num_running * blocks, BLOCK)
+        self.scheduler = nano_vllm.Scheduler(num_running, 1 << 30, num_running * blocks, BLOCK)
         for i in range(num_running):
             prompt = list(range(i * 2000, i * 2000 + CONTEXT - i % BLOCK))
-            self.scheduler.add(plain_nano.Sequence(str(i), prompt, 1 << 20))
+            self.scheduler.add(nano_vllm.Sequence(str(i), prompt, 1 << 20))
         self.step()
         self.step()
 

@@ -135,7 +135,7 @@ def test_the_offline_api_says_the_same_as_text() -> None:
 def test_each_prompt_alone_is_continued_as_transformers_does(part: int) -> None:
     """All prompts by induction, in one pass over prompt and output; some of them step by step.
 
-    One pass gives the logits of single steps to the bit: test_invariance.py.
+    One pass gives the logits of single steps to the bit: test_batch_invariance.py.
     """
     asked = dict(list(real.prompts().items())[part::PARTS])
     found = {}

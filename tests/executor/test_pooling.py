@@ -27,11 +27,11 @@ from headway.observe.trace import read_trace
 from headway.plan import Embedding
 from headway.request import Pooling
 from headway.sampling_params import Sampling
-from tests.scheduler.test_invariance import CONFIGS, Loud, decoder
+from tests.model.test_batch_invariance import CONFIGS, Loud, decoder
 from tests.support import real
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
-MODEL = "seven share one, with norms"
+MODEL = "7 query heads per KV head, with norms"
 LENGTHS = (1, 2, 17, 40, 41, 64, SLICE + 44)
 POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 

@@ -1,4 +1,4 @@
-"""Laws of the block pool, the prefix index and the cache that joins them."""
+"""Laws of the block pool, the prefix index and the KV cache."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keys_of(tokens: Any, *, salt: str = "", size: int = SIZE) -> list[bytes]:
 
 
 def admit(kv: KVCache, tokens: Any, **params: Any) -> Request:
-    """Reserve blocks for a prompt, and publish it as if a plan had computed all of it."""
+    """Allocate blocks for a prompt and publish all of it, as a plan that computes it does."""
     admitted = request(tokens, **params)
     cost = kv.admission_cost(admitted)
     kv.allocate(admitted, cost)
@@ -55,7 +55,7 @@ def test_a_block_is_free_when_its_last_holder_drops_it() -> None:
     assert pool.num_free == 2
 
 
-def test_dropping_more_often_than_holding_is_caught() -> None:
+def test_dropping_a_free_block_raises() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
     pool.drop(block)
@@ -64,7 +64,7 @@ def test_dropping_more_often_than_holding_is_caught() -> None:
 
 
 def cached_pool(*keys: bytes) -> tuple[BlockPool, list[int]]:
-    """A pool with one block more than keys; the keyed ones were dropped in this order."""
+    """A pool with one blank block, and a cached block for each key, released in this order."""
     pool = BlockPool(len(keys) + 1)
     blocks = pool.take(len(keys))
     for block, key in zip(blocks, keys, strict=True):
@@ -73,14 +73,14 @@ def cached_pool(*keys: bytes) -> tuple[BlockPool, list[int]]:
     return pool, blocks
 
 
-def test_blank_blocks_are_taken_before_cached_ones_and_those_least_recently_used_first() -> None:
+def test_blank_blocks_are_taken_first_then_the_least_recently_used() -> None:
     pool, blocks = cached_pool(b"a", b"b", b"c")
     blank, first, second, third = pool.take(4)
     assert blank not in blocks
     assert [first, second, third] == blocks
 
 
-def test_a_hit_takes_a_free_block_off_the_free_list_and_makes_it_recent() -> None:
+def test_a_hit_makes_a_free_block_the_most_recently_used() -> None:
     pool, (a, b, c) = cached_pool(b"a", b"b", b"c")
     pool.share([a])
     assert pool.num_free == 3
@@ -96,7 +96,7 @@ def test_a_reused_block_loses_its_key() -> None:
     assert pool.index.key_of[a] is None and pool.index.key_of[b] == b"b"
 
 
-def test_forgetting_everything_frees_nothing_that_is_held() -> None:
+def test_forget_all_does_not_free_held_blocks() -> None:
     pool, (a, _) = cached_pool(b"a", b"b")
     pool.share([a])
     pool.forget_all()
@@ -105,7 +105,7 @@ def test_forgetting_everything_frees_nothing_that_is_held() -> None:
     assert pool.num_free == 3 and sorted(pool.take(3)) == [0, 1, 2]
 
 
-def test_random_use_keeps_every_block_either_held_or_free() -> None:
+def test_every_block_is_either_held_or_free_under_random_use() -> None:
     rng, pool, held = random.Random(0), BlockPool(12), list[int]()
     for turn in range(3000):
         free = pool.num_free
@@ -125,7 +125,7 @@ def test_random_use_keeps_every_block_either_held_or_free() -> None:
         assert sum(pool.refs) == len(held)
 
 
-# prefix
+# prefix index
 
 
 def test_only_full_blocks_have_keys() -> None:
@@ -134,18 +134,18 @@ def test_only_full_blocks_have_keys() -> None:
     assert len(keys_of(range(11))) == 2
 
 
-def test_keys_are_chained_over_everything_before() -> None:
+def test_a_key_depends_on_all_tokens_before_its_block() -> None:
     one, two = keys_of([1, 1, 1, 1, 5, 5, 5, 5]), keys_of([2, 1, 1, 1, 5, 5, 5, 5])
     assert one[0] != two[0] and one[1] != two[1]
     assert keys_of([1] * 8)[0] != keys_of([1] * 8)[1]
 
 
-def test_keys_depend_on_salt_and_on_nothing_else() -> None:
+def test_keys_depend_only_on_tokens_and_salt() -> None:
     assert keys_of(range(8)) == keys_of(range(8))
     assert not set(keys_of(range(8))) & set(keys_of(range(8), salt="x"))
 
 
-def test_keys_are_extended_and_never_made_again() -> None:
+def test_existing_keys_are_kept_when_keys_are_extended() -> None:
     known = request(range(11))
     keys: list[bytes] = []
     extend_keys(keys, known, SIZE)
@@ -156,7 +156,7 @@ def test_keys_are_extended_and_never_made_again() -> None:
     assert keys == keys_of(range(16))
 
 
-def test_the_longest_prefix_is_matched() -> None:
+def test_match_returns_the_longest_prefix() -> None:
     index, keys = PrefixIndex(8), keys_of(range(16))
     for length in range(5):
         assert index.match(keys) == length
@@ -166,7 +166,7 @@ def test_the_longest_prefix_is_matched() -> None:
     assert index.match([]) == 0
 
 
-def test_a_twin_survives_the_eviction_of_the_other() -> None:
+def test_a_duplicate_block_takes_over_the_key_of_an_evicted_one() -> None:
     for evicted in ((0, 1), (1, 0)):
         index = PrefixIndex(2)
         index.add([0], [b"k"])
@@ -177,7 +177,7 @@ def test_a_twin_survives_the_eviction_of_the_other() -> None:
         assert index.match([b"k"]) == 0
 
 
-def test_many_twins_are_forgotten_in_any_order() -> None:
+def test_many_duplicates_are_forgotten_in_any_order() -> None:
     for seed in range(20):
         index, blocks = PrefixIndex(5), list(range(5))
         for block in blocks:
@@ -189,34 +189,34 @@ def test_many_twins_are_forgotten_in_any_order() -> None:
             assert index.match([b"k"]) == (number < 4)
 
 
-# manager
+# cache
 
 
-def test_a_request_gets_a_block_for_every_known_token() -> None:
+def test_a_request_gets_blocks_for_all_known_tokens() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(9))
     assert len(a.kv.blocks) == 3 and kv.num_free == 5
 
 
-def test_a_prefix_is_found_and_its_blocks_are_shared() -> None:
+def test_a_cached_prefix_is_shared() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(10))
     b = request([*range(8), 99])
     cost = kv.admission_cost(b)
     assert (cost.num_hits, cost.num_blocks, cost.num_computed) == (2, 3, 8)
-    assert kv.num_blocks_needed(b, cost) == 1  # the hits are held already
+    assert kv.num_blocks_needed(b, cost) == 1  # the hits have a holder
     kv.allocate(b, cost)
     assert b.kv.blocks[:2] == a.kv.blocks[:2] and b.kv.blocks[2] not in a.kv.blocks
 
 
-def test_a_hit_nobody_holds_counts_as_taken() -> None:
+def test_a_hit_without_a_holder_uses_a_free_block() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8)))
     b = request([*range(8), 99])
     assert kv.num_blocks_needed(b, kv.admission_cost(b)) == 3
 
 
-def test_a_prompt_found_complete_still_computes_its_last_token() -> None:
+def test_a_completely_cached_prompt_computes_its_last_token() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8)))
     b = request(range(8))
@@ -224,23 +224,23 @@ def test_a_prompt_found_complete_still_computes_its_last_token() -> None:
     assert (cost.num_hits, cost.num_blocks, cost.num_computed) == (2, 2, 7)
 
 
-def test_a_partly_filled_block_is_never_matched() -> None:
+def test_a_partially_filled_block_is_never_matched() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(7)))
     assert kv.admission_cost(request(range(7))).num_hits == 1
 
 
-def test_what_is_not_computed_is_not_published_on_release() -> None:
+def test_release_publishes_only_computed_blocks() -> None:
     kv = KVCache(8, SIZE)
     a = request(range(12))
     kv.allocate(a, kv.admission_cost(a))
-    a.computed_base = 6  # a prompt cut after 6 tokens
+    a.computed_base = 6  # only 6 tokens are computed
     kv.release(a)
     assert kv.admission_cost(request(range(12))).num_hits == 1
     assert kv.num_free == 8
 
 
-def test_blocks_are_given_up_tail_first_so_that_a_prefix_outlives_its_tail() -> None:
+def test_blocks_are_evicted_tail_first() -> None:
     kv = KVCache(4, SIZE)
     kv.release(admit(kv, range(16)))
     for left in (3, 2, 1, 0):
@@ -251,7 +251,9 @@ def test_blocks_are_given_up_tail_first_so_that_a_prefix_outlives_its_tail() -> 
 def test_hits_are_not_evicted_for_their_own_request() -> None:
     kv = KVCache(4, SIZE)
     kv.release(admit(kv, range(8)))
-    kv.release(admit(kv, range(100, 108)))  # nothing is blank; the first two are least recent
+    kv.release(
+        admit(kv, range(100, 108))
+    )  # no blank block; the first two are the least recently used
     b = request([*range(8), *range(50, 58)])
     cost = kv.admission_cost(b)
     kv.allocate(b, cost)
@@ -259,7 +261,7 @@ def test_hits_are_not_evicted_for_their_own_request() -> None:
     assert kv.num_free == 0
 
 
-def test_salt_isolates() -> None:
+def test_different_salts_share_no_blocks() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8), salt="one"))
     assert kv.admission_cost(request(range(8), salt="one")).num_hits == 2
@@ -267,17 +269,17 @@ def test_salt_isolates() -> None:
     assert kv.admission_cost(request(range(8))).num_hits == 0
 
 
-def test_a_request_that_does_not_read_the_cache_makes_twins() -> None:
+def test_a_request_that_does_not_read_the_cache_makes_duplicate_blocks() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(8))
     b = admit(kv, range(8), reads_cache=False)
     assert not set(a.kv.blocks) & set(b.kv.blocks)
     kv.release(a)
-    kv.pool.take(kv.num_free)  # a's blocks hold something else now
-    assert kv.admission_cost(request(range(8))).num_hits == 2  # b's serve
+    kv.pool.take(kv.num_free)  # overwrites the blocks of a
+    assert kv.admission_cost(request(range(8))).num_hits == 2  # in the blocks of b
 
 
-def test_a_survey_changes_nothing() -> None:
+def test_admission_cost_changes_nothing() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8)))
     before = (list(kv.pool.refs), list(kv.pool.index.key_of), kv.num_free)
@@ -286,7 +288,7 @@ def test_a_survey_changes_nothing() -> None:
     assert before == (kv.pool.refs, kv.pool.index.key_of, kv.num_free)
 
 
-def test_private_blocks_are_those_that_would_become_free() -> None:
+def test_private_blocks_become_free_on_release() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(12))
     b = admit(kv, [*range(8), *range(50, 54)])
@@ -296,10 +298,10 @@ def test_private_blocks_are_those_that_would_become_free() -> None:
     assert kv.num_free == free + 1 and kv.num_private_blocks(b) == 3
 
 
-# host
+# swap
 
 
-def test_a_swap_brings_back_what_left() -> None:
+def test_a_swap_restores_every_block() -> None:
     kv = KVCache(6, SIZE, num_host_blocks=4)
     a = admit(kv, range(10))
     blocks = list(a.kv.blocks)
@@ -309,7 +311,7 @@ def test_a_swap_brings_back_what_left() -> None:
     out = {c.source: c.target for c in copies}
     a.computed_base = 0
     kv.pool.take(3)
-    for block in kv.pool.take(3):  # everything of it on the device is gone
+    for block in kv.pool.take(3):  # overwrites its blocks on the device
         kv.pool.drop(block)
     cost = kv.admission_cost(a)
     assert (cost.num_hits, cost.num_computed, cost.uses_host) == (0, 9, True)
@@ -318,7 +320,7 @@ def test_a_swap_brings_back_what_left() -> None:
     assert [c.target for c in back] == a.kv.blocks
 
 
-def test_host_blocks_are_free_only_after_the_plan_that_reads_them() -> None:
+def test_host_blocks_stay_in_use_until_the_plan_that_reads_them_is_complete() -> None:
     kv = KVCache(6, SIZE, num_host_blocks=3)
     a = admit(kv, range(10))
     kv.swap_out(a)
@@ -339,7 +341,7 @@ def test_a_failed_swap_changes_nothing() -> None:
     assert before == after and a.kv.blocks == blocks and a.kv.host is None
 
 
-def test_leading_blocks_that_others_hold_are_not_copied() -> None:
+def test_leading_blocks_with_other_holders_are_not_swapped_out() -> None:
     kv = KVCache(8, SIZE, num_host_blocks=8)
     admit(kv, range(8))
     b = admit(kv, [*range(8), *range(50, 54)])
@@ -364,18 +366,18 @@ def test_a_host_copy_without_its_leading_blocks_is_not_used() -> None:
     assert kv.host.num_free == 8
 
 
-def test_a_binary_search_finds_what_a_walk_would() -> None:
-    """The index stays closed under prefixes however requests come and go."""
+def test_the_binary_search_finds_the_longest_prefix() -> None:
+    """A linear search finds the same: the index stays closed under prefixes."""
     rng = random.Random(1)
     for _ in range(40):
         kv, running = KVCache(10, 2, num_host_blocks=6), list[Request]()
         for _ in range(120):
             new = request([rng.randrange(2) for _ in range(rng.randrange(1, 12))])
             cost = kv.admission_cost(new)
-            walked = 0
-            while walked < len(new.kv.keys) and new.kv.keys[walked] in kv.pool.index.block_of:
-                walked += 1
-            assert cost.num_hits == walked
+            num_hits = 0
+            while num_hits < len(new.kv.keys) and new.kv.keys[num_hits] in kv.pool.index.block_of:
+                num_hits += 1
+            assert cost.num_hits == num_hits
             if kv.num_blocks_needed(new, cost) <= kv.num_free:
                 kv.allocate(new, cost)
                 new.computed_base = rng.randrange(cost.num_computed, len(new.tokens)) + 1

@@ -74,7 +74,9 @@ class Workload:
     @property
     def next_time(self) -> float:
         """When the next request arrives or is aborted; infinite if none is left."""
-        return min((events[0].time for events in (self.arrivals, self.aborts) if events), default=inf)
+        return min(
+            (events[0].time for events in (self.arrivals, self.aborts) if events), default=inf
+        )
 
 
 def changes_of(seed: int) -> tuple[str, dict[str, Any]]:
@@ -238,7 +240,9 @@ def main() -> int:
     changed = list(changed_runs(range(NUM_RUNS)))
     if changed:
         print(f"{len(changed)} of {NUM_RUNS} runs changed; the first is {changed[0]}")
-        print(f"Compare the output of --show {changed[0].split()[1].rstrip(':')} with an earlier one.")
+        print(
+            f"Compare the output of --show {changed[0].split()[1].rstrip(':')} with an earlier one."
+        )
         return 1
     print(f"{NUM_RUNS} runs: all decisions as recorded")
     return 0

@@ -1,4 +1,4 @@
-"""Edges where things once went wrong: aborts at any moment, malformed results, policies that raise."""
+"""Edge cases: aborts at any time, malformed results, policies that raise, wrong parameters."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 QUEUES = ("fcfs", "fcfs(3)", "priority(preempts=True, max_preemptions=9)", "shortest_first", "fair")
 
 
-def stormy_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], Metrics, Log]:
-    """Random requests, aborts at any moment, a tight cache: the trace, the metrics, the truth."""
+def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], Metrics, Log]:
+    """Random requests and aborts with a small cache; returns the trace, the metrics, the log."""
     rng = Random(seed)
     config = preset(
         rng.choice(("headway", "vllm", "vllm_v1", "nano_vllm")), queue=rng.choice(QUEUES),
@@ -76,16 +76,16 @@ def add(engine: Engine, id: str, rng: Random) -> None:
 
 @each_scheduling
 @pytest.mark.parametrize("batch", range(6))
-def test_any_run_with_aborts_replays_and_is_counted_right(
+def test_a_run_with_aborts_replays_and_its_metrics_match_the_log(
     batch: int, async_scheduling: int
 ) -> None:
     for seed in range(batch * 25, batch * 25 + 25):
-        lines, metrics, log = stormy_run(seed, async_scheduling)
+        lines, metrics, log = random_run(seed, async_scheduling)
         try:
             check_replay(lines)
             check(summarize(metrics), log)
         except Exception as error:
-            raise AssertionError(f"stormy_run({seed}, {async_scheduling}): {error}") from error
+            raise AssertionError(f"random_run({seed}, {async_scheduling}): {error}") from error
 
 
 def engine_with(
@@ -113,42 +113,42 @@ def ask(engine: Engine, id: str, **params: Any) -> Request:
     return engine.add(id, range(1, 9), Params(max_tokens=12, sampling=script, **params))[0]
 
 
-SPOILS: dict[str, Callable[[Any], Any]] = {
+SPOILED: dict[str, Callable[[Any], Any]] = {
     "no columns": lambda result: result.columns.clear(),
     "a short column": lambda result: result.columns.__setitem__(0, result.columns[0][:-1]),
-    "a first too many": lambda result: result.firsts.append(7),
+    "one token too many in firsts": lambda result: result.firsts.append(7),
 }
 
 
 @each_scheduling
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_result_of_the_wrong_shape_fails_its_plan_and_nothing_is_lost(
+@pytest.mark.parametrize("spoil", SPOILED)
+def test_a_result_of_the_wrong_shape_fails_its_plan_and_reports_every_request(
     spoil: str, async_scheduling: int
 ) -> None:
     def launch(plan: Plan, handle: Any) -> Any:
         if plan.step == 3:
-            SPOILS[spoil](handle.result)
+            SPOILED[spoil](handle.result)
         return handle
 
-    engine, told, finished = engine_with(launch, async_scheduling), set[str](), list[Request]()
-    engine.observers.append(lambda report: told.update(r.id for r in report.plan.events.added))
+    engine, added, finished = engine_with(launch, async_scheduling), set[str](), list[Request]()
+    engine.observers.append(lambda report: added.update(r.id for r in report.plan.events.added))
     engine.observers.append(lambda report: finished.extend(report.finished))
     early = [ask(engine, "a"), ask(engine, "b")]
     for _ in range(3):
         engine.step()
     late = ask(engine, "late")
     engine.run()
-    assert told == {"a", "b", "late"} and {r.id for r in finished} == told
+    assert added == {"a", "b", "late"} and {r.id for r in finished} == added
     assert all(r.finish_reason == "error" and "samples" in str(r.error) for r in early)
     assert late.finish_reason == "error" or late.num_generated == 12
 
 
 @each_scheduling
-def test_a_queue_key_that_raises_when_a_request_comes_leaves_nothing_behind(
+def test_a_queue_key_that_raises_for_a_new_request_leaves_nothing_behind(
     async_scheduling: int,
 ) -> None:
     engine = engine_with(
-        async_scheduling=async_scheduling, queue=lambda request, world: request.params.deadline - 1
+        async_scheduling=async_scheduling, queue=lambda request, view: request.params.deadline - 1
     )
     with pytest.raises(PolicyError, match="queue policy.*TypeError"):
         ask(engine, "a")
@@ -159,14 +159,14 @@ def test_a_queue_key_that_raises_when_a_request_comes_leaves_nothing_behind(
 
 
 @each_scheduling
-def test_a_queue_key_that_begins_to_raise_ends_requests_and_not_the_engine(
+def test_a_queue_key_that_starts_to_raise_ends_requests_but_not_the_engine(
     async_scheduling: int,
 ) -> None:
-    fuse = [14]
+    calls_left = [14]
 
-    def key(request: Request, world: object) -> float:
-        fuse[0] -= 1
-        if fuse[0] < 0:
+    def key(request: Request, view: object) -> float:
+        calls_left[0] -= 1
+        if calls_left[0] < 0:
             raise RuntimeError("no more")
         return request.arrival
 
@@ -181,12 +181,12 @@ def test_a_queue_key_that_begins_to_raise_ends_requests_and_not_the_engine(
 
 
 @each_scheduling
-def test_a_queue_key_that_cannot_be_compared_any_more_loses_nobody(async_scheduling: int) -> None:
-    asked = Counter[str]()
+def test_queue_keys_that_stop_being_comparable_lose_no_request(async_scheduling: int) -> None:
+    num_calls = Counter[str]()
 
-    def key(request: Request, world: Any) -> Any:
-        asked[request.id] += 1
-        is_late = asked[request.id] > 2 and int(request.id) % 2
+    def key(request: Request, view: Any) -> Any:
+        num_calls[request.id] += 1
+        is_late = num_calls[request.id] > 2 and int(request.id) % 2
         return request.id if is_late else request.arrival
 
     engine = engine_with(async_scheduling=async_scheduling, queue=key)
@@ -197,15 +197,15 @@ def test_a_queue_key_that_cannot_be_compared_any_more_loses_nobody(async_schedul
     assert not engine.has_work and not len(engine.scheduler.queue)
 
 
-NONSENSE: list[dict[str, Any]] = [
+INVALID: list[dict[str, Any]] = [
     {"salt": "\ud800"}, {"salt": None}, {"salt": 5}, {"deadline": "x"},
     {"deadline": float("nan")}, {"n": "2"}, {"n": 2.0}, {"n": 0}, {"stop_ids": ["x"]},
     {"stop_ids": 5}, {"priority": "high"}, {"min_tokens": 1.5},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("params", NONSENSE, ids=str)
-def test_what_makes_no_sense_is_refused_at_the_door(params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("params", INVALID, ids=str)
+def test_invalid_parameters_are_refused(params: dict[str, Any]) -> None:
     engine = engine_with()
     with pytest.raises(InvalidRequest):
         ask(engine, "a", **params)
@@ -216,23 +216,23 @@ def test_what_makes_no_sense_is_refused_at_the_door(params: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("arrival", [float("nan"), "z"])
-def test_an_arrival_is_a_time(arrival: Any) -> None:
+def test_an_arrival_that_is_not_a_time_is_refused(arrival: Any) -> None:
     with pytest.raises(InvalidRequest, match="arrival"):
         engine_with().add("a", [1], Params(), arrival)
 
 
 def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> str:
-    """What an invocation that must fail says; it must be one sentence and exit code 2."""
+    """The error of an invocation that fails: one line, with exit code 2."""
     monkeypatch.setattr("sys.argv", ["headway", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
-    said = str(capsys.readouterr().err)
-    assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
-    return said
+    error = str(capsys.readouterr().err)
+    assert ended.value.code == 2 and error.startswith("error: ") and error.count("\n") == 1, error
+    return error
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "part"),
     [
         (["simulate", "requests=2", "--trace-out", "/dev/full"], "cannot be written"),
         (["simulate", "requests=2", "--num-blocks", "1000000000000"], "num_blocks must be"),
@@ -242,21 +242,21 @@ def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) 
         (["compare", "requests=2", "--presets", "vllm_v1", "--variant", "a: vllm_v1; x=1"], "'x'"),
     ],
 )
-def test_a_users_mistake_is_one_sentence(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+def test_a_wrong_argument_gives_a_one_line_error(
+    arguments: list[str], part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     (tmp_path / "broken_policy.py").write_text("def f(:\n")
-    (tmp_path / "raising_policy.py").write_text("def f(request, world):\n    return 1 / 0\n")
+    (tmp_path / "raising_policy.py").write_text("def f(request, view):\n    return 1 / 0\n")
     monkeypatch.chdir(tmp_path)
-    assert said in run_cli(arguments, monkeypatch, capsys)
+    assert part in run_cli(arguments, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("mode", [[], ["--replay"], ["--perfetto", "out.json"]])
-def test_a_trace_with_a_broken_field_is_one_sentence(
+def test_a_trace_with_an_invalid_field_gives_a_one_line_error(
     mode: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    lines, _, _ = stormy_run(3, 0)
-    next(line for line in lines if "chunks" in line)["chunks"] = [["nobody"]]
+    lines, _, _ = random_run(3, 0)
+    next(line for line in lines if "chunks" in line)["chunks"] = [["unknown"]]
     (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     monkeypatch.chdir(tmp_path)
     run_cli(["trace", "bad.jsonl", *mode], monkeypatch, capsys)

@@ -1,6 +1,6 @@
-"""Requests without max_tokens: the default headroom learns lengths in tokens, and learns fast.
+"""Requests without max_tokens: the default headroom learns output lengths within tens of requests.
 
-Time is simulated, so throughput is exact and the same on every machine.
+Time is simulated, so throughput is the same on every machine.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from headway.plan import Plan, StepReport
 from headway.request import Params, Request
 from headway.scheduler import preset
 from headway.scheduler.output_lengths import OPEN_ENDED, is_open_ended, survival_curve
-from tests.support.drive import Drive
+from tests.support.drive import Driver
 
-MAX_LENGTH = 8192
+MAX_MODEL_LEN = 8192
 EOS = 7
 CHAT = "prompt=lognormal(200,1.0,16,1000),output=lognormal(120,0.8,4,600)"
 LONG = "prompt=lognormal(200,1.0,16,1000),output=lognormal(700,0.4,300,2000)"
@@ -42,7 +42,7 @@ def chats(text: str) -> list[Job]:
     return [
         OpenEnded(
             id=job.id, arrival=job.arrival, pieces=job.pieces, num_output=job.num_output,
-            max_tokens=MAX_LENGTH,
+            max_tokens=MAX_MODEL_LEN,
         )
         for job in parse_synthetic(text).jobs()
     ]  # fmt: skip
@@ -56,7 +56,7 @@ def serve(name: str, text: str, num_blocks: int, **changes: Any) -> tuple[Summar
     def keep(report: StepReport) -> None:
         plans.append(report.plan)
 
-    config = preset(name, num_blocks=num_blocks, max_model_len=MAX_LENGTH, **changes)
+    config = preset(name, num_blocks=num_blocks, max_model_len=MAX_MODEL_LEN, **changes)
     profile = load_profile("llama3.1-8b-a100-80gb")
     run = simulate(chats(text), config, profile, observers=[keep])
     assert not run.rejected
@@ -69,7 +69,7 @@ def lone(max_tokens: int | None, num_prompt: int = 10) -> Request:
     return request
 
 
-def test_open_ended_is_without_max_tokens_or_with_a_very_large_one() -> None:
+def test_a_request_is_open_ended_without_max_tokens_or_with_a_very_large_value() -> None:
     assert is_open_ended(lone(None))
     assert is_open_ended(lone(OPEN_ENDED + 1))
     assert not is_open_ended(lone(OPEN_ENDED))
@@ -85,12 +85,12 @@ def reaches(length: float, finished: list[int], running: list[int]) -> float:
     return float(chance[0, 0])
 
 
-def test_before_anything_ended_an_output_is_expected_to_be_a_few_hundred_tokens() -> None:
+def test_without_observations_the_median_output_is_256_tokens() -> None:
     assert reaches(256, [], []) == pytest.approx(0.5, abs=0.02)
     assert 0.01 < reaches(1500, [], []) < 0.1  # a heavy tail
 
 
-def test_the_curve_is_that_of_the_outputs_seen_once_there_are_many() -> None:
+def test_with_many_observations_the_curve_matches_them() -> None:
     finished = [round(10 * 2 ** (place / 64)) for place in range(256)]  # 10 to 160, log-uniform
     for share in (0.25, 0.5, 0.75):
         length = 10 * 16**share
@@ -101,12 +101,12 @@ def test_a_few_tens_of_short_outputs_outweigh_the_prior() -> None:
     assert reaches(200, [50] * 30, []) < 0.15 < reaches(200, [], [])
 
 
-def test_outputs_still_running_are_learned_before_one_ends() -> None:
+def test_running_outputs_count_before_they_end() -> None:
     short = [50] * 30
     assert reaches(1000, short, [1200] * 30) > 0.35 > 20 * reaches(1000, short, [])
 
 
-def test_the_chance_falls_with_length_and_is_certain_for_what_was_reached() -> None:
+def test_the_chance_decreases_with_length_and_is_1_for_the_current_length() -> None:
     curve = survival_curve(np.array([5.0, 90.0]), np.array([40.0, 3000.0]))
     further = np.array([0.0, 1, 10, 100, 1e4, 1e8])[:, None]
     chance, error = curve.going_on(np.array([0.0, 40, 3000]), further)
@@ -115,7 +115,7 @@ def test_the_chance_falls_with_length_and_is_certain_for_what_was_reached() -> N
     assert (np.diff(error, axis=0) >= 0).all() and (error <= 1).all()
 
 
-def test_the_error_of_the_estimate_falls_with_what_was_seen() -> None:
+def test_the_error_of_the_estimate_decreases_with_observations() -> None:
     def error(finished: list[float]) -> float:
         curve = survival_curve(np.array(finished), np.zeros(0))
         return float(curve.going_on(np.zeros(1), np.array([[100.0]]))[1][0, 0])
@@ -124,38 +124,38 @@ def test_the_error_of_the_estimate_falls_with_what_was_seen() -> None:
     assert error(seen) > 3 * error(seen * 64) > 0
 
 
-# What the scheduler remembers.
+# Statistics that the scheduler keeps.
 
 
-def ended(max_tokens: int | None, **more: Any) -> tuple[list[int], list[float]]:
-    """What is remembered of a request that generates 3 tokens, the last one EOS."""
-    world = Drive("headway", sample=lambda r, place: EOS if place >= 7 else 100, max_model_len=64)
-    world.add("a", 5, max_tokens, **{"eos_ids": frozenset({EOS}), **more})
-    world.run()
-    return list(world.scheduler.state.outputs.lengths), list(world.scheduler.state.outputs.shares)
+def recorded(max_tokens: int | None, **more: Any) -> tuple[list[int], list[float]]:
+    """The lengths and shares recorded for a request that generates 3 tokens, the last one EOS."""
+    driver = Driver("headway", sample=lambda r, place: EOS if place >= 7 else 100, max_model_len=64)
+    driver.add("a", 5, max_tokens, **{"eos_ids": frozenset({EOS}), **more})
+    driver.run()
+    return list(driver.scheduler.state.outputs.lengths), list(driver.scheduler.state.outputs.shares)
 
 
-def test_lengths_are_remembered_of_open_ended_requests_and_shares_of_the_others() -> None:
-    assert ended(None) == ([3], [])
-    assert ended(6) == ([], [0.5])
+def test_open_ended_requests_record_lengths_and_others_record_shares() -> None:
+    assert recorded(None) == ([3], [])
+    assert recorded(6) == ([], [0.5])
 
 
-def test_an_output_that_could_not_stop_says_nothing_about_lengths() -> None:
-    assert ended(None, ignore_eos=True) == ([], [])
+def test_an_output_that_ignores_eos_is_not_recorded() -> None:
+    assert recorded(None, ignore_eos=True) == ([], [])
 
 
 # Decisions of the default preset.
 
 
 def test_a_burst_of_short_chats_that_fits_is_admitted_at_once() -> None:
-    """32 chats of 64 + 150 tokens need 448 blocks; by their limits they could take 16,000."""
+    """32 chats of 64 + 150 tokens need 448 blocks; at their limits they would need 16,000."""
     _, plans = serve("headway", "requests=32,prompt=64,output=150", num_blocks=600)
     assert len(plans[0].admitted) == 32
     assert not any(plan.events.preempted for plan in plans)
 
 
-def test_short_outputs_fill_the_seats_within_a_few_tens_of_admissions() -> None:
-    """64 seats of 48 + 40 tokens hold 384 blocks; the prior alone would not let them all in."""
+def test_short_outputs_fill_the_batch_within_160_admissions() -> None:
+    """64 requests of 48 + 40 tokens hold 384 blocks; with the prior alone fewer are admitted."""
     text = "requests=400,prompt=48,output=uniform(20,60)"
     _, plans = serve("headway", text, num_blocks=400, max_num_seqs=64)
     num_running, num_admitted = 0, 0
@@ -169,7 +169,7 @@ def test_short_outputs_fill_the_seats_within_a_few_tens_of_admissions() -> None:
     assert sum(len(plan.events.preempted) for plan in plans) <= 8
 
 
-def test_long_outputs_are_learned_in_the_first_tens_of_requests() -> None:
+def test_long_outputs_are_learned_within_32_requests() -> None:
     _, plans = serve("headway", f"requests=96,{LONG}", num_blocks=800)
     num_ended, num_late = 0, 0
     for plan in plans:
@@ -189,7 +189,7 @@ REGIMES = {  # workload, seeds, blocks
 
 @pytest.mark.parametrize("regime", REGIMES)
 def test_throughput_is_within_3_percent_of_vllm_v1_with_few_tokens_recomputed(regime: str) -> None:
-    """Over several bursts, because the end of one depends on which output is the last."""
+    """Over several bursts, because the last output decides when a burst ends."""
     text, num_seeds, num_blocks = REGIMES[regime]
     rate, recomputed = {}, {}
     for name in ("headway", "vllm_v1"):
@@ -200,14 +200,14 @@ def test_throughput_is_within_3_percent_of_vllm_v1_with_few_tokens_recomputed(re
     assert recomputed["headway"] <= 0.5 * recomputed["vllm_v1"]
 
 
-def test_a_preemption_makes_the_rule_ask_for_more() -> None:
-    world = Drive("headway", num_blocks=200, block_size=4, max_model_len=512)
+def test_preemptions_increase_the_headroom() -> None:
+    driver = Driver("headway", num_blocks=200, block_size=4, max_model_len=512)
     for place in range(8):
-        world.add(str(place), 8, None, eos_ids=frozenset({EOS}))
-        world.step()
+        driver.add(str(place), 8, None, eos_ids=frozenset({EOS}))
+        driver.step()
     coming = Request("new", range(8), Params(max_tokens=None, eos_ids=frozenset({EOS})))
     coming.limit = 512
-    scheduler = world.scheduler
+    scheduler = driver.scheduler
     view = scheduler.state.view
     calm = scheduler.config.headroom(coming, view)
     scheduler.state.outputs.pressure += 2.0

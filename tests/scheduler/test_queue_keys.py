@@ -1,4 +1,4 @@
-"""Laws of the waiting queue: any key that a rule returns is refused, or keeps every request findable."""
+"""Laws of the waiting queue: a key is refused, or the request can be found and removed."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from headway.scheduler.policy_calls import is_orderable
 from headway.scheduler.queues import WaitingQueue
 
 
-class Contrary:
-    """Equal to itself, and below everything else: no order at all."""
+class Inconsistent:
+    """Less than every other value: not an order."""
 
     def __lt__(self, other: object) -> bool:
         return self is not other
 
     def __repr__(self) -> str:
-        return "Contrary()"
+        return "Inconsistent()"
 
 
 @dataclass(frozen=True)
-class drawn(queues.Rule):
-    """Keys from a list, in the order in which they are asked for."""
+class given_keys(queues.Rule):
+    """Keys from a list, in the order of the calls."""
 
     keys: list[Any] = field(default_factory=list)
     num_groups: int = 1
     drifts = True
 
-    def key(self, request: Request, world: object) -> Any:
+    def key(self, request: Request, view: object) -> Any:
         return self.keys.pop() if self.keys else 0.0
 
     def group(self, request: Request) -> str:
@@ -45,7 +45,7 @@ class drawn(queues.Rule):
 
 numbers = st.sampled_from([0, 1, 1.0, -1.5, inf, -inf, nan, True, 10**400, np.float64(nan)])
 anything = st.recursive(
-    numbers | st.sampled_from(["a", None, 1j, frozenset({1}), frozenset({2}), Contrary()]),
+    numbers | st.sampled_from(["a", None, 1j, frozenset({1}), frozenset({2}), Inconsistent()]),
     lambda inner: st.tuples(inner) | st.tuples(inner, inner) | st.lists(inner, max_size=2),
     max_leaves=3,
 )
@@ -53,34 +53,36 @@ anything = st.recursive(
 
 @given(
     keys=st.lists(numbers | st.tuples(numbers, numbers), max_size=40)
-    | st.lists(st.builds(Contrary) | st.sampled_from([frozenset({1}), frozenset({2})]), max_size=40)
+    | st.lists(
+        st.builds(Inconsistent) | st.sampled_from([frozenset({1}), frozenset({2})]), max_size=40
+    )
     | st.lists(anything, max_size=40),
     num_groups=st.integers(1, 3),
-    acts=st.lists(st.tuples(st.sampled_from(["push", "remove", "walk"]), st.integers(0, 99))),
+    actions=st.lists(st.tuples(st.sampled_from(["push", "remove", "walk"]), st.integers(0, 99))),
 )
 @settings(max_examples=300, deadline=None)
-def test_remove_takes_out_exactly_that_request(
-    keys: list[Any], num_groups: int, acts: list[tuple[str, int]]
+def test_remove_removes_exactly_that_request(
+    keys: list[Any], num_groups: int, actions: list[tuple[str, int]]
 ) -> None:
-    rule = drawn(keys=keys, num_groups=num_groups)
+    rule = given_keys(keys=keys, num_groups=num_groups)
     queue = WaitingQueue(rule, Scheduler(preset(num_blocks=4)).state.view)
     waiting: list[Request] = []
-    for number, (act, choice) in enumerate([*acts, *[("remove", 0)] * len(acts)]):
+    for number, (action, choice) in enumerate([*actions, *[("remove", 0)] * len(actions)]):
         try:
-            if act == "push":
+            if action == "push":
                 request = Request(str(number), [1], Params())
                 request.history.serial = number
                 queue.push(request)
                 waiting.append(request)
-            elif act == "walk":
+            elif action == "walk":
                 walked = list(queue.walk())
                 assert set(walked) == set(waiting) and len(walked) == len(waiting)
             elif waiting:
                 queue.remove(waiting.pop(choice % len(waiting)))
-        except PolicyError as error:  # the key was refused: nothing has changed
-            assert error.slot == "queue" and act != "remove"
-        except TypeError:  # keys of two groups that do not compare: this fails a step, no more
-            assert act == "walk" and num_groups > 1
+        except PolicyError as error:  # the key is refused and nothing changes
+            assert error.slot == "queue" and action != "remove"
+        except TypeError:  # keys of two groups are not comparable: only the step fails
+            assert action == "walk" and num_groups > 1
         assert set(queue) == set(waiting) and len(queue) == len(waiting)
     assert not queue._groups and not queue._keys and not queue._next_refresh
 
@@ -90,17 +92,17 @@ def test_remove_takes_out_exactly_that_request(
     [nan, (1.0, nan), (1, (2, [nan])), np.float64(nan), None, (None, 1), {}, 1j, object(), [{}]],
     ids=lambda key: type(key).__name__,
 )
-def test_a_key_that_has_no_place_in_an_order_is_refused_and_shown(key: Any) -> None:
-    scheduler = Scheduler(preset(queue=lambda request, world: key))
-    with pytest.raises(PolicyError, match="sort key of request 'a'") as caught:
+def test_a_key_without_an_order_is_refused_and_shown(key: Any) -> None:
+    scheduler = Scheduler(preset(queue=lambda request, view: key))
+    with pytest.raises(PolicyError, match="request 'a'") as caught:
         scheduler.add(Request("a", [1], Params()))
     assert repr(key)[:40] in str(caught.value) and scheduler.is_idle
 
 
 @pytest.mark.parametrize("key", [0, -inf, 10**400, "x", True, (), (1, "x", [2.0]), b"x"], ids=repr)
-def test_a_key_of_plain_values_is_taken(key: Any) -> None:
+def test_a_key_of_ordered_values_is_accepted(key: Any) -> None:
     assert is_orderable(key)
-    scheduler = Scheduler(preset(queue=lambda request, world: key))
+    scheduler = Scheduler(preset(queue=lambda request, view: key))
     for id in "abc":
         scheduler.add(Request(id, [1], Params()))
     for id in "bac":
@@ -108,30 +110,30 @@ def test_a_key_of_plain_values_is_taken(key: Any) -> None:
     assert scheduler.is_idle
 
 
-def test_a_key_that_holds_itself_is_refused() -> None:
+def test_a_key_that_contains_itself_is_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
-    scheduler = Scheduler(preset(queue=lambda request, world: endless))
+    scheduler = Scheduler(preset(queue=lambda request, view: endless))
     with pytest.raises(PolicyError, match="queue"):
         scheduler.add(Request("a", [1], Params()))
     assert scheduler.is_idle
 
 
-def test_a_group_is_asked_for_once() -> None:
-    """So a rule that changes its mind, or begins to raise, cannot lose a request's counters."""
-    asked: list[str] = []
+def test_the_group_rule_is_called_once_per_request() -> None:
+    """So a rule whose groups change, or that starts to raise, cannot corrupt the counters."""
+    calls: list[str] = []
 
     @dataclass(frozen=True)
-    class fickle(queues.fair):
+    class changing(queues.fair):
         def group(self, request: Request) -> str:
-            asked.append(request.id)
-            if len(asked) > 2:
+            calls.append(request.id)
+            if len(calls) > 2:
                 raise RuntimeError("no more groups")
-            return str(len(asked))
+            return str(len(calls))
 
-    scheduler = Scheduler(preset(queue=fickle(), num_blocks=64))
+    scheduler = Scheduler(preset(queue=changing(), num_blocks=64))
     for id in "ab":
         scheduler.add(Request(id, [1, 2], Params(max_tokens=3)))
     scheduler.schedule()
     assert scheduler.abort("a") and scheduler.abort("b")
-    assert asked == ["a", "b"] and not scheduler.requests
+    assert calls == ["a", "b"] and not scheduler.requests

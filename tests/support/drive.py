@@ -1,6 +1,6 @@
-"""Drive a scheduler by hand: no executor, no clock; sampled tokens are whatever the caller says.
+"""Drive a scheduler step by step, without executor and clock; the caller supplies sampled tokens.
 
-A step table lists what each step decided, in a form that can be written down and compared.
+A step table lists the decisions of each step in a form that a test can write down and compare.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from headway.plan import Column, Plan, StepReport, StepResult
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
 
-Sample = Callable[[Request, int], int]  # (request, place in its tokens) -> token
+Sample = Callable[[Request, int], int]  # (request, position of the token) -> token
 PARAMS = frozenset(Params.__dataclass_fields__)
 
 
-def count_up(request: Request, place: int) -> int:
-    """Tokens that differ between requests and places, so that nothing is shared by chance."""
-    return 1_000_000 + 10_000 * request.history.serial + place
+def count_up(request: Request, position: int) -> int:
+    """A token that no other request or position has, so that no prefix is shared by chance."""
+    return 1_000_000 + 10_000 * request.history.serial + position
 
 
 class Row(NamedTuple):
-    """One step, compactly: ids (of decodes in the order of admission), chunks, reasons."""
+    """The decisions of one step: ids, chunks and reasons; decodes in the order of admission."""
 
     admitted: str = ""
     decodes: str = ""
@@ -46,7 +46,7 @@ def row(plan: Plan) -> Row:
 
 
 def result(plan: Plan, sample: Sample = count_up) -> StepResult:
-    """What an executor would return; to be asked when the plans before are complete."""
+    """The result of an executor; call it once all earlier plans are complete."""
     columns: list[Column] = [
         [sample(r, len(r.tokens) + step) for r in plan.decodes]
         for step in range(plan.num_steps if plan.decodes else 0)
@@ -54,8 +54,8 @@ def result(plan: Plan, sample: Sample = count_up) -> StepResult:
     return StepResult(columns, [sample(c.request, c.end) for c in plan.chunks if c.is_last])
 
 
-class Drive:
-    """A scheduler, the requests given to it, and the table of its steps."""
+class Driver:
+    """A scheduler, the requests added to it, and the table of its steps."""
 
     def __init__(self, name: str = "headway", /, *, sample: Sample = count_up, **changes: Any):
         self.scheduler = Scheduler(preset(name, **changes))
@@ -66,7 +66,7 @@ class Drive:
     def add(
         self, id: str, prompt: int | Iterable[int], max_tokens: int | None = 4, **more: Any
     ) -> Request:
-        """A request with this prompt, or with one of this length that nobody else has."""
+        """Add a request with this prompt, or with a unique prompt of this length."""
         params = {k: more.pop(k) for k in list(more) if k in PARAMS}
         if isinstance(prompt, int):
             first = 1000 * (len(self.requests) + 1)
@@ -77,7 +77,7 @@ class Drive:
         return request
 
     def plan(self) -> Plan:
-        """Schedule only."""
+        """Schedule a step without completing it."""
         plan = self.scheduler.schedule()
         self.table.append(row(plan))
         return plan
@@ -86,7 +86,7 @@ class Drive:
         return self.scheduler.complete(plan, result(plan, self.sample))
 
     def step(self) -> Plan:
-        """Schedule and complete."""
+        """Schedule a step and complete it."""
         plan = self.plan()
         if not plan.is_empty:
             self.finish(plan)
@@ -95,21 +95,22 @@ class Drive:
     def steps(self, count: int) -> list[Row]:
         return [row(self.step()) for _ in range(count)]
 
-    def run(self, most: int = 10_000) -> list[Row]:
-        """Step until everybody has finished; more than `most` steps is a hang."""
+    def run(self, max_steps: int = 10_000) -> list[Row]:
+        """Step until all requests are finished; AssertionError after `max_steps` steps."""
         before = len(self.table)
         while self.scheduler.requests:
-            assert len(self.table) - before < most, "still unfinished: a hang"
+            assert len(self.table) - before < max_steps, "requests are still unfinished"
             plan = self.step()
-            assert not plan.is_empty, "work at hand, nothing in flight, and an empty plan"
+            assert not plan.is_empty, "the plan is empty although there is work"
         return self.table[before:]
 
     def check_empty(self) -> None:
-        """Everybody is gone: nothing is held, counted or remembered for anyone."""
+        """Assert that the finished requests left nothing behind."""
         check_no_leaks(self.scheduler)
 
 
 def check_no_leaks(scheduler: Scheduler) -> None:
+    """Assert that all blocks and rows are free, and that a request can still run."""
     kv = scheduler.kv
     assert not scheduler.requests and not scheduler.running and not scheduler.state.prefilling
     assert not scheduler.swapped and not scheduler.queue and not scheduler.in_flight

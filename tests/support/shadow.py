@@ -1,10 +1,10 @@
-"""A fake KV cache that knows what every slot holds, and the oracle its outputs must equal.
+"""An executor that checks every read and write of a KV cache, and an oracle for its outputs.
 
-A slot holds a node of a trie: one salt and all tokens up to and including its position. So a slot
-that is read says by one comparison whether both its content and its position are right. The
-executor keeps rows as a GPU would: positions, last tokens and block tables live here, are changed
-only by what a plan says, and are compared with the host's view at every launch. It runs a plan when
-it is launched, which is what plans that run in order amount to. Knows nothing of policies.
+A cache slot holds a node of a trie: one salt and all tokens up to and including its position. So
+one comparison checks both the content and the position of a slot. The executor keeps rows as a GPU
+does: positions, last tokens and block tables are stored here, change only as a plan says, and are
+compared with the scheduler's tables at every launch. A plan runs when it is launched; this equals
+an execution in order. Knows nothing of policies.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ MASK = (1 << 64) - 1
 
 
 class ShadowError(AssertionError):
-    """A plan reads, writes or promises something that is not so."""
+    """A plan reads or writes a wrong slot, or states something that is not true."""
 
 
 def fold(state: int, token: int) -> int:
-    """The state of a model that has read one more token."""
+    """The state of the model after one more token."""
     return (state * 6364136223846793005 + token + 1442695040888963407) & MASK
 
 
 def draw(state: int, seed: int) -> int:
-    """The token that follows, which depends on the tokens so far and the request's seed alone."""
+    """The next token; it depends only on the tokens so far and on the request's seed."""
     mixed = (state ^ (seed * 0x9E3779B97F4A7C15)) & MASK
     mixed = ((mixed ^ (mixed >> 33)) * 0xFF51AFD7ED558CCD) & MASK
     return (mixed ^ (mixed >> 33)) % VOCABULARY
 
 
 def oracle(prompt: Iterable[int], params: Params, max_model_len: int) -> tuple[list[int], str]:
-    """What a request generates with the model to itself, and why it ends."""
+    """The output of a request that runs alone, and its finish reason."""
     state, num_prompt = 0, 0
     for token in prompt:
         state, num_prompt = fold(state, token), num_prompt + 1
@@ -48,7 +48,7 @@ def oracle(prompt: Iterable[int], params: Params, max_model_len: int) -> tuple[l
     most = room if params.max_tokens is None else min(room, params.max_tokens)
     output: list[int] = []
     while len(output) < most:
-        assert isinstance(params.sampling, int), "the seed travels as the sampling parameters"
+        assert isinstance(params.sampling, int), "params.sampling must be the seed"
         output.append(draw(state, params.sampling))
         state = fold(state, output[-1])
         if output[-1] in params.stops and len(output) >= params.min_tokens:
@@ -57,17 +57,17 @@ def oracle(prompt: Iterable[int], params: Params, max_model_len: int) -> tuple[l
 
 
 class Trie:
-    """Every prefix ever seen, under its salt, as one number."""
+    """Numbers every prefix, per salt."""
 
     def __init__(self) -> None:
         self._children: dict[tuple[int | str, int], int] = {}
-        self._parents: list[int | str] = []  # the salt, at the first token
+        self._parents: list[int | str] = []  # the salt for a first token
         self._tokens: list[int] = []
         self.states: list[int] = []
         self._blocks: dict[int, tuple[list[int | None], int | None]] = {}
 
     def child(self, parent: int | str, token: int) -> int:
-        """The node of one more token after `parent`, a node or a salt."""
+        """The node for `token` after `parent`, which is a node or a salt."""
         node = self._children.get((parent, token))
         if node is None:
             node = self._children[parent, token] = len(self._tokens)
@@ -86,7 +86,7 @@ class Trie:
         return nodes
 
     def block(self, node: int, size: int) -> tuple[list[int | None], int | None]:
-        """The nodes of the full block that ends with this one, and the last one before it."""
+        """The nodes of the full block that ends with this node, and the node before the block."""
         if node not in self._blocks:
             nodes: list[int | None] = []
             parent: int | str = node
@@ -94,7 +94,7 @@ class Trie:
                 nodes.append(parent)
                 parent = self._parents[parent]
             if len(nodes) % size:
-                raise ShadowError(f"a block of {size} ends with token {len(nodes)}")
+                raise ShadowError(f"token {len(nodes)} is not the last of a block of {size}")
             above = nodes[size] if len(nodes) > size else None
             self._blocks[node] = nodes[:size][::-1], above
         return self._blocks[node]
@@ -109,17 +109,17 @@ def blank(num_blocks: int, block_size: int) -> Slots:
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A seat as the device keeps it."""
+    """A row of the executor's tables."""
 
     owner: Request
     blocks: list[int]
-    path: list[int] = field(default_factory=list)  # of the tokens computed
-    token: int | None = None  # sampled, and the input of the next decode
+    path: list[int] = field(default_factory=list)  # nodes of the computed tokens
+    token: int | None = None  # the last sampled token, which the next decode reads
 
 
 @dataclass(slots=True)
 class Handle:
-    """A launched plan; `wait` gives what it sampled."""
+    """A launched plan; `wait` returns its result."""
 
     result: StepResult
 
@@ -128,49 +128,49 @@ class Handle:
 
 
 class ShadowExecutor:
-    """Runs plans against slots, and objects to the first thing that is wrong."""
+    """Runs plans against slots; ShadowError at the first inconsistency."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         config = scheduler.config
-        self._scheduler = scheduler  # looked at, never changed
+        self._scheduler = scheduler  # read only
         self._size = config.block_size
         self.trie = Trie()
         self.device = blank(config.num_blocks, config.block_size)
         self.host = blank(config.num_host_blocks, config.block_size)
         self.rows: dict[int, Row] = {}
-        self._node_of: dict[bytes, int] = {}  # what every key ever published names
+        self._node_of: dict[bytes, int] = {}  # of every key that was ever published
         self._key_of: dict[int, bytes] = {}
 
     def launch(self, plan: Plan) -> Handle:
-        """Copies out, copies in, then one forward pass after the other."""
-        self._seat(plan)
+        """Run the copies out, the copies in, then the forward passes."""
+        self._update_rows(plan)
         for copies in (plan.copies_out, plan.copies_in):
             if len({copy.target for copy in copies}) != len(copies):
-                raise ShadowError(f"a block is copied to twice in {copies}")
+                raise ShadowError(f"a block is the target of two copies in {copies}")
         for copy in plan.copies_out:
             self.host[copy.target] = list(self.device[copy.source])
         for copy in plan.copies_in:
             self.device[copy.target] = list(self.host[copy.source])
-        self._check_arrivals(plan)
+        self._check_copies_in(plan)
         ends: list[list[Request]] = []
         result = StepResult()
         self._forward(plan, plan.chunks, result, ends)
         for _ in range(plan.num_steps - 1):
             self._forward(plan, [], result, ends)
-        self._check_promises(plan, ends)
+        self._check_lengths(plan, ends)
         return Handle(result)
 
     def crash(self, plans: Iterable[Plan]) -> None:
-        """All that was on the device is lost, and what the plans were writing to the host."""
+        """Lose the device's content, and what the plans were copying to the host."""
         self.device = blank(len(self.device), self._size)
         self.rows.clear()
         for copy in (c for plan in plans for c in plan.copies_out):
             self.host[copy.target] = [None] * self._size
 
-    # Rows: what the plan says, against what the host believes.
+    # Rows.
 
-    def _seat(self, plan: Plan) -> None:
-        """Bring the rows up to date by what changed, and compare them with the host's tables."""
+    def _update_rows(self, plan: Plan) -> None:
+        """Apply the plan's changes to the rows, and compare them with the scheduler's tables."""
         for admission in plan.admitted:
             request = admission.request
             self.rows[request.row] = Row(request, list(request.kv.blocks))
@@ -179,16 +179,16 @@ class ShadowExecutor:
         if len(set(taken)) != len(taken) or not all(
             0 <= row < self._scheduler.config.max_num_seqs for row in taken
         ):
-            raise ShadowError(f"rows {taken} are not one seat for each")
+            raise ShadowError(f"rows {taken} are not distinct rows below max_num_seqs")
         if [*plan.rows] != taken[: len(plan.decodes)]:
-            raise ShadowError(f"the decodes sit in rows {taken}, the plan says {plan.rows}")
+            raise ShadowError(f"the decodes have rows {taken}, but the plan has {plan.rows}")
         for request, block in plan.new_blocks:
             self._row(request).blocks.append(block)
         for request in working:
             if self._row(request).blocks != request.kv.blocks:
                 raise ShadowError(
-                    f"{request}: the device's table is {self._row(request).blocks}, "
-                    f"the host's {request.kv.blocks}"
+                    f"{request}: the device's block table is {self._row(request).blocks}, "
+                    f"the scheduler's is {request.kv.blocks}"
                 )
         context = sum(len(self._row(request).path) for request in plan.decodes)
         if context != plan.decode_context:
@@ -197,11 +197,11 @@ class ShadowExecutor:
     def _row(self, request: Request) -> Row:
         row = self.rows.get(request.row)
         if row is None or row.owner is not request:
-            raise ShadowError(f"{request} has not been given row {request.row}")
+            raise ShadowError(f"{request} does not own row {request.row}")
         return row
 
-    def _check_arrivals(self, plan: Plan) -> None:
-        """What came in from the host is what the admitted requests will take it for."""
+    def _check_copies_in(self, plan: Plan) -> None:
+        """Blocks copied from the host hold the tokens that the admitted requests expect there."""
         targets = {copy.target for copy in plan.copies_in}
         for request, num_cached, num_swapped, _ in plan.admitted:
             path = self.trie.path(request.params.salt, request.tokens)
@@ -211,9 +211,11 @@ class ShadowExecutor:
                     first = place * self._size
                     expected = path[first : min(first + self._size, num_cached + num_swapped)]
                     if self.device[block][: len(expected)] != expected:
-                        raise ShadowError(f"{request}: block {place} came back wrong from the host")
+                        raise ShadowError(
+                            f"{request}: wrong content in block {place} from the host"
+                        )
         if targets:
-            raise ShadowError(f"blocks {targets} were copied in for nobody")
+            raise ShadowError(f"no admitted request holds blocks {targets}, which were copied in")
 
     # The forward pass: all stores, then all reads.
 
@@ -234,7 +236,7 @@ class ShadowExecutor:
             self._read(row)
         sampled = [chunk.request for chunk in chunks if chunk.is_last]
         result.firsts += [self._sample(self._row(request)) for request in sampled]
-        if rows:  # a row past its end computes nonsense, and what nonsense does worst is stop
+        if rows:  # past its end a row may sample anything; EOS would do the most harm
             column = [
                 self._sample(r) if lives else EOS for r, lives in zip(rows, live, strict=True)
             ]
@@ -249,14 +251,16 @@ class ShadowExecutor:
         request, start, end, store_from, is_last = chunk
         row, num_known = self._row(request), len(request.tokens)
         path = self.trie.path(request.params.salt, request.tokens[:end])
-        begun = next((a for a in plan.admitted if a.request is request), None)
-        expected = begun.num_cached + begun.num_swapped if begun else len(row.path)
+        admission = next((a for a in plan.admitted if a.request is request), None)
+        expected = len(row.path)
+        if admission:
+            expected = admission.num_cached + admission.num_swapped
         if start != expected or row.path != path[: len(row.path)]:
-            raise ShadowError(f"{request}: a chunk starts at {start}, not at {expected}")
+            raise ShadowError(f"{request}: the chunk starts at {start} instead of {expected}")
         if not start < end <= num_known or not start <= store_from <= end:
-            raise ShadowError(f"{request}: chunk {start}..{end} stored from {store_from}")
+            raise ShadowError(f"{request}: chunk [{start}, {end}) has store_from={store_from}")
         if is_last != (end == num_known) or row.token is not None:
-            raise ShadowError(f"{request}: chunk to {end} of {num_known} has is_last={is_last}")
+            raise ShadowError(f"{request}: chunk ends at {end}/{num_known} with is_last={is_last}")
         row.path = path
         for position in range(store_from, end):
             self._store(row, position, stores)
@@ -276,11 +280,11 @@ class ShadowExecutor:
             raise ShadowError(f"{row.owner}: no block for position {position}")
         slot = row.blocks[place], offset
         if slot in stores:
-            raise ShadowError(f"{row.owner} and {stores[slot][0]} store into slot {slot} at once")
+            raise ShadowError(f"{row.owner} and {stores[slot][0]} both store into slot {slot}")
         stores[slot] = row.owner, position
 
     def _write(self, stores: dict[tuple[int, int], tuple[Request, int]]) -> None:
-        """Store, once nobody else can be hurt by it: others who hold a block must expect this."""
+        """Write all stores; every other holder of a block must expect the same content."""
         touched = {block for block, _ in stores}
         holders = [
             (request, place, block)
@@ -294,23 +298,23 @@ class ShadowExecutor:
                 if held != block or other is request:
                     continue
                 if self._expected(other, place * self._size + offset) != node:
-                    raise ShadowError(f"{request} stores into block {block} of {other}")
+                    raise ShadowError(f"{request} overwrites block {block} of {other}")
             self.device[block][offset] = node
 
     def _expected(self, request: Request, position: int) -> int | None:
-        """What a request counts on at a position; None if it cannot know yet."""
-        path = self._row(request).path  # looked at first: reading `tokens` may change the host
+        """The node that a request expects at a position; None if its token is not known yet."""
+        path = self._row(request).path  # first: reading `tokens` may flush the token buffer
         if position >= len(path):
             path = self.trie.path(request.params.salt, request.tokens)
         return path[position] if position < len(path) else None
 
     def _read(self, row: Row) -> None:
-        """Every slot up to the end holds what it should."""
+        """Check every slot that attention reads for this row."""
         path, size = row.path, self._size
         for place in range(-(-len(path) // size)):
             expected = path[place * size : (place + 1) * size]
             if self.device[row.blocks[place]][: len(expected)] != expected:
-                raise ShadowError(f"{row.owner} reads something else in its block {place}")
+                raise ShadowError(f"{row.owner} reads wrong content in its block {place}")
 
     def _sample(self, row: Row) -> int:
         seed = row.owner.params.sampling
@@ -318,36 +322,36 @@ class ShadowExecutor:
         row.token = draw(self.trie.states[row.path[-1]], seed)
         return row.token
 
-    # What the host counts on, and what its index says.
+    # The scheduler's lengths and its prefix index.
 
-    def _check_promises(self, plan: Plan, ends: list[list[Request]]) -> None:
-        """Lengths advanced as the host counts them; who ends does so when the plan says."""
+    def _check_lengths(self, plan: Plan, ends: list[list[Request]]) -> None:
+        """num_computed equals the rows' lengths; requests reach their limit as the plan says."""
         for request in (*plan.decodes, *(chunk.request for chunk in plan.chunks)):
             if request.num_computed != len(self._row(request).path):
-                raise ShadowError(f"{request} has {len(self._row(request).path)} computed")
+                raise ShadowError(f"{request}: {len(self._row(request).path)} tokens are computed")
         ending = [set(requests) for requests in plan.reaching_limit]
         ending += [set()] * (len(ends) - len(ending))
         if ending != [set(requests) for requests in ends]:
-            raise ShadowError(f"the plan ends {ending}, their lengths {ends}")
+            raise ShadowError(f"reaching_limit is {ending}; by their lengths it is {ends}")
 
     def check_index(self) -> None:
-        """Every published block holds what its key names, and so do its prefixes."""
+        """Every published block holds the content of its key, and its prefix is published too."""
         index = self._scheduler.kv.pool.index
         named = {block: key for block, key in enumerate(index.key_of) if key is not None}
         if set(index.block_of) != set(named.values()):
-            raise ShadowError("the index and the blocks' keys are not the same")
+            raise ShadowError("block_of and key_of contain different keys")
         if any(named.get(block) != key for key, block in index.block_of.items()):
-            raise ShadowError("a key leads to a block of another key")
+            raise ShadowError("block_of maps a key to a block with another key")
         for block, key in named.items():
             slots = self.device[block]
             last = slots[-1]
             if last is None or slots != self.trie.block(last, self._size)[0]:
-                raise ShadowError(f"block {block} is published and holds no run of tokens")
+                raise ShadowError(f"block {block} is published but not full")
             if self._node_of.setdefault(key, last) != last:
-                raise ShadowError(f"block {block} is published under another's key")
+                raise ShadowError(f"block {block} is published with the key of other content")
             if self._key_of.setdefault(last, key) != key:
-                raise ShadowError(f"block {block} has another key than its equals")
+                raise ShadowError(f"block {block} has another key than a block of equal content")
         for key in index.block_of:
             above = self.trie.block(self._node_of[key], self._size)[1]
             if above is not None and self._key_of.get(above) not in index.block_of:
-                raise ShadowError(f"block {index.block_of[key]} is published, its prefix is not")
+                raise ShadowError(f"block {index.block_of[key]} is published but its prefix is not")

@@ -1,10 +1,10 @@
-"""nano-vLLM's scheduler and block manager, written plainly: a model to compare Headway with.
+"""nano-vLLM's scheduler and block manager, as a simple model to compare Headway with.
 
-Knows nothing of Headway. Two deques, a list of tokens per sequence, Python work for every sequence
-at every step. Where this model and nano-vLLM differ it is on purpose: seats bound the running set
-and not only the batch; room is made before blocks are handed out; generated tokens become
-matchable when a sequence gives its blocks up; decodes get a turn after a streak of prefill
-batches; blank blocks are reused before those with known content.
+Knows nothing of Headway. Has two deques, a list of tokens per sequence, and Python work for every
+sequence at every step. It differs from nano-vLLM on purpose: max_num_seqs limits the running
+sequences and not only the batch; room is made before blocks are allocated; generated tokens become
+matchable when a sequence frees its blocks; decodes run after a streak of prefill batches; blank
+blocks are reused before blocks with known content.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections import deque
 import numpy as np
 from xxhash import xxh64
 
-MAX_PREFILL_BATCHES = 16  # in a row, while somebody is past its prompt
+MAX_PREFILL_BATCHES = 16  # consecutive, while a sequence waits to decode
 
 
 class Sequence:
-    """Tokens, and the blocks that hold their keys and values."""
+    """Tokens, and the blocks with their keys and values."""
 
     def __init__(
         self, id: str, prompt: list[int], max_tokens: int, ignore_eos: bool = False
@@ -29,7 +29,7 @@ class Sequence:
         self.max_tokens = max_tokens
         self.ignore_eos = ignore_eos
         self.block_table: list[int] = []
-        self.num_cached_tokens = 0  # computed, by this sequence or by one with the same prefix
+        self.num_cached_tokens = 0  # computed by this sequence or by one with the same prefix
         self.num_scheduled_tokens = 0
 
     def __len__(self) -> int:
@@ -44,7 +44,7 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
-        self.hash = -1  # of everything up to its end; -1 while it is not full
+        self.hash = -1  # of all tokens up to its end; -1 while it is not full
         self.token_ids: list[int] = []
 
 
@@ -57,17 +57,19 @@ def compute_hash(token_ids: list[int], prefix: int) -> int:
 
 
 class BlockManager:
-    """Reference counts, a free list, and a map from content to the blocks that hold it."""
+    """Reference counts, a free list, and a map from content to blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.free_block_ids = deque(range(num_blocks))  # blank ones left, latest freed right
+        self.free_block_ids = deque(
+            range(num_blocks)
+        )  # blank blocks on the left, latest freed on the right
         self.used_block_ids: set[int] = set()
-        self.hash_to_block_ids: dict[int, list[int]] = {}  # the first one serves
+        self.hash_to_block_ids: dict[int, list[int]] = {}  # the first one is used
 
     def cached_blocks(self, seq: Sequence) -> list[int]:
-        """The blocks that hold the longest known prefix."""
+        """The blocks of the longest cached prefix."""
         hits: list[int] = []
         size, prefix = self.block_size, -1
         for start in range(0, len(seq) // size * size, size):
@@ -93,22 +95,22 @@ class BlockManager:
             seq.block_table.append(block_id)
         while len(seq.block_table) * self.block_size < len(seq):
             seq.block_table.append(self._take())
-        # A prompt found complete still computes its last token.
+        # A completely cached prompt still computes its last token.
         seq.num_cached_tokens = min(len(hits) * self.block_size, len(seq) - 1)
 
     def needs_block(self, seq: Sequence) -> bool:
-        """One past a block boundary; `len % block_size == 1`, but true of size 1 too."""
+        """One past a block boundary; `len % block_size == 1`, but correct for size 1 too."""
         return (len(seq) - 1) % self.block_size == 0
 
     def may_append(self, seq: Sequence) -> None:
-        """A slot for the next token; a block that this fills gets its hash."""
+        """Allocate a slot for the next token; a block that becomes full gets its hash."""
         if self.needs_block(seq):
             seq.block_table.append(self._take())
         if len(seq) % self.block_size == 0:
             self._hash(seq, len(seq) // self.block_size - 1)
 
     def publish(self, seq: Sequence, start: int, end: int) -> None:
-        """Hash blocks [start, end), and let other sequences find them."""
+        """Hash blocks [start, end) and make them matchable."""
         for i in range(start, end):
             self._hash(seq, i)
             block_ids = self.hash_to_block_ids.setdefault(self.blocks[seq.block_table[i]].hash, [])
@@ -147,7 +149,7 @@ class BlockManager:
             block.hash = compute_hash(block.token_ids, prefix)
 
     def _forget(self, block: Block) -> None:
-        """Its content goes; if it was the one that served, the latest of its equals takes over."""
+        """Forget the content of a block; the latest block of equal content takes its place."""
         block_ids = self.hash_to_block_ids[block.hash]
         if block_ids[0] == block.block_id and len(block_ids) > 1:
             block_ids[0] = block_ids.pop()
@@ -169,7 +171,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos = eos
         self.block_manager = BlockManager(num_blocks, block_size)
-        self.waiting: deque[Sequence] = deque()  # a cut prompt stays in front, with its blocks
+        self.waiting: deque[Sequence] = deque()  # a split prompt stays in front, with its blocks
         self.running: deque[Sequence] = deque()
         self.batch: list[Sequence] = []
         self.preempted: list[Sequence] = []  # by the latest schedule()
@@ -203,7 +205,7 @@ class Scheduler:
                 if not manager.can_allocate(seq, hits):
                     break
                 num_tokens = max(1, len(seq) - len(hits) * manager.block_size)
-            if num_tokens > num_left and self.batch:  # only the first may be cut
+            if num_tokens > num_left and self.batch:  # only the first may be split
                 break
             if not seq.block_table:
                 manager.allocate(seq, hits)
@@ -224,7 +226,7 @@ class Scheduler:
             seq = self.running.popleft()
             num_needed = num_promised + manager.needs_block(seq)
             while num_needed > len(manager.free_block_ids):
-                if self.waiting and self.waiting[0].block_table:  # a cut prompt is the youngest
+                if self.waiting and self.waiting[0].block_table:  # a split prompt is the newest
                     self.preempt(self.waiting.popleft())
                 elif self.running:
                     self.preempt(self.running.pop())
@@ -246,7 +248,7 @@ class Scheduler:
         self.preempted.append(seq)
 
     def postprocess(self, token_ids: list[int]) -> list[Sequence]:
-        """One token for each of the batch (a cut prompt's is thrown away); who finished."""
+        """Append a token to each sequence (not to split prompts); returns finished sequences."""
         stopped: list[Sequence] = []
         at_length: list[Sequence] = []
         for seq, token_id in zip(self.batch, token_ids, strict=True):

@@ -1,7 +1,8 @@
-"""The native kernels: each against its plain twin, and a sequence's logits against its company.
+"""The native CPU kernels: each against the plain backend, and their batch invariance.
 
-The law behind every other equality: what a sequence computes depends on nothing but itself, to the
-bit. Not on who shares the batch, how its prompt was cut, where its blocks lie or how long they are.
+The logits of a sequence are bit-identical whatever else is in the batch, however its prompt is
+split into chunks, and for every block size and order of blocks. All other equality tests rely on
+this.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ EPSILON = 2.0**-24  # half the distance from 1 to the next float32
 
 
 class Loud(DummyCheckpoint):
-    """Random weights large enough that attention is sharp; in groups of 4 bits if asked."""
+    """Random weights, scaled up to make attention sharp; optionally in groups of 4 bits."""
 
     def __init__(self, config: ModelConfig, *, has_groups: bool = False) -> None:
         super().__init__(config)
@@ -54,7 +55,7 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def four_bits(matrix: Tensor, bits: int = 4) -> Groups:
-    """A matrix in groups as GGUF's Q4_1 has them; halves are exact."""
+    """A matrix in groups as in GGUF's Q4_1; scales and minima are exact in float16."""
     grouped = matrix.view(len(matrix), -1, packing.GROUP)
     minimum = grouped.amin(2).half().float()
     scale = ((grouped.amax(2) - minimum) / (2**bits - 1)).half().float()
@@ -77,9 +78,9 @@ def sizes(
 
 CONFIGS = {
     "as the bundled model": sizes(9, 3, 64, tie_word_embeddings=True),
-    "seven share one, with norms": sizes(7, 1, 32, "Qwen3", attention_bias=True),
-    "each its own, with biases": sizes(3, 3, 80, "Qwen2"),
-    "eight share one, wide heads": sizes(8, 1, 256),
+    "7 query heads per KV head, with norms": sizes(7, 1, 32, "Qwen3", attention_bias=True),
+    "1 query head per KV head, with biases": sizes(3, 3, 80, "Qwen2"),
+    "8 query heads per KV head, wide heads": sizes(8, 1, 256),
 }
 
 
@@ -89,26 +90,26 @@ def decoder(name: str, precision: str) -> Decoder:
     return Decoder(checkpoint, NativeBackend(is_quantized=precision != "float32"))
 
 
-# A sequence alone and in company.
+# A sequence alone and in batches.
 
 Sequences = list[list[int]]
 
 
 @torch.inference_mode()
-def in_company(
-    model: Decoder, sequences: Sequences, block_size: int, chance: random.Random
+def logits_in_batches(
+    model: Decoder, sequences: Sequences, block_size: int, rng: random.Random
 ) -> list[Tensor]:
-    """Logits at every place of every sequence, computed in random cuts and random company."""
+    """Logits at every position of every sequence, computed in random chunks and batches."""
     widths = [-(-len(tokens) // block_size) for tokens in sequences]
     numbers = list(range(sum(widths) + 3))
-    chance.shuffle(numbers)
+    rng.shuffle(numbers)
     tables = [[numbers.pop() for _ in range(width)] for width in widths]
     blocks = real.blocks_for(model, (sum(widths) + 3) * block_size, block_size)
     found: list[list[Tensor]] = [[] for _ in sequences]
     done = [0] * len(sequences)
     while left := [s for s, tokens in enumerate(sequences) if done[s] < len(tokens)]:
-        chosen = chance.sample(left, chance.randint(1, len(left)))
-        steps = [chance.choice((1, 1, 2, 5, 17, 63, 64, 200)) for _ in chosen]
+        chosen = rng.sample(left, rng.randint(1, len(left)))
+        steps = [rng.choice((1, 1, 2, 5, 17, 63, 64, 200)) for _ in chosen]
         parts = [
             (sequences[s][done[s] : done[s] + step], done[s], tables[s])
             for s, step in zip(chosen, steps, strict=True)
@@ -125,33 +126,33 @@ def in_company(
 
 @pytest.mark.parametrize("precision", ["float32", "8 bits", "4 bits"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_logits_depend_on_the_sequence_alone_to_the_bit(name: str, precision: str) -> None:
-    model, chance = decoder(name, precision), random.Random(f"{name} {precision}")
+def test_logits_are_bit_identical_alone_and_in_any_batch(name: str, precision: str) -> None:
+    model, rng = decoder(name, precision), random.Random(f"{name} {precision}")
     lengths = [1, 2, 31, 64, 65, 130]
-    sequences = [[chance.randrange(131) for _ in range(length)] for length in lengths]
-    sequences.append([*sequences[-1][:50], 7])  # one that begins as another does
+    sequences = [[rng.randrange(131) for _ in range(length)] for length in lengths]
+    sequences.append([*sequences[-1][:50], 7])  # shares a prefix with another
     alone = [real.logits_of(model, tokens) for tokens in sequences]
     assert all(logits.isfinite().all() for logits in alone)
     for block_size in (1, 5, 16, 64):
         for tokens, one, other in zip(
-            sequences, alone, in_company(model, sequences, block_size, chance), strict=True
+            sequences, alone, logits_in_batches(model, sequences, block_size, rng), strict=True
         ):
             assert torch.equal(one, other), (block_size, len(tokens), (one - other).abs().max())
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
-def test_the_bundled_model_decodes_as_it_prefills_to_the_bit(precision: str) -> None:
-    model, chance = real.decoder(precision), random.Random(precision)
+def test_the_bundled_model_gives_bit_identical_logits_in_prefill_and_decode(precision: str) -> None:
+    model, rng = real.decoder(precision), random.Random(precision)
     names = ("name", "chat", "emoji", "dijkstra")
     sequences = [real.prompts()[name] + real.reference()[name][:8] for name in names]
     alone = [real.logits_of(model, tokens) for tokens in sequences]
-    for one, other in zip(alone, in_company(model, sequences, 16, chance), strict=True):
+    for one, other in zip(alone, logits_in_batches(model, sequences, 16, rng), strict=True):
         assert torch.equal(one, other)
 
 
 def test_logits_do_not_depend_on_the_number_of_threads() -> None:
-    chance, before = random.Random(3), torch.get_num_threads()
-    tokens = [chance.randrange(131) for _ in range(70)]
+    rng, before = random.Random(3), torch.get_num_threads()
+    tokens = [rng.randrange(131) for _ in range(70)]
     for precision in ("float32", "8 bits", "4 bits"):
         model = decoder("as the bundled model", precision)
         found = []
@@ -164,8 +165,8 @@ def test_logits_do_not_depend_on_the_number_of_threads() -> None:
         assert torch.equal(*found), precision
 
 
-def test_two_decoders_may_share_a_backend() -> None:
-    """Whatever a backend remembers of one model must not be used for another."""
+def test_two_decoders_can_share_a_backend() -> None:
+    """A backend keeps no data of one model that it uses for another."""
     tokens, backend, config = [3, 1, 4, 1, 5], NativeBackend(), CONFIGS["as the bundled model"]
     for checkpoint in (Loud(config), DummyCheckpoint(config)):
         shared, own = Decoder(checkpoint, backend), Decoder(checkpoint, NativeBackend())
@@ -175,8 +176,8 @@ def test_two_decoders_may_share_a_backend() -> None:
 # Products.
 
 
-def bound(x: Tensor, matrix: Tensor, steps: int) -> Tensor:
-    """How far float32 sums of so many rounded steps may be from the exact product."""
+def error_bound(x: Tensor, matrix: Tensor, steps: int) -> Tensor:
+    """The largest error of a product in float32, with `steps` roundings per sum."""
     return (steps + 2) * EPSILON * (x.abs().double() @ matrix.abs().double().T) + 1e-30
 
 
@@ -188,7 +189,7 @@ def multiplied(weight: packing.NativeWeight, x: Tensor, onto: Tensor | None) -> 
 
 
 @pytest.mark.parametrize("num_outputs", [1, 31, 33, 64, 100, 129])
-def test_float_products_are_exact_but_for_rounding(num_outputs: int) -> None:
+def test_float_products_are_exact_up_to_rounding(num_outputs: int) -> None:
     random_numbers = _generator(num_outputs)
     for num_rows in (*range(1, 15), 24, 40, 97, 200):
         for num_inputs in (1, 7, 96):
@@ -196,7 +197,7 @@ def test_float_products_are_exact_but_for_rounding(num_outputs: int) -> None:
             matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
             bias = torch.randn(num_outputs, generator=random_numbers)
             onto = torch.randn(num_rows, num_outputs, generator=random_numbers)
-            exact, most = x.double() @ matrix.double().T, bound(x, matrix, num_inputs)
+            exact, most = x.double() @ matrix.double().T, error_bound(x, matrix, num_inputs)
             plain = multiplied(packing.pack_floats(matrix, None), x, None)
             assert ((plain - exact).abs() <= most).all()
             added = multiplied(packing.pack_floats(matrix, bias), x, onto) - onto.double()
@@ -205,7 +206,7 @@ def test_float_products_are_exact_but_for_rounding(num_outputs: int) -> None:
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Inputs as the quantized product rounds them: 8 bits in groups of 32, and their steps."""
+    """Inputs rounded to 8 bits in groups of 32, as the quantized product does, and the scales."""
     grouped = x.view(len(x), -1, packing.GROUP)
     most = grouped.abs().amax(2, keepdim=True)
     inverse = torch.where(most > 0, torch.tensor(127.0) / most, 0)  # 127 / most would round twice
@@ -213,7 +214,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantized_product(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """The product of rounded inputs and whole weights, and the sum of its parts' sizes."""
+    """The product of rounded inputs and integer weights, and the sum of absolute terms."""
     steps_of_x, step = (part.double() for part in rounded(x))
     q = groups.q.double().view(len(groups.q), -1, packing.GROUP)
     dots = torch.einsum("mgk,ngk->mgn", steps_of_x, q)
@@ -224,12 +225,12 @@ def quantized_product(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("bits", [4, 5, 8])
 @pytest.mark.parametrize("num_outputs", [1, 63, 65, 130])
-def test_quantized_products_are_exact_but_for_rounding(num_outputs: int, bits: int) -> None:
+def test_quantized_products_are_exact_up_to_rounding(num_outputs: int, bits: int) -> None:
     random_numbers = _generator(num_outputs + bits)
     for num_rows in (*range(1, 18), 24, 32, 33, 40):
         for num_inputs in (32, 64, 160):
             x = torch.randn(num_rows, num_inputs, generator=random_numbers)
-            x[0, :32] = 0  # a group without a step
+            x[0, :32] = 0  # a group of zeros has no scale
             matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
             groups = packing.quantize(matrix) if bits == 8 else four_bits(matrix, bits)
             bias = torch.randn(num_outputs, generator=random_numbers)
@@ -244,8 +245,10 @@ def test_quantized_products_are_exact_but_for_rounding(num_outputs: int, bits: i
 
 @pytest.mark.parametrize("bits", [4, 5, 8, 32])
 @pytest.mark.parametrize("num_outputs", [1, 65, 130])
-def test_a_row_of_a_product_is_the_same_alone_and_among_many(num_outputs: int, bits: int) -> None:
-    """To the bit, whichever instructions the number of rows calls for."""
+def test_a_row_of_a_product_is_bit_identical_for_any_number_of_rows(
+    num_outputs: int, bits: int
+) -> None:
+    """Different numbers of rows use different instructions."""
     random_numbers = _generator(num_outputs + bits)
     for num_inputs in (32, 64, 160, 576):
         matrix = torch.randn(num_outputs, num_inputs, generator=random_numbers)
@@ -265,7 +268,7 @@ def test_a_row_of_a_product_is_the_same_alone_and_among_many(num_outputs: int, b
 
 
 @pytest.mark.parametrize("bits", [4, 5, 8, 32])
-def test_rows_of_weights_are_what_was_packed(bits: int) -> None:
+def test_unpacked_rows_equal_the_packed_matrix(bits: int) -> None:
     matrix = torch.randn(75, 96, generator=_generator(bits))
     groups = packing.quantize(matrix) if bits == 8 else four_bits(matrix, min(bits, 5))
     weight = packing.pack_floats(matrix, None) if bits == 32 else packing.pack_groups(groups, None)
@@ -281,7 +284,7 @@ def test_rows_of_weights_are_what_was_packed(bits: int) -> None:
 
 
 @pytest.mark.parametrize("width", [1, 15, 16, 33, 576])
-def test_norms_are_those_of_the_plain_twin(width: int) -> None:
+def test_norms_match_the_plain_backend(width: int) -> None:
     for num_rows in (1, 4, 5, 37):
         x = torch.randn(num_rows, width, generator=_generator(width)) * 3
         weight = torch.randn(width, generator=_generator(width + 1))
@@ -290,7 +293,7 @@ def test_norms_are_those_of_the_plain_twin(width: int) -> None:
         torch.testing.assert_close(found, expected.float(), rtol=2e-6, atol=1e-7)
 
 
-def test_gates_are_those_of_the_plain_twin_even_where_they_overflow() -> None:
+def test_gates_match_the_plain_backend_and_handle_overflow() -> None:
     for num_rows, width in ((1, 16), (3, 48), (9, 1536)):
         x = torch.randn(num_rows, 2 * width, generator=_generator(width)) * 20
         x[0, :8] = torch.tensor([0.0, -0.0, 88.5, -88.5, 1e4, -1e4, 3e38, -3e38])
@@ -304,29 +307,29 @@ def test_gates_are_those_of_the_plain_twin_even_where_they_overflow() -> None:
 # Attention.
 
 
-def ragged(chance: random.Random, block_size: int) -> tuple[Batch, int]:
-    """Parts of sequences, some stored and some not, and how many blocks they need."""
+def random_batch(rng: random.Random, block_size: int) -> tuple[Batch, int]:
+    """A batch of chunks at random positions, and the number of blocks it needs."""
     parts, num_blocks = [], 0
-    for _ in range(chance.randint(1, 6)):
-        end = chance.choice((1, 3, 16, 63, 64, 65, 100))
-        first = chance.choice((0, end // 2, end - 1))
+    for _ in range(rng.randint(1, 6)):
+        end = rng.choice((1, 3, 16, 63, 64, 65, 100))
+        first = rng.choice((0, end // 2, end - 1))
         width = -(-end // block_size)
         parts.append(([0] * (end - first), first, range(num_blocks, num_blocks + width)))
         num_blocks += width
     order = list(range(num_blocks))
-    chance.shuffle(order)
+    rng.shuffle(order)
     mixed = [(tokens, first, [order[b] for b in blocks]) for tokens, first, blocks in parts]
     return real.batch_of(mixed, block_size), num_blocks
 
 
-Twins = tuple[Attention, Tensor]
+OnBackend = tuple[Attention, Tensor]
 
 
-def twins(config: ModelConfig, batch: Batch, blocks: Tensor) -> list[Twins]:
-    """The same batch over the same cache on both backends, in float32 and in float64."""
+def on_both_backends(config: ModelConfig, batch: Batch, blocks: Tensor) -> list[OnBackend]:
+    """The same batch and cache on the native backend in float32 and the plain one in float64."""
     generator = _generator(int(batch.ends_s.sum()))
     angles = torch.rand(len(batch.tokens_t), config.head_dim // 2, generator=generator) * 6
-    pair: list[Twins] = []
+    pair: list[OnBackend] = []
     for backend, kind in (
         (NativeBackend(), torch.float32),
         (PlainBackend(torch.float64), torch.float64),
@@ -338,27 +341,27 @@ def twins(config: ModelConfig, batch: Batch, blocks: Tensor) -> list[Twins]:
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 256])
-def test_attention_is_that_of_the_plain_twin(head_dim: int) -> None:
-    chance = random.Random(head_dim)
+def test_attention_matches_the_plain_backend(head_dim: int) -> None:
+    rng = random.Random(head_dim)
     for group in (1, 2, 3, 4, 7, 8):
         for block_size in (1, 16, 64):
-            kv_heads = chance.choice((1, 2))
+            kv_heads = rng.choice((1, 2))
             config = sizes(group * kv_heads, kv_heads, head_dim)
-            batch, num_blocks = ragged(chance, block_size)
+            batch, num_blocks = random_batch(rng, block_size)
             shape = (num_blocks, 2, 2, kv_heads, block_size, head_dim)
             blocks = torch.randn(shape, generator=_generator(num_blocks))
-            (native, _), (plain, _) = twins(config, batch, blocks)
+            (native, _), (plain, _) = on_both_backends(config, batch, blocks)
             width = (group + 2) * kv_heads * head_dim
             qkv = torch.randn(len(batch.tokens_t), width, generator=_generator(width)) * 1.5
             found, exact = native.attention(1, qkv), plain.attention(1, qkv.double())
             torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
 
 
-def drop_some(batch: Batch, chance: random.Random) -> Batch:
-    """Without a home for some of its tokens."""
+def drop_some_slots(batch: Batch, rng: random.Random) -> Batch:
+    """Let some tokens have no slot."""
     for place in range(len(batch.slots_t)):
-        if chance.random() < 0.3:
-            batch.slots_t[place] = -chance.randint(1, 3)
+        if rng.random() < 0.3:
+            batch.slots_t[place] = -rng.randint(1, 3)
     return batch
 
 
@@ -375,14 +378,14 @@ def with_norms(config: ModelConfig) -> tuple[Tensor | None, Tensor | None]:
     "norms", [lambda config: (None, None), with_norms], ids=["plain", "normed"]
 )
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 256])
-def test_keys_and_values_go_where_they_belong_and_nowhere_else(head_dim: int, norms: Norms) -> None:
-    chance = random.Random(head_dim)
+def test_keys_and_values_are_stored_in_their_slots_only(head_dim: int, norms: Norms) -> None:
+    rng = random.Random(head_dim)
     for block_size in (1, 16, 64):
         config = sizes(6, 2, head_dim)
-        batch, num_blocks = ragged(chance, block_size)
-        drop_some(batch, chance)
+        batch, num_blocks = random_batch(rng, block_size)
+        drop_some_slots(batch, rng)
         blocks = torch.full((num_blocks, 2, 2, 2, block_size, head_dim), 123.0)
-        (native, found), (plain, expected) = twins(config, batch, blocks)
+        (native, found), (plain, expected) = on_both_backends(config, batch, blocks)
         qkv = torch.randn(len(batch.tokens_t), 10 * head_dim, generator=_generator(head_dim))
         q_norm, k_norm = norms(config)
         narrow, wide = qkv.clone(), qkv.double()
@@ -395,6 +398,6 @@ def test_keys_and_values_go_where_they_belong_and_nowhere_else(head_dim: int, no
 
 
 def _written(layer: Tensor) -> set[int]:
-    """Slots of one layer [B, 2, G, P, D] in which anything has changed."""
+    """Slots of one layer [B, 2, G, P, D] that were written."""
     changed = (layer != 123.0).any(-1).any(2).any(1)
     return set(changed.flatten().nonzero().squeeze(1).tolist())

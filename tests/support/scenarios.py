@@ -1,8 +1,8 @@
-"""Random worlds: any mix of policies, tiny pools, and whatever can happen to requests.
+"""Random scenarios: a mix of policies, tiny pools, aborts, cache resets and executor failures.
 
-A world is made from its seed alone. `run` drives it to its end, with or without a plan in flight
-while the next is made, checks the scheduler's laws after every event, and counts what happened, so
-that a test can tell the laws were put under strain. Knows the scheduler's fields, not its ways.
+A scenario is made from its seed alone. `run` drives it to its end, checks the scheduler's laws
+after every event, and counts the events, so that a test can check that each kind occurs. Knows the
+scheduler's fields, not its algorithms.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from headway.config import Config, HeadroomRule, StepActions
-from headway.config import SchedulerView as View
+from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
 from headway.plan import Plan
 from headway.request import Params, Request, State
-from headway.scheduler import Scheduler, policies, queues
-from headway.scheduler import headroom as peak
+from headway.scheduler import Scheduler, headroom, policies, queues
 from headway.scheduler.presets import SLOTS
 from tests.support.shadow import EOS, VOCABULARY, Handle, ShadowExecutor, oracle
 
@@ -28,27 +26,27 @@ MOMENTS = ("early", "launched", "late")  # before schedule, in flight, after com
 
 
 @dataclass(slots=True)
-class World:
-    """A config, its workload and its misfortunes."""
+class Scenario:
+    """A config, its workload, and the faults that occur."""
 
     config: Config
-    async_scheduling: int  # plans in flight while the next is made
+    async_scheduling: int  # 1: a plan is in flight while the next is made
     arrivals: dict[int, list[Request]]  # by step
     aborts: dict[tuple[int, str], list[str]] = field(default_factory=dict)  # by step and moment
-    resets: frozenset[int] = frozenset()  # steps before which the cache is emptied
-    crash: int = -1  # the step that never comes back
-    peeks: frozenset[int] = frozenset()  # steps at which everybody's tokens are read
+    resets: frozenset[int] = frozenset()  # steps before which the cache is reset
+    crash: int = -1  # the step in which the executor fails
+    reads: frozenset[int] = frozenset()  # steps after which all tokens are read
 
     @property
     def requests(self) -> list[Request]:
         return [request for group in self.arrivals.values() for request in group]
 
 
-# Policies nobody should write, and everybody may.
+# Policies that are allowed, but not sensible.
 
 
 def wild_recipe(rng: random.Random) -> Callable[[StepActions], None]:
-    """The verbs in any order and number, with any arguments, or none of them."""
+    """The actions of a step in any order and number, with any arguments, or none of them."""
     acts: list[Callable[[StepActions], None]] = [
         lambda step: step.decode(),
         lambda step: step.prefill(),
@@ -76,12 +74,12 @@ def wild_chunk(rng: random.Random) -> Callable[[int, int, bool], int]:
 
 def wild_headroom(rng: random.Random) -> HeadroomRule:
     amounts = rng.choice(((1 << 40,), (-(1 << 40),), (0, 1 << 40), (-3, 0, 1, 2, 5)))
-    return lambda request, world: rng.choice(amounts)
+    return lambda request, view: rng.choice(amounts)
 
 
 @dataclass(frozen=True)
 class wild_queue:
-    """Keys that change whenever asked, clients as groups, preemption by lot."""
+    """Random keys that change at every call, clients as groups, random preemption."""
 
     rng: random.Random
     patience: int
@@ -89,7 +87,7 @@ class wild_queue:
     preempts: bool
     max_preemptions: int = 3
 
-    def key(self, request: Request, world: View) -> Any:
+    def key(self, request: Request, view: SchedulerView) -> Any:
         return self.rng.randrange(5)
 
     def group(self, request: Request) -> str:
@@ -102,7 +100,7 @@ class wild_queue:
         )
 
 
-def any_queue(rng: random.Random) -> Any:
+def random_queue(rng: random.Random) -> Any:
     patience = rng.choice((0, 0, 1, 3))
     return rng.choice((
         queues.fcfs(patience),
@@ -111,48 +109,48 @@ def any_queue(rng: random.Random) -> Any:
         queues.shortest_first(patience, rng.choice((0.01, 1.0))),
         queues.deadline(patience, rng.choice((1.0, 60.0))),
         queues.fair(patience),
-        queues.custom(patience, lambda request, world: (-request.num_prompt, request.id)),
-        queues.custom(patience, lambda request, world: rng.random()),
+        queues.custom(patience, lambda request, view: (-request.num_prompt, request.id)),
+        queues.custom(patience, lambda request, view: rng.random()),
         wild_queue(rng, patience, rng.random() < 0.5, rng.random() < 0.5),
     ))  # fmt: skip
 
 
-def any_headroom(rng: random.Random) -> HeadroomRule:
+def random_headroom(rng: random.Random) -> HeadroomRule:
     base: HeadroomRule = rng.choice((
         policies.watermark(rng.choice((0.0, 0.1, 0.5, 1.0))),
         policies.reserve_outputs(rng.choice((0.2, 1.0, 3.0))),
-        peak.future_peak(rng.choice((peak.limit, peak.learned(0.5))), rng.choice((0.0, 0.2))),
+        headroom.future_peak(rng.choice((headroom.limit, headroom.learned(0.5))), rng.choice((0.0, 0.2))),
         policies.watermark(0.0),
         wild_headroom(rng),
     ))  # fmt: skip
     return policies.back_off(base, rng.choice((0.05, 0.3))) if rng.random() < 0.25 else base
 
 
-def any_slots(rng: random.Random) -> dict[str, Any]:
-    """One value for each of the six slots; every ready-made one can come up."""
+def random_slots(rng: random.Random) -> dict[str, Any]:
+    """One policy for each of the six slots; every ready-made policy can occur."""
     chunks = (*SLOTS["chunk"][:3], policies.at_most(rng.randrange(1, 6)), wild_chunk(rng))
     swaps = (
         *SLOTS["swap"][:2], policies.swap,
         policies.cheaper(start=rng.choice((0.0, 1e-4))),
-        lambda request, world: rng.random() < 0.5,
+        lambda request, view: rng.random() < 0.5,
     )  # fmt: skip
     victims = (
         *SLOTS["victim"],
-        lambda request, world: rng.random(),
-        lambda request, world: len(request.tokens),
+        lambda request, view: rng.random(),
+        lambda request, view: len(request.tokens),
     )
     return {
         "recipe": rng.choice((*SLOTS["recipe"], wild_recipe(rng))),
-        "queue": any_queue(rng),
+        "queue": random_queue(rng),
         "chunk": rng.choice(chunks),
-        "headroom": any_headroom(rng),
+        "headroom": random_headroom(rng),
         "victim": rng.choice(victims),
         "swap": rng.choice(swaps),
     }
 
 
 def greedy(step: StepActions) -> None:
-    """Grant first, and let the decodes find room where they can."""
+    """Prompts first; decodes use the tokens that are left."""
     step.prefill()
     step.admit()
     step.decode(at_most=step.tokens_left)
@@ -161,8 +159,8 @@ def greedy(step: StepActions) -> None:
 greedy.defers = True  # type: ignore[attr-defined]
 
 
-def storm(rng: random.Random) -> dict[str, Any]:
-    """What makes for the most coming and going between device and host."""
+def many_swaps(rng: random.Random) -> dict[str, Any]:
+    """Settings that cause many swaps between device and host."""
     recipes = (greedy, greedy, policies.charged_in_full, *SLOTS["recipe"][:2])
     return {
         "recipe": rng.choice(recipes),
@@ -176,16 +174,16 @@ def storm(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def any_config(rng: random.Random) -> Config:
+def random_config(rng: random.Random) -> Config:
     values: dict[str, Any] = {
-        **any_slots(rng),
+        **random_slots(rng),
         "max_num_seqs": rng.randrange(1, 7),
         "block_size": rng.choice((1, 2, 3, 4, 8)),
         "num_blocks": rng.randrange(4, rng.choice((8, 25))),
         "num_host_blocks": rng.choice((0, rng.randrange(1, 17))),
     }
     if rng.random() < 0.3:
-        values |= storm(rng)
+        values |= many_swaps(rng)
     least = 1 if getattr(values["recipe"], "defers", False) else values["max_num_seqs"]
     return Config(
         **values,
@@ -198,11 +196,11 @@ def any_config(rng: random.Random) -> Config:
 # The workload.
 
 
-def any_tokens(rng: random.Random, length: int) -> list[int]:
+def random_tokens(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3) for _ in range(length)]
 
 
-def any_params(rng: random.Random, max_tokens: int | None) -> Params:
+def random_params(rng: random.Random, max_tokens: int | None) -> Params:
     return Params(
         max_tokens=max_tokens,
         min_tokens=rng.choice((0, 0, 0, rng.randrange(6))),
@@ -220,13 +218,13 @@ def any_params(rng: random.Random, max_tokens: int | None) -> Params:
 
 
 def most_tokens(config: Config) -> int:
-    """About the longest request that is not refused."""
+    """About the length of the longest request that is not refused."""
     room = min(config.num_blocks * config.block_size, config.max_model_len - 1)
     return min(room, config.max_num_batched_tokens) if config.chunk is policies.whole else room
 
 
-def any_max_tokens(rng: random.Random, config: Config, room: int) -> int | None:
-    """Mostly what fits beside the prompt; sometimes all of it, or more."""
+def random_max_tokens(rng: random.Random, config: Config, room: int) -> int | None:
+    """Mostly a number that fits; sometimes all of the room, or more than it."""
     if config.max_model_len < 30 and rng.random() < 0.1:
         return None
     if rng.random() < 0.05:
@@ -234,26 +232,26 @@ def any_max_tokens(rng: random.Random, config: Config, room: int) -> int | None:
     return max(1, room + 1 if rng.random() < 0.2 else rng.randrange(min(room, 15) + 1))
 
 
-def any_requests(rng: random.Random, config: Config) -> dict[int, list[Request]]:
-    """Prompts that share stems, sometimes sampled more than once, over some steps."""
+def random_requests(rng: random.Random, config: Config) -> dict[int, list[Request]]:
+    """Requests with shared prefixes, some with several samples, that arrive over some steps."""
     room = most_tokens(config)
-    stems = [any_tokens(rng, rng.randrange(min(room, 20))) for _ in range(2)]
+    stems = [random_tokens(rng, rng.randrange(min(room, 20))) for _ in range(2)]
     arrivals: dict[int, list[Request]] = {}
     spread = rng.choice((1, 4, 20))
     for number in range(rng.randrange(1, 9)):
         stem = rng.choice((*stems, []))
         cut = len(stem) if rng.random() < 0.7 else rng.randrange(len(stem) + 1)
-        tail = any_tokens(rng, rng.choice((0, 0, 1, 2, rng.randrange(8))))
+        tail = random_tokens(rng, rng.choice((0, 0, 1, 2, rng.randrange(8))))
         prompt = (stem[:cut] + tail)[: room if rng.random() < 0.97 else None] or [1]
-        params = any_params(rng, any_max_tokens(rng, config, max(0, room - len(prompt))))
+        params = random_params(rng, random_max_tokens(rng, config, max(0, room - len(prompt))))
         step = rng.randrange(spread)
-        samples = any_samples(rng, Request(f"{number}", prompt, params, arrival=float(step)))
+        samples = random_samples(rng, Request(f"{number}", prompt, params, arrival=float(step)))
         arrivals.setdefault(step, []).extend(samples)
     return arrivals
 
 
-def any_samples(rng: random.Random, parent: Request) -> list[Request]:
-    """The request, and as many more of its prompt as it asks for."""
+def random_samples(rng: random.Random, parent: Request) -> list[Request]:
+    """The request and the other samples of its prompt."""
     samples, params = [parent], parent.params
     for number in range(1, params.n):
         own = replace(params, sampling=rng.randrange(1 << 32))
@@ -265,52 +263,54 @@ def any_samples(rng: random.Random, parent: Request) -> list[Request]:
     return samples
 
 
-def any_world(seed: int, async_scheduling: int) -> World:
-    """The world of a seed."""
+def random_scenario(seed: int, async_scheduling: int) -> Scenario:
+    """The scenario with this seed."""
     rng = random.Random(seed)
-    config = any_config(rng)
-    world = World(config, async_scheduling, any_requests(rng, config))
-    for request in world.requests:
+    config = random_config(rng)
+    scenario = Scenario(config, async_scheduling, random_requests(rng, config))
+    for request in scenario.requests:
         if rng.random() < 0.12:
             key = rng.randrange(30), rng.choice(MOMENTS)
-            world.aborts.setdefault(key, []).append(request.id)
+            scenario.aborts.setdefault(key, []).append(request.id)
     if rng.random() < 0.2:
-        world.resets = frozenset(rng.choices(range(30), k=2))
+        scenario.resets = frozenset(rng.choices(range(30), k=2))
     if rng.random() < 0.1:
-        world.crash = rng.randrange(20)
+        scenario.crash = rng.randrange(20)
     if rng.random() < 0.5:
-        world.peeks = frozenset(rng.choices(range(60), k=rng.choice((3, 20))))
-    return world
+        scenario.reads = frozenset(rng.choices(range(60), k=rng.choice((3, 20))))
+    return scenario
 
 
 # The driver.
 
 
-class Run:
-    """One world on its way: the loop of an engine, with a check after everything that happens."""
+class ScenarioRun:
+    """Runs one scenario like an engine's loop, and checks the laws after every event."""
 
-    def __init__(self, world: World, tamper: Tamper | None = None) -> None:
-        self.world = world
-        self.scheduler = Scheduler(world.config)
+    def __init__(self, scenario: Scenario, tamper: Tamper | None = None) -> None:
+        self.scenario = scenario
+        self.scheduler = Scheduler(scenario.config)
         self.executor = ShadowExecutor(self.scheduler)
         self.pending: deque[tuple[Plan, Handle]] = deque()
         self.outputs: dict[Request, list[int]] = {}
         self.finished: list[Request] = []
         self.seen: Counter[str] = Counter()
-        self.swapped: set[Request] = set()  # by their last preemption
+        self.swapped: set[Request] = set()  # by the latest preemption of each
         self._tamper = tamper
 
     def to_the_end(self) -> Counter[str]:
-        """Step until all work is done; every request must end within a bound."""
-        world, step = self.world, 0
-        last_event = max((*world.arrivals, *(s for s, _ in world.aborts), *world.resets), default=0)
-        work = sum(r.num_prompt + (r.params.max_tokens or 30) for r in world.requests)
+        """Step until all work is done, within a bound; returns the counts."""
+        scenario, step = self.scenario, 0
+        last_event = max(
+            (*scenario.arrivals, *(s for s, _ in scenario.aborts), *scenario.resets), default=0
+        )
+        work = sum(r.num_prompt + (r.params.max_tokens or 30) for r in scenario.requests)
         while step <= last_event or self.scheduler.requests or self.pending:
             self.step(step)
             step += 1
-            assert step <= last_event + 100 + 20 * work, "this never ends"
-        news = self.scheduler.take_pending_events()
-        self.finished += news.finished if news else []
+            assert step <= last_event + 100 + 20 * work, "too many steps"
+        report = self.scheduler.take_pending_events()
+        self.finished += report.finished if report else []
         plan = self.scheduler.schedule()
         assert plan.is_empty and not self.scheduler.in_flight
         self.check_end()
@@ -319,20 +319,20 @@ class Run:
     def step(self, step: int) -> None:
         self._arrive(step)
         self._abort(step, "early")
-        if step in self.world.resets:
+        if step in self.scenario.resets:
             self._reset()
         plan = self._launch()
         self._abort(step, "launched")
-        if step in self.world.peeks:
+        if step in self.scenario.reads:
             self.check_tokens()
-        if step == self.world.crash and self.pending:
+        if step == self.scenario.crash and self.pending:
             self._crash()
-        while len(self.pending) > (0 if plan.is_empty else self.world.async_scheduling):
+        while len(self.pending) > (0 if plan.is_empty else self.scenario.async_scheduling):
             self._complete()
         self._abort(step, "late")
 
     def _arrive(self, step: int) -> None:
-        for request in self.world.arrivals.get(step, ()):
+        for request in self.scenario.arrivals.get(step, ()):
             before = dict(self.scheduler.requests)
             try:
                 self.scheduler.add(request)
@@ -348,7 +348,7 @@ class Run:
         scheduler = self.scheduler
         has_work, idle = bool(scheduler.requests), not scheduler.in_flight
         plan = scheduler.schedule()
-        assert not (idle and has_work and plan.is_empty), "an empty plan with work at hand"
+        assert not (idle and has_work and plan.is_empty), "empty plan although there is work"
         if not plan.is_empty:
             if self._tamper:
                 self._tamper(plan, scheduler)
@@ -362,7 +362,7 @@ class Run:
         plan, handle = self.pending.popleft()
         report = self.scheduler.complete(plan, handle.wait())
         for request, tokens in report.outputs():
-            assert tokens, f"{request} gained nothing, and it is reported"
+            assert tokens, f"{request} is reported without tokens"
             self.outputs[request] += tokens
         for request in report.finished:
             in_flight = any(request in later.decodes for later, _ in self.pending)
@@ -376,7 +376,7 @@ class Run:
         self.check_now()
 
     def _abort(self, step: int, moment: str) -> None:
-        for id in self.world.aborts.get((step, moment), ()):
+        for id in self.scenario.aborts.get((step, moment), ()):
             request = self.scheduler.requests.get(id)
             in_flight = {
                 r for p, _ in self.pending for r in (*p.decodes, *(c[0] for c in p.chunks))
@@ -400,55 +400,63 @@ class Run:
         self.executor.crash(plans)
         self.pending.clear()
         self.seen["crashes while swapping"] += any(plan.copies_out for plan in plans)
-        self.scheduler.fail("it fell over")
+        self.scheduler.fail("executor failed")
         self.seen["crashes"] += 1
         self.check_now()
 
     # The laws.
 
     def _check_plan(self, plan: Plan) -> None:
-        """The limits hold, and every waiting request is accounted for."""
-        config = self.world.config
-        assert plan.events.num_running <= config.max_num_seqs, "more requests than seats"
+        """The limits hold, and the plan gives a reason for every waiting request."""
+        config = self.scenario.config
+        assert plan.events.num_running <= config.max_num_seqs, (
+            "more running requests than max_num_seqs"
+        )
         over_budget = plan.num_tokens > config.max_num_batched_tokens
-        assert not (plan.chunks and over_budget), "more tokens than a step may compute"
-        behind = plan.not_considered.num_requests if plan.not_considered else 0
-        assert len(plan.blocked) + behind == plan.events.num_waiting, "waiting without a reason"
+        assert not (plan.chunks and over_budget), "more tokens than max_num_batched_tokens"
+        num_rest = plan.not_considered.num_requests if plan.not_considered else 0
+        assert len(plan.blocked) + num_rest == plan.events.num_waiting, "waiting without a reason"
         assert all(not b.request.is_finished for b in plan.blocked)
         assert len({b.request for b in plan.blocked}) == len(plan.blocked), "blocked twice"
         assert plan.events.num_free == self.scheduler.kv.num_free
 
     def check_now(self) -> None:
-        """Blocks are counted right, the index is true, and every request is in its place."""
+        """Reference counts, the prefix index, the queue and the rows are consistent."""
         scheduler, kv = self.scheduler, self.scheduler.kv
         held = [0] * kv.pool.num_blocks
         for block in (b for r in scheduler.running for b in r.kv.blocks):
             held[block] += 1
-        assert held == kv.pool.refs, "references miscounted"
-        assert kv.num_free == held.count(0), "free blocks miscounted"
+        assert held == kv.pool.refs, "wrong reference counts"
+        assert kv.num_free == held.count(0), "wrong number of free blocks"
         held = [0] * kv.host.num_blocks
         copies = (r.kv.host.blocks for r in scheduler.requests.values() if r.kv.host)
         for block in (b for blocks in (*copies, kv._leaving_host) for b in blocks):
             held[block] += 1
-        assert held == kv.host.refs and max(held, default=0) < 2, "host blocks miscounted"
+        assert held == kv.host.refs and max(held, default=0) < 2, (
+            "wrong reference counts on the host"
+        )
         self.executor.check_index()
         waiting = set(scheduler.queue)
         assert len(waiting) == len(scheduler.queue) and not waiting & scheduler.running.keys()
         assert waiting | scheduler.running.keys() == set(scheduler.requests.values())
-        assert not any(r.kv.blocks or r.row >= 0 for r in waiting), "held while waiting"
+        assert not any(r.kv.blocks or r.row >= 0 for r in waiting), (
+            "a waiting request holds blocks or a row"
+        )
         assert {r for r in waiting if r.state is State.SWAPPED} == scheduler.swapped.keys()
         rows = [r.row for r in scheduler.running]
         assert sorted(rows + scheduler.state.free_rows) == list(
-            range(self.world.config.max_num_seqs)
+            range(self.scenario.config.max_num_seqs)
         )
 
     def check_tokens(self) -> None:
-        """What is known of a request is its prompt and all that was reported of it, at any time."""
+        """The output of every request equals the tokens that were reported."""
         for request, reported in self.outputs.items():
-            assert list(request.tokens[request.num_prompt :]) == reported, "not reported as it is"
+            assert list(request.tokens[request.num_prompt :]) == reported, (
+                "reported tokens differ from the output"
+            )
 
     def check_end(self) -> None:
-        """Nothing is left over, and everybody got what it would have got alone."""
+        """Nothing leaks, and every output equals that of the request running alone."""
         scheduler, decode_batch = self.scheduler, self.scheduler.state.decode_batch
         self.check_now()
         left = (
@@ -456,7 +464,7 @@ class Run:
             scheduler.queue, scheduler.in_flight, scheduler.state.stop_tokens, decode_batch.members,
             decode_batch.due(), scheduler.queue._groups,
         )  # fmt: skip
-        assert not any(left), f"left over: {left}"
+        assert not any(left), f"not empty: {left}"
         assert decode_batch.context == 0 and not any(scheduler.kv.pool.refs)
         assert scheduler.kv.host.num_free == scheduler.kv.host.num_blocks
         assert sorted(r.id for r in self.finished) == sorted(r.id for r in self.outputs)
@@ -466,20 +474,22 @@ class Run:
 
     def _check_output(self, request: Request, reported: list[int]) -> None:
         prompt = request.tokens[: request.num_prompt]
-        longest = self.world.config.max_model_len
-        if request.params.max_tokens is None:  # then it goes on as far as the cache allows
+        longest = self.scenario.config.max_model_len
+        if request.params.max_tokens is None:  # limited by the cache
             longest = request.limit
         output, reason = oracle(prompt, request.params, longest)
         assert request.is_finished and request.row == -1 and not request.kv.blocks
         if request.finish_reason in ("abort", "error"):
             assert reported == output[: len(reported)]
         else:
-            assert (reported, request.finish_reason) == (output, reason), "not what it gets alone"
+            assert (reported, request.finish_reason) == (output, reason), (
+                "not the output of the request running alone"
+            )
 
-    # What happened, so that no law goes untried.
+    # Counts, so that a test can check that every kind of event occurs.
 
     def _count(self, plan: Plan) -> None:
-        seen, size = self.seen, self.world.config.block_size
+        seen, size = self.seen, self.scenario.config.block_size
         for preemption in plan.events.preempted:
             seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
             seen["priority preemptions"] += preemption.is_priority
@@ -490,13 +500,13 @@ class Run:
             seen["cache hits"] += num_cached > 0
             seen["resumed from cache and host"] += bool(num_cached and num_swapped)
             seen["resumed from host"] += num_swapped > 0
-            seen["swapped in vain"] += request in self.swapped and not num_cached + num_swapped
+            seen["swapped without use"] += request in self.swapped and not num_cached + num_swapped
             self.swapped.discard(request)
             seen["resumed from cache"] += is_resume and num_cached > 0
             seen["full hits"] += num_cached == request.num_prompt - 1 and num_cached % size > 0
         seen["full hits not stored again"] += sum(c.store_from > c.start for c in plan.chunks)
         seen["swaps both ways"] += bool(plan.copies_out and plan.copies_in)
-        seen["cut prompts"] += sum(not chunk.is_last for chunk in plan.chunks)
+        seen["split prompts"] += sum(not chunk.is_last for chunk in plan.chunks)
         seen["multi-step plans"] += plan.num_steps > 1
         seen["ends within a multi-step plan"] += any(plan.reaching_limit[: plan.num_steps - 1])
         seen["deferred decodes"] += len(plan.deferred)
@@ -508,6 +518,6 @@ class Run:
             seen[f"not considered: {plan.not_considered.reason}"] += 1
 
 
-def run(world: World, tamper: Tamper | None = None) -> Counter[str]:
-    """Drive a world to its end; what happened in it."""
-    return Run(world, tamper).to_the_end()
+def run(scenario: Scenario, tamper: Tamper | None = None) -> Counter[str]:
+    """Drive a scenario to its end; returns how often each kind of event occurred."""
+    return ScenarioRun(scenario, tamper).to_the_end()

@@ -1,4 +1,4 @@
-"""Every small world there is, under every preset: always a next step, always an end, no leaks."""
+"""All small scenarios under every preset: no step is stuck, every request ends, nothing leaks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 from headway.request import Params, Request
 from headway.scheduler import PRESETS, preset
+from tests.support.scenarios import Scenario, run
 from tests.support.shadow import EOS
-from tests.support.worlds import World, run
 
-SHAPES = ((1, 4), (2, 3), (3, 2), (1, 1))  # prompt tokens, output tokens; any fits into 4 slots
+SHAPES = ((1, 4), (2, 3), (3, 2), (1, 1))  # prompt tokens, output tokens; each fits in 4 slots
 GEOMETRIES = ((1, 4), (2, 2), (2, 3))  # block size, blocks
 MAX_REQUESTS = 4
 
 
 def request(number: int, shape: tuple[int, int], step: int) -> Request:
-    """Odd ones share a prompt and even ones another; some may stop early."""
+    """Requests with odd numbers share a prompt, and those with even numbers; some may stop early."""
     num_prompt, max_tokens = shape
     params = Params(
         max_tokens=max_tokens,
@@ -33,10 +33,13 @@ def request(number: int, shape: tuple[int, int], step: int) -> Request:
 
 
 def workloads() -> Iterator[dict[int, list[Request]]]:
-    """All sequences of shapes, at once or one a step; four at once, and without the shortest."""
+    """All sequences of up to four shapes, that arrive together or one per step.
+
+    Four arrive only together, and without the shortest shape, to bound the number.
+    """
     for length in range(1, MAX_REQUESTS + 1):
-        is_most = length == MAX_REQUESTS
-        choices, gaps = (SHAPES[:3], (0,)) if is_most else (SHAPES, (0, 1))
+        is_longest = length == MAX_REQUESTS
+        choices, gaps = (SHAPES[:3], (0,)) if is_longest else (SHAPES, (0, 1))
         for shapes, gap in product(product(choices, repeat=length), gaps):
             arrivals: dict[int, list[Request]] = {}
             for number, shape in enumerate(shapes):
@@ -47,11 +50,11 @@ def workloads() -> Iterator[dict[int, list[Request]]]:
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_small_world_ends(name: str, geometry: tuple[int, int]) -> None:
+def test_every_small_scenario_ends(name: str, geometry: tuple[int, int]) -> None:
     block_size, num_blocks = geometry
     seen: Counter[str] = Counter()
     for num_host_blocks, async_scheduling in product((0, 2), (0, 1)):
-        # With a host there is something to see only if victims go there, however short they are.
+        # With host blocks every victim is swapped, however short it is.
         changes = {"swap": "swap"} if num_host_blocks else {}
         config = preset(
             name, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
@@ -59,11 +62,11 @@ def test_every_small_world_ends(name: str, geometry: tuple[int, int]) -> None:
         )  # fmt: skip
         for number, arrivals in enumerate(workloads()):
             try:
-                seen += run(World(config, async_scheduling, arrivals))
+                seen += run(Scenario(config, async_scheduling, arrivals))
             except Exception as error:
                 shapes = [(r.num_prompt, r.params.max_tokens) for g in arrivals.values() for r in g]
                 raise AssertionError(
-                    f"world {number}: {shapes} at steps {list(arrivals)}, async_scheduling {async_scheduling}, "
-                    f"{num_host_blocks} blocks on the host"
+                    f"scenario {number}: {shapes} at steps {list(arrivals)}, "
+                    f"{async_scheduling=}, {num_host_blocks=}"
                 ) from error
     assert not seen["refused"] and seen["cache hits"] and seen["stops in flight"]
