@@ -107,7 +107,7 @@ def test_forget_all_does_not_free_held_blocks() -> None:
 
 def test_every_block_is_either_held_or_free_under_random_use() -> None:
     rng, pool, held = random.Random(0), BlockPool(12), list[int]()
-    for turn in range(3000):
+    for number in range(3000):
         free = pool.num_free
         if rng.random() < 0.5 and free:
             taken = pool.take(rng.randrange(1, free + 1))
@@ -116,7 +116,7 @@ def test_every_block_is_either_held_or_free_under_random_use() -> None:
         elif held:
             block = held.pop(rng.randrange(len(held)))
             if pool.index.key_of[block] is None and rng.random() < 0.5:
-                pool.index.add([block], [b"%d" % turn])
+                pool.index.add([block], [b"%d" % number])
             pool.drop(block)
         if held and rng.random() < 0.2:
             pool.share([held[0]])

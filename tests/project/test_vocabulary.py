@@ -30,7 +30,7 @@ PHRASES = (
 # Names in code, as whole words or as parts of a name between underscores.
 NAMES = (
     "max_requests", "decode_steps", "max_new_tokens", "Lockstep", "lockstep", "Anteroom", "anteroom",
-    "Ledger", "ledger", "Survey", "cost", "Holding", "Verbs", "Handover", "handover", "Gatherer",
+    "Ledger", "ledger", "Survey", "survey", "Holding", "Verbs", "Handover", "handover", "Gatherer",
     "gatherer", "Gathering", "Wishes", "Asking", "Lives", "Happened", "News", "news", "Gone",
     "uncollected", "twins?", "seats?", "seated", "unseat", "reseated", "bumps?", "bumped", "entitled",
     "ran_short", "strayed", "DeviceSeats", "leader", "leaders", "sharing_of", "find_floors",

@@ -55,7 +55,7 @@ def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], 
     engine.observers.append(lambda report: metrics.add(describe_step(report)))
     for number in range(30):
         for _ in range(rng.choice((0, 0, 1, 2))):
-            add(engine, f"r{number}.{rng.random()}", rng)
+            add_random(engine, f"r{number}.{rng.random()}", rng)
         if rng.random() < 0.3 and engine.scheduler.requests:
             engine.abort(rng.choice(list(engine.scheduler.requests)))
         engine.step()
@@ -64,11 +64,11 @@ def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], 
     return [json.loads(line) for line in file.getvalue().splitlines()], metrics, log
 
 
-def add(engine: Engine, id: str, rng: Random) -> None:
-    length, most = rng.randint(1, 40), rng.randint(1, 24)
-    script = Script(rng.randint(1, most), filler=7, end=0)
+def add_random(engine: Engine, id: str, rng: Random) -> None:
+    length, max_tokens = rng.randint(1, 40), rng.randint(1, 24)
+    script = Script(rng.randint(1, max_tokens), filler=7, end=0)
     params = Params(
-        max_tokens=most, eos_ids=frozenset({0}), priority=rng.randrange(3), n=rng.choice((1, 1, 2)),
+        max_tokens=max_tokens, eos_ids=frozenset({0}), priority=rng.randrange(3), n=rng.choice((1, 1, 2)),
         client=rng.choice("ab"), sampling=script,
     )  # fmt: skip
     engine.add(id, [rng.randrange(1, 4) for _ in range(length)], params)
@@ -108,7 +108,7 @@ def engine_with(
     )
 
 
-def ask(engine: Engine, id: str, **params: Any) -> Request:
+def add_request(engine: Engine, id: str, **params: Any) -> Request:
     script = Script(12, filler=7, end=0)
     return engine.add(id, range(1, 9), Params(max_tokens=12, sampling=script, **params))[0]
 
@@ -133,10 +133,10 @@ def test_a_result_of_the_wrong_shape_fails_its_plan_and_reports_every_request(
     engine, added, finished = engine_with(launch, async_scheduling), set[str](), list[Request]()
     engine.observers.append(lambda report: added.update(r.id for r in report.plan.events.added))
     engine.observers.append(lambda report: finished.extend(report.finished))
-    early = [ask(engine, "a"), ask(engine, "b")]
+    early = [add_request(engine, "a"), add_request(engine, "b")]
     for _ in range(3):
         engine.step()
-    late = ask(engine, "late")
+    late = add_request(engine, "late")
     engine.run()
     assert added == {"a", "b", "late"} and {r.id for r in finished} == added
     assert all(r.finish_reason == "error" and "samples" in str(r.error) for r in early)
@@ -151,9 +151,9 @@ def test_a_queue_key_that_raises_for_a_new_request_leaves_nothing_behind(
         async_scheduling=async_scheduling, queue=lambda request, view: request.params.deadline - 1
     )
     with pytest.raises(PolicyError, match="queue policy.*TypeError"):
-        ask(engine, "a")
+        add_request(engine, "a")
     assert not engine.has_work and not engine.scheduler.queue.counters.served
-    b = ask(engine, "b", deadline=9.0)
+    b = add_request(engine, "b", deadline=9.0)
     engine.run()
     assert b.num_generated == 12
 
@@ -171,7 +171,7 @@ def test_a_queue_key_that_starts_to_raise_ends_requests_but_not_the_engine(
         return request.arrival
 
     engine = engine_with(async_scheduling=async_scheduling, queue=key)
-    requests = [ask(engine, str(i)) for i in range(7)]
+    requests = [add_request(engine, str(i)) for i in range(7)]
     for _ in range(200):
         engine.step()
     assert all(request.is_finished for request in requests)
@@ -190,7 +190,7 @@ def test_queue_keys_that_stop_being_comparable_lose_no_request(async_scheduling:
         return request.id if is_late else request.arrival
 
     engine = engine_with(async_scheduling=async_scheduling, queue=key)
-    requests = [ask(engine, str(i)) for i in range(7)]
+    requests = [add_request(engine, str(i)) for i in range(7)]
     for _ in range(200):
         engine.step()
     assert all(request.is_finished for request in requests)
@@ -208,9 +208,9 @@ INVALID: list[dict[str, Any]] = [
 def test_invalid_parameters_are_refused(params: dict[str, Any]) -> None:
     engine = engine_with()
     with pytest.raises(InvalidRequest):
-        ask(engine, "a", **params)
+        add_request(engine, "a", **params)
     assert not engine.has_work
-    fine = ask(engine, "b", stop_ids=[99])
+    fine = add_request(engine, "b", stop_ids=[99])
     engine.run()
     assert fine.num_generated == 12
 

@@ -1,4 +1,4 @@
-"""Laws of fair queueing: how long a small client waits, whatever heavy clients send."""
+"""Laws of fair queueing: the wait of a small client does not depend on what heavy clients send."""
 
 from __future__ import annotations
 

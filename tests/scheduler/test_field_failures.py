@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
 
 import pytest
 
@@ -13,13 +12,7 @@ from headway.plan import Blocked, Plan
 from headway.request import State
 from headway.scheduler.policies import MAX_PREFILL_STEPS
 from headway.scheduler.presets import PRESETS
-from tests.support.drive import Driver, Row, count_up, names
-
-
-def make_driver(name: str = "vllm_v1", **changes: Any) -> Driver:
-    return Driver(
-        name, **{"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, **changes}
-    )
+from tests.support.drive import Driver, Row, count_up, names, small_driver
 
 
 def check_outputs(driver: Driver) -> None:
@@ -52,7 +45,7 @@ def run_async(driver: Driver, max_steps: int = 10_000) -> None:
 
 def blocked_head(queue: str) -> Driver:
     """The first waiting request needs 100 blocks, 20 are free, and 40 others need 5 each."""
-    driver = make_driver(queue=queue, num_blocks=121, max_num_seqs=64, max_num_batched_tokens=1024)
+    driver = small_driver(queue=queue, num_blocks=121, max_num_seqs=64, max_num_batched_tokens=1024)
     driver.add("runner", 400, 41)  # 100 blocks, 101 with its next token
     driver.step()
     driver.add("head", 400, 4)
@@ -87,7 +80,7 @@ def test_without_patience_no_request_overtakes_and_all_finish() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_request_larger_than_the_cache_is_refused_and_others_continue(name: str) -> None:
-    driver = make_driver(name, num_blocks=8)
+    driver = small_driver(name, num_blocks=8)
     driver.add("a", 8, 4)
     with pytest.raises(RequestTooLong, match="33.* 8$") as refusal:
         driver.add("giant", 129, 2)
@@ -100,7 +93,7 @@ def test_a_request_larger_than_the_cache_is_refused_and_others_continue(name: st
 
 
 def test_a_request_that_would_outgrow_the_cache_is_refused_when_added() -> None:
-    driver = make_driver(num_blocks=8)
+    driver = small_driver(num_blocks=8)
     driver.add("just fits", 1, 32)  # stores 32 tokens; the last sampled token is not stored
     with pytest.raises(RequestTooLong):
         driver.add("outgrows", 1, 33)
@@ -109,7 +102,7 @@ def test_a_request_that_would_outgrow_the_cache_is_refused_when_added() -> None:
 
 
 def test_a_request_whose_recomputation_exceeds_the_budget_is_refused_when_added() -> None:
-    driver = make_driver(chunk="whole", num_blocks=64, max_num_batched_tokens=16)
+    driver = small_driver(chunk="whole", num_blocks=64, max_num_batched_tokens=16)
     driver.add("fits", 10, 7)  # at most 16 known tokens when it is recomputed
     with pytest.raises(RequestTooLong, match="max_num_batched_tokens.*16") as refusal:
         driver.add("outgrows", 10, 8)
@@ -117,11 +110,11 @@ def test_a_request_whose_recomputation_exceeds_the_budget_is_refused_when_added(
 
 
 def test_a_prompt_over_the_budget_is_split_or_refused() -> None:
-    driver = make_driver(chunk="split_any", num_blocks=64, max_num_batched_tokens=16)
+    driver = small_driver(chunk="split_any", num_blocks=64, max_num_batched_tokens=16)
     driver.add("long", 50, 2)
     assert [row.chunks[0][1:] for row in driver.steps(4)] == [(0, 16), (16, 32), (32, 48), (48, 50)]
     with pytest.raises(RequestTooLong):
-        make_driver("minivllm", num_blocks=64, max_num_batched_tokens=16).add("long", 50, 2)
+        small_driver("minivllm", num_blocks=64, max_num_batched_tokens=16).add("long", 50, 2)
 
 
 @pytest.mark.parametrize(
@@ -135,14 +128,14 @@ def test_a_prompt_over_the_budget_is_split_or_refused() -> None:
 def test_an_invalid_request_is_refused_and_names_the_field(
     prompt: int, max_tokens: int, message: str
 ) -> None:
-    driver = make_driver(num_blocks=8)
+    driver = small_driver(num_blocks=8)
     with pytest.raises(InvalidRequest, match=message):
         driver.add("a", prompt, max_tokens)
     assert not driver.scheduler.requests
 
 
 def test_an_id_in_use_is_refused_until_its_request_ends() -> None:
-    driver = make_driver(num_blocks=8)
+    driver = small_driver(num_blocks=8)
     driver.add("a", 4, 1)
     with pytest.raises(InvalidRequest, match="in use"):
         driver.add("a", 4, 1)
@@ -153,7 +146,7 @@ def test_an_id_in_use_is_refused_until_its_request_ends() -> None:
 
 
 def test_max_model_len_is_enforced() -> None:
-    driver = make_driver(num_blocks=64, max_model_len=16)
+    driver = small_driver(num_blocks=64, max_model_len=16)
     with pytest.raises(RequestTooLong) as refusal:
         driver.add("no room for one more", 16, 1)
     assert (refusal.value.need, refusal.value.limit) == (17, 16)
@@ -164,7 +157,7 @@ def test_max_model_len_is_enforced() -> None:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_max_num_seqs_limits_running_requests_and_not_only_a_batch(name: str) -> None:
-    driver = make_driver(name, num_blocks=512, max_num_seqs=8)
+    driver = small_driver(name, num_blocks=512, max_num_seqs=8)
     for number in range(64):
         driver.add(str(number), 5, 20)
     while driver.scheduler.requests:
@@ -174,7 +167,7 @@ def test_max_num_seqs_limits_running_requests_and_not_only_a_batch(name: str) ->
 
 
 def test_admission_counts_blocks_and_not_tokens() -> None:
-    driver = make_driver(block_size=16, num_blocks=2, max_num_seqs=8)
+    driver = small_driver(block_size=16, num_blocks=2, max_num_seqs=8)
     for number in range(4):
         driver.add(str(number), 1, 2)
     assert driver.steps(1)[0] == Row(
@@ -186,7 +179,7 @@ def test_admission_counts_blocks_and_not_tokens() -> None:
 
 
 def test_a_long_prompt_is_not_admitted_without_blocks_for_all_its_chunks() -> None:
-    driver = make_driver(num_blocks=12, max_num_batched_tokens=8)
+    driver = small_driver(num_blocks=12, max_num_batched_tokens=8)
     driver.add("a", 8, 24)  # 2 blocks, later 8
     driver.step()
     long = driver.add("long", 44, 2)  # 11 blocks; its first chunk would need only 2
@@ -198,7 +191,7 @@ def test_a_long_prompt_is_not_admitted_without_blocks_for_all_its_chunks() -> No
 
 @pytest.mark.parametrize("victim", ["newest", "served_last", "least_work", "fewest_lost"])
 def test_every_admission_makes_progress_despite_preemptions(victim: str) -> None:
-    driver = make_driver(victim=victim, num_blocks=7, max_num_seqs=6)
+    driver = small_driver(victim=victim, num_blocks=7, max_num_seqs=6)
     for number in range(6):
         driver.add(str(number), 4, 24)
     driver.run()
@@ -209,7 +202,7 @@ def test_every_admission_makes_progress_despite_preemptions(victim: str) -> None
 
 
 def test_the_oldest_request_is_never_preempted_with_victim_served_last() -> None:
-    driver = make_driver(victim="served_last", num_blocks=8, max_num_seqs=6)
+    driver = small_driver(victim="served_last", num_blocks=8, max_num_seqs=6)
     for number in range(6):
         driver.add(str(number), 4, 24, arrival=float(number))
     order: list[str] = []
@@ -221,7 +214,7 @@ def test_the_oldest_request_is_never_preempted_with_victim_served_last() -> None
 
 
 def test_a_preempted_request_returns_to_its_place_in_the_queue() -> None:
-    driver = make_driver(num_blocks=4, max_num_seqs=3)
+    driver = small_driver(num_blocks=4, max_num_seqs=3)
     driver.add("a", 4, 10, arrival=0.0)
     driver.add("b", 4, 9, arrival=1.0)
     driver.step()
@@ -236,7 +229,7 @@ def test_a_preempted_request_returns_to_its_place_in_the_queue() -> None:
 
 
 def test_a_request_is_preempted_again_after_a_prefix_hit() -> None:
-    driver = make_driver(num_blocks=8, max_num_seqs=3)
+    driver = small_driver(num_blocks=8, max_num_seqs=3)
     driver.add("a", 4, 20)
     driver.add("b", 4, 6)
     c = driver.add("c", 9, 16)
@@ -250,7 +243,7 @@ def test_a_request_is_preempted_again_after_a_prefix_hit() -> None:
 
 
 def test_a_step_that_preempts_for_blocks_admits_no_request() -> None:
-    driver = make_driver(num_blocks=3)
+    driver = small_driver(num_blocks=3)
     driver.add("a", 4, 4)
     driver.add("b", 4, 4)
     driver.step()
@@ -260,7 +253,7 @@ def test_a_step_that_preempts_for_blocks_admits_no_request() -> None:
 
 
 def test_recomputed_tokens_are_counted() -> None:
-    driver = make_driver(num_blocks=3, max_num_seqs=2)
+    driver = small_driver(num_blocks=3, max_num_seqs=2)
     driver.add("a", 4, 6)
     b = driver.add("b", 4, 4)
     driver.run()
@@ -271,7 +264,7 @@ def test_recomputed_tokens_are_counted() -> None:
 
 
 def test_mixed_batches_never_skip_a_decode_for_prompts() -> None:
-    driver = make_driver(num_blocks=512, max_num_seqs=64, max_num_batched_tokens=64)
+    driver = small_driver(num_blocks=512, max_num_seqs=64, max_num_batched_tokens=64)
     driver.add("a", 4, 100)
     driver.step()
     for step in range(98):
@@ -281,7 +274,7 @@ def test_mixed_batches_never_skip_a_decode_for_prompts() -> None:
 
 @pytest.mark.parametrize("name", ["nano_vllm", "minivllm"])
 def test_a_stream_of_prompts_delays_decodes_by_at_most_16_steps(name: str) -> None:
-    driver = make_driver(name, num_blocks=512, max_num_seqs=8)
+    driver = small_driver(name, num_blocks=512, max_num_seqs=8)
     driver.add("a", 4, 20)
     driver.step()
     has_decoded: list[bool] = []
@@ -294,7 +287,7 @@ def test_a_stream_of_prompts_delays_decodes_by_at_most_16_steps(name: str) -> No
 
 
 def test_a_short_prompt_does_not_overtake_a_long_one_without_chunking() -> None:
-    driver = make_driver(chunk="whole", num_blocks=64, max_num_batched_tokens=16, queue="fcfs(8)")
+    driver = small_driver(chunk="whole", num_blocks=64, max_num_batched_tokens=16, queue="fcfs(8)")
     driver.add("first", 10, 1)
     driver.add("long", 12, 1)
     driver.add("short", 2, 1)
@@ -305,7 +298,7 @@ def test_a_short_prompt_does_not_overtake_a_long_one_without_chunking() -> None:
 
 
 def test_shortest_first_counts_uncached_tokens_and_not_prompt_length() -> None:
-    driver = make_driver(queue="shortest_first(aging=1.0)", num_blocks=64, max_num_seqs=1)
+    driver = small_driver(queue="shortest_first(aging=1.0)", num_blocks=64, max_num_seqs=1)
     shared = list(range(48))
     driver.add("warm", shared, 1)
     driver.run()
@@ -318,7 +311,7 @@ def test_shortest_first_counts_uncached_tokens_and_not_prompt_length() -> None:
 def test_no_step_computes_more_than_its_token_budget(name: str) -> None:
     for seed in range(20):
         rng = random.Random(seed)
-        driver = make_driver(
+        driver = small_driver(
             name, swap="swap", num_blocks=10, num_host_blocks=20, max_num_batched_tokens=6, max_num_seqs=5,
             chunk="split_any",
         )  # fmt: skip
@@ -330,7 +323,7 @@ def test_no_step_computes_more_than_its_token_budget(name: str) -> None:
 
 
 def test_a_swapped_prompt_resumes_with_the_tokens_that_decodes_leave() -> None:
-    driver = make_driver(
+    driver = small_driver(
         "vllm",
         swap="swap",
         num_blocks=6,
@@ -351,7 +344,7 @@ def test_a_swapped_prompt_resumes_with_the_tokens_that_decodes_leave() -> None:
 
 
 def test_the_last_token_of_a_prompt_is_a_chunk_and_not_a_decode() -> None:
-    driver = make_driver(num_blocks=16, max_num_batched_tokens=8)
+    driver = small_driver(num_blocks=16, max_num_batched_tokens=8)
     a = driver.add("a", 9, 2)
     driver.step()
     plan = driver.plan()
@@ -364,13 +357,13 @@ def test_the_last_token_of_a_prompt_is_a_chunk_and_not_a_decode() -> None:
 
 
 def test_a_one_token_prompt_is_a_chunk() -> None:
-    driver = make_driver(num_blocks=16)
+    driver = small_driver(num_blocks=16)
     driver.add("a", 1, 2)
     assert driver.run() == [Row("a", "", (("a", 0, 1),)), Row("", "a")]
 
 
 def test_a_full_hit_computes_one_token_and_stores_nothing() -> None:
-    driver = make_driver(num_blocks=16)
+    driver = small_driver(num_blocks=16)
     prompt = list(range(12))
     driver.add("a", prompt, 1)
     driver.run()
@@ -384,7 +377,7 @@ def test_a_full_hit_computes_one_token_and_stores_nothing() -> None:
 
 
 def test_equal_prompts_in_one_step_share_their_blocks() -> None:
-    driver = make_driver(num_blocks=16)
+    driver = small_driver(num_blocks=16)
     prompt = list(range(10))
     driver.add("a", prompt, 2)
     driver.add("b", prompt, 2)
@@ -394,7 +387,7 @@ def test_equal_prompts_in_one_step_share_their_blocks() -> None:
 
 
 def test_a_shared_block_is_not_freed_while_another_request_uses_it() -> None:
-    driver = make_driver(num_blocks=16)
+    driver = small_driver(num_blocks=16)
     prompt = list(range(8))
     driver.add("a", prompt, 1)
     b = driver.add("b", prompt, 6)
@@ -406,7 +399,7 @@ def test_a_shared_block_is_not_freed_while_another_request_uses_it() -> None:
 
 
 def test_generated_tokens_are_cached_for_the_next_turn_of_a_conversation() -> None:
-    driver = make_driver(num_blocks=32)
+    driver = small_driver(num_blocks=32)
     a = driver.add("a", 6, 11)
     driver.run()
     driver.add("b", [*a.tokens, 1, 2, 3], 1)  # 20 tokens; 16 of the 17 tokens of a are stored
@@ -415,7 +408,7 @@ def test_generated_tokens_are_cached_for_the_next_turn_of_a_conversation() -> No
 
 
 def test_different_salts_share_no_prefix() -> None:
-    driver = make_driver(num_blocks=32)
+    driver = small_driver(num_blocks=32)
     for name, salt in (("a", ""), ("b", "x"), ("c", "x")):
         driver.add(name, range(9), 1, salt=salt)
         driver.run()
@@ -424,7 +417,7 @@ def test_different_salts_share_no_prefix() -> None:
 
 
 def test_a_request_for_prompt_logprobs_computes_its_whole_prompt() -> None:
-    driver = make_driver(num_blocks=32)
+    driver = small_driver(num_blocks=32)
     driver.add("a", range(12), 1)
     driver.run()
     b = driver.add("b", range(12), 1, reads_cache=False)
@@ -433,7 +426,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt() -> None:
 
 
 def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_even_if_preempted() -> None:
-    driver = make_driver(num_blocks=16, max_num_batched_tokens=8)
+    driver = small_driver(num_blocks=16, max_num_batched_tokens=8)
     driver.add("a", range(16), 1)
     driver.run()  # 4 blocks are cached
     b = driver.add("b", range(16), 1, reads_cache=False)
@@ -450,7 +443,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_even_if_preempt
 
 
 def test_cache_hits_are_counted_once_per_admission() -> None:
-    driver = make_driver(num_blocks=6, max_num_seqs=3)
+    driver = small_driver(num_blocks=6, max_num_seqs=3)
     driver.add("warm", range(8), 1)
     driver.run()
     driver.add("a", [*range(8), 50], 12)
@@ -464,7 +457,7 @@ def test_cache_hits_are_counted_once_per_admission() -> None:
 
 
 def test_a_blocked_request_is_hashed_once() -> None:
-    driver = make_driver(num_blocks=12)
+    driver = small_driver(num_blocks=12)
     driver.add("a", 8, 20)
     driver.step()
     head = driver.add("head", 44, 2)
@@ -476,7 +469,7 @@ def test_a_blocked_request_is_hashed_once() -> None:
 
 
 def test_a_failed_admission_changes_nothing() -> None:
-    driver = make_driver(num_blocks=6)
+    driver = small_driver(num_blocks=6)
     driver.add("warm", range(8), 1)
     driver.run()
     driver.add("a", 12, 8)
@@ -496,7 +489,7 @@ def test_a_failed_admission_changes_nothing() -> None:
 
 
 def test_a_preempted_request_gets_its_token_in_flight() -> None:
-    driver = make_driver(num_blocks=3)
+    driver = small_driver(num_blocks=3)
     driver.add("a", 4, 6)
     b = driver.add("b", 4, 4)
     first = driver.plan()
@@ -512,7 +505,7 @@ def test_a_preempted_request_gets_its_token_in_flight() -> None:
 
 
 def test_a_preempted_request_is_not_resumed_before_its_token_is_known() -> None:
-    driver = make_driver(num_blocks=3)
+    driver = small_driver(num_blocks=3)
     driver.add("a", 4, 2)
     b = driver.add("b", 4, 4)
     first = driver.plan()
@@ -527,7 +520,7 @@ def test_a_preempted_request_is_not_resumed_before_its_token_is_known() -> None:
 
 
 def test_a_late_stop_drops_the_extra_token() -> None:
-    driver = make_driver(num_blocks=8, sample=lambda r, place: 7 if place == 5 else 1)
+    driver = small_driver(num_blocks=8, sample=lambda r, place: 7 if place == 5 else 1)
     a = driver.add("a", 4, 8, eos_ids=frozenset({7}))
     first, second = driver.plan(), driver.plan()  # the second samples place 5
     driver.finish(first)
@@ -541,7 +534,7 @@ def test_a_late_stop_drops_the_extra_token() -> None:
 
 
 def test_max_tokens_is_never_exceeded_with_a_plan_in_flight() -> None:
-    driver = make_driver(num_blocks=8)
+    driver = small_driver(num_blocks=8)
     a = driver.add("a", 4, 2)
     driver.plan()
     driver.plan()
@@ -553,7 +546,7 @@ def test_max_tokens_is_never_exceeded_with_a_plan_in_flight() -> None:
 
 @pytest.mark.parametrize("num_done", [0, 1])
 def test_an_abort_in_flight_frees_each_block_once(num_done: int) -> None:
-    driver = make_driver(num_blocks=8, max_num_batched_tokens=8)
+    driver = small_driver(num_blocks=8, max_num_batched_tokens=8)
     a = driver.add("a", 12, 4)
     b = driver.add("b", 4, 4)
     plans = [driver.plan(), driver.plan()]
@@ -571,7 +564,7 @@ def test_an_abort_in_flight_frees_each_block_once(num_done: int) -> None:
 
 
 def test_a_chunk_in_flight_is_not_scheduled_twice() -> None:
-    driver = make_driver(num_blocks=16, max_num_batched_tokens=8)
+    driver = small_driver(num_blocks=16, max_num_batched_tokens=8)
     driver.add("a", 20, 1)
     first, second = driver.plan(), driver.plan()
     assert [row.chunks for row in driver.table] == [(("a", 0, 8),), (("a", 8, 16),)]
@@ -588,14 +581,14 @@ def test_random_policies_aborts_and_resets_deliver_each_token_once_and_leak_noth
     for seed in range(60):
         driver, in_flight = random_driver(seed), deque[Plan]()
         rng = random.Random(seed)
-        for turn in range(5_000):
-            if turn % 2 == 0 and turn < 40:
-                add_random(driver, str(turn), rng)
+        for step in range(5_000):
+            if step % 2 == 0 and step < 40:
+                add_random(driver, str(step), rng)
             if rng.random() < 0.03 and driver.scheduler.requests:
                 driver.scheduler.abort(rng.choice(list(driver.scheduler.requests)))
             if rng.random() < 0.03:
                 driver.scheduler.reset_cache(force=True)
-            if not driver.scheduler.requests and not in_flight and turn >= 40:
+            if not driver.scheduler.requests and not in_flight and step >= 40:
                 break
             plan = driver.plan()
             assert plan.events.num_running <= driver.scheduler.config.max_num_seqs
@@ -613,7 +606,7 @@ def test_random_policies_aborts_and_resets_deliver_each_token_once_and_leak_noth
 
 def random_driver(seed: int) -> Driver:
     rng = random.Random(seed)
-    return make_driver(
+    return small_driver(
         recipe=rng.choice(("mixed", "swapped_first", "prefill_first", "charged_in_full", "static")),
         queue=rng.choice(
             ("fcfs", "fcfs(3)", "priority(preempts=True)", "shortest_first", "fair(2)", "deadline")
@@ -645,7 +638,7 @@ def add_random(driver: Driver, name: str, rng: random.Random) -> None:
 
 
 def test_an_executor_failure_ends_only_requests_in_flight() -> None:
-    driver = make_driver(num_blocks=8, max_num_seqs=2)
+    driver = small_driver(num_blocks=8, max_num_seqs=2)
     a = driver.add("a", 4, 4)
     b = driver.add("b", 4, 4)
     c = driver.add("c", 4, 4)
@@ -663,7 +656,7 @@ def test_an_executor_failure_ends_only_requests_in_flight() -> None:
 
 
 def test_an_executor_failure_empties_the_prefix_cache() -> None:
-    driver = make_driver(num_blocks=16)
+    driver = small_driver(num_blocks=16)
     driver.add("a", range(8), 4)
     driver.step()
     driver.plan()
@@ -673,7 +666,7 @@ def test_an_executor_failure_empties_the_prefix_cache() -> None:
 
 
 def test_a_failure_with_two_plans_in_flight_and_a_swap_leaks_nothing() -> None:
-    driver = make_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=6)
+    driver = small_driver("vllm", swap="swap", num_blocks=6, num_host_blocks=6)
     driver.add("a", 10, 5)
     driver.add("b", 10, 4)
     driver.steps(2)
@@ -687,7 +680,7 @@ def test_a_failure_with_two_plans_in_flight_and_a_swap_leaks_nothing() -> None:
 
 
 def test_a_cache_reset_is_refused_while_requests_run() -> None:
-    driver = make_driver(num_blocks=16)
+    driver = small_driver(num_blocks=16)
     driver.add("a", range(8), 3)
     driver.step()
     assert not driver.scheduler.reset_cache()
@@ -698,7 +691,7 @@ def test_a_cache_reset_is_refused_while_requests_run() -> None:
 
 
 def test_a_forced_cache_reset_keeps_the_order_and_every_token() -> None:
-    driver = make_driver(num_blocks=32, max_num_seqs=3)
+    driver = small_driver(num_blocks=32, max_num_seqs=3)
     for name in "abcd":
         driver.add(name, 6, 5)
     driver.steps(2)
@@ -711,7 +704,7 @@ def test_a_forced_cache_reset_keeps_the_order_and_every_token() -> None:
 
 
 def test_a_cache_reset_is_refused_with_a_plan_in_flight() -> None:
-    driver = make_driver(num_blocks=32)
+    driver = small_driver(num_blocks=32)
     driver.add("a", 6, 5)
     plan = driver.plan()
     assert not driver.scheduler.reset_cache(force=True)
@@ -725,7 +718,7 @@ def test_a_cache_reset_is_refused_with_a_plan_in_flight() -> None:
 
 
 def test_a_high_priority_preempts_at_once() -> None:
-    driver = make_driver(queue="priority(preempts=True)", num_blocks=64, max_num_seqs=1)
+    driver = small_driver(queue="priority(preempts=True)", num_blocks=64, max_num_seqs=1)
     driver.add("low", 4, 210, priority=9)
     driver.steps(3)
     driver.add("high", 4, 2, priority=0)
@@ -735,7 +728,7 @@ def test_a_high_priority_preempts_at_once() -> None:
 
 
 def test_aging_admits_a_low_priority_despite_a_stream_of_high_ones() -> None:
-    driver = make_driver(queue="priority(aging=5.0)", num_blocks=64, max_num_seqs=1)
+    driver = small_driver(queue="priority(aging=5.0)", num_blocks=64, max_num_seqs=1)
     driver.add("low", 4, 1, priority=2, arrival=0.0)
     admitted = []
     for step in range(20):
@@ -745,7 +738,7 @@ def test_aging_admits_a_low_priority_despite_a_stream_of_high_ones() -> None:
 
 
 def test_a_high_priority_preempts_as_many_requests_as_its_blocks_need() -> None:
-    driver = make_driver(
+    driver = small_driver(
         queue="priority(preempts=True)", victim="served_last", num_blocks=8, max_num_seqs=8
     )
     for number in range(4):
@@ -762,7 +755,7 @@ def test_a_high_priority_preempts_as_many_requests_as_its_blocks_need() -> None:
 
 
 def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
-    driver = make_driver(num_blocks=16, max_num_seqs=2)
+    driver = small_driver(num_blocks=16, max_num_seqs=2)
     for number in range(5):
         driver.add(str(number), 4, 3)
         assert len(driver.scheduler.requests) == number + 1
@@ -779,14 +772,14 @@ def test_counts_of_unfinished_requests_are_exact_after_add_and_abort() -> None:
 
 
 def test_blocks_are_free_in_the_step_after_their_request_ends() -> None:
-    driver = make_driver(num_blocks=4)
+    driver = small_driver(num_blocks=4)
     driver.add("a", 16, 1)
     driver.add("b", 16, 1)
     assert [row.admitted for row in driver.run()] == ["a", "b"]
 
 
 def test_no_two_requests_hold_one_block_unless_they_share_its_content() -> None:
-    driver = make_driver(num_blocks=8, max_num_seqs=4)
+    driver = small_driver(num_blocks=8, max_num_seqs=4)
     for number in range(8):
         driver.add(str(number), 5, 9)
     while driver.scheduler.requests:
@@ -798,7 +791,7 @@ def test_no_two_requests_hold_one_block_unless_they_share_its_content() -> None:
 
 
 def test_samples_of_a_prompt_wait_for_the_parent_that_computes_it() -> None:
-    driver = make_driver(num_blocks=16, max_num_batched_tokens=8)
+    driver = small_driver(num_blocks=16, max_num_batched_tokens=8)
     parent = driver.add("0", range(12), 2)
     for name in "12":
         driver.add(name, range(12), 2, parent=parent)
@@ -812,7 +805,7 @@ def test_samples_of_a_prompt_wait_for_the_parent_that_computes_it() -> None:
 
 
 def test_a_finished_request_cannot_be_added_again() -> None:
-    driver = make_driver(num_blocks=16)
+    driver = small_driver(num_blocks=16)
     a = driver.add("a", 4, 1)
     driver.run()
     with pytest.raises(RequestError):
@@ -820,7 +813,7 @@ def test_a_finished_request_cannot_be_added_again() -> None:
 
 
 def test_a_request_added_after_a_failure_gets_all_its_tokens() -> None:
-    driver = make_driver(num_blocks=16, max_num_seqs=2)
+    driver = small_driver(num_blocks=16, max_num_seqs=2)
     driver.add("a", 4, 4)
     driver.step()
     driver.plan()

@@ -95,7 +95,7 @@ def test_recipes_that_do_not_mix_preempt_only_one_request_for_its_row() -> None:
 def test_recipes_that_mix_preempt_as_many_requests_as_a_whole_prompt_needs() -> None:
     driver = full_batch("mixed", "whole", 32)
     start_decoding(driver)
-    driver.add("high", range(100, 130), 2, priority=0)  # 30 of 32 tokens: two decodes fit beside it
+    driver.add("high", range(100, 130), 2, priority=0)  # 30 of 32 tokens: two decodes fit too
     row = driver.steps(1)[0]
     assert row.preempted.count("low") == 2 and row.admitted == "high"
 
@@ -108,7 +108,7 @@ def test_a_partially_prefilled_prompt_of_low_priority_is_preempted() -> None:
     for number in range(3):
         driver.add(f"low{number}", [number], 50, priority=5)
     driver.step()
-    driver.add("long", range(1000, 1400), 2, priority=5)  # 5 tokens a step beside three decodes
+    driver.add("long", range(1000, 1400), 2, priority=5)  # 5 tokens per step, with three decodes
     driver.steps(4)
     driver.add("high", range(100, 104), 2, priority=0)
     row = driver.steps(1)[0]

@@ -43,20 +43,20 @@ class given_keys(queues.Rule):
         return str(int(request.id) % self.num_groups)
 
 
-numbers = st.sampled_from([0, 1, 1.0, -1.5, inf, -inf, nan, True, 10**400, np.float64(nan)])
-anything = st.recursive(
-    numbers | st.sampled_from(["a", None, 1j, frozenset({1}), frozenset({2}), Inconsistent()]),
+number_keys = st.sampled_from([0, 1, 1.0, -1.5, inf, -inf, nan, True, 10**400, np.float64(nan)])
+any_keys = st.recursive(
+    number_keys | st.sampled_from(["a", None, 1j, frozenset({1}), frozenset({2}), Inconsistent()]),
     lambda inner: st.tuples(inner) | st.tuples(inner, inner) | st.lists(inner, max_size=2),
     max_leaves=3,
 )
 
 
 @given(
-    keys=st.lists(numbers | st.tuples(numbers, numbers), max_size=40)
+    keys=st.lists(number_keys | st.tuples(number_keys, number_keys), max_size=40)
     | st.lists(
         st.builds(Inconsistent) | st.sampled_from([frozenset({1}), frozenset({2})]), max_size=40
     )
-    | st.lists(anything, max_size=40),
+    | st.lists(any_keys, max_size=40),
     num_groups=st.integers(1, 3),
     actions=st.lists(st.tuples(st.sampled_from(["push", "remove", "walk"]), st.integers(0, 99))),
 )

@@ -109,6 +109,12 @@ class Driver:
         check_no_leaks(self.scheduler)
 
 
+def small_driver(name: str = "vllm_v1", /, **changes: Any) -> Driver:
+    """A driver with blocks of 4 tokens, 4 rows and a budget of 64 tokens, unless changed."""
+    numbers = {"block_size": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    return Driver(name, **{**numbers, **changes})
+
+
 def check_no_leaks(scheduler: Scheduler) -> None:
     """Assert that all blocks and rows are free, and that a request can still run."""
     kv = scheduler.kv

@@ -47,7 +47,7 @@ class Scenario:
 
 def wild_recipe(rng: random.Random) -> Callable[[StepActions], None]:
     """The actions of a step in any order and number, with any arguments, or none of them."""
-    acts: list[Callable[[StepActions], None]] = [
+    actions: list[Callable[[StepActions], None]] = [
         lambda step: step.decode(),
         lambda step: step.prefill(),
         lambda step: step.admit(),
@@ -57,13 +57,12 @@ def wild_recipe(rng: random.Random) -> Callable[[StepActions], None]:
         lambda step: step.admit_swapped(),
         lambda step: step.admit(charge_cached=True),
     ]
-    fixed = rng.choices(acts, k=rng.randrange(4)) if rng.random() < 0.5 else None
+    fixed = rng.choices(actions, k=rng.randrange(4)) if rng.random() < 0.5 else None
 
     def recipe(step: StepActions) -> None:
-        for act in rng.choices(acts, k=rng.randrange(5)) if fixed is None else fixed:
-            act(step)
+        for action in rng.choices(actions, k=rng.randrange(5)) if fixed is None else fixed:
+            action(step)
 
-    recipe.defers = rng.random() < 0.5  # type: ignore[attr-defined]
     return recipe
 
 
@@ -156,9 +155,6 @@ def greedy(step: StepActions) -> None:
     step.decode(at_most=step.tokens_left)
 
 
-greedy.defers = True  # type: ignore[attr-defined]
-
-
 def many_swaps(rng: random.Random) -> dict[str, Any]:
     """Settings that cause many swaps between device and host."""
     recipes = (greedy, greedy, policies.charged_in_full, *SLOTS["recipe"][:2])
@@ -184,7 +180,7 @@ def random_config(rng: random.Random) -> Config:
     }
     if rng.random() < 0.3:
         values |= many_swaps(rng)
-    least = 1 if getattr(values["recipe"], "defers", False) else values["max_num_seqs"]
+    least = rng.choice((1, values["max_num_seqs"], values["max_num_seqs"]))
     return Config(
         **values,
         max_num_batched_tokens=rng.choice((least, least + rng.randrange(8), least + 12, 64)),
@@ -235,14 +231,14 @@ def random_max_tokens(rng: random.Random, config: Config, room: int) -> int | No
 def random_requests(rng: random.Random, config: Config) -> dict[int, list[Request]]:
     """Requests with shared prefixes, some with several samples, that arrive over some steps."""
     room = most_tokens(config)
-    stems = [random_tokens(rng, rng.randrange(min(room, 20))) for _ in range(2)]
+    prefixes = [random_tokens(rng, rng.randrange(min(room, 20))) for _ in range(2)]
     arrivals: dict[int, list[Request]] = {}
     spread = rng.choice((1, 4, 20))
     for number in range(rng.randrange(1, 9)):
-        stem = rng.choice((*stems, []))
-        cut = len(stem) if rng.random() < 0.7 else rng.randrange(len(stem) + 1)
+        prefix = rng.choice((*prefixes, []))
+        shared = len(prefix) if rng.random() < 0.7 else rng.randrange(len(prefix) + 1)
         tail = random_tokens(rng, rng.choice((0, 0, 1, 2, rng.randrange(8))))
-        prompt = (stem[:cut] + tail)[: room if rng.random() < 0.97 else None] or [1]
+        prompt = (prefix[:shared] + tail)[: room if rng.random() < 0.97 else None] or [1]
         params = random_params(rng, random_max_tokens(rng, config, max(0, room - len(prompt))))
         step = rng.randrange(spread)
         samples = random_samples(rng, Request(f"{number}", prompt, params, arrival=float(step)))
@@ -298,7 +294,7 @@ class ScenarioRun:
         self.swapped: set[Request] = set()  # by the latest preemption of each
         self._tamper = tamper
 
-    def to_the_end(self) -> Counter[str]:
+    def run(self) -> Counter[str]:
         """Step until all work is done, within a bound; returns the counts."""
         scenario, step = self.scenario, 0
         last_event = max(
@@ -412,8 +408,7 @@ class ScenarioRun:
         assert plan.events.num_running <= config.max_num_seqs, (
             "more running requests than max_num_seqs"
         )
-        over_budget = plan.num_tokens > config.max_num_batched_tokens
-        assert not (plan.chunks and over_budget), "more tokens than max_num_batched_tokens"
+        assert plan.num_tokens <= config.max_num_batched_tokens, "token budget exceeded"
         num_rest = plan.not_considered.num_requests if plan.not_considered else 0
         assert len(plan.blocked) + num_rest == plan.events.num_waiting, "waiting without a reason"
         assert all(not b.request.is_finished for b in plan.blocked)
@@ -520,4 +515,4 @@ class ScenarioRun:
 
 def run(scenario: Scenario, tamper: Tamper | None = None) -> Counter[str]:
     """Drive a scenario to its end; returns how often each kind of event occurred."""
-    return ScenarioRun(scenario, tamper).to_the_end()
+    return ScenarioRun(scenario, tamper).run()
