@@ -27,7 +27,7 @@ from headway.observe.trace import read_trace
 from headway.plan import Embedding
 from headway.request import Pooling
 from headway.sampling_params import Sampling
-from tests.model.test_batch_invariance import CONFIGS, Loud, decoder
+from tests.model.test_batch_invariance import CONFIGS, ScaledCheckpoint, decoder
 from tests.support import real
 
 needs_native = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -206,7 +206,7 @@ def test_a_sum_covers_what_was_computed_before_a_restart_from_zero() -> None:
 
 
 def test_plain_torch_finds_the_same_as_the_kernels() -> None:
-    prompts, plain = some_prompts(), Decoder(Loud(CONFIGS[MODEL]), PlainBackend())
+    prompts, plain = some_prompts(), Decoder(ScaledCheckpoint(CONFIGS[MODEL]), PlainBackend())
     for pooling in POOLINGS:
         runs = [Run(plain, roomy(**changes)) for changes in ({}, {"chunk": "at_most(9)"})]
         if why_not_native() is None:
@@ -248,7 +248,7 @@ def test_the_sum_of_rows_does_not_depend_on_how_they_are_cut() -> None:
 
 
 def test_nothing_is_kept_of_an_embedding_that_is_aborted() -> None:
-    run = Run(Decoder(Loud(CONFIGS[MODEL]), PlainBackend()), roomy(chunk="at_most(9)"))
+    run = Run(Decoder(ScaledCheckpoint(CONFIGS[MODEL]), PlainBackend()), roomy(chunk="at_most(9)"))
     run.embed("a", some_prompts()[-2], "mean")
     run.engine.step()
     assert len(run.executor.pooler._sums) == 1

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not
 EPSILON = 2.0**-24  # half the distance from 1 to the next float32
 
 
-class Loud(DummyCheckpoint):
+class ScaledCheckpoint(DummyCheckpoint):
     """Random weights, scaled up to make attention sharp; optionally in groups of 4 bits."""
 
     def __init__(self, config: ModelConfig, *, has_groups: bool = False) -> None:
@@ -86,7 +86,7 @@ CONFIGS = {
 
 @cache
 def decoder(name: str, precision: str) -> Decoder:
-    checkpoint = Loud(CONFIGS[name], has_groups=precision == "4 bits")
+    checkpoint = ScaledCheckpoint(CONFIGS[name], has_groups=precision == "4 bits")
     return Decoder(checkpoint, NativeBackend(is_quantized=precision != "float32"))
 
 
@@ -168,7 +168,7 @@ def test_logits_do_not_depend_on_the_number_of_threads() -> None:
 def test_two_decoders_can_share_a_backend() -> None:
     """A backend keeps no data of one model that it uses for another."""
     tokens, backend, config = [3, 1, 4, 1, 5], NativeBackend(), CONFIGS["as the bundled model"]
-    for checkpoint in (Loud(config), DummyCheckpoint(config)):
+    for checkpoint in (ScaledCheckpoint(config), DummyCheckpoint(config)):
         shared, own = Decoder(checkpoint, backend), Decoder(checkpoint, NativeBackend())
         assert torch.equal(real.logits_of(shared, tokens), real.logits_of(own, tokens))
 

@@ -104,6 +104,15 @@ class Driver:
             assert not plan.is_empty, "the plan is empty although there is work"
         return self.table[before:]
 
+    def check_outputs(self) -> None:
+        """Assert that every output has each token of `count_up` once, in order, up to its end."""
+        for request in self.requests.values():
+            positions = range(request.num_prompt, len(request.tokens))
+            expected = [count_up(request, position) for position in positions]
+            assert request.output.tolist() == expected, request
+            if request.finish_reason == "length":
+                assert len(request.tokens) == request.limit
+
     def check_empty(self) -> None:
         """Assert that the finished requests left nothing behind."""
         check_no_leaks(self.scheduler)
