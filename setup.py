@@ -32,7 +32,9 @@ def commit() -> str | None:
 def write(folder: str) -> None:
     if found := commit():
         path = Path(folder, FILE)
-        path.unlink(missing_ok=True)  # in an sdist tree it may be a hard link to the checkout's file
+        path.unlink(
+            missing_ok=True
+        )  # in an sdist tree it may be a hard link to the checkout's file
         path.write_text(f"{found}\n", encoding="utf-8")
 
 

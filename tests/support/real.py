@@ -112,6 +112,11 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
+def short_prompts() -> dict[str, list[int]]:
+    """All prompts but the longest, which has a third of all tokens."""
+    return {name: tokens for name, tokens in prompts().items() if len(tokens) < 200}
+
+
 @cache
 def decoder(precision: str = "float32") -> Decoder:
     """The bundled model, loaded once in a process."""
