@@ -1,20 +1,22 @@
-"""The scheduler alone, above an executor of one's own: here a toy model with a real paged cache.
+"""The scheduler without the engine, above a toy executor with a real paged cache.
 
-The "model" makes its next token out of all tokens before it, read block by block from its cache, so
-a wrong block or a wrong slot would change the text. Run it from the root of the repository:
+The toy model computes its next token from all tokens before it, which it reads block by block from
+its cache. So a wrong block or a wrong slot would change the text. Run it from the root of the
+repository:
     python examples/embed_scheduler.py
 """
 
 from __future__ import annotations
 
-from headway import Params, Plan, Request, Scheduler, StepResult, preset
+from headway import Plan, Request, Scheduler, StepResult, preset
+from headway.request import Params
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def continue_text(tokens: list[int]) -> int:
-    """The token after these; every one of them counts."""
+    """The next token; it depends on every token so far."""
     state = 0
     for token in tokens:
         state = (31 * state + token + 7) % 1009
@@ -22,7 +24,7 @@ def continue_text(tokens: list[int]) -> int:
 
 
 class ToyExecutor:
-    """Stores and reads where the block tables say. One slot holds one token."""
+    """Stores and reads tokens by block table. One slot holds one token."""
 
     def __init__(self) -> None:
         self.cache = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
@@ -37,9 +39,9 @@ class ToyExecutor:
         return continue_text(slots[:length])
 
     def run(self, plan: Plan) -> StepResult:
-        for chunk in plan.chunks:  # everything is stored before anything is read
+        for chunk in plan.chunks:  # store everything before reading anything
             self.store(chunk.request, chunk.store_from, chunk.end)
-        for request in plan.decodes:  # its newest token is its last known one
+        for request in plan.decodes:  # computes the last known token
             self.store(request, request.num_computed - 1, request.num_computed)
         column = [self.next_token(r, r.num_computed) for r in plan.decodes]
         firsts = [self.next_token(c.request, c.end) for c in plan.chunks if c.is_last]

@@ -1,8 +1,8 @@
-"""Policies of one's own: a victim, a headroom and a queue rule, each a plain function.
+"""User policies: a victim, a headroom and a queue rule, each a plain function.
 
-Run it as a script, from the root of the repository:
+Run all of them from the root of the repository:
     python examples/own_policy.py
-or name a function on the command line:
+or name one on the command line:
     headway simulate --preset vllm_v1 --num-blocks 600 --victim examples.own_policy:longest_to_go
 """
 
@@ -20,19 +20,19 @@ WORKLOAD = "requests=60,prompt=uniform(100,600),output=uniform(50,400)"
 
 
 def longest_to_go(request: Request, view: SchedulerView) -> Any:
-    """Victim: the largest key is sent back first. Here: who may still generate most."""
+    """Victim: the largest key is preempted first. Here: the most tokens left to generate."""
     return request.limit - request.num_known, request.history.serial
 
 
 def a_block_each(request: Request, view: SchedulerView) -> int:
-    """Headroom: blocks that must stay free. Here: one for the newcomer and all who run."""
+    """Headroom: blocks that must stay free. Here: one for each running request, and one more."""
     return 1 + len(list(view.running))
 
 
 def small_first(request: Request, view: SchedulerView) -> Any:
-    """Queue: the lowest key is served first. Here: a token costs 10 ms of waiting.
+    """Queue: the lowest key is first. Here: each token of the request's limit costs 10 ms.
 
-    Adding the arrival bounds the wait: a late small request cannot pass an old one for ever.
+    Adding the arrival bounds the wait: late small requests cannot overtake an old one forever.
     """
     return request.arrival + 0.01 * request.limit
 

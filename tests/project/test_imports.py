@@ -1,4 +1,4 @@
-"""The rooms of the house: who may import whom. DESIGN is the plan; this walks the building."""
+"""The import rules: which part of the package may import which, and where heavy packages belong."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# The words of a request and a plan, which every other part may use.
+# Data types, which every other part may use.
 TYPES = ("errors", "request", "plan", "config", "grammar", "sampling_params")
-# What each part of the package may import of it; a part is the longest prefix that is listed.
+# The parts that each part may import. A module belongs to the longest prefix listed here.
 MAY_SEE: dict[str, tuple[str, ...]] = {
     "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm"),  # the exports
     "errors": (),
@@ -55,7 +55,7 @@ TORCH = (
     "executor.cpu", "executor.row_table", "executor.pooling", "executor.extra", "executor.factory",
     "executor.gpu", "executor.sampling", "model",
 )  # fmt: skip
-# Other packages' modules, and the only parts that may import them.
+# Packages, and the only parts that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {
     "torch": TORCH,
     "triton": TORCH,
@@ -75,12 +75,12 @@ def is_within(module: str, part: str) -> bool:
 
 
 def part_of(module: str) -> str:
-    """The longest listed part that a module lies in; the package itself is ""."""
+    """The longest listed prefix of a module; "" for the package itself, "?" if none is listed."""
     return max((part for part in MAY_SEE if is_within(module, part)), key=len, default="?")
 
 
 def imports_of(module: str, is_package: bool, source: str) -> Iterator[str]:
-    """Full names of all that a module imports, wherever in it; relative ones made absolute."""
+    """Absolute names of all imports of a module, at any depth of its code."""
     parents = f"headway.{module}".rstrip(".").split(".")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -93,8 +93,8 @@ def imports_of(module: str, is_package: bool, source: str) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
-def wrong_arrows(module: str, source: str, is_package: bool = False) -> list[str]:
-    """What a module (named without the package) must not import but does."""
+def wrong_imports(module: str, source: str, is_package: bool = False) -> list[str]:
+    """Imports of a module (named without the package) that the rules forbid."""
     part, wrong = part_of(module), []
     for name in imports_of(module, is_package, source):
         top, _, inner = name.partition(".")
@@ -103,7 +103,7 @@ def wrong_arrows(module: str, source: str, is_package: bool = False) -> list[str
                 continue
             is_fine = any(is_within(inner, seen) for seen in MAY_SEE.get(part, ()))
         elif top in ONLY_IN:
-            is_fine = any(is_within(module, room) for room in ONLY_IN[top])
+            is_fine = any(is_within(module, allowed) for allowed in ONLY_IN[top])
         else:
             is_fine = not (part in CLOCKLESS and top in CLOCKS)
         if not is_fine:
@@ -117,15 +117,15 @@ def modules() -> Iterator[tuple[str, Path]]:
         yield ".".join(n for n in names if n != "__init__"), path
 
 
-def test_no_arrow_points_the_wrong_way() -> None:
+def test_no_import_breaks_the_rules() -> None:
     wrong: list[str] = []
     for module, path in modules():
         source = path.read_text(encoding="utf-8")
-        wrong += wrong_arrows(module, source, path.name == "__init__.py")
+        wrong += wrong_imports(module, source, path.name == "__init__.py")
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_module_lies_in_a_known_room() -> None:
+def test_every_module_belongs_to_a_listed_part() -> None:
     assert [module for module, _ in modules() if part_of(module) == "?"] == []
 
 
@@ -154,8 +154,8 @@ def test_every_module_lies_in_a_known_room() -> None:
         ("cli.serve", "from fastapi import FastAPI"),
     ],
 )
-def test_the_walk_notices_a_wrong_arrow(module: str, source: str) -> None:
-    assert len(wrong_arrows(module, source)) == 1
+def test_a_forbidden_import_is_found(module: str, source: str) -> None:
+    assert len(wrong_imports(module, source)) == 1
 
 
 @pytest.mark.parametrize(
@@ -173,15 +173,15 @@ def test_the_walk_notices_a_wrong_arrow(module: str, source: str) -> None:
         ("lab.cost", "from headway.scheduler.policies import cheaper"),
     ],
 )
-def test_the_walk_lets_right_arrows_pass(module: str, source: str) -> None:
-    assert wrong_arrows(module, source) == []
+def test_allowed_imports_pass(module: str, source: str) -> None:
+    assert wrong_imports(module, source) == []
 
 
 HEAVY = ("torch", "fastapi", "matplotlib", "transformers", "triton")
 
 
 @pytest.mark.parametrize("module", ["headway", "headway.cli.main", "headway.lab.simulate"])
-def test_the_scheduler_and_the_simulator_load_nothing_heavy(module: str) -> None:
+def test_the_scheduler_and_the_simulator_import_no_heavy_package(module: str) -> None:
     code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False

@@ -1,7 +1,7 @@
 """The public surface, frozen: names that users, scripts and files rely on.
 
-A test here that fails means that somebody's code, script or file breaks: change on purpose, in the
-same commit as the CHANGELOG line that says so.
+A failing test here means that a user's code, script or file breaks. Change it on purpose, in the same
+commit as the CHANGELOG line.
 """
 
 from __future__ import annotations
@@ -143,19 +143,19 @@ REQUEST_KEYS = {
 END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
 
 
-def test_the_package_exports_what_it_did() -> None:
+def test_the_exports_of_the_package() -> None:
     assert set(headway.__all__) == EXPORTS
     assert all(hasattr(headway, name) for name in EXPORTS)
 
 
-def test_presets_slots_policies_and_numbers_have_their_names() -> None:
+def test_the_names_of_presets_slots_policies_and_numbers() -> None:
     assert list(PRESETS) == PRESET_NAMES
     assert {name: [p.__name__ for p in group] for name, group in SLOTS.items()} == POLICIES
     assert [part.__name__ for part in PARTS] == ["limit", "learned"]
     assert list(NUMBERS) == NUMBER_NAMES
 
 
-def test_every_ready_made_policy_says_what_it_does_in_one_line() -> None:
+def test_every_policy_has_a_one_line_description() -> None:
     for group in (*SLOTS.values(), PARTS):
         for policy in group:
             first = (policy.__doc__ or "").strip().split("\n")[0]
@@ -165,16 +165,16 @@ def test_every_ready_made_policy_says_what_it_does_in_one_line() -> None:
             )
 
 
-def test_a_request_is_asked_for_with_the_same_words() -> None:
+def test_the_parameters_of_a_request() -> None:
     assert [field.name for field in fields(Params)] == PARAM_NAMES
     assert {s.value for s in State} == {"waiting", "prefill", "decoding", "swapped", "finished"}
 
 
-def test_a_model_is_asked_for_with_the_same_words() -> None:
+def test_the_arguments_of_llm() -> None:
     assert list(inspect.signature(headway.LLM).parameters) == LLM_NAMES
 
 
-def test_the_offline_api_has_its_methods() -> None:
+def test_the_methods_of_llm() -> None:
     methods = {name for name in vars(headway.LLM) if not name.startswith("_")}
     assert methods == {
         "generate", "chat", "embed", "stream", "chat_tokens", "reset_cache", "close",
@@ -182,7 +182,7 @@ def test_the_offline_api_has_its_methods() -> None:
     assert list(inspect.signature(headway.LLM.embed).parameters) == ["self", "prompts", "pooling"]
 
 
-def test_the_server_has_its_endpoints() -> None:
+def test_the_endpoints_of_the_server() -> None:
     async def paths() -> set[str]:
         async with server() as here:
             methods = here.app.openapi()["paths"].items()
@@ -191,7 +191,7 @@ def test_the_server_has_its_endpoints() -> None:
     assert asyncio.run(paths()) == ENDPOINTS
 
 
-def test_the_tree_of_errors_stands() -> None:
+def test_the_tree_of_errors() -> None:
     found = {
         name: [base.__name__ for base in kind.__bases__]
         for name, kind in inspect.getmembers(errors, inspect.isclass)
@@ -201,33 +201,33 @@ def test_the_tree_of_errors_stands() -> None:
     assert all(name in (errors.__doc__ or "") for name in ERRORS)
 
 
-def test_commands_have_their_flags() -> None:
+def test_the_flags_of_every_command() -> None:
     assert flags_of("", typer.main.get_command(app)) == COMMANDS
 
 
 def flags_of(name: str, command: Any) -> dict[str, set[str]]:
-    """The flags of a command, or of all commands below a group."""
+    """The flags of a command, or of all commands of a group."""
     if not hasattr(command, "commands"):
         return {name.strip(): {o for p in command.params for o in p.opts} - {"--help"}}
     inner = (flags_of(f"{name} {each}", sub) for each, sub in command.commands.items())
     return {key: flags for found in inner for key, flags in found.items()}
 
 
-def test_a_synthetic_workload_is_written_with_the_same_words() -> None:
+def test_the_keys_of_a_synthetic_workload() -> None:
     assert list(WORDS) == [
         "requests", "arrivals", "prompt", "output", "max_tokens", "prefix", "clients", "skew",
         "priorities", "slack", "n", "seed",
     ]  # fmt: skip
 
 
-def test_profiles_have_their_names() -> None:
+def test_the_names_of_profiles() -> None:
     assert known_profiles() == [
         "llama3-70b-4xa100", "llama3.1-8b-a100-80gb", "qwen3-0.6b-h200", "qwen3-0.6b-h200-headway",
     ]  # fmt: skip
 
 
 def strained() -> list[Line]:
-    """Traces in which everything happens that has a key."""
+    """Lines of traces in which every kind of event happens."""
     text = (
         "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(2,30),"
         "max_tokens=30,prefix=2x16@0.5,clients=2,priorities=2,slack=uniform(0.1,1),n=2"
@@ -252,7 +252,7 @@ def strained() -> list[Line]:
     return lines
 
 
-def test_a_trace_is_written_with_the_same_keys() -> None:
+def test_the_keys_of_a_trace() -> None:
     lines = strained()
     heads = [line for line in lines if "headway_trace" in line]
     steps = [line for line in lines if "headway_trace" not in line]
