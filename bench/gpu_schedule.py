@@ -162,7 +162,7 @@ def swap_row(llm: LLM, rule: cheaper, num_tokens: int, max_tokens: int) -> dict[
     """One context: what takes how long, what is faster, and what the rule says."""
     config, executor = replace(llm.config, max_tokens=max_tokens), llm.executor
     request = Request("probe", [0] * num_tokens, Params())
-    request.base = num_tokens
+    request.computed_base = num_tokens
     world: Any = Alone(config.block_size)
     copies = swap_seconds(executor, world.num_private_blocks(request))
     again = recompute_seconds(executor, config, num_tokens)

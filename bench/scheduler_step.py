@@ -190,7 +190,7 @@ def headroom_us() -> float:
     extra = []
     for _ in range(3):
         ours = Ours(64, num_blocks=64 * 82)
-        ours.scheduler.output_shares.extend([1.0] * 256)
+        ours.scheduler.state.outputs.shares.extend([1.0] * 256)
         free = ours.timed()
         ours.scheduler.add(Request("head", range(1 << 24, (1 << 24) + 64), Params(eos_ids=EOS)))
         blocked = ours.timed()

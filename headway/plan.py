@@ -34,7 +34,7 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request given a seat, and the tokens it need not compute."""
+    """A request that starts to run, and the tokens that it need not compute."""
 
     request: Request
     num_cached: int
@@ -43,7 +43,7 @@ class Admission(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A request sent back to wait, and how many of its tokens left the device."""
+    """A running request put back into the queue, and how many of its tokens left the device."""
 
     request: Request
     is_swap: bool
@@ -52,7 +52,7 @@ class Preemption(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """Why a waiting request was not taken: `need` of something of which `have` was there."""
+    """Why a waiting request was not admitted: what it needed, and what was available."""
 
     request: Request
     reason: Reason

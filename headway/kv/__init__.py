@@ -1,1 +1,1 @@
-"""Who owns which block of the KV cache. Bookkeeping only: no tensor is ever touched here."""
+"""The paged KV cache as the scheduler sees it: block pools, prefix keys, allocations."""

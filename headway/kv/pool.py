@@ -1,7 +1,7 @@
-"""A pool of blocks with reference counts. The cost of a block is the same however many there are.
+"""A pool of KV blocks with reference counts; every operation takes constant time per block.
 
-A block nobody holds is either blank or cached: cached ones keep their content, stay matchable, and
-are taken only when no blank one is left, least recently used first.
+A block without holders is blank or cached. Cached blocks keep their content and can be matched.
+They are handed out only when no blank block is left, least recently used first.
 """
 
 from __future__ import annotations
@@ -26,29 +26,27 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     def take(self, count: int) -> list[int]:
-        """Hand out blocks for new content; the caller has checked that there are enough."""
+        """Hand out `count` blocks for new content; the caller has checked that they are free."""
         num_blank = min(count, len(self._blank))
         taken = [self._blank.popleft() for _ in range(num_blank)]
         for _ in range(count - num_blank):
             block, _ = self._cached.popitem(last=False)
             self.index.forget(block)
             taken.append(block)
-        refs = self.refs
         for block in taken:
-            refs[block] = 1
+            self.refs[block] = 1
         return taken
 
     def share(self, blocks: list[int]) -> None:
-        """One more holder of blocks with known content, held by somebody or by nobody."""
+        """Add a holder to blocks with known content, whether held or cached."""
         refs, cached = self.refs, self._cached
         for block in blocks:
-            held = refs[block]
-            if not held:
+            if not refs[block]:
                 del cached[block]
-            refs[block] = held + 1
+            refs[block] += 1
 
     def drop(self, block: int) -> None:
-        """One holder fewer; the last one frees the block."""
+        """Remove a holder; the last one frees the block."""
         self.refs[block] -= 1
         if self.refs[block] == 0:
             if self.index.key_of[block] is None:
@@ -58,7 +56,7 @@ class BlockPool:
         assert self.refs[block] >= 0, f"block {block} was dropped more often than held"
 
     def forget_all(self) -> None:
-        """Empty the cache: no content is known any more, whoever holds it."""
+        """Empty the cache: the content of all blocks becomes unknown, held ones included."""
         self._blank.extend(self._cached)
         self._cached.clear()
         self.index = PrefixIndex(self.num_blocks)

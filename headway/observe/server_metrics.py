@@ -127,7 +127,7 @@ class ServerMetrics:
 
 def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], float]:
     """How things stand now; `num_unread` requests have come since the running step began."""
-    num_blocks = scheduler.num_blocks
+    num_blocks = scheduler.config.num_blocks
     gauges = {
         ("num_requests_running", ""): float(len(scheduler.running)),
         ("num_requests_waiting", ""): float(len(scheduler.queue) + num_unread),

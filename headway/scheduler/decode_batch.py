@@ -1,137 +1,130 @@
-"""The requests past their prompt, advancing together one token at a time.
+"""The requests past their prompt, which advance together by one token per step.
 
-One shared tick stands for all their lengths. Two calendars say whom a step concerns: who crosses
-into a new block (one in block_size) and who reaches its length. Sampled tokens are kept as whole
-columns, one per tick, and written to a request when it leaves or is read. So a steady step touches
-nobody but those few. Knows nothing of pools, queues or policies.
+One shared tick stands for all their lengths, so that a step does not touch each request. Arrays
+indexed by row tell which of them need a new block and which reach their limit. Sampled tokens are
+buffered, one line per tick, and move to a request's output when it leaves or when they are read.
+Knows nothing of pools, queues or policies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from headway.request import STANDING, Pace, Request
+from headway.plan import Rows
+from headway.request import NOT_DECODING, Request, SharedProgress
 
-Put = Callable[[int], None]
-Rows = npt.NDArray[np.intp]
-NUM_KEPT = 64  # columns kept before all are written
+NUM_LINES = 64  # of the buffer; when it is full, all tokens move to their requests
 
 
-class DecodeBatch(Pace):
-    """Everybody who decodes."""
+class Members(NamedTuple):
+    """Members at one time, and numbers for each of them in the same order."""
+
+    requests: list[Request]
+    rows: Rows
+    phases: Rows  # the tick, modulo the block size, at which it needs a new block
+    last_ticks: Rows  # the tick that samples its last token
+
+    def where(self, mask: npt.NDArray[np.bool_]) -> list[Request]:
+        return [self.requests[place] for place in mask.nonzero()[0].tolist()]
+
+
+class DecodeBatch(SharedProgress):
+    """All decoding requests."""
 
     __slots__ = (
-        "_batch", "_block_size", "_context", "_crossing", "_ends", "_first", "_is_lent", "_kept",
-        "_num_delivered", "_rows", "members", "strayed",
+        "_base", "_base_sum", "_batch", "_block_size", "_buffer", "_first_line", "_last_tick",
+        "_num_delivered", "left_in_flight", "members",
     )  # fmt: skip
 
     def __init__(self, block_size: int, max_num_seqs: int) -> None:
         super().__init__()
         self._block_size = block_size
-        self.members: dict[Request, int] = {}  # with their place in the batch
-        self.strayed: set[Request] = set()  # left since the plan in flight was made
-        self._batch: list[Request] = []
-        self._rows: Rows = np.zeros(max_num_seqs, dtype=np.intp)
-        self._is_lent = False  # a plan holds batch and rows: copy before changing them
-        self._crossing: list[dict[Request, Put]] = [{} for _ in range(block_size)]
-        self._ends: dict[int, dict[Request, None]] = {}
-        self._context = 0  # sum of `base` over the members
-        self._kept = np.zeros((NUM_KEPT, max_num_seqs), dtype=np.intc)
-        self._first = self._num_delivered = 0  # ticks: of the first column kept, of the next
+        self.members: dict[Request, None] = {}
+        self.left_in_flight: set[Request] = set()  # left since the plan in flight was made
+        self._batch: Members | None = None  # None: the members have changed
+        self._base = np.zeros(max_num_seqs, dtype=np.intp)  # by row: num_computed less the tick
+        self._base_sum = 0  # over the members
+        self._last_tick = np.zeros(max_num_seqs, dtype=np.intp)  # by row: samples the last token
+        self._buffer = np.zeros((NUM_LINES, max_num_seqs), dtype=np.intc)
+        self._first_line = self._num_delivered = 0  # ticks of the first line and of the next one
+
+    @property
+    def batch(self) -> Members:
+        """The members; a plan may keep the lists, as they are never changed in place."""
+        if self._batch is None:
+            rows = np.fromiter((r.row for r in self.members), np.intp, len(self.members))
+            phases = -self._base[rows] % self._block_size
+            self._batch = Members(list(self.members), rows, phases, self._last_tick[rows])
+        return self._batch
 
     @property
     def context(self) -> int:
-        """Tokens in the cache of all members together."""
-        return self._context + self.tick * len(self.members)
+        """Cached tokens of all members together."""
+        return self._base_sum + self.tick * len(self.members)
 
-    @property
-    def due(self) -> dict[Request, Put]:
-        """Who needs a new block for its next token, with blocks.append to take it."""
-        return self._crossing[self.tick % self._block_size]
-
-    def lend(self) -> tuple[list[Request], Rows]:
-        """The members and their rows, for a plan to keep."""
-        self._is_lent = True
-        return self._batch, self._rows[: len(self._batch)]
+    def due(self) -> list[Request]:
+        """Members that need a new block for their next token."""
+        return self.batch.where(self.batch.phases == self.tick % self._block_size)
 
     def join(self, request: Request) -> None:
-        """From now on `num_computed` of the request rises with the tick."""
-        self._own()
-        place = self.members[request] = len(self._batch)
-        self._batch.append(request)
-        self._rows[place] = request.row
-        request.base -= self.tick
-        request.pace, request.written_to = self, self.tick
-        self._context += request.base
-        self._crossing[-request.base % self._block_size][request] = request.kv.blocks.append
-        self._ends.setdefault(self._end_of(request), {})[request] = None
+        """From now on `num_computed` of the request grows with the tick."""
+        self.members[request], self._batch = None, None
+        request.computed_base -= self.tick
+        request.progress, request.flushed_tick = self, self.tick
+        self._base[request.row] = request.computed_base
+        self._base_sum += request.computed_base
+        # The last token is sampled but never computed, hence the 1.
+        self._last_tick[request.row] = request.limit - 1 - request.computed_base
 
     def leave(self, request: Request) -> None:
-        """Stop advancing; `num_computed` stays what it is, tokens in flight find their way."""
-        self._own()
-        self.write(request)
-        place, last = self.members.pop(request), self._batch.pop()
-        if last is not request:
-            self._batch[place], self.members[last] = last, place
-            self._rows[place] = last.row
-        del self._crossing[-request.base % self._block_size][request]
-        end = self._end_of(request)
-        del self._ends[end][request]
-        if not self._ends[end]:
-            del self._ends[end]
-        self._context -= request.base
-        request.base += self.tick
-        request.pace = STANDING
-        self.strayed.add(request)
+        """The request stops advancing; its token in flight is delivered to it alone."""
+        self.flush(request)
+        del self.members[request]
+        self._batch = None
+        self._base_sum -= request.computed_base
+        request.computed_base += self.tick
+        request.progress = NOT_DECODING
+        self.left_in_flight.add(request)
 
     def advance(self) -> list[Request]:
-        """One token for every member; those who thereby reach their length leave."""
+        """One token for each member; returns those that thereby reach their limit, which leave."""
         self.tick += 1
-        ended = list(self._ends.get(self.tick, ()))
+        ended = self.batch.where(self.batch.last_ticks == self.tick)
         for request in ended:
             self.leave(request)
         return ended
 
-    def awaits(self, request: Request) -> bool:
-        """Whether the next column delivered is kept for it; one who left and came back may not."""
-        return request in self.members and request.written_to <= self._num_delivered
+    def expects_next(self, request: Request) -> bool:
+        """Whether the next line is for the request; one that left and came back may not expect it."""
+        return request in self.members and request.flushed_tick <= self._num_delivered
 
-    def deliver(self, rows: Rows, column: npt.ArrayLike) -> None:
-        """Keep what the next tick sampled; the rows of those who left take it too, unread."""
-        self._kept[self._num_delivered - self._first, rows] = column
+    def deliver(self, rows: Rows, tokens: npt.ArrayLike) -> None:
+        """Buffer the tokens of the next tick; nothing reads those of rows that have left."""
+        self._buffer[self._num_delivered - self._first_line, rows] = tokens
         self._num_delivered += 1
-        if self._num_delivered - self._first == NUM_KEPT:
-            self._write_all()
+        if self._num_delivered - self._first_line == NUM_LINES:
+            self._flush_all()
 
-    def num_kept(self, request: Request) -> int:
-        return max(0, self._num_delivered - request.written_to)
+    def num_buffered(self, request: Request) -> int:
+        return max(0, self._num_delivered - request.flushed_tick)
 
-    def write(self, request: Request) -> None:
-        num = self.num_kept(request)
-        if num:
-            end = self._num_delivered - self._first
-            request.written.frombytes(self._kept[end - num : end, request.row].tobytes())
-            request.written_to = self._num_delivered
+    def flush(self, request: Request) -> None:
+        num_tokens = self.num_buffered(request)
+        if num_tokens:
+            end = self._num_delivered - self._first_line
+            tokens = self._buffer[end - num_tokens : end, request.row]
+            request.flushed_tokens.frombytes(tokens.tobytes())
+            request.flushed_tick = self._num_delivered
 
-    def _write_all(self) -> None:
-        columns = np.ascontiguousarray(self._kept.T).data.cast("B")
-        stride = NUM_KEPT * self._kept.itemsize
-        for request in self._batch:
-            num = self._num_delivered - request.written_to
-            if num > 0:
-                end = (request.row + 1) * stride
-                request.written.frombytes(columns[end - num * self._kept.itemsize : end])
-                request.written_to = self._num_delivered
-        self._first = self._num_delivered
-
-    def _own(self) -> None:
-        if self._is_lent:
-            self._batch, self._rows = self._batch.copy(), self._rows.copy()
-            self._is_lent = False
-
-    def _end_of(self, request: Request) -> int:
-        """The tick that samples the last token: it is never computed, hence the 1."""
-        return request.limit - 1 - request.base
+    def _flush_all(self) -> None:
+        by_row, itemsize = self._buffer.T.tobytes(), self._buffer.itemsize
+        for request in self.members:
+            num_tokens = self._num_delivered - request.flushed_tick
+            if num_tokens > 0:
+                end = (request.row + 1) * NUM_LINES * itemsize
+                request.flushed_tokens.frombytes(by_row[end - num_tokens * itemsize : end])
+                request.flushed_tick = self._num_delivered
+        self._first_line = self._num_delivered

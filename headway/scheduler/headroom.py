@@ -1,10 +1,10 @@
-"""The headroom that looks ahead: the most blocks the batch will hold at once, from who ends when.
+"""Headroom that looks ahead: the most blocks that the batch will hold at any later step.
 
-While nobody ends, everybody grows; the batch holds most just before one of its ends. If the most
-fits, nobody will be preempted. `limit` takes every request to go on to its limit and is exact for
-known lengths, past cut prompts and shared prefixes too. `learned` knows only how outputs have ended
-so far, and asks for the expected peak plus some deviations. It learns shares of the allowed output,
-and for open-ended requests lengths in tokens (lengths.py).
+As long as no request ends, all of them grow, so the batch holds the most blocks just before one of
+its ends. If that peak fits, no request will be preempted. The estimate `limit` assumes that every
+request reaches its limit; it is exact for known lengths, also with partially prefilled prompts and
+shared prefixes. The estimate `learned` uses the outputs that have finished so far, and asks for the
+expected peak plus some standard deviations (see output_lengths.py).
 """
 
 from __future__ import annotations
@@ -22,64 +22,65 @@ from headway.scheduler.output_lengths import is_open_ended, survival_curve
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-CLOSEST = 8  # moments near the peak that are counted block by block
-NUM_MOMENTS = 32  # at which an expected peak is looked for
+NUM_EXACT = 8  # steps near the peak that are counted block by block
+NUM_MOMENTS = 32  # later steps at which the expected peak is computed
 PRESSURE_DEVIATIONS = 0.5  # per recent preemption, for open-ended requests
-MIN_CHANCE = 0.5  # moments at which an open-ended new request runs with less are left out
-PRIOR = (np.arange(16) + 0.5) / 16  # shares of the allowed output, before any has been seen
+MIN_CHANCE = 0.5  # ignore moments that an open-ended new request reaches with a lower chance
+PRIOR = (np.arange(16) + 0.5) / 16  # shares of the allowed output, before any request finished
 
 
 @dataclass(frozen=True)
-class Batch:
-    """The running requests and, last, the newcomer; tokens, one number for each."""
+class Forecast:
+    """The running requests and, last, the new one; numbers of tokens, one per request."""
 
     requests: list[Request]
     held: Floats  # in the cache once the known tokens are computed
     prompt: Floats
-    left: Floats  # that it may still store; the last one sampled never is
+    left: Floats  # that may still be stored; the last sampled token never is
     allowed: Floats  # output
 
 
-Estimate = Callable[
-    [Batch, SchedulerView], int
-]  # blocks that the batch will take beyond what it holds
+# Blocks that the batch will need beyond what it holds now.
+Estimate = Callable[[Forecast, SchedulerView], int]
 
 
 @dataclass(frozen=True)
 class future_peak(Checked):
-    """What the batch will take beyond what it holds now, at its fullest moment to come."""
+    """The blocks that the batch will need at its peak, beyond what it holds now."""
 
     estimate: Estimate | None = None  # None: limit
-    margin: float = number(0.0, 0, 1)  # share of all blocks kept free on top
+    margin: float = number(0.0, 0, 1)  # share of all blocks to keep free in addition
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.estimate is not None and not callable(self.estimate):
-            raise ConfigError(f"future_peak: {self.estimate!r} is no estimate: limit or learned")
+            raise ConfigError(
+                f"future_peak: {self.estimate!r} is not an estimate; use limit or learned"
+            )
 
     def __call__(self, request: Request, view: SchedulerView) -> int:
         requests = [*view.running, request]
         most = sum(r.limit - r.prefill_end for r in requests) // view.block_size + len(requests)
         margin = int(self.margin * view.num_blocks)
-        if most + margin <= view.num_free:  # all that could ever come fits: no need to look closely
+        if most + margin <= view.num_free:  # even the upper bound fits
             return most + margin - -(-request.num_known // view.block_size)
         rows = [(max(r.num_computed, r.prefill_end), r.num_prompt, r.limit) for r in requests]
         rows[-1] = (request.num_known, request.num_prompt, request.limit)
         held, prompt, limits = np.array(rows, dtype=np.float64).T
-        batch = Batch(requests, held, prompt, limits - 1 - held, limits - prompt)
+        batch = Forecast(requests, held, prompt, limits - 1 - held, limits - prompt)
         return (self.estimate or limit)(batch, view) + margin
 
 
-def limit(batch: Batch, view: SchedulerView) -> int:
-    """Everybody goes on to its limit: right for known lengths, cautious for unknown ones."""
+def limit(batch: Forecast, view: SchedulerView) -> int:
+    """All requests reach their limit: exact for known lengths, cautious for unknown ones."""
     early, late = _delays(batch.requests, view)
-    order = np.argsort(-(batch.left + late), kind="stable")  # who ends last comes first
+    order = np.argsort(-(batch.left + late), kind="stable")  # the last to end comes first
     shared = _shared([batch.requests[i] for i in order], view)
     held, left, early, ends = (a[order] for a in (batch.held, batch.left, early, batch.left + late))
     size = view.block_size
     tokens = np.cumsum(held - shared * size) + ends * np.arange(1, len(held) + 1)
     peak = now = (np.ceil(held / size) - shared).sum()
-    for i in np.argsort(tokens)[-CLOSEST:]:
+    for i in np.argsort(tokens)[-NUM_EXACT:]:
         grown = np.minimum(left, np.maximum(ends[i] - early, 0.0))[: i + 1]
         peak = max(peak, (np.ceil((held[: i + 1] + grown) / size) - shared[: i + 1]).sum())
     return int(peak - now)
@@ -87,16 +88,17 @@ def limit(batch: Batch, view: SchedulerView) -> int:
 
 @dataclass(frozen=True)
 class learned(Checked):
-    """Outputs that may stop end like those seen so far; the others go on to their limit.
+    """Outputs with stop tokens end like those seen so far; the others reach their limit.
 
-    Keeps `deviations` above the expected peak free; `open_deviations` for requests that are
-    open-ended, whose lengths are learned in tokens, plus half a deviation per recent preemption.
+    Keeps `deviations` standard deviations above the expected peak free. For open-ended requests,
+    whose lengths are learned in tokens, it is `open_deviations`, plus half a deviation per recent
+    preemption.
     """
 
     deviations: float = number(2.5, 0)
     open_deviations: float = number(1.0, 0)
 
-    def __call__(self, batch: Batch, view: SchedulerView) -> int:
+    def __call__(self, batch: Forecast, view: SchedulerView) -> int:
         goes_on = np.array([not request.stops for request in batch.requests])
         if goes_on.all():
             return limit(batch, view)
@@ -111,14 +113,14 @@ class learned(Checked):
         blocks = (batch.held + moments) / view.block_size + 0.5 - shared
         expected, variance = alive * blocks, alive * (1 - alive) * blocks**2
         peaks = expected.sum(axis=1) + self._margins(expected, variance, error, is_open, view)
-        if is_open[-1]:  # once the new request has probably ended, refusing it would not help
+        if is_open[-1]:  # once it has probably ended, refusing it would not help
             peaks = peaks[chance[:, -1] >= MIN_CHANCE]
         return max(0, int(peaks.max() - (np.ceil(batch.held / view.block_size) - shared).sum()))
 
     def _margins(
         self, expected: Floats, variance: Floats, error: Floats, is_open: Bools, view: SchedulerView
     ) -> Floats:
-        """Blocks above the expected ones at each moment; errors of open-ended ones add up."""
+        """Blocks above the expected number at each moment; errors of open-ended requests add up."""
         if not is_open.any():
             return self.deviations * np.sqrt(variance.sum(axis=1))  # type: ignore[no-any-return]
         bounded = self.deviations**2 * (variance * ~is_open).sum(axis=1)
@@ -128,9 +130,9 @@ class learned(Checked):
 
 
 def _chances(
-    batch: Batch, is_open: Bools, moments: Floats, view: SchedulerView
+    batch: Forecast, is_open: Bools, moments: Floats, view: SchedulerView
 ) -> tuple[Floats, Floats]:
-    """Chance of each output to go on to each moment, and the relative error where learned so."""
+    """The chance of each output to reach each moment, and its relative error where known."""
     if is_open.all():
         return _chance_by_length(batch, is_open, moments, view)
     chance = _chance_by_share(batch, moments, view)
@@ -140,8 +142,8 @@ def _chances(
     return chance, error
 
 
-def _chance_by_share(batch: Batch, moments: Floats, view: SchedulerView) -> Floats:
-    """The chances from shares of the allowed output."""
+def _chance_by_share(batch: Forecast, moments: Floats, view: SchedulerView) -> Floats:
+    """The chances, from shares of the allowed output."""
     seen = np.sort(np.concatenate([PRIOR, np.asarray(view.output_shares)]))
     generated = np.maximum(batch.held - batch.prompt, 0.0) / batch.allowed
     num_longer = len(seen) - np.searchsorted(seen, generated, side="right")
@@ -151,29 +153,31 @@ def _chance_by_share(batch: Batch, moments: Floats, view: SchedulerView) -> Floa
 
 
 def _chance_by_length(
-    batch: Batch, is_open: Bools, moments: Floats, view: SchedulerView
+    batch: Forecast, is_open: Bools, moments: Floats, view: SchedulerView
 ) -> tuple[Floats, Floats]:
-    """The chances of the open-ended ones from lengths in tokens, and their relative errors."""
+    """The chances of open-ended requests, from lengths in tokens, and their relative errors."""
     reached = np.maximum(batch.held - batch.prompt, 0.0)[is_open]
     finished = np.asarray(view.output_lengths, dtype=np.float64)
     return survival_curve(finished, reached).going_on(reached, moments)
 
 
 def _delays(requests: list[Request], view: SchedulerView) -> tuple[Floats, Floats]:
-    """Steps until each prompt is computed, at the earliest and at the latest."""
+    """Steps until each prompt is computed: at the earliest, and at the latest."""
     todo = np.array([max(0, r.prefill_end - r.num_computed) for r in requests], dtype=np.float64)
     todo[-1] = max(0, view.num_uncached(requests[-1]) - view.tokens_left)
-    rate = max(1, view.max_num_batched_tokens - len(requests))  # the others may all decode by then
-    if todo[:-1].any() and len(view.service()) > 1:  # served in turn: others may pass a begun one
+    rate = max(
+        1, view.max_num_batched_tokens - len(requests)
+    )  # all other requests may decode by then
+    if todo[:-1].any() and len(view.service()) > 1:  # fair queueing: others may overtake a prompt
         return np.zeros(len(todo)), np.where(todo > 0, np.ceil(todo.sum() / rate), 0.0)
     late: Floats = np.where(todo > 0, np.ceil(np.cumsum(todo) / rate), 0.0)
     return np.where(todo > 0, 1.0, 0.0), late
 
 
 def _shared(requests: list[Request], view: SchedulerView) -> Floats:
-    """Blocks of each request that one ending later holds too; they outlive it."""
+    """Blocks of each request that a request which ends later holds too."""
     shared, blocks = np.zeros(len(requests)), [view.blocks_of(r) for r in requests]
-    if sum(map(len, blocks)) > view.num_blocks - view.num_free:  # else nobody shares anything
+    if sum(map(len, blocks)) > view.num_blocks - view.num_free:  # else no block is shared
         seen: set[int] = set()
         for place, own in enumerate(blocks):
             num_seen = len(seen)

@@ -1,17 +1,16 @@
-"""Output lengths of open-ended requests: the chance that an output goes on, learned as it runs.
+"""What the scheduler learns from finished outputs, for headroom rules that look ahead.
 
-A request without `max_tokens` may run to the model's length, so its limit says little about its
-output. This file estimates a survival curve instead: the chance that an output reaches a length.
-Lengths fall into bins of equal ratio, four per doubling. In each bin, the chance to end there is
-the number of outputs that ended in it over the number that entered it. Running requests count in
-every bin that they have passed, so long outputs are learned before the first of them ends. The
-prior counts as `PRIOR_WEIGHT` outputs in every bin.
-
-Knows lengths only, no blocks and no queue. The scheduler keeps the lengths; peak.py uses them.
+A request without `max_tokens` may run to max_model_len, so its limit says little about its output.
+For such open-ended requests this file estimates a survival curve: the chance that an output reaches
+a length. Lengths fall into bins of equal ratio, four per doubling. The chance to end in a bin is the
+number of outputs that ended in it over the number that entered it. Running requests count in every
+bin that they have passed, so long outputs are learned before the first of them ends. The prior
+counts as `PRIOR_WEIGHT` outputs in every bin.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +28,32 @@ PRIOR_WEIGHT = 4.0  # outputs
 # One output in 17 is longer than 4 medians, one in 257 longer than 16: a heavy tail.
 PRIOR_SURVIVAL = 1 / (1 + (EDGES / PRIOR_MEDIAN) ** 2)
 PRIOR_ENDS = PRIOR_WEIGHT * (1 - PRIOR_SURVIVAL[1:] / PRIOR_SURVIVAL[:-1])
+NUM_REMEMBERED = 256  # finished outputs of each kind
+DECAY = 0.97  # of `pressure` per step: a preemption counts half after 23 steps
 
 
 def is_open_ended(request: Request) -> bool:
     """Whether the limit of a request says little about the length of its output."""
     return request.params.max_tokens is None or request.limit - request.num_prompt > OPEN_ENDED
+
+
+class OutputStatistics:
+    """Finished outputs and recent preemptions."""
+
+    def __init__(self) -> None:
+        self.shares: deque[float] = deque(maxlen=NUM_REMEMBERED)  # generated / allowed
+        self.lengths: deque[int] = deque(maxlen=NUM_REMEMBERED)  # of open-ended requests
+        self.pressure = 0.0  # recent preemptions
+
+    def record(self, request: Request) -> None:
+        """Remember a finished output: its length if open-ended, else its share of the allowed."""
+        if not is_open_ended(request):
+            self.shares.append(request.num_generated / (request.limit - request.num_prompt))
+        elif request.stops:
+            self.lengths.append(request.num_generated)
+
+    def decay(self) -> None:
+        self.pressure *= DECAY
 
 
 @dataclass(frozen=True)

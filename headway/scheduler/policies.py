@@ -1,7 +1,7 @@
-"""Ready-made functions for five of the six slots; the queue's are in queues.py.
+"""Ready-made policies for five of the six slots; those for the queue are in queues.py.
 
-A policy without a number is a function. One with numbers is a frozen dataclass that can be called,
-so that it compares, prints itself as it is written on the command line, and keeps no state.
+A policy without numbers is a function. A policy with numbers is a callable frozen dataclass: it
+compares by value, prints as it is written on the command line, and keeps no state.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from headway.config import Checked, HeadroomRule, SchedulerView, StepActions, co
 from headway.errors import ConfigError
 from headway.request import Request
 
-# recipe: which verbs, in which order
+# recipe: the actions of a step, in order
 
 
 def mixed(step: StepActions) -> None:
-    """Decodes first, then cut prompts, then newcomers, all in one batch."""
+    """Decodes first, then partially prefilled prompts, then waiting requests, in one batch."""
     step.decode()
     step.prefill()
     step.admit()
 
 
 def swapped_first(step: StepActions) -> None:
-    """As mixed, but who was swapped out is brought back before anything else."""
+    """As mixed, but swapped requests are admitted before anything else."""
     step.admit_swapped()
     mixed(step)
 
 
-MAX_PREFILL_STEPS = 16  # in a row, while somebody waits for its next token
+MAX_PREFILL_STEPS = 16  # consecutive, while decodes wait
 
 
 def prefill_first(step: StepActions) -> None:
-    """All prompts or all decodes, prompts first; decodes get a turn after 16 prompt steps."""
+    """Only prompts or only decodes in a step, prompts first; decodes run after 16 prompt steps."""
     if step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS:
         step.decode()
         return
@@ -45,7 +45,7 @@ def prefill_first(step: StepActions) -> None:
 
 
 def charged_in_full(step: StepActions) -> None:
-    """As prefill_first, but cached tokens cost budget too, and decodes wait when it runs out."""
+    """As prefill_first, but cached tokens use up budget too, and decodes beyond it are deferred."""
     if not (step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS):
         step.prefill()
         step.admit(charge_cached=True)
@@ -53,11 +53,8 @@ def charged_in_full(step: StepActions) -> None:
         step.decode(at_most=step.tokens_left)
 
 
-charged_in_full.defers = True  # type: ignore[attr-defined]  # a budget below the seats is fine
-
-
 def static(step: StepActions) -> None:
-    """Fill a batch, drain it completely, fill the next."""
+    """Static batching: fill a batch, finish all of it, fill the next."""
     step.prefill()
     if not step.num_decoding or step.prefill_streak:
         step.admit()
@@ -65,27 +62,27 @@ def static(step: StepActions) -> None:
         step.decode()
 
 
-# chunk: how much of a prompt now, given (tokens wanted, tokens left, first of its step)
+# chunk: tokens of a prompt to compute now, given (tokens wanted, tokens left, first of its step)
 
 
 def whole(want: int, left: int, is_first: bool) -> int:
-    """All of it or nothing."""
+    """All of the prompt or nothing."""
     return want if want <= left else 0
 
 
 def split_first(want: int, left: int, is_first: bool) -> int:
-    """Cut only the first prompt of a step."""
+    """Split only the first prompt of a step."""
     return min(want, left) if is_first or want <= left else 0
 
 
 def split_any(want: int, left: int, is_first: bool) -> int:
-    """Cut whatever does not fit."""
+    """Split any prompt that does not fit."""
     return min(want, left)
 
 
 @dataclass(frozen=True)
 class at_most(Checked):
-    """Cut, and never more than `tokens` of one prompt in a step."""
+    """Split any prompt; at most `tokens` of one prompt in a step."""
 
     tokens: int = count(512, 1)
 
@@ -93,7 +90,7 @@ class at_most(Checked):
         return min(want, left, self.tokens)
 
 
-# headroom: blocks an admission must leave free
+# headroom: blocks that an admission must leave free
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ class watermark(Checked):
 
 
 def _num_left(request: Request) -> int:
-    """Tokens a request may still store; the last one sampled never is."""
+    """Tokens that a request may still store; the last sampled token is never stored."""
     if request.row < 0:
         return request.limit - 1 - request.num_known
     return request.limit - 1 - max(request.num_computed, request.prefill_end)
@@ -115,7 +112,7 @@ def _num_left(request: Request) -> int:
 
 @dataclass(frozen=True)
 class reserve_outputs(Checked):
-    """Enough for this share of all the output that the batch and the newcomer may still make."""
+    """Blocks for this share of the output that the batch and the new request may still generate."""
 
     ratio: float = number(1.0, 0)
 
@@ -127,7 +124,7 @@ class reserve_outputs(Checked):
 
 @dataclass(frozen=True)
 class back_off(Checked):
-    """What `base` asks, and `share` of all blocks more for every recent preemption."""
+    """The headroom of `base`, plus `share` of all blocks for every recent preemption."""
 
     base: HeadroomRule = watermark()
     share: float = number(0.01, 0, 1)
@@ -155,48 +152,49 @@ def least_work(request: Request, view: SchedulerView) -> Any:
 
 
 def lowest_priority(request: Request, view: SchedulerView) -> Any:
-    """The largest priority number; among equals the latest arrival."""
+    """The largest priority number; among equals, the latest arrival."""
     return request.params.priority, request.history.serial
 
 
 def fewest_lost(request: Request, view: SchedulerView) -> Any:
-    """Fewest tokens that nobody else keeps in the cache."""
+    """Fewest tokens that would leave the cache."""
     return -view.num_private_blocks(request), request.history.serial
 
 
 def served_last(request: Request, view: SchedulerView) -> Any:
-    """Whoever the queue would serve last."""
-    return view.place(request)
+    """The request that the queue would serve last."""
+    return view.queue_key(request)
 
 
-# swap: keep the victim's work on the host?
+# swap: whether to keep the victim's computed tokens on the host
 
 
 def recompute(request: Request, view: SchedulerView) -> bool:
-    """Drop it; the prompt and all that was generated are computed again."""
+    """Drop them; prompt and output are computed again."""
     return False
 
 
 def swap(request: Request, view: SchedulerView) -> bool:
-    """Copy it out, as long as the host has room."""
+    """Copy them to the host, as long as it has free blocks."""
     return True
 
 
 @dataclass(frozen=True)
 class cheaper(Checked):
-    """Swap if copying out and in takes less time than computing again. Seconds.
+    """Swap if copying out and in takes less time than recomputing. All costs are in seconds.
 
-    The defaults are of a 70B model over PCIe 4: 2,048 tokens in 2 ms one way, or in 50 ms computed.
+    The defaults are for a 70B model over PCIe 4: 2,048 tokens take 2 ms to copy one way, or 50 ms
+    to compute.
     """
 
     copy: float = number(1e-6, 0)  # one token, one way
     compute: float = number(2.4e-5, 0)  # one token
-    start: float = number(1e-4, 0)  # a copy, whatever its size
-    pair: float = number(0.0, 0)  # one token, for each that is before it: attention
+    start: float = number(1e-4, 0)  # per copy, whatever its size
+    pair: float = number(0.0, 0)  # one token, per token before it: attention
 
     def __call__(self, request: Request, view: SchedulerView) -> bool:
         private = view.num_private_blocks(request) * view.block_size
         tokens = min(private, request.num_computed)
-        num_before = request.num_computed - tokens / 2  # what others hold comes first
+        num_before = request.num_computed - tokens / 2  # shared tokens come first
         again = (self.compute + self.pair * num_before) * tokens
         return 2 * (self.start + self.copy * tokens) < again

@@ -1,7 +1,7 @@
-"""Call a policy and check what it returns; a PolicyError names the slot, the request and the cause.
+"""Call a policy and check its result; a PolicyError names the slot, the request and the cause.
 
-A policy may be a user's own function, so it may raise anything and return anything. These calls
-change nothing themselves: the caller decides what a failure ends.
+A policy may be a user's function, so it may raise anything and return anything. These calls change
+nothing: the caller decides what a failure ends.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from headway.request import Request
 
 
 def policy_failed(slot: str, where: str, error: Exception) -> PolicyError:
-    """The error to raise for what a policy raised; one that is a PolicyError stays as it is."""
+    """The PolicyError for an exception that a policy raised."""
     if isinstance(error, PolicyError):
         return error
     return PolicyError(f"{slot} policy failed {where}: {type(error).__name__}: {error}", slot=slot)
 
 
 def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
-    """The sort key of a request; PolicyError unless it can be ordered."""
+    """The sort key of a request; PolicyError unless it has an order."""
     try:
         key = rule.key(request, view)
     except Exception as error:
@@ -30,14 +30,14 @@ def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
     if not is_orderable(key):
         raise PolicyError(
             f"queue policy returned {shorten(key)} as the sort key of request {request.id!r}; "
-            "return a number, a text or a tuple of these, without NaN or None",
+            "return a number, a string or a tuple of these, without NaN or None",
             slot="queue",
         )
     return key
 
 
 def call_group(rule: QueueRule, request: Request) -> str:
-    """The name of the group that a request is served with."""
+    """The group of a request; PolicyError unless it is a string."""
     try:
         group = rule.group(request)
     except Exception as error:
@@ -45,30 +45,32 @@ def call_group(rule: QueueRule, request: Request) -> str:
     if not isinstance(group, str):
         raise PolicyError(
             f"queue policy returned {shorten(group)} as the group of request {request.id!r}; "
-            "return a text",
+            "return a string",
             slot="queue",
         )
     return group
 
 
 def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
-    """Tokens that the chunk rule grants of `want`, in [0, min(want, left)]; floats round down."""
+    """Tokens of `want` that the chunk rule grants, in [0, min(want, left)]; floats round down."""
     try:
         granted: Any = rule(want, left, is_first)
         granted = granted if isinstance(granted, float) else index(granted)
-        return int(max(min(granted, want, left), 0))  # in this order int() sees, and refuses, NaN
+        return int(
+            max(min(granted, want, left), 0)
+        )  # in this order, NaN reaches int(), which raises
     except Exception as error:
         where = f"for {want} tokens wanted and {left} left"
         raise policy_failed("chunk", where, error) from error
 
 
 def is_orderable(key: Any) -> bool:
-    """Whether a key equals itself and is not below itself, with everything that is in it."""
+    """Whether a key, with all its items, equals itself and is not less than itself."""
     if isinstance(key, float | int | str):
         return bool(key == key)  # NaN does not equal itself
     try:
         if isinstance(key, tuple | list):
             return all(map(is_orderable, key))
         return bool(key == key) and not key < key
-    except Exception:  # no order, or a list that holds itself
+    except Exception:  # no order, or a list that contains itself
         return False

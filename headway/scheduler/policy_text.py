@@ -1,7 +1,7 @@
 """Policies as text and back: `fcfs`, `watermark(0.05)`, `back_off(watermark(0.02))`, `module:name`.
 
-Reads names, calls of names and literals; evaluates nothing else. Which names there are is told by
-the caller; knows no policy itself.
+Reads names, calls of names and literals, and evaluates nothing else. The caller passes the known
+names; this module knows no policy.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from headway.errors import ConfigError
 
 
 def read(what: str, text: str, known: Mapping[str, Any]) -> Any:
-    """The policy that a text names; ConfigError with the known names if it names none."""
+    """The policy that a text names; ConfigError that lists the known names if there is none."""
     try:
         if ":" in text:
-            return _own(what, text, known)
-        return made(_evaluate(ast.parse(text.strip(), mode="eval").body, known, what))
+            return _imported(what, text, known)
+        return instance(_evaluate(ast.parse(text.strip(), mode="eval").body, known, what))
     except (SyntaxError, RecursionError, MemoryError):
         raise ConfigError(
             f"{what}: cannot read {text[:60]!r}; write name or name(number)"
@@ -34,7 +34,7 @@ def read(what: str, text: str, known: Mapping[str, Any]) -> Any:
 
 
 def write(value: Any, known: Iterable[Any]) -> str:
-    """The text that `read` takes for this policy; of what has no name, what Python shows."""
+    """The text that `read` accepts for this policy; the repr of a value without a name."""
     known = tuple(known)
     if is_dataclass(value) and not isinstance(value, type):
         inner = ", ".join(f"{f.name}={write(getattr(value, f.name), known)}" for f in fields(value))
@@ -42,25 +42,25 @@ def write(value: Any, known: Iterable[Any]) -> str:
     return _name(value, known) if callable(value) else repr(value)
 
 
-def made(value: Any) -> Any:
-    """A policy with numbers, named without them, is made with its defaults."""
+def instance(value: Any) -> Any:
+    """A policy class becomes an instance with its default numbers."""
     return value() if isinstance(value, type) else value
 
 
 def check_arguments(what: str, function: Any, names: str) -> None:
-    """ConfigError if a policy cannot be called the way its slot calls it."""
+    """ConfigError if a policy cannot be called with the arguments of its slot."""
     try:
         inspect.signature(function).bind(*names.split())
     except TypeError:
         raise ConfigError(
             f"{what}: {_name(function, ())} must take ({', '.join(names.split())})"
         ) from None
-    except ValueError:  # built in, without a signature to look at
+    except ValueError:  # a builtin without a signature
         pass
 
 
 def find(what: str, name: str, known: Mapping[str, Any]) -> Any:
-    """What goes by a name; ConfigError that lists the known ones, the likely one first."""
+    """The value of a name; ConfigError that lists the known names and suggests the closest."""
     if name in known:
         return known[name]
     close = difflib.get_close_matches(name, known, n=1)
@@ -72,8 +72,8 @@ def _evaluate(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
     if isinstance(node, ast.Name):
         return find(what, node.id, known)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        arguments = [made(_evaluate(argument, known, what)) for argument in node.args]
-        named = {k.arg or "**": made(_evaluate(k.value, known, what)) for k in node.keywords}
+        arguments = [instance(_evaluate(argument, known, what)) for argument in node.args]
+        named = {k.arg or "**": instance(_evaluate(k.value, known, what)) for k in node.keywords}
         return _call(find(what, node.func.id, known), arguments, named, what)
     return ast.literal_eval(node)
 
@@ -87,8 +87,8 @@ def _call(function: Any, arguments: list[Any], named: dict[str, Any], what: str)
         raise ConfigError(f"{what}: {error}") from None
 
 
-def _own(what: str, text: str, known: Mapping[str, Any]) -> Any:
-    """A user's own policy: `module:name`, or `module:name(number)` if it is a dataclass."""
+def _imported(what: str, text: str, known: Mapping[str, Any]) -> Any:
+    """A user's policy: `module:name`, or `module:name(number)` if it is a dataclass."""
     place, bracket, rest = text.strip().partition("(")
     module, _, attribute = place.partition(":")
     try:
@@ -100,7 +100,7 @@ def _own(what: str, text: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{what}: cannot load {text!r}: {problem}") from None
     if bracket:
         return _evaluate(ast.parse(f"own({rest}", mode="eval").body, {**known, "own": value}, what)
-    return made(value)
+    return instance(value)
 
 
 def _name(value: Any, known: tuple[Any, ...]) -> str:

@@ -1,7 +1,7 @@
-"""The systems of the field, each as one value for every slot, and slots by name.
+"""Presets: schedulers of known systems, each as one value per slot; and slot values by name.
 
-Any slot value can be written as text: `fcfs`, `watermark(0.05)`, `back_off(watermark(0.02))`, or
-`module:function` for one's own. `describe` writes a config back as such text.
+A slot value can be written as text: `fcfs`, `watermark(0.05)`, `back_off(watermark(0.02))`, or
+`module:function` for a user's function. `describe` writes a config back as such text.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from typing import Any
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.scheduler import headroom as peak
-from headway.scheduler import policies, queues
-from headway.scheduler import policy_text as slots
+from headway.scheduler import headroom, policies, policy_text, queues
 
 SLOTS: dict[str, tuple[Any, ...]] = {
     "recipe": (
@@ -26,7 +24,7 @@ SLOTS: dict[str, tuple[Any, ...]] = {
     ),
     "chunk": (policies.whole, policies.split_first, policies.split_any, policies.at_most),
     "headroom": (
-        policies.watermark, policies.reserve_outputs, peak.future_peak, policies.back_off,
+        policies.watermark, policies.reserve_outputs, headroom.future_peak, policies.back_off,
     ),
     "victim": (
         policies.served_last, policies.newest, policies.least_work, policies.lowest_priority,
@@ -37,7 +35,7 @@ SLOTS: dict[str, tuple[Any, ...]] = {
 ARGUMENTS = {"recipe": "step", "chunk": "want left is_first"} | dict.fromkeys(
     ("queue", "headroom", "victim", "swap"), "request view"
 )
-PARTS: tuple[Any, ...] = (peak.limit, peak.learned)  # estimates, used inside future_peak
+PARTS: tuple[Any, ...] = (headroom.limit, headroom.learned)  # estimates, arguments of future_peak
 NUMBERS = tuple(f.name for f in fields(Config) if f.default is not MISSING)
 
 PRESETS: dict[str, dict[str, str | int]] = {
@@ -78,32 +76,32 @@ DEFAULT = "headway"
 
 
 def preset(name: str = DEFAULT, **changes: Any) -> Config:
-    """A preset's config, with any slot (a value or its text) or number replaced."""
-    values: dict[str, Any] = {**slots.find("preset", name, PRESETS), **changes}
+    """The config of a preset, with any slot (a value or its text) or number replaced."""
+    values: dict[str, Any] = {**policy_text.find("preset", name, PRESETS), **changes}
     for field in values:
-        slots.find("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS)))
+        policy_text.find("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS)))
     return Config(**{k: slot(k, v) if k in SLOTS else v for k, v in values.items()})
 
 
 def slot(name: str, value: Any) -> Any:
-    """A slot's value from its text; anything but text is taken as it is."""
-    ready_made = slots.find("slot", name, SLOTS)
+    """The value of a slot; text is read, any other value is checked and used."""
+    ready_made = policy_text.find("slot", name, SLOTS)
     if isinstance(value, str):
         parts = PARTS if name == "headroom" else ()
-        value = slots.read(name, value, {f.__name__: f for f in (*ready_made, *parts)})
-    value = slots.made(value)
+        value = policy_text.read(name, value, {f.__name__: f for f in (*ready_made, *parts)})
+    value = policy_text.instance(value)
     if name == "queue" and hasattr(value, "key") and hasattr(value, "outranks"):
         return value
     if not callable(value):
         raise ConfigError(f"{name}: {value!r} is not a function")
-    slots.check_arguments(name, value, ARGUMENTS[name])
+    policy_text.check_arguments(name, value, ARGUMENTS[name])
     return queues.custom(function=value) if name == "queue" else value
 
 
 def describe(config: Config) -> dict[str, str | int]:
-    """Every slot and number as text and integers; `preset(**describe(config))` gives it back."""
+    """All slots as text and all numbers; `preset(**describe(config))` restores the config."""
     known = [policy for group in (*SLOTS.values(), PARTS) for policy in group]
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     if isinstance(config.queue, queues.custom) and not config.queue.patience:
         values["queue"] = config.queue.function
-    return {k: slots.write(v, known) if k in SLOTS else v for k, v in values.items()}
+    return {k: policy_text.write(v, known) if k in SLOTS else v for k, v in values.items()}

@@ -1,12 +1,13 @@
-"""Who is served first: the waiting requests, kept in the order of a rule, and the ready-made rules.
+"""The waiting queue, kept in the order of a rule, and the ready-made rules.
 
-A rule is a sort key, so the order costs a bisection and not a ranking of everybody at every step.
-Rules whose keys drift while requests wait are sorted again before they are walked.
+A rule is a sort key, so the queue inserts by bisection and never ranks all requests. Rules whose
+keys change while requests wait are asked again for a few requests before every step.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
@@ -15,130 +16,146 @@ from typing import Any
 
 from headway.config import Checked, QueueRule, SchedulerView, count, number
 from headway.request import Request
+from headway.scheduler.fairness import ServiceCounters, group_of
 from headway.scheduler.policy_calls import call_group, call_key, policy_failed
 
-FRONT = 16  # requests whose drifting keys are looked at in every step
+NUM_REFRESHED = 16  # requests at the front, and as many in turn, whose keys are refreshed per step
+ALL = "all"  # the group of rules that have only one
+Entry = tuple[Any, Request]  # a sort key and its request
 
 
 class WaitingQueue:
-    """Waiting, preempted and swapped requests, each in its own place."""
+    """Waiting, preempted and swapped requests in the order of service."""
 
     def __init__(self, rule: QueueRule, view: SchedulerView) -> None:
         self.rule = rule
-        self._world = view
-        self._groups: dict[str, list[tuple[Any, Request]]] = {}
-        self._keys: dict[Request, tuple[str, Any]] = {}  # its group, and the key it is sorted by
-        self._turns: dict[str, int] = {}  # whose drifting keys are looked at next
+        self.counters = ServiceCounters()
+        self._view = view
+        # Deques: insertion and removal near both ends take constant time.
+        self._groups: dict[str, deque[Entry]] = {}
+        self._keys: dict[Request, Any] = {}
+        self._next_refresh: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._keys)
 
     def __iter__(self) -> Iterator[Request]:
-        """Everyone, group by group; `walk` gives the order of service."""
+        """All requests, group by group; `walk` gives the order of service."""
         return (request for group in self._groups.values() for _, request in group)
 
-    def _entry(self, request: Request) -> tuple[Any, Request]:
-        return (call_key(self.rule, request, self._world), request.history.serial), request
-
-    def group_of(self, request: Request) -> str:
-        """Its group; the rule is asked once, so that a request never changes its group."""
-        if request.history.group is None:
-            request.history.group = call_group(self.rule, request)
-        return request.history.group
-
-    def place(self, request: Request) -> Any:
-        """Sorts requests, waiting or running, as this queue would serve them."""
-        key, group = self._entry(request)[0], self.group_of(request)
-        return key if group == ALL else (self._world.service().get(group, 0.0), key)
+    def sort_key(self, request: Request) -> Any:
+        """Sorts requests, waiting or running, in the order of service."""
+        key, group = self._key(request), group_of(request)
+        return key if group == ALL else (self._view.service().get(group, 0.0), key)
 
     def push(self, request: Request) -> None:
-        """Insert a request; PolicyError, and nothing changed, if its key cannot be used."""
-        entry, name = self._entry(request), self.group_of(request)
-        group = self._groups.get(name, [])
+        """Insert a request; PolicyError, and no change, if its key or group cannot be used."""
+        if request.history.group is None:  # the rule is asked once: groups never change
+            request.history.group = call_group(self.rule, request)
+        name, key = request.history.group, self._key(request)
+        group = self._groups.get(name, deque())
         try:
-            if group and entry[0] < group[-1][0]:
-                insort(group, entry, key=_sort_key)
+            if group and key < group[-1][0]:
+                insort(group, (key, request), key=_key_of)
             else:
-                group.append(entry)
+                group.append((key, request))
         except Exception as error:
             raise policy_failed("queue", f"to compare request {request.id!r}", error) from error
         self._groups[name] = group
-        self._keys[request] = name, entry[0]
+        self._keys[request] = key
 
     def remove(self, request: Request) -> None:
-        """Take out a request, also if the order of the keys is not consistent."""
-        name, key = self._keys.pop(request)
+        """Remove a request, even if the order of the keys is not consistent."""
+        name, key = group_of(request), self._keys.pop(request)
         group = self._groups[name]
         del group[_position(group, key, request)]
         if not group:
             del self._groups[name]
-            self._turns.pop(name, None)
+            self._next_refresh.pop(name, None)
 
-    def walk(self) -> Iterator[Request]:
-        """The order of service; the request just yielded may be removed before the next."""
+    def walk(self, max_service: float = inf) -> Iterator[Request]:
+        """The order of service; the request just yielded may be removed before the next.
+
+        Skips requests with which their group would have more service than `max_service`.
+        """
         if self.rule.drifts:
-            self._sort_again()
-        if len(self._groups) > 1:
-            yield from self._walk_in_turn()
+            self._refresh_keys()
+        if len(self._groups) > 1 or max_service < inf:
+            yield from self._walk_groups(max_service)
             return
         for group in list(self._groups.values()):
             passed = 0
             while passed < len(group):
                 length = len(self._keys)
                 yield group[passed][1]
-                passed += len(self._keys) == length  # it was not taken
+                passed += len(self._keys) == length  # it was not removed
 
-    def has_others(self, request: Request) -> bool:
-        """Whether somebody of another group waits."""
-        return len(self._groups) > (self.group_of(request) in self._groups)
+    def has_other_groups(self, request: Request) -> bool:
+        """Whether a request of another group waits."""
+        return len(self._groups) > (group_of(request) in self._groups)
 
-    def walk_within(self, most: float) -> Iterator[Request]:
-        """As `walk`, but only who, given all of it, leaves its group served no more than `most`."""
-        if self.rule.drifts:
-            self._sort_again()
-        return self._walk_in_turn(most)
-
-    def _walk_in_turn(self, most: float = inf) -> Iterator[Request]:
-        """The group served least first; taking a request adds to what its group was served."""
-        service = self._world.service
+    def _walk_groups(self, max_service: float) -> Iterator[Request]:
+        """The group with the least service first; admitting a request adds to it."""
+        service = self._view.service
         heap = [(service().get(n, 0.0), g[0][0], n, 0) for n, g in self._groups.items()]
         heapify(heap)
         while heap:
             served, _, name, passed = heappop(heap)
             group, length = self._groups[name], len(self._keys)
-            if served + group[passed][1].num_known > most:
+            if served + group[passed][1].num_known > max_service:
                 continue
             yield group[passed][1]
             passed += len(self._keys) == length
             if passed < len(group):
                 heappush(heap, (service().get(name, 0.0), group[passed][0], name, passed))
 
-    def _sort_again(self) -> None:
-        """Ask for drifted keys again: of those in front every time, of the others in turn."""
+    def _key(self, request: Request) -> Any:
+        return call_key(self.rule, request, self._view), request.history.serial
+
+    def _refresh_keys(self) -> None:
+        """Ask for drifting keys again: at the front in every step, elsewhere in turn."""
         for name, group in self._groups.items():
-            turn = self._turns[name] = self._turns.get(name, 0) + FRONT
-            if turn >= len(group):
-                turn = self._turns[name] = FRONT
-            fresh = [self._entry(r) for _, r in (*group[:FRONT], *group[turn : turn + FRONT])]
-            before = group.copy()
-            del group[turn : turn + FRONT], group[:FRONT]
+            start = self._next_refresh.get(name, 0) + NUM_REFRESHED
+            if start >= len(group):
+                start = NUM_REFRESHED
+            self._next_refresh[name] = start
+            places = (*range(NUM_REFRESHED), *range(start, start + NUM_REFRESHED))
+            old = [(place, group[place]) for place in places if place < len(group)]
+            new = [(self._key(request), request) for _, (_, request) in old]
             try:
-                for entry in fresh:
-                    insort(group, entry, key=_sort_key)
-            except Exception as error:  # a user's keys that do not compare: no request is lost
-                group[:] = before
+                moved = [(o, n) for o, n in zip(old, new, strict=True) if o[1][0] != n[0]]
+                self._move(group, moved)
+            except Exception as error:  # keys that do not compare
                 raise policy_failed("queue", "to compare waiting requests", error) from error
-            self._keys.update((request, (name, key)) for key, request in fresh)
+
+    def _move(self, group: deque[Entry], moved: list[tuple[tuple[int, Entry], Entry]]) -> None:
+        """Sort entries by their new keys; if keys do not compare, the group stays as it is."""
+        for (place, _), _ in reversed(moved):
+            del group[place]
+        inserted: list[Entry] = []
+        try:
+            for _, entry in moved:
+                insort(group, entry, key=_key_of)
+                inserted.append(entry)
+        except Exception:
+            for entry in inserted:
+                del group[_position(group, *entry)]
+            for (place, entry), _ in moved:
+                group.insert(place, entry)
+            raise
+        self._keys.update((request, key) for key, request in inserted)
 
 
-def _sort_key(entry: tuple[Any, Request]) -> Any:
+def _key_of(entry: Entry) -> Any:
     return entry[0]
 
 
-def _position(group: list[tuple[Any, Request]], key: Any, request: Request) -> int:
-    """Where a request is in its group: by bisection, or by search if its key misleads."""
+def _position(group: deque[Entry], key: Any, request: Request) -> int:
+    """The place of a request in its group: by bisection, or by search if the key is misleading."""
+    if group[0][1] is request:
+        return 0
     try:
-        place = bisect_left(group, key, key=_sort_key)
+        place = bisect_left(group, key, key=_key_of)
     except Exception:  # keys that do not compare
         place = len(group)
     if place < len(group) and group[place][1] is request:
@@ -146,12 +163,9 @@ def _position(group: list[tuple[Any, Request]], key: Any, request: Request) -> i
     return next(place for place, (_, other) in enumerate(group) if other is request)
 
 
-ALL = "all"  # the one group of rules that do not serve groups in turn
-
-
 @dataclass(frozen=True)
 class Rule(Checked):
-    """What the ready-made rules share: one group, keys that stay, nobody preempted."""
+    """Defaults of the ready-made rules: one group, stable keys, no preemption."""
 
     patience: int = count(0, 0)
     drifts = False
@@ -166,7 +180,7 @@ class Rule(Checked):
 
 @dataclass(frozen=True)
 class fcfs(Rule):
-    """First come, first served. With patience, a blocked head lets that many others past."""
+    """First come, first served. A blocked request may be overtaken `patience` times."""
 
     def key(self, request: Request, view: SchedulerView) -> Any:
         return request.arrival
@@ -176,8 +190,8 @@ class fcfs(Rule):
 class priority(Rule):
     """Lower numbers first; `aging` seconds of waiting are worth one level (0: strictly by level).
 
-    With `preempts`, a blocked request may send running ones of a lower priority back, each of
-    them at most `max_preemptions` times.
+    With `preempts`, a blocked request may preempt running ones of a lower priority, each of them
+    at most `max_preemptions` times.
     """
 
     aging: float = number(60.0, 0)
@@ -199,7 +213,7 @@ class priority(Rule):
 
 @dataclass(frozen=True)
 class shortest_first(Rule):
-    """Least left to compute first, after cache hits; a token more is worth `aging` seconds."""
+    """Fewest tokens left to compute first, cache hits deducted; one token is worth `aging` seconds."""
 
     aging: float = number(0.001, 0)
     drifts = True
@@ -210,7 +224,7 @@ class shortest_first(Rule):
 
 @dataclass(frozen=True)
 class deadline(Rule):
-    """Earliest deadline first; a request without one counts as due `slack` seconds on."""
+    """Earliest deadline first; without one, a request is due `slack` seconds after its arrival."""
 
     slack: float = number(60.0, 0)
 
@@ -221,7 +235,7 @@ class deadline(Rule):
 
 @dataclass(frozen=True)
 class fair(Rule):
-    """The client served least first, by virtual token counters; within a client by arrival."""
+    """The client with the least service first; within a client, by arrival."""
 
     def group(self, request: Request) -> str:
         return f"client {request.params.client}"
@@ -232,7 +246,7 @@ class fair(Rule):
 
 @dataclass(frozen=True)
 class custom(Rule):
-    """A user's own function (request, view) -> sort key; those in front are asked every step."""
+    """A user's function (request, view) -> sort key; its keys are refreshed as drifting ones."""
 
     function: Callable[[Request, SchedulerView], Any] = lambda request, view: request.arrival
     drifts = True

@@ -1,21 +1,18 @@
-"""What became of a plan: hand out its tokens, find who stops or reaches its length."""
+"""Applies the result of a plan: hands out sampled tokens, finishes requests that stop or end."""
 
 from __future__ import annotations
 
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from headway.errors import ExecutorError
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
+from headway.scheduler.state import SchedulerState
 
-if TYPE_CHECKING:
-    from headway.scheduler.scheduler import Scheduler
-
-MAX_COMPARED = 8  # stop tokens looked for one by one, which is faster for a few
+MAX_COMPARED = 8  # stop tokens that are compared one by one, which is faster for a few
 
 
 def check_result(plan: Plan, result: StepResult) -> None:
@@ -25,79 +22,76 @@ def check_result(plan: Plan, result: StepResult) -> None:
     lengths = [len(column) for column in result.columns]
     if lengths != [len(plan.decodes)] * num_columns or len(result.firsts) != num_firsts:
         raise ExecutorError(
-            f"step {plan.step} samples {num_columns} x {len(plan.decodes)} decodes and "
-            f"{num_firsts} firsts; the executor gave columns of {lengths} and {len(result.firsts)}"
+            f"step {plan.step} samples {num_columns} x {len(plan.decodes)} decode tokens and "
+            f"{num_firsts} first tokens; the executor returned {lengths} and {len(result.firsts)}"
         )
 
 
-def settle(plan: Plan, result: StepResult, scheduler: Scheduler) -> list[Request]:
-    """Hand out what was sampled; the requests that finished with it, retired."""
+def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[Request]:
+    """Hand out what was sampled; returns the requests that finished with it."""
     finished: list[Request] = []
     sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
     for request, token in zip(sampled, result.firsts, strict=True):
         if request not in plan.tokens_kept:
-            request.written.append(token)
-    finished += _stop(plan, 0, sampled, result.firsts, scheduler)
+            request.flushed_tokens.append(token)
+    if sampled:
+        finished += _finish_stopped(plan, 0, sampled, result.firsts, state)
     for step, column in enumerate(result.columns):
-        _deliver(plan, column, scheduler)
-        finished += _stop(plan, step, plan.decodes, column, scheduler)
-        finished += _end(plan, step, scheduler)
+        _deliver(plan, column, state)
+        finished += _finish_stopped(plan, step, plan.decodes, column, state)
+        finished += _finish_at_limit(plan, step, state)
     if not result.columns:
-        finished += _end(plan, 0, scheduler)
+        finished += _finish_at_limit(plan, 0, state)
     return finished
 
 
-def _deliver(plan: Plan, column: Column, scheduler: Scheduler) -> None:
-    """One token for each decode: those in decode_batch together, those who left it singly."""
-    decode_batch = scheduler.decode_batch
-    singly = [
-        r for r in decode_batch.strayed.union(*plan.reaching_limit) if not decode_batch.awaits(r)
-    ]
-    decode_batch.deliver(plan.rows, column)
+def _deliver(plan: Plan, column: Column, state: SchedulerState) -> None:
+    """One token for each decode: through the batch, or singly to requests that have left it."""
+    batch = state.decode_batch
+    left = batch.left_in_flight.union(*plan.reaching_limit)
+    singly = [request for request in left if not batch.expects_next(request)]
+    batch.deliver(plan.rows, column)
     places = {request: place for place, request in enumerate(plan.decodes)} if singly else {}
     for request in singly:
         if request not in plan.tokens_kept and request in places:
-            request.written.append(int(column[places[request]]))
+            request.flushed_tokens.append(int(column[places[request]]))
 
 
-def _stop(
-    plan: Plan, step: int, requests: list[Request], column: Column, scheduler: Scheduler
+def _finish_stopped(
+    plan: Plan, step: int, requests: list[Request], column: Column, state: SchedulerState
 ) -> list[Request]:
-    """Retire those whose token of this step is one of their stop tokens, in order of admission."""
+    """Finish requests whose token of this step is a stop token of theirs, in admission order."""
     stopped = []
-    places = _watch(column, list(scheduler.watched))
+    places = _find_tokens(column, list(state.stop_tokens))
     for place in sorted(places, key=lambda i: requests[i].history.admission):
         request, token = requests[place], int(column[place])
-        is_over = request in plan.tokens_kept or request.num_generated < request.params.min_tokens
-        if token in request.stops and not is_over:
+        goes_on = request.num_generated < request.params.min_tokens
+        if token in request.stops and request not in plan.tokens_kept and not goes_on:
             request.stop_token = token
             plan.tokens_kept[request] = step + 1
-            scheduler.retire(request, "stop")
+            state.finish(request, "stop")
             stopped.append(request)
     return stopped
 
 
-def _watch(column: Column, watched: list[int]) -> list[int]:
-    """The places of a column that hold a token somebody may stop at."""
-    if not watched or not len(column):
+def _find_tokens(column: Column, tokens: list[int]) -> list[int]:
+    """The places of a column that hold one of the tokens."""
+    if not tokens or not len(column):
         return []
-    tokens = np.asarray(column)
-    if len(watched) > MAX_COMPARED:
-        found = np.isin(tokens, watched)
+    values = np.asarray(column)
+    if len(tokens) > MAX_COMPARED:
+        found = np.isin(values, tokens)
     else:
-        found = reduce(or_, (tokens == token for token in watched))
+        found = reduce(or_, (values == token for token in tokens))
     places: list[int] = np.flatnonzero(found).tolist()
     return places
 
 
-def _end(plan: Plan, step: int, scheduler: Scheduler) -> list[Request]:
-    """Retire who reaches its length with this step of the plan."""
-    ended = (
-        [r for r in plan.reaching_limit[step] if r not in plan.tokens_kept]
-        if step < len(plan.reaching_limit)
-        else []
-    )
+def _finish_at_limit(plan: Plan, step: int, state: SchedulerState) -> list[Request]:
+    """Finish requests that reach their limit with this step of the plan."""
+    reached = plan.reaching_limit[step] if step < len(plan.reaching_limit) else []
+    ended = [request for request in reached if request not in plan.tokens_kept]
     for request in ended:
         plan.tokens_kept[request] = step + 1
-        scheduler.retire(request, "length")
+        state.finish(request, "length")
     return ended

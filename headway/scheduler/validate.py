@@ -1,4 +1,4 @@
-"""Refuse at the door what could never run, so that inside the loop failure is impossible."""
+"""Refuse requests that could never finish, so that nothing can fail once a request is queued."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Container
 
 import numpy as np
 
+from headway.checks import number_problem
 from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong, shorten
 from headway.request import Request, State, check_pooling
@@ -13,60 +14,65 @@ from headway.scheduler.policy_calls import call_chunk
 
 MAX_WHOLE = (1 << 63) - 1
 MAX_SECONDS = 1e15
-WHOLE_NUMBERS = {  # field: smallest, largest
-    "max_tokens": (1, MAX_WHOLE),
-    "min_tokens": (0, MAX_WHOLE),
-    "n": (1, MAX_WHOLE),
-    "priority": (-MAX_WHOLE, MAX_WHOLE),
+# Field of Params: smallest value, largest value, whether it is a whole number.
+NUMBERS: dict[str, tuple[float, float, bool]] = {
+    "max_tokens": (1, MAX_WHOLE, True),
+    "min_tokens": (0, MAX_WHOLE, True),
+    "n": (1, MAX_WHOLE, True),
+    "priority": (-MAX_WHOLE, MAX_WHOLE, True),
+    "deadline": (-MAX_SECONDS, MAX_SECONDS, False),
 }
-KINDS: dict[str, type] = {"reads_cache": bool, "client": str, "salt": str}
+OPTIONAL = ("max_tokens", "deadline")
+TYPES: dict[str, type] = {"reads_cache": bool, "client": str, "salt": str}
 
 
-def check(request: Request, config: Config, in_use: Container[str]) -> int:
-    """The length at which the request ends; raises a RequestError if it can never get there.
+def validate_request(request: Request, config: Config, used_ids: Container[str]) -> int:
+    """Return the length at which the request ends; RequestError if it can never get there.
 
-    Raises a PolicyError if the chunk rule fails. `in_use` has the ids that are taken.
+    PolicyError if the chunk rule fails.
     """
-    params, name = request.params, f"request {request.id!r}"
-    if request.id in in_use:
+    name = f"request {request.id!r}"
+    if request.id in used_ids:
         raise InvalidRequest(f"{name}: this id is in use")
     if request.state is not State.WAITING or request.num_generated:
-        raise InvalidRequest(f"{name} has run before; make a new one")
+        raise InvalidRequest(f"{name} has run before; create a new one")
     _check_prompt(request, name)
     _check_params(request, name)
-    if params.pooling is not None:
-        _check_pooling(request, name)
     if request.num_prompt >= config.max_model_len:
         raise RequestTooLong(
-            f"{name} has {request.num_prompt} prompt tokens and needs room for one more; "
-            f"the model's length is {config.max_model_len}",
+            f"{name} has {request.num_prompt} prompt tokens and needs room for one output token; "
+            f"max_model_len is {config.max_model_len}",
             need=request.num_prompt + 1,
             limit=config.max_model_len,
         )
-    length = min(
-        config.max_model_len, request.num_prompt + (params.max_tokens or config.max_model_len)
-    )
-    if params.max_tokens is None:  # as far as it can run
+    return _final_length(request, config, name)
+
+
+def _final_length(request: Request, config: Config, name: str) -> int:
+    """The length at which the request ends; RequestTooLong if the cache or a step is too small."""
+    max_tokens, budget = request.params.max_tokens, config.max_num_batched_tokens
+    length = min(config.max_model_len, request.num_prompt + (max_tokens or config.max_model_len))
+    if max_tokens is None:  # as far as blocks and budget allow
         length = min(length, config.num_blocks * config.block_size + 1)
-        if call_chunk(config.chunk, length, config.max_num_batched_tokens, True) < 1:
-            length = min(length, config.max_num_batched_tokens + 1)
+        if call_chunk(config.chunk, length, budget, True) < 1:
+            length = min(length, budget + 1)
         length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
     num_blocks = -(-num_stored // config.block_size)
     if num_blocks > config.num_blocks:
         raise RequestTooLong(
-            f"{name} may grow to {length} tokens and needs {num_blocks} blocks; "
-            f"the cache has {config.num_blocks}",
+            f"{name} may grow to {length} tokens and needs {num_blocks} KV blocks; "
+            f"num_blocks is {config.num_blocks}",
             need=num_blocks,
             limit=config.num_blocks,
         )
-    # A preempted request is computed again at any length up to the full one, so ask for that.
-    if call_chunk(config.chunk, num_stored, config.max_num_batched_tokens, True) < 1:
+    # A preempted request is computed again at any length up to the full one, so check that length.
+    if call_chunk(config.chunk, num_stored, budget, True) < 1:
         raise RequestTooLong(
-            f"{name} may grow to {length} tokens and the chunk rule does not cut prompts; "
-            f"a step computes at most {config.max_num_batched_tokens}",
+            f"{name} may grow to {length} tokens and the chunk rule does not split prompts; "
+            f"max_num_batched_tokens is {budget}",
             need=num_stored,
-            limit=config.max_num_batched_tokens,
+            limit=budget,
         )
     return length
 
@@ -81,30 +87,20 @@ def _check_prompt(request: Request, name: str) -> None:
 
 def _check_params(request: Request, name: str) -> None:
     params = request.params
-    for field, (low, high) in WHOLE_NUMBERS.items():
-        value = getattr(params, field)
-        if not (value is None and field == "max_tokens"):
-            _check_whole(f"{name}: {field}", value, low, high)
-    for field, time in (("deadline", params.deadline), ("arrival", request.arrival)):
-        is_number = isinstance(time, int | float) and not isinstance(time, bool)
-        if time is not None and not (is_number and -MAX_SECONDS <= time <= MAX_SECONDS):
-            wanted = f"a time in seconds of at most {MAX_SECONDS:.0e}"
-            raise InvalidRequest(f"{name}: {field} must be {wanted}, not {shorten(time)}")
-    for field, kind in KINDS.items():
+    values = {"arrival": (request.arrival, *NUMBERS["deadline"])}
+    values |= {field: (getattr(params, field), *limits) for field, limits in NUMBERS.items()}
+    for field, (value, low, high, whole) in values.items():
+        problem = number_problem(value, low, high, whole=whole)
+        if problem and not (value is None and field in OPTIONAL):
+            raise InvalidRequest(f"{name}: {field} {problem}")
+    for field, kind in TYPES.items():
         if not isinstance(getattr(params, field), kind):
             wrong = shorten(getattr(params, field))
             raise InvalidRequest(f"{name}: {field} must be a {kind.__name__}, not {wrong}")
     if not params.salt.isprintable():
         raise InvalidRequest(f"{name}: salt must be printable text, not {shorten(params.salt)}")
-
-
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if is_whole and low <= value <= high:  # type: ignore[operator]
-        return
-    is_high = is_whole and value > high  # type: ignore[operator]
-    limit = f" of at most {high}" if is_high else f" of at least {low}"
-    raise InvalidRequest(f"{name} must be a whole number{limit}, not {shorten(value)}")
+    if params.pooling is not None:
+        _check_pooling(request, name)
 
 
 def _check_pooling(request: Request, name: str) -> None:

@@ -137,7 +137,7 @@ def test_the_view_shows_the_end_of_a_text(folder: Path) -> None:
     llm = LLM(str(folder), load_format="dummy", threads=1)
     assert llm.tokenizer is not None
     request = Request("0", [1], Params())
-    request.written.extend(llm.tokenizer.encode("abc def\nghi  jkl"))
+    request.flushed_tokens.extend(llm.tokenizer.encode("abc def\nghi  jkl"))
     view = live.View(llm, ["one"], Console())
     assert view._tail(request, 8) == "…ghi jkl" and view._tail(request, 40) == "abc def ghi jkl"
 

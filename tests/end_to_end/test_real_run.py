@@ -66,7 +66,7 @@ def check_idle(llm: LLM) -> None:
         llm.engine.has_work or scheduler.requests or scheduler.running or scheduler.in_flight
     )
     assert not (llm._gatherer.gatherings or llm._gatherer.kept)
-    assert scheduler.num_free == scheduler.num_blocks
+    assert scheduler.num_free == scheduler.config.num_blocks
     assert scheduler.kv.host.num_free == llm.config.num_host_blocks
 
 

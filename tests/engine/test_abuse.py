@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
+from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.engine.loop import EngineLoop, Limits
@@ -30,7 +31,7 @@ from headway.errors import (
     shorten,
 )
 from headway.observe.trace import TraceWriter
-from headway.request import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, Params, Request
+from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset, queues
 from headway.scheduler.presets import NUMBERS
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
@@ -120,8 +121,8 @@ def trace_of(poison: str, async_scheduling: int, num_poisoned: int) -> list[dict
                     f"poison {count}", [7] * 12, params(n=1 + count, client="c", stop_ids=stops)
                 )
             assert caught.value.slot == slot_of(poison)
-            assert not stops & engine.scheduler.watched.keys()
-            assert "c" not in engine.scheduler.ledger.served
+            assert not stops & engine.scheduler.state.stop_tokens.keys()
+            assert "c" not in engine.scheduler.queue.counters.served
         engine.step()
     engine.run()
     check_no_leaks(engine.scheduler)
@@ -307,8 +308,8 @@ def test_a_chunk_rule_may_count_in_any_kind_of_number(amount: Any) -> None:
 
 def check_idle(engine: Engine) -> None:
     scheduler = engine.scheduler
-    assert scheduler.is_idle and not engine.has_work and not scheduler.watched
-    assert not scheduler.prefilling and not scheduler.decode_batch.members
+    assert scheduler.is_idle and not engine.has_work and not scheduler.state.stop_tokens
+    assert not scheduler.state.prefilling and not scheduler.state.decode_batch.members
 
 
 # Values that are absurd.
@@ -377,7 +378,7 @@ def test_an_absurd_param_names_field_and_value_or_limit(field: str, value: Any, 
 
 @pytest.mark.parametrize("arrival", [10**400, nan, inf, "z", True, 1e16], ids=shorten)
 def test_an_absurd_arrival_is_named(arrival: Any) -> None:
-    with pytest.raises(InvalidRequest, match="arrival must be a time in seconds"):
+    with pytest.raises(InvalidRequest, match="arrival must be a number .*1e.15"):
         make().add("a", [1], params(), arrival)
 
 
@@ -428,7 +429,7 @@ def test_random_junk_for_a_number_of_a_config_is_a_config_error(number: str, val
 @pytest.mark.parametrize("number", NUMBERS)
 def test_every_number_of_a_config_has_a_limit_that_its_error_names(number: str) -> None:
     for value in (10**12, 10**400, 10**5000):
-        with pytest.raises(ConfigError, match=rf"{number} must be .* to \d+, not .*"):
+        with pytest.raises(ConfigError, match=rf"{number} must be .* at most \d+, not .*"):
             preset(**{number: value})
 
 
@@ -437,7 +438,7 @@ def test_the_largest_block_size_still_makes_a_scheduler() -> None:
     engine = make(block_size=largest, num_blocks=4)
     engine.add("a", [1] * 5, params())
     engine.run()
-    with pytest.raises(ConfigError, match=f"block_size .* to {largest}, not {largest + 1}"):
+    with pytest.raises(ConfigError, match=f"block_size .* {largest}, not {largest + 1}"):
         preset(block_size=largest + 1)
 
 

@@ -348,7 +348,7 @@ def test_recorded_embeddings_replay_and_teach_no_output_lengths(tiny: str, tmp_p
     with LLM(tiny, trace_out=path, **settings) as llm:
         llm.embed(TEXTS)
         llm.embed(TEXTS, pooling="last")
-        assert not llm.engine.scheduler.output_shares
+        assert not llm.engine.scheduler.state.outputs.shares
         llm.generate(TEXTS, SamplingParams(seed=1, max_tokens=20))
     lines = list(read_trace(path))
     asked = [each.get("pooling") for line in lines for each in line.get("added", ())]

@@ -75,7 +75,7 @@ class Alone:
 
 def swaps(rule: cheaper, num_tokens: int) -> bool:
     request = Request("a", [0] * num_tokens, Params())
-    request.base = num_tokens
+    request.computed_base = num_tokens
     world: Any = Alone()
     return rule(request, world)
 

@@ -28,10 +28,10 @@ def keys_of(tokens: Any, *, salt: str = "", size: int = SIZE) -> list[bytes]:
 def admit(kv: KVCache, tokens: Any, **params: Any) -> Request:
     """Reserve blocks for a prompt, and publish it as if a plan had computed all of it."""
     admitted = request(tokens, **params)
-    survey = kv.survey(admitted)
-    kv.reserve(admitted, survey)
-    admitted.base = len(admitted.tokens)
-    kv.publish(admitted, survey.num_hits, admitted.base // kv.block_size)
+    cost = kv.admission_cost(admitted)
+    kv.allocate(admitted, cost)
+    admitted.computed_base = len(admitted.tokens)
+    kv.publish(admitted, cost.num_hits, admitted.computed_base // kv.block_size)
     return admitted
 
 
@@ -202,10 +202,10 @@ def test_a_prefix_is_found_and_its_blocks_are_shared() -> None:
     kv = KVCache(8, SIZE)
     a = admit(kv, range(10))
     b = request([*range(8), 99])
-    survey = kv.survey(b)
-    assert (survey.num_hits, survey.num_blocks, survey.num_computed) == (2, 3, 8)
-    assert kv.num_taken(b, survey) == 1  # the hits are held already
-    kv.reserve(b, survey)
+    cost = kv.admission_cost(b)
+    assert (cost.num_hits, cost.num_blocks, cost.num_computed) == (2, 3, 8)
+    assert kv.num_blocks_needed(b, cost) == 1  # the hits are held already
+    kv.allocate(b, cost)
     assert b.kv.blocks[:2] == a.kv.blocks[:2] and b.kv.blocks[2] not in a.kv.blocks
 
 
@@ -213,30 +213,30 @@ def test_a_hit_nobody_holds_counts_as_taken() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8)))
     b = request([*range(8), 99])
-    assert kv.num_taken(b, kv.survey(b)) == 3
+    assert kv.num_blocks_needed(b, kv.admission_cost(b)) == 3
 
 
 def test_a_prompt_found_complete_still_computes_its_last_token() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8)))
     b = request(range(8))
-    survey = kv.survey(b)
-    assert (survey.num_hits, survey.num_blocks, survey.num_computed) == (2, 2, 7)
+    cost = kv.admission_cost(b)
+    assert (cost.num_hits, cost.num_blocks, cost.num_computed) == (2, 2, 7)
 
 
 def test_a_partly_filled_block_is_never_matched() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(7)))
-    assert kv.survey(request(range(7))).num_hits == 1
+    assert kv.admission_cost(request(range(7))).num_hits == 1
 
 
 def test_what_is_not_computed_is_not_published_on_release() -> None:
     kv = KVCache(8, SIZE)
     a = request(range(12))
-    kv.reserve(a, kv.survey(a))
-    a.base = 6  # a prompt cut after 6 tokens
+    kv.allocate(a, kv.admission_cost(a))
+    a.computed_base = 6  # a prompt cut after 6 tokens
     kv.release(a)
-    assert kv.survey(request(range(12))).num_hits == 1
+    assert kv.admission_cost(request(range(12))).num_hits == 1
     assert kv.num_free == 8
 
 
@@ -245,7 +245,7 @@ def test_blocks_are_given_up_tail_first_so_that_a_prefix_outlives_its_tail() -> 
     kv.release(admit(kv, range(16)))
     for left in (3, 2, 1, 0):
         kv.pool.take(1)
-        assert kv.survey(request(range(16))).num_hits == left
+        assert kv.admission_cost(request(range(16))).num_hits == left
 
 
 def test_hits_are_not_evicted_for_their_own_request() -> None:
@@ -253,18 +253,18 @@ def test_hits_are_not_evicted_for_their_own_request() -> None:
     kv.release(admit(kv, range(8)))
     kv.release(admit(kv, range(100, 108)))  # nothing is blank; the first two are least recent
     b = request([*range(8), *range(50, 58)])
-    survey = kv.survey(b)
-    kv.reserve(b, survey)
-    assert survey.num_hits == 2 and len(set(b.kv.blocks)) == 4
+    cost = kv.admission_cost(b)
+    kv.allocate(b, cost)
+    assert cost.num_hits == 2 and len(set(b.kv.blocks)) == 4
     assert kv.num_free == 0
 
 
 def test_salt_isolates() -> None:
     kv = KVCache(8, SIZE)
     kv.release(admit(kv, range(8), salt="one"))
-    assert kv.survey(request(range(8), salt="one")).num_hits == 2
-    assert kv.survey(request(range(8), salt="two")).num_hits == 0
-    assert kv.survey(request(range(8))).num_hits == 0
+    assert kv.admission_cost(request(range(8), salt="one")).num_hits == 2
+    assert kv.admission_cost(request(range(8), salt="two")).num_hits == 0
+    assert kv.admission_cost(request(range(8))).num_hits == 0
 
 
 def test_a_request_that_does_not_read_the_cache_makes_twins() -> None:
@@ -274,7 +274,7 @@ def test_a_request_that_does_not_read_the_cache_makes_twins() -> None:
     assert not set(a.kv.blocks) & set(b.kv.blocks)
     kv.release(a)
     kv.pool.take(kv.num_free)  # a's blocks hold something else now
-    assert kv.survey(request(range(8))).num_hits == 2  # b's serve
+    assert kv.admission_cost(request(range(8))).num_hits == 2  # b's serve
 
 
 def test_a_survey_changes_nothing() -> None:
@@ -282,7 +282,7 @@ def test_a_survey_changes_nothing() -> None:
     kv.release(admit(kv, range(8)))
     before = (list(kv.pool.refs), list(kv.pool.index.key_of), kv.num_free)
     b = request([*range(8), 9])
-    kv.num_taken(b, kv.survey(b))
+    kv.num_blocks_needed(b, kv.admission_cost(b))
     assert before == (kv.pool.refs, kv.pool.index.key_of, kv.num_free)
 
 
@@ -307,13 +307,13 @@ def test_a_swap_brings_back_what_left() -> None:
     assert copies is not None and [c.source for c in copies] == blocks
     assert kv.num_free == 6 and kv.host.num_free == 1
     out = {c.source: c.target for c in copies}
-    a.base = 0
+    a.computed_base = 0
     kv.pool.take(3)
     for block in kv.pool.take(3):  # everything of it on the device is gone
         kv.pool.drop(block)
-    survey = kv.survey(a)
-    assert (survey.num_hits, survey.num_computed, survey.uses_host) == (0, 9, True)
-    back = kv.reserve(a, survey)
+    cost = kv.admission_cost(a)
+    assert (cost.num_hits, cost.num_computed, cost.uses_host) == (0, 9, True)
+    back = kv.allocate(a, cost)
     assert [c.source for c in back] == [out[block] for block in blocks]
     assert [c.target for c in back] == a.kv.blocks
 
@@ -322,10 +322,10 @@ def test_host_blocks_are_free_only_after_the_plan_that_reads_them() -> None:
     kv = KVCache(6, SIZE, num_host_blocks=3)
     a = admit(kv, range(10))
     kv.swap_out(a)
-    a.base = 0
-    kv.reserve(a, kv.survey(a))
+    a.computed_base = 0
+    kv.allocate(a, kv.admission_cost(a))
     assert kv.host.num_free == 0
-    kv.settle_host()
+    kv.free_host_blocks()
     assert kv.host.num_free == 3
 
 
@@ -354,13 +354,13 @@ def test_a_host_copy_without_its_leading_blocks_is_not_used() -> None:
     b = admit(kv, [*range(8), *range(50, 54)])
     kv.swap_out(b)
     kv.release(a)
-    b.base = 0
+    b.computed_base = 0
     for block in kv.pool.take(4):
         kv.pool.drop(block)
-    survey = kv.survey(b)
-    assert (survey.num_hits, survey.num_computed, survey.uses_host) == (0, 0, False)
-    assert kv.reserve(b, survey) == []
-    kv.settle_host()
+    cost = kv.admission_cost(b)
+    assert (cost.num_hits, cost.num_computed, cost.uses_host) == (0, 0, False)
+    assert kv.allocate(b, cost) == []
+    kv.free_host_blocks()
     assert kv.host.num_free == 8
 
 
@@ -371,15 +371,15 @@ def test_a_binary_search_finds_what_a_walk_would() -> None:
         kv, running = KVCache(10, 2, num_host_blocks=6), list[Request]()
         for _ in range(120):
             new = request([rng.randrange(2) for _ in range(rng.randrange(1, 12))])
-            survey = kv.survey(new)
+            cost = kv.admission_cost(new)
             walked = 0
             while walked < len(new.kv.keys) and new.kv.keys[walked] in kv.pool.index.block_of:
                 walked += 1
-            assert survey.num_hits == walked
-            if kv.num_taken(new, survey) <= kv.num_free:
-                kv.reserve(new, survey)
-                new.base = rng.randrange(survey.num_computed, len(new.tokens)) + 1
-                kv.publish(new, survey.num_hits, new.base // 2)
+            assert cost.num_hits == walked
+            if kv.num_blocks_needed(new, cost) <= kv.num_free:
+                kv.allocate(new, cost)
+                new.computed_base = rng.randrange(cost.num_computed, len(new.tokens)) + 1
+                kv.publish(new, cost.num_hits, new.computed_base // 2)
                 running.append(new)
             while running and rng.random() < 0.5:
                 kv.release(running.pop(rng.randrange(len(running))))

@@ -12,17 +12,18 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 # Data types, which every other part may use.
-TYPES = ("errors", "request", "plan", "config", "grammar", "sampling_params")
+TYPES = ("errors", "checks", "request", "plan", "config", "grammar", "sampling_params")
 # The parts that each part may import. A module belongs to the longest prefix listed here.
 MAY_SEE: dict[str, tuple[str, ...]] = {
     "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm"),  # the exports
     "errors": (),
-    "request": ("errors",),
+    "checks": ("errors",),
+    "request": ("errors", "checks"),
     "grammar": ("errors", "grammar"),
     "grammar.sandbox": (),
-    "sampling_params": ("errors", "grammar"),
+    "sampling_params": ("errors", "checks", "grammar"),
     "plan": ("request",),
-    "config": ("errors", "request", "plan"),
+    "config": ("errors", "checks", "request", "plan"),
     "kv": (*TYPES, "kv"),
     "scheduler": (*TYPES, "kv", "scheduler"),
     "text": (*TYPES, "text"),

@@ -152,7 +152,7 @@ def test_a_queue_key_that_raises_when_a_request_comes_leaves_nothing_behind(
     )
     with pytest.raises(PolicyError, match="queue policy.*TypeError"):
         ask(engine, "a")
-    assert not engine.has_work and not engine.scheduler.ledger.served
+    assert not engine.has_work and not engine.scheduler.queue.counters.served
     b = ask(engine, "b", deadline=9.0)
     engine.run()
     assert b.num_generated == 12

@@ -55,7 +55,7 @@ shapes = st.lists(
 
 
 def is_served_least(world: Drive, client: str) -> bool:
-    served = world.scheduler.ledger.served
+    served = world.scheduler.queue.counters.served
     active = {GROUP(request.params.client) for request in world.scheduler.requests.values()}
     return all(served[GROUP(client)] <= served[group] for group in active)
 
@@ -111,10 +111,10 @@ def test_of_equal_clients_none_passes_another(
         world.add(str(number), length, 3, client=str(number), arrival=float(number))
         for _ in range(gap):
             firsts += [c.request.id for c in world.step().chunks if c.is_last]
-            assert len(world.scheduler.prefilling) < 2
+            assert len(world.scheduler.state.prefilling) < 2
     while world.scheduler.requests:
         firsts += [c.request.id for c in world.step().chunks if c.is_last]
-        assert len(world.scheduler.prefilling) < 2
+        assert len(world.scheduler.state.prefilling) < 2
     assert firsts == [str(number) for number in range(num_clients)]
 
 
@@ -134,8 +134,8 @@ def test_each_client_passes_a_begun_prompt_for_no_more_than_it_has_had_less(
             name = str(number)
             if not any(r.params.client == name for r in world.scheduler.queue):
                 world.add(f"{name}.{len(world.requests)}", short, 1, client=name)
-        world.scheduler._service = None  # as the next step will see it
-        service = world.scheduler.service()
+        world.scheduler.queue.counters.start_step()  # as the next step will see it
+        service = world.scheduler.state.view.service()
         had_begun = begun.num_computed > 0
         if not had_begun:
             before = {str(n): service[GROUP(n)] for n in range(len(lengths))}
@@ -185,7 +185,7 @@ def test_a_client_is_charged_for_each_prompt_once_and_for_each_output(
         world.add(str(number), length, max_tokens, client=client)
         due[GROUP(client)] += length + 2 * max_tokens
     world.run()
-    assert world.scheduler.ledger.served == due
+    assert world.scheduler.queue.counters.served == due
 
 
 # The other laws hold while clients pass each other.
@@ -253,7 +253,7 @@ def test_every_law_of_the_scheduler_holds_where_clients_pass(async_scheduling: i
         )
         seen["kept seats"] += any(blocked.reason == "max_num_seqs" for blocked in plan.blocked)
         begun.clear()
-        begun.update(scheduler.prefilling)
+        begun.update(scheduler.state.prefilling)
 
     for seed in range(60):
         begun.clear()

@@ -132,7 +132,7 @@ def ended(max_tokens: int | None, **more: Any) -> tuple[list[int], list[float]]:
     world = Drive("headway", sample=lambda r, place: EOS if place >= 7 else 100, max_model_len=64)
     world.add("a", 5, max_tokens, **{"eos_ids": frozenset({EOS}), **more})
     world.run()
-    return list(world.scheduler.output_lengths), list(world.scheduler.output_shares)
+    return list(world.scheduler.state.outputs.lengths), list(world.scheduler.state.outputs.shares)
 
 
 def test_lengths_are_remembered_of_open_ended_requests_and_shares_of_the_others() -> None:
@@ -208,6 +208,7 @@ def test_a_preemption_makes_the_rule_ask_for_more() -> None:
     coming = Request("new", range(8), Params(max_tokens=None, eos_ids=frozenset({EOS})))
     coming.limit = 512
     scheduler = world.scheduler
-    calm = scheduler.config.headroom(coming, scheduler)
-    scheduler.pressure += 2.0
-    assert scheduler.config.headroom(coming, scheduler) > calm > 0
+    view = scheduler.state.view
+    calm = scheduler.config.headroom(coming, view)
+    scheduler.state.outputs.pressure += 2.0
+    assert scheduler.config.headroom(coming, view) > calm > 0

@@ -567,7 +567,7 @@ def preempted_by(victim: str, *, shared: int = 0) -> str:
     world.add("c", range(300, 316), 20, priority=1)
     world.step()
     scheduler = world.scheduler
-    return max(scheduler.running, key=lambda r: scheduler.config.victim(r, scheduler)).id
+    return max(scheduler.running, key=lambda r: scheduler.config.victim(r, scheduler.state.view)).id
 
 
 @pytest.mark.parametrize(
@@ -606,10 +606,10 @@ def headroom_asked(headroom: str, *, num_preemptions: int = 0, num_blocks: int =
     world = drive("vllm_v1", headroom=headroom, num_blocks=num_blocks)
     world.add("running", 8, 9)  # 16 stored in the end; 8 now
     world.plan()
-    world.scheduler.pressure = float(num_preemptions)
+    world.scheduler.state.outputs.pressure = float(num_preemptions)
     newcomer = Request("newcomer", range(5), Params(max_tokens=5))
     newcomer.limit = 10
-    return world.scheduler.config.headroom(newcomer, world.scheduler)
+    return world.scheduler.config.headroom(newcomer, world.scheduler.state.view)
 
 
 @pytest.mark.parametrize(
@@ -703,7 +703,7 @@ class PrivateBlocks:
 
 def test_swap_rules() -> None:
     request = Request("a", range(40), Params())
-    request.base = 40
+    request.computed_base = 40
     world: Any = PrivateBlocks(10)
     assert not recompute(request, world)
     assert swap(request, world)
@@ -718,7 +718,7 @@ def test_swap_rules() -> None:
 def test_computing_again_takes_longer_the_more_comes_before(num_private: int) -> None:
     """Each of the last tokens attends to all before it, those that others keep as well."""
     request = Request("a", range(40), Params())
-    request.base = 40
+    request.computed_base = 40
     tokens = 4 * num_private
     pairs = sum(place + 0.5 for place in range(40 - tokens, 40))
     copies = 2 * 1e-3 * tokens

@@ -38,7 +38,7 @@ def world_of(recipe: Any, chunk: str, budget: int, **changes: Any) -> Drive:
 
 def settle(world: Drive) -> None:
     """Run until all decode, and two steps more: no recipe is still filling its batch."""
-    while world.scheduler.queue or world.scheduler.prefilling:
+    while world.scheduler.queue or world.scheduler.state.prefilling:
         world.step()
     for _ in range(2):
         world.step()
@@ -165,7 +165,7 @@ def test_the_turn_of_the_decodes_costs_a_step_and_not_the_whole_batch() -> None:
     settle(world)
     world.add("long", range(1000, 1400), 20, priority=0)
     world.steps(policies.MAX_PREFILL_STEPS)
-    assert world.scheduler.prefill_streak == policies.MAX_PREFILL_STEPS
+    assert world.scheduler.state.prefill_streak == policies.MAX_PREFILL_STEPS
     world.add("high", [100], 2, priority=-1)
     row = world.steps(1)[0]
     assert row.preempted == "" and row.decodes

@@ -63,7 +63,7 @@ def test_remove_takes_out_exactly_that_request(
     keys: list[Any], num_groups: int, acts: list[tuple[str, int]]
 ) -> None:
     rule = drawn(keys=keys, num_groups=num_groups)
-    queue = WaitingQueue(rule, Scheduler(preset(num_blocks=4)))
+    queue = WaitingQueue(rule, Scheduler(preset(num_blocks=4)).state.view)
     waiting: list[Request] = []
     for number, (act, choice) in enumerate([*acts, *[("remove", 0)] * len(acts)]):
         try:
@@ -82,7 +82,7 @@ def test_remove_takes_out_exactly_that_request(
         except TypeError:  # keys of two groups that do not compare: this fails a step, no more
             assert act == "walk" and num_groups > 1
         assert set(queue) == set(waiting) and len(queue) == len(waiting)
-    assert not queue._groups and not queue._keys and not queue._turns
+    assert not queue._groups and not queue._keys and not queue._next_refresh
 
 
 @pytest.mark.parametrize(

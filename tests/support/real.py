@@ -212,7 +212,7 @@ class Trial:
         """Whatever was held has been given back."""
         scheduler = self.engine.scheduler
         assert not scheduler.requests and not self.engine.has_work
-        assert scheduler.num_free == scheduler.num_blocks
+        assert scheduler.num_free == scheduler.config.num_blocks
         assert scheduler.kv.host.num_free == self.config.num_host_blocks
 
 

@@ -369,7 +369,10 @@ class Run:
             self.seen["stops in flight"] += in_flight and request.finish_reason == "stop"
             self.seen[f"finish: {request.finish_reason}"] += 1
         self.finished += report.finished
-        assert not self.scheduler.unsettled and not self.scheduler.decode_batch.strayed
+        assert (
+            not self.scheduler.state.preempted_in_flight
+            and not self.scheduler.state.decode_batch.left_in_flight
+        )
         self.check_now()
 
     def _abort(self, step: int, moment: str) -> None:
@@ -435,7 +438,9 @@ class Run:
         assert not any(r.kv.blocks or r.row >= 0 for r in waiting), "held while waiting"
         assert {r for r in waiting if r.state is State.SWAPPED} == scheduler.swapped.keys()
         rows = [r.row for r in scheduler.running]
-        assert sorted(rows + scheduler._rows) == list(range(self.world.config.max_num_seqs))
+        assert sorted(rows + scheduler.state.free_rows) == list(
+            range(self.world.config.max_num_seqs)
+        )
 
     def check_tokens(self) -> None:
         """What is known of a request is its prompt and all that was reported of it, at any time."""
@@ -444,12 +449,12 @@ class Run:
 
     def check_end(self) -> None:
         """Nothing is left over, and everybody got what it would have got alone."""
-        scheduler, decode_batch = self.scheduler, self.scheduler.decode_batch
+        scheduler, decode_batch = self.scheduler, self.scheduler.state.decode_batch
         self.check_now()
         left = (
-            scheduler.requests, scheduler.running, scheduler.prefilling, scheduler.swapped,
-            scheduler.queue, scheduler.in_flight, scheduler.watched, decode_batch.members,
-            decode_batch._ends, *decode_batch._crossing, scheduler.queue._groups,
+            scheduler.requests, scheduler.running, scheduler.state.prefilling, scheduler.swapped,
+            scheduler.queue, scheduler.in_flight, scheduler.state.stop_tokens, decode_batch.members,
+            decode_batch.due(), scheduler.queue._groups,
         )  # fmt: skip
         assert not any(left), f"left over: {left}"
         assert decode_batch.context == 0 and not any(scheduler.kv.pool.refs)

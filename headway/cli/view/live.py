@@ -177,7 +177,7 @@ class View:
 
     def _draw(self, seconds: float) -> RenderableType:
         scheduler, num_seen = self._llm.engine.scheduler, len(self._requests)
-        num_blocks = scheduler.num_blocks
+        num_blocks = scheduler.config.num_blocks
         num_held = num_blocks - scheduler.num_free
         head = (
             f"step {self._tally['steps']}   {seconds:.1f} s   {self._rate():.1f} tokens/s   "

@@ -126,14 +126,14 @@ class Talk:
         if not lives:
             return "(nothing has been answered yet)"
         scheduler = self.llm.engine.scheduler
-        num_held = scheduler.num_blocks - scheduler.num_free
+        num_held = scheduler.config.num_blocks - scheduler.num_free
         num_said = len(self._prompt(self.messages)) if self.messages else 0
         lines = {
             "last answer": self._last(lives[-1]),
             "conversation": f"{num_said:,} of {self.llm.config.max_model_len:,} tokens",
             "in all": f"{len(lives)} answers, {totals['output_tokens']:,} tokens; "
             f"{totals['cached_tokens']:,} of {totals['prompt_tokens']:,} prompt tokens cached",
-            "KV cache": f"{num_held} of {scheduler.num_blocks:,} blocks held, "
+            "KV cache": f"{num_held} of {scheduler.config.num_blocks:,} blocks held, "
             f"{len(scheduler.kv.pool.index.block_of):,} prefix blocks known",
             "scheduler": f"{len(self.metrics.steps['running']):,} steps, "
             f"{totals['swaps'] + totals['recomputes']} preemptions, "
