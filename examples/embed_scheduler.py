@@ -1,8 +1,7 @@
-"""The scheduler without the engine, above a toy executor with a real paged cache.
+"""Use the scheduler with your own executor: a toy model with a paged KV cache.
 
-The toy model computes its next token from all tokens before it, which it reads block by block from
-its cache. So a wrong block or a wrong slot would change the text. Run it from the root of the
-repository:
+The "model" computes its next token from all tokens before it, which it reads block by block from its
+cache, so a wrong block or slot would change the text. Run it from the root of the repository:
     python examples/embed_scheduler.py
 """
 
@@ -16,7 +15,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def continue_text(tokens: list[int]) -> int:
-    """The next token; it depends on every token so far."""
+    """The next token, which depends on every token."""
     state = 0
     for token in tokens:
         state = (31 * state + token + 7) % 1009
@@ -39,9 +38,9 @@ class ToyExecutor:
         return continue_text(slots[:length])
 
     def run(self, plan: Plan) -> StepResult:
-        for chunk in plan.chunks:  # store everything before reading anything
+        for chunk in plan.chunks:  # store all tokens before reading any
             self.store(chunk.request, chunk.store_from, chunk.end)
-        for request in plan.decodes:  # computes the last known token
+        for request in plan.decodes:  # a decode computes its last known token
             self.store(request, request.num_computed - 1, request.num_computed)
         column = [self.next_token(r, r.num_computed) for r in plan.decodes]
         firsts = [self.next_token(c.request, c.end) for c in plan.chunks if c.is_last]

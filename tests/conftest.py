@@ -51,6 +51,6 @@ def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Speed up the interpretation of kernels."""
+    """Make interpreted kernels faster."""
     if os.environ.get("TRITON_INTERPRET") and "triton.runtime.interpreter" in sys.modules:
         hurry()
