@@ -1,22 +1,14 @@
-"""Quality of decisions: steps, preemptions and recomputed tokens on nano-vLLM's benchmark workload.
+"""Quality of decisions: steps, preemptions and recomputed tokens on nano-vLLM's workload.
 
-    python bench/scheduler_quality.py
-    python bench/scheduler_quality.py --seeds 10
-    python bench/scheduler_quality.py --seeds 10 --profiles qwen3-0.6b-h200 llama3.1-8b-a100-80gb
+    python bench/scheduler_quality.py         prints one JSON object
+    python bench/scheduler_quality.py --seeds 10 [--profiles NAME ...]     on random workloads
 
-Each prints one JSON object. 256 requests arrive at once; prompts and outputs have 100 to 1024 tokens
-(uniform); 512 running requests, 16,384 tokens per step, 16-token blocks, KV caches of 65,536 and
-32,768 tokens. `known`: every request generates max_tokens. `unknown`: every request allows 1024
-tokens and stops at random below that.
-
-Without options: the lengths that nano-vLLM's benchmark draws, for many schedulers. Rows other than
-presets are preset vllm_v1 with the named slot changed. `vllm_measured` holds constants recorded from
-vLLM V1 itself (steps, preemptions, recomputed tokens; plain and with watermarks). vLLM V1 does not
-use max_tokens, so both kinds compare with it.
-
-With --seeds: the same distributions, drawn anew for each seed. The two profiles above are the
-default. For each profile and preset: the mean and the standard deviation over seeds and, for presets
-other than vllm_v1, the ratio to vllm_v1 on the same seed (mean, lowest, highest).
+256 requests, input and output each uniform in 100-1024, all submitted at the start, max_num_seqs
+512, max_num_batched_tokens 16,384, 16-token blocks, KV caches of 65,536 and 32,768 tokens. `known`:
+every request generates max_tokens. `unknown`: the outputs are the same, but max_tokens is 1024 for
+all, so that the scheduler does not know where they end. Rows are preset vllm_v1 with one slot
+changed, as named. `vllm_measured` has the measurements of vLLM V1 (steps, preemptions, recomputed
+tokens; plain and with watermarks). It ignores max_tokens, so it compares with both kinds.
 """
 
 from __future__ import annotations
@@ -30,10 +22,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import headway.lab.workload.synthetic as synthetic
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.synthetic import field_workload, parse_synthetic
+from headway.lab.workload.synthetic import field_workload
 from headway.scheduler import preset
 
 POOLS = (65_536, 32_768)
@@ -85,7 +78,7 @@ LENGTHS = "requests=256,prompt=uniform(100,1024),output=uniform(100,1024)"
 def seeded_run(name: str, profile: str, pool: int, is_unknown: bool, seed: int) -> dict[str, float]:
     config = preset(name, **NUMBERS, num_blocks=pool // 16)
     text = f"{LENGTHS},seed={seed}" + (",max_tokens=1024" if is_unknown else "")
-    run = simulate(parse_synthetic(text).jobs(), config, load_profile(profile))
+    run = simulate(synthetic.parse_synthetic(text).jobs(), config, load_profile(profile))
     summary = summarize(run.metrics)
     return {
         "steps": summary["steps"],
@@ -108,6 +101,11 @@ def spread(runs: list[dict[str, float]], base: list[dict[str, float]]) -> dict[s
 
 
 def seeded(num_seeds: int, profiles: list[str]) -> dict[str, Any]:
+    """The same distributions of lengths, drawn again for each seed, on each profile.
+
+    For each preset: mean and standard deviation over seeds and, for presets other than the first,
+    the ratio to the first on the same seed (mean, lowest, highest).
+    """
     result: dict[str, Any] = {"seeds": num_seeds, "ratio_to": SEEDED[0]}
     for profile in profiles:
         for kind, is_unknown in (("known", False), ("unknown", True)):
