@@ -23,6 +23,7 @@ SLOW = (
     "observe/test_observe.py",
     "observe/test_prometheus.py",
     "observe/test_spans.py",
+    "scheduler/test_fairness.py",
     "scheduler/test_invariance.py",
     "scheduler/test_nano_equal.py",
     "scheduler/test_output_lengths.py",
