@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SLOW
+
 ROOT = Path(__file__).parents[2]
 # Data types, which every other part may use.
 TYPES = ("errors", "checks", "request", "plan", "config", "grammar", "sampling_params")
@@ -189,3 +191,8 @@ def test_the_scheduler_and_the_simulator_import_no_heavy_package(module: str) ->
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_slow_test_files_exist() -> None:
+    """`make test-fast` leaves out files by name; a file that moves must not become fast unseen."""
+    assert [name for name in SLOW if not (ROOT / "tests" / name).exists()] == []
