@@ -1,6 +1,6 @@
-"""Runs plans on a real model: copies, then one forward pass over everything the plan computes.
+"""Runs plans on a CPU: block copies first, then one forward pass over all tokens of the plan.
 
-Finishes a plan before it returns from `launch`. Knows rows and blocks, no queues and no policies.
+`launch` returns when the plan has run. Knows rows and blocks, but no queues and no policies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Done:
 
 
 class TorchExecutor:
-    """A decoder, its blocks on device and host, and the rows of those who are seated."""
+    """A decoder, its KV blocks on device and host, and the rows of the running requests."""
 
     def __init__(
         self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
@@ -51,7 +51,7 @@ class TorchExecutor:
             config.max_num_seqs, decoder.config.vocab_size, self.device_blocks.device
         )
         self.pooler = Pooler()
-        self.model_seconds = 0.0  # spent in forward passes and products with the head
+        self.model_seconds = 0.0  # total time in forward passes and logits
         self.now = now
 
     @torch.inference_mode()
@@ -76,7 +76,7 @@ class TorchExecutor:
         return Done(result)
 
     def _run(self, plan: Plan, chunks: list[Chunk], result: StepResult, extra: Extra) -> None:
-        """One forward pass, and the tokens that come of it."""
+        """Run one forward pass and sample its tokens."""
         if not (plan.decodes or chunks):
             return
         batch = self.rows.batch(plan.rows, chunks)
@@ -115,6 +115,6 @@ class TorchExecutor:
 
 
 def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:
-    """Whole blocks; each is one piece of memory on both sides."""
+    """Copy whole blocks; a block is contiguous on both sides."""
     for copy in copies:
         target[copy.target].copy_(source[copy.source], non_blocking=True)

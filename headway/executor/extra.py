@@ -1,4 +1,4 @@
-"""What a step finds out beyond its tokens, for the requests that asked for it."""
+"""What a step returns besides its tokens, for the requests that asked for it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from headway.plan import Chunk, Embedding
 from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs
 
-SLICE = 256  # prompt positions whose logits are there at once
+SLICE = 256  # prompt positions whose logits are computed at once; bounds the memory
 
 
 @dataclass(slots=True)
 class Extra:
-    """Logprobs of generated tokens in order and of prompt tokens by place; finished embeddings."""
+    """Logprobs of generated tokens, logprobs of prompt tokens by position, and embeddings."""
 
     logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
     prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Extra:
         return bool(self.logprobs or self.prompt or self.embeddings)
 
     def keep(self, found: Mapping[int, TokenLogprobs], requests: Iterable[Request]) -> None:
-        """What the sampler found by row, of those who were sampled."""
+        """Add the sampler's logprobs, which are keyed by row, to their requests."""
         if found:
             for request in requests:
                 if request.row in found:
@@ -38,12 +38,12 @@ class Extra:
     def score_prompts(
         self, decoder: Decoder, chunks: list[Chunk], hidden: Tensor, starts: list[int]
     ) -> None:
-        """How likely each prompt token was after those before it; `starts` are the chunks' rows."""
+        """Compute the prompt logprobs of these chunks; `starts` are the chunks' first rows."""
         for start, chunk in zip(starts, chunks, strict=True):
             sampling, request = chunk.request.params.sampling, chunk.request
             if not isinstance(sampling, Sampling) or sampling.prompt_logprobs is None:
                 continue
-            end = min(chunk.end, request.num_prompt - 1)  # what follows the last is not prompt
+            end = min(chunk.end, request.num_prompt - 1)  # the last position predicts no prompt token
             for begin in range(chunk.start, end, SLICE):
                 stop, row = min(begin + SLICE, end), start + begin - chunk.start
                 logits = decoder.logits(hidden[row : row + stop - begin])

@@ -1,11 +1,11 @@
-"""Runs plans with torch."""
+"""Creates the executor for a decoder, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import headway.model  # noqa: F401  # sets torch's switches before torch is loaded
+import headway.model  # noqa: F401  # sets environment variables that torch reads when it loads
 from headway.config import Config
 
 if TYPE_CHECKING:
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from headway.executor.gpu.executor import DeviceExecutor
     from headway.model.decoder import Decoder
 
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
 
 def make_executor(
     decoder: Decoder, config: Config, progress: Progress | None = None
 ) -> TorchExecutor | DeviceExecutor:
-    """The executor for where a decoder's weights are, ready to run."""
+    """Create the executor for the device of the decoder's weights, warmed up."""
     if not decoder.norm.is_cuda:
         from headway.executor.cpu import TorchExecutor
 
@@ -28,14 +28,14 @@ def make_executor(
     from headway.executor.gpu.memory import ADVICE
     from headway.model.devices import explaining
 
-    with explaining("the KV cache does not fit on the GPU", ADVICE):
+    with explaining("the KV cache does not fit in GPU memory", ADVICE):
         executor = DeviceExecutor(decoder, config)
         executor.warm_up(progress)
     return executor
 
 
 def count_blocks(decoder: Decoder, config: Config, utilization: float) -> int:
-    """Blocks that a GPU with such a decoder on it has room for: see `memory`."""
+    """Return how many KV blocks fit on the decoder's GPU: see gpu/memory.py."""
     from headway.executor.gpu.memory import num_blocks_for  # needs triton
 
     return num_blocks_for(decoder, config, utilization)

@@ -1,7 +1,7 @@
-"""The seats as an executor keeps them: block table, length and last token of every row.
+"""The executor's row table: block table, length and last token of every running request.
 
-Changed only by what a plan says (who was admitted, who grew), so a step costs what changed plus a
-few array operations over those who take part.
+Only a plan's admissions and new blocks change it. A step therefore costs as much as these changes
+plus a few array operations over the rows that take part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from headway.request import Request
 
 
 class RowTable:
-    """Rows by seat number; blocks and positions count from zero."""
+    """Arrays indexed by row; block indices and positions start at 0."""
 
     def __init__(self, num_rows: int, block_size: int, max_model_len: int) -> None:
         self.block_size = block_size
@@ -23,8 +23,8 @@ class RowTable:
         self.tables = np.zeros((num_rows, width), dtype=np.int32)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens computed
-        self.limits = np.zeros(num_rows, dtype=np.int64)  # of `lengths`: nothing beyond is wanted
-        self.last = np.zeros(num_rows, dtype=np.int64)  # sampled, and the next input
+        self.limits = np.zeros(num_rows, dtype=np.int64)  # maximum of `lengths`
+        self.last = np.zeros(num_rows, dtype=np.int64)  # last sampled token, the next input
 
     def seat(self, request: Request) -> None:
         row, blocks = request.row, request.kv.blocks
@@ -41,9 +41,9 @@ class RowTable:
         self.num_blocks[row] += 1
 
     def batch(self, rows: Rows, chunks: list[Chunk]) -> Batch:
-        """Decodes first, one token each, then the chunks.
+        """Build the batch: decodes first, one token each, then the chunks.
 
-        A row at its limit decodes once more with the others; what it would store goes nowhere.
+        A row at its limit still decodes with the others, but its key and value are not stored.
         """
         size, lengths = self.block_size, self.lengths[rows]
         positions = np.minimum(lengths, self.limits[rows] - 1)
@@ -75,12 +75,12 @@ class RowTable:
         positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
         slots = self.tables[request.row, positions // size].astype(np.int64) * size
         slots += positions % size
-        slots[: chunk.store_from - chunk.start] = -1  # a shared block: its content is there
+        slots[: chunk.store_from - chunk.start] = -1  # the shared block holds these already
         tokens = np.array(request.tokens[chunk.start : chunk.end], dtype=np.int64)
         return tokens, positions, slots
 
     def advance(self, rows: Rows, sampled: np.ndarray) -> None:
-        """Every decode is one token further, but for those at their limit."""
+        """Advance every decode by one token, except rows that are at their limit."""
         self.advance_lengths(rows)
         self.last[rows] = sampled
 

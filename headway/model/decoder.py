@@ -1,7 +1,7 @@
-"""One decoder for the whole family: Llama, Mistral, Qwen2 and Qwen3 differ by their config alone.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, which differ only in their config.
 
-The batch is an argument; nothing about it is kept between passes. Knows no requests, no scheduler
-and no device: all arithmetic is the backend's.
+The batch is an argument; nothing about it is kept between passes. Knows no requests and no
+scheduler. The backend does all arithmetic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headway.model.weights.checkpoint import Checkpoint
 
 
 class Decoder:
-    """Embedding, layers, head."""
+    """The embedding, the layers and the output head."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights as they are stored."""
+        """Bytes of all weights in the backend's format."""
         kept = [self.embedding, *([] if self.config.tie_embeddings else [self.head])]
         kept += [
             w for each in self.layers for w in (each.qkv, each.output, each.gate_up, each.down)
@@ -68,7 +68,7 @@ class Decoder:
     def forward(
         self, batch: Batch, blocks: Tensor, watch: Callable[[int, Tensor], None] | None = None
     ) -> Tensor:
-        """Hidden states [T, hidden] before the last norm; `watch` sees them after every layer."""
+        """Hidden states [T, hidden] before the final norm; `watch` is called after every layer."""
         x = self.embedding.rows(batch.tokens_t)
         through = self.backend.begin(self.config, batch, blocks, *self._turns(batch))
         for number, layer in enumerate(self.layers):
@@ -79,7 +79,7 @@ class Decoder:
 
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
-        """Only so many layers meanwhile: enough to see what all of them need."""
+        """Use only the first `num_layers` layers meanwhile, to compile kernels faster."""
         layers, self.layers = self.layers, self.layers[:num_layers]
         try:
             yield
@@ -87,15 +87,15 @@ class Decoder:
             self.layers = layers
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Hidden states [N, hidden] as the head reads them."""
+        """Normalize hidden states [N, hidden] for the output head."""
         return self.backend.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, vocabulary] of hidden states [N, hidden]."""
+        """Logits [N, vocabulary] of hidden states [N, hidden]."""
         return self.backend.linear(self.final_norm(hidden), self.head)
 
     def _turns(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Cosines and sines: of every token, or of every position for who looks them up."""
+        """Cosines and sines, of every token or, if the backend looks them up, of every position."""
         if not self.backend.looks_up_turns:
             return self._rotation(batch.positions_t)
         if self._table is None:

@@ -1,4 +1,4 @@
-"""Reads of a model's description that refuse what is missing or makes no sense, by name."""
+"""Typed access to the fields of a model's config, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from headway.errors import ModelError
 
-MOST = 1 << 40  # above any number that describes a model, so that sums of them stay sane
+MOST = 1 << 40  # above any sensible value, so that sums do not overflow
 
 
 class Fields:
-    """Typed reads from a mapping; what is missing or of another type is refused by name."""
+    """Typed reads from a mapping; ModelError for a field that is missing or has another type."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
@@ -21,18 +21,18 @@ class Fields:
         return ModelError(f"{self.where}: {problem}")
 
     def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """A whole number; None in the file is as good as missing."""
+        """An integer; null in the file is the same as a missing field."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
             raise self.refuse(f"{key} is missing")
         if type(value) is not int or not least <= value <= most:
             limits = f"from {least} to {most}"
-            raise self.refuse(f"{key} is {value!r}; it must be a whole number {limits}")
+            raise self.refuse(f"{key} is {value!r}; it must be an integer {limits}")
         return value
 
     def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        """A number above the least."""
+        """A number above `least`."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
@@ -49,7 +49,7 @@ class Fields:
         return value
 
     def ids(self, *keys: str) -> frozenset[int]:
-        """Token ids of all keys, each of which may hold none, one or a list."""
+        """The token ids of all keys; each key may hold none, one or a list."""
         found: set[int] = set()
         for key in keys:
             value = self.values.get(key)

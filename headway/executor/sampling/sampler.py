@@ -1,10 +1,10 @@
-"""Chooses the next token of every seated request, and remembers what later ones need of it.
+"""Chooses the next token of every running request, and keeps the state that later tokens need.
 
-Plain requests are handled in bulk by the columns of `seats`; those with masks, biases or penalties
-have `Edits` besides, made row by row, and those with a grammar a matcher (grammar.py). How a token
-is drawn from logits is in logits.py.
+Most requests are sampled together, by their row in the `settings` array. A request with masks,
+biases or penalties also has a `LogitsProcessor`, and one with a grammar has a matcher (grammar.py).
+draw.py draws tokens from logits.
 
-Shapes: n rows of a batch, t places of a prompt, v tokens of the vocabulary.
+Shapes: n rows of a batch, v tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Sampler:
-    """The choosing of tokens for requests that are seated in rows."""
+    """Chooses tokens for the requests that have a row."""
 
     def __init__(
         self,
@@ -37,23 +37,23 @@ class Sampler:
         device: str | torch.device = "cpu",
         choose: Callable[[Tensor, Rows], Tensor] | None = None,
     ) -> None:
-        """`choose` draws the tokens of rows from logits [n, v], if the device has its own way."""
+        """`choose` draws the tokens of rows from logits [n, v]; None for draw.py."""
         self.vocab_size = vocab_size
         self._choose = choose or self._choose_by_seat
         self.device = torch.device(device)
         self.seats: Seats = np.zeros(num_rows, dtype=SEAT)
-        self.edits: dict[int, Edits] = {}  # by row, of those that have any
+        self.edits: dict[int, Edits] = {}  # by row, of the requests that need one
         self.grammars = Grammars(vocab_size)
         self.logprobs: dict[int, TokenLogprobs] = {}
 
     def seat(self, row: int, request: Request, tokens: Sequence[int]) -> None:
-        """Give a row to a request of which `tokens`, prompt and output, are known."""
+        """Assign a row to a request whose known `tokens` are its prompt and output so far."""
         sampling = request.params.sampling
         if sampling is None:
             sampling = GREEDY
         if not isinstance(sampling, Sampling):
             raise InvalidRequest(
-                f"request {request.id!r}: sampling must be a Sampling or None, not {sampling!r}"
+                f"request {request.id!r}: sampling is {sampling!r}; it must be a Sampling or None"
             )
         num_generated = len(tokens) - request.num_prompt
         self.edits.pop(row, None)
@@ -73,7 +73,7 @@ class Sampler:
         )
 
     def sample(self, logits_nv: Tensor, rows: Rows) -> Tensor:
-        """The next token of each row, taken note of as generated. [n] int64."""
+        """Choose the next token of each row and record it as generated. [n] int64."""
         seats = self.seats[rows]
         edited = np.flatnonzero(seats["has_edits"])
         choice_nv = logits_nv
@@ -93,11 +93,11 @@ class Sampler:
         return choose(logits_nv.float(), self.seats[rows])
 
     def needs_host(self, row: int) -> bool:
-        """Whether the next token of a row cannot be drawn from its logits and seat alone."""
+        """Whether the next token needs more than the row's logits and settings."""
         return bool(self.seats["has_edits"][row] or self.seats["num_logprobs"][row] >= 0)
 
     def take_logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of the latest call, by row, for the rows that want them."""
+        """Return and clear the logprobs of the latest call, by row, of rows that want them."""
         taken, self.logprobs = self.logprobs, {}
         return taken
 
@@ -121,7 +121,7 @@ class Sampler:
 
 
 def prompt_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """Of each target under its row of raw logits, with its `num_top` best alternatives."""
+    """Logprobs of each target under its row of logits, and of the `num_top` best tokens."""
     found: list[TokenLogprobs] = []
     for part in parts(logits_tv):
         logprobs = logits_tv[part].float().log_softmax(-1)
@@ -138,7 +138,7 @@ def prompt_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list[
 
 
 class Edits:
-    """The edits of one seated request, with what it must remember of its output for them."""
+    """Edits the logits of one request, and keeps the parts of its output that this needs."""
 
     __slots__ = ("allowed", "bad_words", "counts", "min_tokens", "prompt", "sampling", "stops", "tail")  # fmt: skip
 
@@ -152,7 +152,7 @@ class Edits:
     ) -> None:
         self.sampling = sampling
         self.min_tokens = request.params.min_tokens
-        # What the model cannot say needs no mask, and has no place in the logits.
+        # Tokens outside the vocabulary need no mask and have no logit.
         self.stops = frozenset(token for token in request.stops if 0 <= token < vocab_size)
         self.bad_words = [word for word in sampling.bad_words if max(word) < vocab_size]
         self.allowed = _ids(sampling.allowed_tokens or ()).to(device)
@@ -160,19 +160,19 @@ class Edits:
         self.prompt = _ids(set(prompt) if sampling.has_penalties else ()).to(device)
         self.counts = Counter(output)
         longest = max((len(word) for word in self.bad_words), default=1)
-        self.tail = deque(output, maxlen=longest - 1)  # the end of the output
+        self.tail = deque(output, maxlen=longest - 1)  # the last tokens of the output
 
     def remember(self, token: int) -> None:
-        """Take note of a token that was generated."""
+        """Record a generated token."""
         self.counts[token] += 1
         self.tail.append(token)
 
     def are_over(self, num_generated: int) -> bool:
-        """True if no later token will need an edit."""
+        """Whether no later token needs an edit."""
         return not self.sampling.edits_logits and num_generated >= self.min_tokens
 
     def apply(self, logits_v: Tensor, num_generated: int) -> None:
-        """Edit the logits of the next token, in place and in vLLM's order."""
+        """Edit the logits of the next token in place, in vLLM's order."""
         device = logits_v.device
         if self.sampling.allowed_tokens is not None:
             kept = logits_v[self.allowed]
@@ -188,8 +188,8 @@ class Edits:
     def _banned(self, num_generated: int, vocab_size: int) -> set[int]:
         """Tokens that must not come next.
 
-        A request may ban all it allows. Rather than fail it, a ban that would leave no token at
-        all is dropped for this one: bad words first, and stop tokens before min_tokens after them.
+        A request may ban every token that it allows. A ban that would leave no token is dropped
+        for this step: bad words first, then stop tokens before min_tokens.
         """
         stops = self.stops if num_generated < self.min_tokens else frozenset()
         banned: set[int] = set()
@@ -201,7 +201,7 @@ class Edits:
         return banned
 
     def _word_ends(self) -> set[int]:
-        """Last tokens of the bad words of which the output, not the prompt, ends with the rest."""
+        """Last tokens of the bad words whose other tokens end the output; prompts do not count."""
         tail = tuple(self.tail)
         ends = set()
         for *start, last in self.bad_words:
@@ -213,7 +213,7 @@ class Edits:
         sampling, device = self.sampling, logits_v.device
         output, counts = _ids(self.counts).to(device), _numbers(self.counts.values()).to(device)
         if sampling.repetition_penalty != 1.0:
-            seen = torch.cat((self.prompt, output))  # twice in it: written twice, alike
+            seen = torch.cat((self.prompt, output))  # a duplicate is written twice, the same value
             values, penalty = logits_v[seen], sampling.repetition_penalty
             logits_v[seen] = torch.where(values > 0, values / penalty, values * penalty)
         logits_v[output] -= sampling.frequency_penalty * counts

@@ -1,9 +1,9 @@
-"""Attention by other libraries, behind gpu.py's interface: FlashInfer and FlashAttention 2.
+"""Adapters to attention libraries, with gpu.py's interface: FlashInfer and FlashAttention 2.
 
-Without them, what they are called with is tested with stand-ins of the documented signatures.
+Tests without these libraries call stand-ins that have the documented signatures.
 
-FlashInfer plans on the host what it does on the device, which no captured graph allows: it takes
-prompts, and decodes stay with our kernels. FlashAttention takes both, over blocks of 256 positions.
+FlashInfer plans its work on the host, which a captured graph does not allow. It therefore runs
+prefills, and our kernels run decodes. FlashAttention runs both, over blocks of 256 positions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headway.errors import ConfigError
 from headway.model.backends.gpu import AttentionKernels, OwnKernels
 from headway.model.batch import Batch
 
-ROOM = 128 * 2**20  # bytes of workspace, as FlashInfer recommends
+ROOM = 128 * 2**20  # bytes of workspace that FlashInfer recommends
 
 
 class FlashInfer(OwnKernels):
-    """Prompts by FlashInfer; it waits for the device once in a pass, to plan."""
+    """Prefill by FlashInfer; planning waits for the device once per pass."""
 
     fills_up = False
 
@@ -33,7 +33,7 @@ class FlashInfer(OwnKernels):
 
     def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
         first = batch.num_decodes
-        if layer == 0:  # for all layers of the pass
+        if layer == 0:  # one plan for all layers of the pass
             self._plan(q, batch, blocks)
         self._prompts.run(q[first:].contiguous(), blocks[:, layer], out=out[first:])
 
@@ -50,7 +50,7 @@ class FlashInfer(OwnKernels):
 
 
 class FlashAttention:
-    """Prompts and decodes by FlashAttention 2."""
+    """Prefill and decode by FlashAttention 2."""
 
     fuses, fills_up, page = False, False, 256
 
@@ -75,34 +75,35 @@ class FlashAttention:
 
 
 def _tables(batch: Batch, rows: slice) -> Tensor:
-    """A table for each of these sequences."""
+    """The block table of each of these sequences."""
     assert batch.seats_s is not None
     return batch.tables_sw[batch.seats_s[rows].long()]
 
 
 def _summed(counts: Tensor) -> Tensor:
-    """0, and the sum up to each."""
+    """Cumulative sums, starting with 0."""
     return F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _paged(blocks: Tensor, layer: int) -> tuple[Tensor, ...]:
-    """Keys and values of a layer, [B, P, G, D]: views, whose heads lie end to end."""
+    """Keys and values of a layer as views [B, P, G, D]; not contiguous over heads."""
     return blocks[:, layer].transpose(2, 3).unbind(1)
 
 
 def kernels_for(
     module: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, device: torch.device
 ) -> AttentionKernels:
-    """An adapter to an installed module; ConfigError for types that it does not take."""
+    """Create the adapter to an installed module; ConfigError for types that it does not support."""
     if dtype == torch.float32:
         raise ConfigError(
-            f"{module} has no float32: give --dtype bfloat16 or float16, or --attention triton"
+            f"{module} does not support float32; use --dtype bfloat16 or float16, or "
+            "--attention triton"
         )
     if module == "flashinfer":
         return FlashInfer(import_module(module), device)
     if kv_dtype not in (None, dtype):
         raise ConfigError(
-            f"{module} takes no keys and values in 8 bits: give --kv-cache-dtype auto, or "
+            f"{module} does not support an 8-bit KV cache; use --kv-cache-dtype auto, or "
             "--attention triton"
         )
     return FlashAttention(import_module(module))

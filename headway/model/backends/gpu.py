@@ -1,10 +1,10 @@
-"""The decoder's arithmetic on a GPU: our kernels, and the library's products where rows are many.
+"""The decoder's arithmetic on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
-A batch of few rows, all of them decodes, takes five launches a layer. Norm weights are multiplied
-into the matrices that follow them when the model is loaded, so that a norm is one number for each
-row; gates and ups lie side by side, so that a tile of outputs has both.
+A batch of few rows that are all decodes takes five launches per layer. Norm weights are multiplied
+into the matrices that follow them when the model is loaded, so that a norm is one factor per row.
+Gate and up rows are interleaved, so that a tile of outputs contains both.
 
-Shapes as in backend.py.
+Shapes as in base.py.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from headway.model.kernels.norm import rms_norm
 from headway.model.kernels.prefill import prefill_attention
 from headway.model.kernels.rotary import rotate_and_store
 
-FEW_ROWS = 256  # up to here reading a matrix is what a product waits for
+FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 
 
 class AttentionKernels(Protocol):
-    """Who attends, once keys and values of this pass are in the cache; q and out are [T, H, D]."""
+    """Attention, after this pass's keys and values are in the cache; q and out are [T, H, D]."""
 
-    fuses: bool  # batches of decodes alone are our own: there, rotation and store are in attention
-    fills_up: bool  # takes sequences of no rows, and rows of no sequence, and asks nothing back
-    page: int  # positions of a block must be a multiple of it
+    fuses: bool  # batches of decodes only use our fused kernel instead of this one
+    fills_up: bool  # accepts padding rows and empty sequences, and does not wait for the device
+    page: int  # the block size must be a multiple of it
 
     def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
-        """The rows of the batch's decodes, which come first."""
+        """Compute the rows of the batch's decodes, which come first."""
         ...
 
     def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
-        """The rows after them; layers come in order, from 0 on."""
+        """Compute the rows after the decodes; called for layers in order, from 0."""
         ...
 
 
 class OwnKernels:
-    """Ours."""
+    """Our Triton kernels."""
 
     fuses, fills_up, page = True, True, 1
 
@@ -71,7 +71,7 @@ class OwnKernels:
 
 
 class GpuBackend(PlainBackend):
-    """Weights as torch keeps them, but for the norms in them; keys and values may be narrower."""
+    """torch weights with the norms multiplied in; the KV cache may have a narrower type."""
 
     looks_up_turns = True
 
@@ -104,11 +104,12 @@ class GpuBackend(PlainBackend):
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         if num_blocks and block_size % self.attention.page:
             raise ConfigError(
-                f"this attention needs a block size that is a multiple of {self.attention.page}, "
-                f"not {block_size}: give --block-size {self.attention.page} or --attention triton"
+                f"block_size is {block_size}; this attention needs a multiple of "
+                f"{self.attention.page}: use --block-size {self.attention.page} or "
+                "--attention triton"
             )
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        # Not empty: rows of nobody may read a block that was never written.
+        # Zeros, not empty: padding rows may read a block that was never written.
         return torch.zeros((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
 
     def begin(
@@ -121,15 +122,15 @@ class GpuBackend(PlainBackend):
 
 
 def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
-    """norm(x) * n times W is norm(x) times W with its columns multiplied by n."""
+    """(norm(x) * n) W equals norm(x) W' where W' has its columns multiplied by n."""
     assert isinstance(weight, PlainWeight)
-    for rows in torch.split(weight.matrix, 4096):  # a few at a time: float32 copies are large
+    for rows in torch.split(weight.matrix, 4096):  # in parts: float32 copies are large
         rows.copy_(rows.float() * norm.float())
     return weight
 
 
 def _paired(weight: PlainWeight) -> PlainWeight:
-    """Rows of gates and ups by turns."""
+    """Interleave the rows of gate and up."""
 
     def woven(stacked: Tensor) -> Tensor:
         return torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)
@@ -138,7 +139,7 @@ def _paired(weight: PlainWeight) -> PlainWeight:
 
 
 class NarrowPass:
-    """Decodes alone, and few of them."""
+    """A batch of decodes only, with few rows: fused kernels."""
 
     def __init__(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine_pd: Tensor, sine_pd: Tensor
@@ -173,7 +174,7 @@ class NarrowPass:
         return out
 
     def _add(self, x: Tensor, inner: Tensor, weight: Weight) -> None:
-        """x += inner w, in place, and the squares of it for the norm that follows."""
+        """x += inner w, in place; also computes the squares for the next norm."""
         assert isinstance(weight, PlainWeight)
         if len(x) > 1:
             num_outputs, num_inputs = weight.matrix.shape
@@ -188,7 +189,7 @@ def _multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
 
 
 class WidePass:
-    """Any batch: decodes first, then pieces of prompts."""
+    """Any batch: decodes first, then prompt chunks."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class WidePass:
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
         self._turns, self._kernels = turns_pd, kernels
-        self._seen: Tensor | None = None  # [T, H, D], zero where nobody writes
+        self._seen: Tensor | None = None  # [T, H, D], zero in padding rows
 
     def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps

@@ -1,7 +1,7 @@
-"""The decoder's arithmetic in plain torch: the reference, and what runs where no kernel does.
+"""The decoder's arithmetic in plain torch: the reference, and the fallback without kernels.
 
-Works on any device and float type. Attention takes the sequences one by one: no padding, and no
-more memory than the longest of them needs.
+Works on any device and with any float type. Attention computes one sequence at a time: no padding,
+and no more memory than the longest sequence needs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headway.model.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A matrix as torch likes it."""
+    """A matrix in torch's layout."""
 
     matrix: Tensor  # [N, K]
     bias: Tensor | None
@@ -35,7 +35,7 @@ class PlainWeight:
 
 
 class PlainBackend:
-    """torch's own operations, in one float type."""
+    """torch's operations, in one float type."""
 
     looks_up_turns = fills_up = False
 
@@ -69,7 +69,7 @@ class PlainBackend:
         return residual + self.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.float()  # as the models were trained: the mean in float32, then rounded
+        wide = x.float()  # as the models were trained: mean in float32, then rounded
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         return weight * wide.to(x.dtype)
 
@@ -88,7 +88,7 @@ class PlainBackend:
 
 
 class PlainPass:
-    """One batch: attention takes its sequences one by one."""
+    """One batch; attention computes one sequence at a time."""
 
     def __init__(
         self,

@@ -1,11 +1,11 @@
-"""Attention of one new token for each of many sequences, over their blocks.
+"""Attention of one new token per sequence, for many sequences, over their blocks.
 
 The same launch normalizes and rotates the new token's queries and key, and stores its key and
-value, unless that was done before. A program takes one sequence, one key-value head and all query
-heads of it, so each key is read once. Where sequences are few or long, several programs share one
-of them, and a second, small kernel joins what they found.
+value, unless this was done before. A program computes one sequence, one key-value head and all its
+query heads, so that each key is read once. If sequences are few or long, several programs split a
+sequence, and a second, small kernel combines their results.
 
-Shapes: S sequences, H query heads, G key-value heads, D head size, C parts of a sequence; blocks
+Shapes: S sequences, H query heads, G key-value heads, D head size, C splits of a sequence; blocks
 are [B, L, 2, G, P, D], tables [R, W].
 """
 
@@ -34,22 +34,22 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Where the programs that share a sequence leave what they found."""
+    """The partial results of the programs that split a sequence."""
 
     sums: Tensor  # [S, H, C, D] float32
-    tops: Tensor  # [S, H, C] float32: the greatest score, to base 2
-    weights: Tensor  # [S, H, C] float32: of exp2(score - top), summed
+    tops: Tensor  # [S, H, C] float32: the maximum score, to base 2
+    weights: Tensor  # [S, H, C] float32: the sum of exp2(score - top)
 
     @staticmethod
     def room(shape: tuple[int, int, int], head_dim: int, device: torch.device) -> Parts:
-        """For S sequences, H heads and C parts."""
+        """Allocate for S sequences, H heads and C splits."""
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
         return Parts(sums, *(torch.empty(shape, dtype=torch.float32, device=device) for _ in "tw"))
 
 
 @triton.jit
 def _weighted(x, norm, is_inside, dtype: tl.constexpr):
-    """A norm's rounding and weight, as torch does it."""
+    """Round to the type and multiply by the norm's weight, as in torch."""
     weight = tl.load(norm, mask=is_inside, other=0.0).to(tl.float32)
     return (x.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
@@ -73,9 +73,9 @@ def _turned(
 
 @triton.jit
 def _numbers(table, at, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """In which blocks the tile from position `at` on lies; one number, if none can lie in two.
+    """The block numbers of the tile at position `at`; one number if no tile spans two blocks.
 
-    Tiles follow each other from position 0 on, whoever begins where.
+    Tiles are aligned to position 0, whichever position a program starts at.
     """
     place = at if BLOCK_SIZE % TILE == 0 else at + tl.arange(0, TILE)
     return tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
@@ -86,21 +86,21 @@ def _over_cache(
     q, keys, values, table, numbers, top, weight, total, start, end, d, scale, block_stride,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Positions [start, end), added to the greatest score, the weights and the weighted values.
+    """Add positions [start, end) to the maximum score, the weights and the weighted values.
 
-    `numbers`: in which blocks the first of them lie. Keys are read beyond the end as well, of this
-    block or of block 0, but their scores are not taken: to skip them would take longer.
+    `numbers` are the block numbers of the first tile. Keys beyond the end are read as well, from
+    this block or block 0, but their scores are masked: skipping them would be slower.
     """
     p = tl.arange(0, TILE)
     for at in range(start, end, TILE):
         is_cached = (p < end - at)[:, None]
-        if BLOCK_SIZE % TILE == 0:  # side by side: little arithmetic
+        if BLOCK_SIZE % TILE == 0:  # contiguous: little arithmetic
             home = numbers.to(tl.int64) * block_stride + (at % BLOCK_SIZE) * D
             inside = p[:, None] * D + d
         else:
             home = (numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D)[:, None]
             inside = d
-        # A tile ahead: keys can be asked for early only if it is known where they are.
+        # One tile ahead: key loads can start early only if their block numbers are known.
         numbers = _numbers(table, at + TILE, end, BLOCK_SIZE, TILE)
         if d.shape[1] == D:
             k = tl.load(keys + home + inside)
@@ -122,7 +122,7 @@ def _over_cache(
 
 @triton.jit
 def _share(num_cached, PARTS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr):
-    """Positions that each program of a sequence takes."""
+    """Positions per program of a sequence."""
     return tl.maximum(tl.cdiv(tl.cdiv(num_cached, PARTS), TILE) * TILE, LEAST)
 
 
@@ -136,10 +136,10 @@ def _attend(
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
     IS_NEW: tl.constexpr, HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A part of one sequence, with one key-value head; the first part has the new token too.
+    """One split of one sequence and one key-value head; split 0 also has the new token.
 
-    Where tokens and blocks are was known before the kernel before this one began: that is read
-    while it still runs.
+    Positions and block tables were final before the previous kernel started, so they are read while
+    it still runs.
     """
     group: tl.constexpr = H // G
     part, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -179,7 +179,7 @@ def _attend(
                 home = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * D + d
                 tl.store(keys + home, k_new, mask=d < D)
                 tl.store(values + home, v_new, mask=d < D)
-            # The new token is the first that is seen, as it will be read from the cache later on.
+            # The new token comes first, rounded as it will be read from the cache later.
             top = tl.sum(q.to(tl.float32) * k_new.to(q.dtype).to(tl.float32), 1) * scale
             weight += 1.0
             total += v_new.to(q.dtype).to(tl.float32)
@@ -207,7 +207,7 @@ def _join(
     D: tl.constexpr, D_ROOM: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
     TILE: tl.constexpr, IS_NEW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """All parts of one sequence and query head."""
+    """Combine all splits of one sequence and query head."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_s + sequence).to(tl.int32)
     begin(CHAINED)
@@ -227,7 +227,7 @@ def _join(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turn:
-    """What turns a new token's heads into what attention takes; norms: both, or neither."""
+    """The norms and rotation of a new token's heads; either both norms are given or neither."""
 
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
@@ -253,9 +253,9 @@ def decode_attention(
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
-    With `turn` the token is new: see above; `slots_s` says where it is stored, negative: nowhere,
-    but it always sees itself. Without, queries and cache are ready. `sharing` decides how the work
-    is cut, and so the speed: see cuts.num_splits_of.
+    With `turn` the token is new: it is rotated, and stored in `slots_s` (negative: not stored, but
+    the token always sees itself). Without, queries and cache are ready. `sharing` changes only how
+    the work is split, and so the speed: see splits.num_splits_of.
     """
     _, _, _, num_kv_heads, block_size, head_dim = blocks.shape
     num_sequences = len(seats_s)
@@ -264,7 +264,7 @@ def decode_attention(
     dim_room, is_new = power_of_2(head_dim), turn is not None
     room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
     cut = cut or split_for(num_sequences * num_kv_heads, sharing, room, row_bytes)
-    assert cut.least % cut.tile == 0, "a program begins where a tile does"
+    assert cut.least % cut.tile == 0, "a program must start at the start of a tile"
     parts: tuple[Tensor | None, ...] = (None, None, None)
     if cut.parts > 1:
         left = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)

@@ -1,11 +1,12 @@
-"""How low a row may go: the least logit that min_p, top_k and top_p keep, without sorting the row.
+"""Finds the smallest logit of a row that min_p, top_k and top_p keep, without sorting the row.
 
-A floor is found by bisection. The few best logits stay in registers: the four greatest of each
-column, if the row is laid out in lines of so many columns. As long as the floor is above all fourth
-ones, no other logit matters, and the row is read once, or twice for its mass; else once for every
-step. Sums are taken in an order that the vocabulary's size decides. Does not know what is drawn.
+The threshold is found by bisection. The largest logits stay in registers: the four largest of each
+column, if the row is divided into lines of COLUMNS logits. While the threshold is above the fourth
+largest of every column, no other logit matters, and the row is read once, or twice for its mass;
+otherwise once per bisection step. The order of sums depends only on the vocabulary size. Knows
+nothing about drawing.
 
-Legend: n rows, v tokens of the vocabulary; a row has a seat, and a seat its place in the columns.
+Legend: n rows of a batch, v tokens of the vocabulary; a row has a row id, its index in the settings.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -22,19 +23,19 @@ from headway.sampling_params import COLDEST
 
 COLD, LOG2E = tl.constexpr(COLDEST), tl.constexpr(1.4426950408889634)
 INFINITY, LEAST = tl.constexpr(float("inf")), tl.constexpr(2.0**-126)
-STAGES = tl.constexpr(4)  # lines of a row on their way while one is looked at
+STAGES = tl.constexpr(4)  # lines of a row that are loaded ahead
 MAX_COLUMNS = 4096
 
 
 @triton.jit
 def _numbers(line, column, size):
-    """A stretch of logits, -inf past the size. NaN never is at least or more than anything."""
+    """Logits as float32, -inf beyond the size. Comparisons with NaN are false."""
     return tl.load(line + column, mask=column < size, other=-INFINITY).to(tl.float32)
 
 
 @triton.jit
 def _image(number):
-    """An integer for a float, in the same order."""
+    """Map a float to an integer with the same order."""
     bits = number.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -48,12 +49,12 @@ def _number(image):
 
 @triton.jit
 def _summits(line, vocab_size, COLUMNS: tl.constexpr):
-    """The four greatest logits of each column, if the row is laid out in lines of so many."""
+    """The four largest logits of each column, if the row is divided into lines of COLUMNS."""
     column = tl.arange(0, COLUMNS)
     first = tl.full([COLUMNS], -INFINITY, tl.float32)
     second, third, fourth = first, first, first
     for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
-        x = tl.maximum(_numbers(line, start + column, vocab_size), -INFINITY)  # NaN is not greater
+        x = tl.maximum(_numbers(line, start + column, vocab_size), -INFINITY)  # NaN becomes -inf
         first, x = tl.maximum(first, x), tl.minimum(first, x)
         second, x = tl.maximum(second, x), tl.minimum(second, x)
         third, x = tl.maximum(third, x), tl.minimum(third, x)
@@ -63,7 +64,7 @@ def _summits(line, vocab_size, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _tally(x, pivot, weights, above, below, best, scale, MASS: tl.constexpr):
-    """Add numbers to the mass or count from a pivot up, the least there, the greatest below."""
+    """Update the mass or count of x >= pivot, the smallest of these, and the largest below."""
     is_above = x >= pivot
     weights += tl.where(is_above, tl.exp2((x - best) * scale) if MASS else 1.0, 0.0)
     above = tl.minimum(above, tl.where(is_above, x, INFINITY))
@@ -72,7 +73,7 @@ def _tally(x, pivot, weights, above, below, best, scale, MASS: tl.constexpr):
 
 @triton.jit
 def _reach(view, pivot, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tally of a row; if near, of its summits alone, which are in registers."""
+    """The tally of a row, or, if NEAR, only of its largest logits in registers."""
     line, vocab_size, summits, best, _, scale = view
     weights = tl.zeros([COLUMNS], tl.float32)
     above = tl.full([COLUMNS], INFINITY, tl.float32)
@@ -90,11 +91,11 @@ def _reach(view, pivot, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.cons
 
 @triton.jit
 def _search(view, low, high, target, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The greatest logit from which up they reach the target; `low` if none does. As images."""
+    """The largest logit from which the sum reaches the target; `low` if none. As images."""
     while low < high:
         pivot = high - (high - low) // 2
         weight, above, below = _reach(view, _number(pivot), NEAR, MASS, COLUMNS)
-        # On to the next logit there is, but past the pivot whatever they are, or it might not end.
+        # Move to the next existing logit, but always past the pivot, so that the loop ends.
         if weight >= target:
             low = tl.maximum(pivot, tl.minimum(_image(above), high))
         else:
@@ -104,7 +105,7 @@ def _search(view, low, high, target, NEAR: tl.constexpr, MASS: tl.constexpr, COL
 
 @triton.jit
 def _find(view, low, target, MASS: tl.constexpr, COLUMNS: tl.constexpr):
-    """As `_search`: first where the summits are all there is, then further down in the row."""
+    """Like `_search`: first in the range that the registers cover, then in the whole row."""
     _, _, _, best, hidden, _ = view
     start = tl.maximum(low, hidden)
     found = _search(view, start, _image(best), target, True, MASS, COLUMNS)
@@ -126,17 +127,17 @@ def _mass(view, low, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _floor(line, vocab_size, heat, top_k, top_p, min_p, COLUMNS: tl.constexpr):
-    """The least logit that min_p and top_k keep, and top_p of what is left."""
+    """The smallest logit that min_p and top_k keep, and then top_p of what is left."""
     summits = _summits(line, vocab_size, COLUMNS)
     best = tl.max(summits[0])
-    hidden = _image(tl.max(summits[3]))  # above it no column has logits but its summits
+    hidden = _image(tl.max(summits[3]))  # above it, all logits of a column are in registers
     view = (line, vocab_size, summits, best, hidden, LOG2E / heat)
     low = _image(tl.where(min_p > 0, best + heat * tl.log(tl.maximum(min_p, LEAST)), -INFINITY))
     if top_k > 0:
         low = _find(view, low, top_k, False, COLUMNS)
     if top_p < 1:
         total = _mass(view, low, COLUMNS)
-        # Even if all logits were as low as this, they would weigh too little to be kept.
+        # Even if all logits were this low, their mass would be too small to be kept.
         low = tl.maximum(low, _image(best + heat * tl.log((1 - top_p) / vocab_size)))
         low = _find(view, low, top_p * total, True, COLUMNS)
     return _number(low)
@@ -148,7 +149,7 @@ def _floor_kernel(
     floors_n, logits_nv, seats_n, temperature, top_k, top_p, min_p, vocab_size, stride,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The floor of one row, below which no logit is drawn: -inf if nothing is cut away."""
+    """The threshold of one row: smaller logits are not drawn; -inf if nothing is excluded."""
     row = tl.program_id(0).to(tl.int64)
     seat = tl.load(seats_n + row)
     heat = tl.load(temperature + seat)
@@ -164,11 +165,11 @@ def _floor_kernel(
 def find_logit_thresholds(
     logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor
 ) -> None:
-    """The floor of each row for its seat, as float32: -inf if all may be drawn, or it is greedy."""
+    """Write the float32 threshold of each row; -inf if it is greedy or has no restriction."""
     num_rows, vocab_size = logits_nv.shape
     if num_rows == 0:
         return
-    assert logits_nv.stride(1) == 1 or vocab_size == 1, "the logits of a row lie side by side"
+    assert logits_nv.stride(1) == 1 or vocab_size == 1, "a row must be contiguous"
     num_columns = min(MAX_COLUMNS, power_of_2(ceil_div(vocab_size, 16)))
     _floor_kernel[(num_rows,)](
         floors_n, logits_nv, seats_n, columns.temperature, columns.top_k, columns.top_p,

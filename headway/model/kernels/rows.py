@@ -1,9 +1,9 @@
-"""The seats of running requests on the device: their next inputs, and what becomes of them.
+"""The device state of the running requests' rows: reading the next inputs, recording tokens.
 
-`start` reads what each decoding seat needs and moves it on by one; `finish` notes what was sampled.
-Between two decode steps nothing comes from the host. Knows no plan and no request.
+`start` reads the inputs of each decoding row and advances its length by one; `finish` records the
+sampled tokens. Between two decode steps nothing comes from the host. Knows no plan and no request.
 
-Legend: R seats, W blocks of a table, n rows of a batch.
+Legend: R rows of the state, W blocks in a row of the tables, n rows of a batch.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -21,12 +21,12 @@ from headway.model.kernels.launch import begin, launch_options, launched
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTensors:
-    """What is known of every seat; int32."""
+    """The state of every row; all int32."""
 
     tables: Tensor  # [R, W]
     lengths: Tensor  # [R]: tokens in the cache
-    limits: Tensor  # [R]: of `lengths`; a seat at its limit stores nothing any more
-    last: Tensor  # [R]: sampled, and the next input
+    limits: Tensor  # [R]: maximum of `lengths`; a row at its limit stores nothing
+    last: Tensor  # [R]: last sampled token, the next input
     num_generated: Tensor  # [R]
 
 
@@ -66,7 +66,7 @@ def start(
     positions_n: Tensor,
     slots_n: Tensor,
 ) -> None:
-    """Write token, position and slot (int64) of the next decode of each of `seats_n`."""
+    """Write token, position and slot (int64) of the next decode of each row in `seats_n`."""
     if len(seats_n):
         _start[(len(seats_n),)](
             seats_n, seats.tables, seats.lengths, seats.limits, seats.last, tokens_n, positions_n,
@@ -75,7 +75,7 @@ def start(
 
 
 def finish(seats_n: Tensor, sampled_n: Tensor, seats: RowTensors) -> None:
-    """Take note of the tokens that were sampled for `seats_n`."""
+    """Record the sampled tokens of the rows in `seats_n`."""
     if len(seats_n):
         _finish[(len(seats_n),)](
             seats_n, sampled_n, seats.last, seats.num_generated, **launch_options(1, 1)

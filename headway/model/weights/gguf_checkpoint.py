@@ -1,4 +1,4 @@
-"""Weights of a GGUF file under Hugging Face names and in Hugging Face order of rows."""
+"""Weights of a GGUF file, with Hugging Face names and Hugging Face order of rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GGUF_LAYER = {
 
 
 class GgufCheckpoint:
-    """A GGUF file under Hugging Face names and in Hugging Face order of rows."""
+    """A GGUF file, with Hugging Face names and Hugging Face order of rows."""
 
     def __init__(self, path: Path) -> None:
         self.path: Path | None = path
@@ -72,7 +72,7 @@ class GgufCheckpoint:
         return self._places[gguf_name(name)]
 
     def _in_order(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        """Undo llama.cpp's order, in which the two halves of a Llama head are interleaved."""
+        """Undo llama.cpp's row order, which interleaves the two halves of each Llama head."""
         found = re.search(r"\.(q|k)_proj\.", name)
         if self.config.architecture != "llama" or found is None:
             return rows
@@ -82,7 +82,7 @@ class GgufCheckpoint:
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls the tensor with this Hugging Face name."""
+    """llama.cpp's name of the tensor with this Hugging Face name."""
     base, _, ending = name.rpartition(".")
     if base in GGUF_TOP:
         return f"{GGUF_TOP[base]}.{ending}"
@@ -93,7 +93,7 @@ def gguf_name(name: str) -> str:
 def _gguf_config(path: Path, header: gguf.Header) -> ModelConfig:
     num_parts = header.metadata.get("split.count")
     if isinstance(num_parts, int) and num_parts > 1:
-        raise ModelError(f"{path}: is one part of a split file; join the parts with gguf-split")
+        raise ModelError(f"{path} is one part of a split file; join the parts with gguf-split")
     place, divisors = header.tensors.get("rope_freqs.weight"), None
     if place is not None:
         divisors = tuple(_dequantize(path, "rope_freqs.weight", place).ravel().tolist())
@@ -104,11 +104,11 @@ def _dequantize(path: Path, name: str, place: gguf.TensorPlace) -> NDArray[np.fl
     try:
         values = gguf.dequantize(path, place)
     except NotImplementedError as error:
-        raise ModelError(f"{path}: tensor {name} cannot be expanded: {error}") from error
+        raise ModelError(f"{path}: cannot dequantize tensor {name}: {error}") from error
     _check_numbers(path, name, values)
     return values
 
 
 def _check_numbers(path: Path, name: str, *arrays: NDArray[np.float32]) -> None:
     if not all(np.isfinite((values.min(), values.max())).all() for values in arrays):
-        raise ModelError(f"{path}: tensor {name} holds what is no number: the file is damaged")
+        raise ModelError(f"{path}: tensor {name} contains NaN or infinity: the file is damaged")

@@ -1,7 +1,7 @@
-"""The decoder's arithmetic through kernels.c: every call hands over pointers, nothing is copied.
+"""The decoder's arithmetic through kernels.c. Calls pass pointers; nothing is copied.
 
-Float32 on a CPU. A row's result is the same to the bit whatever else is in the batch; with
-quantized weights too, since inputs are rounded row by row.
+Float32 on a CPU. A row's result is bitwise the same whatever else is in the batch, also with
+quantized weights, because inputs are quantized per row.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.tensors import Groups
 
-MAX_QUERIES = 32  # rows of queries in one task of the attention
+MAX_QUERIES = 32  # rows of queries in one attention task
 MAX_HEAD = 256
-ROUNDED = 16  # rows, at most, that the quantized product rounds to bytes side by side
+ROUNDED = 16  # maximum number of rows that the quantized product quantizes together
 
 
 def refusal(config: ModelConfig) -> str | None:
-    """Why a model cannot run on these kernels; None if it can."""
+    """The reason that a model cannot use these kernels; None if it can."""
     lanes = layout().lanes
     if config.head_dim % lanes or config.head_dim > MAX_HEAD:
-        return f"head size {config.head_dim} is not a multiple of {lanes} up to {MAX_HEAD}"
+        return f"head size {config.head_dim} is not a multiple of {lanes}, or above {MAX_HEAD}"
     if config.intermediate_size % lanes:
         return f"intermediate size {config.intermediate_size} is not a multiple of {lanes}"
     if config.num_heads // config.num_kv_heads > MAX_QUERIES:
@@ -43,13 +43,13 @@ def refusal(config: ModelConfig) -> str | None:
 
 
 class NativeBackend:
-    """Weights as floats, or as the file's own groups and 8-bit ones where it has none."""
+    """Weights as floats, or quantized: the file's groups, or new 8-bit groups."""
 
     looks_up_turns = fills_up = False
 
     def __init__(self, *, is_quantized: bool = False) -> None:
         self.library = load()
-        self._structs = WeakKeyDictionary[Layer, structs.Layer]()  # made when first used
+        self._structs = WeakKeyDictionary[Layer, structs.Layer]()  # created on first use
         self._is_quantized = is_quantized
         self.name = "native quantized" if is_quantized else "native float32"
 
@@ -89,7 +89,7 @@ class NativeBackend:
                 out.data_ptr(), adds,
             )  # fmt: skip
         else:
-            scratch = torch.empty(rows + ROUNDED - 1, width)  # bytes, steps and sums
+            scratch = torch.empty(rows + ROUNDED - 1, width)  # bytes, scales and sums
             self.library.quantized_linear(
                 x.data_ptr(), rows, width, weight.pointer, weight.num_outputs, weight.bits, bias,
                 out.data_ptr(), adds, scratch.data_ptr(),
@@ -111,7 +111,7 @@ class NativeBackend:
         return torch.empty((num_blocks, *shape))
 
     def struct_of(self, layer: Layer, epsilon: float) -> int:
-        """The address of a layer's weights as a struct; good while the layer lives."""
+        """Address of a layer's C struct; valid while the layer is alive."""
         if layer not in self._structs:
             self._structs[layer] = structs.struct_of(layer, epsilon)
         return ctypes.addressof(self._structs[layer])
@@ -123,7 +123,7 @@ class NativeBackend:
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> Groups:
-    """The file's own groups if all have the same kind, else new ones of 8 bits."""
+    """The file's groups if all have the same number of bits, otherwise new 8-bit groups."""
     found = [checkpoint.read_groups(name) for name in names]
     kept = [groups for groups in found if groups is not None]
     if len(kept) < len(names) or len({groups.bits for groups in kept}) > 1:
@@ -132,7 +132,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> Groups:
 
 
 class NativePass:
-    """One batch: its tasks and the room it needs are made once, and every layer uses them."""
+    """One batch; its attention tasks and buffers are created once, and all layers use them."""
 
     def __init__(
         self,
@@ -161,8 +161,8 @@ class NativePass:
             tokens, group if is_few else 1, 1 / math.sqrt(size),
             *(part.data_ptr() for part in self._room),
         )  # fmt: skip
-        self._kept = (batch, cosine, sine, tasks)  # so that the pointers stay good
-        self._cache = ctypes.addressof(self._struct)  # it comes first
+        self._kept = (batch, cosine, sine, tasks)  # keeps the pointers valid
+        self._cache = ctypes.addressof(self._struct)  # the struct's first member
         self._pointer = ctypes.addressof(self._struct)
 
     def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ class NativePass:
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
-        """One step of a layer by itself, in place; what `layer` does among others."""
+        """Run one step of a layer by itself, in place."""
         step = self._struct
         step.cache.layer_offset = layer * self._blocks.stride(1)
         self._backend.library.rotate_and_store(
@@ -196,7 +196,7 @@ class NativePass:
 
 
 def _room(config: ModelConfig, rows: int) -> list[Tensor]:
-    """Buffers for what passes between the products of a layer."""
+    """Buffers for the intermediate results of a layer."""
     heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
     widest = max(config.hidden_size, config.intermediate_size, config.num_heads * size)
     widths = (config.hidden_size, heads * size, config.num_heads * size)
@@ -206,7 +206,7 @@ def _room(config: ModelConfig, rows: int) -> list[Tensor]:
 
 
 def tasks_of(starts_s: np.ndarray, tokens: int) -> np.ndarray:
-    """[tasks, 2] int32: a sequence and the first of at most `tokens` of its rows."""
+    """[tasks, 2] int32: a sequence, and the first of at most `tokens` of its rows."""
     counts = -(-np.diff(starts_s) // tokens)
     sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)

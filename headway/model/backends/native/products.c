@@ -1,9 +1,9 @@
 /* Products with float weights. */
 
 #define ROWS_IN_CACHE 96
-#define AHEAD 64 /* inputs for which weights are fetched before they are needed */
+#define AHEAD 64 /* inputs ahead of use at which weights are prefetched */
 
-/* y[rows, PANEL] of x[rows, K] and one panel of weights [K, PANEL]. */
+/* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]. */
 ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K,
                  float out[MOST_ROWS][PANEL]) {
     vec sums[MOST_ROWS][VECS];
@@ -40,7 +40,7 @@ static void tile_of(int rows, const float *x, int64_t stride, const float *w, in
     }
 }
 
-/* A finished tile goes out: with its bias, onto what is there already if `adds`. */
+/* Write a finished tile with its bias; add it to y if `adds`. */
 ALWAYS void put(float *y, const float *from, const float *bias, int count, int adds) {
     int i = 0;
     for (; i + LANES <= count; i += LANES) {
@@ -53,8 +53,8 @@ ALWAYS void put(float *y, const float *from, const float *bias, int count, int a
     }
 }
 
-/* y[M, N] = x[M, K] w + bias, or added to y; w in panels [ceil(N / PANEL), K, PANEL]. The share_...
-   functions are done by all threads of a team together; the others start a team. */
+/* y[M, N] = x[M, K] w + bias, or added to y; w is in panels [ceil(N / PANEL), K, PANEL]. All threads
+   of a team call a share_... function together; the other functions start a team. */
 static void share_linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N,
                          const float *bias, float *y, int64_t adds) {
     const int64_t panels = (N + PANEL - 1) / PANEL;

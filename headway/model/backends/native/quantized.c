@@ -1,21 +1,21 @@
 /* Products with quantized weights.
 
-   Inputs are rounded to 8 bits a group: x = s * i. Then w.x = scale * s * (q.i) + minimum * s * sum
-   of i, and q.i is a dot product of bytes: whole numbers, exact however they are added up. */
+   Inputs are quantized to 8 bits per group: x = s * i. Then w.x = scale * s * (q.i) + minimum * s *
+   sum of i, where q.i is a dot product of bytes: an integer, exact in any order of addition. */
 
-#define QUANT_ROWS 8   /* at most, computed in registers */
-#define QUANT_PANELS 4 /* outputs of a task: so many panels */
-#define FETCHED 4096   /* bytes ahead that quantized weights are fetched */
+#define QUANT_ROWS 8   /* maximum number of rows computed in registers */
+#define QUANT_PANELS 4 /* panels of outputs per task */
+#define FETCHED 4096   /* bytes ahead of use at which weights are prefetched */
 
-/* Rows of inputs: i, and for every group its step s and s * sum of i. Of BESIDE rows, groups lie
-   side by side, then the next groups. */
+/* Quantized rows: i, and for every group its scale s and s * sum of i. The groups of BESIDE rows are
+   interleaved, one group after the other. */
 typedef struct {
     int8_t *q;
     float *steps, *totals;
     int64_t K;
 } Rounded;
 
-/* From row m on: to be used as far as rows lie side by side. */
+/* The rows from row m on, up to the end of its interleaved rows. */
 ALWAYS Rounded from_row(Rounded x, int64_t m) {
     const int64_t before = m / BESIDE * BESIDE, scales = before * (x.K / GROUP) + m % BESIDE;
     x.q += before * x.K + quad_of((int)(m % BESIDE), 0);
@@ -40,7 +40,7 @@ static void round_row(const float *x, Rounded to) {
     }
 }
 
-/* A group's part of some outputs of a row: the order of it, however the dots were made. */
+/* Add one group to some outputs of a row, in the order that all variants of the product use. */
 ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, Rounded x, int64_t at) {
     vec part = dots * x.steps[at];
     sums += part * scale;
@@ -101,7 +101,7 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
         for (int p = 0; p < panels; p++) store(out[r] + p * LANES, sums[r][p]);
 }
 
-/* QUANT_PANELS panels for some rows, in pieces that fit the registers. */
+/* QUANT_PANELS panels for some rows, in parts that fit in registers. */
 ALWAYS void quantized_tiles(const int rows, const int bits, const uint8_t *w, Rounded x,
                             float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
     const int together = rows == 1 ? 4 : rows <= 4 ? 2 : 1;
@@ -121,12 +121,12 @@ static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, Rounded
 #undef CASE
 }
 
-/* Where outputs go is fetched while they are computed: often it has left the caches. */
+/* Prefetch the outputs while they are computed, because they are often no longer in the cache. */
 ALWAYS void fetch(float *y, int count) {
     for (int i = 0; i < count; i += 16) __builtin_prefetch(y + i, 1);
 }
 
-/* A task: all rows, and the outputs of QUANT_PANELS panels. */
+/* One task: all rows, and the outputs of QUANT_PANELS panels. */
 static void share_panels(Rounded x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
                          const float *bias, float *y, int64_t adds) {
     const int64_t panel = x.K / GROUP * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
@@ -152,8 +152,8 @@ static void share_panels(Rounded x, int64_t M, const uint8_t *w, int64_t N, int6
 #define share_tiles share_panels
 #endif
 
-/* As `linear`, with quantized weights; panels are a multiple of QUANT_PANELS. The scratch is as
-   large as x, with M rounded up to BESIDE. */
+/* Like `linear`, with quantized weights; the number of panels is a multiple of QUANT_PANELS. The
+   scratch is as large as x with M rounded up to BESIDE. */
 static void share_quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N,
                                    int64_t bits, const float *bias, float *y, int64_t adds,
                                    float *scratch, Meeting *meeting) {
@@ -161,7 +161,7 @@ static void share_quantized_linear(const float *x, int64_t M, int64_t K, const u
     Rounded to = {(int8_t *)(scratch + 2 * scales), scratch, scratch + scales, K};
     const int has_many = TILES_WANT(M, K);
 #pragma omp for schedule(static) nowait
-    for (int64_t m = 0; m < (has_many ? whole : M); m++) /* tiles are filled with the last row */
+    for (int64_t m = 0; m < (has_many ? whole : M); m++) /* tiles are padded with the last row */
         round_row(x + (m < M ? m : M - 1) * K, from_row(to, m));
     meet(meeting);
     if (has_many) share_tiles(to, M, w, N, bits, bias, y, adds);
@@ -175,7 +175,7 @@ void quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, in
     share_quantized_linear(x, M, K, w, N, bits, bias, y, adds, scratch, &meeting);
 }
 
-/* Rows `ids` of quantized weights, as floats: the embedding of tokens. */
+/* Rows `ids` of quantized weights, as floats: the embeddings of tokens. */
 void quantized_rows(const int64_t *ids, int64_t M, int64_t K, const uint8_t *w, int64_t bits,
                     float *y) {
     const int64_t groups = K / GROUP;

@@ -1,4 +1,4 @@
-"""The structs of kernels.c, and how tensors become them. Whoever makes one keeps the tensors alive."""
+"""The structs of kernels.c, made from tensors. The caller must keep the tensors alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _pointers(*names: str) -> tuple[tuple[str, type], ...]:
 
 
 class Cache(ctypes.Structure):
-    """Where keys and values lie."""
+    """The memory layout of keys and values."""
 
     _fields_ = (
         *_pointers("blocks"),
@@ -58,7 +58,7 @@ def address(tensor: Tensor | None) -> int:
 
 
 def struct_of(layer: backend.Layer, epsilon: float) -> Layer:
-    """A layer's weights as the kernels want them."""
+    """A layer's weights as a C struct."""
     return Layer(
         address(layer.input_norm), address(layer.post_norm),
         address(layer.q_norm), address(layer.k_norm),

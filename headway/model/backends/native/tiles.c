@@ -1,26 +1,26 @@
-/* Products of many rows with quantized weights, by the processor's tiles of bytes (AMX).
+/* Products of many rows with quantized weights, with the byte tiles of AMX.
 
-   One instruction multiplies a group of 16 rows with that of 16 outputs. The dots are whole
-   numbers, so they are those of `dot`; what follows is `add_group`, in the same order. Written in
-   assembly, since GCC 12 takes what its own tile functions read for never read. */
+   One instruction multiplies a group of 16 rows with a group of 16 outputs. The dot products are
+   integers, equal to those of `dot`, and `add_group` adds them in the same order. The instructions
+   are inline assembly, because GCC 12 removes memory that only its own tile functions read. */
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define FEWEST_ROWS 32 /* for which it is worth to make the weights wide */
-#define TILE_PANELS 4   /* of a task */
-#define MOST_INPUTS 16384 /* of panels made wide on the stack: a megabyte */
+#define FEWEST_ROWS 32 /* from this number of rows, expanding the weights pays off */
+#define TILE_PANELS 4   /* panels per task */
+#define MOST_INPUTS 16384 /* limit for panels that are expanded on the stack (one megabyte) */
 #define TILES_WANT(M, K) (has_tiles && (M) >= FEWEST_ROWS && (K) <= MOST_INPUTS)
 #define ASK_FOR_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_STATE 18
 
 typedef struct {
     uint8_t palette, start, unused[14];
-    uint16_t columns[16]; /* bytes */
+    uint16_t columns[16]; /* in bytes */
     uint8_t rows[16];
 } Shapes;
 
-/* One group of a panel, with a byte for each q. */
+/* One group of a panel, expanded to one byte per q. */
 typedef struct {
     uint8_t q[GROUP / 4][LANES * 4];
     float scale[LANES], minimum[LANES];
@@ -30,12 +30,12 @@ typedef int32_t Dots[BESIDE][LANES] __attribute__((aligned(64)));
 
 static int has_tiles;
 
-/* Linux gives a process the room to save tiles in if it asks before it uses them. */
+/* Linux lets a process use tiles only after it has requested permission. */
 __attribute__((constructor)) static void ask_for_tiles(void) {
     has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_STATE) == 0;
 }
 
-/* Tiles 0 and 1 are dots, 2 and 3 rows of inputs, 4 and 5 weights. */
+/* Tiles 0 and 1 hold dot products, 2 and 3 inputs, 4 and 5 weights. */
 static void begin_tiles(void) {
     const Shapes shapes = {.palette = 1,
                            .columns = {LANES * 4, LANES * 4, GROUP, GROUP, LANES * 4, LANES * 4},
@@ -59,7 +59,7 @@ static void end_tiles(void) { __asm__ volatile("tilerelease"); }
                      : "r"(to), "r"((int64_t)LANES * 4)                              \
                      : "memory")
 
-/* Groups of panels, one after the other, become wide. */
+/* Expand the groups of panels, one after the other. */
 ALWAYS void widen(const uint8_t *panel, int64_t bits, int64_t groups, Wide *wide) {
     for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits), wide++) {
         for (int j = 0; j < bits; j++) {
@@ -74,8 +74,8 @@ ALWAYS void widen(const uint8_t *panel, int64_t bits, int64_t groups, Wide *wide
     }
 }
 
-/* Dots to floats by adding 1.5 * 2^23, bits and value: while tiles work, the processor has one port
-   for conversions and multiplications but two for additions. */
+/* Convert dot products to floats by adding 1.5 * 2^23, first to the bits, then to the value: while
+   tiles are in use, the processor has one port for conversions and products but two for sums. */
 ALWAYS void add_dots(vec sums[BESIDE], const Wide *w, Rounded x, int64_t g, const Dots dots) {
     const vec scale = load(w[g].scale), minimum = load(w[g].minimum);
 #pragma GCC unroll 16
@@ -85,8 +85,8 @@ ALWAYS void add_dots(vec sums[BESIDE], const Wide *w, Rounded x, int64_t g, cons
     }
 }
 
-/* BESIDE rows of one panel. Dots are made, leave their tile and are used in turns, two groups each,
-   since each of that takes its time. */
+/* BESIDE rows of one panel. Computing, storing and using dot products alternate, two groups each, to
+   hide the latency of each step. */
 static void wide_tile(const Wide *w, Rounded x, float out[BESIDE][LANES]) {
     const int64_t groups = x.K / GROUP;
     Dots dots[4];
@@ -105,7 +105,7 @@ static void wide_tile(const Wide *w, Rounded x, float out[BESIDE][LANES]) {
     for (int r = 0; r < BESIDE; r++) store(out[r], sums[r]);
 }
 
-/* As share_panels; a task is TILE_PANELS panels. */
+/* Like share_panels; a task is TILE_PANELS panels. */
 static void share_tiles(Rounded x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
                         const float *bias, float *y, int64_t adds) {
     const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);

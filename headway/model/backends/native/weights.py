@@ -14,15 +14,15 @@ from headway.model.backends.native.build import load
 from headway.model.weights.tensors import Groups
 
 GROUP = 32  # inputs that share a scale
-TOGETHER = 4  # panels that one task of the quantized product takes
+TOGETHER = 4  # panels per task of the quantized product
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the compiled kernels expect."""
+    """The layout that the compiled kernels expect."""
 
-    lanes: int  # floats in a vector
-    panel: int  # outputs side by side in float weights
+    lanes: int  # floats per vector
+    panel: int  # outputs per panel of float weights
     is_signed: bool  # whether the byte product takes signed weights
 
 
@@ -35,7 +35,7 @@ def layout() -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class NativeWeight:
-    """A matrix [N, K]: floats if bits is 32, else whole numbers in groups with their halves."""
+    """A matrix [N, K]: floats if bits is 32, otherwise integer groups with float16 scales."""
 
     packed: Tensor
     pointer: int
@@ -60,7 +60,7 @@ class NativeWeight:
 
 
 def pack_floats(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
-    """Panels [P, K, panel]: what a row of a tile needs next lies next."""
+    """Panels [P, K, panel], in the order in which a tile reads them."""
     num_outputs, num_inputs = matrix_nk.shape
     panel = layout().panel
     whole = F.pad(matrix_nk.float(), (0, 0, 0, -num_outputs % panel))
@@ -69,11 +69,11 @@ def pack_floats(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
 
 
 def pack_groups(groups: Groups, bias: Tensor | None) -> NativeWeight:
-    """Panels of `lanes` outputs; in each, group by group, quads of inputs and then the halves."""
+    """Panels of `lanes` outputs; each group has quads of inputs, then scales and minimums."""
     lanes, (num_outputs, num_inputs) = layout().lanes, groups.q.shape
     q, minimum, bits = groups.q, groups.minimum, 4 if groups.bits == 4 else 8
     if layout().is_signed and groups.bits == 8:
-        q, minimum = q - 128, minimum + 128 * groups.scale  # wraps around: the same bytes, signed
+        q, minimum = q - 128, minimum + 128 * groups.scale  # wraps: the same bytes, signed
     spare = -num_outputs % (lanes * TOGETHER)
     quads = F.pad(q, (0, 0, 0, spare)).view(-1, lanes, num_inputs // GROUP, 8, 4)
     quads = quads.permute(0, 2, 3, 1, 4)  # [panel, group, quad, lane, 4]
@@ -89,7 +89,7 @@ def pack_groups(groups: Groups, bias: Tensor | None) -> NativeWeight:
 
 
 def quantize(matrix_nk: Tensor) -> Groups:
-    """8-bit groups, symmetric about zero, of a matrix that is stored in some other way."""
+    """Quantize a matrix to 8-bit groups, symmetric around zero."""
     grouped = matrix_nk.float().view(len(matrix_nk), -1, GROUP)
     scale = (grouped.abs().amax(2) / 127).half().float()
     steps = torch.where(scale[..., None] > 0, grouped / scale[..., None], 0.0)
@@ -98,7 +98,7 @@ def quantize(matrix_nk: Tensor) -> Groups:
 
 
 def stack(parts: list[Groups]) -> Groups:
-    """One below the other."""
+    """Concatenate along the outputs."""
     return Groups(
         q=torch.cat([part.q for part in parts]),
         scale=torch.cat([part.scale for part in parts]),
