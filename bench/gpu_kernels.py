@@ -33,7 +33,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.config import ModelConfig, from_hf, load_hf
-from headway.model.kernels.decode import Turn, decode_attention
+from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.linear import linear, num_squares
 from headway.model.kernels.sampling import Columns, sample, workspace
 
@@ -118,13 +118,13 @@ class Step:
         last = tables[seats.long(), positions // BLOCK_SIZE].long()
         half = (width * BLOCK_SIZE, config.head_dim // 2)
         norms = [torch.ones(config.head_dim, dtype=TYPE, device=device) for _ in "qk"]
-        turn = Turn(
+        turn = HeadTransform(
             *(norms if config.qk_norm else (None, None)), config.norm_eps,
             *(torch.ones(half, device=device) for _ in "cs"),
         )  # fmt: skip
         out = torch.empty((rows, config.num_heads * config.head_dim), dtype=TYPE, device=device)
         options: dict[str, Any] = {
-            "num_heads": config.num_heads, "blocks": blocks, "tables": tables, "seats_s": seats,
+            "num_heads": config.num_heads, "blocks": blocks, "tables": tables, "row_ids_s": seats,
             "positions_s": positions, "slots_s": last * BLOCK_SIZE + positions % BLOCK_SIZE,
             "turn": turn,
         }  # fmt: skip

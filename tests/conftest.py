@@ -24,8 +24,8 @@ def smollm2() -> Path:
 
 
 @pytest.fixture
-def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU hardly notices them; interpreted kernels do."""
+def small_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pad passes less: padding rows are cheap on a GPU but slow in the interpreter."""
     if os.environ.get("TRITON_INTERPRET"):
         monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_DECODES", 4)
         monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_TOKENS", 8)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from headway.config import Config
-from headway.executor.extra import Extra
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
+from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.decoder import Decoder
 from headway.plan import Chunk, Column, Copy, Plan, StepResult
@@ -25,7 +25,7 @@ NO_CHUNKS: list[Chunk] = []
 
 
 @dataclass(slots=True)
-class Done:
+class CompletedStep:
     """A plan that has run."""
 
     result: StepResult
@@ -34,7 +34,7 @@ class Done:
         return self.result
 
 
-class TorchExecutor:
+class CpuExecutor:
     """A decoder, its KV blocks on device and host, and the rows of the running requests."""
 
     def __init__(
@@ -55,27 +55,29 @@ class TorchExecutor:
         self.now = now
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Done:
+    def launch(self, plan: Plan) -> CompletedStep:
         started = self.now()
         _copy(self.device_blocks, self.host_blocks, plan.copies_out)
         _copy(self.host_blocks, self.device_blocks, plan.copies_in)
         for admission in plan.admitted:
-            self.rows.seat(admission.request)
+            self.rows.add_request(admission.request)
         for chunk in plan.chunks:
             if chunk.is_last:
                 request = chunk.request
-                self.sampler.seat(request.row, request, request.tokens)
+                self.sampler.add_request(request.row, request, request.tokens)
         self.rows.grow(plan)
-        result, extra = StepResult(started=started), Extra()
+        result, extras = StepResult(started=started), ExtraOutputs()
         for step in range(plan.num_steps if plan.decodes else 1):
-            self._run(plan, NO_CHUNKS if step else plan.chunks, result, extra)
+            self._run(plan, NO_CHUNKS if step else plan.chunks, result, extras)
             result.failed = self.sampler.grammars.take_failed(step) | result.failed
-        if extra:
-            result.extra = extra
+        if extras:
+            result.extra = extras
         result.ended = self.now()
-        return Done(result)
+        return CompletedStep(result)
 
-    def _run(self, plan: Plan, chunks: list[Chunk], result: StepResult, extra: Extra) -> None:
+    def _run(
+        self, plan: Plan, chunks: list[Chunk], result: StepResult, extras: ExtraOutputs
+    ) -> None:
         """Run one forward pass and sample its tokens."""
         if not (plan.decodes or chunks):
             return
@@ -86,23 +88,23 @@ class TorchExecutor:
         self.model_seconds += time.perf_counter() - begun
         last = [chunk for chunk in chunks if chunk.is_last]
         firsts = np.array([chunk.request.row for chunk in last], dtype=np.intp)
-        seats = np.concatenate([plan.rows, firsts])
-        tokens = self._sample(logits, seats)
+        rows = np.concatenate([plan.rows, firsts])
+        tokens = self._sample(logits, rows)
         if plan.decodes:
             column: Column = tokens[: len(plan.decodes)]
             result.columns.append(column)
             self.rows.advance(plan.rows, tokens[: len(plan.decodes)])
         self._finish_chunks(chunks, tokens[len(plan.decodes) :], result)
         requests = (*plan.decodes, *(chunk.request for chunk in last))
-        extra.keep(self.sampler.take_logprobs(), requests)
+        extras.add_logprobs(self.sampler.take_logprobs(), requests)
         starts = batch.starts_s[len(plan.decodes) : -1].tolist()
-        extra.score_prompts(self.decoder, chunks, hidden, starts)
-        extra.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
+        extras.score_prompts(self.decoder, chunks, hidden, starts)
+        extras.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
 
-    def _sample(self, logits: Tensor | None, seats: np.ndarray) -> np.ndarray:
+    def _sample(self, logits: Tensor | None, rows: np.ndarray) -> np.ndarray:
         if logits is None:
             return np.zeros(0, dtype=np.intc)
-        tokens: np.ndarray = self.sampler.sample(logits, seats).to(torch.int32).cpu().numpy()
+        tokens: np.ndarray = self.sampler.sample(logits, rows).to(torch.int32).cpu().numpy()
         return tokens
 
     def _finish_chunks(self, chunks: list[Chunk], tokens: np.ndarray, result: StepResult) -> None:

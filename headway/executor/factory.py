@@ -9,8 +9,8 @@ import headway.model  # noqa: F401  # sets environment variables that torch read
 from headway.config import Config
 
 if TYPE_CHECKING:
-    from headway.executor.cpu import TorchExecutor
-    from headway.executor.gpu.executor import DeviceExecutor
+    from headway.executor.cpu import CpuExecutor
+    from headway.executor.gpu.executor import GpuExecutor
     from headway.model.decoder import Decoder
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
@@ -18,18 +18,18 @@ Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
 def make_executor(
     decoder: Decoder, config: Config, progress: Progress | None = None
-) -> TorchExecutor | DeviceExecutor:
+) -> CpuExecutor | GpuExecutor:
     """Create the executor for the device of the decoder's weights, warmed up."""
     if not decoder.norm.is_cuda:
-        from headway.executor.cpu import TorchExecutor
+        from headway.executor.cpu import CpuExecutor
 
-        return TorchExecutor(decoder, config)
-    from headway.executor.gpu.executor import DeviceExecutor  # needs triton
+        return CpuExecutor(decoder, config)
+    from headway.executor.gpu.executor import GpuExecutor  # needs triton
     from headway.executor.gpu.memory import ADVICE
-    from headway.model.devices import explaining
+    from headway.model.devices import explain_out_of_memory
 
-    with explaining("the KV cache does not fit in GPU memory", ADVICE):
-        executor = DeviceExecutor(decoder, config)
+    with explain_out_of_memory("the KV cache does not fit in GPU memory", ADVICE):
+        executor = GpuExecutor(decoder, config)
         executor.warm_up(progress)
     return executor
 

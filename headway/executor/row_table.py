@@ -26,7 +26,7 @@ class RowTable:
         self.limits = np.zeros(num_rows, dtype=np.int64)  # maximum of `lengths`
         self.last = np.zeros(num_rows, dtype=np.int64)  # last sampled token, the next input
 
-    def seat(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         row, blocks = request.row, request.kv.blocks
         self.tables[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
@@ -50,23 +50,25 @@ class RowTable:
         slots = self.tables[rows, positions // size].astype(np.int64) * size + positions % size
         slots[lengths >= self.limits[rows]] = -1
         parts = [(self.last[rows], positions, slots)] + [self._chunk(chunk) for chunk in chunks]
-        tokens, where, homes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        tokens, all_positions, all_slots = (
+            np.concatenate(column) for column in zip(*parts, strict=True)
+        )
         counts = [1] * len(rows) + [chunk.end - chunk.start for chunk in chunks]
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
         ends = _joined(positions + 1, [chunk.end for chunk in chunks], np.int32)
-        seats = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
+        row_ids = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
         width = -(-int(ends.max(initial=1)) // size)
-        wanted = [True] * len(rows) + [chunk.is_last for chunk in chunks]
+        is_sampled = [True] * len(rows) + [chunk.is_last for chunk in chunks]
         return Batch(
             tokens_t=torch.from_numpy(tokens),
-            positions_t=torch.from_numpy(where),
-            slots_t=torch.from_numpy(homes),
-            tables_sw=torch.from_numpy(self.tables[seats, :width]),
+            positions_t=torch.from_numpy(all_positions),
+            slots_t=torch.from_numpy(all_slots),
+            tables_sw=torch.from_numpy(self.tables[row_ids, :width]),
             starts_s=torch.from_numpy(starts),
             ends_s=torch.from_numpy(ends),
             sampled_n=torch.from_numpy(
-                starts[1:][np.array(wanted, dtype=bool)].astype(np.int64) - 1
+                starts[1:][np.array(is_sampled, dtype=bool)].astype(np.int64) - 1
             ),
         )
 

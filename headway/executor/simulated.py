@@ -17,7 +17,7 @@ from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 
 
-class Timeline(Protocol):
+class VirtualTime(Protocol):
     """The part of a virtual clock that the executor uses."""
 
     def now(self) -> float: ...
@@ -37,7 +37,7 @@ class Script:
 class SimulatedHandle:
     """A plan whose end time is known."""
 
-    clock: Timeline
+    clock: VirtualTime
     result: StepResult
 
     def wait(self) -> StepResult:
@@ -49,7 +49,7 @@ class SimulatedExecutor:
     """Needs `seconds(plan)` to run a plan and `host_seconds` of host time to launch it."""
 
     def __init__(
-        self, clock: Timeline, seconds: Callable[[Plan], float], host_seconds: float = 0.0
+        self, clock: VirtualTime, seconds: Callable[[Plan], float], host_seconds: float = 0.0
     ) -> None:
         self._clock = clock
         self._seconds = seconds

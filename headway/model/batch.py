@@ -23,7 +23,7 @@ class Batch:
     sampled_n: Tensor  # int64: rows whose logits are needed
     # For backends with separate kernels for decodes, which come first in the batch. `starts_s` and
     # `ends_s` then describe only the other sequences.
-    seats_s: Tensor | None = None  # int32: row of `tables_sw` of each sequence; None: row s
+    row_ids_s: Tensor | None = None  # int32: row of `tables_sw` of each sequence; None: row s
     num_decodes: int = 0
-    sharing: int = 1  # programs per long sequence in a batch of many decodes
+    num_splits: int = 1  # programs per long sequence in a batch of many decodes
     longest: int = 0  # rows of the longest sequence that is not a decode

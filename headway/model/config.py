@@ -113,7 +113,9 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ModelError(f"{path}: cannot read this file as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path}: the JSON value is a {type(values).__name__}; it must be an object")
+        raise ModelError(
+            f"{path}: the JSON value is a {type(values).__name__}; it must be an object"
+        )
     return values
 
 
@@ -122,9 +124,9 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     fields = Fields(values, where)
     architecture = _architecture(fields)
     if values.get("hidden_act", "silu") != "silu":
-        raise fields.refuse(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
+        raise fields.error(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
     if values.get("quantization_config"):
-        raise fields.refuse("quantization_config: quantized weights are supported only as GGUF")
+        raise fields.error("quantization_config: quantized weights are supported only as GGUF")
     _refuse_window(fields, architecture)
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     has_bias = fields.flag("attention_bias") and architecture in ("llama", "qwen3")
@@ -133,7 +135,7 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=fields.count("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.count("num_key_value_heads", num_heads),
         head_dim=fields.count("head_dim", 128 if architecture == "qwen3" else hidden // num_heads),
@@ -160,7 +162,7 @@ def _architecture(fields: Fields) -> str:
     if not named and kind in tuple(ARCHITECTURES.values()):
         return str(kind)
     what = ", ".join(named) or f"model_type {kind!r}"
-    raise fields.refuse(f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}")
+    raise fields.error(f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}")
 
 
 def _refuse_window(fields: Fields, architecture: str) -> None:
@@ -171,13 +173,13 @@ def _refuse_window(fields: Fields, architecture: str) -> None:
     if architecture == "llama" or not is_stated or values.get("sliding_window", 4096) is None:
         return
     if architecture != "mistral":
-        kinds, full = values.get("layer_types"), fields.count("max_window_layers", 28, least=0)
+        kinds, full = values.get("layer_types"), fields.count("max_window_layers", 28, minimum=0)
         is_any = "sliding_attention" in kinds if isinstance(kinds, list) else full < layers
         if not fields.flag("use_sliding_window") or not is_any:
             return
     window, length = fields.count("sliding_window", 4096), fields.count("max_position_embeddings")
     if window < length:
-        raise fields.refuse(
+        raise fields.error(
             f"sliding_window {window} is below max_position_embeddings {length}: "
             "sliding-window attention is not supported yet"
         )
@@ -206,7 +208,7 @@ def from_gguf(
         vocab_size=len(vocabulary) if isinstance(vocabulary, list) else fields.count("vocab_size"),
         hidden_size=fields.count("embedding_length"),
         intermediate_size=fields.count("feed_forward_length"),
-        num_layers=fields.count("block_count", most=MAX_LAYERS),
+        num_layers=fields.count("block_count", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -226,11 +228,11 @@ def from_gguf(
 
 def _refuse_gguf(fields: Fields) -> None:
     if fields.values.get("expert_count"):
-        raise fields.refuse("mixture-of-experts models (expert_count) are not supported")
+        raise fields.error("mixture-of-experts models (expert_count) are not supported")
     length = fields.count("context_length")
-    window = fields.count("attention.sliding_window", length, least=0) or length
+    window = fields.count("attention.sliding_window", length, minimum=0) or length
     if window < length:
-        raise fields.refuse(
+        raise fields.error(
             f"attention.sliding_window {window} is below context_length {length}: "
             "sliding-window attention is not supported"
         )
@@ -239,7 +241,7 @@ def _refuse_gguf(fields: Fields) -> None:
 def _gguf_head_dim(fields: Fields, num_heads: int) -> int:
     head_dim = fields.count("attention.key_length", fields.count("embedding_length") // num_heads)
     if fields.count("attention.value_length", head_dim) != head_dim:
-        raise fields.refuse(
+        raise fields.error(
             f"attention.value_length differs from attention.key_length ({head_dim}): not supported"
         )
     return head_dim
@@ -248,10 +250,10 @@ def _gguf_head_dim(fields: Fields, num_heads: int) -> int:
 def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
     """Return the config; ModelError if its values contradict each other."""
     if config.num_heads % config.num_kv_heads:
-        raise fields.refuse(
+        raise fields.error(
             f"the number of heads, {config.num_heads}, must be a multiple of the number of "
             f"key-value heads, {config.num_kv_heads}"
         )
     if config.head_dim % 2:
-        raise fields.refuse(f"head_dim {config.head_dim} is odd; rotary embeddings need pairs")
+        raise fields.error(f"head_dim {config.head_dim} is odd; rotary embeddings need pairs")
     return config

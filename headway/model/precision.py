@@ -1,6 +1,6 @@
 """Chooses the arithmetic that a model runs in, from the user's settings or by a short benchmark.
 
-On a CPU, a type's name says nothing about its speed: half-precision floats are a hundred times
+On a CPU, a type's name says nothing about its result: half-precision floats are a hundred times
 slower than float32 on some CPUs and several times faster on others. The benchmark multiplies by the
 matrices of one layer, for one row and for many rows.
 """
@@ -18,7 +18,7 @@ import torch
 from headway.errors import ConfigError
 from headway.model.backends.base import Backend
 from headway.model.backends.native import backend as native
-from headway.model.backends.native.build import Unavailable, load
+from headway.model.backends.native.build import NativeUnavailable, load
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
@@ -36,11 +36,11 @@ ATTENTIONS = {
 FP8_SINCE = (8, 9)  # compute capability
 MANY = 32  # rows
 TRIES = 8
-HOPELESS = 4.0  # a type this many times slower than the best for one row is not tried with many
+TOO_SLOW = 4.0  # a type this many times slower than the best for one row is not tried with many
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class ProbeResult:
     """Seconds for the matrices of one layer; `many` is None if one row was too slow."""
 
     precision: str
@@ -163,33 +163,33 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
     """The reason that the native kernels cannot be used; None if they can."""
     try:
         load()
-    except Unavailable as reason:
+    except NativeUnavailable as reason:
         return str(reason)
     return native.refusal(config) if config else None
 
 
-def fastest(speeds: list[Speed]) -> str:
+def fastest(results: list[ProbeResult]) -> str:
     """The precision with the smallest total slowdown against the best, for one row and for many."""
-    whole = [speed for speed in speeds if speed.many is not None]
+    whole = [result for result in results if result.many is not None]
     one, many = min(s.one for s in whole), min(s.many for s in whole if s.many is not None)
     return min(whole, key=lambda s: s.one / one + (s.many or 0.0) / many).precision
 
 
-def probe(config: ModelConfig) -> list[Speed]:
+def probe(config: ModelConfig) -> list[ProbeResult]:
     """Benchmark the precisions on this machine; takes a fraction of a second."""
     layer = DummyCheckpoint(replace(config, num_layers=1, vocab_size=64, eos_ids=frozenset()))
     names = ["float32", "bfloat16", "float16"]
     if why_not_native(config) is None:
         names.insert(1, "int8")
-    speeds: list[Speed] = []
+    results: list[ProbeResult] = []
     best = float("inf")
     for name in names:
         multiply = _layer(layer, choose_backend(config, name))
         one = _seconds(multiply, 1)
         best = min(best, one)
-        many = None if one > HOPELESS * best else _seconds(multiply, MANY)
-        speeds.append(Speed(name, one, many))
-    return speeds
+        many = None if one > TOO_SLOW * best else _seconds(multiply, MANY)
+        results.append(ProbeResult(name, one, many))
+    return results
 
 
 def _layer(layer: DummyCheckpoint, backend: Backend) -> Callable[[int], None]:

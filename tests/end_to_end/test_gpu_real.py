@@ -61,11 +61,11 @@ class GpuTrial(Trial):
     def __init__(
         self, model: Decoder, preset: str = "headway", *, async_scheduling: int = 1, **settings: Any
     ) -> None:
-        from headway.executor.gpu.executor import DeviceExecutor  # needs triton
+        from headway.executor.gpu.executor import GpuExecutor  # needs triton
 
         itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
         self.config = fit(model.config, itemsize, preset, "400MiB", settings)
-        executor = DeviceExecutor(model, self.config)
+        executor = GpuExecutor(model, self.config)
         self.seen, self._record = Seen(), io.StringIO()
         observers = [self.seen, TraceWriter(self._record, self.config, async_scheduling)]
         self.engine = Engine(

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_hf
-from headway.model.weights.checkpoint import DummyCheckpoint, Groups, open_checkpoint
+from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix, open_checkpoint
 from headway.model.weights.gguf import read_header, read_metadata
 from headway.model.weights.gguf_checkpoint import gguf_name
 
@@ -129,7 +129,7 @@ def write_safetensors(folder: Path, values: dict[str, Any], num_shards: int = 1)
     return tensors
 
 
-def expand(groups: Groups) -> torch.Tensor:
+def expand(groups: QuantizedMatrix) -> torch.Tensor:
     """scale * q + minimum, as one matrix."""
     q = groups.q.reshape(*groups.scale.shape, 32).float()
     return (groups.scale[..., None] * q + groups.minimum[..., None]).reshape(groups.q.shape)

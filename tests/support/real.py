@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headway import Engine, Params, Scheduler, StepReport
-from headway.executor.cpu import TorchExecutor
+from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
 from headway.model.batch import Batch
 from headway.model.config import load_hf
@@ -175,7 +175,7 @@ class Trial:
     ) -> None:
         itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
         self.config = fit(model.config, itemsize, preset, "400MiB", settings)
-        executor = TorchExecutor(model, self.config)
+        executor = CpuExecutor(model, self.config)
         self.seen = Seen()
         self.engine = Engine(
             Scheduler(self.config),

@@ -16,15 +16,14 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.executor.extra import SLICE
 from headway.executor.gpu.graphs import padded_rows
-from headway.executor.gpu.mixed_pass import MAX_GRAPHS, most_rows
-from headway.executor.gpu.swap import AT_ONCE
-from headway.executor.sampling.sampler import prompt_logprobs
+from headway.executor.gpu.mixed_pass import MAX_GRAPHS, max_captured_rows
+from headway.executor.gpu.swap import MAX_STAGED_BLOCKS
+from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.batch import Batch
 from headway.model.decoder import Decoder
-from headway.model.devices import explaining, size
-from headway.model.kernels.splits import SHARINGS
+from headway.model.devices import explain_out_of_memory, size
+from headway.model.kernels.splits import SPLIT_COUNTS
 
 UNCOUNTED = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
 GRAPH = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
@@ -66,7 +65,7 @@ def num_blocks_for(decoder: Decoder, config: Config, utilization: float) -> int:
     """Blocks that fit into this fraction of GPU memory beside everything else."""
     num_tokens = config.max_num_batched_tokens
     tried = f"a step of {num_tokens} tokens does not fit in GPU memory beside the weights"
-    with explaining(tried, ADVICE):
+    with explain_out_of_memory(tried, ADVICE):
         return num_blocks_in(measure(decoder, config), utilization)
 
 
@@ -79,11 +78,14 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     step = _peak(decoder, config, config.max_num_batched_tokens, blocks)
-    captured = config.max_num_seqs, most_rows(config.max_num_seqs, config.max_num_batched_tokens)
+    captured = (
+        config.max_num_seqs,
+        max_captured_rows(config.max_num_seqs, config.max_num_batched_tokens),
+    )
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
     reserve += UNCOUNTED + graph_bytes(decoder.config.num_layers, config.max_num_seqs)
     reserve += kept_bytes(decoder, config)
-    reserve += 2 * min(AT_ONCE, config.num_host_blocks) * blocks.nbytes
+    reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the KV blocks will be one allocation
     return Budget(
         total=total,
@@ -95,17 +97,17 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     )
 
 
-def graph_bytes(num_layers: int, num_seats: int) -> int:
+def graph_bytes(num_layers: int, num_rows: int) -> int:
     """Driver memory of all graphs; decodes may have one graph per number of splits."""
-    num_decodes = len({padded_rows(count) for count in range(1, num_seats + 1)})
-    return GRAPH * num_layers * (MAX_GRAPHS + len(SHARINGS) * num_decodes)
+    num_decodes = len({padded_rows(count) for count in range(1, num_rows + 1)})
+    return GRAPH * num_layers * (MAX_GRAPHS + len(SPLIT_COUNTS) * num_decodes)
 
 
 def kept_bytes(decoder: Decoder, config: Config) -> int:
     """Bytes of the executor's buffers: hidden states of a captured pass, and block tables."""
     row = decoder.config.hidden_size * decoder.norm.element_size()
     table = 4 * -(-config.max_model_len // config.block_size)
-    hidden = most_rows(config.max_num_seqs, config.max_num_batched_tokens) * row
+    hidden = max_captured_rows(config.max_num_seqs, config.max_num_batched_tokens) * row
     return hidden + (config.max_num_seqs + 1) * table
 
 
@@ -127,7 +129,7 @@ def run_step(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) 
     hidden = decoder.forward(batch, blocks)
     logits = decoder.logits(hidden[batch.sampled_n])
     edited = logits.to(torch.float32, copy=True)
-    prompt_logprobs(logits[batch.sampled_n], edited.argmax(-1), 1)
+    compute_logprobs(logits[batch.sampled_n], edited.argmax(-1), 1)
 
 
 def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
@@ -144,6 +146,6 @@ def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
         starts_s=starts.to(device),
         ends_s=lengths.to(device),
         sampled_n=torch.arange(min(max(config.max_num_seqs, SLICE), num_tokens), device=device),
-        seats_s=torch.zeros(len(lengths), dtype=torch.int32, device=device),
+        row_ids_s=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         longest=longest,
     )

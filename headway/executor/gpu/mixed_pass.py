@@ -25,59 +25,59 @@ from headway.model.batch import Batch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.rows import start
-from headway.model.kernels.splits import MANY, SHARINGS, num_splits_of
+from headway.model.kernels.splits import MANY, SPLIT_COUNTS, choose_num_splits
 from headway.plan import Chunk, Rows
 
 MAX_TOKENS = 8192  # of a captured pass
 MAX_GRAPHS = 192
-# Sizes are rounded up to multiples of these, because a few more rows take hardly longer. A pass
-# with few decodes is rounded less: their attention is split further, and they may be long.
+# Sizes are round_up up to multiples of these, because a few more rows take hardly longer. A pass
+# with few decodes is round_up less: their attention is split further, and they may be long.
 MIN_DECODES, MIN_TOKENS, FEW_DECODES = 32, 64, 8
 # For one layer: seconds that the host takes to launch or capture its kernels, and the device's
 # operations per second by bytes per number. Approximate figures of an H200 and its host.
 CAPTURE, RATES = 0.7e-3, {2: 4e14, 4: 4e13}
 
 
-class Size(NamedTuple):
+class PassSize(NamedTuple):
     """The size of a pass; it decides which kernels run."""
 
     decodes: int
     tokens: int  # prompt tokens
     chunks: int
-    sharing: int = 1  # see Batch.num_splits
+    num_splits: int = 1  # see Batch.num_splits
 
     @property
     def num_rows(self) -> int:
         return self.decodes + self.tokens
 
-    def holds(self, other: Size) -> bool:
+    def holds(self, other: PassSize) -> bool:
         """Whether a pass of the other size can run in this one, with more padding.
 
         The number of decodes must be equal: it decides how attention is split.
         """
-        is_alike = (self.decodes, self.sharing) == (other.decodes, other.sharing)
+        is_alike = (self.decodes, self.num_splits) == (other.decodes, other.num_splits)
         return is_alike and self.tokens >= other.tokens > 0 and self.chunks >= other.chunks
 
 
-class Inputs(NamedTuple):
-    """Inputs of a pass that the host sends. Decodes come first."""
+class PassInputs(NamedTuple):
+    """PassInputs of a pass that the host sends. Decodes come first."""
 
     longs: Tensor  # int64 [3, T]: tokens, positions, slots
     ints: Tensor  # int32 [3, S + 1]: row ids; starts of the chunks; ends of the chunks
 
     @staticmethod
-    def room(size: Size, device: torch.device) -> Inputs:
+    def allocate(size: PassSize, device: torch.device) -> PassInputs:
         longs = torch.zeros((3, size.decodes + size.tokens), dtype=torch.int64, device=device)
         width = size.decodes + size.chunks + 1
-        return Inputs(longs, torch.zeros((3, width), dtype=torch.int32, device=device))
+        return PassInputs(longs, torch.zeros((3, width), dtype=torch.int32, device=device))
 
-    def of(self, size: Size) -> Inputs:
+    def view_for(self, size: PassSize) -> PassInputs:
         """The part of the buffers that a pass of this size reads."""
         num_tokens, num_sequences = size.decodes + size.tokens, size.decodes + size.chunks
-        return Inputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
+        return PassInputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
 
 
-class Found(NamedTuple):
+class PassOutput(NamedTuple):
     """Hidden states of a pass: decodes, padding, then chunks."""
 
     hidden: Tensor
@@ -93,75 +93,81 @@ class MixedPass:
         decoder: Decoder,
         blocks: Tensor,
         rows: RowTable,
-        seats: DeviceRowState,
+        state: DeviceRowState,
         max_tokens: int,
     ) -> None:
-        self.decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
-        num_seats, self._most_tokens = len(rows.lengths), min(max_tokens, MAX_TOKENS)
-        self._largest = rounded_up(Size(num_seats, self._most_tokens, num_seats))
-        self._room = Inputs.room(self._largest, blocks.device)
+        self.decoder, self._blocks, self._rows, self._state = decoder, blocks, rows, state
+        num_rows, self._most_tokens = len(rows.lengths), min(max_tokens, MAX_TOKENS)
+        self._largest = round_up_size(PassSize(num_rows, self._most_tokens, num_rows))
+        self._inputs = PassInputs.allocate(self._largest, blocks.device)
         width = decoder.config.hidden_size
-        self._hidden = decoder.norm.new_empty((most_rows(num_seats, max_tokens), width))
+        self._hidden = decoder.norm.new_empty((max_captured_rows(num_rows, max_tokens), width))
         self.graphs = Graphs(self._step, blocks.device, MAX_GRAPHS)
-        self._seen: set[Size] = set()
+        self._seen: set[PassSize] = set()
         self._is_full = False  # no memory is left for more graphs
         self._worth = worth_a_capture(decoder)
-        self._lost: Counter[Size] = Counter()  # padding rows computed in larger graphs, by size
+        self._lost: Counter[PassSize] = Counter()  # padding rows computed in larger graphs, by size
 
     def warm_up(self) -> None:
         """Run passes of padding only, so that their kernels are loaded.
 
         The largest pass is captured, so that later captures find enough memory in the pool.
         """
-        if self.decoder.backend.fills_up:
+        if self.decoder.backend.supports_padding:
             self.try_sizes()
-            with self._room_for_graphs():
+            with self._tolerate_no_memory():
                 self.graphs.capture(self._largest)
                 self.graphs.run(self._largest)
 
     def try_sizes(self) -> None:
         """Run a pass of padding for each combination of kernels; the largest comes last."""
-        if not self.decoder.backend.fills_up:
+        if not self.decoder.backend.supports_padding:
             return
-        num_seats, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
-        for decodes in sorted({rounded_decodes(count) for count in range(num_seats + 1)}):
-            for sharing in SHARINGS if decodes * num_heads >= MANY else SHARINGS[:1]:
-                self._try(Size(decodes, MIN_TOKENS, 1, sharing))
+        num_rows, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
+        for decodes in sorted({round_up_decodes(count) for count in range(num_rows + 1)}):
+            for num_splits in SPLIT_COUNTS if decodes * num_heads >= MANY else SPLIT_COUNTS[:1]:
+                self._try(PassSize(decodes, MIN_TOKENS, 1, num_splits))
                 if decodes:
-                    self._try(Size(decodes, 0, 0, sharing))
+                    self._try(PassSize(decodes, 0, 0, num_splits))
         self._try(self._largest)
 
-    def _try(self, size: Size) -> None:
-        self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
+    def _try(self, size: PassSize) -> None:
+        self._send(np.zeros(0, dtype=np.intp), [], size, self._inputs.view_for(size))
         self._step(*size)
 
-    def run(self, rows: Rows, chunks: list[Chunk]) -> Found:
+    def run(self, rows: Rows, chunks: list[Chunk]) -> PassOutput:
         """Run all decodes and chunks, and advance the rows' lengths on the device."""
         num_tokens = sum(each.end - each.start for each in chunks)
-        size = Size(len(rows), num_tokens, len(chunks))
+        size = PassSize(len(rows), num_tokens, len(chunks))
         fits = size.decodes + size.tokens <= self._most_tokens
-        is_small = fits and self.decoder.backend.fills_up
+        is_small = fits and self.decoder.backend.supports_padding
         if is_small:
-            size = rounded_up(size)
+            size = round_up_size(size)
         num_heads, lengths = self.decoder.config.num_kv_heads, self._rows.lengths[rows]
-        size = size._replace(sharing=num_splits_of(size.decodes * num_heads, lengths, num_heads))
+        size = size._replace(
+            num_splits=choose_num_splits(size.decodes * num_heads, lengths, num_heads)
+        )
         if is_small:
             size = self._fitting(size)
-        inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
+        inputs = (
+            self._inputs.view_for(size)
+            if is_small
+            else PassInputs.allocate(size, self._blocks.device)
+        )
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
-            return Found(self._forward(size, inputs), sampled, size.decodes)
+            return PassOutput(self._forward(size, inputs), sampled, size.decodes)
         self._run(size)
-        return Found(self._hidden[: size.num_rows], sampled, size.decodes)
+        return PassOutput(self._hidden[: size.num_rows], sampled, size.decodes)
 
-    def _fitting(self, size: Size) -> Size:
+    def _fitting(self, size: PassSize) -> PassSize:
         """Return the pass's own size, or that of a larger graph while padding costs less.
 
         Padding that a capture could hardly ever pay back is not counted.
         """
         if size in self.graphs:
             return size
-        captured = [each for each in self.graphs if isinstance(each, Size) and each.holds(size)]
+        captured = [each for each in self.graphs if isinstance(each, PassSize) and each.holds(size)]
         larger = [each for each in captured if each.num_rows < self._worth / 2]
         if not larger:
             return size
@@ -180,9 +186,9 @@ class MixedPass:
         finally:
             self._worth = worth
 
-    def _run(self, size: Size) -> None:
+    def _run(self, size: PassSize) -> None:
         if size in self._seen and size not in self.graphs and not self._is_full:
-            with self._room_for_graphs():
+            with self._tolerate_no_memory():
                 self.graphs.capture(size)
                 self.graphs.run(size)
                 del self._lost[size]  # the graph may be evicted and the size may come again
@@ -191,7 +197,7 @@ class MixedPass:
         self._seen.add(size)
 
     @contextmanager
-    def _room_for_graphs(self) -> Iterator[None]:
+    def _tolerate_no_memory(self) -> Iterator[None]:
         """Guard a capture: if it runs out of memory, go on without further captures."""
         try:
             yield
@@ -200,9 +206,9 @@ class MixedPass:
                 raise
             self._is_full = True
 
-    def _send(self, rows: Rows, chunks: list[Chunk], size: Size, inputs: Inputs) -> Tensor:
+    def _send(self, rows: Rows, chunks: list[Chunk], size: PassSize, inputs: PassInputs) -> Tensor:
         """Send all inputs except those that decodes read from their rows; return rows to sample."""
-        batch, spare = self._rows.batch(rows[:0], chunks), self._seats.spare
+        batch, spare = self._rows.batch(rows[:0], chunks), self._state.spare
         columns = (batch.tokens_t, batch.positions_t, batch.slots_t)
         longs = np.zeros((3, size.tokens), dtype=np.int64)
         longs[2] = -1  # padding is not stored
@@ -222,23 +228,23 @@ class MixedPass:
         return sent[longs.size :]
 
     def _step(self, *numbers: int) -> None:
-        size = Size(*numbers)
-        hidden = self._forward(size, self._room.of(size))
+        size = PassSize(*numbers)
+        hidden = self._forward(size, self._inputs.view_for(size))
         self._hidden[: len(hidden)] = hidden
 
-    def _forward(self, size: Size, inputs: Inputs) -> Tensor:
+    def _forward(self, size: PassSize, inputs: PassInputs) -> Tensor:
         tokens, positions, slots = inputs.longs
-        seats_s, starts_s, ends_s = inputs.ints
-        count, seats = size.decodes, self._seats.tensors
+        row_ids_s, starts_s, ends_s = inputs.ints
+        count, state = size.decodes, self._state.tensors
         start(
-            seats_s[:count], seats, self._rows.block_size,
+            row_ids_s[:count], state, self._rows.block_size,
             tokens[:count], positions[:count], slots[:count],
         )  # fmt: skip
         batch = Batch(
-            tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=seats.tables,
-            seats_s=seats_s[:-1], starts_s=starts_s[: size.chunks + 1],
+            tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=state.tables,
+            row_ids_s=row_ids_s[:-1], starts_s=starts_s[: size.chunks + 1],
             ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,
-            sharing=size.sharing, longest=size.tokens,
+            num_splits=size.num_splits, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
 
@@ -249,27 +255,27 @@ def worth_a_capture(decoder: Decoder) -> float:
     return CAPTURE * decoder.config.num_layers * RATES[width] / (2 * decoder.num_bytes / width)
 
 
-def most_rows(num_seats: int, max_tokens: int) -> int:
+def max_captured_rows(num_rows: int, max_tokens: int) -> int:
     """The maximum number of rows of a captured pass."""
-    largest = rounded_up(Size(num_seats, min(max_tokens, MAX_TOKENS), 1))
+    largest = round_up_size(PassSize(num_rows, min(max_tokens, MAX_TOKENS), 1))
     return largest.decodes + largest.tokens
 
 
-def rounded_up(size: Size) -> Size:
+def round_up_size(size: PassSize) -> PassSize:
     """Round a size up, so that few sizes occur. A padding chunk costs almost nothing."""
-    return Size(
-        rounded_decodes(size.decodes),
-        rounded(size.tokens, MIN_TOKENS, 8),
+    return PassSize(
+        round_up_decodes(size.decodes),
+        round_up(size.tokens, MIN_TOKENS, 8),
         4 ** -(-(size.chunks - 1).bit_length() // 2) if size.chunks else 0,
-        size.sharing,
+        size.num_splits,
     )
 
 
-def rounded_decodes(count: int) -> int:
-    return rounded(count, FEW_DECODES if count <= FEW_DECODES else MIN_DECODES, 2)
+def round_up_decodes(count: int) -> int:
+    return round_up(count, FEW_DECODES if count <= FEW_DECODES else MIN_DECODES, 2)
 
 
-def rounded(count: int, least: int, num_steps: int) -> int:
+def round_up(count: int, least: int, num_steps: int) -> int:
     """Round up to a multiple of `least`, or to one of `num_steps` sizes per power of 2."""
     power = 1 << max(count - 1, 0).bit_length()
     step = max(least, power // (2 * num_steps))

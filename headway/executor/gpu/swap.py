@@ -20,19 +20,19 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.executor.gpu.row_state import upload
 from headway.model.devices import size
-from headway.model.kernels.blocks import put_back, set_aside
+from headway.model.kernels.blocks import gather_blocks, scatter_blocks
 from headway.plan import Copy, Plan
 
-AT_ONCE = 128  # blocks in a staging buffer
+MAX_STAGED_BLOCKS = 128  # blocks in a staging buffer
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 @dataclass(slots=True, eq=False)
-class Room:
+class StagingBuffer:
     """Device memory for blocks between device and host."""
 
     blocks: Tensor
-    left: torch.cuda.Event | None = None  # recorded when the buffer can be reused
+    reusable: torch.cuda.Event | None = None  # recorded when the buffer can be reused
 
 
 class Swapper:
@@ -43,8 +43,8 @@ class Swapper:
         self.is_cuda = device_blocks.is_cuda
         shape = device_blocks.shape[1:]
         self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=device_blocks.dtype)
-        most = min(AT_ONCE, num_host_blocks)
-        self._rooms = [Room(device_blocks.new_empty((most, *shape))) for _ in "ab"]
+        max_staged = min(MAX_STAGED_BLOCKS, num_host_blocks)
+        self._buffers = [StagingBuffer(device_blocks.new_empty((max_staged, *shape))) for _ in "ab"]
         self._stream = torch.cuda.Stream() if self.is_cuda else None  # type: ignore[no-untyped-call]
         if self._stream is not None and num_host_blocks:
             _pin(self.host_blocks)
@@ -52,57 +52,60 @@ class Swapper:
 
     def run(self, plan: Plan) -> None:
         """Start a plan's copies. Work launched later on this stream sees their result."""
-        for copies, carry in ((plan.copies_out, self._out), (plan.copies_in, self._in)):
-            for first in range(0, len(copies), AT_ONCE):
-                carry(copies[first : first + AT_ONCE])
+        for copies, copy_blocks in (
+            (plan.copies_out, self._swap_out),
+            (plan.copies_in, self._swap_in),
+        ):
+            for first in range(0, len(copies), MAX_STAGED_BLOCKS):
+                copy_blocks(copies[first : first + MAX_STAGED_BLOCKS])
 
     def finish(self) -> None:
         """Wait until all copies to the host are done; a plan's result does not wait for them."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _out(self, copies: list[Copy]) -> None:
-        room, numbers = self._next_room(), self._numbers([copy.source for copy in copies])
-        self._wait_for(room)
-        set_aside(self.device_blocks, numbers, room.blocks)
+    def _swap_out(self, copies: list[Copy]) -> None:
+        buffer, numbers = self._next_buffer(), self._block_numbers([copy.source for copy in copies])
+        self._wait_for(buffer)
+        gather_blocks(self.device_blocks, numbers, buffer.blocks)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with self._beside():
-            for copy, block in zip(copies, room.blocks, strict=False):
+        with self._on_copy_stream():
+            for copy, block in zip(copies, buffer.blocks, strict=False):
                 self.host_blocks[copy.target].copy_(block, non_blocking=True)
-            self._leave(room)
+            self._mark_reusable(buffer)
 
-    def _in(self, copies: list[Copy]) -> None:
-        room, numbers = self._next_room(), self._numbers([copy.target for copy in copies])
-        with self._beside():
-            self._wait_for(room)
-            for copy, block in zip(copies, room.blocks, strict=False):
+    def _swap_in(self, copies: list[Copy]) -> None:
+        buffer, numbers = self._next_buffer(), self._block_numbers([copy.target for copy in copies])
+        with self._on_copy_stream():
+            self._wait_for(buffer)
+            for copy, block in zip(copies, buffer.blocks, strict=False):
                 block.copy_(self.host_blocks[copy.source], non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        put_back(room.blocks, numbers, self.device_blocks)
-        self._leave(room)
+        scatter_blocks(buffer.blocks, numbers, self.device_blocks)
+        self._mark_reusable(buffer)
 
-    def _numbers(self, blocks: list[int]) -> Tensor:
+    def _block_numbers(self, blocks: list[int]) -> Tensor:
         return upload(np.array(blocks), self.device_blocks.device)
 
-    def _beside(self) -> AbstractContextManager[object]:
+    def _on_copy_stream(self) -> AbstractContextManager[object]:
         """Use the copy stream. Without CUDA, everything runs in order."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _next_room(self) -> Room:
-        self._rooms.reverse()
-        return self._rooms[0]
+    def _next_buffer(self) -> StagingBuffer:
+        self._buffers.reverse()
+        return self._buffers[0]
 
-    def _wait_for(self, room: Room) -> None:
+    def _wait_for(self, buffer: StagingBuffer) -> None:
         """Make the current stream wait until the buffer can be reused."""
-        if room.left is not None:
-            torch.cuda.current_stream().wait_event(room.left)
+        if buffer.reusable is not None:
+            torch.cuda.current_stream().wait_event(buffer.reusable)
 
-    def _leave(self, room: Room) -> None:
+    def _mark_reusable(self, buffer: StagingBuffer) -> None:
         """Mark the buffer as reusable after the current stream's work so far."""
         if self.is_cuda:
-            room.left = torch.cuda.current_stream().record_event()
+            buffer.reusable = torch.cuda.current_stream().record_event()
 
 
 def _pin(blocks: Tensor) -> None:

@@ -33,7 +33,7 @@ class Timed(Executor, Protocol):
     def now(self) -> Callable[[], float]: ...
 
 
-class SwapTimes(NamedTuple):
+class SwapCost(NamedTuple):
     """Costs of swapping and recomputing, as the swap rule `cheaper` takes them. In seconds."""
 
     copy: float  # per token, one way
@@ -42,11 +42,11 @@ class SwapTimes(NamedTuple):
     pair: float  # per token and earlier token (attention)
 
 
-def measured(executor: Timed, config: Config) -> SwapTimes:
+def measured(executor: Timed, config: Config) -> SwapCost:
     """Measure this executor; the config must have host blocks."""
     copy, start = _copying(executor, config)
     compute, pair, hidden = _computing(executor, config)
-    return SwapTimes(copy=copy, compute=compute, start=start + hidden / 2, pair=pair)
+    return SwapCost(copy=copy, compute=compute, start=start + hidden / 2, pair=pair)
 
 
 def _copying(executor: Timed, config: Config) -> list[float]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from headway.sampling_params import COLDEST
 
-Seats = npt.NDArray[Any]  # of dtype SEAT
-SEAT = np.dtype(
+SamplingSettings = npt.NDArray[Any]  # of dtype SETTINGS_DTYPE
+SETTINGS_DTYPE = np.dtype(
     [
         ("temperature", "f4"),
         ("top_k", "i8"),  # 0: off
@@ -29,7 +29,7 @@ SEAT = np.dtype(
         ("seed", "u8"),
         ("num_generated", "u8"),
         ("num_logprobs", "i8"),  # -1: none
-        ("has_edits", "?"),
+        ("has_processor", "?"),
     ]
 )
 WEIGHT = 2.0**40  # integer weight of probability 1: exact in float32, and sums fit in an int64
@@ -38,17 +38,17 @@ FIRST_TOP = 64  # number of most probable tokens that top_p looks at first
 TOP_GROWTH = 8
 
 
-def choose(logits_nv: Tensor, seats: Seats) -> Tensor:
+def choose(logits_nv: Tensor, settings: SamplingSettings) -> Tensor:
     """Choose the most probable token of a greedy row, and draw one for any other row. [n] int64."""
-    is_greedy = seats["temperature"] < COLDEST
+    is_greedy = settings["temperature"] < COLDEST
     if is_greedy.all():
         return _argmax(logits_nv)
     if not is_greedy.any():
-        return _draw(logits_nv, seats)
-    chosen_n = torch.empty(len(seats), dtype=torch.int64, device=logits_nv.device)
+        return _draw(logits_nv, settings)
+    chosen_n = torch.empty(len(settings), dtype=torch.int64, device=logits_nv.device)
     greedy, random = (index(np.flatnonzero(mask), chosen_n) for mask in (is_greedy, ~is_greedy))
     chosen_n[greedy] = _argmax(logits_nv[greedy])
-    chosen_n[random] = _draw(logits_nv[random], seats[~is_greedy])
+    chosen_n[random] = _draw(logits_nv[random], settings[~is_greedy])
     return chosen_n
 
 
@@ -74,35 +74,35 @@ def _argmax(logits_nv: Tensor) -> Tensor:
     return logits_nv.argmax(-1)
 
 
-def _draw(logits_nv: Tensor, seats: Seats) -> Tensor:
-    chance = uniforms(seats["seed"], seats["num_generated"])
-    chosen_n = torch.empty(len(seats), dtype=torch.int64, device=logits_nv.device)
+def _draw(logits_nv: Tensor, settings: SamplingSettings) -> Tensor:
+    chance = uniforms(settings["seed"], settings["num_generated"])
+    chosen_n = torch.empty(len(settings), dtype=torch.int64, device=logits_nv.device)
     for part in parts(logits_nv):
-        heat_n1 = _column(seats["temperature"][part], logits_nv)
+        heat_n1 = _column(settings["temperature"][part], logits_nv)
         probs_nv = (logits_nv[part] / heat_n1).softmax(-1)
-        chosen_n[part] = _draw_part(probs_nv, seats[part], _column(chance[part], logits_nv))
+        chosen_n[part] = _draw_part(probs_nv, settings[part], _column(chance[part], logits_nv))
     return chosen_n
 
 
-def _draw_part(probs_nv: Tensor, seats: Seats, chance_n1: Tensor) -> Tensor:
-    is_cut = (seats["top_k"] > 0) | (seats["top_p"] < 1) | (seats["min_p"] > 0)
+def _draw_part(probs_nv: Tensor, settings: SamplingSettings, chance_n1: Tensor) -> Tensor:
+    is_cut = (settings["top_k"] > 0) | (settings["top_p"] < 1) | (settings["min_p"] > 0)
     if is_cut.all():
-        return _draw_cut(probs_nv, seats, chance_n1)
+        return _draw_cut(probs_nv, settings, chance_n1)
     chosen_n = pick(_weights(probs_nv), chance_n1)[:, 0]
     if is_cut.any():
         at = index(np.flatnonzero(is_cut), probs_nv)
-        chosen_n[at] = _draw_cut(probs_nv[at], seats[is_cut], chance_n1[at])
+        chosen_n[at] = _draw_cut(probs_nv[at], settings[is_cut], chance_n1[at])
     return chosen_n
 
 
-def _draw_cut(probs_nv: Tensor, seats: Seats, chance_n1: Tensor) -> Tensor:
+def _draw_cut(probs_nv: Tensor, settings: SamplingSettings, chance_n1: Tensor) -> Tensor:
     """Draw from rows that top_k, top_p or min_p restrict to their most probable tokens."""
-    chosen_n = torch.empty(len(seats), dtype=torch.int64, device=probs_nv.device)
-    num_top, left = max(FIRST_TOP, int(seats["top_k"].max()) + 1), np.arange(len(seats))
+    chosen_n = torch.empty(len(settings), dtype=torch.int64, device=probs_nv.device)
+    num_top, left = max(FIRST_TOP, int(settings["top_k"].max()) + 1), np.arange(len(settings))
     while left.size:
         at = index(left, probs_nv)
         best_nk, tokens_nk = probs_nv[at].topk(min(num_top, probs_nv.shape[-1]), -1)
-        weights_nk, is_whole_n = _kept(best_nk, seats[left])
+        weights_nk, is_whole_n = _kept(best_nk, settings[left])
         if num_top >= probs_nv.shape[-1]:
             is_whole_n.fill_(True)
         tokens_nk, order_nk = tokens_nk.sort(-1)  # topk's order of equal tokens is not defined
@@ -112,23 +112,23 @@ def _draw_cut(probs_nv: Tensor, seats: Seats, chance_n1: Tensor) -> Tensor:
     return chosen_n
 
 
-def _kept(best_nk: Tensor, seats: Seats) -> tuple[Tensor, Tensor]:
+def _kept(best_nk: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
     """Weights of the tokens that min_p, top_k and then top_p keep, and whether k covers them all.
 
     Tokens as probable as the least probable kept token are kept too.
     """
-    top_k_n1, top_p_n1 = _column(seats["top_k"], best_nk), _column(seats["top_p"], best_nk)
+    top_k_n1, top_p_n1 = _column(settings["top_k"], best_nk), _column(settings["top_p"], best_nk)
     kth_n1 = best_nk.gather(1, (top_k_n1 - 1).clamp_(min=0)) * (top_k_n1 > 0)
-    floors_n1 = torch.maximum(best_nk[:, :1] * _column(seats["min_p"], best_nk), kth_n1)
-    weights_nk = _weights(best_nk).masked_fill_(best_nk < floors_n1, 0)
+    thresholds_n1 = torch.maximum(best_nk[:, :1] * _column(settings["min_p"], best_nk), kth_n1)
+    weights_nk = _weights(best_nk).masked_fill_(best_nk < thresholds_n1, 0)
     reach_nk = weights_nk.cumsum(-1)
     # With top_p alone the total is known, so the tokens beyond the k best are not needed.
-    has_floor_n1 = _column((seats["top_k"] > 0) | (seats["min_p"] > 0), best_nk)
-    is_whole_n1 = ~has_floor_n1 | (weights_nk[:, -1:] == 0)
-    totals_n1 = torch.where(has_floor_n1, reach_nk[:, -1:], int(WEIGHT))
+    has_threshold_n1 = _column((settings["top_k"] > 0) | (settings["min_p"] > 0), best_nk)
+    is_whole_n1 = ~has_threshold_n1 | (weights_nk[:, -1:] == 0)
+    totals_n1 = torch.where(has_threshold_n1, reach_nk[:, -1:], int(WEIGHT))
     ends_n1 = torch.searchsorted(reach_nk, (totals_n1 * top_p_n1).long())
-    floors_n1 = best_nk.gather(1, ends_n1.clamp_(max=best_nk.shape[-1] - 1))
-    weights_nk.masked_fill_(best_nk < floors_n1, 0)
+    thresholds_n1 = best_nk.gather(1, ends_n1.clamp_(max=best_nk.shape[-1] - 1))
+    weights_nk.masked_fill_(best_nk < thresholds_n1, 0)
     return weights_nk, (is_whole_n1 & (weights_nk[:, -1:] == 0))[:, 0]
 
 

@@ -27,25 +27,25 @@ MAX_ENCODED = 1000  # characters of required text that the model's tokenizer enc
 NUM_PROBE_STEPS = 16  # tokens for which a grammar is tried before its request is accepted
 
 
-class Spelled(Protocol):
+class TokenBytes(Protocol):
     """A token's bytes."""
 
     @property
     def spelled(self) -> bytes: ...
 
 
-class Speller(Protocol):
+class GrammarTokenizer(Protocol):
     """The part of a tokenizer that grammars need."""
 
     special_ids: frozenset[int]
 
     def encode(self, text: str, *, special: bool = True) -> list[int]: ...
 
-    def spell(self, id: int) -> Spelled: ...
+    def spell(self, id: int) -> TokenBytes: ...
 
 
 @dataclass(frozen=True, slots=True)
-class ReadGrammar(Grammar):
+class CompiledGrammar(Grammar):
     """A compiled grammar: a matcher at the start of an output, which is only ever copied."""
 
     first: LLMatcher = field(compare=False, repr=False)
@@ -63,18 +63,20 @@ class Matchers:
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
-        self._speller: Speller | None = None
+        self._tokenizer: GrammarTokenizer | None = None
         self._eos_ids: Collection[int] = ()
         self._vocabulary: LLTokenizer | None = None
         self._checker: GrammarChecker | None = None  # made with the vocabulary
-        self._kept: OrderedDict[Grammar, ReadGrammar] = OrderedDict()  # least recently used first
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = (
+            OrderedDict()
+        )  # least recently used first
         self._keeping = threading.Lock()  # held briefly
         self._spelling = threading.Lock()  # held while the vocabulary is read
 
-    def use(self, speller: Speller | None, eos_ids: Collection[int]) -> None:
+    def use(self, tokenizer: GrammarTokenizer | None, eos_ids: Collection[int]) -> None:
         """Set the model's tokenizer; without one no grammar can be compiled."""
         with self._spelling, self._keeping:
-            self._speller, self._eos_ids = speller, eos_ids
+            self._tokenizer, self._eos_ids = tokenizer, eos_ids
             self._vocabulary = self._checker = None
             self._kept.clear()
 
@@ -103,13 +105,13 @@ class Matchers:
         refuse(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
         return _with(params, sampling, self.read(sampling.grammar))
 
-    def read(self, grammar: Grammar) -> ReadGrammar:
+    def read(self, grammar: Grammar) -> CompiledGrammar:
         """Return a compiled grammar; its matcher reports a mistake in it by itself."""
         if (found := self._find(grammar)) is not None:
             return found
         return self._compiled(Grammar(grammar.kind, grammar.text))
 
-    def renew(self, used: ReadGrammar) -> ReadGrammar:
+    def renew(self, used: CompiledGrammar) -> CompiledGrammar:
         """Return the grammar with a lexer that no request has filled.
 
         All matchers of a grammar share a lexer, whose states are limited and are never freed.
@@ -119,14 +121,14 @@ class Matchers:
             kept = self._kept.get(plain)
         return self._compiled(plain) if kept is None or kept.first is used.first else kept
 
-    def _compiled(self, grammar: Grammar) -> ReadGrammar:
+    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
         limits = LLParserLimits(**grammar.limits)
         first = LLMatcher(self._read_vocabulary(), grammar.source, log_level=0, limits=limits)
         copy = first.deep_copy()
         mask = b"" if copy.is_error() else copy.compute_bitmask()  # the slowest mask of all
-        found = ReadGrammar(grammar.kind, grammar.text, first, b"" if copy.is_error() else mask)
+        found = CompiledGrammar(grammar.kind, grammar.text, first, b"" if copy.is_error() else mask)
         with self._keeping:
             self._kept[grammar] = found
             self._kept.move_to_end(grammar)
@@ -134,9 +136,9 @@ class Matchers:
                 self._kept.popitem(last=False)
         return found
 
-    def _find(self, grammar: Grammar) -> ReadGrammar | None:
+    def _find(self, grammar: Grammar) -> CompiledGrammar | None:
         """Return the grammar if it was compiled before."""
-        if isinstance(grammar, ReadGrammar):
+        if isinstance(grammar, CompiledGrammar):
             return grammar
         with self._keeping:
             found = self._kept.get(grammar)
@@ -147,7 +149,7 @@ class Matchers:
     def _read_vocabulary(self) -> LLTokenizer:
         with self._spelling:
             if self._vocabulary is None:
-                form = _form(self._speller, self.vocab_size, self._eos_ids)
+                form = _form(self._tokenizer, self.vocab_size, self._eos_ids)
                 self._vocabulary = form.trie
                 self._checker = GrammarChecker(form.vocabulary, num_steps=NUM_PROBE_STEPS)
             return self._vocabulary
@@ -158,33 +160,35 @@ class Matchers:
         return self._checker
 
 
-def _with(params: Params, sampling: Sampling, grammar: ReadGrammar) -> Params:
+def _with(params: Params, sampling: Sampling, grammar: CompiledGrammar) -> Params:
     return replace(params, sampling=replace(sampling, grammar=grammar))
 
 
-def _form(speller: Speller | None, vocab_size: int, eos_ids: Collection[int]) -> _Form:
+def _form(
+    tokenizer: GrammarTokenizer | None, vocab_size: int, eos_ids: Collection[int]
+) -> _LLTokenizerAdapter:
     """Adapt a tokenizer to llguidance; ValueError without a tokenizer or an end token."""
-    if speller is None:
+    if tokenizer is None:
         raise ValueError("this model has no tokenizer; a grammar needs one")
     ends = sorted(token for token in eos_ids if 0 <= token < vocab_size)
     if not ends:
         raise ValueError("this model has no end token (eos_token_id); a grammar needs one")
-    return _Form(speller, vocab_size, ends)
+    return _LLTokenizerAdapter(tokenizer, vocab_size, ends)
 
 
-class _Form:
+class _LLTokenizerAdapter:
     """A tokenizer with the interface that llguidance expects."""
 
     bos_token_id = None
 
-    def __init__(self, speller: Speller, vocab_size: int, ends: list[int]) -> None:
+    def __init__(self, tokenizer: GrammarTokenizer, vocab_size: int, ends: list[int]) -> None:
         from llguidance import LLTokenizer, TokenizerWrapper
 
-        self._speller = speller
+        self._tokenizer = tokenizer
         self._trie: LLTokenizer | None = None
         self.eos_token_id = ends[0]
-        self.special_token_ids = sorted({*speller.special_ids, *ends})
-        self.tokens = [speller.spell(id).spelled for id in range(vocab_size)]
+        self.special_token_ids = sorted({*tokenizer.special_ids, *ends})
+        self.tokens = [tokenizer.spell(id).spelled for id in range(vocab_size)]
         self.vocabulary = Vocabulary(self.tokens, self.special_token_ids, ends)
         self.trie = LLTokenizer(TokenizerWrapper(self), n_vocab=vocab_size, eos_token=ends)
         self._trie = self.trie
@@ -195,10 +199,10 @@ class _Form:
         if self._trie is not None and len(text) > MAX_ENCODED:  # called again for every token
             rest = self._trie.greedy_tokenize(text[MAX_ENCODED:])
             return self(text[:MAX_ENCODED]) + rest
-        found = self._speller.encode(text, special=False)
+        found = self._tokenizer.encode(text, special=False)
         # In a grammar, the text of a special token is not that token, and a tokenizer may add a
         # space before a text. In both cases any tokens that spell the text will do.
         is_text = b"".join(self.tokens[id] for id in found) == text.encode()
-        if self._trie is None or (is_text and self._speller.special_ids.isdisjoint(found)):
+        if self._trie is None or (is_text and self._tokenizer.special_ids.isdisjoint(found)):
             return found
         return self._trie.greedy_tokenize(text)

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from headway.errors import InvalidRequest
-from headway.executor.sampling.draw import SEAT, Seats, choose, index, parts
+from headway.executor.sampling.draw import SETTINGS_DTYPE, SamplingSettings, choose, index
 from headway.executor.sampling.grammar import Grammars
+from headway.executor.sampling.logprobs import compute_logprobs
 from headway.plan import Rows
 from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs
@@ -39,14 +40,14 @@ class Sampler:
     ) -> None:
         """`choose` draws the tokens of rows from logits [n, v]; None for draw.py."""
         self.vocab_size = vocab_size
-        self._choose = choose or self._choose_by_seat
+        self._choose = choose or self._choose_by_settings
         self.device = torch.device(device)
-        self.seats: Seats = np.zeros(num_rows, dtype=SEAT)
-        self.edits: dict[int, Edits] = {}  # by row, of the requests that need one
+        self.settings: SamplingSettings = np.zeros(num_rows, dtype=SETTINGS_DTYPE)
+        self.processors: dict[int, LogitsProcessor] = {}  # by row, of the requests that need one
         self.grammars = Grammars(vocab_size)
         self.logprobs: dict[int, TokenLogprobs] = {}
 
-    def seat(self, row: int, request: Request, tokens: Sequence[int]) -> None:
+    def add_request(self, row: int, request: Request, tokens: Sequence[int]) -> None:
         """Assign a row to a request whose known `tokens` are its prompt and output so far."""
         sampling = request.params.sampling
         if sampling is None:
@@ -56,12 +57,12 @@ class Sampler:
                 f"request {request.id!r}: sampling is {sampling!r}; it must be a Sampling or None"
             )
         num_generated = len(tokens) - request.num_prompt
-        self.edits.pop(row, None)
-        edits = Edits(request, sampling, tokens, self.vocab_size, self.device)
-        if not edits.are_over(num_generated):
-            self.edits[row] = edits
-        self.grammars.seat(row, request, sampling, tokens[request.num_prompt :])
-        self.seats[row] = (
+        self.processors.pop(row, None)
+        processor = LogitsProcessor(request, sampling, tokens, self.vocab_size, self.device)
+        if not processor.is_done(num_generated):
+            self.processors[row] = processor
+        self.grammars.add_request(row, request, sampling, tokens[request.num_prompt :])
+        self.settings[row] = (
             sampling.temperature,
             sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0,
             sampling.top_p,
@@ -69,32 +70,32 @@ class Sampler:
             (sampling.seed + request.sample) % 2**64,
             num_generated,
             -1 if sampling.logprobs is None else sampling.logprobs,
-            row in self.edits,
+            row in self.processors,
         )
 
     def sample(self, logits_nv: Tensor, rows: Rows) -> Tensor:
         """Choose the next token of each row and record it as generated. [n] int64."""
-        seats = self.seats[rows]
-        edited = np.flatnonzero(seats["has_edits"])
+        settings = self.settings[rows]
+        edited = np.flatnonzero(settings["has_processor"])
         choice_nv = logits_nv
         if edited.size:
             choice_nv = logits_nv.to(torch.float32, copy=True)
             for at, row in zip(edited.tolist(), rows[edited].tolist(), strict=True):
-                self.edits[row].apply(choice_nv[at], int(seats["num_generated"][at]))
+                self.processors[row].apply(choice_nv[at], int(settings["num_generated"][at]))
             self.grammars.mask(choice_nv, logits_nv, rows)
         chosen_n = self._choose(choice_nv, rows).long()
-        self.seats["num_generated"][rows] += 1
+        self.settings["num_generated"][rows] += 1
         if edited.size:
             self._remember(rows[edited], chosen_n[index(edited, chosen_n)])
-        self._keep_logprobs(logits_nv, chosen_n, rows, seats["num_logprobs"])
+        self._store_logprobs(logits_nv, chosen_n, rows, settings["num_logprobs"])
         return chosen_n
 
-    def _choose_by_seat(self, logits_nv: Tensor, rows: Rows) -> Tensor:
-        return choose(logits_nv.float(), self.seats[rows])
+    def _choose_by_settings(self, logits_nv: Tensor, rows: Rows) -> Tensor:
+        return choose(logits_nv.float(), self.settings[rows])
 
     def needs_host(self, row: int) -> bool:
         """Whether the next token needs more than the row's logits and settings."""
-        return bool(self.seats["has_edits"][row] or self.seats["num_logprobs"][row] >= 0)
+        return bool(self.settings["has_processor"][row] or self.settings["num_logprobs"][row] >= 0)
 
     def take_logprobs(self) -> dict[int, TokenLogprobs]:
         """Return and clear the logprobs of the latest call, by row, of rows that want them."""
@@ -103,42 +104,25 @@ class Sampler:
 
     def _remember(self, rows: Rows, chosen: Tensor) -> None:
         for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
-            self.edits[row].remember(token)
+            self.processors[row].remember(token)
             self.grammars.remember(row, token)
-            if self.edits[row].are_over(int(self.seats["num_generated"][row])):
-                del self.edits[row]
-                self.seats["has_edits"][row] = False
+            if self.processors[row].is_done(int(self.settings["num_generated"][row])):
+                del self.processors[row]
+                self.settings["has_processor"][row] = False
 
-    def _keep_logprobs(
+    def _store_logprobs(
         self, logits_nv: Tensor, chosen_n: Tensor, rows: Rows, num_logprobs: npt.NDArray[np.int64]
     ) -> None:
         self.logprobs = {}
         for num_top in np.unique(num_logprobs[num_logprobs >= 0]).tolist():
             wanting = np.flatnonzero(num_logprobs == num_top)
             at = index(wanting, chosen_n)
-            found = prompt_logprobs(logits_nv[at], chosen_n[at], num_top)
+            found = compute_logprobs(logits_nv[at], chosen_n[at], num_top)
             self.logprobs.update(zip(rows[wanting].tolist(), found, strict=True))
 
 
-def prompt_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """Logprobs of each target under its row of logits, and of the `num_top` best tokens."""
-    found: list[TokenLogprobs] = []
-    for part in parts(logits_tv):
-        logprobs = logits_tv[part].float().log_softmax(-1)
-        own = logprobs.gather(1, targets_t[part, None])
-        ranks = (logprobs > own).sum(-1) + 1
-        values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), -1)
-        tops = (
-            list(zip(*pair, strict=True))
-            for pair in zip(ids.tolist(), values.tolist(), strict=True)
-        )
-        columns = (targets_t[part].tolist(), own[:, 0].tolist(), ranks.tolist(), tops)
-        found += map(TokenLogprobs, *columns)
-    return found
-
-
-class Edits:
-    """Edits the logits of one request, and keeps the parts of its output that this needs."""
+class LogitsProcessor:
+    """LogitsProcessor the logits of one request, and keeps the parts of its output that this needs."""
 
     __slots__ = ("allowed", "bad_words", "counts", "min_tokens", "prompt", "sampling", "stops", "tail")  # fmt: skip
 
@@ -167,7 +151,7 @@ class Edits:
         self.counts[token] += 1
         self.tail.append(token)
 
-    def are_over(self, num_generated: int) -> bool:
+    def is_done(self, num_generated: int) -> bool:
         """Whether no later token needs an edit."""
         return not self.sampling.edits_logits and num_generated >= self.min_tokens
 

@@ -16,20 +16,20 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.model.backends.gpu import AttentionKernels, OwnKernels
+from headway.model.backends.gpu import AttentionKernels, TritonAttention
 from headway.model.batch import Batch
 
-ROOM = 128 * 2**20  # bytes of workspace that FlashInfer recommends
+WORKSPACE_BYTES = 128 * 2**20  # bytes of workspace that FlashInfer recommends
 
 
-class FlashInfer(OwnKernels):
+class FlashInfer(TritonAttention):
     """Prefill by FlashInfer; planning waits for the device once per pass."""
 
-    fills_up = False
+    supports_padding = False
 
     def __init__(self, library: Any, device: torch.device) -> None:
-        room = torch.zeros(ROOM, dtype=torch.uint8, device=device)
-        self._prompts = library.BatchPrefillWithPagedKVCacheWrapper(room, "HND")
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._prompts = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
 
     def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
         first = batch.num_decodes
@@ -41,9 +41,9 @@ class FlashInfer(OwnKernels):
         first, size, ends = batch.num_decodes, blocks.shape[4], batch.ends_s.cpu()
         counts = (ends + size - 1) // size
         tables = _tables(batch, slice(first, None)).cpu()
-        is_held = torch.arange(tables.shape[1]) < counts[:, None]
+        is_used = torch.arange(tables.shape[1]) < counts[:, None]
         self._prompts.plan(
-            batch.starts_s.cpu() - first, _summed(counts), tables[is_held], (ends - 1) % size + 1,
+            batch.starts_s.cpu() - first, _cumulative(counts), tables[is_used], (ends - 1) % size + 1,
             q.shape[1], blocks.shape[3], q.shape[2], size,
             causal=True, q_data_type=q.dtype, kv_data_type=blocks.dtype,
         )  # fmt: skip
@@ -52,7 +52,7 @@ class FlashInfer(OwnKernels):
 class FlashAttention:
     """Prefill and decode by FlashAttention 2."""
 
-    fuses, fills_up, page = False, False, 256
+    fuses_decode, supports_padding, block_multiple = False, False, 256
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -69,18 +69,18 @@ class FlashAttention:
         first, tables = batch.num_decodes, _tables(batch, slice(batch.num_decodes, None))
         out[first:] = self._library.flash_attn_varlen_func(
             q[first:], *_paged(blocks, layer), cu_seqlens_q=batch.starts_s - first,
-            cu_seqlens_k=_summed(batch.ends_s), max_seqlen_q=batch.longest,
+            cu_seqlens_k=_cumulative(batch.ends_s), max_seqlen_q=batch.longest,
             max_seqlen_k=tables.shape[1] * blocks.shape[4], causal=True, block_table=tables,
         )  # fmt: skip
 
 
 def _tables(batch: Batch, rows: slice) -> Tensor:
     """The block table of each of these sequences."""
-    assert batch.seats_s is not None
-    return batch.tables_sw[batch.seats_s[rows].long()]
+    assert batch.row_ids_s is not None
+    return batch.tables_sw[batch.row_ids_s[rows].long()]
 
 
-def _summed(counts: Tensor) -> Tensor:
+def _cumulative(counts: Tensor) -> Tensor:
     """Cumulative sums, starting with 0."""
     return F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
 

@@ -31,7 +31,7 @@ class Weight(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layer:
+class LayerWeights:
     """The weights of one layer."""
 
     input_norm: Tensor
@@ -44,10 +44,10 @@ class Layer:
     down: Weight
 
 
-class Pass(Protocol):
+class ForwardPass(Protocol):
     """Takes one batch through the layers."""
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         """Return the hidden states [T, hidden] after a layer; may change x in place."""
         ...
 
@@ -70,10 +70,10 @@ class Backend(Protocol):
     """Stores weights, multiplies by them, and runs the operations between the products."""
 
     name: str
-    looks_up_turns: bool  # takes cosine and sine of all positions, not of the batch's tokens
-    fills_up: bool  # accepts padding rows, so that a pass can be captured
+    uses_rope_table: bool  # takes cosine and sine of all positions, not of the batch's tokens
+    supports_padding: bool  # accepts padding rows, so that a pass can be captured
 
-    def prepared(self, layer: Layer) -> Layer:
+    def prepared(self, layer: LayerWeights) -> LayerWeights:
         """Convert a complete layer to the backend's form."""
         ...
 
@@ -98,11 +98,11 @@ class Backend(Protocol):
 
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass: ...
+    ) -> ForwardPass: ...
 
 
-def step_through(
-    ops: Backend, attention: Attention, number: int, layer: Layer, x: Tensor, epsilon: float
+def run_layer(
+    ops: Backend, attention: Attention, number: int, layer: LayerWeights, x: Tensor, epsilon: float
 ) -> Tensor:
     """Run a layer, one operation after the other."""
     qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)

@@ -17,12 +17,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.model.backends.base import Layer, Pass, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.backends.plain import PlainBackend, PlainWeight
 from headway.model.batch import Batch
 from headway.model.config import ModelConfig
 from headway.model.kernels.activation import silu_multiply
-from headway.model.kernels.decode import Turn, decode_attention
+from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.linear import linear, num_squares, row_squares
 from headway.model.kernels.norm import rms_norm
 from headway.model.kernels.prefill import prefill_attention
@@ -34,9 +34,11 @@ FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 class AttentionKernels(Protocol):
     """Attention, after this pass's keys and values are in the cache; q and out are [T, H, D]."""
 
-    fuses: bool  # batches of decodes only use our fused kernel instead of this one
-    fills_up: bool  # accepts padding rows and empty sequences, and does not wait for the device
-    page: int  # the block size must be a multiple of it
+    fuses_decode: bool  # batches of decodes only use our fused kernel instead of this one
+    supports_padding: (
+        bool  # accepts padding rows and empty sequences, and does not wait for the device
+    )
+    block_multiple: int  # the block size must be a multiple of it
 
     def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
         """Compute the rows of the batch's decodes, which come first."""
@@ -47,25 +49,25 @@ class AttentionKernels(Protocol):
         ...
 
 
-class OwnKernels:
+class TritonAttention:
     """Our Triton kernels."""
 
-    fuses, fills_up, page = True, True, 1
+    fuses_decode, supports_padding, block_multiple = True, True, 1
 
     def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
         count = batch.num_decodes
-        assert batch.seats_s is not None
+        assert batch.row_ids_s is not None
         decode_attention(
             q[:count], out[:count], num_heads=q.shape[1], blocks=blocks, layer=layer,
-            tables=batch.tables_sw, seats_s=batch.seats_s[:count],
-            positions_s=batch.positions_t[:count], sharing=batch.sharing,
+            tables=batch.tables_sw, row_ids_s=batch.row_ids_s[:count],
+            positions_s=batch.positions_t[:count], num_splits=batch.num_splits,
         )  # fmt: skip
 
     def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
-        assert batch.seats_s is not None
+        assert batch.row_ids_s is not None
         prefill_attention(
             q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
-            seats_s=batch.seats_s[batch.num_decodes :], starts_s=batch.starts_s,
+            row_ids_s=batch.row_ids_s[batch.num_decodes :], starts_s=batch.starts_s,
             ends_s=batch.ends_s, longest=batch.longest,
         )  # fmt: skip
 
@@ -73,7 +75,7 @@ class OwnKernels:
 class GpuBackend(PlainBackend):
     """torch weights with the norms multiplied in; the KV cache may have a narrower type."""
 
-    looks_up_turns = True
+    uses_rope_table = True
 
     def __init__(
         self,
@@ -84,28 +86,28 @@ class GpuBackend(PlainBackend):
     ) -> None:
         super().__init__(dtype, device)
         self.kv_dtype = kv_dtype or dtype
-        self.attention = attention or OwnKernels()
-        self.fills_up = self.attention.fills_up
+        self.attention = attention or TritonAttention()
+        self.supports_padding = self.attention.supports_padding
         self.name = f"gpu {dtype}".replace("torch.", "")
 
-    def prepared(self, layer: Layer) -> Layer:
+    def prepared(self, layer: LayerWeights) -> LayerWeights:
         ones = torch.ones_like(layer.input_norm)
         return replace(
             layer,
             input_norm=ones,
             post_norm=ones,
             qkv=_scaled(layer.qkv, layer.input_norm),
-            gate_up=_paired(_scaled(layer.gate_up, layer.post_norm)),
+            gate_up=_interleaved(_scaled(layer.gate_up, layer.post_norm)),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return rms_norm(x, weight, epsilon)
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
-        if num_blocks and block_size % self.attention.page:
+        if num_blocks and block_size % self.attention.block_multiple:
             raise ConfigError(
                 f"block_size is {block_size}; this attention needs a multiple of "
-                f"{self.attention.page}: use --block-size {self.attention.page} or "
+                f"{self.attention.block_multiple}: use --block-size {self.attention.block_multiple} or "
                 "--attention triton"
             )
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
@@ -114,11 +116,11 @@ class GpuBackend(PlainBackend):
 
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass:
-        are_few = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
-        if are_few and self.attention.fuses:
-            return NarrowPass(config, batch, blocks, cosine, sine)
-        return WidePass(config, batch, blocks, (cosine, sine), self.attention)
+    ) -> ForwardPass:
+        is_small = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
+        if is_small and self.attention.fuses_decode:
+            return FusedDecodePass(config, batch, blocks, cosine, sine)
+        return UnfusedPass(config, batch, blocks, (cosine, sine), self.attention)
 
 
 def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
@@ -129,47 +131,49 @@ def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
     return weight
 
 
-def _paired(weight: PlainWeight) -> PlainWeight:
+def _interleaved(weight: PlainWeight) -> PlainWeight:
     """Interleave the rows of gate and up."""
 
-    def woven(stacked: Tensor) -> Tensor:
+    def interleaved(stacked: Tensor) -> Tensor:
         return torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)
 
-    return PlainWeight(woven(weight.matrix), None if weight.bias is None else woven(weight.bias))
+    return PlainWeight(
+        interleaved(weight.matrix), None if weight.bias is None else interleaved(weight.bias)
+    )
 
 
-class NarrowPass:
+class FusedDecodePass:
     """A batch of decodes only, with few rows: fused kernels."""
 
     def __init__(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine_pd: Tensor, sine_pd: Tensor
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
-        self._turns = cosine_pd, sine_pd
+        self._rope = cosine_pd, sine_pd
         self._squares: Tensor | None = None
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
         if self._squares is None and len(x) > 1:
             self._squares = row_squares(x)
         qkv = _multiply(x, layer.qkv, epsilon=epsilon, squares_mj=self._squares)
-        seen = self._attention(number, layer, qkv)
-        self._add(x, seen, layer.output)
+        attended = self._attention(number, layer, qkv)
+        self._add(x, attended, layer.output)
         inner = _multiply(
             x, layer.gate_up, epsilon=epsilon, squares_mj=self._squares, is_gated=True
         )
         self._add(x, inner, layer.down)
         return x
 
-    def _attention(self, number: int, layer: Layer, qkv: Tensor) -> Tensor:
+    def _attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         batch, config = self._batch, self._config
-        assert batch.seats_s is not None
+        assert batch.row_ids_s is not None
         out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
         decode_attention(
             qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
-            tables=batch.tables_sw, seats_s=batch.seats_s, positions_s=batch.positions_t,
-            slots_s=batch.slots_t, sharing=batch.sharing,
-            turn=Turn(layer.q_norm, layer.k_norm, config.norm_eps, *self._turns),
+            tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
+            slots_s=batch.slots_t, num_splits=batch.num_splits,
+            transform=HeadTransform(layer.q_norm, layer.k_norm, config.norm_eps, *self._rope),
         )  # fmt: skip
         return out
 
@@ -188,7 +192,7 @@ def _multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
     return linear(x, weight.matrix, bias_n=weight.bias, **options)  # type: ignore[arg-type]
 
 
-class WidePass:
+class UnfusedPass:
     """Any batch: decodes first, then prompt chunks."""
 
     def __init__(
@@ -196,28 +200,28 @@ class WidePass:
         config: ModelConfig,
         batch: Batch,
         blocks: Tensor,
-        turns_pd: tuple[Tensor, Tensor],
+        rope_pd: tuple[Tensor, Tensor],
         kernels: AttentionKernels,
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
-        self._turns, self._kernels = turns_pd, kernels
-        self._seen: Tensor | None = None  # [T, H, D], zero in padding rows
+        self._rope, self._kernels = rope_pd, kernels
+        self._attended: Tensor | None = None  # [T, H, D], zero in padding rows
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
-        if self._seen is None:
-            self._seen = x.new_zeros((len(x), self._config.num_heads, self._config.head_dim))
-        qkv = _wide(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
+        if self._attended is None:
+            self._attended = x.new_zeros((len(x), self._config.num_heads, self._config.head_dim))
+        qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         rotate_and_store(
             qkv, num_heads=self._config.num_heads, num_kv_heads=self._config.num_kv_heads,
-            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=epsilon, cosine_pd=self._turns[0],
-            sine_pd=self._turns[1], positions_t=self._batch.positions_t,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=epsilon, cosine_pd=self._rope[0],
+            sine_pd=self._rope[1], positions_t=self._batch.positions_t,
             slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
         )  # fmt: skip
-        self._attend(number, qkv, self._seen)
-        _wide_add(x, self._seen.flatten(1), layer.output)
-        inner = _wide(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        _wide_add(x, silu_multiply(inner), layer.down)
+        self._attend(number, qkv, self._attended)
+        _add_linear(x, self._attended.flatten(1), layer.output)
+        inner = _linear(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
+        _add_linear(x, silu_multiply(inner), layer.down)
         return x
 
     def _attend(self, number: int, qkv: Tensor, out: Tensor) -> None:
@@ -230,12 +234,12 @@ class WidePass:
             self._kernels.prefill(number, q, out, batch, self._blocks)
 
 
-def _wide(x: Tensor, weight: Weight) -> Tensor:
+def _linear(x: Tensor, weight: Weight) -> Tensor:
     assert isinstance(weight, PlainWeight)
     return F.linear(x, weight.matrix, weight.bias)
 
 
-def _wide_add(x: Tensor, inner: Tensor, weight: Weight) -> None:
+def _add_linear(x: Tensor, inner: Tensor, weight: Weight) -> None:
     """x += inner w, in place."""
     assert isinstance(weight, PlainWeight)
     x.addmm_(inner, weight.matrix.t())

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headway.model.backends.base import Layer, Pass, Weight, step_through
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight, run_layer
 from headway.model.batch import Batch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
@@ -37,7 +37,7 @@ class PlainWeight:
 class PlainBackend:
     """torch's operations, in one float type."""
 
-    looks_up_turns = fills_up = False
+    uses_rope_table = supports_padding = False
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype = dtype
@@ -58,7 +58,7 @@ class PlainBackend:
             return checkpoint.read(names[0]).to(self.device, self.dtype).contiguous()
         return torch.cat([checkpoint.read(n).to(self.device, self.dtype) for n in names])
 
-    def prepared(self, layer: Layer) -> Layer:
+    def prepared(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
@@ -83,7 +83,7 @@ class PlainBackend:
 
     def begin(
         self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass:
+    ) -> ForwardPass:
         return PlainPass(self, config, batch, blocks, cosine.to(self.dtype), sine.to(self.dtype))
 
 
@@ -102,30 +102,32 @@ class PlainPass:
         self._backend = backend
         self._config = config
         self._blocks = blocks
-        tables = batch.tables_sw if batch.seats_s is None else batch.tables_sw[batch.seats_s.long()]
+        tables = (
+            batch.tables_sw if batch.row_ids_s is None else batch.tables_sw[batch.row_ids_s.long()]
+        )
         self._tables = tables.long()
         self._starts, self._ends = batch.starts_s.tolist(), batch.ends_s.tolist()
         self._cosine, self._sine = cosine_td[:, None], sine_td[:, None]
         stored = batch.slots_t >= 0
         self._rows = stored.nonzero().squeeze(1)
         slots = batch.slots_t[self._rows]
-        self._homes = slots // blocks.shape[4], slots % blocks.shape[4]
+        self._slots = slots // blocks.shape[4], slots % blocks.shape[4]
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
-        return step_through(self._backend, self, number, layer, x, self._config.norm_eps)
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        return run_layer(self._backend, self, number, layer, x, self._config.norm_eps)
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
         q_thd, k_tgd, v_tgd = self._split(qkv)
         for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
-            turned = (
+            normed = (
                 heads
                 if norm is None
                 else self._backend.rms_norm(heads, norm, self._config.norm_eps)
             )
-            heads.copy_(self._rotated(turned))
-        block, offset = self._homes
+            heads.copy_(self._rotated(normed))
+        block, offset = self._slots
         self._blocks[block, layer, 0, :, offset] = k_tgd[self._rows]
         self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]
 

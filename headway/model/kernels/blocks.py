@@ -34,14 +34,14 @@ def _move(
     tl.store(to + target.to(tl.int64) * num_words + word, moved, mask=is_here)
 
 
-def set_aside(blocks: Tensor, numbers_n: Tensor, aside: Tensor) -> None:
-    """Copy the blocks with these numbers (int64) to the first blocks of `aside`, in this order."""
-    _launch(aside, blocks, None, numbers_n)
+def gather_blocks(blocks: Tensor, numbers_n: Tensor, staging: Tensor) -> None:
+    """Copy the blocks with these numbers (int64) to the first blocks of `staging`, in this order."""
+    _launch(staging, blocks, None, numbers_n)
 
 
-def put_back(aside: Tensor, numbers_n: Tensor, blocks: Tensor) -> None:
-    """Copy the first blocks of `aside` to the blocks with these numbers, which must differ."""
-    _launch(blocks, aside, numbers_n, None)
+def scatter_blocks(staging: Tensor, numbers_n: Tensor, blocks: Tensor) -> None:
+    """Copy the first blocks of `staging` to the blocks with these numbers, which must differ."""
+    _launch(blocks, staging, numbers_n, None)
 
 
 def _launch(

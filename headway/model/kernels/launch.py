@@ -4,7 +4,7 @@ A chained kernel may start while the previous one still runs. `begin` waits unti
 kernel is done and its writes are visible. Every kernel in a chain must call it in every program;
 otherwise the kernel after it could run before the one before it has ended.
 
-Triton compiles a kernel at its first launch, one after the other. `compile_all` compiles known
+Triton compiles a kernel at its first launch, one after the other. `compile_all` compiles builds
 launches ahead, several at a time.
 """
 
@@ -28,7 +28,7 @@ from triton.compiler import CompiledKernel
 
 # For kernels in which several threads compute the same sum and one of them stores it. If only some
 # of the threads fused a product with an addition, the stored value would vary from run to run.
-ROUNDED_ALIKE = {"enable_fp_fusion": False}
+NO_FP_FUSION = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -95,28 +95,28 @@ def _compile_all(work: Callable[[], None], progress: Callable[[int, int], None])
     """Compile private copies, so that other threads never see an unfinished kernel."""
     copies: dict[launched, Any] = {}
     COPIES.set(copies)
-    threads = Threads(min(16, _num_processors()))
+    threads = TrackingThreadPool(min(16, _num_processors()))
     try:
         with triton.AsyncCompileMode(threads):
             work()
-            for num_done, _ in enumerate(as_completed(threads.given), start=1):
-                progress(num_done, len(threads.given))
+            for num_done, _ in enumerate(as_completed(threads.tasks), start=1):
+                progress(num_done, len(threads.tasks))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for original, copied in copies.items():
-            _hand_over(copied, original.kernel)
+            _merge_builds(copied, original.kernel)
 
 
 def _copied(kernel: Any) -> Any:
     """Copy a kernel with its own table of builds, unless kernels are interpreted."""
     copied = copy(kernel)
     if isinstance(kernel, triton.JITFunction):
-        known = {device: (dict(found), *rest) for device, (found, *rest) in _builds(kernel)}
-        copied.device_caches = defaultdict(copied.create_binder, known)
+        builds = {device: (dict(found), *rest) for device, (found, *rest) in _builds(kernel)}
+        copied.device_caches = defaultdict(copied.create_binder, builds)
     return copied
 
 
-def _hand_over(copied: Any, kernel: Any) -> None:
+def _merge_builds(copied: Any, kernel: Any) -> None:
     if isinstance(kernel, triton.JITFunction):
         for device, (found, *_) in _builds(copied):
             done = {key: build for key, build in found.items() if isinstance(build, CompiledKernel)}
@@ -135,13 +135,13 @@ def _num_processors() -> int:
     return os.cpu_count() or 1
 
 
-class Threads(ThreadPoolExecutor):
+class TrackingThreadPool(ThreadPoolExecutor):
     """A thread pool that keeps a list of its tasks."""
 
     def __init__(self, num_threads: int) -> None:
         super().__init__(num_threads)
-        self.given: list[Future[Any]] = []
+        self.tasks: list[Future[Any]] = []
 
     def submit(self, *task: Any, **options: Any) -> Future[Any]:
-        self.given.append(super().submit(*task, **options))
-        return self.given[-1]
+        self.tasks.append(super().submit(*task, **options))
+        return self.tasks[-1]

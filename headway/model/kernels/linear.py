@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import (
-    ROUNDED_ALIKE,
+    NO_FP_FUSION,
     begin,
     ceil_div,
     launch_options,
@@ -222,7 +222,7 @@ def linear(
         x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
         power_of_2(num_parts), *flags, squares_out_mj is not None,
-        tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **ROUNDED_ALIKE,
+        tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **NO_FP_FUSION,
     )  # fmt: skip
     return out_mn
 
@@ -247,6 +247,6 @@ def row_squares(x_mk: Tensor) -> Tensor:
     num_rows, width = x_mk.shape
     out = torch.empty((num_rows, 1), dtype=torch.float32, device=x_mk.device)
     if num_rows:
-        room, options = power_of_2(width), launch_options(4, 1) | ROUNDED_ALIKE
+        room, options = power_of_2(width), launch_options(4, 1) | NO_FP_FUSION
         _row_squares[(num_rows,)](x_mk, out, x_mk.stride(0), width, room, **options)
     return out

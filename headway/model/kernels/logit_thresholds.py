@@ -13,18 +13,31 @@ Legend: n rows of a batch, v tokens of the vocabulary; a row has a row id, its i
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import ceil_div, launched, power_of_2
-from headway.model.kernels.reference.logit_thresholds import Columns
 from headway.sampling_params import COLDEST
 
 COLD, LOG2E = tl.constexpr(COLDEST), tl.constexpr(1.4426950408889634)
 INFINITY, LEAST = tl.constexpr(float("inf")), tl.constexpr(2.0**-126)
 STAGES = tl.constexpr(4)  # lines of a row that are loaded ahead
 MAX_COLUMNS = 4096
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingTensors:
+    """The sampling settings of all rows: device tensors with one number per row id."""
+
+    temperature: Tensor  # float32; below COLDEST: greedy
+    top_k: Tensor  # int32; 0: off
+    top_p: Tensor  # float32; 1: off
+    min_p: Tensor  # float32; 0: off
+    seed: Tensor  # int64
+    num_generated: Tensor  # int32: the index of the token to draw
 
 
 @triton.jit
@@ -126,7 +139,7 @@ def _mass(view, low, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _floor(line, vocab_size, heat, top_k, top_p, min_p, COLUMNS: tl.constexpr):
+def _threshold(line, vocab_size, heat, top_k, top_p, min_p, COLUMNS: tl.constexpr):
     """The smallest logit that min_p and top_k keep, and then top_p of what is left."""
     summits = _summits(line, vocab_size, COLUMNS)
     best = tl.max(summits[0])
@@ -145,25 +158,29 @@ def _floor(line, vocab_size, heat, top_k, top_p, min_p, COLUMNS: tl.constexpr):
 
 @launched
 @triton.jit
-def _floor_kernel(
-    floors_n, logits_nv, seats_n, temperature, top_k, top_p, min_p, vocab_size, stride,
+def _threshold_kernel(
+    thresholds_n, logits_nv, row_ids_n, temperature, top_k, top_p, min_p, vocab_size, stride,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The threshold of one row: smaller logits are not drawn; -inf if nothing is excluded."""
     row = tl.program_id(0).to(tl.int64)
-    seat = tl.load(seats_n + row)
-    heat = tl.load(temperature + seat)
-    num_best, share, ratio = tl.load(top_k + seat), tl.load(top_p + seat), tl.load(min_p + seat)
+    row_id = tl.load(row_ids_n + row)
+    heat = tl.load(temperature + row_id)
+    num_best, share, ratio = (
+        tl.load(top_k + row_id),
+        tl.load(top_p + row_id),
+        tl.load(min_p + row_id),
+    )
     num_best = tl.where(num_best < vocab_size, num_best, 0)
-    floor = tl.full((), -INFINITY, tl.float32)
+    threshold = tl.full((), -INFINITY, tl.float32)
     if (heat >= COLD) & ((num_best > 0) | (share < 1) | (ratio > 0)):
         line = logits_nv + row * stride
-        floor = _floor(line, vocab_size, heat, num_best, share, ratio, COLUMNS)
-    tl.store(floors_n + row, floor)
+        threshold = _threshold(line, vocab_size, heat, num_best, share, ratio, COLUMNS)
+    tl.store(thresholds_n + row, threshold)
 
 
 def find_logit_thresholds(
-    logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor
+    logits_nv: Tensor, row_ids_n: Tensor, settings: SamplingTensors, thresholds_n: Tensor
 ) -> None:
     """Write the float32 threshold of each row; -inf if it is greedy or has no restriction."""
     num_rows, vocab_size = logits_nv.shape
@@ -171,8 +188,8 @@ def find_logit_thresholds(
         return
     assert logits_nv.stride(1) == 1 or vocab_size == 1, "a row must be contiguous"
     num_columns = min(MAX_COLUMNS, power_of_2(ceil_div(vocab_size, 16)))
-    _floor_kernel[(num_rows,)](
-        floors_n, logits_nv, seats_n, columns.temperature, columns.top_k, columns.top_p,
-        columns.min_p, vocab_size, logits_nv.stride(0),
+    _threshold_kernel[(num_rows,)](
+        thresholds_n, logits_nv, row_ids_n, settings.temperature, settings.top_k, settings.top_p,
+        settings.min_p, vocab_size, logits_nv.stride(0),
         COLUMNS=num_columns, num_warps=max(1, num_columns // 256),
     )  # fmt: skip

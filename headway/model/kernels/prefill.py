@@ -27,7 +27,7 @@ from headway.model.kernels.launch import begin, launch_options, launched, power_
 LOG2_E = 1.4426950408889634
 
 
-class Shape(NamedTuple):
+class PrefillTile(NamedTuple):
     """The size of a tile, and its number of warps and pipeline stages."""
 
     tile_rows: int
@@ -36,14 +36,14 @@ class Shape(NamedTuple):
     num_stages: int
 
 
-def shape_of(head_dim: int, dtype: torch.dtype, num_rows: int) -> Shape:
+def prefill_tile(head_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillTile:
     """The tile for this head size and type; `num_rows` is the maximum of (token, head) pairs."""
     is_wide = head_dim > 128
     if dtype == torch.float32:  # no tensor cores at full precision: registers are the limit
-        return Shape(16 if num_rows <= 16 or is_wide else 32, 32, 8 if is_wide else 4, 2)
+        return PrefillTile(16 if num_rows <= 16 or is_wide else 32, 32, 8 if is_wide else 4, 2)
     if num_rows <= 16:  # few tokens: memory is the limit, not arithmetic
-        return Shape(16, 32 if is_wide else 64, 4, 3)
-    return Shape(64, 32, 4, 2) if is_wide else Shape(64, 64, 4, 3)
+        return PrefillTile(16, 32 if is_wide else 64, 4, 3)
+    return PrefillTile(64, 32, 4, 2) if is_wide else PrefillTile(64, 64, 4, 3)
 
 
 def prefill_attention(
@@ -53,7 +53,7 @@ def prefill_attention(
     blocks: Tensor,
     layer: int,
     tables: Tensor,
-    seats_s: Tensor,
+    row_ids_s: Tensor,
     starts_s: Tensor,
     ends_s: Tensor,
     longest: int,
@@ -61,7 +61,7 @@ def prefill_attention(
     """Write to out_thd the attention of each query over the tokens up to its own.
 
     Sequence s has the rows [starts_s[s], starts_s[s + 1]), the last of its ends_s[s] tokens, and
-    row seats_s[s] of the tables. No sequence has more than `longest` rows. Rows before the first
+    row row_ids_s[s] of the tables. No sequence has more than `longest` rows. Rows before the first
     sequence and after the last are not written.
     """
     (num_tokens, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
@@ -69,12 +69,12 @@ def prefill_attention(
         return
     kv_heads, block_size = blocks.shape[3:5]
     group = num_heads // kv_heads
-    shape = shape_of(head_dim, q_thd.dtype, longest * group)
+    shape = prefill_tile(head_dim, q_thd.dtype, longest * group)
     assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
     assert blocks.is_contiguous(), "offsets in a block are computed from its shape"
     num_slots = num_tokens * group // shape.tile_rows + num_sequences  # enough: see _sequence_at
     _prefill[(num_slots * kv_heads,)](
-        q_thd, out_thd, blocks, tables, seats_s, starts_s, ends_s,
+        q_thd, out_thd, blocks, tables, row_ids_s, starts_s, ends_s,
         layer, num_sequences, head_dim**-0.5 * LOG2_E,
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1),
         tables.stride(0), blocks.stride(0), block_size,
@@ -87,7 +87,7 @@ def prefill_attention(
 @launched
 @triton.jit(do_not_specialize=["layer", "num_sequences"])
 def _prefill(
-    q, out, blocks, tables, seats_s, starts_s, ends_s,
+    q, out, blocks, tables, row_ids_s, starts_s, ends_s,
     layer, num_sequences, scale,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -99,10 +99,10 @@ def _prefill(
     slot, kv_head = tl.program_id(0) // G, tl.program_id(0) % G
     sequence = _sequence_at(slot, starts_s, num_sequences, GROUP, ROWS)
     start, num_cached = tl.load(starts_s + sequence), tl.load(ends_s + sequence)
-    seat = tl.load(seats_s + sequence).to(tl.int64)
+    row_id = tl.load(row_ids_s + sequence).to(tl.int64)
     num_tokens = tl.load(starts_s + sequence + 1) - start
-    turn = slot - ((start - tl.load(starts_s)) * GROUP // ROWS + sequence)
-    tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - turn  # the last tile sees the most: it is first
+    order = slot - ((start - tl.load(starts_s)) * GROUP // ROWS + sequence)
+    tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - order  # the last tile sees the most: it is first
     if tile < 0:
         return
 
@@ -118,7 +118,7 @@ def _prefill(
     end = tl.minimum(num_cached, num_earlier + (tile * ROWS + ROWS - 1) // GROUP + 1)
     keys = blocks + (layer.to(tl.int64) * 2 * G + kv_head) * BLOCK_SIZE * D
     found = _attend(
-        query, num_earlier + row // GROUP, keys, tables + seat * table_stride, all_see, end,
+        query, num_earlier + row // GROUP, keys, tables + row_id * table_stride, all_see, end,
         scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, ROWS, KEYS,
     )  # fmt: skip
     out_at = token * out_token_stride + head * out_head_stride

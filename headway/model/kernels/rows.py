@@ -33,50 +33,50 @@ class RowTensors:
 @launched
 @triton.jit
 def _start(
-    seats_n, tables, lengths, limits, last, tokens_n, positions_n, slots_n, table_width,
+    row_ids_n, tables, lengths, limits, last, tokens_n, positions_n, slots_n, table_width,
     BLOCK_SIZE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     begin(CHAINED)
     row = tl.program_id(0)
-    seat = tl.load(seats_n + row).to(tl.int64)
-    length, limit = tl.load(lengths + seat), tl.load(limits + seat)
+    row_id = tl.load(row_ids_n + row).to(tl.int64)
+    length, limit = tl.load(lengths + row_id), tl.load(limits + row_id)
     position = tl.maximum(tl.minimum(length, limit - 1), 0)
-    block = tl.load(tables + seat * table_width + position // BLOCK_SIZE).to(tl.int64)
+    block = tl.load(tables + row_id * table_width + position // BLOCK_SIZE).to(tl.int64)
     slot = tl.where(length < limit, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-    tl.store(tokens_n + row, tl.load(last + seat).to(tl.int64))
+    tl.store(tokens_n + row, tl.load(last + row_id).to(tl.int64))
     tl.store(positions_n + row, position.to(tl.int64))
     tl.store(slots_n + row, slot)
-    tl.store(lengths + seat, tl.minimum(length + 1, limit))
+    tl.store(lengths + row_id, tl.minimum(length + 1, limit))
 
 
 @launched
 @triton.jit
-def _finish(seats_n, sampled_n, last, num_generated, CHAINED: tl.constexpr):
+def _finish(row_ids_n, sampled_n, last, num_generated, CHAINED: tl.constexpr):
     begin(CHAINED)
-    seat = tl.load(seats_n + tl.program_id(0)).to(tl.int64)
-    tl.store(last + seat, tl.load(sampled_n + tl.program_id(0)))
-    tl.store(num_generated + seat, tl.load(num_generated + seat) + 1)
+    row_id = tl.load(row_ids_n + tl.program_id(0)).to(tl.int64)
+    tl.store(last + row_id, tl.load(sampled_n + tl.program_id(0)))
+    tl.store(num_generated + row_id, tl.load(num_generated + row_id) + 1)
 
 
 def start(
-    seats_n: Tensor,
-    seats: RowTensors,
+    row_ids_n: Tensor,
+    state: RowTensors,
     block_size: int,
     tokens_n: Tensor,
     positions_n: Tensor,
     slots_n: Tensor,
 ) -> None:
-    """Write token, position and slot (int64) of the next decode of each row in `seats_n`."""
-    if len(seats_n):
-        _start[(len(seats_n),)](
-            seats_n, seats.tables, seats.lengths, seats.limits, seats.last, tokens_n, positions_n,
-            slots_n, seats.tables.shape[1], block_size, **launch_options(1, 1),
+    """Write token, position and slot (int64) of the next decode of each row in `row_ids_n`."""
+    if len(row_ids_n):
+        _start[(len(row_ids_n),)](
+            row_ids_n, state.tables, state.lengths, state.limits, state.last, tokens_n, positions_n,
+            slots_n, state.tables.shape[1], block_size, **launch_options(1, 1),
         )  # fmt: skip
 
 
-def finish(seats_n: Tensor, sampled_n: Tensor, seats: RowTensors) -> None:
-    """Record the sampled tokens of the rows in `seats_n`."""
-    if len(seats_n):
-        _finish[(len(seats_n),)](
-            seats_n, sampled_n, seats.last, seats.num_generated, **launch_options(1, 1)
+def finish(row_ids_n: Tensor, sampled_n: Tensor, state: RowTensors) -> None:
+    """Record the sampled tokens of the rows in `row_ids_n`."""
+    if len(row_ids_n):
+        _finish[(len(row_ids_n),)](
+            row_ids_n, sampled_n, state.last, state.num_generated, **launch_options(1, 1)
         )

@@ -22,12 +22,17 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import ceil_div, launched, power_of_2
-from headway.model.kernels.logit_thresholds import COLD, INFINITY, LOG2E, find_logit_thresholds
-from headway.model.kernels.reference.logit_thresholds import Columns
-from headway.model.kernels.reference.sampling import LAST, ROUNDS, WIDTH
+from headway.model.kernels.logit_thresholds import (
+    COLD,
+    INFINITY,
+    LOG2E,
+    SamplingTensors,
+    find_logit_thresholds,
+)
 
-__all__ = ["Columns", "Workspace", "sample", "workspace"]
-
+ROUNDS = 7  # the fewest rounds of Philox 4x32 that pass the usual randomness tests
+WIDTH = 256  # consecutive tokens that use the same word of their counters
+LAST = 1 - 2.0**-24  # the largest float32 below 1
 NUM_ROUNDS, RUN, LAST_CHANCE = tl.constexpr(ROUNDS), tl.constexpr(WIDTH), tl.constexpr(LAST)
 NO_TOKEN = tl.constexpr(2**31 - 1)
 NUM_PROCESSORS = 132  # multiprocessors that a draw should keep busy; affects only the speed
@@ -66,7 +71,7 @@ def _first(scores, tokens):
 
 @triton.jit
 def _best(
-    line, first, end, floor, scale, seed, index,
+    line, first, end, threshold, scale, seed, index,
     GREEDY: tl.constexpr, ROUGH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best score of a slice, and its token. A lane has four tokens of a tile."""
@@ -79,7 +84,7 @@ def _best(
             token = start + lane // RUN * (4 * RUN) + lane % RUN + word * RUN
             score = tl.load(line + token, mask=token < end, other=-INFINITY).to(tl.float32)
             if not GREEDY:
-                score = tl.where(score >= floor, tl.fma(score, scale, noises[word]), -INFINITY)
+                score = tl.where(score >= threshold, tl.fma(score, scale, noises[word]), -INFINITY)
             is_better = score > best  # strict, so the first of equal scores stays
             best = tl.where(is_better, score, best)
             chosen = tl.where(is_better, token, chosen)
@@ -89,20 +94,20 @@ def _best(
 @launched
 @triton.jit
 def _draw_kernel(
-    scores, tokens, logits_nv, seats_n, floors_n, temperature, seed, num_generated,
+    scores, tokens, logits_nv, row_ids_n, thresholds_n, temperature, seed, num_generated,
     vocab_size, stride, slice_size, ROUGH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best score in a slice of one row, and its token."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    seat, line = tl.load(seats_n + row), logits_nv + row * stride
-    heat, floor = tl.load(temperature + seat), tl.load(floors_n + row)
-    key, index = tl.load(seed + seat), tl.load(num_generated + seat)
+    row_id, line = tl.load(row_ids_n + row), logits_nv + row * stride
+    heat, threshold = tl.load(temperature + row_id), tl.load(thresholds_n + row)
+    key, index = tl.load(seed + row_id), tl.load(num_generated + row_id)
     scale = LOG2E / tl.maximum(heat, COLD)
     first, end = part * slice_size, tl.minimum((part + 1) * slice_size, vocab_size)
     if heat < COLD:
-        token, score = _best(line, first, end, floor, scale, key, index, True, ROUGH, LANES)
+        token, score = _best(line, first, end, threshold, scale, key, index, True, ROUGH, LANES)
     else:
-        token, score = _best(line, first, end, floor, scale, key, index, False, ROUGH, LANES)
+        token, score = _best(line, first, end, threshold, scale, key, index, False, ROUGH, LANES)
     at = row * tl.num_programs(1) + part
     tl.store(scores + at, score)
     tl.store(tokens + at, token)
@@ -123,7 +128,7 @@ def _choose_kernel(out_n, scores, tokens, num_slices, SLICES: tl.constexpr):
 class Workspace:
     """Device memory for `sample`; serves any batch up to its size."""
 
-    floors: Tensor  # [n] float32
+    thresholds: Tensor  # [n] float32
     scores: Tensor  # [n * slices] float32
     tokens: Tensor  # [n * slices] int32
 
@@ -132,14 +137,14 @@ def workspace(max_rows: int, vocab_size: int, device: torch.device | str) -> Wor
     """Allocate memory for batches of up to `max_rows` rows."""
     most_slices = max_rows * ceil_div(vocab_size, 4 * WIDTH)
     return Workspace(
-        floors=torch.empty(max_rows, dtype=torch.float32, device=device),
+        thresholds=torch.empty(max_rows, dtype=torch.float32, device=device),
         scores=torch.empty(most_slices, dtype=torch.float32, device=device),
         tokens=torch.empty(most_slices, dtype=torch.int32, device=device),
     )
 
 
 def sample(
-    logits_nv: Tensor, seats_n: Tensor, columns: Columns, out_n: Tensor,
+    logits_nv: Tensor, row_ids_n: Tensor, settings: SamplingTensors, out_n: Tensor,
     space: Workspace | None = None,
 ) -> None:  # fmt: skip
     """Choose a token for each row by its settings. NaN counts as -inf. Allocates if space is None."""
@@ -147,13 +152,13 @@ def sample(
     if num_rows == 0:
         return
     space = space or workspace(num_rows, vocab_size, logits_nv.device)
-    assert len(space.floors) >= num_rows, "the workspace is too small for the batch"
-    find_logit_thresholds(logits_nv, seats_n, columns, space.floors)
+    assert len(space.thresholds) >= num_rows, "the workspace is too small for the batch"
+    find_logit_thresholds(logits_nv, row_ids_n, settings, space.thresholds)
     num_lanes, slice_size = _slices(num_rows, vocab_size)
     num_slices = ceil_div(vocab_size, slice_size)
     _draw_kernel[(num_rows, num_slices)](
-        space.scores, space.tokens, logits_nv, seats_n, space.floors, columns.temperature,
-        columns.seed, columns.num_generated, vocab_size, logits_nv.stride(0), slice_size,
+        space.scores, space.tokens, logits_nv, row_ids_n, space.thresholds, settings.temperature,
+        settings.seed, settings.num_generated, vocab_size, logits_nv.stride(0), slice_size,
         ROUGH=logits_nv.is_cuda and not torch.version.hip, LANES=num_lanes, num_warps=4,
     )  # fmt: skip
     most_slices = power_of_2(ceil_div(vocab_size, 4 * WIDTH))

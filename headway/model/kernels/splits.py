@@ -10,23 +10,23 @@ import numpy.typing as npt
 from headway.model.kernels.launch import ceil_div, power_of_2
 
 MANY = 1000  # programs that keep the device busy without splitting sequences
-SHARINGS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
+SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at min_positions MANY programs
 LONG = 1300  # mean positions per sequence above which four programs per sequence are faster
 BUSY = 140  # programs that still keep the device busy
 WORTH = 1000  # lead of the longest sequences above which eight programs per sequence are faster
 
 
-class Cut(NamedTuple):
+class Split(NamedTuple):
     """How the work is split: the programs per sequence, and the work of each."""
 
-    parts: int
-    least: int  # minimum positions per program, a multiple of `tile`
+    num_splits: int
+    min_positions: int  # minimum positions per program, a multiple of `tile`
     tile: int  # positions at a time
     warps: int
     stages: int
 
 
-def num_splits_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
+def choose_num_splits(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
     """Programs per long sequence, if one program per sequence and head makes many programs.
 
     All programs on the device advance at the same rate. When too few are left to keep it busy, each
@@ -41,21 +41,23 @@ def num_splits_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_head
     return 4 if lengths.mean() > LONG else 1
 
 
-def split_for(num_programs: int, sharing: int, room: int, row_bytes: int) -> Cut:
-    """The split for `num_programs` (before splitting) and sequences of up to `room` positions.
+def split_for(num_programs: int, num_splits: int, max_positions: int, row_bytes: int) -> Split:
+    """The split for `num_programs` (before splitting) and sequences of up to `max_positions` positions.
 
     Measured on an H200.
 
-    With many programs: one per sequence, longest first, or `sharing` per sequence.
+    With many programs: one per sequence, longest first, or `num_splits` per sequence.
     With few: enough to fill the device, but none with almost nothing to do.
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer loads in flight
     if num_programs >= MANY:
-        least = 64 * sharing  # best of those tried: 256 positions for four programs, 512 for eight
-        return Cut(sharing, least, 16, 1, max(2, 4 // depth))
-    least = 128 if num_programs > 32 else 64
+        min_positions = (
+            64 * num_splits
+        )  # best of those tried: 256 positions for four programs, 512 for eight
+        return Split(num_splits, min_positions, 16, 1, max(2, 4 // depth))
+    min_positions = 128 if num_programs > 32 else 64
     wanted = max(4, min(1056 // num_programs, 64))
-    parts = power_of_2(min(wanted, ceil_div(room, least)))
+    num_splits = power_of_2(min(wanted, ceil_div(max_positions, min_positions)))
     if num_programs > 32:
-        return Cut(parts, least, 16, 1, max(2, 4 // depth))
-    return Cut(parts, least, max(16, 64 // depth), 4, 2)
+        return Split(num_splits, min_positions, 16, 1, max(2, 4 // depth))
+    return Split(num_splits, min_positions, max(16, 64 // depth), 4, 2)

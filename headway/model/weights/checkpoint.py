@@ -14,10 +14,10 @@ import torch
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, load_hf, read_json
 from headway.model.weights.gguf_checkpoint import GgufCheckpoint
-from headway.model.weights.tensors import Expected, Groups
+from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
 
 __all__ = [
-    "Checkpoint", "DummyCheckpoint", "GgufCheckpoint", "Groups", "SafetensorsCheckpoint",
+    "Checkpoint", "DummyCheckpoint", "GgufCheckpoint", "QuantizedMatrix", "SafetensorsCheckpoint",
     "open_checkpoint",
 ]  # fmt: skip
 
@@ -40,7 +40,7 @@ class Checkpoint(Protocol):
         """The tensor in its stored type; float32 if it is quantized."""
         ...
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         """The tensor in its quantized form; None if it is not quantized."""
         ...
 
@@ -51,7 +51,7 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         self.path: Path | None = folder
         self.config = load_hf(folder)
-        self._expected = Expected(self.config, folder)
+        self._expected = ExpectedTensors(self.config, folder)
         self._files: dict[str, Any] = {}  # by the tensor's name in the file
         for file in _safetensors_files(folder):
             opened = _open_safetensors(file)
@@ -73,7 +73,7 @@ class SafetensorsCheckpoint:
         tensor: torch.Tensor = self._files[stored].get_tensor(stored)
         return tensor
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         return None
 
     def _stored(self, name: str) -> str:
@@ -89,7 +89,7 @@ class DummyCheckpoint:
         self.config = config
         self.path: Path | None = None
         self._device = torch.device(device)
-        self._expected = Expected(config, None)
+        self._expected = ExpectedTensors(config, None)
 
     def has(self, name: str) -> bool:
         return name in self._expected.shapes
@@ -101,7 +101,7 @@ class DummyCheckpoint:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator)
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         return None
 
 

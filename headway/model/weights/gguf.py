@@ -29,7 +29,7 @@ NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
+class TensorInfo:
     """The location of a tensor; shape is rows first, offset is from the start of the file."""
 
     kind: int  # ggml's type number
@@ -43,7 +43,7 @@ class Header:
     """Everything in a GGUF file before the tensors' data."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, TensorInfo]
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -117,18 +117,18 @@ def _parse(cursor: _Cursor) -> Header:
         if key in metadata:
             raise ValueError(f"the key {key} occurs twice")
         metadata[key] = cursor.value()
-    relative = dict(_tensor_places(cursor, num_tensors))
+    relative = dict(_tensor_infos(cursor, num_tensors))
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
         raise ValueError(f"general.alignment is {alignment!r}; it must be a positive integer")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {name: _moved(cursor, name, place, start) for name, place in relative.items()}
+    tensors = {name: _absolute(cursor, name, info, start) for name, info in relative.items()}
     if len(tensors) != num_tensors:
         raise ValueError("two tensors have the same name")
     return Header(metadata=metadata, tensors=tensors)
 
 
-def _tensor_places(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorPlace]]:
+def _tensor_infos(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorInfo]]:
     """Read each tensor's location; offsets are still relative to the first tensor."""
     from gguf.constants import GGML_QUANT_SIZES
 
@@ -147,36 +147,36 @@ def _tensor_places(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorPla
         if shape[-1] % group:
             raise ValueError(f"tensor {name}: a row of {shape[-1]} is not a multiple of {group}")
         num_bytes = math.prod(shape) // group * group_bytes
-        yield name, TensorPlace(kind=kind, shape=shape, offset=offset, num_bytes=num_bytes)
+        yield name, TensorInfo(kind=kind, shape=shape, offset=offset, num_bytes=num_bytes)
 
 
-def _moved(cursor: _Cursor, name: str, place: TensorPlace, start: int) -> TensorPlace:
+def _absolute(cursor: _Cursor, name: str, info: TensorInfo, start: int) -> TensorInfo:
     """The location relative to the start of the file; ValueError if it is beyond its end."""
-    end, size = start + place.offset + place.num_bytes, len(cursor.data)
+    end, size = start + info.offset + info.num_bytes, len(cursor.data)
     if end > size:
         raise ValueError(f"truncated: tensor {name} ends at byte {end}, the file at byte {size}")
-    return replace(place, offset=start + place.offset)
+    return replace(info, offset=start + info.offset)
 
 
-def read_bytes(path: Path, place: TensorPlace) -> NDArray[np.uint8]:
+def read_bytes(path: Path, info: TensorInfo) -> NDArray[np.uint8]:
     """A tensor's stored bytes, one row per row; memory-mapped, not read yet."""
-    rows = math.prod(place.shape[:-1])
-    shape = (rows, place.num_bytes // rows)
-    return np.memmap(path, dtype=np.uint8, mode="r", offset=place.offset, shape=shape)
+    rows = math.prod(info.shape[:-1])
+    shape = (rows, info.num_bytes // rows)
+    return np.memmap(path, dtype=np.uint8, mode="r", offset=info.offset, shape=shape)
 
 
 @np.errstate(all="ignore")  # a damaged file may have NaN scales; the caller checks the result
-def dequantize(path: Path, place: TensorPlace) -> NDArray[np.float32]:
+def dequantize(path: Path, info: TensorInfo) -> NDArray[np.float32]:
     """A tensor's numbers; NotImplementedError for a type that the gguf package does not support."""
     from gguf import GGMLQuantizationType, quants
 
-    stored, kind = read_bytes(path, place), GGMLQuantizationType(place.kind)
-    values = np.empty((len(stored), place.shape[-1]), dtype=np.float32)
-    step = max(1, CHUNK // place.shape[-1])  # rows at a time, to avoid a second full copy
+    stored, kind = read_bytes(path, info), GGMLQuantizationType(info.kind)
+    values = np.empty((len(stored), info.shape[-1]), dtype=np.float32)
+    step = max(1, CHUNK // info.shape[-1])  # rows at a time, to avoid a second full copy
     for start in range(0, len(stored), step):
         rows = np.array(stored[start : start + step])
         values[start : start + step] = quants.dequantize(rows, kind)
-    return values.reshape(place.shape)
+    return values.reshape(info.shape)
 
 
 @np.errstate(all="ignore")

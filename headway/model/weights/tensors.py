@@ -13,7 +13,7 @@ from headway.model.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
+class QuantizedMatrix:
     """A quantized matrix: w = scale * q + minimum, in groups of 32 numbers along a row."""
 
     q: torch.Tensor  # uint8 [out, in]
@@ -22,7 +22,7 @@ class Groups:
     bits: int  # 4, 5 or 8: q < 2 ** bits
 
 
-class Expected:
+class ExpectedTensors:
     """The tensors that a config requires; checks a file's tensors against them."""
 
     def __init__(self, config: ModelConfig, path: Path | None) -> None:

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from headway.model.kernels import blocks as kernel
-from headway.model.kernels.reference import blocks as twin
+from tests.model.kernels.reference import blocks as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -45,21 +45,21 @@ def test_blocks_set_aside_and_put_back_are_the_twins(shape: str, dtype: torch.dt
     held, room = blocks_of(9, SHAPES[shape], dtype), blocks_of(6, SHAPES[shape], dtype)
     numbers = torch.tensor([7, 0, 8, 3], device=DEVICE)
     found, right = room.clone(), room.clone()
-    kernel.set_aside(held, numbers, found)
-    twin.set_aside(held, numbers, right)
+    kernel.gather_blocks(held, numbers, found)
+    twin.gather_blocks(held, numbers, right)
     assert same(found, right) and same(found[1], held[0]) and same(found[4:], room[4:])
     other, right = held.clone(), held.clone()
-    kernel.put_back(room, numbers, other)
-    twin.put_back(room, numbers, right)
+    kernel.scatter_blocks(room, numbers, other)
+    twin.scatter_blocks(room, numbers, right)
     assert same(other, right) and same(other[8], room[2]) and same(other[1], held[1])
 
 
 def test_what_was_set_aside_comes_back_whole() -> None:
     held, room = (blocks_of(count, (2, 2, 16, 64), torch.bfloat16) for count in (20, 5))
     numbers, before = torch.tensor([19, 4, 11], device=DEVICE), held.clone()
-    kernel.set_aside(held, numbers, room)
+    kernel.gather_blocks(held, numbers, room)
     held[numbers] = 0
-    kernel.put_back(room, numbers, held)
+    kernel.scatter_blocks(room, numbers, held)
     assert same(held, before)
 
 
@@ -68,7 +68,7 @@ def test_no_blocks_or_one_are_no_special_case(number: int) -> None:
     """A number of 1 is a constant to the compiler."""
     held, room = (blocks_of(count, (1, 1, 4, 16), torch.float32) for count in (3, 2))
     before, numbers = room.clone(), torch.full((number,), 1, device=DEVICE)
-    kernel.set_aside(held, numbers, room)
+    kernel.gather_blocks(held, numbers, room)
     assert same(room[:number], held[1 : 1 + number]) and same(room[number:], before[number:])
 
 
@@ -79,7 +79,7 @@ def test_blocks_far_into_a_large_cache_are_found() -> None:
     far = torch.empty((shift + len(near), *near.shape[1:]), device=DEVICE)
     far[shift:] = near
     room, numbers = torch.empty_like(near), torch.tensor([2, 0, 1], device=DEVICE) + shift
-    kernel.set_aside(far, numbers, room)
+    kernel.gather_blocks(far, numbers, room)
     assert same(room, near[numbers - shift])
-    kernel.put_back(near, numbers, far)
+    kernel.scatter_blocks(near, numbers, far)
     assert same(far[numbers], near)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from headway.model.kernels.launch import ROUNDED_ALIKE
+from headway.model.kernels.launch import NO_FP_FUSION
 from headway.model.kernels.prefill import shape_of
 
 # In a process of its own: here, kernels are the interpreter's.
@@ -85,7 +85,7 @@ def join(parts: int, head_dim: int) -> dict[str, Any]:
 def attend(warps: int, head_dim: int) -> dict[str, Any]:
     pointers = dict.fromkeys(("qkv", "q_norm", "k_norm", "blocks", "out"), "*bf16")
     pointers |= dict.fromkeys(("cosine_pd", "sine_pd", "sums", "tops", "weights"), "*fp32")
-    pointers |= {"positions_s": "*i64", "slots_s": "*i64", "tables": "*i32", "seats_s": "*i32"}
+    pointers |= {"positions_s": "*i64", "slots_s": "*i64", "tables": "*i32", "row_ids_s": "*i32"}
     numbers = ("layer", "qkv_stride", "out_stride", "block_stride", "layer_stride", "table_width")
     return {
         "module": "decode", "name": "_attend",
@@ -117,7 +117,7 @@ def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
     shape, kind = shape_of(head_dim, dtype, 10**6), "fp32" if dtype == torch.float32 else "bf16"
     strides = ("q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")
     numbers = dict.fromkeys(("layer", "num_sequences", "table_stride", *strides), "i32")
-    places = dict.fromkeys(("tables", "seats_s", "starts_s", "ends_s"), "*i32")
+    places = dict.fromkeys(("tables", "row_ids_s", "starts_s", "ends_s"), "*i32")
     return {
         "module": "prefill", "name": "_prefill", "capability": 89,
         "types": dict.fromkeys(("q", "out", "blocks"), f"*{kind}") | places | numbers
@@ -135,7 +135,7 @@ PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(25
 
 def test_kernels_round_alike_and_fit_where_the_interpreter_cannot_tell() -> None:
     """Threads that hold the same sum have the same bits of it; tiles fit on smaller cards."""
-    alike = [{**each, "options": each["options"] | ROUNDED_ALIKE} for each in SUMS]
+    alike = [{**each, "options": each["options"] | NO_FP_FUSION} for each in SUMS]
     joined, attended, *made = compiled([join(4, 64), attend(4, 128), *alike, *PROMPTS])
     assert all(unlike_sums(fused["ptx"]) for fused in (joined, attended)), (
         "it looks at the wrong thing"

@@ -16,19 +16,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.decode import Turn, decode_attention
-from headway.model.kernels.reference import decode as twin
-from headway.model.kernels.reference.rotary import rotate_and_store
+from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.splits import (
     BUSY,
     LONG,
     MANY,
-    SHARINGS,
+    SPLIT_COUNTS,
     WORTH,
     Cut,
-    num_splits_of,
+    choose_num_splits,
     split_for,
 )
+from tests.model.kernels.reference import decode as twin
+from tests.model.kernels.reference.rotary import rotate_and_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {
@@ -93,21 +93,21 @@ class World:
     qkv: Tensor  # a view into wider rows
     blocks: Tensor
     tables: Tensor
-    seats_s: Tensor
+    row_ids_s: Tensor
     positions_s: Tensor
     slots_s: Tensor
-    turn: Turn
+    turn: HeadTransform
 
     def arguments(self, device: str = DEVICE) -> dict[str, Any]:
         """Copies: what a call changes is its own."""
-        names = ("blocks", "tables", "seats_s", "positions_s", "slots_s")
+        names = ("blocks", "tables", "row_ids_s", "positions_s", "slots_s")
         given = {name: getattr(self, name).to(device, copy=True) for name in names}
         given |= {"num_heads": self.case.heads, "layer": LAYER}
         if not self.case.is_new:
             return given | {"slots_s": None}
         norms = [norm if norm is None else norm.to(device) for norm in self.norms]
         turns = self.turn.cosine_pd.to(device), self.turn.sine_pd.to(device)
-        return given | {"turn": Turn(*norms, self.turn.epsilon, *turns)}
+        return given | {"turn": HeadTransform(*norms, self.turn.epsilon, *turns)}
 
     @property
     def norms(self) -> tuple[Tensor | None, Tensor | None]:
@@ -130,9 +130,9 @@ def world_of(case: Case, seed: int = 0) -> World:
     return World(
         case=case, qkv=rows.to(case.dtype)[:, : case.width],
         blocks=filled_blocks(case, tables[seats], positions).to(case.kept),
-        tables=tables.int(), seats_s=seats.int(), positions_s=positions,
+        tables=tables.int(), row_ids_s=seats.int(), positions_s=positions,
         slots_s=slots + positions % case.block_size,
-        turn=Turn(*(norms if case.has_norm else (None, None)), EPSILON, angles.cos(), angles.sin()),
+        turn=HeadTransform(*(norms if case.has_norm else (None, None)), EPSILON, angles.cos(), angles.sin()),
     )  # fmt: skip
 
 
@@ -296,15 +296,15 @@ def test_great_scores_neither_overflow_nor_are_lost() -> None:
 def test_sequences_may_have_blocks_in_common() -> None:
     case = Case(positions=(70, 75, 64), kv_heads=1)
     world = world_of(case)
-    world.tables[world.seats_s.long(), :4] = world.tables[int(world.seats_s[0]), :4]
+    world.tables[world.row_ids_s.long(), :4] = world.tables[int(world.row_ids_s[0]), :4]
     assert distance(found(world).out, exact(world).out) < LIMITS[torch.float32]
 
 
 def test_rows_that_fill_a_batch_up_share_a_seat_and_harm_nobody() -> None:
     world = world_of(Case(positions=(40, 0, 0)))
     slots = torch.where(world.positions_s > 0, world.slots_s, -1)
-    spare = set(range(len(world.tables))) - set(world.seats_s.tolist())
-    world.seats_s[1:] = min(spare)
+    spare = set(range(len(world.tables))) - set(world.row_ids_s.tolist())
+    world.row_ids_s[1:] = min(spare)
     seen = found(world, slots_s=slots.to(DEVICE))
     assert distance(seen.out, exact(world, slots_s=slots).out) < LIMITS[torch.float32]
 
@@ -324,7 +324,7 @@ def test_a_new_token_is_one_that_was_turned_and_stored_before() -> None:
 def test_no_sequences_are_no_work() -> None:
     world = world_of(Case())
     given = world.arguments()
-    none = {name: given[name][:0] for name in ("seats_s", "positions_s", "slots_s")}
+    none = {name: given[name][:0] for name in ("row_ids_s", "positions_s", "slots_s")}
     qkv = world.qkv[:0].to(DEVICE)
     decode_attention(qkv, world.new_out(qkv.dtype)[:0].to(DEVICE), **given | none)
     assert torch.equal(given["blocks"].cpu().nan_to_num(9), world.blocks.nan_to_num(9))
@@ -333,7 +333,7 @@ def test_no_sequences_are_no_work() -> None:
 def test_the_twin_is_dense_attention() -> None:
     case = Case(positions=(50,), kv_heads=2, group=3, is_new=False, block_size=16)
     world = world_of(case)
-    table = world.tables[world.seats_s.long()[0]].long()
+    table = world.tables[world.row_ids_s.long()[0]].long()
     keys, values = world.blocks[table[:4], LAYER].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :51]
     q_h1d = world.qkv[0, : case.heads * case.head_dim].view(case.heads, 1, case.head_dim)
     grouped = (part.repeat_interleave(case.group, dim=0) for part in (keys, values))
@@ -350,8 +350,8 @@ def is_power_of_two(number: int) -> bool:
 def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) -> None:
     padded = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
     for num_programs in (*range(1, 100), *range(100, 3000, 7)):
-        for sharing, room in product(SHARINGS, (1, 300, 512, 1024, 10**6)):
-            cut = split_for(num_programs, sharing, room, head_dim * dtype.itemsize)
+        for num_splits, room in product(SPLIT_COUNTS, (1, 300, 512, 1024, 10**6)):
+            cut = split_for(num_programs, num_splits, room, head_dim * dtype.itemsize)
             assert all(is_power_of_two(size) for size in (cut.parts, cut.tile, cut.warps)), cut
             assert cut.tile >= 16 and cut.least % cut.tile == 0 and cut.stages >= 1, cut
             waiting = 2 * (cut.stages - 1) * cut.tile * padded
@@ -362,10 +362,10 @@ def test_few_programs_share_their_sequences_and_many_only_long_ones() -> None:
     counts = [split_for(num_programs, 1, 10**6, 256).parts for num_programs in range(1, 3000)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 1
     assert all(n * count >= 800 for n, count in enumerate(counts, 1) if count < counts[0])
-    for sharing in SHARINGS[1:]:
-        shared = [split_for(n, sharing, 10**6, 256).parts for n in range(MANY, 3000)]
-        assert set(shared) == {sharing}
-        few = [split_for(n, sharing, 10**6, 256).parts for n in range(1, MANY)]
+    for num_splits in SPLIT_COUNTS[1:]:
+        shared = [split_for(n, num_splits, 10**6, 256).parts for n in range(MANY, 3000)]
+        assert set(shared) == {num_splits}
+        few = [split_for(n, num_splits, 10**6, 256).parts for n in range(1, MANY)]
         assert min(few) > 1, "one long sequence must not keep all others waiting"
 
 
@@ -373,26 +373,26 @@ def test_eight_share_if_a_few_are_longer_than_those_that_keep_the_device_busy() 
     heads, many = 8, MANY // 8
     lengths = np.full(many, 500)
 
-    def sharing(num_long: int) -> int:
+    def num_splits(num_long: int) -> int:
         lengths[:num_long] = 5000
-        return num_splits_of(many * heads, lengths, heads)
+        return choose_num_splits(many * heads, lengths, heads)
 
     few = BUSY // heads
-    assert (sharing(0), sharing(1), sharing(few)) == (1, 8, 8)
-    assert sharing(few + 1) == 1, "these are enough to keep it busy"
-    assert num_splits_of(MANY - 1, lengths, heads) == 1, "they are shared anyway"
+    assert (num_splits(0), num_splits(1), num_splits(few)) == (1, 8, 8)
+    assert num_splits(few + 1) == 1, "these are enough to keep it busy"
+    assert choose_num_splits(MANY - 1, lengths, heads) == 1, "they are shared anyway"
     lengths[:] = np.linspace(400, 400 + WORTH, many)
-    assert num_splits_of(many * heads, lengths, heads) == 1, "nothing to gain"
-    assert num_splits_of(MANY, np.array([9000, 10]), 1000) == 4, "fewer sequences than that"
-    assert num_splits_of(MANY, np.array([], dtype=np.int64), 8) == 1, "rows of nobody"
+    assert choose_num_splits(many * heads, lengths, heads) == 1, "nothing to gain"
+    assert choose_num_splits(MANY, np.array([9000, 10]), 1000) == 4, "fewer sequences than that"
+    assert choose_num_splits(MANY, np.array([], dtype=np.int64), 8) == 1, "rows of nobody"
 
 
 def test_four_share_if_many_are_long() -> None:
     for many in (MANY // 8, 256):
         lengths = np.arange(many) % 100 + LONG - 50
-        assert num_splits_of(many * 8, lengths - 50, 8) == 1
-        assert num_splits_of(many * 8, lengths + 50, 8) == 4
-        assert num_splits_of(MANY - 1, lengths + 50, 8) == 1, "they are shared anyway"
+        assert choose_num_splits(many * 8, lengths - 50, 8) == 1
+        assert choose_num_splits(many * 8, lengths + 50, 8) == 4
+        assert choose_num_splits(MANY - 1, lengths + 50, 8) == 1, "they are shared anyway"
 
 
 def test_no_more_programs_share_a_sequence_than_its_room_gives_work() -> None:

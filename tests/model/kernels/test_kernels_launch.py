@@ -23,7 +23,7 @@ from triton.runtime.errors import InterpreterError
 
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
-from headway.model.kernels.blocks import set_aside
+from headway.model.kernels.blocks import gather_blocks
 from headway.model.kernels.launch import compile_all
 from tests.executor.test_gpu import Loud, model
 
@@ -34,7 +34,7 @@ def copied() -> Tensor:
     """Zeros, or ones if the kernel ran."""
     blocks = torch.ones((4, 8), device=DEVICE)
     aside = torch.zeros((4, 8), device=DEVICE)
-    set_aside(blocks, torch.arange(4, device=DEVICE), aside)
+    gather_blocks(blocks, torch.arange(4, device=DEVICE), aside)
     return aside.cpu()
 
 

@@ -14,10 +14,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from headway.model.kernels.linear import linear, num_squares, row_squares
-from headway.model.kernels.reference import activation as activation_twin
-from headway.model.kernels.reference import linear as twin
-from headway.model.kernels.reference import norm as norm_twin
 from headway.model.kernels.tiles import Tile, tile_for, tile_within
+from tests.model.kernels.reference import activation as activation_twin
+from tests.model.kernels.reference import linear as twin
+from tests.model.kernels.reference import norm as norm_twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

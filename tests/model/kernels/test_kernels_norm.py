@@ -16,8 +16,8 @@ pytest.importorskip("triton")
 
 from headway.model.backends.plain import PlainBackend
 from headway.model.kernels import activation, norm
-from headway.model.kernels.reference import activation as activation_twin
-from headway.model.kernels.reference import norm as norm_twin
+from tests.model.kernels.reference import activation as activation_twin
+from tests.model.kernels.reference import norm as norm_twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from headway.model.kernels import prefill
-from headway.model.kernels.reference import prefill as twin
+from tests.model.kernels.reference import prefill as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -49,13 +49,13 @@ class World:
     q_thd: Tensor  # a view into wider rows
     blocks: Tensor
     tables: Tensor
-    seats_s: Tensor
+    row_ids_s: Tensor
     starts_s: Tensor
     ends_s: Tensor
     longest: int
 
     def arguments(self) -> dict[str, Any]:
-        names = ("blocks", "tables", "seats_s", "starts_s", "ends_s", "longest")
+        names = ("blocks", "tables", "row_ids_s", "starts_s", "ends_s", "longest")
         return {name: getattr(self, name) for name in names} | {"layer": LAYER}
 
     def widened(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def world_of(case: Case, seed: int = 0) -> World:
     q_thd = rows.to(DEVICE, case.dtype)[:, :q_width].unflatten(1, (-1, case.head_dim))
     return World(
         q_thd=q_thd, blocks=blocks.to(DEVICE, case.cache_dtype or case.dtype),
-        tables=tables.int().to(DEVICE), seats_s=seats.int().to(DEVICE),
+        tables=tables.int().to(DEVICE), row_ids_s=seats.int().to(DEVICE),
         starts_s=starts.int().to(DEVICE), ends_s=ends.int().to(DEVICE),
         longest=int(counts.max()),
     )  # fmt: skip
@@ -226,7 +226,7 @@ def test_nobodys_sequences_and_rows_change_nothing(dtype: torch.dtype) -> None:
     padded = replace(
         world,
         q_thd=torch.cat([world.q_thd, torch.zeros_like(world.q_thd[:20])]),
-        seats_s=F.pad(world.seats_s, (0, most), value=nobody),
+        row_ids_s=F.pad(world.row_ids_s, (0, most), value=nobody),
         starts_s=F.pad(world.starts_s, (0, most), value=count),
         ends_s=F.pad(world.ends_s, (0, most)),
     )
@@ -260,7 +260,7 @@ def test_no_tokens_is_no_work(sequences: tuple[tuple[int, int], ...]) -> None:
     arguments = world.arguments()
     if not sequences:
         none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
-        arguments |= {"seats_s": none, "ends_s": none}
+        arguments |= {"row_ids_s": none, "ends_s": none}
     prefill.prefill_attention(world.q_thd, poisoned(world), **arguments)
 
 

@@ -18,8 +18,8 @@ pytest.importorskip("triton")
 from headway.model.backends.plain import PlainBackend
 from headway.model.batch import Batch
 from headway.model.config import ModelConfig, from_hf
-from headway.model.kernels.reference import rotary as twin
 from headway.model.kernels.rotary import rotate_and_store
+from tests.model.kernels.reference import rotary as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {

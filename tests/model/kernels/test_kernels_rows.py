@@ -12,8 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from headway.model.kernels import rows
-from headway.model.kernels.reference import rows as twin
 from headway.model.kernels.rows import RowTensors
+from tests.model.kernels.reference import rows as twin
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NUM_SEATS, WIDTH = 7, 5
@@ -31,7 +31,7 @@ class Inputs:
 
 
 def seats_with(lengths: list[int], limits: list[int], first_block: int = 0) -> RowTensors:
-    """Seats of these lengths and limits, then empty ones; blocks are in no order."""
+    """SamplingSettings of these lengths and limits, then empty ones; blocks are in no order."""
     chance = torch.Generator().manual_seed(len(lengths))
     tables = torch.randperm(NUM_SEATS * WIDTH, generator=chance) + first_block
     missing = [0] * (NUM_SEATS - len(lengths))
@@ -51,9 +51,9 @@ def copied(seats: RowTensors) -> RowTensors:
 
 def started(kernels: ModuleType, numbers: list[int], seats: RowTensors, size: int) -> Inputs:
     """One step; what nobody wrote is far from anything right."""
-    seats_n = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+    row_ids_n = torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
     columns = torch.full((3, len(numbers)), -777, dtype=torch.int64, device=DEVICE)
-    kernels.start(seats_n, seats, size, *columns)
+    kernels.start(row_ids_n, seats, size, *columns)
     tokens_n, positions_n, slots_n = columns.cpu()
     return Inputs(tokens_n=tokens_n, positions_n=positions_n, slots_n=slots_n)
 
@@ -61,8 +61,8 @@ def started(kernels: ModuleType, numbers: list[int], seats: RowTensors, size: in
 def finished(
     kernels: ModuleType, numbers: list[int], sampled: list[int], seats: RowTensors
 ) -> None:
-    seats_n, sampled_n = torch.tensor([numbers, sampled], dtype=torch.int32, device=DEVICE)
-    kernels.finish(seats_n, sampled_n, seats)
+    row_ids_n, sampled_n = torch.tensor([numbers, sampled], dtype=torch.int32, device=DEVICE)
+    kernels.finish(row_ids_n, sampled_n, seats)
 
 
 def assert_equal(one: RowTensors, other: RowTensors, rows: slice = slice(None)) -> None:

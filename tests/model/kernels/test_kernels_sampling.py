@@ -19,10 +19,10 @@ import triton.language as tl
 
 from headway.model.kernels import sampling
 from headway.model.kernels.logit_thresholds import find_logit_thresholds
-from headway.model.kernels.reference import logit_thresholds as floors_twin
-from headway.model.kernels.reference import sampling as twin
-from headway.model.kernels.sampling import Columns, sample, workspace
+from headway.model.kernels.sampling import SamplingTensors, sample, workspace
 from headway.sampling_params import COLDEST
+from tests.model.kernels.reference import logit_thresholds as floors_twin
+from tests.model.kernels.reference import sampling as twin
 
 torch.set_num_threads(1)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,11 +50,11 @@ CUTS: list[dict[str, float]] = [
 STRANGE = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter
 
 
-def columns_of(rows: list[dict[str, float]]) -> Columns:
-    """The columns of seats that differ from plain ones in what is given."""
+def columns_of(rows: list[dict[str, float]]) -> SamplingTensors:
+    """The settings of row_ids that differ from plain ones in what is given."""
     full = [PLAIN | row for row in rows]
     made = {k: torch.tensor([row[k] for row in full], dtype=t) for k, t in KINDS.items()}
-    return Columns(**{name: column.to(DEVICE) for name, column in made.items()})
+    return SamplingTensors(**{name: column.to(DEVICE) for name, column in made.items()})
 
 
 def some_logits(num_rows: int, vocab_size: int, seed: int, spread: float = 3.0) -> Tensor:
@@ -63,34 +63,39 @@ def some_logits(num_rows: int, vocab_size: int, seed: int, spread: float = 3.0) 
 
 
 def chosen(
-    sampler: Callable[..., None], logits: Tensor, columns: Columns, seats: list[int] | None = None
+    sampler: Callable[..., None],
+    logits: Tensor,
+    settings: SamplingTensors,
+    row_ids: list[int] | None = None,
 ) -> list[int]:
     """The tokens of rows that sit where they are told, or in their order."""
-    at = torch.tensor(range(len(logits)) if seats is None else seats, dtype=torch.int32)
+    at = torch.tensor(range(len(logits)) if row_ids is None else row_ids, dtype=torch.int32)
     out = torch.full((len(logits),), -7, dtype=torch.int32, device=DEVICE)
-    sampler(logits, at.to(DEVICE), columns, out)
+    sampler(logits, at.to(DEVICE), settings, out)
     return [int(token) for token in out.tolist()]
 
 
-def kept(logits: Tensor, columns: Columns) -> list[list[bool]]:
-    """Which tokens are not below the floor that the kernel finds for their row."""
+def kept(logits: Tensor, settings: SamplingTensors) -> list[list[bool]]:
+    """Which tokens are not below the threshold that the kernel finds for their row."""
     rows = torch.arange(len(logits), device=DEVICE)
-    floors_n = torch.full((len(logits),), torch.nan, device=DEVICE)
-    find_logit_thresholds(logits, rows, columns, floors_n)
-    is_kept: list[list[bool]] = (logits >= floors_n[:, None]).tolist()
+    thresholds_n = torch.full((len(logits),), torch.nan, device=DEVICE)
+    find_logit_thresholds(logits, rows, settings, thresholds_n)
+    is_kept: list[list[bool]] = (logits >= thresholds_n[:, None]).tolist()
     return is_kept
 
 
 def alike(logits: Tensor, rows: list[dict[str, float]]) -> list[int]:
     """The tokens, once it is sure that the kernels keep and choose what the twins do."""
-    columns, seats = columns_of(rows), torch.arange(len(rows), device=DEVICE)
+    settings, row_ids = columns_of(rows), torch.arange(len(rows), device=DEVICE)
     space = workspace(*logits.shape, DEVICE)
-    tokens, expected = (torch.full_like(seats, -7, dtype=torch.int32) for _ in range(2))
-    sample(logits, seats, columns, tokens, space)
-    twin.sample(logits, seats, columns, expected)
-    floors_n = torch.full((len(rows),), torch.nan, dtype=torch.float64, device=DEVICE)
-    floors_twin.find_logit_thresholds(logits, seats, columns, floors_n)
-    assert torch.equal(logits >= space.floors[:, None], logits.double() >= floors_n[:, None])
+    tokens, expected = (torch.full_like(row_ids, -7, dtype=torch.int32) for _ in range(2))
+    sample(logits, row_ids, settings, tokens, space)
+    twin.sample(logits, row_ids, settings, expected)
+    thresholds_n = torch.full((len(rows),), torch.nan, dtype=torch.float64, device=DEVICE)
+    floors_twin.find_logit_thresholds(logits, row_ids, settings, thresholds_n)
+    assert torch.equal(
+        logits >= space.thresholds[:, None], logits.double() >= thresholds_n[:, None]
+    )
     assert tokens.tolist() == expected.tolist()
     return [int(token) for token in tokens.tolist()]
 
@@ -200,7 +205,7 @@ def test_an_infinity_is_chosen_and_a_minus_infinity_is_not() -> None:
 
 
 def test_a_token_depends_on_its_own_row_alone() -> None:
-    """Neither the company nor the order of rows nor the seat matters, nor how the work is cut."""
+    """Neither the company nor the order of rows nor the row_id matters, nor how the work is cut."""
     num_rows, vocab_size = 110, 5_000
     logits = some_logits(num_rows, vocab_size, seed=6)
     company = [{"temperature": 0.0}] * (num_rows - 5)
@@ -210,25 +215,25 @@ def test_a_token_depends_on_its_own_row_alone() -> None:
     assert sampling._slices(num_rows, vocab_size) != sampling._slices(1, vocab_size)
     alone = [chosen(sample, logits[i, None], columns_of([rows[i]])) for i in range(-5, 0)]
     assert [[token] for token in together] == alone
-    seats = list(range(num_rows - 5, num_rows))[::-1]
-    assert chosen(sample, logits.flip(0)[:5], columns_of(rows), seats) == together[::-1]
+    row_ids = list(range(num_rows - 5, num_rows))[::-1]
+    assert chosen(sample, logits.flip(0)[:5], columns_of(rows), row_ids) == together[::-1]
 
 
 def test_rows_may_lie_apart_and_seats_be_wide_numbers() -> None:
     rows = seeded([{}, {"top_k": 4}, {"top_p": 0.3}, {"temperature": 0.0}], seed=5)
     wide = some_logits(4, 150, seed=9)
-    tokens = alike(wide[:, :101], rows)  # whose seats are int64
+    tokens = alike(wide[:, :101], rows)  # whose row_ids are int64
     assert tokens == chosen(sample, wide[:, :101].contiguous(), columns_of(rows))
 
 
 def test_what_a_workspace_held_does_not_matter() -> None:
-    logits, columns = some_logits(3, 1500, seed=9), columns_of([{}, {"top_k": 4}, {}])
+    logits, settings = some_logits(3, 1500, seed=9), columns_of([{}, {"top_k": 4}, {}])
     space = workspace(9, 1500, DEVICE)
-    for tensor in (space.floors, space.scores, space.tokens):
+    for tensor in (space.thresholds, space.scores, space.tokens):
         tensor.fill_(1_000_000)
     out = torch.full((4,), -7, device=DEVICE, dtype=torch.int32)
-    sample(logits, torch.arange(3, device=DEVICE), columns, out[:3], space)
-    assert out.tolist() == [*chosen(sample, logits, columns), -7]
+    sample(logits, torch.arange(3, device=DEVICE), settings, out[:3], space)
+    assert out.tolist() == [*chosen(sample, logits, settings), -7]
 
 
 def test_no_rows_are_no_work() -> None:

@@ -45,25 +45,25 @@ SIGNATURES = {
 }  # fmt: skip
 
 
-class Unavailable(Exception):
+class NativeUnavailable(Exception):
     """The native library cannot be used; the message says why."""
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """Load the library, compiling it if needed; Unavailable if that fails."""
+    """Load the library, compiling it if needed; NativeUnavailable if that fails."""
     if os.environ.get("HEADWAY_NATIVE") == "0":
-        raise Unavailable("disabled by HEADWAY_NATIVE=0")
+        raise NativeUnavailable("disabled by HEADWAY_NATIVE=0")
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "cc"))), None)
     if compiler is None:
-        raise Unavailable("no C compiler found (gcc or cc)")
+        raise NativeUnavailable("no C compiler found (gcc or cc)")
     path = cache_root() / "native" / f"kernels-{_fingerprint(compiler)}.so"
     if not path.exists():
         _compile(compiler, path)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise Unavailable(f"cannot load {path}: {error}") from None
+        raise NativeUnavailable(f"cannot load {path}: {error}") from None
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
@@ -94,7 +94,7 @@ def _compile(compiler: str, path: Path) -> None:
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Unavailable(f"{compiler} failed to compile the kernels: {last}")
+            raise NativeUnavailable(f"{compiler} failed to compile the kernels: {last}")
         os.replace(target, path)  # atomic, so that another process never sees a partial file
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.backends.native.build import load
-from headway.model.weights.tensors import Groups
+from headway.model.weights.tensors import QuantizedMatrix
 
 GROUP = 32  # inputs that share a scale
 TOGETHER = 4  # panels per task of the quantized product
@@ -68,7 +68,7 @@ def pack_floats(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
     return NativeWeight(packed, packed.data_ptr(), num_outputs, num_inputs, 32, bias)
 
 
-def pack_groups(groups: Groups, bias: Tensor | None) -> NativeWeight:
+def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
     """Panels of `lanes` outputs; each group has quads of inputs, then scales and minimums."""
     lanes, (num_outputs, num_inputs) = layout().lanes, groups.q.shape
     q, minimum, bits = groups.q, groups.minimum, 4 if groups.bits == 4 else 8
@@ -88,18 +88,18 @@ def pack_groups(groups: Groups, bias: Tensor | None) -> NativeWeight:
     return NativeWeight(packed, packed.data_ptr(), num_outputs, num_inputs, bits, bias)
 
 
-def quantize(matrix_nk: Tensor) -> Groups:
+def quantize(matrix_nk: Tensor) -> QuantizedMatrix:
     """Quantize a matrix to 8-bit groups, symmetric around zero."""
     grouped = matrix_nk.float().view(len(matrix_nk), -1, GROUP)
     scale = (grouped.abs().amax(2) / 127).half().float()
     steps = torch.where(scale[..., None] > 0, grouped / scale[..., None], 0.0)
     q = (steps.round().clamp(-127, 127) + 128).to(torch.uint8).flatten(1)
-    return Groups(q=q, scale=scale, minimum=-128 * scale, bits=8)
+    return QuantizedMatrix(q=q, scale=scale, minimum=-128 * scale, bits=8)
 
 
-def stack(parts: list[Groups]) -> Groups:
+def stack(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
     """Concatenate along the outputs."""
-    return Groups(
+    return QuantizedMatrix(
         q=torch.cat([part.q for part in parts]),
         scale=torch.cat([part.scale for part in parts]),
         minimum=torch.cat([part.minimum for part in parts]),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.model.kernels.reference.norm import rms_norm
+from tests.model.kernels.reference.norm import rms_norm
 
 
 def rotate_and_store(

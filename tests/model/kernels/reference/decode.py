@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from headway.model.kernels.reference.prefill import attended, cached
-from headway.model.kernels.reference.rotary import rotate_and_store
+from tests.model.kernels.reference.prefill import attended, cached
+from tests.model.kernels.reference.rotary import rotate_and_store
 
 if TYPE_CHECKING:  # the kernels' own file needs Triton
-    from headway.model.kernels.decode import Turn
+    from headway.model.kernels.decode import HeadTransform
 
 
 def decode_attention(
@@ -26,26 +26,28 @@ def decode_attention(
     blocks: Tensor,
     layer: int,
     tables: Tensor,
-    seats_s: Tensor,
+    row_ids_s: Tensor,
     positions_s: Tensor,
     slots_s: Tensor | None = None,
-    turn: Turn | None = None,
-    sharing: int = 1,
-    cut: object = None,
+    transform: HeadTransform | None = None,
+    num_splits: int = 1,
+    split: object = None,
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
-    With `turn` the token is new: it is turned and stored first; `slots_s` says where, negative:
+    With `transform` the token is new: it is turned and stored first; `slots_s` says where, negative:
     nowhere, but it always sees itself. Without, queries and cache are ready.
     """
     head_dim = blocks.shape[-1]
     new: Tensor | None = None
-    if turn is not None and slots_s is not None:
-        qkv, new = _turned(qkv, num_heads, blocks, positions_s, turn)
+    if transform is not None and slots_s is not None:
+        qkv, new = _rotated(qkv, num_heads, blocks, positions_s, transform)
         _store(new, slots_s, blocks, layer)
-    for s, (seat, position) in enumerate(zip(seats_s.tolist(), positions_s.tolist(), strict=True)):
+    for s, (row_id, position) in enumerate(
+        zip(row_ids_s.tolist(), positions_s.tolist(), strict=True)
+    ):
         num_cached = position if new is not None else position + 1
-        keys_ngd, values_ngd = cached(blocks, layer, tables[seat], num_cached)
+        keys_ngd, values_ngd = cached(blocks, layer, tables[row_id], num_cached)
         if new is not None:
             keys_ngd, values_ngd = (
                 torch.cat((held, own[None]))
@@ -55,8 +57,8 @@ def decode_attention(
         out[s] = attended(q_1hd, keys_ngd, values_ngd).flatten().to(out.dtype)
 
 
-def _turned(
-    qkv: Tensor, num_heads: int, blocks: Tensor, positions_s: Tensor, turn: Turn
+def _rotated(
+    qkv: Tensor, num_heads: int, blocks: Tensor, positions_s: Tensor, transform: HeadTransform
 ) -> tuple[Tensor, Tensor]:
     """Rows with queries turned, and [S, 2, G, D]: keys and values as the cache will have them."""
     _, _, _, num_kv_heads, _, head_dim = blocks.shape
@@ -66,11 +68,11 @@ def _turned(
         rows,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        q_norm=turn.q_norm,
-        k_norm=turn.k_norm,
-        epsilon=turn.epsilon,
-        cosine_pd=turn.cosine_pd,
-        sine_pd=turn.sine_pd,
+        q_norm=transform.q_norm,
+        k_norm=transform.k_norm,
+        epsilon=transform.epsilon,
+        cosine_pd=transform.cosine_pd,
+        sine_pd=transform.sine_pd,
         positions_t=positions_s,
         slots_t=torch.arange(len(qkv), device=qkv.device),
         blocks=own,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from headway.executor.sampling.sampler import prompt_logprobs
+from headway.executor.sampling.draw import parts
 from headway.model.decoder import Decoder
 from headway.plan import Chunk, Embedding
 from headway.request import Request
@@ -18,7 +18,7 @@ SLICE = 256  # prompt positions whose logits are computed at once; bounds the me
 
 
 @dataclass(slots=True)
-class Extra:
+class ExtraOutputs:
     """Logprobs of generated tokens, logprobs of prompt tokens by position, and embeddings."""
 
     logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Extra:
     def __bool__(self) -> bool:
         return bool(self.logprobs or self.prompt or self.embeddings)
 
-    def keep(self, found: Mapping[int, TokenLogprobs], requests: Iterable[Request]) -> None:
+    def add_logprobs(self, found: Mapping[int, TokenLogprobs], requests: Iterable[Request]) -> None:
         """Add the sampler's logprobs, which are keyed by row, to their requests."""
         if found:
             for request in requests:
@@ -43,10 +43,29 @@ class Extra:
             sampling, request = chunk.request.params.sampling, chunk.request
             if not isinstance(sampling, Sampling) or sampling.prompt_logprobs is None:
                 continue
-            end = min(chunk.end, request.num_prompt - 1)  # the last position predicts no prompt token
+            end = min(
+                chunk.end, request.num_prompt - 1
+            )  # the last position predicts no prompt token
             for begin in range(chunk.start, end, SLICE):
                 stop, row = min(begin + SLICE, end), start + begin - chunk.start
                 logits = decoder.logits(hidden[row : row + stop - begin])
                 targets = torch.tensor(request.prompt[begin + 1 : stop + 1], device=logits.device)
-                scores = prompt_logprobs(logits, targets, sampling.prompt_logprobs)
+                scores = compute_logprobs(logits, targets, sampling.prompt_logprobs)
                 self.prompt.setdefault(request, []).extend(enumerate(scores, start=begin + 1))
+
+
+def compute_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list[TokenLogprobs]:
+    """Logprobs of each target under its row of logits, and of the `num_top` best tokens."""
+    found: list[TokenLogprobs] = []
+    for part in parts(logits_tv):
+        logprobs = logits_tv[part].float().log_softmax(-1)
+        own = logprobs.gather(1, targets_t[part, None])
+        ranks = (logprobs > own).sum(-1) + 1
+        values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), -1)
+        tops = (
+            list(zip(*pair, strict=True))
+            for pair in zip(ids.tolist(), values.tolist(), strict=True)
+        )
+        columns = (targets_t[part].tolist(), own[:, 0].tolist(), ranks.tolist(), tops)
+        found += map(TokenLogprobs, *columns)
+    return found

@@ -12,26 +12,28 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.model.kernels.reference.logit_thresholds import Columns, find_logit_thresholds
+from headway.model.kernels.logit_thresholds import SamplingTensors
+from headway.model.kernels.sampling import LAST, ROUNDS, WIDTH
 from headway.sampling_params import COLDEST
-
-ROUNDS = 7  # the fewest of Philox 4x32 that pass the known tests of randomness
-WIDTH = 256  # tokens in a row that take the same word of their counters
-LAST = 1 - 2.0**-24  # the greatest float32 below 1
+from tests.model.kernels.reference.logit_thresholds import find_logit_thresholds
 
 
 def sample(
-    logits_nv: Tensor, seats_n: Tensor, columns: Columns, out_n: Tensor, space: object = None
+    logits_nv: Tensor,
+    row_ids_n: Tensor,
+    settings: SamplingTensors,
+    out_n: Tensor,
+    space: object = None,
 ) -> None:
-    """Choose a token for each row as its seat asks. NaN counts as -inf. Needs no space."""
-    floors_n = torch.empty(len(logits_nv), dtype=torch.float32, device=logits_nv.device)
-    find_logit_thresholds(logits_nv, seats_n, columns, floors_n)
-    for row, seat in enumerate(seats_n.tolist()):
+    """Choose a token for each row as its row_id asks. NaN counts as -inf. Needs no space."""
+    thresholds_n = torch.empty(len(logits_nv), dtype=torch.float32, device=logits_nv.device)
+    find_logit_thresholds(logits_nv, row_ids_n, settings, thresholds_n)
+    for row, row_id in enumerate(row_ids_n.tolist()):
         scores_v = logits_nv[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        if columns.temperature[seat] >= COLDEST:
-            seed, index = int(columns.seed[seat]), int(columns.num_generated[seat])
-            is_cut_v = scores_v < floors_n[row]
-            scores_v = scores_v / columns.temperature[seat].double()
+        if settings.temperature[row_id] >= COLDEST:
+            seed, index = int(settings.seed[row_id]), int(settings.num_generated[row_id])
+            is_cut_v = scores_v < thresholds_n[row]
+            scores_v = scores_v / settings.temperature[row_id].double()
             scores_v += gumbel(seed, index, len(scores_v)).to(scores_v.device)
             scores_v[is_cut_v] = -torch.inf
         out_n[row] = (scores_v == scores_v.max()).nonzero()[0, 0]  # the first of the greatest

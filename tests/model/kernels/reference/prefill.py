@@ -17,13 +17,13 @@ def prefill_attention(
     blocks: Tensor,
     layer: int,
     tables: Tensor,
-    seats_s: Tensor,
+    row_ids_s: Tensor,
     starts_s: Tensor,
     ends_s: Tensor,
     longest: int,
 ) -> None:
     """Write to out_thd what each query finds among the tokens up to its own."""
-    starts, ends, seats = starts_s.tolist(), ends_s.tolist(), seats_s.tolist()
+    starts, ends, seats = starts_s.tolist(), ends_s.tolist(), row_ids_s.tolist()
     for s, (end, seat) in enumerate(zip(ends, seats, strict=True)):
         rows = slice(starts[s], starts[s + 1])
         assert rows.stop - rows.start <= longest, "the grid is cut for the longest"
