@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.model.registry import resolve
-from tests.support.interpreter import hurry
+from tests.support.interpreter import speed_up
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run side by side; set before torch loads
 if shutil.which("nvidia-smi") is None:  # known before triton loads, and without loading torch
@@ -33,6 +33,6 @@ def small_padding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Kernels that are interpreted take their time."""
+    """Make interpreted kernels faster."""
     if os.environ.get("TRITON_INTERPRET") and "triton.runtime.interpreter" in sys.modules:
-        hurry()
+        speed_up()

@@ -1,8 +1,8 @@
 /* The parts of a layer between its products: norms, gates, rotation, attention by block tables. */
 
 #define KEYS 64 /* positions per tile of keys; tiles start at position 0 of the sequence */
-#define MOST_QUERIES 32
-#define MOST_HEAD 256
+#define MAX_QUERIES 32
+#define MAX_HEAD 256
 
 ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsilon, float *y) {
     vec squares = {0};
@@ -123,14 +123,14 @@ ALWAYS vec sums_of(vec v[LANES]) {
 
 /* Query rows of one sequence that share a key-value head. */
 typedef struct {
-    const float *q[MOST_QUERIES];
-    float *out[MOST_QUERIES];
-    int64_t end[MOST_QUERIES]; /* number of positions that each row sees */
+    const float *q[MAX_QUERIES];
+    float *out[MAX_QUERIES];
+    int64_t end[MAX_QUERIES]; /* number of positions that each row sees */
     int rows;
     int64_t last; /* the largest value of `end` */
 } Queries;
 
-static const float nothing[MOST_HEAD];
+static const float nothing[MAX_HEAD];
 
 ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D, float scale,
                   float *out) {
@@ -149,7 +149,7 @@ ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D
 
 /* out[rows, D] += weights[rows, count] values, a few vectors of D at a time. */
 ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const float *const *values,
-                   int count, int64_t d, float (*out)[MOST_HEAD]) {
+                   int count, int64_t d, float (*out)[MAX_HEAD]) {
     vec sums[4][4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
@@ -171,7 +171,7 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
 }
 
 ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *values, int count,
-                       int64_t D, float (*out)[MOST_HEAD]) {
+                       int64_t D, float (*out)[MAX_HEAD]) {
     int64_t d = 0;
     for (; d + 4 * LANES <= D; d += 4 * LANES) gather(rows, 4, weights, values, count, d, out);
     for (; d < D; d += LANES) gather(rows, 1, weights, values, count, d, out);
@@ -210,8 +210,8 @@ static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t
 static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
                    float scale) {
     const int64_t D = cache->head_size;
-    float scores[MOST_QUERIES][KEYS], out[MOST_QUERIES][MOST_HEAD];
-    float most[MOST_QUERIES], total[MOST_QUERIES];
+    float scores[MAX_QUERIES][KEYS], out[MAX_QUERIES][MAX_HEAD];
+    float most[MAX_QUERIES], total[MAX_QUERIES];
     for (int r = 0; r < queries->rows; r++) {
         most[r] = -INFINITY, total[r] = 0;
         memset(out[r], 0, (size_t)D * 4);

@@ -5,8 +5,8 @@
 
 /* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]. */
 ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K,
-                 float out[MOST_ROWS][PANEL]) {
-    vec sums[MOST_ROWS][VECS];
+                 float out[MAX_ROWS][PANEL]) {
+    vec sums[MAX_ROWS][VECS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -29,11 +29,11 @@ ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w,
 }
 
 static void tile_of(int rows, const float *x, int64_t stride, const float *w, int64_t K,
-                    float out[MOST_ROWS][PANEL]) {
+                    float out[MAX_ROWS][PANEL]) {
     switch (rows) {
 #define CASE(n) case n: tile(n, x, stride, w, K, out); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if MOST_ROWS > 6
+#if MAX_ROWS > 6
         CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
 #undef CASE
@@ -62,11 +62,11 @@ static void share_linear(const float *x, int64_t M, int64_t K, const float *w, i
         const int64_t to = from + ROWS_IN_CACHE < M ? from + ROWS_IN_CACHE : M;
 #pragma omp for schedule(dynamic, 3) nowait
         for (int64_t p = 0; p < panels; p++) {
-            float out[MOST_ROWS][PANEL];
+            float out[MAX_ROWS][PANEL];
             const int64_t first = p * PANEL;
             const int width = N - first < PANEL ? (int)(N - first) : PANEL;
-            for (int64_t m = from; m < to; m += MOST_ROWS) {
-                const int rows = to - m < MOST_ROWS ? (int)(to - m) : MOST_ROWS;
+            for (int64_t m = from; m < to; m += MAX_ROWS) {
+                const int rows = to - m < MAX_ROWS ? (int)(to - m) : MAX_ROWS;
                 tile_of(rows, x + m * K, K, w + p * K * PANEL, K, out);
                 for (int r = 0; r < rows; r++)
                     put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);

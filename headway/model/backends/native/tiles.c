@@ -7,10 +7,10 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define FEWEST_ROWS 32 /* from this number of rows, expanding the weights pays off */
+#define MIN_ROWS 32 /* from this number of rows, expanding the weights pays off */
 #define TILE_PANELS 4   /* panels per task */
-#define MOST_INPUTS 16384 /* limit for panels that are expanded on the stack (one megabyte) */
-#define TILES_WANT(M, K) (has_tiles && (M) >= FEWEST_ROWS && (K) <= MOST_INPUTS)
+#define MAX_INPUTS 16384 /* limit for panels that are expanded on the stack (one megabyte) */
+#define TILES_WANT(M, K) (has_tiles && (M) >= MIN_ROWS && (K) <= MAX_INPUTS)
 #define ASK_FOR_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_STATE 18
 

@@ -15,15 +15,15 @@
 #if defined(__AVX512F__)
 #define LANES 16
 #define VECS 2      /* vectors in a panel of weights */
-#define MOST_ROWS 12 /* rows of a tile: the accumulators and operands fill the registers */
+#define MAX_ROWS 12 /* rows of a tile: the accumulators and operands fill the registers */
 #elif defined(__AVX2__)
 #define LANES 8
 #define VECS 2
-#define MOST_ROWS 6
+#define MAX_ROWS 6
 #else
 #define LANES 4
 #define VECS 4
-#define MOST_ROWS 6
+#define MAX_ROWS 6
 #endif
 #define PANEL (LANES * VECS) /* outputs computed together */
 #define SPINS 2000

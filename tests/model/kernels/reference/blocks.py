@@ -1,4 +1,4 @@
-"""Whole blocks moved within a device, in plain torch.
+"""Reference of kernels/blocks.py in plain torch.
 
 Legend: B blocks, n of them.
 """
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def gather_blocks(blocks: Tensor, numbers_n: Tensor, staging: Tensor) -> None:
-    """Copy the blocks of these numbers (int64) to the first of `staging`, in this order."""
+    """Copy the blocks with these numbers (int64) to the first blocks of `staging`, in this order."""
     staging[: len(numbers_n)] = blocks[numbers_n]
 
 
 def scatter_blocks(staging: Tensor, numbers_n: Tensor, blocks: Tensor) -> None:
-    """Copy the first of `staging` to the blocks of these numbers, of which none comes twice."""
+    """Copy the first blocks of `staging` to the blocks with these numbers, which must differ."""
     blocks[numbers_n] = staging[: len(numbers_n)]

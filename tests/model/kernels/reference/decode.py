@@ -1,4 +1,4 @@
-"""Attention of one new token for each sequence, one sequence at a time: what the kernel must equal.
+"""Reference of kernels/decode.py in plain torch, one sequence at a time.
 
 Shapes: S sequences, H query heads, G key-value heads, D head size, P positions in a block; blocks
 are [B, L, 2, G, P, D], tables [R, W].
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.model.kernels.reference.prefill import attended, cached
 from tests.model.kernels.reference.rotary import rotate_and_store
 
-if TYPE_CHECKING:  # the kernels' own file needs Triton
+if TYPE_CHECKING:
     from headway.model.kernels.decode import HeadTransform
 
 
@@ -35,8 +35,8 @@ def decode_attention(
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
-    With `transform` the token is new: it is turned and stored first; `slots_s` says where, negative:
-    nowhere, but it always sees itself. Without, queries and cache are ready.
+    With `transform` the token is new: it is rotated, and stored in `slots_s` (negative: not stored,
+    but the token always sees itself). Without, queries and cache are ready.
     """
     head_dim = blocks.shape[-1]
     new: Tensor | None = None
@@ -60,10 +60,10 @@ def decode_attention(
 def _rotated(
     qkv: Tensor, num_heads: int, blocks: Tensor, positions_s: Tensor, transform: HeadTransform
 ) -> tuple[Tensor, Tensor]:
-    """Rows with queries turned, and [S, 2, G, D]: keys and values as the cache will have them."""
+    """Rows with rotated queries, and [S, 2, G, D]: keys and values as the cache stores them."""
     _, _, _, num_kv_heads, _, head_dim = blocks.shape
     rows = qkv.clone()
-    own = blocks.new_empty((len(qkv), 1, 2, num_kv_heads, 1, head_dim))  # a block for each
+    own = blocks.new_empty((len(qkv), 1, 2, num_kv_heads, 1, head_dim))  # one block per token
     rotate_and_store(
         rows,
         num_heads=num_heads,
@@ -82,7 +82,7 @@ def _rotated(
 
 
 def _store(new: Tensor, slots_s: Tensor, blocks: Tensor, layer: int) -> None:
-    """Keys and values to their slots, but for negative ones."""
+    """Store keys and values in their slots, except where the slot is negative."""
     rows = (slots_s >= 0).nonzero().squeeze(1)
     block, offset = slots_s[rows] // blocks.shape[4], slots_s[rows] % blocks.shape[4]
     blocks[block, layer, :, :, offset] = new[rows]

@@ -1,4 +1,4 @@
-"""The thresholds of rows in plain torch, by sorting them, in float64; and the settings that set them.
+"""Reference of kernels/logit_thresholds.py in plain torch: sorts each row, in float64.
 
 Legend: n rows, v tokens of the vocabulary.
 """
@@ -15,7 +15,7 @@ from headway.sampling_params import COLDEST
 def find_logit_thresholds(
     logits_nv: Tensor, row_ids_n: Tensor, settings: SamplingTensors, thresholds_n: Tensor
 ) -> None:
-    """The least logit that each row keeps; all if it is greedy. NaN counts as -inf."""
+    """Write the smallest logit that each row keeps; -inf if it is greedy. NaN counts as -inf."""
     for row, row_id in enumerate(row_ids_n.tolist()):
         logits_v = logits_nv[row].double().nan_to_num(-torch.inf, torch.inf, -torch.inf)
         is_greedy = bool(settings.temperature[row_id] < COLDEST)
@@ -23,7 +23,7 @@ def find_logit_thresholds(
 
 
 def _threshold(logits_v: Tensor, settings: SamplingTensors, row_id: int) -> Tensor:
-    """The least of what min_p and top_k keep, and top_p of that, with all that equal it."""
+    """The smallest logit that min_p and top_k keep, and then top_p; ties are kept."""
     falling_v = logits_v.sort(descending=True).values
     weights_v = ((falling_v - falling_v[0]) / settings.temperature[row_id].double()).exp()
     num_kept = max(1, int((weights_v >= settings.min_p[row_id].double()).sum()))

@@ -1,4 +1,4 @@
-"""The state' kernels in plain torch; see kernels/rows.py."""
+"""Reference of kernels/rows.py in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:  # the kernels' own file needs Triton
+if TYPE_CHECKING:
     from headway.model.kernels.rows import RowTensors
 
 
@@ -18,7 +18,7 @@ def start(
     positions_n: Tensor,
     slots_n: Tensor,
 ) -> None:
-    """Write token, position and slot (int64) of the next decode of each of `row_ids_n`."""
+    """Write token, position and slot (int64) of the next decode of each row in `row_ids_n`."""
     at = row_ids_n.long()
     lengths, limits = state.lengths[at], state.limits[at]
     positions = lengths.minimum(limits - 1).clamp(min=0).long()
@@ -31,7 +31,7 @@ def start(
 
 
 def finish(row_ids_n: Tensor, sampled_n: Tensor, state: RowTensors) -> None:
-    """Take note of the tokens that were sampled for `row_ids_n`."""
+    """Record the sampled tokens of the rows in `row_ids_n`."""
     at = row_ids_n.long()
     state.last[at] = sampled_n.to(state.last.dtype)
     state.num_generated[at] += 1

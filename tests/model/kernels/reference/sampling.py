@@ -1,10 +1,6 @@
-"""The choice of tokens in plain torch, a row at a time and in float64.
+"""Reference of kernels/sampling.py in plain torch, one row at a time and in float64.
 
-A draw is the greatest of logits over temperature plus Gumbel noise. The noise is a function of the
-seed, the index of the token to be drawn and the token's id: word (id % 1024) // 256 of Philox 4x32
-under the seed as its key, at the counter (id // 1024 * 256 + id % 256, index, 0, 0).
-
-Legend: n rows, v tokens of the vocabulary.
+Legend: n rows of a batch, v tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ def sample(
     out_n: Tensor,
     space: object = None,
 ) -> None:
-    """Choose a token for each row as its row_id asks. NaN counts as -inf. Needs no space."""
+    """Choose a token for each row by its settings. NaN counts as -inf. Ignores `space`."""
     thresholds_n = torch.empty(len(logits_nv), dtype=torch.float32, device=logits_nv.device)
     find_logit_thresholds(logits_nv, row_ids_n, settings, thresholds_n)
     for row, row_id in enumerate(row_ids_n.tolist()):
@@ -36,16 +32,16 @@ def sample(
             scores_v = scores_v / settings.temperature[row_id].double()
             scores_v += gumbel(seed, index, len(scores_v)).to(scores_v.device)
             scores_v[is_cut_v] = -torch.inf
-        out_n[row] = (scores_v == scores_v.max()).nonzero()[0, 0]  # the first of the greatest
+        out_n[row] = (scores_v == scores_v.max()).nonzero()[0, 0]  # the first of the largest
 
 
 def gumbel(seed: int, index: int, vocab_size: int) -> Tensor:
-    """The noise of every token at one place of a request's output. [v] float64."""
+    """The noise of every token at one index of a request's output. [v] float64."""
     tokens_v = torch.arange(vocab_size)
     counters_v = tokens_v // (4 * WIDTH) * WIDTH + tokens_v % WIDTH
     words_4v = torch.stack(philox(seed, counters_v, index))
     bits_v = words_4v.gather(0, tokens_v[None] % (4 * WIDTH) // WIDTH)[0]
-    # As float32, which is fine near 0 and coarse near 1: what is near 0 becomes great noise.
+    # As float32, which is precise near 0 and coarse near 1: values near 0 become large noise.
     chance_v = ((bits_v.float() + 0.5) * 2.0**-32).clamp(max=LAST).double()
     return -(-torch.log1p(-chance_v)).log()
 
@@ -57,7 +53,7 @@ def philox(seed: int, counters: Tensor, index: int) -> tuple[Tensor, Tensor, Ten
     c0, c1 = counters & mask, torch.full_like(counters, index & mask)
     c2, c3 = torch.zeros_like(counters), torch.zeros_like(counters)
     for _ in range(ROUNDS):
-        # A product may pass 2**63 and wrap around, which leaves its 64 bits as they should be.
+        # A product may exceed 2**63 and wrap around, which keeps its low 64 bits.
         product0, product2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = (product2 >> 32 & mask) ^ c1 ^ key0, product2 & mask
         c2, c3 = (product0 >> 32 & mask) ^ c3 ^ key1, product0 & mask
