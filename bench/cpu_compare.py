@@ -1,4 +1,4 @@
-"""Compares our engine with transformers' generate and llama.cpp on this CPU, same model and prompts.
+"""Compares our engine with transformers and llama.cpp on this CPU, with the same model and prompts.
 
     python bench/cpu_compare.py                       prints one JSON object, progress to stderr
     python bench/cpu_compare.py --quick --out FILE    fewer tokens, one round; also writes a file

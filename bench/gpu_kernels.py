@@ -6,8 +6,8 @@
 
 Every kernel is launched once per layer, with that layer's weights and keys, in one CUDA graph. The
 time of a launch is that of a replay divided by the number of launches, so each kernel starts when
-the one before ends, as in a step, but after one of its own kind. Lengths are spread from half to one
-and a half times --context, the longest first. bfloat16.
+the one before ends, as in a step, but after one of its own kind. Lengths are spread from half to
+one and a half times --context, the longest first. bfloat16.
 """
 
 from __future__ import annotations

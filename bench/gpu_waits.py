@@ -3,7 +3,7 @@
     python bench/gpu_waits.py                prints one JSON object
     python bench/gpu_waits.py --out bench/results/gpu_waits.json
 
-The device records the time before and after every pass (a captured decode, or a mixed pass). Between
+The device records the time before and after every pass (a captured decode or a mixed pass). Between
 two passes it runs only small copies or waits, and all of this counts as waiting. The time before
 the first pass and after the last, when requests are added and results are made, counts as waiting
 too. The figure is therefore an upper bound for waiting between passes. Waiting inside a pass is not

@@ -5,8 +5,8 @@
 
 It counts the products and attention of every prompt, and for every decode step one read of the
 weights and of all keys and values. All requests start together and none waits. The ceilings
-(bandwidth, operations) are measured on the GPU with a large copy and a large product, or given. With
---seconds, the time of a run, it also prints the fraction of the floor that the run reached.
+(bandwidth, operations) are measured on the GPU with a large copy and a large product, or given.
+With --seconds, the time of a run, it also prints the fraction of the floor that the run reached.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Batch:
-    """Tokens of many sequences, concatenated. A sequence finds earlier tokens by its block table."""
+    """Tokens of many sequences, concatenated; a block table finds a sequence's earlier tokens."""
 
     tokens_t: Tensor  # int64
     positions_t: Tensor  # int64

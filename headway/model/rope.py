@@ -97,7 +97,7 @@ def yarn_scale(factor: float, multiplier: float = 1.0) -> float:
 
 
 def rope_from_hf(fields: Fields) -> Rope:
-    """Read the RoPE of a config.json: transformers 5's one object, or rope_scaling and rope_theta."""
+    """Read the RoPE of a config.json: one object (transformers 5), or rope_scaling and rope_theta."""
     values = fields.values
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(found, dict):

@@ -1,7 +1,7 @@
 """Every supported architecture and file layout, compared with transformers, at a tiny size.
 
-Models are random, with norm weights and biases that matter, and transformers itself saves them. They
-have no tokenizer: token ids go in and come out.
+Models are random, with norm weights and biases that matter, and transformers itself saves them.
+They have no tokenizer: token ids go in and come out.
 """
 
 from __future__ import annotations

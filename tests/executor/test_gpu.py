@@ -344,7 +344,7 @@ def test_passes_run_in_larger_graphs_or_in_their_own(
     config, about = settings(max_num_batched_tokens=12), FAMILIES["norms of heads"]
     executor, replayed = on_device(config, about), list[PassSize]()
     mixed, graphs = executor.mixed, executor.mixed.graphs
-    mixed._worth = 0 if is_worth else 1e9
+    mixed._capture_cost = 0 if is_worth else 1e9
 
     def capture(size: Any) -> None:
         def replay() -> None:
@@ -379,24 +379,27 @@ def test_a_pass_uses_the_smallest_larger_graph_until_padding_costs_a_capture() -
 
     num_larger = 0
     for _ in range(300):
-        mixed._lost.clear()
-        mixed._worth, mixed._is_full = source.choice((30, 100, 300)), source.random() < 0.2
+        mixed._padding_cost.clear()
+        mixed._capture_cost, mixed._is_out_of_memory = (
+            source.choice((30, 100, 300)),
+            source.random() < 0.2,
+        )
         graphs = [some() for _ in range(source.randint(0, 12))]
         mixed.graphs._graphs = dict.fromkeys(graphs)  # type: ignore[arg-type]
         size, lost = some(), 0
-        holding = [g for g in graphs if g.holds(size) and 2 * g.num_rows < mixed._worth]
+        holding = [g for g in graphs if g.holds(size) and 2 * g.num_rows < mixed._capture_cost]
         for _ in range(40):
-            found = mixed._fitting(size)
+            found = mixed._choose_size(size)
             if size in graphs or not holding:
                 assert found == size
                 continue
             extra = min(g.num_rows for g in holding) - size.num_rows
-            lost += extra if extra > mixed._worth / 64 else 0
+            lost += extra if extra > mixed._capture_cost / 64 else 0
             assert found.holds(size) and found.num_rows == size.num_rows + extra * (found != size)
-            assert (found != size) == (lost < mixed._worth or mixed._is_full)
+            assert (found != size) == (lost < mixed._capture_cost or mixed._is_out_of_memory)
             num_larger += found != size
         with mixed.in_own_graphs():
-            assert mixed._fitting(size) == size
+            assert mixed._choose_size(size) == size
     assert num_larger > 1000
 
 

@@ -1,4 +1,4 @@
-"""The rounded sizes of mixed passes: few, close to the exact size, and all their graphs are kept."""
+"""Rounded sizes of mixed passes: few, close to the exact size, and all their graphs are kept."""
 
 from __future__ import annotations
 

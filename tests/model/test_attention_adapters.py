@@ -1,7 +1,7 @@
 """Adapters call other attention libraries as documented, and get the results of our kernels.
 
-Most libraries here are stand-ins with the documented signatures, in plain torch: they read the cache
-by the indices they receive, so a wrong index gives a wrong number. The real libraries are tested
+Most libraries here are stand-ins with the documented signatures, in plain torch. They read the
+cache by the indices they receive, so a wrong index gives a wrong number. The real libraries are tested
 where they are installed, on a GPU.
 """
 

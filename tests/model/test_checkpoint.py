@@ -280,7 +280,7 @@ def test_a_truncated_gguf_is_rejected(tmp_path: Path) -> None:
 
 def test_a_truncated_gguf_is_reported_with_its_end(tmp_path: Path) -> None:
     whole = small_gguf()
-    end = f"ends at byte {len(whole)}, the file at {len(whole) - 10}"
+    end = f"ends at byte {len(whole)}, the file at byte {len(whole) - 10}"
     with pytest.raises(ModelError, match=f"truncated: tensor output.weight {end}"):
         opened(tmp_path, whole[:-10])
     with pytest.raises(ModelError, match="truncated: .* byte 100"):

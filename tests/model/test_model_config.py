@@ -236,8 +236,8 @@ def test_unsupported_values_are_named_with_the_supported_ones() -> None:
     ("changes", "detail"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"vocab_size": -3}, "vocab_size is -3; it must be a integer from 1 to"),
-        ({"num_hidden_layers": 1 << 30}, "it must be a integer from 1 to 10000"),
+        ({"vocab_size": -3}, "vocab_size is -3; it must be an integer from 1 to"),
+        ({"num_hidden_layers": 1 << 30}, "it must be an integer from 1 to 10000"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
         ({"num_attention_heads": [4, 4]}, "num_attention_heads is [4, 4]"),
         ({"num_key_value_heads": 3}, "key-value heads, 3"),
@@ -374,7 +374,7 @@ def test_gguf_rope_divisors_are_kept() -> None:
     ("changes", "detail"),
     [
         ({"block_count": None}, "block_count is missing"),
-        ({"block_count": 1 << 30}, "it must be a integer from 1 to 10000"),
+        ({"block_count": 1 << 30}, "it must be an integer from 1 to 10000"),
         ({"attention__head_count": [4, 4, 4]}, "head_count is [4, 4, 4]"),
         ({"expert_count": 8}, "expert_count"),
         ({"attention__sliding_window": 128}, "sliding_window 128"),

@@ -337,7 +337,7 @@ def transformers_logits(model: Any, prompt: Sequence[int], output: Sequence[int]
 
 
 def write_reference() -> None:
-    """Write transformers' greedy tokens: our engine proposes them, and differences are corrected."""
+    """Write transformers' greedy tokens: our engine proposes them; differences are corrected."""
     model, trial, found = transformers_model(), Trial(decoder()), dict[str, list[int]]()
     for name, prompt in prompts().items():
         output: list[int] = []

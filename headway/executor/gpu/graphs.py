@@ -1,4 +1,4 @@
-"""CUDA graphs of one function, one graph for each key of its work.
+"""CUDA graphs of one function, one graph for each size of its work.
 
 The graphs share one memory pool, because only one of them runs at a time. On other devices the
 function runs directly.
@@ -20,8 +20,8 @@ FAILED_CAPTURES: list[torch.cuda.CUDAGraph] = []  # failed captures, kept until 
 
 def padded_rows(num_rows: int) -> int:
     """Rows of the graph that runs a batch: a few padding rows cost less than more graphs."""
-    for max_graphs, step in ((8, 1), (16, 4), (64, 8), (256, 16), (512, 32)):
-        if num_rows <= max_graphs:
+    for limit, step in ((8, 1), (16, 4), (64, 8), (256, 16), (512, 32)):
+        if num_rows <= limit:
             return -(-num_rows // step) * step
     return -(-num_rows // 64) * 64
 
@@ -59,7 +59,7 @@ class Graphs:
     def __init__(
         self, step: StepFunction, device: torch.device, max_graphs: int | None = None
     ) -> None:
-        """Keep at max_graphs `max_graphs` graphs, the max_graphs recently used ones."""
+        """Keep at most `max_graphs` graphs, the most recently used ones."""
         self._step, self._max_graphs = step, max_graphs
         self._is_cuda = device.type == "cuda"
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
@@ -81,7 +81,7 @@ class Graphs:
             self._step(*key)
         else:
             graph.replay()
-            self._graphs[key] = graph  # now the max_graphs recent; a graph that fails is dropped
+            self._graphs[key] = graph  # now the most recent; a graph that fails is dropped
 
     def capture(self, key: GraphKey) -> None:
         """Capture without running. The function must have run before, so its kernels are loaded."""

@@ -28,14 +28,14 @@ from headway.model.kernels.rows import start
 from headway.model.kernels.splits import MANY, SPLIT_COUNTS, choose_num_splits
 from headway.plan import Chunk, Rows
 
-MAX_TOKENS = 8192  # of a captured pass
+MAX_CAPTURED_TOKENS = 8192  # of a captured pass
 MAX_GRAPHS = 192
-# Sizes are round_up up to multiples of these, because a few more rows take hardly longer. A pass
-# with few decodes is round_up less: their attention is split further, and they may be long.
+# Sizes are rounded up to multiples of these, because a few more rows take hardly longer. A pass
+# with few decodes is rounded less: their attention is split further, and they may be long.
 MIN_DECODES, MIN_TOKENS, FEW_DECODES = 32, 64, 8
 # For one layer: seconds that the host takes to launch or capture its kernels, and the device's
 # operations per second by bytes per number. Approximate figures of an H200 and its host.
-CAPTURE, RATES = 0.7e-3, {2: 4e14, 4: 4e13}
+CAPTURE_SECONDS, FLOPS = 0.7e-3, {2: 4e14, 4: 4e13}
 
 
 class PassSize(NamedTuple):
@@ -60,7 +60,7 @@ class PassSize(NamedTuple):
 
 
 class PassInputs(NamedTuple):
-    """PassInputs of a pass that the host sends. Decodes come first."""
+    """The inputs of a pass that the host sends. Decodes come first."""
 
     longs: Tensor  # int64 [3, T]: tokens, positions, slots
     ints: Tensor  # int32 [3, S + 1]: row ids; starts of the chunks; ends of the chunks
@@ -94,19 +94,20 @@ class MixedPass:
         blocks: Tensor,
         rows: RowTable,
         state: DeviceRowState,
-        max_tokens: int,
+        max_num_batched_tokens: int,
     ) -> None:
         self.decoder, self._blocks, self._rows, self._state = decoder, blocks, rows, state
-        num_rows, self._most_tokens = len(rows.lengths), min(max_tokens, MAX_TOKENS)
-        self._largest = round_up_size(PassSize(num_rows, self._most_tokens, num_rows))
+        num_rows = len(rows.lengths)
+        self._max_tokens = min(max_num_batched_tokens, MAX_CAPTURED_TOKENS)
+        self._largest = round_up_size(PassSize(num_rows, self._max_tokens, num_rows))
         self._inputs = PassInputs.allocate(self._largest, blocks.device)
-        width = decoder.config.hidden_size
-        self._hidden = decoder.norm.new_empty((max_captured_rows(num_rows, max_tokens), width))
+        max_rows = max_captured_rows(num_rows, max_num_batched_tokens)
+        self._hidden = decoder.norm.new_empty((max_rows, decoder.config.hidden_size))
         self.graphs = Graphs(self._step, blocks.device, MAX_GRAPHS)
         self._seen: set[PassSize] = set()
-        self._is_full = False  # no memory is left for more graphs
-        self._worth = worth_a_capture(decoder)
-        self._lost: Counter[PassSize] = Counter()  # padding rows computed in larger graphs, by size
+        self._is_out_of_memory = False  # no memory is left for more graphs
+        self._capture_cost = capture_cost_in_rows(decoder)
+        self._padding_cost: Counter[PassSize] = Counter()  # padding rows computed, by size
 
     def warm_up(self) -> None:
         """Run passes of padding only, so that their kernels are loaded.
@@ -139,7 +140,7 @@ class MixedPass:
         """Run all decodes and chunks, and advance the rows' lengths on the device."""
         num_tokens = sum(each.end - each.start for each in chunks)
         size = PassSize(len(rows), num_tokens, len(chunks))
-        fits = size.decodes + size.tokens <= self._most_tokens
+        fits = size.decodes + size.tokens <= self._max_tokens
         is_small = fits and self.decoder.backend.supports_padding
         if is_small:
             size = round_up_size(size)
@@ -148,7 +149,7 @@ class MixedPass:
             num_splits=choose_num_splits(size.decodes * num_heads, lengths, num_heads)
         )
         if is_small:
-            size = self._fitting(size)
+            size = self._choose_size(size)
         inputs = (
             self._inputs.view_for(size)
             if is_small
@@ -160,7 +161,7 @@ class MixedPass:
         self._run(size)
         return PassOutput(self._hidden[: size.num_rows], sampled, size.decodes)
 
-    def _fitting(self, size: PassSize) -> PassSize:
+    def _choose_size(self, size: PassSize) -> PassSize:
         """Return the pass's own size, or that of a larger graph while padding costs less.
 
         Padding that a capture could hardly ever pay back is not counted.
@@ -168,30 +169,34 @@ class MixedPass:
         if size in self.graphs:
             return size
         captured = [each for each in self.graphs if isinstance(each, PassSize) and each.holds(size)]
-        larger = [each for each in captured if each.num_rows < self._worth / 2]
+        larger = [each for each in captured if each.num_rows < self._capture_cost / 2]
         if not larger:
             return size
-        least = min(larger, key=lambda each: each.num_rows)
-        extra = least.num_rows - size.num_rows
-        if extra > self._worth / 64:
-            self._lost[size] += extra
-        return least if self._is_full or self._lost[size] < self._worth else size
+        smallest = min(larger, key=lambda each: each.num_rows)
+        extra = smallest.num_rows - size.num_rows
+        if extra > self._capture_cost / 64:
+            self._padding_cost[size] += extra
+        return (
+            smallest
+            if self._is_out_of_memory or self._padding_cost[size] < self._capture_cost
+            else size
+        )
 
     @contextmanager
     def in_own_graphs(self) -> Iterator[None]:
         """Run nothing in a larger graph meanwhile, so that measurements are exact."""
-        worth, self._worth = self._worth, 0.0
+        cost, self._capture_cost = self._capture_cost, 0.0
         try:
             yield
         finally:
-            self._worth = worth
+            self._capture_cost = cost
 
     def _run(self, size: PassSize) -> None:
-        if size in self._seen and size not in self.graphs and not self._is_full:
+        if size in self._seen and size not in self.graphs and not self._is_out_of_memory:
             with self._tolerate_no_memory():
                 self.graphs.capture(size)
                 self.graphs.run(size)
-                del self._lost[size]  # the graph may be evicted and the size may come again
+                del self._padding_cost[size]  # the graph may be evicted and the size may come again
                 return
         self.graphs.run(size)
         self._seen.add(size)
@@ -204,7 +209,7 @@ class MixedPass:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._is_full = True
+            self._is_out_of_memory = True
 
     def _send(self, rows: Rows, chunks: list[Chunk], size: PassSize, inputs: PassInputs) -> Tensor:
         """Send all inputs except those that decodes read from their rows; return rows to sample."""
@@ -249,15 +254,16 @@ class MixedPass:
         return self.decoder.forward(batch, self._blocks)
 
 
-def worth_a_capture(decoder: Decoder) -> float:
+def capture_cost_in_rows(decoder: Decoder) -> float:
     """How many rows the device computes in the time of one capture."""
     width = decoder.norm.element_size()
-    return CAPTURE * decoder.config.num_layers * RATES[width] / (2 * decoder.num_bytes / width)
+    row_flops = 2 * decoder.num_bytes / width
+    return CAPTURE_SECONDS * decoder.config.num_layers * FLOPS[width] / row_flops
 
 
-def max_captured_rows(num_rows: int, max_tokens: int) -> int:
+def max_captured_rows(num_rows: int, max_num_batched_tokens: int) -> int:
     """The maximum number of rows of a captured pass."""
-    largest = round_up_size(PassSize(num_rows, min(max_tokens, MAX_TOKENS), 1))
+    largest = round_up_size(PassSize(num_rows, min(max_num_batched_tokens, MAX_CAPTURED_TOKENS), 1))
     return largest.decodes + largest.tokens
 
 

@@ -20,7 +20,7 @@ from headway.plan import Admission, Chunk, Copy, Plan
 from headway.request import Params, Request
 
 Numbers = npt.NDArray[np.float64]
-MAX_TOKENS, MAX_COPIED = 32768, 16384  # recomputed and copied tokens, at most
+MAX_RECOMPUTED, MAX_COPIED = 32768, 16384  # recomputed and copied tokens, at most
 FEW_TRIES, MAX_TRIES = 4, 8
 LONG_ENOUGH = 0.5  # seconds; two attempts this long are enough if their times are similar
 ALIKE = 0.9  # attempts stop when one takes at least this fraction of the best so far
@@ -64,7 +64,7 @@ def _computing(executor: Timed, config: Config) -> list[float]:
     A swapped request computes its last token after it returns, in a pass that has a fixed cost
     and reads all weights. Other work in that pass is not delayed by swapping.
     """
-    most = min(config.max_model_len, config.num_blocks * config.block_size, MAX_TOKENS)
+    most = min(config.max_model_len, config.num_blocks * config.block_size, MAX_RECOMPUTED)
     lengths = np.array(_spread(most))
     saved = [
         recompute_seconds(executor, config, length) - resume_seconds(executor, config, length)

@@ -43,15 +43,14 @@ class ExtraOutputs:
             sampling, request = chunk.request.params.sampling, chunk.request
             if not isinstance(sampling, Sampling) or sampling.prompt_logprobs is None:
                 continue
-            end = min(
-                chunk.end, request.num_prompt - 1
-            )  # the last position predicts no prompt token
-            for begin in range(chunk.start, end, SLICE):
-                stop, row = min(begin + SLICE, end), start + begin - chunk.start
-                logits = decoder.logits(hidden[row : row + stop - begin])
-                targets = torch.tensor(request.prompt[begin + 1 : stop + 1], device=logits.device)
+            # The last position predicts no prompt token.
+            end = min(chunk.end, request.num_prompt - 1)
+            for first in range(chunk.start, end, SLICE):
+                stop, row = min(first + SLICE, end), start + first - chunk.start
+                logits = decoder.logits(hidden[row : row + stop - first])
+                targets = torch.tensor(request.prompt[first + 1 : stop + 1], device=logits.device)
                 scores = compute_logprobs(logits, targets, sampling.prompt_logprobs)
-                self.prompt.setdefault(request, []).extend(enumerate(scores, start=begin + 1))
+                self.prompt.setdefault(request, []).extend(enumerate(scores, start=first + 1))
 
 
 def compute_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list[TokenLogprobs]:

@@ -122,7 +122,7 @@ class Sampler:
 
 
 class LogitsProcessor:
-    """LogitsProcessor the logits of one request, and keeps the parts of its output that this needs."""
+    """Edits the logits of one request, and keeps the parts of its output that this needs."""
 
     __slots__ = ("allowed", "bad_words", "counts", "min_tokens", "prompt", "sampling", "stops", "tail")  # fmt: skip
 

@@ -35,9 +35,7 @@ class AttentionKernels(Protocol):
     """Attention, after this pass's keys and values are in the cache; q and out are [T, H, D]."""
 
     fuses_decode: bool  # batches of decodes only use our fused kernel instead of this one
-    supports_padding: (
-        bool  # accepts padding rows and empty sequences, and does not wait for the device
-    )
+    supports_padding: bool  # accepts padding and empty sequences; does not wait for the device
     block_multiple: int  # the block size must be a multiple of it
 
     def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:

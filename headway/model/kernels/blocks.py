@@ -35,7 +35,7 @@ def _move(
 
 
 def gather_blocks(blocks: Tensor, numbers_n: Tensor, staging: Tensor) -> None:
-    """Copy the blocks with these numbers (int64) to the first blocks of `staging`, in this order."""
+    """Copy the blocks with these numbers (int64) to the start of `staging`, in this order."""
     _launch(staging, blocks, None, numbers_n)
 
 

@@ -263,9 +263,9 @@ def decode_attention(
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
-    With `transform` the token is new: it is rotated, and stored in `slots_s` (negative: not stored, but
-    the token always sees itself). Without, queries and cache are ready. `num_splits` changes only how
-    the work is split, and so the speed: see splits.choose_num_splits.
+    With `transform` the token is new: it is rotated, and stored in `slots_s` (negative: not stored,
+    but the token always sees itself). Without, queries and cache are ready. `num_splits` changes
+    only how the work is split, and so the speed: see splits.choose_num_splits.
     """
     _, _, _, num_kv_heads, block_size, head_dim = blocks.shape
     num_sequences = len(row_ids_s)
@@ -281,22 +281,22 @@ def decode_attention(
             (num_sequences, num_heads, split.num_splits), head_dim, blocks.device
         )
         partials = (partial.sums, partial.tops, partial.weights)
-    norms = (
-        (transform.q_norm, transform.k_norm, transform.cosine_pd, transform.sine_pd)
-        if transform
-        else (None,) * 4
-    )
+    inputs: tuple[Tensor | None, ...] = (None, None, None, None)
+    if transform is not None:
+        inputs = (transform.q_norm, transform.k_norm, transform.cosine_pd, transform.sine_pd)
+    has_norm, epsilon = inputs[0] is not None, transform.epsilon if transform else 0.0
     heads_room = max(16, power_of_2(num_heads // num_kv_heads))
     _attend[(split.num_splits, num_kv_heads, num_sequences)](
-        qkv, *norms, positions_s, slots_s, blocks, tables, row_ids_s, out, *partials,
-        layer, transform.epsilon if transform else 0.0, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),
+        qkv, *inputs, positions_s, slots_s, blocks, tables, row_ids_s, out, *partials,
+        layer, epsilon, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),
         blocks.stride(0), blocks.stride(1), tables.shape[1],
         num_heads, num_kv_heads, head_dim, dim_room, heads_room, block_size,
-        split.tile, split.num_splits, split.min_positions, is_new, transform is not None and transform.q_norm is not None,
+        split.tile, split.num_splits, split.min_positions, is_new, has_norm,
         **launch_options(split.warps, split.stages), **NO_FP_FUSION,
     )  # fmt: skip
     if split.num_splits > 1:
         _join[(num_heads, num_sequences)](
             out, *partials, positions_s, out.stride(0), head_dim, dim_room,
-            split.num_splits, split.min_positions, split.tile, is_new, **launch_options(2, 1), **NO_FP_FUSION,
+            split.num_splits, split.min_positions, split.tile, is_new,
+            **launch_options(2, 1), **NO_FP_FUSION,
         )  # fmt: skip

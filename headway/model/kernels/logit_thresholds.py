@@ -6,7 +6,7 @@ largest of every column, no other logit matters, and the row is read once, or tw
 otherwise once per bisection step. The order of sums depends only on the vocabulary size. Knows
 nothing about drawing.
 
-Legend: n rows of a batch, v tokens of the vocabulary; a row has a row id, its index in the settings.
+Legend: n rows of a batch, v tokens of the vocabulary; a row id indexes the settings.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"

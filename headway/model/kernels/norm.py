@@ -1,7 +1,7 @@
 """RMS norm, alone and after an addition: one program per row, which reads the row once.
 
 Knows rows and a weight, not the model. The sum is rounded to the rows' type before its norm is
-computed, and the norm is rounded before it is multiplied by the weight, as in torch and transformers.
+computed, and the norm before it is multiplied by the weight, as in torch and transformers.
 
 Legend: T rows, K numbers in a row; any K whose row fits in a program.
 """

@@ -148,7 +148,7 @@ def _attend(
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Attention over positions [0, end), for each query up to its own; all see `all_see` of them."""
+    """Attention over positions [0, end), each query up to its own; all see `all_see` of them."""
     d = tl.arange(0, D_ROOM)[None, :]
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)

@@ -1,14 +1,14 @@
 """Head norms, rotary embeddings and the store of keys and values: one launch over q, k and v.
 
 A program computes a few heads of one token. Queries and keys are normalized (if the model has norm
-weights), rotated and written back; keys and values are also stored in the token's slot of the cache.
-Knows slots, not sequences or block tables, and not how the cosine tables were made.
+weights), rotated and written back; keys and values are also stored in the token's cache slot. Knows
+slots, not sequences or block tables, and not how the cosine tables were made.
 
 Rounding: the norm as in norm.py, then the rotation in float32, rounded once. The cache holds that
 rounded value, cast to the cache's type; a value too large for 8 bits saturates.
 
-Legend: T tokens, H query heads, G key-value heads, D head size, B blocks, L layers, P positions in a
-block, p rows of the rotary tables; in the kernel h heads of a program, d half a head.
+Legend: T tokens, H query heads, G key-value heads, D head size, B blocks, L layers, P positions in
+a block, p rows of the rotary tables; in the kernel h heads of a program, d half a head.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"

@@ -7,7 +7,7 @@ counter (id // 1024 * 256 + id % 256, index, 0, 0). A maximum does not depend on
 nothing depends on the batch or the grid. Allocation does not depend on the logits, so a CUDA graph
 can replay it. Does not know requests, masks, penalties or log probabilities.
 
-Legend: n rows of a batch, v tokens of the vocabulary; a row has a row id, its index in the settings.
+Legend: n rows of a batch, v tokens of the vocabulary; a row id indexes the settings.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -147,7 +147,7 @@ def sample(
     logits_nv: Tensor, row_ids_n: Tensor, settings: SamplingTensors, out_n: Tensor,
     space: Workspace | None = None,
 ) -> None:  # fmt: skip
-    """Choose a token for each row by its settings. NaN counts as -inf. Allocates if space is None."""
+    """Choose a token for each row by its settings. NaN counts as -inf. None: allocate space."""
     num_rows, vocab_size = logits_nv.shape
     if num_rows == 0:
         return

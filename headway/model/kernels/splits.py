@@ -10,7 +10,7 @@ import numpy.typing as npt
 from headway.model.kernels.launch import ceil_div, power_of_2
 
 MANY = 1000  # programs that keep the device busy without splitting sequences
-SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at min_positions MANY programs
+SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
 LONG = 1300  # mean positions per sequence above which four programs per sequence are faster
 BUSY = 140  # programs that still keep the device busy
 WORTH = 1000  # lead of the longest sequences above which eight programs per sequence are faster
@@ -42,7 +42,7 @@ def choose_num_splits(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_
 
 
 def split_for(num_programs: int, num_splits: int, max_positions: int, row_bytes: int) -> Split:
-    """The split for `num_programs` (before splitting) and sequences of up to `max_positions` positions.
+    """The split for `num_programs` (before splitting) and sequences of up to `max_positions`.
 
     Measured on an H200.
 
@@ -51,9 +51,7 @@ def split_for(num_programs: int, num_splits: int, max_positions: int, row_bytes:
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer loads in flight
     if num_programs >= MANY:
-        min_positions = (
-            64 * num_splits
-        )  # best of those tried: 256 positions for four programs, 512 for eight
+        min_positions = 64 * num_splits  # 256 for four programs and 512 for eight were best
         return Split(num_splits, min_positions, 16, 1, max(2, 4 // depth))
     min_positions = 128 if num_programs > 32 else 64
     wanted = max(4, min(1056 // num_programs, 64))

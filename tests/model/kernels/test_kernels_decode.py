@@ -132,7 +132,9 @@ def world_of(case: Case, seed: int = 0) -> World:
         blocks=filled_blocks(case, tables[row_ids], positions).to(case.kept),
         tables=tables.int(), row_ids_s=row_ids.int(), positions_s=positions,
         slots_s=slots + positions % case.block_size,
-        transform=HeadTransform(*(norms if case.has_norm else (None, None)), EPSILON, angles.cos(), angles.sin()),
+        transform=HeadTransform(
+            *(norms if case.has_norm else (None, None)), EPSILON, angles.cos(), angles.sin()
+        ),
     )  # fmt: skip
 
 
@@ -314,7 +316,8 @@ def test_a_new_token_equals_one_that_was_rotated_and_stored_before() -> None:
     transform, qkv, blocks = world.transform, world.qkv.clone(), world.blocks.clone()
     rotate_and_store(
         qkv, num_heads=world.case.heads, num_kv_heads=world.case.kv_heads, q_norm=transform.q_norm,
-        k_norm=transform.k_norm, epsilon=transform.epsilon, cosine_pd=transform.cosine_pd, sine_pd=transform.sine_pd,
+        k_norm=transform.k_norm, epsilon=transform.epsilon, cosine_pd=transform.cosine_pd,
+        sine_pd=transform.sine_pd,
         positions_t=world.positions_s, slots_t=world.slots_s, blocks=blocks, layer=LAYER,
     )  # fmt: skip
     ready = replace(world, qkv=qkv, blocks=blocks, case=replace(world.case, is_new=False))

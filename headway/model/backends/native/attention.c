@@ -250,7 +250,7 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         for (int64_t d = 0; d < D; d++) queries->out[r][d] = out[r][d] / total[r];
 }
 
-/* Attention of the q in qkv rows, to out[M, H D]. Sequence s has the rows [starts[s], starts[s + 1]),
+/* Attention of the q in qkv rows, to out[M, H D]. Sequence s has rows [starts[s], starts[s + 1]),
    the last of its ends[s] tokens; each row sees all tokens of the sequence up to itself. A task is
    (sequence, first row), with at most `tokens` rows. It computes one key-value head at a time, or,
    if `split` is above 1, a part of the query heads of one. */

@@ -53,8 +53,8 @@ ALWAYS void put(float *y, const float *from, const float *bias, int count, int a
     }
 }
 
-/* y[M, N] = x[M, K] w + bias, or added to y; w is in panels [ceil(N / PANEL), K, PANEL]. All threads
-   of a team call a share_... function together; the other functions start a team. */
+/* y[M, N] = x[M, K] w + bias, or added to y; w is in panels [ceil(N / PANEL), K, PANEL]. All
+   threads of a team call a share_... function together; the other functions start a team. */
 static void share_linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N,
                          const float *bias, float *y, int64_t adds) {
     const int64_t panels = (N + PANEL - 1) / PANEL;

@@ -7,8 +7,8 @@
 #define QUANT_PANELS 4 /* panels of outputs per task */
 #define FETCHED 4096   /* bytes ahead of use at which weights are prefetched */
 
-/* Quantized rows: i, and for every group its scale s and s * sum of i. The groups of BESIDE rows are
-   interleaved, one group after the other. */
+/* Quantized rows: i, and for every group its scale s and s * sum of i. The groups of BESIDE rows
+   are interleaved, one group after the other. */
 typedef struct {
     int8_t *q;
     float *steps, *totals;

@@ -85,8 +85,8 @@ ALWAYS void add_dots(vec sums[BESIDE], const Wide *w, Rounded x, int64_t g, cons
     }
 }
 
-/* BESIDE rows of one panel. Computing, storing and using dot products alternate, two groups each, to
-   hide the latency of each step. */
+/* BESIDE rows of one panel. Computing, storing and using dot products alternate, two groups each,
+   to hide the latency of each step. */
 static void wide_tile(const Wide *w, Rounded x, float out[BESIDE][LANES]) {
     const int64_t groups = x.K / GROUP;
     Dots dots[4];

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def gather_blocks(blocks: Tensor, numbers_n: Tensor, staging: Tensor) -> None:
-    """Copy the blocks with these numbers (int64) to the first blocks of `staging`, in this order."""
+    """Copy the blocks with these numbers (int64) to the start of `staging`, in this order."""
     staging[: len(numbers_n)] = blocks[numbers_n]
 
 
