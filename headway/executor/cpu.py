@@ -40,13 +40,13 @@ class CpuExecutor:
     def __init__(
         self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
     ) -> None:
-        sizes = config.block_size
+        size = config.block_size
         self.decoder = decoder
-        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, sizes)
+        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
         self.host_blocks = torch.empty(
             (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
         )
-        self.rows = RowTable(config.max_num_seqs, sizes, config.max_model_len)
+        self.rows = RowTable(config.max_num_seqs, size, config.max_model_len)
         self.sampler = Sampler(
             config.max_num_seqs, decoder.config.vocab_size, self.device_blocks.device
         )

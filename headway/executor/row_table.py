@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.plan import Chunk, Plan, Rows
 from headway.request import Request
 
@@ -40,7 +40,7 @@ class RowTable:
         self.tables[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1
 
-    def batch(self, rows: Rows, chunks: list[Chunk]) -> Batch:
+    def batch(self, rows: Rows, chunks: list[Chunk]) -> ForwardBatch:
         """Build the batch: decodes first, one token each, then the chunks.
 
         A row at its limit still decodes with the others, but its key and value are not stored.
@@ -60,7 +60,7 @@ class RowTable:
         row_ids = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
         width = -(-int(ends.max(initial=1)) // size)
         is_sampled = [True] * len(rows) + [chunk.is_last for chunk in chunks]
-        return Batch(
+        return ForwardBatch(
             tokens_t=torch.from_numpy(tokens),
             positions_t=torch.from_numpy(all_positions),
             slots_t=torch.from_numpy(all_slots),

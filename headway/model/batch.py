@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Batch:
+class ForwardBatch:
     """Tokens of many sequences, concatenated; a block table finds a sequence's earlier tokens."""
 
     tokens_t: Tensor  # int64

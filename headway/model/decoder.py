@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headway.model.backends.base import Backend, LayerWeights
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.weights.checkpoint import Checkpoint
 
 
@@ -66,7 +66,10 @@ class Decoder:
         return sum(weight.num_bytes for weight in weights)
 
     def forward(
-        self, batch: Batch, blocks: Tensor, watch: Callable[[int, Tensor], None] | None = None
+        self,
+        batch: ForwardBatch,
+        blocks: Tensor,
+        watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] before the final norm; `watch` is called after every layer."""
         x = self.embedding.rows(batch.tokens_t)
@@ -94,7 +97,7 @@ class Decoder:
         """Logits [N, vocabulary] of hidden states [N, hidden]."""
         return self.backend.linear(self.final_norm(hidden), self.head)
 
-    def _rope(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def _rope(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines, of every token or, if the backend looks them up, of every position."""
         if not self.backend.uses_rope_table:
             return self._cos_sin(batch.positions_t)

@@ -58,7 +58,7 @@ def choose_backend(
     """The backend for a precision; on a CPU the native kernels, if they can be built and used."""
     device = torch.device(device)
     if device.type == "cuda":
-        return _on_gpu(getattr(torch, precision), device, kv_dtype, attention)
+        return _gpu_backend(getattr(torch, precision), device, kv_dtype, attention)
     if precision == FASTEST:
         precision = fastest(probe(config))
     if precision in ("bfloat16", "float16"):
@@ -71,7 +71,7 @@ def choose_backend(
     return PlainBackend()
 
 
-def _on_gpu(
+def _gpu_backend(
     dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None, attention: str
 ) -> Backend:
     from headway.model.backends.gpu import GpuBackend  # needs triton
@@ -165,7 +165,7 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
         load()
     except NativeUnavailable as reason:
         return str(reason)
-    return native.refusal(config) if config else None
+    return native.unsupported_reason(config) if config else None
 
 
 def fastest(results: list[ProbeResult]) -> str:
@@ -184,7 +184,7 @@ def probe(config: ModelConfig) -> list[ProbeResult]:
     results: list[ProbeResult] = []
     best = float("inf")
     for name in names:
-        multiply = _layer(layer, choose_backend(config, name))
+        multiply = _layer_products(layer, choose_backend(config, name))
         one = _seconds(multiply, 1)
         best = min(best, one)
         many = None if one > TOO_SLOW * best else _seconds(multiply, MANY)
@@ -192,7 +192,7 @@ def probe(config: ModelConfig) -> list[ProbeResult]:
     return results
 
 
-def _layer(layer: DummyCheckpoint, backend: Backend) -> Callable[[int], None]:
+def _layer_products(layer: DummyCheckpoint, backend: Backend) -> Callable[[int], None]:
     prefix, config = "model.layers.0", layer.config
     weights = [
         backend.weight(layer, [f"{prefix}.{name}_proj"])

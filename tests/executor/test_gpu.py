@@ -26,7 +26,7 @@ from headway.executor.gpu.graphs import padded_rows
 from headway.executor.gpu.mixed_pass import PassSize
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.model.backends.plain import PlainBackend
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
@@ -474,7 +474,7 @@ def test_the_number_of_splits_follows_the_rows_of_the_padded_pass(
     executor.decoder.backend.supports_padding = is_small
     sizes = list[PassSize]()
 
-    def forward(batch: Batch, _blocks: Tensor) -> Tensor:
+    def forward(batch: ForwardBatch, _blocks: Tensor) -> Tensor:
         sizes.append(PassSize(batch.num_decodes, 0, 0, batch.num_splits))
         return torch.zeros((len(batch.tokens_t), 32), device=DEVICE)
 

@@ -28,7 +28,7 @@ from headway.errors import ExecutorError
 from headway.executor.gpu.graphs import capture_into
 from headway.model.backends.base import ForwardPass
 from headway.model.backends.plain import PlainBackend, PlainPass
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.plan import Plan
@@ -54,7 +54,7 @@ class DecodesFirst(PlainBackend):
     """Plain torch for the batches of the GPU executor, in which decodes come first."""
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
         count = batch.num_decodes
         starts, ends = torch.arange(count + 1), batch.positions_t[:count] + 1
@@ -75,7 +75,7 @@ class Tripwire:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def forward(self, batch: Batch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
         self._count += 1
         if self._count in self._broken:
             raise self._error
@@ -377,7 +377,7 @@ def test_garbage_is_not_collected_during_a_capture(error: BaseException | None) 
 class Unsuitable(Tripwire):
     """Does something in its nth pass that a capture does not allow."""
 
-    def forward(self, batch: Batch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
         self._count += 1
         if self._count in self._broken:
             torch.cuda.synchronize()

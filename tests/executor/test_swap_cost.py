@@ -22,12 +22,12 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu.swap_cost import (
-    FEW_TRIES,
+    MIN_TRIES,
     SwapCost,
     Timed,
-    _copying,
-    _fitted,
-    _least,
+    _best_time,
+    _fit_nonnegative,
+    _measure_copy,
     measured,
     recompute_seconds,
     resume_seconds,
@@ -118,7 +118,7 @@ def test_the_measured_costs_are_those_of_plans() -> None:
     executor = Pretended(H200)
     blocks_back = swap_seconds(executor, 64)
     assert blocks_back == pytest.approx(2 * H200.copy_seconds(1024))
-    copy, start = _copying(executor, CONFIG)
+    copy, start = _measure_copy(executor, CONFIG)
     assert copy == pytest.approx(H200.model.kv_bytes / H200.machine.copy_bandwidth)
     assert start == pytest.approx(H200.machine.copy_seconds)
     found = measured(executor, CONFIG)
@@ -130,7 +130,7 @@ def test_the_measured_costs_are_those_of_plans() -> None:
 def test_a_copy_ends_when_the_host_has_it() -> None:
     late, lag = Pretended(H200, lag=1e-3), 1e-3
     assert swap_seconds(late, 16) == pytest.approx(2 * H200.copy_seconds(256) + 2 * lag)
-    assert _copying(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
+    assert _measure_copy(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4096), (3, 2), (4096, 1)])
@@ -143,9 +143,9 @@ def test_the_fit_finds_the_coefficients_and_none_is_negative() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):
         parts, times = random.normal(size=(3, 5)), random.exponential(size=3)
-        assert _fitted(parts, times @ parts) == pytest.approx(times)
+        assert _fit_nonnegative(parts, times @ parts) == pytest.approx(times)
         wholes = random.normal(size=5)
-        found = np.array(_fitted(parts, wholes))
+        found = np.array(_fit_nonnegative(parts, wholes))
         assert found.min() >= 0
         for part in range(3):  # a local optimum: no small change is better
             for other in (found[part] + 1e-3, max(0.0, found[part] - 1e-3)):
@@ -231,7 +231,7 @@ def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[
 
     seen: list[int] = []
     recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
-    assert seen == sizes * FEW_TRIES
+    assert seen == sizes * MIN_TRIES
 
 
 def test_prompts_are_measured_in_their_own_graphs() -> None:
@@ -266,12 +266,12 @@ def test_attempts_repeat_until_compiling_and_capturing_are_over(
     seconds: list[float],
 ) -> None:
     tries = chain(seconds, repeat(seconds[-1]))
-    assert _least(lambda: next(tries)) == seconds[-1]
+    assert _best_time(lambda: next(tries)) == seconds[-1]
 
 
 def test_a_long_measurement_is_tried_twice() -> None:
     tries = iter([30.0, 30.0])
-    assert _least(lambda: next(tries)) == 30.0
+    assert _best_time(lambda: next(tries)) == 30.0
 
 
 @pytest.mark.usefixtures("small_padding")

@@ -408,7 +408,7 @@ def test_many_grammars_do_not_pile_up() -> None:
     for number in range(100):
         asked = Sampling(grammar=Grammar.choice([f"number {number}"]))
         grammars.add_request(number % 3, a_request(None), asked)
-    assert len(grammars.matchers._kept) <= 32 and len(grammars._states) == 3
+    assert len(grammars.matchers._cache) <= 32 and len(grammars._states) == 3
 
 
 def test_a_request_that_was_made_ready_carries_what_was_read() -> None:

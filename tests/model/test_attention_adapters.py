@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 
@@ -131,7 +131,7 @@ def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def make(
     num_decodes: int, num_chunks: int, dim: int = DIM, size: int = SIZE
-) -> tuple[Tensor, Batch, Tensor]:
+) -> tuple[Tensor, ForwardBatch, Tensor]:
     """Queries [T, H, D], a batch, and blocks of random numbers.
 
     A sequence has the same number of blocks for any block size.
@@ -149,7 +149,7 @@ def make(
     row_ids = (*row_ids[:num_decodes], *row_ids[2 : 2 + num_chunks])
     heads = torch.randn((len(places), HEADS + 2 * KV_HEADS, dim), generator=generator).to(DEVICE)
     shape = (21, LAYERS, 2, KV_HEADS, size, dim)
-    batch = Batch(
+    batch = ForwardBatch(
         tokens_t=numbers(*places, dtype=torch.int64),
         positions_t=numbers(*places, dtype=torch.int64), slots_t=numbers(),
         tables_sw=order.view(7, 3).to(DEVICE), starts_s=numbers(*starts),
@@ -159,7 +159,9 @@ def make(
     return heads[:, :HEADS], batch, torch.randn(shape, generator=generator).to(DEVICE)
 
 
-def found_by(kernels: AttentionKernels, q: Tensor, batch: Batch, blocks: Tensor) -> list[Tensor]:
+def found_by(
+    kernels: AttentionKernels, q: Tensor, batch: ForwardBatch, blocks: Tensor
+) -> list[Tensor]:
     """The output of each layer."""
     outs = []
     for layer in range(LAYERS):
@@ -215,7 +217,9 @@ class Small(FlashAttention):
 
     block_multiple, num_alone = 1, 0
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         self.num_alone += not batch.longest
         super().decode(layer, q, out, batch, blocks)
 

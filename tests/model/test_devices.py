@@ -23,10 +23,10 @@ from headway.executor.cpu import CpuExecutor
 from headway.executor.factory import make_executor
 from headway.executor.gpu.memory import (
     Budget,
+    buffer_bytes,
     graph_bytes,
-    kept_bytes,
     num_blocks_in,
-    prompts,
+    prompt_batch,
     run_step,
 )
 from headway.executor.sampling.logprobs import SLICE
@@ -306,7 +306,7 @@ def test_the_measured_prompts_have_all_tokens_and_valid_lengths(
     config = config_of(
         max_model_len=max_model_len, max_num_seqs=max_num_seqs, block_size=block_size
     )
-    batch = prompts(config, num_tokens, CPU)
+    batch = prompt_batch(config, num_tokens, CPU)
     starts, ends = batch.starts_s.tolist(), batch.ends_s.tolist()
     assert len(batch.tokens_t) == starts[-1] == sum(ends) == num_tokens and starts[0] == 0
     assert max(ends) == batch.longest <= max_model_len and min(ends) > 0
@@ -339,7 +339,7 @@ def test_the_executors_buffers_are_counted() -> None:
     config = config_of(max_num_batched_tokens=4000, num_blocks=3, max_model_len=30000)
     executor = GpuExecutor(decoder, config)
     kept = (executor.mixed._hidden, executor.state.tensors.tables)
-    assert kept_bytes(decoder, config) == sum(each.nbytes for each in kept) > 10**5
+    assert buffer_bytes(decoder, config) == sum(each.nbytes for each in kept) > 10**5
 
 
 def test_the_measured_step_runs_through_the_gpu_kernels() -> None:

@@ -19,7 +19,7 @@ from headway.model.backends.base import Attention
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
@@ -304,7 +304,7 @@ def test_gates_are_those_of_the_plain_twin_even_where_they_overflow() -> None:
 # Attention.
 
 
-def ragged(chance: random.Random, block_size: int) -> tuple[Batch, int]:
+def ragged(chance: random.Random, block_size: int) -> tuple[ForwardBatch, int]:
     """Parts of sequences, some stored and some not, and how many blocks they need."""
     parts, num_blocks = [], 0
     for _ in range(chance.randint(1, 6)):
@@ -322,7 +322,7 @@ def ragged(chance: random.Random, block_size: int) -> tuple[Batch, int]:
 Twins = tuple[Attention, Tensor]
 
 
-def twins(config: ModelConfig, batch: Batch, blocks: Tensor) -> list[Twins]:
+def twins(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -> list[Twins]:
     """The same batch over the same cache on both backends, in float32 and in float64."""
     generator = _generator(int(batch.ends_s.sum()))
     angles = torch.rand(len(batch.tokens_t), config.head_dim // 2, generator=generator) * 6
@@ -354,7 +354,7 @@ def test_attention_is_that_of_the_plain_twin(head_dim: int) -> None:
             torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
 
 
-def drop_some(batch: Batch, chance: random.Random) -> Batch:
+def drop_some(batch: ForwardBatch, chance: random.Random) -> ForwardBatch:
     """Without a home for some of its tokens."""
     for place in range(len(batch.slots_t)):
         if chance.random() < 0.3:

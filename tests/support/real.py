@@ -22,7 +22,7 @@ from torch import Tensor
 from headway import Engine, Params, Scheduler, StepReport
 from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import load_hf
 from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend
@@ -220,7 +220,7 @@ def blocks_for(model: Decoder, num_tokens: int, block_size: int = 16) -> Tensor:
     return model.backend.kv_blocks(model.config, num_blocks, block_size).fill_(math.nan)
 
 
-def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_size: int) -> Batch:
+def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_size: int) -> ForwardBatch:
     """A pass over parts of sequences: (tokens to compute, their first position, blocks)."""
     parts = list(parts)
     places = [range(first, first + len(tokens)) for tokens, first, _ in parts]
@@ -232,7 +232,7 @@ def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_si
     starts = torch.tensor([0, *(len(tokens) for tokens, _, _ in parts)]).cumsum(0)
     width = max(len(blocks) for _, _, blocks in parts)
     tables = [[*blocks, *[0] * (width - len(blocks))] for _, _, blocks in parts]
-    return Batch(
+    return ForwardBatch(
         tokens_t=torch.tensor([t for tokens, _, _ in parts for t in tokens]),
         positions_t=torch.tensor([place for where in places for place in where]),
         slots_t=torch.tensor(slots),
@@ -243,7 +243,7 @@ def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_si
     )
 
 
-def whole(tokens: Sequence[int], block_size: int = 16) -> Batch:
+def whole(tokens: Sequence[int], block_size: int = 16) -> ForwardBatch:
     """A pass over one whole sequence, which has the first blocks."""
     return batch_of([(tokens, 0, range(-(-len(tokens) // block_size)))], block_size)
 

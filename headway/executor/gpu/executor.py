@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from headway.config import Config
-from headway.executor.gpu.faults import Faults, idle
+from headway.executor.gpu.faults import Faults, idle_probe
 from headway.executor.gpu.graphs import Graphs, padded_rows
 from headway.executor.gpu.mixed_pass import MixedPass
 from headway.executor.gpu.row_state import DeviceRowState, upload
@@ -27,7 +27,7 @@ from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.rows import finish, start
@@ -93,7 +93,7 @@ class GpuExecutor:
         self.mixed = MixedPass(
             decoder, self.device_blocks, self.rows, self.state, config.max_num_batched_tokens
         )
-        self.faults = Faults(idle(self.device), self._discard_launch)
+        self.faults = Faults(idle_probe(self.device), self._discard_launch)
 
     @property
     def host_blocks(self) -> Tensor:
@@ -226,7 +226,7 @@ class GpuExecutor:
         """Compute the next token of every row, all on the device."""
         row_ids, (tokens, positions, slots) = self._decoding[:num_rows], self._inputs[:, :num_rows]
         start(row_ids, self.state.tensors, self.rows.block_size, tokens, positions, slots)
-        batch = Batch(
+        batch = ForwardBatch(
             tokens_t=tokens, positions_t=positions, slots_t=slots, row_ids_s=row_ids,
             tables_sw=self.state.tensors.tables, starts_s=tokens, ends_s=tokens, sampled_n=tokens,
             num_decodes=num_rows, num_splits=num_splits,

@@ -21,10 +21,10 @@ ADVICE = "lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-
 class Faults:
     """Tracks whether a device is usable."""
 
-    def __init__(self, probe: Callable[[], None], forget: Callable[[], None]) -> None:
-        self.probe = probe  # waits until the device is idle; raises if the context is unusable
-        self._forget = forget  # drops the state of an interrupted launch
-        self._lost: str | None = None  # why the context is unusable
+    def __init__(self, probe: Callable[[], None], discard: Callable[[], None]) -> None:
+        self.probe = probe  # waits until the device is idle; raises if it is unusable
+        self._discard = discard  # drops the state of an interrupted launch
+        self._unusable_reason: str | None = None  # why the context is unusable
 
     @contextmanager
     def guard(self) -> Iterator[None]:
@@ -33,16 +33,16 @@ class Faults:
         Raise ExecutorError at once if the context is already unusable: the work would fail with
         an unrelated message.
         """
-        if self._lost:
-            raise ExecutorError(self._lost)
+        if self._unusable_reason:
+            raise ExecutorError(self._unusable_reason)
         try:
             yield
         except Exception as error:
-            self._forget()
+            self._discard()
             self._explain(error)
             raise
         except BaseException:  # such as KeyboardInterrupt: the device is fine
-            self._forget()
+            self._discard()
             raise
 
     def _explain(self, error: Exception) -> None:
@@ -51,15 +51,15 @@ class Faults:
             self.probe()
         except Exception:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            self._lost = (
+            self._unusable_reason = (
                 f"the CUDA context is unusable after this error: {reason}; restart the process"
             )
-            raise ExecutorError(self._lost) from error
+            raise ExecutorError(self._unusable_reason) from error
         if is_out_of_memory(error):
             detail = shortened(str(error))
             raise ExecutorError(f"out of GPU memory in a step: {detail}; {ADVICE}") from error
 
 
-def idle(device: torch.device) -> Callable[[], None]:
+def idle_probe(device: torch.device) -> Callable[[], None]:
     """Return a probe that waits for all work of the device."""
     return lambda: torch.cuda.synchronize(device) if device.type == "cuda" else None

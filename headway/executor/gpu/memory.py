@@ -20,13 +20,13 @@ from headway.executor.gpu.graphs import padded_rows
 from headway.executor.gpu.mixed_pass import MAX_GRAPHS, max_captured_rows
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS
 from headway.executor.sampling.logprobs import SLICE, compute_logprobs
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
 from headway.model.kernels.splits import SPLIT_COUNTS
 
-UNCOUNTED = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
-GRAPH = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
+DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
+GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
 ADVICE = (
     "raise --gpu-memory-utilization (1 is all of it), lower --max-num-batched-tokens or "
     "--max-num-seqs, or use a smaller --dtype"
@@ -83,8 +83,8 @@ def measure(decoder: Decoder, config: Config) -> Budget:
         max_captured_rows(config.max_num_seqs, config.max_num_batched_tokens),
     )
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
-    reserve += UNCOUNTED + graph_bytes(decoder.config.num_layers, config.max_num_seqs)
-    reserve += kept_bytes(decoder, config)
+    reserve += DRIVER_BYTES + graph_bytes(decoder.config.num_layers, config.max_num_seqs)
+    reserve += buffer_bytes(decoder, config)
     reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the KV blocks will be one allocation
     return Budget(
@@ -100,10 +100,10 @@ def measure(decoder: Decoder, config: Config) -> Budget:
 def graph_bytes(num_layers: int, num_rows: int) -> int:
     """Driver memory of all graphs; decodes may have one graph per number of splits."""
     num_decodes = len({padded_rows(count) for count in range(1, num_rows + 1)})
-    return GRAPH * num_layers * (MAX_GRAPHS + len(SPLIT_COUNTS) * num_decodes)
+    return GRAPH_LAYER_BYTES * num_layers * (MAX_GRAPHS + len(SPLIT_COUNTS) * num_decodes)
 
 
-def kept_bytes(decoder: Decoder, config: Config) -> int:
+def buffer_bytes(decoder: Decoder, config: Config) -> int:
     """Bytes of the executor's buffers: hidden states of a captured pass, and block tables."""
     row = decoder.config.hidden_size * decoder.norm.element_size()
     table = 4 * -(-config.max_model_len // config.block_size)
@@ -125,20 +125,20 @@ def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> 
 @torch.inference_mode()
 def run_step(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> None:
     """Run prompts of `num_tokens` in total, then every operation on the logits of all rows."""
-    batch = prompts(config, num_tokens, blocks.device)
+    batch = prompt_batch(config, num_tokens, blocks.device)
     hidden = decoder.forward(batch, blocks)
     logits = decoder.logits(hidden[batch.sampled_n])
     edited = logits.to(torch.float32, copy=True)
     compute_logprobs(logits[batch.sampled_n], edited.argmax(-1), 1)
 
 
-def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
+def prompt_batch(config: Config, num_tokens: int, device: torch.device) -> ForwardBatch:
     """Prompts of `num_tokens` in total, none longer than the model allows, all in one block."""
     longest = min(num_tokens, config.max_model_len)
     starts = torch.tensor([*range(0, num_tokens, longest), num_tokens], dtype=torch.int32)
     lengths, width = starts.diff(), -(-longest // config.block_size)
     positions = torch.arange(num_tokens, device=device) % longest
-    return Batch(
+    return ForwardBatch(
         tokens_t=torch.zeros_like(positions),
         positions_t=positions,
         slots_t=positions % config.block_size,

@@ -21,7 +21,7 @@ from torch import Tensor
 from headway.executor.gpu.graphs import Graphs
 from headway.executor.gpu.row_state import DeviceRowState, upload
 from headway.executor.row_table import RowTable
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.rows import start
@@ -44,7 +44,7 @@ class PassSize(NamedTuple):
     decodes: int
     tokens: int  # prompt tokens
     chunks: int
-    num_splits: int = 1  # see Batch.num_splits
+    num_splits: int = 1  # see ForwardBatch.num_splits
 
     @property
     def num_rows(self) -> int:
@@ -245,7 +245,7 @@ class MixedPass:
             row_ids_s[:count], state, self._rows.block_size,
             tokens[:count], positions[:count], slots[:count],
         )  # fmt: skip
-        batch = Batch(
+        batch = ForwardBatch(
             tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=state.tables,
             row_ids_s=row_ids_s[:-1], starts_s=starts_s[: size.chunks + 1],
             ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,

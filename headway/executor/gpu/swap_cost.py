@@ -19,11 +19,11 @@ from headway.executor.base import Executor
 from headway.plan import Admission, Chunk, Copy, Plan
 from headway.request import Params, Request
 
-Numbers = npt.NDArray[np.float64]
+FloatArray = npt.NDArray[np.float64]
 MAX_RECOMPUTED, MAX_COPIED = 32768, 16384  # recomputed and copied tokens, at most
-FEW_TRIES, MAX_TRIES = 4, 8
+MIN_TRIES, MAX_TRIES = 4, 8
 LONG_ENOUGH = 0.5  # seconds; two attempts this long are enough if their times are similar
-ALIKE = 0.9  # attempts stop when one takes at least this fraction of the best so far
+SIMILAR = 0.9  # attempts stop when one takes at least this fraction of the best so far
 
 
 class Timed(Executor, Protocol):
@@ -44,21 +44,21 @@ class SwapCost(NamedTuple):
 
 def measured(executor: Timed, config: Config) -> SwapCost:
     """Measure this executor; the config must have host blocks."""
-    copy, start = _copying(executor, config)
-    compute, pair, hidden = _computing(executor, config)
+    copy, start = _measure_copy(executor, config)
+    compute, pair, hidden = _measure_compute(executor, config)
     return SwapCost(copy=copy, compute=compute, start=start + hidden / 2, pair=pair)
 
 
-def _copying(executor: Timed, config: Config) -> list[float]:
+def _measure_copy(executor: Timed, config: Config) -> list[float]:
     """Seconds per token, and per copy."""
     most = max(1, MAX_COPIED // config.block_size)
     sizes = _spread(min(config.num_blocks, config.num_host_blocks, most))
     seconds = [swap_seconds(executor, size) / 2 for size in sizes]
     tokens = np.array(sizes) * config.block_size
-    return _fitted(np.stack([np.ones(len(sizes)), 1 / tokens]), np.array(seconds) / tokens)
+    return _fit_nonnegative(np.stack([np.ones(len(sizes)), 1 / tokens]), np.array(seconds) / tokens)
 
 
-def _computing(executor: Timed, config: Config) -> list[float]:
+def _measure_compute(executor: Timed, config: Config) -> list[float]:
     """Seconds per token, per pair of tokens, and the time that a pass of one token hides.
 
     A swapped request computes its last token after it returns, in a pass that has a fixed cost
@@ -71,13 +71,13 @@ def _computing(executor: Timed, config: Config) -> list[float]:
         for length in lengths.tolist()
     ]
     parts = np.stack([np.ones(len(lengths)), lengths / 2, -1 / lengths])
-    return _fitted(parts, np.array(saved) / lengths)
+    return _fit_nonnegative(parts, np.array(saved) / lengths)
 
 
 def swap_seconds(executor: Timed, num_blocks: int) -> float:
     """Seconds to copy `num_blocks` to the host and back on an idle device; keeps their content."""
     copies = [Copy(block, block) for block in range(num_blocks)]
-    return _least(
+    return _best_time(
         lambda: (
             _seconds(executor, [Plan(0, copies_out=copies)])
             + _seconds(executor, [Plan(0, copies_in=copies)])
@@ -118,10 +118,10 @@ def _prefill_seconds(
     plans[0].admitted = [Admission(request, pieces[0][0], 0, False)]
     mixed = getattr(executor, "mixed", None)
     with mixed.in_own_graphs() if mixed else nullcontext():
-        return _least(lambda: _seconds(executor, plans))
+        return _best_time(lambda: _seconds(executor, plans))
 
 
-def _least(measure: Callable[[], float]) -> float:
+def _best_time(measure: Callable[[], float]) -> float:
     """Return the best of several attempts, because other load only adds time.
 
     The first attempt may compile kernels and the second may capture a graph, so attempts go on
@@ -131,8 +131,8 @@ def _least(measure: Callable[[], float]) -> float:
     while len(found) < MAX_TRIES:
         best = min(found)
         found.append(measure())
-        is_enough = len(found) >= FEW_TRIES or found[-1] >= LONG_ENOUGH
-        if is_enough and found[-1] >= ALIKE * best:
+        is_enough = len(found) >= MIN_TRIES or found[-1] >= LONG_ENOUGH
+        if is_enough and found[-1] >= SIMILAR * best:
             break
     return min(found)
 
@@ -151,7 +151,7 @@ def _spread(most: int) -> list[int]:
     return sorted({max(1, most // share) for share in (64, 16, 4, 2, 1)})
 
 
-def _fitted(parts: Numbers, wholes: Numbers) -> list[float]:
+def _fit_nonnegative(parts: FloatArray, wholes: FloatArray) -> list[float]:
     """Non-negative least squares: coefficients of `parts` that best add up to `wholes`.
 
     Tries every subset of the parts and keeps the best fit without negative coefficients.

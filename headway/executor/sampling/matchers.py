@@ -22,7 +22,7 @@ from headway.sampling_params import Sampling
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_KEPT = 32  # grammars in the cache
+MAX_CACHED = 32  # grammars in the cache
 MAX_ENCODED = 1000  # characters of required text that the model's tokenizer encodes
 NUM_PROBE_STEPS = 16  # tokens for which a grammar is tried before its request is accepted
 
@@ -67,18 +67,17 @@ class Matchers:
         self._eos_ids: Collection[int] = ()
         self._vocabulary: LLTokenizer | None = None
         self._checker: GrammarChecker | None = None  # made with the vocabulary
-        self._kept: OrderedDict[Grammar, CompiledGrammar] = (
-            OrderedDict()
-        )  # least recently used first
-        self._keeping = threading.Lock()  # held briefly
-        self._spelling = threading.Lock()  # held while the vocabulary is read
+        # The least recently used grammar comes first.
+        self._cache: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        self._cache_lock = threading.Lock()  # held briefly
+        self._vocabulary_lock = threading.Lock()  # held while the vocabulary is read
 
     def use(self, tokenizer: GrammarTokenizer | None, eos_ids: Collection[int]) -> None:
         """Set the model's tokenizer; without one no grammar can be compiled."""
-        with self._spelling, self._keeping:
+        with self._vocabulary_lock, self._cache_lock:
             self._tokenizer, self._eos_ids = tokenizer, eos_ids
             self._vocabulary = self._checker = None
-            self._kept.clear()
+            self._cache.clear()
 
     def warm_up(self) -> None:
         """Read the vocabulary ahead of the first grammar; takes about a second for a large one."""
@@ -92,7 +91,7 @@ class Matchers:
         if not isinstance(sampling, Sampling) or sampling.grammar is None:
             return params
         found = self._find(sampling.grammar)
-        return None if found is None else _with(params, sampling, found)
+        return None if found is None else _with_grammar(params, sampling, found)
 
     def make_ready(self, params: Params) -> Params:
         """Compile the grammar, however long it takes, and return the params with it.
@@ -103,7 +102,7 @@ class Matchers:
         sampling = params.sampling
         assert isinstance(sampling, Sampling) and sampling.grammar is not None, "nothing to compile"
         refuse(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
-        return _with(params, sampling, self.read(sampling.grammar))
+        return _with_grammar(params, sampling, self.read(sampling.grammar))
 
     def read(self, grammar: Grammar) -> CompiledGrammar:
         """Return a compiled grammar; its matcher reports a mistake in it by itself."""
@@ -117,9 +116,9 @@ class Matchers:
         All matchers of a grammar share a lexer, whose states are limited and are never freed.
         """
         plain = Grammar(used.kind, used.text)
-        with self._keeping:
-            kept = self._kept.get(plain)
-        return self._compiled(plain) if kept is None or kept.first is used.first else kept
+        with self._cache_lock:
+            cached = self._cache.get(plain)
+        return self._compiled(plain) if cached is None or cached.first is used.first else cached
 
     def _compiled(self, grammar: Grammar) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
@@ -129,29 +128,29 @@ class Matchers:
         copy = first.deep_copy()
         mask = b"" if copy.is_error() else copy.compute_bitmask()  # the slowest mask of all
         found = CompiledGrammar(grammar.kind, grammar.text, first, b"" if copy.is_error() else mask)
-        with self._keeping:
-            self._kept[grammar] = found
-            self._kept.move_to_end(grammar)
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
+        with self._cache_lock:
+            self._cache[grammar] = found
+            self._cache.move_to_end(grammar)
+            while len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
         return found
 
     def _find(self, grammar: Grammar) -> CompiledGrammar | None:
         """Return the grammar if it was compiled before."""
         if isinstance(grammar, CompiledGrammar):
             return grammar
-        with self._keeping:
-            found = self._kept.get(grammar)
+        with self._cache_lock:
+            found = self._cache.get(grammar)
             if found is not None:
-                self._kept.move_to_end(grammar)
+                self._cache.move_to_end(grammar)
         return found
 
     def _read_vocabulary(self) -> LLTokenizer:
-        with self._spelling:
+        with self._vocabulary_lock:
             if self._vocabulary is None:
-                form = _form(self._tokenizer, self.vocab_size, self._eos_ids)
-                self._vocabulary = form.trie
-                self._checker = GrammarChecker(form.vocabulary, num_steps=NUM_PROBE_STEPS)
+                adapter = _adapt(self._tokenizer, self.vocab_size, self._eos_ids)
+                self._vocabulary = adapter.trie
+                self._checker = GrammarChecker(adapter.vocabulary, num_steps=NUM_PROBE_STEPS)
             return self._vocabulary
 
     def _vocabulary_checker(self) -> GrammarChecker:
@@ -160,11 +159,11 @@ class Matchers:
         return self._checker
 
 
-def _with(params: Params, sampling: Sampling, grammar: CompiledGrammar) -> Params:
+def _with_grammar(params: Params, sampling: Sampling, grammar: CompiledGrammar) -> Params:
     return replace(params, sampling=replace(sampling, grammar=grammar))
 
 
-def _form(
+def _adapt(
     tokenizer: GrammarTokenizer | None, vocab_size: int, eos_ids: Collection[int]
 ) -> _LLTokenizerAdapter:
     """Adapt a tokenizer to llguidance; ValueError without a tokenizer or an end token."""

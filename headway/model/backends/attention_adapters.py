@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headway.errors import ConfigError
 from headway.model.backends.gpu import AttentionKernels, TritonAttention
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 
 WORKSPACE_BYTES = 128 * 2**20  # bytes of workspace that FlashInfer recommends
 
@@ -31,13 +31,15 @@ class FlashInfer(TritonAttention):
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._prompts = library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
 
-    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def prefill(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         first = batch.num_decodes
         if layer == 0:  # one plan for all layers of the pass
             self._plan(q, batch, blocks)
         self._prompts.run(q[first:].contiguous(), blocks[:, layer], out=out[first:])
 
-    def _plan(self, q: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def _plan(self, q: Tensor, batch: ForwardBatch, blocks: Tensor) -> None:
         first, size, ends = batch.num_decodes, blocks.shape[4], batch.ends_s.cpu()
         counts = (ends + size - 1) // size
         tables = _tables(batch, slice(first, None)).cpu()
@@ -57,7 +59,9 @@ class FlashAttention:
     def __init__(self, library: Any) -> None:
         self._library = library
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         rows = slice(batch.num_decodes)
         found = self._library.flash_attn_with_kvcache(
             q[rows, None], *_paged(blocks, layer), cache_seqlens=batch.positions_t[rows].int() + 1,
@@ -65,7 +69,9 @@ class FlashAttention:
         )  # fmt: skip
         out[rows] = found[:, 0]
 
-    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def prefill(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         first, tables = batch.num_decodes, _tables(batch, slice(batch.num_decodes, None))
         out[first:] = self._library.flash_attn_varlen_func(
             q[first:], *_paged(blocks, layer), cu_seqlens_q=batch.starts_s - first,
@@ -74,7 +80,7 @@ class FlashAttention:
         )  # fmt: skip
 
 
-def _tables(batch: Batch, rows: slice) -> Tensor:
+def _tables(batch: ForwardBatch, rows: slice) -> Tensor:
     """The block table of each of these sequences."""
     assert batch.row_ids_s is not None
     return batch.tables_sw[batch.row_ids_s[rows].long()]

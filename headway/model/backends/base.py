@@ -15,7 +15,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
 
@@ -97,7 +97,7 @@ class Backend(Protocol):
         ...
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass: ...
 
 

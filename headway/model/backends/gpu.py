@@ -19,7 +19,7 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.backends.plain import PlainBackend, PlainWeight
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.kernels.activation import silu_multiply
 from headway.model.kernels.decode import HeadTransform, decode_attention
@@ -38,11 +38,15 @@ class AttentionKernels(Protocol):
     supports_padding: bool  # accepts padding and empty sequences; does not wait for the device
     block_multiple: int  # the block size must be a multiple of it
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         """Compute the rows of the batch's decodes, which come first."""
         ...
 
-    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def prefill(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         """Compute the rows after the decodes; called for layers in order, from 0."""
         ...
 
@@ -52,7 +56,9 @@ class TritonAttention:
 
     fuses_decode, supports_padding, block_multiple = True, True, 1
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         count = batch.num_decodes
         assert batch.row_ids_s is not None
         decode_attention(
@@ -61,7 +67,9 @@ class TritonAttention:
             positions_s=batch.positions_t[:count], num_splits=batch.num_splits,
         )  # fmt: skip
 
-    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def prefill(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         assert batch.row_ids_s is not None
         prefill_attention(
             q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
@@ -113,7 +121,7 @@ class GpuBackend(PlainBackend):
         return torch.zeros((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
         is_small = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
         if is_small and self.attention.fuses_decode:
@@ -144,7 +152,12 @@ class FusedDecodePass:
     """A batch of decodes only, with few rows: fused kernels."""
 
     def __init__(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine_pd: Tensor, sine_pd: Tensor
+        self,
+        config: ModelConfig,
+        batch: ForwardBatch,
+        blocks: Tensor,
+        cosine_pd: Tensor,
+        sine_pd: Tensor,
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
         self._rope = cosine_pd, sine_pd
@@ -196,7 +209,7 @@ class UnfusedPass:
     def __init__(
         self,
         config: ModelConfig,
-        batch: Batch,
+        batch: ForwardBatch,
         blocks: Tensor,
         rope_pd: tuple[Tensor, Tensor],
         kernels: AttentionKernels,

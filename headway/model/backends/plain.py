@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.backends.base import ForwardPass, LayerWeights, Weight, run_layer
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
 
@@ -82,7 +82,7 @@ class PlainBackend:
         return torch.empty((num_blocks, *shape), dtype=self.dtype, device=self.device)
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
         return PlainPass(self, config, batch, blocks, cosine.to(self.dtype), sine.to(self.dtype))
 
@@ -94,7 +94,7 @@ class PlainPass:
         self,
         backend: PlainBackend,
         config: ModelConfig,
-        batch: Batch,
+        batch: ForwardBatch,
         blocks: Tensor,
         cosine_td: Tensor,
         sine_td: Tensor,

@@ -27,7 +27,7 @@ from headway.model.kernels.launch import (
     launched,
     power_of_2,
 )
-from headway.model.kernels.splits import Split, split_for
+from headway.model.kernels.splits import DecodeSplit, split_for
 
 LOG2_E = 1.4426950408889634
 
@@ -259,7 +259,7 @@ def decode_attention(
     slots_s: Tensor | None = None,
     transform: HeadTransform | None = None,
     num_splits: int = 1,
-    split: Split | None = None,
+    split: DecodeSplit | None = None,
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 

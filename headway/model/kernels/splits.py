@@ -16,7 +16,7 @@ BUSY = 140  # programs that still keep the device busy
 WORTH = 1000  # lead of the longest sequences above which eight programs per sequence are faster
 
 
-class Split(NamedTuple):
+class DecodeSplit(NamedTuple):
     """How the work is split: the programs per sequence, and the work of each."""
 
     num_splits: int
@@ -41,7 +41,9 @@ def choose_num_splits(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_
     return 4 if lengths.mean() > LONG else 1
 
 
-def split_for(num_programs: int, num_splits: int, max_positions: int, row_bytes: int) -> Split:
+def split_for(
+    num_programs: int, num_splits: int, max_positions: int, row_bytes: int
+) -> DecodeSplit:
     """The split for `num_programs` (before splitting) and sequences of up to `max_positions`.
 
     Measured on an H200.
@@ -52,10 +54,10 @@ def split_for(num_programs: int, num_splits: int, max_positions: int, row_bytes:
     depth = max(1, row_bytes // 256)  # wide rows need fewer loads in flight
     if num_programs >= MANY:
         min_positions = 64 * num_splits  # 256 for four programs and 512 for eight were best
-        return Split(num_splits, min_positions, 16, 1, max(2, 4 // depth))
+        return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
     min_positions = 128 if num_programs > 32 else 64
     wanted = max(4, min(1056 // num_programs, 64))
     num_splits = power_of_2(min(wanted, ceil_div(max_positions, min_positions)))
     if num_programs > 32:
-        return Split(num_splits, min_positions, 16, 1, max(2, 4 // depth))
-    return Split(num_splits, min_positions, max(16, 64 // depth), 4, 2)
+        return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
+    return DecodeSplit(num_splits, min_positions, max(16, 64 // depth), 4, 2)

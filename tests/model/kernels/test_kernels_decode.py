@@ -23,7 +23,7 @@ from headway.model.kernels.splits import (
     MANY,
     SPLIT_COUNTS,
     WORTH,
-    Split,
+    DecodeSplit,
     choose_num_splits,
     split_for,
 )
@@ -39,7 +39,7 @@ LIMITS = {
 }
 LAYER, NUM_LAYERS, NUM_POSITIONS, EPSILON = 1, 3, 600, 1e-5
 # Few programs: in the interpreter, even a program without work takes time.
-SMALL = Split(num_splits=2, min_positions=32, tile=16, warps=1, stages=2)
+SMALL = DecodeSplit(num_splits=2, min_positions=32, tile=16, warps=1, stages=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,17 +257,17 @@ def test_a_single_token_yields_its_value(case: Case) -> None:
 
 LENGTHS = (0, 1, 2, 31, 32, 33, 64, 70, 130, 300)
 SPLITS = [
-    Split(num_splits=1, min_positions=4096, tile=16, warps=1, stages=2),
-    Split(num_splits=1, min_positions=4096, tile=64, warps=4, stages=3),
-    Split(num_splits=2, min_positions=16, tile=16, warps=1, stages=2),
-    Split(num_splits=8, min_positions=32, tile=32, warps=4, stages=2),
-    Split(num_splits=8, min_positions=128, tile=16, warps=1, stages=2),
-    Split(num_splits=4, min_positions=128, tile=16, warps=1, stages=3),
-    Split(num_splits=1, min_positions=64, tile=16, warps=1, stages=4),
-    Split(num_splits=4, min_positions=256, tile=16, warps=1, stages=4),
-    Split(num_splits=8, min_positions=512, tile=16, warps=1, stages=4),
-    Split(num_splits=32, min_positions=16, tile=16, warps=1, stages=2),
-    Split(num_splits=64, min_positions=64, tile=64, warps=4, stages=2),
+    DecodeSplit(num_splits=1, min_positions=4096, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=1, min_positions=4096, tile=64, warps=4, stages=3),
+    DecodeSplit(num_splits=2, min_positions=16, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=8, min_positions=32, tile=32, warps=4, stages=2),
+    DecodeSplit(num_splits=8, min_positions=128, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=4, min_positions=128, tile=16, warps=1, stages=3),
+    DecodeSplit(num_splits=1, min_positions=64, tile=16, warps=1, stages=4),
+    DecodeSplit(num_splits=4, min_positions=256, tile=16, warps=1, stages=4),
+    DecodeSplit(num_splits=8, min_positions=512, tile=16, warps=1, stages=4),
+    DecodeSplit(num_splits=32, min_positions=16, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=64, min_positions=64, tile=64, warps=4, stages=2),
 ]
 
 
@@ -275,7 +275,7 @@ SPLITS = [
 @pytest.mark.parametrize("block_size", [16, 24, 64])
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 def test_any_number_of_programs_may_split_a_sequence(
-    split: Split, block_size: int, is_new: bool
+    split: DecodeSplit, block_size: int, is_new: bool
 ) -> None:
     world = world_of(Case(positions=LENGTHS, kv_heads=1, block_size=block_size, is_new=is_new))
     with poison():

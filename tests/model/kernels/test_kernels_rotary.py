@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from headway.model.backends.plain import PlainBackend
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.kernels.rotary import rotate_and_store
 from tests.model.kernels.reference import rotary as reference
@@ -250,7 +250,7 @@ def test_the_reference_equals_the_plain_backend(name: str) -> None:
     case = CASES[name]
     given, none = own(case), torch.zeros(1, dtype=torch.int64)
     positions, slots, blocks = (given[key] for key in ("positions_t", "slots_t", "blocks"))
-    batch = Batch(
+    batch = ForwardBatch(
         tokens_t=none, positions_t=positions, slots_t=slots, tables_sw=none, starts_s=none,
         ends_s=none, sampled_n=none,
     )  # fmt: skip

@@ -20,7 +20,7 @@ from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
 from headway.model.backends.native.weights import GROUP, NativeWeight, layout
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.tensors import QuantizedMatrix
@@ -30,7 +30,7 @@ MAX_HEAD = 256
 QUANTIZED_TOGETHER = 16  # maximum number of rows that the quantized product quantizes together
 
 
-def refusal(config: ModelConfig) -> str | None:
+def unsupported_reason(config: ModelConfig) -> str | None:
     """The reason that a model cannot use these kernels; None if it can."""
     lanes = layout().lanes
     if config.head_dim % lanes or config.head_dim > MAX_HEAD:
@@ -119,7 +119,7 @@ class NativeBackend:
         return ctypes.addressof(self._structs[layer])
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
         return NativePass(self, config, batch, blocks, cosine, sine)
 
@@ -140,7 +140,7 @@ class NativePass:
         self,
         backend: NativeBackend,
         config: ModelConfig,
-        batch: Batch,
+        batch: ForwardBatch,
         blocks: Tensor,
         cosine: Tensor,
         sine: Tensor,

@@ -9,15 +9,15 @@
 #define GROUP_BYTES(bits) (LANES * GROUP * (bits) / 8 + LANES * 4)
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
 #define TILES 1
-#define BESIDE 16 /* rows whose groups of bytes are interleaved */
+#define INTERLEAVED 16 /* rows whose groups of bytes are interleaved */
 #else
 #define TILES 0
-#define BESIDE 8
+#define INTERLEAVED 8
 #endif
 
 /* The offset of four inputs of a row in an interleaved group: for AMX tiles, or for `dot`. */
 ALWAYS int quad_of(const int row, const int quad) {
-    return TILES ? row * GROUP + quad * 4 : (quad * BESIDE + row) * 4;
+    return TILES ? row * GROUP + quad * 4 : (quad * INTERLEAVED + row) * 4;
 }
 
 ALWAYS int32_t four(const int8_t *x) {

@@ -41,38 +41,38 @@ typedef struct {
 } Pass;
 
 static void share_multiply(const float *x, int64_t M, const Weight *w, float *y, int64_t adds,
-                           float *scratch, Meeting *meeting) {
+                           float *scratch, Barrier *barrier) {
     if (w->bits == 32)
         share_linear(x, M, w->inputs, w->panels, w->outputs, w->bias, y, adds);
     else
         share_quantized_linear(x, M, w->inputs, w->panels, w->outputs, w->bits, w->bias, y, adds,
-                               scratch, meeting);
-    meet(meeting);
+                               scratch, barrier);
+    wait_at(barrier);
 }
 
-static void share_layer(const Layer *l, const Pass *p, float *x, Meeting *meeting) {
+static void share_layer(const Layer *l, const Pass *p, float *x, Barrier *barrier) {
     const int64_t M = p->rows, hidden = l->output.outputs;
     share_rms_norm(x, l->input_norm, M, hidden, l->epsilon, p->normed);
-    meet(meeting);
-    share_multiply(p->normed, M, &l->qkv, p->qkv, 0, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->normed, M, &l->qkv, p->qkv, 0, p->scratch, barrier);
     share_rotate_and_store(p->qkv, M, p->heads, p->cosine, p->sine, l->q_norm, l->k_norm, l->epsilon,
                            p->slots, &p->cache);
-    meet(meeting);
+    wait_at(barrier);
     share_attention(p->qkv, p->heads, &p->cache, p->tables, p->table_width, p->starts, p->ends,
                     p->scale, p->tasks, p->num_tasks, p->tokens, p->split, p->attended);
-    meet(meeting);
-    share_multiply(p->attended, M, &l->output, x, 1, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->attended, M, &l->output, x, 1, p->scratch, barrier);
     share_rms_norm(x, l->post_norm, M, hidden, l->epsilon, p->normed);
-    meet(meeting);
-    share_multiply(p->normed, M, &l->gate_up, p->inner, 0, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->normed, M, &l->gate_up, p->inner, 0, p->scratch, barrier);
     share_silu_multiply(p->inner, M, l->down.inputs, p->active);
-    meet(meeting);
-    share_multiply(p->active, M, &l->down, x, 1, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->active, M, &l->down, x, 1, p->scratch, barrier);
 }
 
 /* Run one layer on x[M, hidden] in place, with one team of threads. */
 void layer(const Layer *l, const Pass *p, float *x) {
-    Meeting meeting = {0, 0};
+    Barrier barrier = {0, 0};
 #pragma omp parallel
-    share_layer(l, p, x, &meeting);
+    share_layer(l, p, x, &barrier);
 }

@@ -102,9 +102,9 @@ ALWAYS vec exponential(vec x) {
    thread that they wait for needs the core. */
 typedef struct {
     int32_t arrived, round;
-} Meeting;
+} Barrier;
 
-static void meet(Meeting *m) {
+static void wait_at(Barrier *m) {
     const int32_t all = omp_get_num_threads(), round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == all) {
         m->arrived = 0;

@@ -14,7 +14,7 @@ from headway.model.backends.native.build import load
 from headway.model.weights.tensors import QuantizedMatrix
 
 GROUP = 32  # inputs that share a scale
-TOGETHER = 4  # panels per task of the quantized product
+PANELS_PER_TASK = 4  # panels per task of the quantized product
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
     q, minimum, bits = groups.q, groups.minimum, 4 if groups.bits == 4 else 8
     if layout().is_signed and groups.bits == 8:
         q, minimum = q - 128, minimum + 128 * groups.scale  # wraps: the same bytes, signed
-    spare = -num_outputs % (lanes * TOGETHER)
+    spare = -num_outputs % (lanes * PANELS_PER_TASK)
     quads = F.pad(q, (0, 0, 0, spare)).view(-1, lanes, num_inputs // GROUP, 8, 4)
     quads = quads.permute(0, 2, 3, 1, 4)  # [panel, group, quad, lane, 4]
     if bits == 4:
