@@ -193,8 +193,8 @@ def compare(
     ratio = ours["perplexity"] / perplexity
     return ours | {
         "transformers_perplexity": perplexity, "ratio": ratio, "reached": abs(ratio - 1) <= GOAL,
-        "firsts": alike(firsts, their_firsts, right_firsts),
-        "places": alike(places, their_places, exact.read(text)[1]),
+        "firsts": count_equal(firsts, their_firsts, right_firsts),
+        "places": count_equal(places, their_places, exact.read(text)[1]),
         "decodes": {
             "same": num_same, "of": num_tokens, "share": num_same / num_tokens,
             "mean_regret": sum(regrets) / len(regrets), "worst_regret": max(regrets),
@@ -202,7 +202,7 @@ def compare(
     }  # fmt: skip
 
 
-def alike(ours: list[int], theirs: list[int], right: list[int]) -> Figures:
+def count_equal(ours: list[int], theirs: list[int], right: list[int]) -> Figures:
     """How often the two agree with each other, and each with the float32 tokens."""
 
     def count(some: list[int], others: list[int]) -> int:

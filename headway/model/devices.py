@@ -159,9 +159,9 @@ def is_out_of_memory(error: Exception) -> bool:
     return is_drivers or isinstance(error, torch.OutOfMemoryError)
 
 
-def shortened(said: str) -> str:
+def shortened(message: str) -> str:
     """Torch's out-of-memory message without its advice: size needed, capacity and free memory."""
-    first_line = next(iter(said.strip().splitlines()), "")
+    first_line = next(iter(message.strip().splitlines()), "")
     sentences = [sentence.strip() for sentence in first_line.split(". ")]
     return ". ".join(sentences[:3]).rstrip(".")
 

@@ -20,12 +20,16 @@ class Fields:
     def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.where}: {problem}")
 
+    def _get(self, key: str, default: Any) -> Any:
+        """The value; null in the file is the same as a missing field."""
+        value = self.values.get(key)
+        return default if value is None else value
+
     def count(
         self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_NUMBER
     ) -> int:
-        """An integer; null in the file is the same as a missing field."""
-        value = self.values.get(key)
-        value = default if value is None else value
+        """An integer from `minimum` to `maximum`."""
+        value = self._get(key, default)
         if value is None:
             raise self.error(f"{key} is missing")
         if type(value) is not int or not minimum <= value <= maximum:
@@ -35,8 +39,7 @@ class Fields:
 
     def number(self, key: str, default: float | None = None, minimum: float = 0.0) -> float:
         """A number above `minimum`."""
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self._get(key, default)
         if value is None:
             raise self.error(f"{key} is missing")
         if type(value) not in (int, float) or not minimum < value < MAX_NUMBER:
@@ -44,8 +47,7 @@ class Fields:
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self._get(key, default)
         if type(value) is not bool:
             raise self.error(f"{key} is {value!r}; it must be true or false")
         return value

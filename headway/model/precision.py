@@ -1,6 +1,6 @@
 """Chooses the arithmetic that a model runs in, from the user's settings or by a short benchmark.
 
-On a CPU, a type's name says nothing about its result: half-precision floats are a hundred times
+On a CPU, a type's name says nothing about its speed: half-precision floats are a hundred times
 slower than float32 on some CPUs and several times faster on others. The benchmark multiplies by the
 matrices of one layer, for one row and for many rows.
 """

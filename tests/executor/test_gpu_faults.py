@@ -304,9 +304,9 @@ def test_a_lost_device_is_not_used_again() -> None:
 
 @each_scheduling
 def test_out_of_memory_names_the_flags_and_is_not_fatal(async_scheduling: int) -> None:
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. If reserved is large"
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. If reserved is large"
     engine, executor = make(async_scheduling)
-    trip(executor, Tripwire(executor.decoder, torch.OutOfMemoryError(said), 2))
+    trip(executor, Tripwire(executor.decoder, torch.OutOfMemoryError(message), 2))
     requests = ask(engine)
     engine.run()
     failed = [request for request in requests if request.finish_reason == "error"]

@@ -295,12 +295,12 @@ def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said == json.loads(written.read_text())
-    for found in said["gaps"]:
+    printed = json.loads(done.stdout)
+    assert printed == json.loads(written.read_text())
+    for found in printed["gaps"]:
         assert 0 < found["p50_gap_ms"] <= found["p99_gap_ms"] <= found["worst_gap_ms"]
         assert len(found["ttft_of_long_ms"]) == 2
-    assert [row["tokens"] for found in said["swap"] for row in found["rows"]] == [16, 256] * 2
-    assert set(said["profile"]["held_out"]) >= {"simulated", "ttft"}
+    assert [row["tokens"] for found in printed["swap"] for row in found["rows"]] == [16, 256] * 2
+    assert set(printed["profile"]["held_out"]) >= {"simulated", "ttft"}
     kinds = {json.loads(line)["kind"] for line in log.read_text().splitlines()}
     assert kinds == {"fitted", "held_out", "copies"}

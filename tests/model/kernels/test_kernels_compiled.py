@@ -135,8 +135,8 @@ PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(25
 
 def test_equal_sums_are_bitwise_equal_and_tiles_fit_on_smaller_gpus() -> None:
     """All threads that hold the same sum have the same bits."""
-    alike = [{**each, "options": each["options"] | NO_FP_FUSION} for each in SUMS]
-    joined, attended, *made = compiled([join(4, 64), attend(4, 128), *alike, *PROMPTS])
+    unfused = [{**each, "options": each["options"] | NO_FP_FUSION} for each in SUMS]
+    joined, attended, *made = compiled([join(4, 64), attend(4, 128), *unfused, *PROMPTS])
     assert all(unlike_sums(fused["ptx"]) for fused in (joined, attended)), "the check sees nothing"
     assert not [place for each in made[: len(SUMS)] for place in unlike_sums(each["ptx"])]
     assert max(each["shared"] for each in made[len(SUMS) :]) <= 99 * 1024

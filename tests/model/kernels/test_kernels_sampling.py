@@ -84,7 +84,7 @@ def kept(logits: Tensor, settings: SamplingTensors) -> list[list[bool]]:
     return is_kept
 
 
-def alike(logits: Tensor, rows: list[dict[str, float]]) -> list[int]:
+def checked_tokens(logits: Tensor, rows: list[dict[str, float]]) -> list[int]:
     """The tokens, after checking that kernels and references keep and choose the same."""
     settings, row_ids = settings_of(rows), torch.arange(len(rows), device=DEVICE)
     space = workspace(*logits.shape, DEVICE)
@@ -116,7 +116,7 @@ def seeded(rows: list[dict[str, float]], seed: int) -> list[dict[str, float]]:
 )
 def test_kernel_and_reference_choose_the_same(vocab_size: int, dtype: torch.dtype) -> None:
     logits = some_logits(len(RESTRICTIONS), vocab_size, seed=vocab_size).to(dtype)
-    alike(logits, seeded(RESTRICTIONS, vocab_size))
+    checked_tokens(logits, seeded(RESTRICTIONS, vocab_size))
 
 
 @pytest.mark.parametrize("vocab_size", [49_152, 151_936] if DEVICE == "cuda" else [49_152])
@@ -124,7 +124,7 @@ def test_the_whole_vocabulary_is_searched(vocab_size: int) -> None:
     logits = some_logits(2, vocab_size, seed=5).bfloat16()
     logits[0, -1] = 90.0
     common = {"top_k": 20, "top_p": 0.95, "temperature": 0.6, "seed": 2**62 + 11}
-    assert alike(logits, [{"temperature": 0.0}, common])[0] == vocab_size - 1
+    assert checked_tokens(logits, [{"temperature": 0.0}, common])[0] == vocab_size - 1
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_the_whole_vocabulary_is_searched(vocab_size: int) -> None:
 )
 def test_low_thresholds_are_found(restriction: dict[str, float]) -> None:
     """A flat row keeps more tokens than the four largest of each column."""
-    alike(some_logits(1, 1000, seed=3, spread=0.3), [restriction])
+    checked_tokens(some_logits(1, 1000, seed=3, spread=0.3), [restriction])
 
 
 @pytest.mark.parametrize("restriction", [{"top_k": 3}, {"top_p": 0.3}, {"top_k": 2, "top_p": 0.9}])
@@ -172,7 +172,7 @@ def test_cold_draws_take_the_largest_and_hot_draws_take_any() -> None:
     best = int(logits[0].argmax())
     cold = [{"temperature": heat, "seed": 5} for heat in (COLDEST, 1e-3)]
     hot: list[dict[str, float]] = [{"temperature": 1000.0, "seed": seed} for seed in range(4)]
-    tokens = alike(logits, cold + hot)
+    tokens = checked_tokens(logits, cold + hot)
     assert tokens[:2] == [best, best]
     assert len(set(tokens[2:])) > 1
 
@@ -180,7 +180,7 @@ def test_cold_draws_take_the_largest_and_hot_draws_take_any() -> None:
 def test_ties_are_drawn_by_their_noise() -> None:
     """Each token has its own noise, also if tokens share a counter."""
     rows = seeded([{"temperature": heat} for heat in (1.0, 0.01, 0.5, 3.0)] * 2, seed=1)
-    tokens = alike(torch.full((len(rows), 2000), 1.5, device=DEVICE), rows)
+    tokens = checked_tokens(torch.full((len(rows), 2000), 1.5, device=DEVICE), rows)
     assert len(set(tokens)) > len(rows) // 2
 
 
@@ -190,10 +190,10 @@ def test_nan_is_not_chosen_if_there_is_a_number() -> None:
     logits = torch.full((len(rows), 100), torch.nan, device=DEVICE)
     assert all(0 <= token < 100 for token in chosen(sample, logits, settings_of(rows)))
     logits[:, 3::7] = some_logits(len(rows), 14, seed=1)
-    assert {token % 7 for token in alike(logits, rows)} == {3}
+    assert {token % 7 for token in checked_tokens(logits, rows)} == {3}
     logits = some_logits(len(rows), 100, seed=1)
     logits[:, 8::9], logits[:, 0] = torch.nan, 12.0  # 0 and 8 share a column
-    assert all(token % 9 != 8 for token in alike(logits, rows))
+    assert all(token % 9 != 8 for token in checked_tokens(logits, rows))
 
 
 @STRANGE
@@ -201,7 +201,7 @@ def test_an_infinity_is_chosen_and_a_minus_infinity_is_not() -> None:
     rows = seeded([{}, {"top_k": 60}, {"top_p": 0.9}, {"min_p": 0.1, "top_k": 2}], seed=3)
     logits = some_logits(len(rows), 100, seed=2)
     logits[:, 10:] = -torch.inf
-    assert max(alike(logits, rows)) < 10
+    assert max(checked_tokens(logits, rows)) < 10
     logits[:, 70] = torch.inf
     assert set(chosen(sample, logits, settings_of(rows))) == {70}
 
@@ -210,9 +210,9 @@ def test_a_token_depends_only_on_its_own_row() -> None:
     """Not on the batch, the order of rows, the row id or the slices."""
     num_rows, vocab_size = 110, 5_000
     logits = some_logits(num_rows, vocab_size, seed=6)
-    company = [{"temperature": 0.0}] * (num_rows - 5)
+    others = [{"temperature": 0.0}] * (num_rows - 5)
     drawn = [{"temperature": 0.8}, {}, {"temperature": 2.0}, {"top_k": 9}, {"top_p": 0.2}]
-    rows = seeded(company + drawn, seed=4)
+    rows = seeded(others + drawn, seed=4)
     together = chosen(sample, logits, settings_of(rows))[-5:]
     assert sampling._slices(num_rows, vocab_size) != sampling._slices(1, vocab_size)
     alone = [chosen(sample, logits[i, None], settings_of([rows[i]])) for i in range(-5, 0)]
@@ -224,7 +224,7 @@ def test_a_token_depends_only_on_its_own_row() -> None:
 def test_rows_may_have_a_stride_and_row_ids_64_bits() -> None:
     rows = seeded([{}, {"top_k": 4}, {"top_p": 0.3}, {"temperature": 0.0}], seed=5)
     wide = some_logits(4, 150, seed=9)
-    tokens = alike(wide[:, :101], rows)  # whose row_ids are int64
+    tokens = checked_tokens(wide[:, :101], rows)  # row ids are int64
     assert tokens == chosen(sample, wide[:, :101].contiguous(), settings_of(rows))
 
 
