@@ -392,7 +392,7 @@ def test_a_request_that_fills_every_lexer_ends(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("speller", "ends", "reason"),
-    [(None, {1}, "no tokenizer"), (LETTERS, set(), "no token that ends")],
+    [(None, {1}, "no tokenizer"), (LETTERS, set(), "no end token")],
 )
 def test_a_grammar_that_nobody_can_follow_is_told(speller: Any, ends: Any, reason: str) -> None:
     sampler, request = a_sampler(1), a_request(GRAMMARS[0])
