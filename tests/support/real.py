@@ -220,7 +220,9 @@ def blocks_for(model: Decoder, num_tokens: int, block_size: int = 16) -> Tensor:
     return model.backend.kv_blocks(model.config, num_blocks, block_size).fill_(math.nan)
 
 
-def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_size: int) -> ForwardBatch:
+def batch_of(
+    parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_size: int
+) -> ForwardBatch:
     """A pass over parts of sequences: (tokens to compute, their first position, blocks)."""
     parts = list(parts)
     places = [range(first, first + len(tokens)) for tokens, first, _ in parts]
