@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from headway.model.registry import resolve
-from tests.support.interpreter import hurry
+from tests.support.interpreter import speed_up
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
 if shutil.which("nvidia-smi") is None:  # checked without torch, before triton is imported
@@ -43,8 +43,8 @@ def smollm2() -> Path:
 
 
 @pytest.fixture
-def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU hardly notices them; interpreted kernels do."""
+def small_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pad passes less: padding rows are cheap on a GPU but slow in the interpreter."""
     if os.environ.get("TRITON_INTERPRET"):
         monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_DECODES", 4)
         monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_TOKENS", 8)
@@ -54,4 +54,4 @@ def few_rows_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def quick_interpreter() -> None:
     """Make interpreted kernels faster."""
     if os.environ.get("TRITON_INTERPRET") and "triton.runtime.interpreter" in sys.modules:
-        hurry()
+        speed_up()

@@ -88,7 +88,7 @@ def test_mistakes_get_one_sentence_and_leave_an_old_profile_alone(tmp_path: Path
     found = sentence("profile", short, *RANDOM, "--out", old)
     assert "requests of 40 tokens are too short to learn from" in found
     assert "cannot be written" in sentence("profile", short, *RANDOM, "--out", tmp_path / "a/b")
-    assert "no model here" in sentence("profile", tmp_path, "--out", old)
+    assert "no model" in sentence("profile", tmp_path, "--out", old)
     assert "too short" in sentence("profile", short, *RANDOM, "--out", tmp_path / "new.json")
     assert old.read_text() == "precious" and not (tmp_path / "new.json").exists()
 

@@ -24,7 +24,7 @@ from headway.engine.outputs import Result, ResultBuilder
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
 from headway.lab.replay import check_replay
 from headway.loading import free_memory, parse_size
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.observe.trace import read_trace
 from tests.support import real
@@ -144,7 +144,7 @@ class Tripwire:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def forward(self, batch: Batch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
         self._left -= 1
         if self._left == 0:
             raise self._error

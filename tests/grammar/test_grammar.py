@@ -21,8 +21,8 @@ from headway import LLM, Engine, Grammar, Params, Request, SamplingParams, Sched
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.errors import InvalidRequest
-from headway.executor.cpu import TorchExecutor
-from headway.executor.sampling.grammar import Grammars, unpacked, unpacked_there
+from headway.executor.cpu import CpuExecutor
+from headway.executor.sampling.grammar import Grammars, unpacked, unpacked_on_device
 from headway.executor.sampling.sampler import Sampler
 from headway.grammar.grammar import MAX_CHARACTERS, check
 from headway.grammar.sandbox import make_tokenizer
@@ -150,7 +150,7 @@ def test_what_has_ended_satisfies_its_grammar(
     grammar: Grammar, sampling: dict[str, Any], seed: int
 ) -> None:
     sampler = a_sampler(1)
-    sampler.seat(0, a_request(grammar, **sampling), [0])
+    sampler.add_request(0, a_request(grammar, **sampling), [0])
     tokens = answer(sampler, 0, noise(seed, 120))
     assert sampler.grammars.take_failed() == {}
     assert all(token <= LETTERS.end for token in tokens), "what spells nothing is never drawn"
@@ -164,7 +164,7 @@ def test_a_model_that_wants_to_end_ends_as_soon_as_it_may_and_not_before(grammar
     steps[:, LETTERS.end] = 50.0
     steps[:, [ord("}"), ord('"')]] += 20.0  # or a string would go on by chance
     sampler = a_sampler(1)
-    sampler.seat(0, a_request(grammar, temperature=1.0), [0])
+    sampler.add_request(0, a_request(grammar, temperature=1.0), [0])
     tokens = answer(sampler, 0, steps)
     assert tokens[-1] == LETTERS.end and satisfies(grammar, LETTERS.text(tokens))
 
@@ -174,14 +174,14 @@ def test_a_model_that_hates_to_end_ends_when_nothing_else_may_follow(text: str) 
     steps = noise(2, 40)
     steps[:, LETTERS.end] = -1e4
     sampler = a_sampler(1)
-    sampler.seat(0, a_request(Grammar.choice([text])), [0])
+    sampler.add_request(0, a_request(Grammar.choice([text])), [0])
     tokens = answer(sampler, 0, steps)
     assert tokens[-1] == LETTERS.end and LETTERS.text(tokens) == text
 
 
 def test_the_text_of_a_special_token_is_spelled_and_does_not_end_the_answer() -> None:
     sampler = a_sampler(1)
-    sampler.seat(0, a_request(Grammar.choice(["<end>!"])), [0])
+    sampler.add_request(0, a_request(Grammar.choice(["<end>!"])), [0])
     assert LETTERS.text(answer(sampler, 0, noise(3, 30))) == "<end>!"
 
 
@@ -190,9 +190,9 @@ def test_the_text_of_a_special_token_is_spelled_and_does_not_end_the_answer() ->
 def test_a_neighbours_grammar_changes_nothing(seed: int, temperature: float) -> None:
     plain = a_request(None, temperature=temperature, seed=seed)
     alone, company = a_sampler(1), a_sampler(3)
-    alone.seat(0, plain, [0])
+    alone.add_request(0, plain, [0])
     for row, request in enumerate((a_request(GRAMMARS[0]), plain, a_request(GRAMMARS[2]))):
-        company.seat(row, request, [0])
+        company.add_request(row, request, [0])
     for logits in noise(seed, 12):
         expected = alone.sample(logits[None], np.array([0]))
         found = company.sample(logits.expand(3, -1), np.array([0, 1, 2]))
@@ -206,21 +206,21 @@ def test_who_is_seated_again_goes_on_as_if_never_sent_away(
 ) -> None:
     steps, request = noise(seed, 60), a_request(grammar, seed=seed)
     sampler = a_sampler(2)
-    sampler.seat(0, request, [0])
+    sampler.add_request(0, request, [0])
     whole = answer(sampler, 0, steps)
     cut = min(cut, len(whole) - 1)
-    sampler.seat(1, request, [0, *whole[:cut]])
+    sampler.add_request(1, request, [0, *whole[:cut]])
     assert whole[:cut] + answer(sampler, 1, steps[cut:]) == whole
 
 
 def test_a_row_forgets_the_grammar_of_who_sat_there_before() -> None:
     sampler, steps, rows = a_sampler(2), noise(5, 20), np.array([0, 1])
-    sampler.seat(0, a_request(None, seed=9), [0])
+    sampler.add_request(0, a_request(None, seed=9), [0])
     free = [int(sampler.sample(logits[None], rows[:1])[0]) for logits in steps]
     for row in (0, 1):  # the second stays, so that masks are made
-        sampler.seat(row, a_request(GRAMMARS[1]), [0])
+        sampler.add_request(row, a_request(GRAMMARS[1]), [0])
     sampler.sample(steps[:2], rows)
-    sampler.seat(0, a_request(None, seed=9), [0])
+    sampler.add_request(0, a_request(None, seed=9), [0])
     found = [int(sampler.sample(logits.expand(2, -1), rows)[0]) for logits in steps]
     assert found == free
 
@@ -234,14 +234,14 @@ def test_a_row_forgets_the_grammar_of_who_sat_there_before() -> None:
 )
 def test_a_grammar_is_served_where_other_wishes_leave_it_nothing(wishes: dict[str, Any]) -> None:
     sampler = a_sampler(1)
-    sampler.seat(0, a_request(Grammar.choice(["no"]), **wishes), [0])
+    sampler.add_request(0, a_request(Grammar.choice(["no"]), **wishes), [0])
     assert LETTERS.text(answer(sampler, 0, noise(6, 9))) == "no"
 
 
 def test_a_row_with_a_grammar_needs_the_host_for_every_token() -> None:
     sampler = a_sampler(2)
-    sampler.seat(0, a_request(GRAMMARS[1]), [0])
-    sampler.seat(1, a_request(None), [0])
+    sampler.add_request(0, a_request(GRAMMARS[1]), [0])
+    sampler.add_request(1, a_request(None), [0])
     assert sampler.needs_host(0) and not sampler.needs_host(1)
     sampler.sample(noise(0, 2), np.array([0, 1]))
     assert sampler.needs_host(0)
@@ -252,7 +252,7 @@ def test_masks_are_unpacked_alike_on_the_host_and_on_a_device() -> None:
     for size in (7 * 32, 7 * 32 - 13):
         truths = unpacked(words, size, torch.device("cpu"))
         assert truths.shape == (5, size) and 0 < truths.sum() < truths.numel()
-        assert torch.equal(truths, unpacked_there(torch.from_numpy(words), size))
+        assert torch.equal(truths, unpacked_on_device(torch.from_numpy(words), size))
 
 
 # Choices.
@@ -304,7 +304,7 @@ def test_a_choice_may_be_among_thousands(num_texts: int) -> None:
     texts = [f"item {number}" for number in range(num_texts)]
     sampler, request = a_sampler(1), a_request(Grammar.choice(texts), temperature=1.0)
     check(Grammar.choice(texts))
-    sampler.seat(0, request, [0])
+    sampler.add_request(0, request, [0])
     steps = noise(4, 20)
     steps[:, LETTERS.end] = -1e4  # goes on as long as it may
     assert LETTERS.text(answer(sampler, 0, steps)) in texts
@@ -316,7 +316,7 @@ def test_a_choice_may_be_among_thousands(num_texts: int) -> None:
 
 def test_a_dead_end_is_told_and_allows_the_end_alone() -> None:
     sampler, request = a_sampler(1), a_request(DEAD_END)
-    sampler.seat(0, request, [0])
+    sampler.add_request(0, request, [0])
     assert LETTERS.text(answer(sampler, 0, noise(7, 9))) == "a"
     failed = sampler.grammars.take_failed()
     assert list(failed) == [request] and "cannot be followed" in failed[request].reason
@@ -329,7 +329,7 @@ def test_a_grammar_that_needs_too_much_work_is_told() -> None:
     steps = noise(9, 60)
     steps[:, LETTERS.end] = -1e4
     sampler, request = a_sampler(1), a_request(many_ways)
-    sampler.seat(0, request, [0])
+    sampler.add_request(0, request, [0])
     tokens = answer(sampler, 0, steps)
     assert 1 < len(tokens) < 60 and tokens[-1] == LETTERS.end
     assert "items" in sampler.grammars.take_failed()[request].reason
@@ -337,7 +337,7 @@ def test_a_grammar_that_needs_too_much_work_is_told() -> None:
 
 def test_a_failure_says_that_the_grammar_is_at_fault() -> None:
     sampler, request = a_sampler(1), a_request(DEAD_END)
-    sampler.seat(0, request, [0])
+    sampler.add_request(0, request, [0])
     answer(sampler, 0, noise(7, 9))
     assert sampler.grammars.take_failed(3)[request][::2] == (3, "grammar")
 
@@ -346,7 +346,7 @@ def test_a_mask_that_takes_too_long_ends_its_request(monkeypatch: pytest.MonkeyP
     sampler = a_sampler(2)
     requests = [a_request(Grammar.regex("[a-z]{30}"), id) for id in ("slow", "other")]
     for row, request in enumerate(requests):
-        sampler.seat(row, request, [0])
+        sampler.add_request(row, request, [0])
     assert len(answer(sampler, 0, noise(1, 5))) == 5
     monkeypatch.setattr("headway.executor.sampling.grammar.MAX_MASK_SECONDS", 0.0)
     assert len(answer(sampler, 0, noise(1, 1))) == 1
@@ -373,7 +373,7 @@ def test_requests_go_on_when_others_have_filled_the_lexer(monkeypatch: pytest.Mo
     with_few_states(monkeypatch, 300)
     sampler, steps, lexers = a_sampler(2), noise(3, 80), set()
     for number in range(8):
-        sampler.seat(number % 2, a_request(GREEDY, str(number), seed=number), [0])
+        sampler.add_request(number % 2, a_request(GREEDY, str(number), seed=number), [0])
         tokens = answer(sampler, number % 2, steps)
         assert tokens[-1] == LETTERS.end and satisfies(GREEDY, LETTERS.text(tokens))
         assert sampler.grammars.take_failed() == {}
@@ -384,7 +384,7 @@ def test_requests_go_on_when_others_have_filled_the_lexer(monkeypatch: pytest.Mo
 def test_a_request_that_fills_every_lexer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with_few_states(monkeypatch, 60)
     sampler, request = a_sampler(1), a_request(GREEDY)
-    sampler.seat(0, request, [0])
+    sampler.add_request(0, request, [0])
     tokens = answer(sampler, 0, noise(3, 80))
     assert len(tokens) < 50 and tokens[-1] == LETTERS.end
     assert "states" in sampler.grammars.take_failed()[request].reason
@@ -392,12 +392,12 @@ def test_a_request_that_fills_every_lexer_ends(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("speller", "ends", "reason"),
-    [(None, {1}, "no tokenizer"), (LETTERS, set(), "no token that ends")],
+    [(None, {1}, "no tokenizer"), (LETTERS, set(), "no end token")],
 )
 def test_a_grammar_that_nobody_can_follow_is_told(speller: Any, ends: Any, reason: str) -> None:
     sampler, request = a_sampler(1), a_request(GRAMMARS[0])
     sampler.grammars.matchers.use(speller, ends)
-    sampler.seat(0, request, [0])
+    sampler.add_request(0, request, [0])
     assert answer(sampler, 0, noise(8, 1)) == [LETTERS.end]
     assert reason in sampler.grammars.take_failed()[request].reason
 
@@ -407,8 +407,8 @@ def test_many_grammars_do_not_pile_up() -> None:
     grammars.matchers.use(LETTERS, {LETTERS.end})
     for number in range(100):
         asked = Sampling(grammar=Grammar.choice([f"number {number}"]))
-        grammars.seat(number % 3, a_request(None), asked)
-    assert len(grammars.matchers._kept) <= 32 and len(grammars._followers) == 3
+        grammars.add_request(number % 3, a_request(None), asked)
+    assert len(grammars.matchers._cache) <= 32 and len(grammars._states) == 3
 
 
 def test_a_request_that_was_made_ready_carries_what_was_read() -> None:
@@ -424,9 +424,9 @@ def test_a_request_that_was_made_ready_carries_what_was_read() -> None:
     grammars.matchers.use(None, ())  # from here on nothing can be read
     for row, params in enumerate((made, made, asked)):
         request = Request(str(row), [0], params)
-        grammars.seat(row, request, params.sampling)  # type: ignore[arg-type]
+        grammars.add_request(row, request, params.sampling)  # type: ignore[arg-type]
         assert (request in grammars.take_failed()) == (params is asked)
-    words = grammars._words([grammars._followers[0]])
+    words = grammars._words([grammars._states[0]])
     allowed = np.flatnonzero(unpacked(words, WIDTH, torch.device("cpu"))[0].numpy())
     spelled = [LETTERS.spell(id).spelled for id in allowed.tolist()]
     assert spelled and all(b"ab".startswith(each) for each in spelled)
@@ -449,7 +449,7 @@ def test_a_grammar_that_breaks_ends_its_request_alone(
     ends = frozenset({1})
 
     def outputs(*asked: tuple[str, Grammar | None]) -> dict[str, Request]:
-        executor = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config)
+        executor = CpuExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config)
         executor.sampler.grammars.matchers.use(tokenizer, ends)
         engine = Engine(Scheduler(config), executor, async_scheduling=async_scheduling)
         found = {}
@@ -474,7 +474,7 @@ def test_a_dead_end_after_the_last_token_is_nobodys(tiny: Path, num_scheduler_st
     """Steps of a plan go on when a request has reached its length."""
     config = preset("headway", block_size=4, num_blocks=64, max_model_len=64, max_num_seqs=4,
                     max_num_batched_tokens=64, num_scheduler_steps=num_scheduler_steps)  # fmt: skip
-    executor, ends = TorchExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config), {1}
+    executor, ends = CpuExecutor(Decoder(open_checkpoint(tiny), PlainBackend()), config), {1}
     executor.sampler.grammars.matchers.use(find_tokenizer(tiny), ends)
     engine, reasons = Engine(Scheduler(config), executor), {}
     late = Grammar.lark('start: "a" "b" NEVER\nNEVER: /[^\\s\\S]/\n')

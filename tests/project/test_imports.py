@@ -55,7 +55,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "__main__": ("cli",),
 }  # fmt: skip
 TORCH = (
-    "executor.cpu", "executor.row_table", "executor.pooling", "executor.extra", "executor.factory",
+    "executor.cpu", "executor.row_table", "executor.pooling", "executor.factory",
     "executor.gpu", "executor.sampling", "model",
 )  # fmt: skip
 # Packages, and the only parts that may import them.
@@ -147,7 +147,7 @@ def test_every_module_belongs_to_a_listed_part() -> None:
         ("executor.base", "from headway.scheduler import Scheduler"),
         ("executor.simulated", "from headway.engine.clock import VirtualClock"),
         ("engine.engine", "from headway.lab.cost import Profile"),
-        ("engine.engine", "from headway.executor.factory import TorchExecutor"),
+        ("engine.engine", "from headway.executor.factory import CpuExecutor"),
         ("lab.simulate", "from headway.cli import options"),
         ("lab.simulate", "import headway.cli.main"),
         ("lab.simulate", "import matplotlib.pyplot as plt"),

@@ -19,12 +19,12 @@ from headway.model.backends.base import Attention
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
 from headway.model.weights.checkpoint import DummyCheckpoint
-from headway.model.weights.tensors import Groups
+from headway.model.weights.tensors import QuantizedMatrix
 from tests.support import real
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -45,7 +45,7 @@ class Loud(DummyCheckpoint):
             return quiet + 0.2 * torch.randn(quiet.shape, generator=_generator(len(name)))
         return quiet * 8
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         return four_bits(self.read(name)) if self._has_groups else None
 
 
@@ -53,14 +53,14 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def four_bits(matrix: Tensor, bits: int = 4) -> Groups:
+def four_bits(matrix: Tensor, bits: int = 4) -> QuantizedMatrix:
     """A matrix in groups as GGUF's Q4_1 has them; halves are exact."""
     grouped = matrix.view(len(matrix), -1, packing.GROUP)
     minimum = grouped.amin(2).half().float()
     scale = ((grouped.amax(2) - minimum) / (2**bits - 1)).half().float()
     steps = (grouped - minimum[..., None]) / scale[..., None]
     q = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)
-    return Groups(q=q, scale=scale, minimum=minimum, bits=bits)
+    return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=bits)
 
 
 def sizes(
@@ -212,7 +212,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return (grouped * inverse).round(), most / 127
 
 
-def quantized_product(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+def quantized_product(x: Tensor, groups: QuantizedMatrix) -> tuple[Tensor, Tensor]:
     """The product of rounded inputs and whole weights, and the sum of its parts' sizes."""
     steps_of_x, step = (part.double() for part in rounded(x))
     q = groups.q.double().view(len(groups.q), -1, packing.GROUP)
@@ -304,7 +304,7 @@ def test_gates_are_those_of_the_plain_twin_even_where_they_overflow() -> None:
 # Attention.
 
 
-def ragged(chance: random.Random, block_size: int) -> tuple[Batch, int]:
+def ragged(chance: random.Random, block_size: int) -> tuple[ForwardBatch, int]:
     """Parts of sequences, some stored and some not, and how many blocks they need."""
     parts, num_blocks = [], 0
     for _ in range(chance.randint(1, 6)):
@@ -322,7 +322,7 @@ def ragged(chance: random.Random, block_size: int) -> tuple[Batch, int]:
 Twins = tuple[Attention, Tensor]
 
 
-def twins(config: ModelConfig, batch: Batch, blocks: Tensor) -> list[Twins]:
+def twins(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -> list[Twins]:
     """The same batch over the same cache on both backends, in float32 and in float64."""
     generator = _generator(int(batch.ends_s.sum()))
     angles = torch.rand(len(batch.tokens_t), config.head_dim // 2, generator=generator) * 6
@@ -354,7 +354,7 @@ def test_attention_is_that_of_the_plain_twin(head_dim: int) -> None:
             torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
 
 
-def drop_some(batch: Batch, chance: random.Random) -> Batch:
+def drop_some(batch: ForwardBatch, chance: random.Random) -> ForwardBatch:
     """Without a home for some of its tokens."""
     for place in range(len(batch.slots_t)):
         if chance.random() < 0.3:

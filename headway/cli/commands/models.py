@@ -14,7 +14,7 @@ from rich.table import Table
 
 from headway.cli.options.common import Json, progress_bar
 from headway.errors import ModelError
-from headway.model.registry import Known, known, resolve
+from headway.model.registry import ModelEntry, list_models, resolve
 
 Fetch = Annotated[str | None, typer.Option(help="Fetch this model into the cache first.")]
 
@@ -24,7 +24,7 @@ def models_command(fetch: Fetch = None, json_: Json = False) -> None:
     if fetch is not None:
         with progress_bar(f"fetching {fetch}", 1) as advance:
             resolve(fetch, progress=fractions(advance))
-    models, machine = known(), _machine()
+    models, machine = list_models(), _machine()
     if json_:
         print(json.dumps({"models": [_row(m) for m in models], "machine": machine}, indent=2))
         return
@@ -54,7 +54,7 @@ def _machine() -> dict[str, Any]:
         from headway.model.weights.checkpoint import open_checkpoint
     except ModuleNotFoundError as error:
         return {"error": f"{error.name} is not installed: pip install 'headway[torch]'"}
-    default = next((m.path for m in known() if m.path is not None), None)
+    default = next((m.path for m in list_models() if m.path is not None), None)
     found: dict[str, Any] = {"threads": num_threads(), "native_kernels": why_not_native() or "yes"}
     found |= {"cuda": why_no_cuda() or "yes", "gpus": [asdict(gpu) for gpu in gpus()]}
     if default is None:
@@ -97,7 +97,7 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
         console.print(f"[dim]{escape(machine['error'])}[/]")
 
 
-def _row(model: Known) -> dict[str, Any]:
+def _row(model: ModelEntry) -> dict[str, Any]:
     return {
         "name": model.name,
         "origin": model.origin,
@@ -109,7 +109,7 @@ def _row(model: Known) -> dict[str, Any]:
     }
 
 
-def _table(models: list[Known]) -> Table:
+def _table(models: list[ModelEntry]) -> Table:
     table = Table(title="Models", header_style="bold", show_lines=True)
     for column in ("name", "origin", "size", "licence", "where", "description"):
         table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")

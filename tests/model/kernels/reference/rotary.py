@@ -1,4 +1,4 @@
-"""Head norms, rotary positions and the store of keys and values in plain torch.
+"""Reference of kernels/rotary.py in plain torch.
 
 Legend: T tokens, H query heads, G key-value heads, D head size, p rows of the rotary tables.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headway.model.kernels.reference.norm import rms_norm
+from tests.model.kernels.reference.norm import rms_norm
 
 
 def rotate_and_store(
@@ -22,11 +22,11 @@ def rotate_and_store(
     cosine_pd: Tensor,  # [positions, D / 2] float32
     sine_pd: Tensor,
     positions_t: Tensor,
-    slots_t: Tensor,  # block * P + offset to store at; negative: nowhere
+    slots_t: Tensor,  # block * P + offset to store at; negative: do not store
     blocks: Tensor,  # [B, L, 2, G, P, D]
     layer: int,
 ) -> None:
-    """Normalize (if asked) and rotate q and k in place, store k and v in their slots."""
+    """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
     counts = [num_heads, num_kv_heads, num_kv_heads]
     heads = qkv.view(len(qkv), sum(counts), blocks.shape[-1])
     q_thd, k_tgd, v_tgd = torch.split(heads, counts, dim=1)
@@ -42,13 +42,13 @@ def rotate_and_store(
 
 
 def _rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Pairs (a, b), a of the first half and b of the second, turned; float32, not yet rounded."""
+    """Rotate pairs (a, b), a from the first half and b from the second; float32, not rounded."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded to a type; in eight bits, what is too large is the largest there is, as on a GPU."""
-    if dtype == torch.float8_e4m3fn:  # older torches make it NaN
+    """Round to a type; a value too large for 8 bits saturates, as on a GPU."""
+    if dtype == torch.float8_e4m3fn:  # older torch versions return NaN
         x = x.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return x.to(dtype)

@@ -1,4 +1,4 @@
-"""Products with what comes before and after them in plain torch: what kernels/linear.py is held to.
+"""Reference of kernels/linear.py in plain torch.
 
 Shapes: M rows, N outputs, K inputs.
 """
@@ -23,10 +23,10 @@ def linear(
     squares_out_mj: Tensor | None = None,
     tile: object = None,
 ) -> Tensor:
-    """x weight^T, in this order: over the root mean square of x if `epsilon` is given; plus bias;
-    gated: pairs of outputs become silu(first) * second; plus residual, which may be `out_mn`.
+    """x weight^T, in this order: divided by the root mean square of x if `epsilon` is given; plus
+    bias; if gated, pairs of outputs become silu(first) * second; plus residual (may be `out_mn`).
 
-    Rounded once, at the end. Squares are looked for and left in any number of parts.
+    Rounded once, at the end. Squares may be in any number of parts.
     """
     total_mn = _wide(x_mk) @ _wide(weight_nk).T
     if epsilon is not None:
@@ -47,7 +47,7 @@ def linear(
 
 
 def row_squares(x_mk: Tensor) -> Tensor:
-    """[M, 1] float32: the sum of squares of every row, for a `linear` that takes their norm."""
+    """[M, 1] float32: the sum of squares of every row, for a `linear` with a norm."""
     return _wide(x_mk).square().sum(1, keepdim=True).float()
 
 

@@ -1,4 +1,4 @@
-"""Attention of many new tokens a sequence, one sequence at a time: what the kernel must equal.
+"""Reference of kernels/prefill.py in plain torch, one sequence at a time.
 
 Legend: T tokens, H query heads, G key-value heads, D head size, S sequences, P positions in a
 block, N tokens of a sequence, M of them new.
@@ -17,17 +17,17 @@ def prefill_attention(
     blocks: Tensor,
     layer: int,
     tables: Tensor,
-    seats_s: Tensor,
+    row_ids_s: Tensor,
     starts_s: Tensor,
     ends_s: Tensor,
     longest: int,
 ) -> None:
-    """Write to out_thd what each query finds among the tokens up to its own."""
-    starts, ends, seats = starts_s.tolist(), ends_s.tolist(), seats_s.tolist()
-    for s, (end, seat) in enumerate(zip(ends, seats, strict=True)):
+    """Write to out_thd the attention of each query over the tokens up to its own."""
+    starts, ends, row_ids = starts_s.tolist(), ends_s.tolist(), row_ids_s.tolist()
+    for s, (end, row_id) in enumerate(zip(ends, row_ids, strict=True)):
         rows = slice(starts[s], starts[s + 1])
-        assert rows.stop - rows.start <= longest, "the grid is cut for the longest"
-        keys_ngd, values_ngd = cached(blocks, layer, tables[seat], end)
+        assert rows.stop - rows.start <= longest, "a sequence is longer than `longest`"
+        keys_ngd, values_ngd = cached(blocks, layer, tables[row_id], end)
         out_thd[rows] = attended(q_thd[rows], keys_ngd, values_ngd).to(out_thd.dtype)
 
 

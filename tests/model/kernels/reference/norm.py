@@ -1,4 +1,4 @@
-"""RMS norms in plain torch: what kernels/norm.py is held to.
+"""Reference of kernels/norm.py in plain torch.
 
 Legend: T rows, K numbers in a row.
 """
@@ -17,5 +17,5 @@ def rms_norm(x_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x_tk: Tensor, update_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
-    """Add an update to x in place; return the norm of the sum as x now holds it."""
+    """Add an update to x in place, and return the norm of the rounded sum."""
     return rms_norm(x_tk.add_(update_tk), weight_k, epsilon)

@@ -1,4 +1,4 @@
-"""The gate between a decoder's two inner products in plain torch.
+"""Reference of kernels/activation.py in plain torch.
 
 Legend: T rows, N pairs in a row.
 """
@@ -10,5 +10,5 @@ from torch import Tensor
 
 
 def silu_multiply(x_t2n: Tensor) -> Tensor:
-    """silu of the first of every pair, times the second: [T, N]."""
+    """silu of the first number of every pair, times the second: [T, N]."""
     return F.silu(x_t2n[:, 0::2]) * x_t2n[:, 1::2]
