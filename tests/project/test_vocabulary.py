@@ -52,7 +52,10 @@ PATTERN = re.compile(
     r"|(?:" + "|".join(FLAGS) + r")\b"
 )  # fmt: skip
 # Where a retired word is the subject: an old flag must still be named in the error that replaces it.
-ALLOWED: dict[str, frozenset[str]] = {}
+ALLOWED: dict[str, frozenset[str]] = {
+    "headway/cli/options/replaced.py": frozenset(FLAGS),
+    "tests/cli/test_cli.py": frozenset(FLAGS),
+}
 
 
 def texts(places: Iterable[str]) -> Iterator[Path]:
