@@ -229,7 +229,9 @@ def costs(num_workers: int, num_rounds: int) -> dict[str, Any]:
     for pace in PACES:
         options = ("simulated", "--seconds", str(pace), "--api-workers", str(num_workers))
         with server(*options) as running:
-            measure(running, random_requests(64, LengthRange(8, 8), LengthRange(4, 4), WARM), 64, WARM)
+            measure(
+                running, random_requests(64, LengthRange(8, 8), LengthRange(4, 4), WARM), 64, WARM
+            )
             long = random_requests(2 * STREAMS, LengthRange(16, 16), LengthRange(256, 256), 0)
             found = [measure(running, long, STREAMS, seed).figures() for seed in range(num_rounds)]
             result[f"step_{pace * 1e3:g}_ms"] = medians(found)

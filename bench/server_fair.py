@@ -56,7 +56,9 @@ VOCAB = 49_152
 Outcomes = list[Outcome]
 
 
-def jobs_of(client: str, count: int, rate: float, seed: int, start: float = 0.0) -> list[WorkloadRequest]:
+def jobs_of(
+    client: str, count: int, rate: float, seed: int, start: float = 0.0
+) -> list[WorkloadRequest]:
     jobs = with_poisson_arrivals(random_requests(count, INPUT, OUTPUT, seed), rate, seed)
     return [replace(job, client=client, arrival=start + job.arrival) for job in jobs]
 
@@ -70,7 +72,9 @@ async def one_round(
     """
     loads = []
     for number in range(2):  # each with connections and prompts of its own
-        wording = RequestFormat(model=model, vocab_size=VOCAB, seed=1000 * seed + 2 * times + number)
+        wording = RequestFormat(
+            model=model, vocab_size=VOCAB, seed=1000 * seed + 2 * times + number
+        )
         loads.append(LoadGenerator(Client(server.address), wording, 300.0, lambda: None))
     small, heavy = loads
     jobs = jobs_of("small", count, RATE, seed, HEAD_START if times else 0.0)

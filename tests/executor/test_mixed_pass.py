@@ -44,7 +44,9 @@ def test_graphs_of_all_sizes_that_a_profile_meets_are_kept() -> None:
     for wave in (*waves.before, waves.held_out):
         places = accumulate((num_prompt for num_prompt, _ in wave), initial=FIRST_TOKEN)
         jobs = [
-            WorkloadRequest(id=str(place), pieces=(range(place, place + a),), num_output=b, max_tokens=b)
+            WorkloadRequest(
+                id=str(place), pieces=(range(place, place + a),), num_output=b, max_tokens=b
+            )
             for place, (a, b) in zip(places, wave, strict=False)
         ]
         simulate(jobs, config, profile, async_scheduling=1, observers=[see])

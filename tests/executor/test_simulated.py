@@ -37,7 +37,11 @@ def record(
 ) -> tuple[SimulationResult, str]:
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
     run = simulate(
-        parse_synthetic(text).generate(), config, PROFILE, async_scheduling=async_scheduling, trace=file
+        parse_synthetic(text).generate(),
+        config,
+        PROFILE,
+        async_scheduling=async_scheduling,
+        trace=file,
     )
     return run, file.getvalue()
 
@@ -93,7 +97,9 @@ def test_without_host_time_there_is_nothing_to_hide() -> None:
 def test_idle_time_is_skipped_and_nobody_is_served_before_it_came(async_scheduling: int) -> None:
     space = TokenSpace()
     jobs = [
-        WorkloadRequest(id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3)
+        WorkloadRequest(
+            id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3
+        )
         for i in range(4)
     ]
     run = simulate(jobs, preset(), PROFILE, async_scheduling=async_scheduling)
@@ -184,7 +190,9 @@ def test_requests_that_can_never_run_are_listed_and_the_others_go_on(async_sched
     space = TokenSpace()
     lengths = [10, 1000, 20, 1, 500, 30]
     jobs = [
-        WorkloadRequest(id=f"r{i}", arrival=i / 1000, pieces=(space.take(n),), num_output=5, max_tokens=5)
+        WorkloadRequest(
+            id=f"r{i}", arrival=i / 1000, pieces=(space.take(n),), num_output=5, max_tokens=5
+        )
         for i, n in enumerate(lengths)
     ]
     told: list[int] = []

@@ -198,7 +198,9 @@ def test_a_prompt_that_stalls_the_decodes_is_seen_between_tokens() -> None:
     prompts = TokenSpace()
     jobs = [
         WorkloadRequest(id="a", pieces=(prompts.take(8),), num_output=30, max_tokens=30),
-        WorkloadRequest(id="b", pieces=(prompts.take(9000),), num_output=2, max_tokens=2, arrival=0.01),
+        WorkloadRequest(
+            id="b", pieces=(prompts.take(9000),), num_output=2, max_tokens=2, arrival=0.01
+        ),
     ]
     log = Log()
     config = preset("nano_vllm", max_num_batched_tokens=1000, max_num_seqs=4)
@@ -238,7 +240,9 @@ def test_a_file_gives_the_numbers_that_were_counted_live(
 def test_equal_clients_served_equally_are_fair() -> None:
     space = TokenSpace()
     jobs = [
-        WorkloadRequest(id=str(i), pieces=(space.take(20),), num_output=9, max_tokens=9, client=f"c{i % 4}")
+        WorkloadRequest(
+            id=str(i), pieces=(space.take(20),), num_output=9, max_tokens=9, client=f"c{i % 4}"
+        )
         for i in range(16)
     ]
     summary = summarize(simulate(jobs, preset(max_num_seqs=16), PROFILE).metrics)
@@ -281,7 +285,9 @@ def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
 
 def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
     def job(id: str, deadline: float | None) -> WorkloadRequest:
-        return WorkloadRequest(id=id, pieces=(space.take(20),), num_output=9, max_tokens=9, deadline=deadline)
+        return WorkloadRequest(
+            id=id, pieces=(space.take(20),), num_output=9, max_tokens=9, deadline=deadline
+        )
 
     space = TokenSpace()
     jobs = [job("none", None), job("soon", 1e-6), job("late", 1e6)]
@@ -292,7 +298,9 @@ def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
 @each_scheduling
 def test_whoever_has_an_id_that_comes_back_is_counted_too(async_scheduling: int) -> None:
     jobs = [
-        WorkloadRequest(id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count)
+        WorkloadRequest(
+            id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count
+        )
         for count in (2, 3, 4, 5)
     ]
     run = simulate(jobs, preset(**SMALL), PROFILE, async_scheduling=async_scheduling)

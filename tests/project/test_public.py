@@ -208,7 +208,10 @@ def test_commands_have_their_flags() -> None:
 def flags_of(name: str, command: Any) -> dict[str, set[str]]:
     """The flags of a command, or of all commands below a group."""
     if not hasattr(command, "commands"):
-        return {name.strip(): {o for p in command.params for o in (*p.opts, *p.secondary_opts)} - {"--help"}}
+        return {
+            name.strip(): {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+            - {"--help"}
+        }
     inner = (flags_of(f"{name} {each}", sub) for each, sub in command.commands.items())
     return {key: flags for found in inner for key, flags in found.items()}
 

@@ -264,7 +264,10 @@ def test_every_law_of_the_scheduler_holds_where_clients_pass(async_scheduling: i
 # What it comes to: times to first token, on a virtual clock.
 
 RATE, TIMES, NUM_SMALL = 1.0, 20, 50
-LIKE_SMALL, LONG_PROMPTS = (LengthRange(200, 300), LengthRange(8, 24)), (LengthRange(2000, 4000), LengthRange(8, 24))
+LIKE_SMALL, LONG_PROMPTS = (
+    (LengthRange(200, 300), LengthRange(8, 24)),
+    (LengthRange(2000, 4000), LengthRange(8, 24)),
+)
 LONG_OUTPUTS = (LengthRange(200, 300), LengthRange(200, 300))
 
 
@@ -279,7 +282,9 @@ def jobs_of(heavy: tuple[LengthRange, LengthRange] | None) -> list[WorkloadReque
     return sorted(jobs, key=lambda job: job.arrival)
 
 
-def small_p90(queue: str, heavy: tuple[LengthRange, LengthRange] | None, trace: io.StringIO | None = None) -> Any:
+def small_p90(
+    queue: str, heavy: tuple[LengthRange, LengthRange] | None, trace: io.StringIO | None = None
+) -> Any:
     """p90 of its times to first token, where a step costs what it does on two CPU cores."""
     config = preset(queue=queue, num_blocks=3000, max_num_batched_tokens=64, max_num_seqs=32)
     clock, firsts, jobs = VirtualClock(), dict[str, float](), jobs_of(heavy)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from headway.cli.options.common import Json, progress_bar
@@ -139,7 +140,8 @@ def presets_command(json_: Json = False) -> None:
         shown = {**config, **PRESETS[name]}
         slots = ", ".join(f"{slot} [cyan]{shown[slot]}[/]" for slot in SLOTS)
         numbers = ", ".join(f"{number} {shown[number]}" for number in NUMBERS)
-        console.print(f"[bold]{name}[/]\n  {slots}\n  [dim]{numbers}[/]", highlight=False)
+        console.print(f"[bold]{name}[/]")
+        console.print(Padding(f"{slots}\n[dim]{numbers}[/]", (0, 0, 0, 2)), highlight=False)
     console.print()
     table = Table(title="Policies", header_style="bold", box=None)
     for column in ("slot", "policy", "description"):

@@ -172,9 +172,7 @@ def _panel(sample: ExamplePrompt, result: Result) -> Panel:
     text = _trimmed(result)
     body = Text("… " if sample.prefix else "", "dim").append(sample.text, "dim")
     body.append("\n\n" if sample.is_chat else " ").append(text, "not dim")
-    facts = (
-        f"{result.num_generated} tokens, first after {render.seconds(result.timings.first_token)}"
-    )
+    facts = f"{result.num_generated} tokens, first token after {render.seconds(result.timings.first_token)}"
     if result.cached_tokens:
         facts += f", {result.cached_tokens} of {len(result.prompt_token_ids)} prompt tokens cached"
     if result.preemptions:

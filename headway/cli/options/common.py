@@ -34,10 +34,20 @@ DEFAULT_WORKLOAD = (
 )
 
 
+SLOT_HELP = {
+    "recipe": "How a step combines prompts and decodes",
+    "queue": "Order of waiting requests",
+    "chunk": "How prompts are split over steps",
+    "headroom": "KV blocks that must stay free at an admission",
+    "victim": "Which request is preempted first",
+    "swap": "Whether a preempted request is swapped or recomputed",
+}
+
+
 def _slot(name: str) -> Any:
     known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
     return typer.Option(
-        help=f"Policy: {known}, or module:function.",
+        help=f"{SLOT_HELP[name]}: {known}, or module:function.",
         rich_help_panel=SCHEDULER,
         show_default="from the preset",
     )

@@ -87,7 +87,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("swapped blocks", f"{swapped['out']:,} out, {swapped['in']:,} in"),
         ("prefix cache", f"{summary['cache_hit_ratio']:.1%} of prompt tokens hit"),
-        ("waited for", ", ".join(f"{k} ({v:,} steps)" for k, v in reasons.items()) or "nothing"),
+        ("waited for", ", ".join(f"{k} ({v:,} steps)" for k, v in reasons.items()) or "-"),
     ]
     if summary["clients"] > 1:
         facts.append(("fairness", f"{summary['fairness']:.3f} over {summary['clients']} clients"))
