@@ -15,8 +15,8 @@ from rich.console import Console
 
 from headway.cli.commands import bench_serve
 from headway.cli.options import prompts
-from headway.cli.options.common import Json, progress_bar
-from headway.cli.options.model import ModelOptions, spread
+from headway.cli.options.common import Json, progress_bar, spread
+from headway.cli.options.model import ModelOptions
 from headway.cli.options.replaced import Command
 from headway.cli.view import live
 from headway.engine.gc_freeze import gc_freeze

@@ -13,9 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.options.common import Json, check_writable, progress_bar
+from headway.cli.options.common import Json, check_writable, progress_bar, spread
 from headway.cli.options.loadgen import LoadgenOptions, LoadSpec, TargetOptions
-from headway.cli.options.model import spread
 from headway.errors import ConfigError
 from headway.lab import plots
 from headway.lab.loadgen import report

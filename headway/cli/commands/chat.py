@@ -17,7 +17,8 @@ from typing import Annotated
 import typer
 from rich.cells import cell_len
 
-from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions, spread
+from headway.cli.options.common import spread
+from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
 from headway.cli.view import live
 from headway.cli.view.talk import Conversation
 

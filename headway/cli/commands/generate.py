@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.cli.options import prompts
-from headway.cli.options.common import check_writable
-from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions, spread
+from headway.cli.options.common import check_writable, spread
+from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
 from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live
 from headway.errors import InvalidRequest

@@ -16,8 +16,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from headway.cli.commands import generate
-from headway.cli.options.common import Json
-from headway.cli.options.model import ModelOptions, spread
+from headway.cli.options.common import Json, spread
+from headway.cli.options.model import ModelOptions
 from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live, render
 from headway.lab.summary import Summary, summarize

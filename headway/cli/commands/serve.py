@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from headway import __version__
-from headway.cli.options.model import MODEL_HELP, ModelOptions, spread
+from headway.cli.options.common import spread
+from headway.cli.options.model import MODEL_HELP, ModelOptions
 from headway.cli.options.packages import check_extras
 from headway.cli.options.serve import ServeOptions
 from headway.engine.async_engine import AsyncEngine

@@ -35,6 +35,7 @@ Variants = Annotated[
 ]
 
 
+@options.spread
 def simulate_command(
     workload: options.Workload = options.DEFAULT_WORKLOAD,
     preset: options.Preset = "headway",
@@ -42,27 +43,14 @@ def simulate_command(
     trace_out: TraceOut = None,
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
-    limit: options.Limit = None,
-    speed: options.Speed = 1.0,
-    allowed_tokens: options.AllowedTokens = None,
-    recipe: options.Recipe = None,
-    queue: options.Queue = None,
-    chunk: options.Chunk = None,
-    headroom: options.Headroom = None,
-    victim: options.Victim = None,
-    swap: options.Swap = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    num_scheduler_steps: options.NumSchedulerSteps = None,
-    block_size: options.BlockSize = None,
-    num_blocks: options.NumBlocks = None,
-    num_host_blocks: options.NumHostBlocks = None,
-    max_model_len: options.MaxModelLen = None,
+    *,
+    selection: options.WorkloadOptions,
+    scheduler: options.SchedulerOptions,
 ) -> None:
     """Run a workload through the scheduler on a virtual clock and report the result."""
     chosen = load_profile(profile)
-    config = options.make_config(preset, chosen, locals())
-    requests = options.load_workload(workload, limit, speed, allowed_tokens)
+    config = options.make_config(preset, chosen, scheduler.changes())
+    requests = selection.load(workload)
     total = sum(request.n for request in requests)
     try:
         with (
@@ -84,6 +72,7 @@ def simulate_command(
     render.print_run(title, summary, result.metrics.config, result.rejected, as_json=json_)
 
 
+@options.spread
 def compare_command(
     workload: options.Workload = options.DEFAULT_WORKLOAD,
     presets: Presets = ALL_PRESETS,
@@ -91,25 +80,12 @@ def compare_command(
     profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
-    limit: options.Limit = None,
-    speed: options.Speed = 1.0,
-    allowed_tokens: options.AllowedTokens = None,
-    recipe: options.Recipe = None,
-    queue: options.Queue = None,
-    chunk: options.Chunk = None,
-    headroom: options.Headroom = None,
-    victim: options.Victim = None,
-    swap: options.Swap = None,
-    max_num_seqs: options.MaxNumSeqs = None,
-    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
-    num_scheduler_steps: options.NumSchedulerSteps = None,
-    block_size: options.BlockSize = None,
-    num_blocks: options.NumBlocks = None,
-    num_host_blocks: options.NumHostBlocks = None,
-    max_model_len: options.MaxModelLen = None,
+    *,
+    selection: options.WorkloadOptions,
+    scheduler: options.SchedulerOptions,
 ) -> None:
     """Run one workload under several presets and variants, and show the results side by side."""
-    chosen, changes = load_profile(profile), locals().copy()
+    chosen, changes = load_profile(profile), scheduler.changes()
     configs = {
         name: options.make_config(name, chosen, changes)
         for name in filter(None, map(str.strip, presets.split(",")))
@@ -121,7 +97,7 @@ def compare_command(
         if name in configs:
             raise ConfigError(f"variant {name!r}: this name is already used")
         configs[name] = options.make_config(base, chosen, {**changes, **own})
-    requests = options.load_workload(workload, limit, speed, allowed_tokens)
+    requests = selection.load(workload)
     summaries = run_all(requests, configs, chosen, async_scheduling)
     if json_:
         print(json.dumps(summaries, indent=2))

@@ -1,12 +1,18 @@
-"""Options that several commands share, and the workload and config that they describe."""
+"""Options that several commands share, and the workload and config that they describe.
+
+Options that belong together are one dataclass; `spread` lets a command take them as one argument.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -53,8 +59,8 @@ def _slot(name: str) -> Any:
     )
 
 
-def _number(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=SCHEDULER, show_default="from the preset")
+def _number(text: str, default: str = "from the preset") -> Any:
+    return typer.Option(help=text, rich_help_panel=SCHEDULER, show_default=default)
 
 
 Workload = Annotated[
@@ -62,24 +68,6 @@ Workload = Annotated[
     typer.Argument(
         help="Workload file (Azure .csv, Mooncake .jsonl, Headway .jsonl) or synthetic workload, "
         "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
-    ),
-]
-Limit = Annotated[
-    int | None, typer.Option(help="Use only the first N requests.", rich_help_panel=WORKLOAD)
-]
-Speed = Annotated[
-    float,
-    typer.Option(help="Divide arrival times by this factor.", rich_help_panel=WORKLOAD),
-]
-AllowedTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="max_tokens of requests whose workload file has none. A value above the real output "
-        "hides from the scheduler when a request ends.",
-        rich_help_panel=WORKLOAD,
-        show_default="the real output",
-        min=1,
-        max=MAX_TOKENS,
     ),
 ]
 ProfileName = Annotated[
@@ -91,30 +79,11 @@ Preset = Annotated[
         "--preset", help=f"Scheduler preset: {', '.join(PRESETS)}.", rich_help_panel=SCHEDULER
     ),
 ]
-Recipe = Annotated[str | None, _slot("recipe")]
-Queue = Annotated[str | None, _slot("queue")]
-Chunk = Annotated[str | None, _slot("chunk")]
-Headroom = Annotated[str | None, _slot("headroom")]
-Victim = Annotated[str | None, _slot("victim")]
-Swap = Annotated[str | None, _slot("swap")]
 MAX_NUM_SEQS = "Maximum number of running requests."
 MAX_NUM_BATCHED_TOKENS = "Maximum number of tokens computed in one step."
 MAX_MODEL_LEN = "Maximum number of tokens of a request, prompt and output together."
 ASYNC_SCHEDULING = "Schedule the next step while the current one runs."
-MaxNumSeqs = Annotated[int | None, _number(MAX_NUM_SEQS)]
-MaxNumBatchedTokens = Annotated[int | None, _number(MAX_NUM_BATCHED_TOKENS)]
-NumSchedulerSteps = Annotated[int | None, _number("Decode steps per plan while no request waits.")]
-BlockSize = Annotated[int | None, _number("Tokens in a KV cache block.")]
-NumBlocks = Annotated[
-    int | None,
-    typer.Option(
-        help="KV cache blocks on the device.",
-        rich_help_panel=SCHEDULER,
-        show_default="as many as fit",
-    ),
-]
-NumHostBlocks = Annotated[int | None, _number("KV cache blocks in host memory, for swapping.")]
-MaxModelLen = Annotated[int | None, _number(MAX_MODEL_LEN)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 AsyncScheduling = Annotated[
     bool,
     typer.Option(
@@ -123,7 +92,89 @@ AsyncScheduling = Annotated[
         rich_help_panel=SCHEDULER,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """The policies and numbers of a scheduler; None keeps the preset's value."""
+
+    recipe: Annotated[str | None, _slot("recipe")] = None
+    queue: Annotated[str | None, _slot("queue")] = None
+    chunk: Annotated[str | None, _slot("chunk")] = None
+    headroom: Annotated[str | None, _slot("headroom")] = None
+    victim: Annotated[str | None, _slot("victim")] = None
+    swap: Annotated[str | None, _slot("swap")] = None
+    max_num_seqs: Annotated[int | None, _number(MAX_NUM_SEQS)] = None
+    max_num_batched_tokens: Annotated[int | None, _number(MAX_NUM_BATCHED_TOKENS)] = None
+    num_scheduler_steps: Annotated[
+        int | None, _number("Decode steps per plan while no request waits.")
+    ] = None
+    block_size: Annotated[int | None, _number("Tokens in a KV cache block.")] = None
+    num_blocks: Annotated[
+        int | None, _number("KV cache blocks on the device.", default="as many as fit")
+    ] = None
+    num_host_blocks: Annotated[
+        int | None, _number("KV cache blocks in host memory, for swapping.")
+    ] = None
+    max_model_len: Annotated[int | None, _number(MAX_MODEL_LEN)] = None
+
+    def changes(self) -> dict[str, Any]:
+        """The values that differ from the preset."""
+        given = {name: getattr(self, name) for name in (*SLOTS, *NUMBERS)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """How the requests of a workload are selected and changed."""
+
+    limit: Annotated[
+        int | None, typer.Option(help="Use only the first N requests.", rich_help_panel=WORKLOAD)
+    ] = None
+    speed: Annotated[
+        float, typer.Option(help="Divide arrival times by this factor.", rich_help_panel=WORKLOAD)
+    ] = 1.0
+    allowed_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="max_tokens of requests whose workload file has none. A value above the real "
+            "output hides from the scheduler when a request ends.",
+            rich_help_panel=WORKLOAD,
+            show_default="the real output",
+            min=1,
+            max=MAX_TOKENS,
+        ),
+    ] = None
+
+    def load(self, workload: str) -> list[WorkloadRequest]:
+        """The requests of a file or of a synthetic workload."""
+        return load_workload(workload, self.limit, self.speed, self.allowed_tokens)
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the dataclass parameters of a command by one option for each of their fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    taken = inspect.signature(command).parameters.values()
+    shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
+    for group in groups.values():
+        kinds = get_type_hints(group, include_extras=True)
+        shown += [
+            inspect.Parameter(
+                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name]
+            )
+            for f in fields(group)
+        ]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+        command(**given)
+
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
 
 
 def load_workload(
@@ -142,7 +193,7 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     memory, it has as many host blocks as device blocks by default.
     """
     import_from_working_directory()
-    changes = {k: v for k, v in changes.items() if v is not None and k in (*SLOTS, *NUMBERS)}
+    changes = dict(changes)
     config = preset(name, **changes)
     if "num_blocks" not in changes:
         changes["num_blocks"] = profile.num_blocks(config.block_size)

@@ -1,18 +1,15 @@
 """Options of the commands that run a model, and the LLM and sampling parameters they describe.
 
-Options that belong together are one dataclass; `spread` lets a command take them as one argument.
 Imports the model code only when a model is loaded, so that the simulator's commands start quickly.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,7 +19,6 @@ from headway.cli.options import common as options
 from headway.cli.options.common import check_writable
 from headway.cli.options.packages import check_extras
 from headway.sampling_params import SamplingParams
-from headway.scheduler.presets import NUMBERS, SLOTS
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -30,32 +26,6 @@ if TYPE_CHECKING:
 MODEL, SAMPLING = "Model", "Sampling"
 MODEL_HELP = "Bundled model name, model folder, .gguf file or Hugging Face id."
 KV_MEMORY_DEFAULT = "a fraction of the free memory"
-
-
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the dataclass parameters of a command by one option for each of their fields."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    taken = inspect.signature(command).parameters.values()
-    shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
-    for group in groups.values():
-        kinds = get_type_hints(group, include_extras=True)
-        shown += [
-            inspect.Parameter(
-                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name]
-            )
-            for f in fields(group)
-        ]
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
-        command(**given)
-
-    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return run
 
 
 def _model(text: str, *names: str, **more: Any) -> Any:
@@ -87,7 +57,7 @@ Quantization = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class ModelOptions(options.SchedulerOptions):
     """The model, its execution, and the scheduler."""
 
     model: Annotated[
@@ -132,12 +102,6 @@ class ModelOptions:
             show_default="on with a GPU",
         ),
     ] = None
-    recipe: options.Recipe = None
-    queue: options.Queue = None
-    chunk: options.Chunk = None
-    headroom: options.Headroom = None
-    victim: options.Victim = None
-    swap: options.Swap = None
     max_num_seqs: Annotated[
         int | None,
         _scheduler(options.MAX_NUM_SEQS, show_default="64; on a GPU from the preset"),
@@ -146,10 +110,6 @@ class ModelOptions:
         int | None,
         _scheduler(options.MAX_NUM_BATCHED_TOKENS, show_default="512; on a GPU from the preset"),
     ] = None
-    num_scheduler_steps: options.NumSchedulerSteps = None
-    block_size: options.BlockSize = None
-    num_blocks: options.NumBlocks = None
-    num_host_blocks: options.NumHostBlocks = None
     max_model_len: Annotated[
         int | None,
         _scheduler(options.MAX_MODEL_LEN, show_default="the model's limit"),
@@ -160,8 +120,7 @@ class ModelOptions:
         options.import_from_working_directory()
         if self.trace_out is not None:
             check_writable(self.trace_out)
-        given = {name: getattr(self, name) for name in (*SLOTS, *NUMBERS)}
-        settings = defaults | {name: value for name, value in given.items() if value is not None}
+        settings = defaults | self.changes()
         with _loading_bar() as progress:
             return _llm_class()(
                 self.model, device=self.device, dtype=self.dtype,
