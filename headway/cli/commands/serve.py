@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 Model = Annotated[
     str | None,
     typer.Argument(
-        metavar="[MODEL]", help=MODEL_HELP,
+        metavar="MODEL", help=MODEL_HELP,
         show_default="smollm2-135m",
     ),
 ]  # fmt: skip

@@ -157,14 +157,17 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     taken = inspect.signature(command).parameters.values()
     shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
-    for group in groups.values():
-        kinds = get_type_hints(group, include_extras=True)
-        shown += [
-            inspect.Parameter(
-                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name]
-            )
-            for f in fields(group)
-        ]
+    of_groups = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default,
+            annotation=get_type_hints(group, include_extras=True)[f.name],
+        )
+        for group in groups.values()
+        for f in fields(group)
+    ]  # fmt: skip
+    # The scheduler's options are many; --help shows them last.
+    of_groups.sort(key=lambda p: p.annotation.__metadata__[0].rich_help_panel == SCHEDULER)
+    shown += of_groups
 
     @wraps(command)
     def run(**given: Any) -> None:
