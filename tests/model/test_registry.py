@@ -366,7 +366,7 @@ def test_models_are_listed_with_their_state(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("COLUMNS", "200")
     with redirect_stdout(io.StringIO()) as table:
         models_command()
-    assert "tiny-model" in table.getvalue() and "fetched on first use" in table.getvalue()
+    assert "tiny-model" in table.getvalue() and "on first use" in table.getvalue()
     with redirect_stdout(io.StringIO()) as out:
         models_command(json_=True)
     rows = {row["name"]: row for row in json.loads(out.getvalue())["models"]}

@@ -405,7 +405,7 @@ def test_a_mooncake_trace_is_replayed(url: str, tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     address = Address.parse(url)
     load = send(address, RequestFormat(model=find_model(address)), read_workload(file), timeout=60)
-    result = serve_report.report(load.outcomes, load.most_open)
+    result = serve_report.report(load.outcomes, load.max_concurrency)
     assert (result["completed"], result["errors"]) == (3, {})
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 520, 9)
 

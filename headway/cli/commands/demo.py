@@ -41,8 +41,8 @@ def demo_command(json_: options.Json = False) -> None:
         return
     console.print(
         f"\n[bold]Running requests per step[/], at most {MAX_NUM_SEQS}. One request generates "
-        f"{LONG} tokens,\n{MAX_NUM_SEQS - 1 + NUM_WAITING} requests generate {SHORT}. The "
-        "percentage is the utilization while the long request runs.\n"
+        f"{LONG} tokens,\n{MAX_NUM_SEQS - 1 + NUM_WAITING} requests generate {SHORT}. Percentage: "
+        "utilization while the long request runs.\n"
     )
     longest = max(map(len, running.values()))
     for name, counts in running.items():
