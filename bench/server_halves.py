@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from headway import LLM, SamplingParams
-from headway.cli.commands.serve import Facts, make_app, make_engine, set_up_logs
+from headway.cli.commands.serve import ModelInfo, make_app, make_engine, set_up_logs
 from headway.cli.options.model import ModelOptions
 from headway.cli.options.serve import ServeOptions
 from headway.engine.clock import RealClock
@@ -114,8 +114,10 @@ def simulated(seconds: float) -> Served:
     asking = InputProcessor(
         tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2})
     )
-    facts = Facts(asking=asking, model_name=MODEL, max_model_len=config.max_model_len, words="")
-    return Served(engine=engine, facts=facts, limits=ServeOptions().limits(), prepare=watch)
+    info = ModelInfo(
+        asking=asking, model_name=MODEL, max_model_len=config.max_model_len, description=""
+    )
+    return Served(engine=engine, facts=info, limits=ServeOptions().limits(), prepare=watch)
 
 
 def watch(loop: EngineLoop) -> None:
