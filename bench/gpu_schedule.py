@@ -40,7 +40,7 @@ from headway import LLM
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
 from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
-from headway.lab.bench import random_prompt
+from headway.lab.loadgen.requests import random_prompt
 from headway.plan import StepReport
 from headway.request import Params, Request
 from headway.scheduler import Scheduler

@@ -26,7 +26,7 @@ import headway.lab.workload.synthetic as synthetic
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.synthetic import field_workload
+from headway.lab.workload.synthetic import nano_vllm_workload
 from headway.scheduler import preset
 
 POOLS = (65_536, 32_768)
@@ -60,7 +60,7 @@ VLLM_MEASURED = {
 
 def row(changes: dict[str, Any], num_tokens: int, is_unknown: bool) -> dict[str, int]:
     config = preset(**{**NUMBERS, "num_blocks": num_tokens // 16, **changes})
-    run = simulate(field_workload(is_unknown), config, load_profile("qwen3-0.6b-h200"))
+    run = simulate(nano_vllm_workload(is_unknown), config, load_profile("qwen3-0.6b-h200"))
     summary = summarize(run.metrics)
     return {
         "steps": summary["steps"],

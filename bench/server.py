@@ -41,15 +41,14 @@ import numpy.typing as npt
 
 from bench.server_halves import MODEL, SEATS, STREAMS, VOCAB, answer_offline
 from headway.errors import ConfigError
-from headway.lab.bench import Span
 from headway.lab.loadgen import report as serve_report
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import Outcome, find_model, send
-from headway.lab.loadgen.requests import Wording, random_jobs
-from headway.lab.workload.jobs import Job
+from headway.lab.loadgen.requests import LengthRange, RequestFormat, random_requests
+from headway.lab.workload.request import WorkloadRequest
 
 HALVES = Path(__file__).parent / "server_halves.py"
-INPUT, OUTPUT = Span(64, 128), Span(32, 96)
+INPUT, OUTPUT = LengthRange(64, 128), LengthRange(32, 96)
 WARM = 99  # a seed no round has
 PACES = (0.0, 0.020, 0.008)  # seconds of a step
 STARTS_WITHIN = 120.0
@@ -133,12 +132,12 @@ class Measured(NamedTuple):
         }
 
 
-def measure(running: Running, jobs: list[Job], concurrency: int, seed: int) -> Measured:
-    wording = Wording(model=MODEL, vocab_size=VOCAB, seed=seed)
+def measure(running: Running, jobs: list[WorkloadRequest], concurrency: int, seed: int) -> Measured:
+    wording = RequestFormat(model=MODEL, vocab_size=VOCAB, seed=seed)
     before = running.cpu()
     done = send(running.address, wording, jobs, concurrency=concurrency, timeout=300)
     after = running.cpu()
-    report = serve_report.report(done.outcomes, done.most_open)
+    report = serve_report.report(done.outcomes, done.max_concurrency)
     assert not report["failed"], report["errors"]
     num_tokens = report["total_output_tokens"]
     spent = {name: (after[name] - before[name]) * 1e6 / num_tokens for name in after}
@@ -157,7 +156,7 @@ def offline(quantization: str) -> Iterator[Any]:
     process.start()
     assert control.recv() == "ready"
 
-    def run(jobs: list[Job], seed: int) -> dict[str, float]:
+    def run(jobs: list[WorkloadRequest], seed: int) -> dict[str, float]:
         control.send((jobs, seed))
         found: dict[str, float] = control.recv()
         return found
@@ -172,11 +171,11 @@ def overhead(quantization: str, num_requests: int, num_rounds: int) -> dict[str,
     with tempfile.NamedTemporaryFile() as steps, offline(quantization) as run:
         options = ("real", "--quantization", quantization, "--steps", steps.name)
         with server(*options) as running:
-            run(random_jobs(8, INPUT, OUTPUT, WARM), WARM)
-            measure(running, random_jobs(8, INPUT, OUTPUT, WARM), 8, WARM)
+            run(random_requests(8, INPUT, OUTPUT, WARM), WARM)
+            measure(running, random_requests(8, INPUT, OUTPUT, WARM), 8, WARM)
             for number in range(num_rounds):
                 seeds = (2 * number, 2 * number + 1)
-                first, second = (random_jobs(num_requests, INPUT, OUTPUT, s) for s in seeds)
+                first, second = (random_requests(num_requests, INPUT, OUTPUT, s) for s in seeds)
                 alone = [run(first, seeds[0])]
                 served = [measure(running, first, SEATS, seeds[0])]
                 served.append(measure(running, second, SEATS, seeds[1]))
@@ -230,12 +229,14 @@ def costs(num_workers: int, num_rounds: int) -> dict[str, Any]:
     for pace in PACES:
         options = ("simulated", "--seconds", str(pace), "--api-workers", str(num_workers))
         with server(*options) as running:
-            measure(running, random_jobs(64, Span(8, 8), Span(4, 4), WARM), 64, WARM)
-            long = random_jobs(2 * STREAMS, Span(16, 16), Span(256, 256), 0)
+            measure(
+                running, random_requests(64, LengthRange(8, 8), LengthRange(4, 4), WARM), 64, WARM
+            )
+            long = random_requests(2 * STREAMS, LengthRange(16, 16), LengthRange(256, 256), 0)
             found = [measure(running, long, STREAMS, seed).figures() for seed in range(num_rounds)]
             result[f"step_{pace * 1e3:g}_ms"] = medians(found)
             if pace == 0:
-                short = random_jobs(2000, Span(16, 16), Span(4, 4), 0)
+                short = random_requests(2000, LengthRange(16, 16), LengthRange(4, 4), 0)
                 done = [measure(running, short, 64, 10 + seed) for seed in range(num_rounds)]
                 result["short"] = medians([_short(each) for each in done])
     return result

@@ -36,24 +36,30 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_process import ServerProcess
 
-from headway.lab.bench import Span
 from headway.lab.loadgen.http_client import Client
-from headway.lab.loadgen.load import Load, Outcome, find_model
-from headway.lab.loadgen.requests import Wording, at_rate, random_jobs
-from headway.lab.workload.jobs import Job
+from headway.lab.loadgen.load import LoadGenerator, Outcome, find_model
+from headway.lab.loadgen.requests import (
+    LengthRange,
+    RequestFormat,
+    random_requests,
+    with_poisson_arrivals,
+)
+from headway.lab.workload.request import WorkloadRequest
 
 RATE = 1.0  # the small client's requests a second
 TIMES = 20  # the heavy one's, for one of those
 HEAD_START = 3.0  # seconds: by then the heavy client's requests queue
 ROUND = 20  # of the small client's requests
-INPUT, OUTPUT = Span(200, 300), Span(8, 24)
+INPUT, OUTPUT = LengthRange(200, 300), LengthRange(8, 24)
 TUNED = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
 VOCAB = 49_152
 Outcomes = list[Outcome]
 
 
-def jobs_of(client: str, count: int, rate: float, seed: int, start: float = 0.0) -> list[Job]:
-    jobs = at_rate(random_jobs(count, INPUT, OUTPUT, seed), rate, seed)
+def jobs_of(
+    client: str, count: int, rate: float, seed: int, start: float = 0.0
+) -> list[WorkloadRequest]:
+    jobs = with_poisson_arrivals(random_requests(count, INPUT, OUTPUT, seed), rate, seed)
     return [replace(job, client=client, arrival=start + job.arrival) for job in jobs]
 
 
@@ -66,8 +72,10 @@ async def one_round(
     """
     loads = []
     for number in range(2):  # each with connections and prompts of its own
-        wording = Wording(model=model, vocab_size=VOCAB, seed=1000 * seed + 2 * times + number)
-        loads.append(Load(Client(server.address), wording, 300.0, lambda: None))
+        wording = RequestFormat(
+            model=model, vocab_size=VOCAB, seed=1000 * seed + 2 * times + number
+        )
+        loads.append(LoadGenerator(Client(server.address), wording, 300.0, lambda: None))
     small, heavy = loads
     jobs = jobs_of("small", count, RATE, seed, HEAD_START if times else 0.0)
     num_heavy = int(times * RATE * jobs[-1].arrival)

@@ -24,15 +24,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from headway import LLM, SamplingParams
-from headway.cli.commands.serve import Facts, make_app, make_engine, set_up_logs
+from headway.cli.commands.serve import ModelInfo, make_app, make_engine, set_up_logs
 from headway.cli.options.model import ModelOptions
 from headway.cli.options.serve import ServeOptions
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import EngineLoop
-from headway.lab.loadgen.requests import Wording
-from headway.lab.workload.jobs import Job
+from headway.lab.loadgen.requests import RequestFormat
+from headway.lab.workload.request import WorkloadRequest
 from headway.loading import find_tokenizer
 from headway.model.registry import resolve
 from headway.observe.server_metrics import ServerMetrics
@@ -114,8 +114,10 @@ def simulated(seconds: float) -> Served:
     asking = InputProcessor(
         tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2})
     )
-    facts = Facts(asking=asking, model_name=MODEL, max_model_len=config.max_model_len, words="")
-    return Served(engine=engine, facts=facts, limits=ServeOptions().limits(), prepare=watch)
+    info = ModelInfo(
+        asking=asking, model_name=MODEL, max_model_len=config.max_model_len, description=""
+    )
+    return Served(engine=engine, facts=info, limits=ServeOptions().limits(), prepare=watch)
 
 
 def watch(loop: EngineLoop) -> None:
@@ -131,8 +133,8 @@ def answer_offline(quantization: str, control: Connection) -> None:
         control.send(run_offline(llm, jobs, seed))
 
 
-def run_offline(llm: LLM, jobs: list[Job], seed: int) -> dict[str, float]:
-    wording = Wording(model=MODEL, vocab_size=VOCAB, seed=seed)
+def run_offline(llm: LLM, jobs: list[WorkloadRequest], seed: int) -> dict[str, float]:
+    wording = RequestFormat(model=MODEL, vocab_size=VOCAB, seed=seed)
     steps: list[tuple[float, int]] = []  # when each had its tokens, and how many decode in it
 
     def note(report: StepReport) -> None:

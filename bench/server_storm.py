@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_process import ServerProcess
 
-from headway.lab.loadgen.http_client import Address, Client, Reply
+from headway.lab.loadgen.http_client import Address, Client, HttpResponse
 from headway.lab.loadgen.http_stream import EventReader
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -191,7 +191,7 @@ class Storm:
         return different
 
 
-def _expect(reply: Reply, status: int) -> None:
+def _expect(reply: HttpResponse, status: int) -> None:
     if reply.status != status:
         raise ValueError(f"HTTP {reply.status}, not {status}: {reply.body[:200]!r}")
 

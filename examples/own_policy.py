@@ -45,12 +45,12 @@ def main() -> None:
         "a_block_each": preset("vllm_v1", num_blocks=600, headroom=a_block_each),
         "small_first": preset("vllm_v1", num_blocks=600, queue=small_first),
     }
-    jobs, profile = parse_synthetic(WORKLOAD).jobs(), load_profile("llama3.1-8b-a100-80gb")
+    requests, profile = parse_synthetic(WORKLOAD).generate(), load_profile("llama3.1-8b-a100-80gb")
     for name, config in configs.items():
-        summary = summarize(simulate(jobs, config, profile).metrics)
+        summary = summarize(simulate(requests, config, profile).metrics)
         print(
             f"{name:13} {summary['steps']} steps, {summary['preemptions']:2} preemptions, "
-            f"{summary['recomputed_tokens']:5,} tokens again, "
+            f"{summary['recomputed_tokens']:5,} tokens recomputed, "
             f"mean time to first token {summary['ttft']['mean']:.1f} s"
         )
 

@@ -1,7 +1,7 @@
-"""A run in numbers: one plain dictionary, for JSON, tables and the doctor alike.
+"""The summary of a run: one dictionary for JSON, the tables and the doctor.
 
-Times are seconds, `per_step` values are means over steps. Throughput keys and latencies are the
-usual ones; ours on top are the recompute tax, seats and tokens used, and what waiting waited for.
+Times are seconds; `per_step` values are means over steps. Besides throughput and latencies it has
+the recompute tax, the use of running requests and tokens per step, and the reasons for waiting.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Summary = dict[str, Any]
 
 
 def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
-    """Everything that a report shows."""
+    """All values that a report shows."""
     totals, lives = metrics.totals, list(metrics.lives.values())
     ended = [life for life in lives if life.reason in ("stop", "length")]
     seconds = metrics.ended_at - min((life.arrival for life in lives), default=0.0)
@@ -46,7 +46,7 @@ def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
         "preemptions": preemptions,
         "preemptions_per_second": _ratio(preemptions, seconds),
         "preemptions_by_swap": totals["swaps"],
-        "preemptions_for_priority": totals["bumps"],
+        "preemptions_for_priority": totals["priority_preemptions"],
         "recomputed_tokens": totals["recomputed_tokens"],
         "recompute_tax": _ratio(totals["recomputed_tokens"], totals["computed_tokens"]),
         "swapped_blocks": {"out": totals["blocks_out"], "in": totals["blocks_in"]},
@@ -59,13 +59,13 @@ def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
     }
 
 
-MIN_QUEUED = 0.01  # of the run: clients that queued less had all they asked for
+MIN_QUEUED = 0.01  # share of the run; a client that queued less was served without delay
 
 
 def fairness(lives: list[Life]) -> float:
-    """Jain's index over clients of the tokens a second they got while they had to queue.
+    """Jain's index over the clients' tokens per second, counted while they had queued requests.
 
-    1 means that all who had to queue were served alike, or that nobody had to.
+    1 means that all clients with queued requests had equal rates, or that no client had to queue.
     """
     by_client: dict[str, list[Life]] = defaultdict(list)
     for life in lives:
@@ -79,7 +79,7 @@ def fairness(lives: list[Life]) -> float:
 
 
 def _rate_while_queued(lives: list[Life], least: float) -> float | None:
-    """Tokens a second served to one client while a request of its queued; None if hardly ever."""
+    """One client's tokens per second while it had a queued request; None if it hardly queued."""
     times, queued, reached = [0.0], [0.0], 0.0  # seconds queued up to each of these times
     for start, end in sorted((life.arrival, life.admitted) for life in lives):
         start = max(start, reached)
@@ -100,8 +100,8 @@ def _per_step(metrics: Metrics) -> dict[str, float]:
     mean = {name: float(np.mean(v)) if len(v) else 0.0 for name, v in metrics.steps.items()}
     config = metrics.config
     return {
-        "seats": mean["running"],
-        "seats_share": mean["running"] / config["max_num_seqs"],
+        "running": mean["running"],
+        "running_share": mean["running"] / config["max_num_seqs"],
         "tokens": mean["tokens"],
         "tokens_share": mean["tokens"] / config["max_num_batched_tokens"],
         "prefill_share": _ratio(mean["prefill"], mean["tokens"]),

@@ -86,7 +86,7 @@ class Metrics:
 
     def _preempt(self, id: str, how: str, is_priority: int) -> None:
         self.totals["swaps" if how == "swap" else "recomputes"] += 1
-        self.totals["bumps"] += is_priority
+        self.totals["priority_preemptions"] += is_priority
         if self.lives[id].first_token >= 0:  # twice in a row: the first token counts from before
             self._parked.setdefault(id, self._fresh.pop(id, self._last_decode))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 from headway.executor.gpu.mixed_pass import MAX_GRAPHS, PassSize, round_up, round_up_size
-from headway.lab.calibration import ON_GPU, calibration
+from headway.lab.calibration import GPU_CALIBRATION, make_calibration
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
-from headway.lab.workload.jobs import FIRST_TOKEN, Job
+from headway.lab.workload.request import FIRST_TOKEN, WorkloadRequest
 from headway.model.kernels.splits import SPLIT_COUNTS
 from headway.plan import StepReport
 from headway.scheduler import preset
@@ -42,11 +42,13 @@ def test_all_graph_sizes_of_a_profile_fit_in_the_limit() -> None:
                     )
                 )
 
-    waves = calibration(config.max_model_len, ON_GPU)
+    waves = make_calibration(config.max_model_len, GPU_CALIBRATION)
     for wave in (*waves.before, waves.held_out):
         places = accumulate((num_prompt for num_prompt, _ in wave), initial=FIRST_TOKEN)
         jobs = [
-            Job(id=str(place), pieces=(range(place, place + a),), num_output=b, max_tokens=b)
+            WorkloadRequest(
+                id=str(place), pieces=(range(place, place + a),), num_output=b, max_tokens=b
+            )
             for place, (a, b) in zip(places, wave, strict=False)
         ]
         simulate(jobs, config, profile, async_scheduling=1, observers=[observe])

@@ -13,9 +13,9 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
-from headway.lab.simulate import Run, simulate, with_profile
+from headway.lab.simulate import SimulationResult, simulate, with_profile
 from headway.lab.summary import summarize
-from headway.lab.workload.jobs import EOS, Job, TokenSpace
+from headway.lab.workload.request import EOS, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.trace import Line
 from headway.plan import Plan, StepReport
@@ -34,10 +34,14 @@ CROWDED = (
 
 def record(
     text: str, async_scheduling: int, name: str = "headway", **changes: Any
-) -> tuple[Run, str]:
+) -> tuple[SimulationResult, str]:
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
     run = simulate(
-        parse_synthetic(text).jobs(), config, PROFILE, async_scheduling=async_scheduling, trace=file
+        parse_synthetic(text).generate(),
+        config,
+        PROFILE,
+        async_scheduling=async_scheduling,
+        trace=file,
     )
     return run, file.getvalue()
 
@@ -71,7 +75,7 @@ def test_plans_run_in_order_and_waiting_advances_the_clock() -> None:
 def test_async_scheduling_hides_host_time(name: str) -> None:
     text = "requests=12,prompt=uniform(5,40),output=uniform(5,30)"
     slow = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.002))
-    jobs, seconds, num_steps = parse_synthetic(text).jobs(), [], []
+    jobs, seconds, num_steps = parse_synthetic(text).generate(), [], []
     for async_scheduling in (0, 1):
         summary = summarize(
             simulate(jobs, preset(name, **SMALL), slow, async_scheduling=async_scheduling).metrics
@@ -84,7 +88,7 @@ def test_async_scheduling_hides_host_time(name: str) -> None:
 
 def test_async_scheduling_changes_nothing_without_host_time() -> None:
     ideal = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.0))
-    jobs = parse_synthetic("requests=6,prompt=uniform(5,20),output=9").jobs()
+    jobs = parse_synthetic("requests=6,prompt=uniform(5,20),output=9").generate()
     runs = [simulate(jobs, preset(), ideal, async_scheduling=d).metrics.ended_at for d in (0, 1)]
     assert runs[0] == pytest.approx(runs[1])
 
@@ -93,7 +97,9 @@ def test_async_scheduling_changes_nothing_without_host_time() -> None:
 def test_idle_time_is_skipped_and_requests_start_after_they_arrive(async_scheduling: int) -> None:
     space = TokenSpace()
     jobs = [
-        Job(id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3)
+        WorkloadRequest(
+            id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3
+        )
         for i in range(4)
     ]
     run = simulate(jobs, preset(), PROFILE, async_scheduling=async_scheduling)
@@ -130,7 +136,7 @@ STRAINS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("strain", STRAINS)
 def test_every_request_generates_its_script(strain: str, async_scheduling: int) -> None:
     ended: list[Request] = []
-    jobs = parse_synthetic(CROWDED).jobs()
+    jobs = parse_synthetic(CROWDED).generate()
     config = preset("vllm_v1", **{**SMALL, **STRAINS[strain]})
 
     def observe(report: StepReport) -> None:
@@ -184,7 +190,9 @@ def test_requests_that_can_never_run_are_listed_and_others_finish(async_scheduli
     space = TokenSpace()
     lengths = [10, 1000, 20, 1, 500, 30]
     jobs = [
-        Job(id=f"r{i}", arrival=i / 1000, pieces=(space.take(n),), num_output=5, max_tokens=5)
+        WorkloadRequest(
+            id=f"r{i}", arrival=i / 1000, pieces=(space.take(n),), num_output=5, max_tokens=5
+        )
         for i, n in enumerate(lengths)
     ]
     progress: list[int] = []
@@ -205,7 +213,7 @@ def test_a_run_without_requests_ends_at_once() -> None:
 
 def test_observers_see_every_step_of_the_trace() -> None:
     reports: list[StepReport] = []
-    file, jobs = io.StringIO(), parse_synthetic("requests=5,prompt=9,output=4").jobs()
+    file, jobs = io.StringIO(), parse_synthetic("requests=5,prompt=9,output=4").generate()
     simulate(jobs, preset(), PROFILE, observers=[reports.append], trace=file)
     assert [r.plan.step for r in reports] == [li["step"] for li in steps_of(file.getvalue())]
 
@@ -228,8 +236,8 @@ def test_the_models_length_limits_requests() -> None:
     assert with_profile(preset(), PROFILE).max_model_len == PROFILE.model.max_model_len
     assert with_profile(preset(max_model_len=99), PROFILE).max_model_len == 99
     short = replace(PROFILE, model=replace(PROFILE.model, max_model_len=20))
-    jobs = parse_synthetic("requests=3,prompt=10,output=50").jobs()
+    jobs = parse_synthetic("requests=3,prompt=10,output=50").generate()
     run = simulate(jobs, preset(), short)
     assert {life.num_output for life in run.metrics.lives.values()} == {10}
-    long = parse_synthetic("requests=3,prompt=20,output=50").jobs()
+    long = parse_synthetic("requests=3,prompt=20,output=50").generate()
     assert len(simulate(long, preset(), short).rejected) == 3

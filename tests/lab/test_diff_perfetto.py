@@ -29,7 +29,7 @@ NAMES = ("left", "right")
 
 def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> list[Line]:
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
-    jobs = parse_synthetic(WORKLOAD).jobs()
+    jobs = parse_synthetic(WORKLOAD).generate()
     simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, trace=file)
     return [json.loads(line) for line in file.getvalue().splitlines()]
 

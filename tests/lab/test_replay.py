@@ -21,7 +21,7 @@ from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.replay import check_replay, replay
 from headway.lab.simulate import simulate
-from headway.lab.workload.jobs import Job
+from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.timeline import Metrics
 from headway.observe.trace import Line, TraceWriter, decisions
@@ -55,7 +55,7 @@ def record(workload: str, async_scheduling: int, name: str, **changes: Any) -> l
     file = io.StringIO()
     config = preset(name, **{**SMALL, **changes})
     simulate(
-        parse_synthetic(workload).jobs(),
+        parse_synthetic(workload).generate(),
         config,
         PROFILE,
         async_scheduling=async_scheduling,
@@ -121,7 +121,7 @@ def test_a_run_that_defers_decodes_takes_the_same_decisions_again(async_scheduli
 
 
 def drive(
-    engine: Engine, jobs: list[Job], aborts: dict[int, list[str]], num_at_once: int = 2
+    engine: Engine, jobs: list[WorkloadRequest], aborts: dict[int, list[str]], num_at_once: int = 2
 ) -> None:
     """Add some jobs before every step, and abort whom `aborts` names before that step."""
     coming, step = list(jobs), 0
@@ -147,7 +147,7 @@ def simulated(config: Config, async_scheduling: int) -> tuple[Engine, io.StringI
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "nano_vllm", "vllm", "minivllm", "static"])
 def test_a_run_with_aborts_takes_the_same_decisions_again(name: str, async_scheduling: int) -> None:
-    jobs, rng = parse_synthetic(WORKLOADS["unknown lengths"]).jobs(), Random(name)
+    jobs, rng = parse_synthetic(WORKLOADS["unknown lengths"]).generate(), Random(name)
     for swap in ("recompute", "swap"):
         config = preset(name, **SMALL, swap=swap, num_host_blocks=20, headroom="watermark(0.0)")
         engine, file = simulated(config, async_scheduling)
@@ -160,7 +160,7 @@ def test_a_run_with_aborts_takes_the_same_decisions_again(name: str, async_sched
 
 def abort_one(engine: Engine) -> None:
     """Two requests come, and one is gone before anything ran."""
-    drive(engine, parse_synthetic("requests=2,prompt=8,output=4").jobs(), {0: ["1"]})
+    drive(engine, parse_synthetic("requests=2,prompt=8,output=4").generate(), {0: ["1"]})
 
 
 @each_scheduling
@@ -172,7 +172,7 @@ def test_an_abort_before_the_first_step_is_replayed(async_scheduling: int) -> No
 
 def abort_all(engine: Engine) -> None:
     """One request comes and is gone before anything ran; then another comes and is served."""
-    first, second = parse_synthetic("requests=2,prompt=8,output=4").jobs()
+    first, second = parse_synthetic("requests=2,prompt=8,output=4").generate()
     engine.add(first.id, first.prompt(), first.params())
     engine.abort(first.id)
     engine.step()
@@ -204,7 +204,7 @@ def test_an_abort_before_the_first_step_is_counted(
 @each_scheduling
 def test_an_abort_of_the_only_one_running_is_replayed(async_scheduling: int) -> None:
     engine, file = simulated(preset(**SMALL), async_scheduling)
-    first, second = parse_synthetic("requests=2,prompt=8,output=9").jobs()
+    first, second = parse_synthetic("requests=2,prompt=8,output=9").generate()
     engine.add(first.id, first.prompt(), first.params())
     for _ in range(4):
         engine.step()
@@ -322,7 +322,7 @@ def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(async_schedulin
             return launch(plan)
 
     engine.executor = Failing()
-    jobs = parse_synthetic("requests=14,prompt=uniform(5,30),output=uniform(5,20)").jobs()
+    jobs = parse_synthetic("requests=14,prompt=uniform(5,30),output=uniform(5,20)").generate()
     drive(engine, jobs, {}, num_at_once=14)
     lines = lines_of(file)
     assert any(e["reason"] == "error" for line in lines for e in line.get("finished", ()))

@@ -80,7 +80,7 @@ def follow(engine: Engine) -> Counter[str]:
     """Run a workload, check every sentence of every plan, count their kinds."""
     kinds: Counter[str] = Counter()
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
-    jobs = list(parse_synthetic(WORKLOAD.format(1)).jobs())[::-1]
+    jobs = list(parse_synthetic(WORKLOAD.format(1)).generate())[::-1]
     while jobs or engine.has_work:
         while jobs and jobs[-1].arrival <= engine.clock.now():
             job = jobs.pop()

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
-from headway.lab.simulate import Run, simulate
+from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, fairness, summarize
-from headway.lab.workload.jobs import Job, TokenSpace
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.timeline import PERCENTILES, Life, Metrics, percentiles
 from headway.observe.trace import read_trace
@@ -73,10 +73,10 @@ class Log:
 
 def run(
     name: str, async_scheduling: int, seed: int = 0, workload: str = WORKLOAD, **changes: Any
-) -> tuple[Run, Log]:
+) -> tuple[SimulationResult, Log]:
     log = Log()
     config = preset(name, **{**SMALL, **changes})
-    jobs = parse_synthetic(workload.format(seed)).jobs()
+    jobs = parse_synthetic(workload.format(seed)).generate()
     return simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[log]), log
 
 
@@ -197,8 +197,10 @@ def test_stops_seen_one_step_late_add_no_token() -> None:
 def test_a_prompt_that_stalls_the_decodes_is_seen_between_tokens() -> None:
     prompts = TokenSpace()
     jobs = [
-        Job(id="a", pieces=(prompts.take(8),), num_output=30, max_tokens=30),
-        Job(id="b", pieces=(prompts.take(9000),), num_output=2, max_tokens=2, arrival=0.01),
+        WorkloadRequest(id="a", pieces=(prompts.take(8),), num_output=30, max_tokens=30),
+        WorkloadRequest(
+            id="b", pieces=(prompts.take(9000),), num_output=2, max_tokens=2, arrival=0.01
+        ),
     ]
     log = Log()
     config = preset("nano_vllm", max_num_batched_tokens=1000, max_num_seqs=4)
@@ -219,7 +221,7 @@ def test_a_file_gives_the_numbers_that_were_counted_live(
 ) -> None:
     file = tmp_path / "a.jsonl"
     with file.open("w", encoding="utf-8") as out:
-        jobs = parse_synthetic(WORKLOAD.format(7)).jobs()
+        jobs = parse_synthetic(WORKLOAD.format(7)).generate()
         live = simulate(
             jobs, preset(name, **SMALL), PROFILE, async_scheduling=async_scheduling, trace=out
         ).metrics
@@ -238,7 +240,9 @@ def test_a_file_gives_the_numbers_that_were_counted_live(
 def test_equal_clients_served_equally_are_fair() -> None:
     space = TokenSpace()
     jobs = [
-        Job(id=str(i), pieces=(space.take(20),), num_output=9, max_tokens=9, client=f"c{i % 4}")
+        WorkloadRequest(
+            id=str(i), pieces=(space.take(20),), num_output=9, max_tokens=9, client=f"c{i % 4}"
+        )
         for i in range(16)
     ]
     summary = summarize(simulate(jobs, preset(max_num_seqs=16), PROFILE).metrics)
@@ -269,7 +273,7 @@ def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
     fair, fcfs = (
         summarize(
             simulate(
-                parse_synthetic(text).jobs(),
+                parse_synthetic(text).generate(),
                 preset("vllm_v1", queue=queue, num_blocks=400, max_num_seqs=16),
                 load_profile("llama3.1-8b-a100-80gb"),
             ).metrics
@@ -280,8 +284,10 @@ def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
 
 
 def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
-    def job(id: str, deadline: float | None) -> Job:
-        return Job(id=id, pieces=(space.take(20),), num_output=9, max_tokens=9, deadline=deadline)
+    def job(id: str, deadline: float | None) -> WorkloadRequest:
+        return WorkloadRequest(
+            id=id, pieces=(space.take(20),), num_output=9, max_tokens=9, deadline=deadline
+        )
 
     space = TokenSpace()
     jobs = [job("none", None), job("soon", 1e-6), job("late", 1e6)]
@@ -292,7 +298,9 @@ def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
 @each_scheduling
 def test_whoever_has_an_id_that_comes_back_is_counted_too(async_scheduling: int) -> None:
     jobs = [
-        Job(id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count)
+        WorkloadRequest(
+            id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count
+        )
         for count in (2, 3, 4, 5)
     ]
     run = simulate(jobs, preset(**SMALL), PROFILE, async_scheduling=async_scheduling)

@@ -49,7 +49,7 @@ SMALL = {
 def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> str:
     """The trace of a small crowded run."""
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
-    jobs = parse_synthetic(WORKLOAD).jobs()
+    jobs = parse_synthetic(WORKLOAD).generate()
     simulate(
         jobs, config, load_profile("qwen3-0.6b-h200"), async_scheduling=async_scheduling, trace=file
     )

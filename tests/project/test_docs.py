@@ -32,8 +32,8 @@ from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
 from headway.lab.summary import summarize
-from headway.lab.workload.rows import OWN
-from headway.lab.workload.synthetic import WORDS
+from headway.lab.workload import synthetic
+from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
 from headway.observe.timeline import Metrics
 from headway.plan import (
@@ -319,12 +319,12 @@ def test_every_key_of_a_trace_is_documented(part: str) -> None:
 
 def test_every_key_of_a_synthetic_workload_is_documented() -> None:
     rows = rows_after(read("docs/simulator.md"), "### Synthetic text")
-    assert sorted(row[0].strip("`") for row in rows[1:]) == sorted(WORDS)
+    assert sorted(row[0].strip("`") for row in rows[1:]) == sorted(synthetic.FIELDS)
 
 
 def test_every_field_of_workloads_and_profiles_is_documented() -> None:
     document = read("docs/simulator.md")
-    names = [*OWN, *(f.name for f in fields(Profile) if f.name not in ("model", "machine"))]
+    names = [*FIELDS, *(f.name for f in fields(Profile) if f.name not in ("model", "machine"))]
     names += [f"model.{f.name}" for f in fields(Model)]
     names += [f"machine.{f.name}" for f in fields(Machine)]
     assert [name for name in names if f"`{name}`" not in document] == []

@@ -20,6 +20,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm"),  # the exports
     "errors": (),
     "checks": ("errors",),
+    "version": (),
     "request": ("errors", "checks"),
     "grammar": ("errors", "grammar"),
     "grammar.sandbox": (),
@@ -50,7 +51,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     ),
     "cli": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
-        "lab", "server", "cli",
+        "lab", "server", "cli", "version",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

@@ -20,7 +20,7 @@ from headway import errors
 from headway.cli.main import app
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.simulate import simulate
-from headway.lab.workload.synthetic import WORDS, parse_synthetic
+from headway.lab.workload.synthetic import FIELDS, parse_synthetic
 from headway.observe.trace import VERSION, Line
 from headway.request import Params, State
 from headway.scheduler import PRESETS, preset
@@ -85,21 +85,21 @@ SAMPLING_FLAGS = {
 COMMANDS = {
     "run": {"--max-tokens", "--json", *MODEL_FLAGS},
     "generate": {
-        "prompt", "--file", "--out", "--json", "--ignore-eos", "--samples", "-n", "--logprobs",
+        "prompt", "--file", "--out", "--json", "--ignore-eos", "--n", "-n", "--logprobs",
         *MODEL_FLAGS, *SAMPLING_FLAGS,
     },
     "chat": {"--system", *MODEL_FLAGS, *SAMPLING_FLAGS},
     "serve": {
         "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
-        "--api-workers", "--engine-process",
-        "--api-key", "--api-key-file", "--cors-origin", "--allowed-host", "--grace", "--watchdog",
+        "--api-server-count", "--engine-process", "--no-engine-process",
+        "--api-key", "--api-key-file", "--allowed-origins", "--allowed-host", "--grace", "--watchdog",
         "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
         "--timeout", "--stall-timeout", "--timeout-head", "--timeout-keep-alive",
         "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
     },
     "top": {"url", "--api-key", "--every", "--once"},
     "bench throughput": {
-        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset", "--json",
+        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path", "--json",
         *MODEL_FLAGS,
     },
     "bench latency": {
@@ -107,8 +107,8 @@ COMMANDS = {
         "--seed", "--json", *MODEL_FLAGS,
     },
     "bench serve": {
-        "--url", "--model", "--api-key", "--timeout", "--prompts", "--vocab-size", "--temperature",
-        "--seed", "--num-prompts", "--input-len", "--output-len", "--rate", "--concurrency",
+        "--base-url", "--model", "--api-key", "--timeout", "--prompts", "--vocab-size", "--temperature",
+        "--seed", "--num-prompts", "--input-len", "--output-len", "--request-rate", "--max-concurrency",
         "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
         "--json",
     },
@@ -208,13 +208,16 @@ def test_the_flags_of_every_command() -> None:
 def flags_of(name: str, command: Any) -> dict[str, set[str]]:
     """The flags of a command, or of all commands of a group."""
     if not hasattr(command, "commands"):
-        return {name.strip(): {o for p in command.params for o in p.opts} - {"--help"}}
+        return {
+            name.strip(): {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+            - {"--help"}
+        }
     inner = (flags_of(f"{name} {each}", sub) for each, sub in command.commands.items())
     return {key: flags for found in inner for key, flags in found.items()}
 
 
-def test_the_keys_of_a_synthetic_workload() -> None:
-    assert list(WORDS) == [
+def test_a_synthetic_workload_is_written_with_the_same_words() -> None:
+    assert list(FIELDS) == [
         "requests", "arrivals", "prompt", "output", "max_tokens", "prefix", "clients", "skew",
         "priorities", "slack", "n", "seed",
     ]  # fmt: skip
@@ -247,7 +250,7 @@ def strained() -> list[Line]:
     for config in runs:
         file = io.StringIO()
         profile = load_profile("qwen3-0.6b-h200")
-        simulate(parse_synthetic(text).jobs(), config, profile, async_scheduling=1, trace=file)
+        simulate(parse_synthetic(text).generate(), config, profile, async_scheduling=1, trace=file)
         lines += map(json.loads, file.getvalue().splitlines())
     return lines
 

@@ -22,8 +22,8 @@ from headway.engine.loop import Limits
 from headway.lab.loadgen import report as serve_report
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model, send
-from headway.lab.loadgen.requests import Wording
-from headway.lab.workload.files import read_jobs
+from headway.lab.loadgen.requests import RequestFormat
+from headway.lab.workload.files import read_workload
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.openai.embeddings import EmbeddingRequest
@@ -404,8 +404,8 @@ def test_a_mooncake_trace_is_replayed(url: str, tmp_path: Path) -> None:
              for i in range(3)]  # fmt: skip
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     address = Address.parse(url)
-    load = send(address, Wording(model=find_model(address)), read_jobs(file), timeout=60)
-    result = serve_report.report(load.outcomes, load.most_open)
+    load = send(address, RequestFormat(model=find_model(address)), read_workload(file), timeout=60)
+    result = serve_report.report(load.outcomes, load.max_concurrency)
     assert (result["completed"], result["errors"]) == (3, {})
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 520, 9)
 

@@ -70,5 +70,5 @@ def check_origin(method: str, headers: Headers, allowed: Collection[str]) -> Non
     if site is None and (origin is None or urlsplit(origin).netloc == headers.get("host")):
         return
     problem = f"web pages of {shown(origin or site)} may not call this server"
-    advice = "allow them with --cors-origin, or set an API key"
+    advice = "allow them with --allowed-origins, or set an API key"
     raise ApiError(403, f"{problem}; {advice}", param="Origin", code="origin_not_allowed")

@@ -1,8 +1,7 @@
-"""A job: a request to come, with the length its output will really have.
+"""A request of a workload: when it arrives, its prompt, and how many tokens it generates.
 
-Knows what a job is made of and how it becomes a request; nothing of files or distributions. A
-prompt is kept as runs of token ids and becomes tokens only when its job becomes a request, so a
-long workload stays small in memory.
+Knows nothing of files or distributions. A prompt is stored as runs of token ids and expanded only
+when the request is submitted, so a long workload needs little memory.
 """
 
 from __future__ import annotations
@@ -13,22 +12,22 @@ from dataclasses import dataclass
 from headway.executor.simulated import Script
 from headway.request import NO_TOKENS, Params, Request
 
-EOS = 0  # ends a job whose output is shorter than its max_tokens
+EOS = 0  # ends a request whose output is shorter than its max_tokens
 ENDS = frozenset({EOS})
-FIRST_TOKEN = 1 << 20  # made-up ids start above every real vocabulary
+FIRST_TOKEN = 1 << 20  # generated ids start above every real vocabulary
 LAST_TOKEN = (1 << 31) - 1
-MAX_TOKENS = 1 << 27  # of one prompt or output; more is taken for a mistake
+MAX_TOKENS = 1 << 27  # of one prompt or output; a larger number is treated as a mistake
 Pieces = tuple["range | array[int]", ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One request to come. Times are seconds from the start of its workload."""
+class WorkloadRequest:
+    """One request to submit. Times are seconds from the start of the workload."""
 
     id: str
     arrival: float = 0.0
-    pieces: Pieces  # of the prompt, in order; none is empty
-    num_output: int  # tokens it really generates; the last is EOS unless they are max_tokens
+    pieces: Pieces  # runs of the prompt's token ids, in order; none is empty
+    num_output: int  # generated tokens; the last one is EOS if there are fewer than max_tokens
     max_tokens: int  # at least num_output
     client: str = ""
     priority: int = 0
@@ -40,15 +39,17 @@ class Job:
         return sum(map(len, self.pieces))
 
     def prompt(self) -> array[int]:
-        """The prompt's tokens, made anew by every call."""
+        """The token ids of the prompt, built by every call."""
         tokens = array("i")
         for piece in self.pieces:
             tokens.extend(piece)
         return tokens
 
     def params(self, start: float = 0.0) -> Params:
-        """What its user asks for, where the workload begins at `start` on the engine's clock."""
-        last = self.pieces[-1][-1]  # a token that few others have; as filler it must not end it
+        """Its parameters, for a workload that starts at `start` on the engine's clock."""
+        last = self.pieces[-1][
+            -1
+        ]  # rarely shared, so a good filler token; EOS would end the output
         return Params(
             max_tokens=self.max_tokens, client=self.client, priority=self.priority, n=self.n,
             deadline=None if self.deadline is None else start + self.deadline,
@@ -57,15 +58,15 @@ class Job:
         )  # fmt: skip
 
     def request(self, start: float = 0.0) -> Request:
-        """The request it becomes; of n samples, the first."""
+        """The scheduler's request; with n above 1, its first sample."""
         return Request(self.id, self.prompt(), self.params(start), arrival=start + self.arrival)
 
 
 class TokenSpace:
-    """Hands out runs of token ids, each once, from FIRST_TOKEN up.
+    """Allocates runs of unique token ids, from FIRST_TOKEN up.
 
-    After two thousand million ids it begins again, one id further every time round: a run may then
-    hold ids of an old one, but would have to start with the same one to pass for its prefix.
+    After about two billion ids it starts again, one id further each time. A run may then contain
+    ids of an old run, but it never starts with the same id, so it cannot match as a prefix.
     """
 
     def __init__(self) -> None:
@@ -74,7 +75,7 @@ class TokenSpace:
         self._shared: dict[object, list[range]] = {}
 
     def take(self, count: int) -> range:
-        """A run of `count` ids that nobody else has; `count` is at most MAX_TOKENS."""
+        """A run of `count` unused ids; `count` is at most MAX_TOKENS."""
         if self._next + count > LAST_TOKEN:
             self._lap += 1
             self._next = FIRST_TOKEN + self._lap
@@ -82,11 +83,11 @@ class TokenSpace:
         return range(self._next - count, self._next)
 
     def skip(self, end: int) -> None:
-        """Hand out no id below `end` from now on: they came from elsewhere."""
+        """Allocate no id below `end` from now on, because a file uses them."""
         self._next = max(self._next, end)
 
     def shared(self, name: object, count: int) -> list[range]:
-        """The first `count` ids of what goes by this name, the same for everyone who asks."""
+        """The first `count` ids of the shared run `name`; every call returns the same ids."""
         known = self._shared.setdefault(name, [])
         left = count - sum(map(len, known))
         if left > 0:
@@ -99,7 +100,7 @@ class TokenSpace:
 
 
 def join(pieces: list[range | array[int]]) -> Pieces:
-    """The same tokens with adjacent runs made one and empty ones left out."""
+    """The same tokens, with adjacent runs merged and empty ones removed."""
     joined: list[range | array[int]] = []
     for piece in pieces:
         last = joined[-1] if joined else None
