@@ -152,7 +152,7 @@ def row(changes: dict[str, Any], regime: Regime) -> dict[str, float]:
     jobs = open_ended(regime.jobs())
     run = simulate(jobs, config, load_profile(PROFILE), observers=[remember_shares])
     assert not run.rejected, run.rejected[0]
-    summary, ends = summarize(run.metrics), sorted(x.finished for x in run.metrics.lives.values())
+    summary, ends = summarize(run.metrics), sorted(x.finished for x in run.metrics.requests)
     num_first = min(64, len(ends))
     return {
         "output_tokens_per_second": round(summary["output_tokens_per_second"], 1),

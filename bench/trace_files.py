@@ -65,7 +65,7 @@ def reuse(path: str) -> dict[str, Any]:
     run = simulate(jobs, config, profile, observers=[count])
     expected = block_reuse(path, skip={id for id, _ in run.rejected})
     return {
-        "requests": len(run.metrics.lives),
+        "requests": len(run.metrics.requests),
         "rejected": len(run.rejected),
         "seconds": round(perf_counter() - start, 1),
         "blocks": expected.num_blocks,

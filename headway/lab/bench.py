@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.observe.timeline import Life, Metrics, percentiles
+from headway.observe.run_stats import RunStats, percentiles
+from headway.observe.timeline import RequestTimes
 
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 MARKS = {"mean": "mean", "median": "p50", "p99": "p99"}  # their names, and ours
@@ -46,9 +47,9 @@ def random_prompt(source: random.Random, length: int, vocab_size: int) -> list[i
     return [source.randrange(vocab_size) for _ in range(length)]
 
 
-def throughput(metrics: Metrics, seconds: float) -> dict[str, Any]:
+def throughput(metrics: RunStats, seconds: float) -> dict[str, Any]:
     """How much was done in so many seconds, and how long each request waited for what."""
-    lives = list(metrics.lives.values())
+    lives = metrics.requests
     num_input, num_output = metrics.totals["prompt_tokens"], metrics.totals["output_tokens"]
     num_tokens = num_input + num_output
     result = {
@@ -66,7 +67,7 @@ def throughput(metrics: Metrics, seconds: float) -> dict[str, Any]:
     return result | _latencies(metrics, lives)
 
 
-def _latencies(metrics: Metrics, lives: Sequence[Life]) -> dict[str, float]:
+def _latencies(metrics: RunStats, lives: Sequence[RequestTimes]) -> dict[str, float]:
     """Milliseconds: to the first token, per token after it, between two, and in all."""
     gaps = {"mean": metrics.mean_gap()} | {f"p{p}": metrics.gap_percentile(p) for p in (50, 99)}
     times = {

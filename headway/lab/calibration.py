@@ -21,8 +21,8 @@ from headway.lab.fit import observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.jobs import Job
-from headway.observe.timeline import Metrics
-from headway.observe.trace import Line, header, unruns
+from headway.observe.run_stats import RunStats
+from headway.observe.trace import Line, header, unpack_tokens
 
 Wave = list[tuple[int, int]]  # prompt and output lengths of requests that come at once
 MIN_TOKENS = 64  # of what a request may have, prompt and output
@@ -140,7 +140,7 @@ def rerun(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The summaries of a log of whole requests, and of a simulation of the same requests."""
     lines = _together(lines)
-    real = Metrics(header(config, async_scheduling))
+    real = RunStats(header(config, async_scheduling))
     for line in lines:
         real.add(line)
     again = simulate(jobs_of(lines), config, profile, async_scheduling=async_scheduling)
@@ -160,13 +160,13 @@ def _together(lines: Sequence[Line]) -> list[Line]:
 def jobs_of(lines: Sequence[Line]) -> list[Job]:
     """The requests of a log, with the lengths that their outputs had."""
     outputs = {
-        end["id"]: len(unruns(end["output"])) for line in lines for end in line.get("finished", ())
+        end["id"]: len(unpack_tokens(end["output"])) for line in lines for end in line.get("finished", ())
     }
     asked = [each for line in _together(lines) for each in line.get("added", ())]
     start = min((each["arrival"] for each in asked), default=0.0)
     return [
         Job(
-            id=each["id"], pieces=(unruns(each["prompt"]),), num_output=outputs[each["id"]],
+            id=each["id"], pieces=(unpack_tokens(each["prompt"]),), num_output=outputs[each["id"]],
             max_tokens=each["max_tokens"], arrival=each["arrival"] - start,
         )
         for each in asked

@@ -23,7 +23,7 @@ def examine(summary: Summary, config: dict[str, Any]) -> list[Finding]:
     return [finding for check in checks if (finding := check(summary, config))]
 
 
-MEMORY = ("blocks", "headroom", "back_off")
+MEMORY = ("blocks", "headroom", "back_off", "just_preempted")
 
 
 def _top_reason(summary: Summary) -> str:
@@ -56,6 +56,8 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
         "blocks": "more KV blocks: a larger card, a smaller model or a shorter max_tokens",
         "headroom": "more KV blocks, or a less cautious headroom",
         "back_off": "more KV blocks; preemptions hold admission back",
+        "just_preempted": "more KV blocks; preemptions hold admission back",
+        "reserved_rows": "raise max_num_seqs; its last rows are reserved for other clients",
         "order": "allow the queue some patience, so that small requests pass a blocked one",
     }
     reason = _top_reason(summary)

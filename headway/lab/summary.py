@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from headway.observe.timeline import PERCENTILES, Life, Metrics, percentiles
+from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
+from headway.observe.timeline import RequestTimes
 
 Summary = dict[str, Any]
 
 
-def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
+def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
     """Everything that a report shows."""
-    totals, lives = metrics.totals, list(metrics.lives.values())
-    ended = [life for life in lives if life.reason in ("stop", "length")]
+    totals, lives = metrics.totals, metrics.requests
+    ended = [life for life in lives if life.finish_reason in ("stop", "length")]
     seconds = metrics.ended_at - min((life.arrival for life in lives), default=0.0)
     preemptions = totals["swaps"] + totals["recomputes"]
     return {
@@ -46,7 +47,7 @@ def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
         "preemptions": preemptions,
         "preemptions_per_second": _ratio(preemptions, seconds),
         "preemptions_by_swap": totals["swaps"],
-        "preemptions_for_priority": totals["bumps"],
+        "preemptions_for_priority": totals["priority_preemptions"],
         "recomputed_tokens": totals["recomputed_tokens"],
         "recompute_tax": _ratio(totals["recomputed_tokens"], totals["computed_tokens"]),
         "swapped_blocks": {"out": totals["blocks_out"], "in": totals["blocks_in"]},
@@ -62,12 +63,12 @@ def summarize(metrics: Metrics, rejected: int = 0) -> Summary:
 MIN_QUEUED = 0.01  # of the run: clients that queued less had all they asked for
 
 
-def fairness(lives: list[Life]) -> float:
+def fairness(lives: list[RequestTimes]) -> float:
     """Jain's index over clients of the tokens a second they got while they had to queue.
 
     1 means that all who had to queue were served alike, or that nobody had to.
     """
-    by_client: dict[str, list[Life]] = defaultdict(list)
+    by_client: dict[str, list[RequestTimes]] = defaultdict(list)
     for life in lives:
         by_client[life.client].append(life)
     span = max((x.finished for x in lives), default=0.0) - min(
@@ -78,7 +79,7 @@ def fairness(lives: list[Life]) -> float:
     return _ratio(float(known.sum() ** 2), float(len(known) * (known**2).sum())) or 1.0
 
 
-def _rate_while_queued(lives: list[Life], least: float) -> float | None:
+def _rate_while_queued(lives: list[RequestTimes], least: float) -> float | None:
     """Tokens a second served to one client while a request of its queued; None if hardly ever."""
     times, queued, reached = [0.0], [0.0], 0.0  # seconds queued up to each of these times
     for start, end in sorted((life.arrival, life.admitted) for life in lives):
@@ -96,7 +97,7 @@ def _rate_while_queued(lives: list[Life], least: float) -> float | None:
     return float((tokens * within / np.maximum(finished - admitted, 1e-9)).sum() / queued[-1])
 
 
-def _per_step(metrics: Metrics) -> dict[str, float]:
+def _per_step(metrics: RunStats) -> dict[str, float]:
     mean = {name: float(np.mean(v)) if len(v) else 0.0 for name, v in metrics.steps.items()}
     config = metrics.config
     return {
@@ -107,11 +108,11 @@ def _per_step(metrics: Metrics) -> dict[str, float]:
         "prefill_share": _ratio(mean["prefill"], mean["tokens"]),
         "waiting": mean["waiting"],
         "free_blocks": mean["free"],
-        "seconds": mean["busy"],
+        "seconds": mean["seconds"],
     }
 
 
-def _is_late(life: Life) -> bool:
+def _is_late(life: RequestTimes) -> bool:
     return life.deadline is not None and not 0 <= life.finished <= life.deadline
 
 

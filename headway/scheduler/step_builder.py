@@ -235,12 +235,12 @@ class Step:
             del scheduler.prefilling[request]
 
     def _must_wait(self, request: Request) -> Blocked | None:
-        """For its parent, who computes the prompt for both, or for a token still in flight."""
+        """Block a request until its parent has computed the prompt, or until its preemption ends."""
         parent = request.parent
         if parent is not None and not parent.num_generated and parent.state in UNCOMPUTED:
             return Blocked(request, "order", 1, 0)
         if request in self._scheduler.unsettled:
-            return Blocked(request, "back_off", 1, 0)
+            return Blocked(request, "just_preempted", 1, 0)
         return None
 
     def _try(self, request: Request, charge_cached: bool) -> Blocked | None:

@@ -37,4 +37,4 @@ def leaves_seats(request: Request, scheduler: Scheduler) -> Blocked | None:
         return None
     group = scheduler.queue.group_of
     num_seats = sum(group(other) == group(request) for other in scheduler.running)
-    return Blocked(request, "max_num_seqs", kept + 1, free) if num_seats >= kept else None
+    return Blocked(request, "reserved_rows", kept + 1, free) if num_seats >= kept else None

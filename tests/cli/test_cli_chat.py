@@ -78,7 +78,7 @@ def test_what_was_said_is_read_again_and_found_in_the_cache(llm: LLM) -> None:
     assert talk.num_cached == 0
     said(talk, "and again")
     assert talk.num_cached > len(talk.system) and len(talk.messages) == 4
-    assert list(talk.metrics.lives.values())[-1].num_prompt == len(talk._prompt(talk.messages[:3]))
+    assert talk.metrics.requests[-1].num_prompt == len(talk._prompt(talk.messages[:3]))
 
 
 def test_commands_do_what_they_say(llm: LLM) -> None:

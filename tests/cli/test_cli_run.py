@@ -121,8 +121,8 @@ def test_the_view_shows_the_run_within_the_screen(folder: Path, width: int) -> N
     lines = text.replace("\r", "\n").split("\n")
     assert max(map(cell_len, lines)) <= width
     for word in (
-        "KV cache", "of 20 blocks held", "waiting", "decoding", "done", "three is seated",
-        "two ends after 30 tokens (length)", "1 in the queue wait because all 2 seats are taken", "tokens/s",
+        "KV cache", "of 20 blocks in use", "waiting", "decoding", "done", "three is admitted",
+        "two finished with 30 tokens (length)", "1 queued request was not considered", "tokens/s",
     ):  # fmt: skip
         assert word in text, word
     alone = LLM(str(folder), load_format="dummy", threads=1)

@@ -98,7 +98,7 @@ def test_idle_time_is_skipped_and_nobody_is_served_before_it_came(async_scheduli
     ]
     run = simulate(jobs, preset(), PROFILE, async_scheduling=async_scheduling)
     for job in jobs:
-        life = run.metrics.lives[job.id]
+        (life,) = [each for each in run.metrics.requests if each.id == job.id]
         assert job.arrival == life.arrival <= life.admitted < job.arrival + 1
         assert life.admitted < life.first_token < life.finished < job.arrival + 1
     assert 3000 < run.metrics.ended_at < 3001
@@ -230,6 +230,6 @@ def test_the_models_length_is_a_limit() -> None:
     short = replace(PROFILE, model=replace(PROFILE.model, max_model_len=20))
     jobs = parse_synthetic("requests=3,prompt=10,output=50").jobs()
     run = simulate(jobs, preset(), short)
-    assert {life.num_output for life in run.metrics.lives.values()} == {10}
+    assert {life.num_output for life in run.metrics.requests} == {10}
     long = parse_synthetic("requests=3,prompt=20,output=50").jobs()
     assert len(simulate(long, preset(), short).rejected) == 3

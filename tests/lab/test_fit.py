@@ -135,7 +135,7 @@ def test_a_profile_of_another_kind_of_machine_is_found_again() -> None:
 def test_plans_of_several_steps_tell_as_much() -> None:
     profile = profile_of(SLOW)
     fitted, held_out = logs(profile, num_scheduler_steps=4)
-    assert any(line.get("steps", 1) > 1 for line in fitted)
+    assert any(line.get("num_steps", 1) > 1 for line in fitted)
     assert np.median(step_errors(fit(observations(fitted), SMALL), profile, held_out)) < 0.01
 
 
@@ -153,7 +153,7 @@ def test_no_number_is_ever_negative_and_every_profile_can_be_read_again(
     save_profile(profile_of(machine), tmp_path / "p.json")
     again = load_profile(tmp_path / "p.json")
     assert again == profile_of(machine)
-    assert len(simulate(jobs_of(held_out), CONFIG, again).metrics.lives) == len(jobs_of(held_out))
+    assert len(simulate(jobs_of(held_out), CONFIG, again).metrics.requests) == len(jobs_of(held_out))
 
 
 def test_what_is_predicted_for_a_log_is_what_the_profile_says_of_its_plans() -> None:

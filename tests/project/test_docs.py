@@ -33,7 +33,7 @@ from headway.lab.summary import summarize
 from headway.lab.workload.rows import OWN
 from headway.lab.workload.synthetic import WORDS
 from headway.observe import trace
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.plan import (
     Admission,
     Blocked,
@@ -329,7 +329,7 @@ def test_every_field_of_a_workload_and_of_a_profile_is_described() -> None:
 
 
 def test_every_key_of_a_summary_is_described() -> None:
-    summary = summarize(Metrics(trace.header(preset(), 0)))
+    summary = summarize(RunStats(trace.header(preset(), 0)))
     document = read("docs/simulator.md")
     assert [key for key in summary if f"`{key}`" not in document] == []
 

@@ -15,7 +15,7 @@ from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.jobs import Job, TokenSpace
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.scheduler.presets import PRESETS
 
 PROFILE = "llama3.1-8b-a100-80gb"
@@ -71,7 +71,7 @@ def seats_in_use(name: str) -> list[float]:
     ]
     profile = load_profile(PROFILE)
     config = replace(options.make_config(name, profile, {}), max_num_seqs=NUM_SEATS)
-    metrics: Metrics = simulate(jobs, config, profile).metrics
+    metrics: RunStats = simulate(jobs, config, profile).metrics
     return list(metrics.steps["running"])
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cli.view import live
 from headway.errors import HeadwayError, RequestTooLong
-from headway.observe.timeline import Life
+from headway.observe.timeline import RequestTimes
 from headway.plan import StepReport
 from headway.sampling_params import SamplingParams
 
@@ -122,7 +122,7 @@ class Talk:
 
     def stats(self) -> str:
         """What the chat took so far, in a few lines."""
-        lives, totals = list(self.metrics.lives.values()), self.metrics.totals
+        lives, totals = self.metrics.requests, self.metrics.totals
         if not lives:
             return "(nothing has been answered yet)"
         scheduler = self.llm.engine.scheduler
@@ -141,7 +141,7 @@ class Talk:
         }
         return "\n".join(f"{name:14}{text}" for name, text in lines.items())
 
-    def _last(self, life: Life) -> str:
+    def _last(self, life: RequestTimes) -> str:
         if life.first_token < 0:
             return "stopped before its first token"
         rate = (life.num_output - 1) / max(1e-9, life.finished - life.first_token)
