@@ -23,12 +23,12 @@ MAX_LISTED = 5  # blocked requests that `explain` lists
 MAX_EACH = 32  # decisions of one kind that the log takes from one step
 NEXT_STEP = "the next step considers it"
 BLOCKED = {
-    "token_budget": "it needs {need} tokens of the step's budget and {have} are left",
-    "blocks": "it needs {need} free KV blocks and {have} are free",
-    "headroom": "it needs {need} free KV blocks, headroom included, and {have} are free",
-    "back_off": "after recent preemptions it needs {need} free KV blocks and {have} are free",
-    "reserved_rows": "it needs {need} free rows and {have} are free; "
-    "the last rows are reserved for clients with fewer running requests",
+    "token_budget": "it needs {need} tokens of the step's budget; {have} left",
+    "blocks": "it needs {need} free KV blocks; {have} available",
+    "headroom": "it needs {need} free KV blocks including headroom; {have} available",
+    "back_off": "after recent preemptions it needs {need} free KV blocks; {have} available",
+    "reserved_rows": "it needs {need} free rows; {have} available, "
+    "reserved for clients with fewer running requests",
     "just_preempted": "it was just preempted; it can be admitted after the current step",
     "order": "another sample of the request computes the shared prompt first",
 }

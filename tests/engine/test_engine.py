@@ -381,7 +381,7 @@ def test_why_names_the_seats_that_are_kept_for_others() -> None:
     for i in range(9):
         engine.add(f"r{i}", [i], params(i, client="heavy"))
     engine.step()
-    assert "needs 2 free rows and 1 are free" in engine.why()
+    assert "needs 2 free rows; 1 available" in engine.why()
 
 
 def test_why_names_the_tokens_of_a_prompt_that_may_not_be_cut() -> None:
@@ -390,7 +390,7 @@ def test_why_names_the_tokens_of_a_prompt_that_may_not_be_cut() -> None:
     engine.add("b", [2] * 19, params())
     engine.add("c", [3] * 5, params())
     engine.step()
-    assert "b waits: it needs 19 tokens of the step's budget and 12 are left." in engine.why()
+    assert "b waits: it needs 19 tokens of the step's budget; 12 left." in engine.why()
     assert "1 queued request was not considered: blocked requests" in engine.why()
 
 
@@ -407,7 +407,7 @@ def test_why_names_the_blocks() -> None:
     engine.add("a", [1] * 20, params())
     engine.add("b", [2] * 16, params())
     engine.step()
-    assert "b waits: it needs 4 free KV blocks and 3 are free." in engine.why()
+    assert "b waits: it needs 4 free KV blocks; 3 available." in engine.why()
 
 
 def test_why_names_the_headroom() -> None:
@@ -415,7 +415,7 @@ def test_why_names_the_headroom() -> None:
     engine.add("a", [1] * 12, params(max_tokens=4))
     engine.add("b", [2] * 15, params(max_tokens=2))
     engine.step()
-    assert "b waits: it needs 6 free KV blocks, headroom included, and 5 are free." in engine.why()
+    assert "b waits: it needs 6 free KV blocks including headroom; 5 available." in engine.why()
 
 
 def test_why_names_the_back_off() -> None:
