@@ -44,7 +44,7 @@ NOT_CONSIDERED = {
 
 def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str:
     """A waiting request starts to run."""
-    parts = [f"{id} is admitted again" if is_resume else f"{id} is admitted"]
+    parts = [f"request {id} is admitted{' again' if is_resume else ''}"]
     if num_cached:
         parts.append(f"{_count(num_cached, 'token')} from the prefix cache")
     if num_swapped:
@@ -58,7 +58,7 @@ def preempted(id: str, is_swap: bool, num_lost: int, is_priority: bool, step: in
     if is_priority:
         cause = "a request with a higher priority waits"
     fate = "swapped out" if is_swap else "to recompute"
-    return f"{id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
+    return f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
 
 
 def why_blocked(reason: str, need: int, have: int) -> str:
@@ -71,14 +71,14 @@ def why_not_considered(reason: str, max_num_seqs: int, *, is_behind_blocked: boo
     """Why a step did not consider the rest of the queue."""
     if reason == "order":
         if is_behind_blocked:
-            return "blocked requests are ahead of them in the queue"
-        return "the step did not try to admit them"
+            return "blocked requests are ahead in the queue"
+        return "the step did not reach this part of the queue"
     return NOT_CONSIDERED[reason].format(limit=max_num_seqs)
 
 
 def waits(id: str, reason: str, need: int, have: int) -> str:
     """A considered request stays in the queue."""
-    return f"{id} waits: {why_blocked(reason, need, have)}"
+    return f"request {id} waits: {why_blocked(reason, need, have)}"
 
 
 def not_considered(
@@ -103,7 +103,7 @@ def copied(num_out: int, num_in: int) -> str:
 
 def computed(id: str, start: int, end: int) -> str:
     """A step computes a chunk of a request."""
-    return f"{id} computes tokens [{start}, {end})"
+    return f"request {id} computes tokens [{start}, {end})"
 
 
 def decoded(num_decodes: int, num_steps: int) -> str:
@@ -118,7 +118,7 @@ def finished(id: str, num_output: int, reason: str | None, *, is_pooling: bool =
     result = _count(num_output, "token")
     if is_pooling:
         result = "its embedding" if num_output else "no embedding"
-    return f"{id} finished with {result} ({reason})"
+    return f"request {id} finished with {result} ({reason})"
 
 
 def _count(number: int, noun: str) -> str:

@@ -119,8 +119,8 @@ class Checker:
         self.seen.update(d.kind for d in log)
 
     def check_numbers(self, text: str, request: Request, expected: list[int]) -> None:
-        assert text.startswith(f"{request.id} ")
-        assert numbers_in(text.removeprefix(request.id)) == expected
+        assert text.startswith(f"request {request.id} ")
+        assert numbers_in(text.removeprefix(f"request {request.id}")) == expected
 
     def check_views(self) -> None:
         """The page, `headway top` and `why` show the sentences of the latest plan."""
@@ -132,7 +132,7 @@ class Checker:
             if row["id"] in sentences:
                 assert row["why"] == sentences[row["id"]]
         listed = [b for b in plan.blocked if b.request.id in {r.id for r in scheduler.queue}][:5]
-        assert all(f"{b.request.id} waits: {sentences[b.request.id]}." in why for b in listed)
+        assert all(f"request {b.request.id} waits: {sentences[b.request.id]}." in why for b in listed)
 
 
 def follow(engine: Engine) -> Counter[str]:
@@ -181,7 +181,7 @@ def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
     (blocked,) = plan.blocked
     assert (blocked.request.id, blocked.reason) == ("lower", "just_preempted")
     assert plan.events.num_free > 0
-    (line,) = [line for line in engine.why().splitlines() if "lower waits" in line]
+    (line,) = [line for line in engine.why().splitlines() if "request lower waits" in line]
     assert "preempted" in line and "block" not in line
 
 

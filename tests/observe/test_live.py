@@ -85,7 +85,7 @@ def test_a_snapshot_lists_requests_and_decisions_but_no_prompt() -> None:
     shown = metrics.snapshot()["decisions"]
     assert shown == [decision._asdict() for decision in decisions]
     for id in ("a", "b", "c", "d"):
-        kinds = [d["kind"] for d in shown if d["text"].startswith(f"{id} ")]
+        kinds = [d["kind"] for d in shown if d["text"].startswith(f"request {id} ")]
         assert kinds == ["admitted", "finished"], id
 
 
