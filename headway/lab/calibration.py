@@ -160,7 +160,9 @@ def _together(lines: Sequence[Line]) -> list[Line]:
 def jobs_of(lines: Sequence[Line]) -> list[Job]:
     """The requests of a log, with the lengths that their outputs had."""
     outputs = {
-        end["id"]: len(unpack_tokens(end["output"])) for line in lines for end in line.get("finished", ())
+        end["id"]: len(unpack_tokens(end["output"]))
+        for line in lines
+        for end in line.get("finished", ())
     }
     asked = [each for line in _together(lines) for each in line.get("added", ())]
     start = min((each["arrival"] for each in asked), default=0.0)

@@ -153,7 +153,9 @@ def test_no_number_is_ever_negative_and_every_profile_can_be_read_again(
     save_profile(profile_of(machine), tmp_path / "p.json")
     again = load_profile(tmp_path / "p.json")
     assert again == profile_of(machine)
-    assert len(simulate(jobs_of(held_out), CONFIG, again).metrics.requests) == len(jobs_of(held_out))
+    assert len(simulate(jobs_of(held_out), CONFIG, again).metrics.requests) == len(
+        jobs_of(held_out)
+    )
 
 
 def test_what_is_predicted_for_a_log_is_what_the_profile_says_of_its_plans() -> None:

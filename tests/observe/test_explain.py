@@ -132,7 +132,9 @@ class Checker:
             if row["id"] in sentences:
                 assert row["why"] == sentences[row["id"]]
         listed = [b for b in plan.blocked if b.request.id in {r.id for r in scheduler.queue}][:5]
-        assert all(f"request {b.request.id} waits: {sentences[b.request.id]}." in why for b in listed)
+        assert all(
+            f"request {b.request.id} waits: {sentences[b.request.id]}." in why for b in listed
+        )
 
 
 def follow(engine: Engine) -> Counter[str]:

@@ -265,9 +265,11 @@ def test_a_trace_is_written_with_the_same_keys() -> None:
     )
     assert all(set(line) >= ALWAYS for line in steps)
     seen = set().union(*steps)
-    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted", "aborted_in_flight", "num_early"}, (
-        STEP_KEYS ^ seen
-    )
+    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {
+        "aborted",
+        "aborted_in_flight",
+        "num_early",
+    }, STEP_KEYS ^ seen
     asked = set().union(*(a for line in steps for a in line.get("added", ())))
     assert {"id", "arrival", "prompt", "max_tokens"} <= asked <= REQUEST_KEYS
     ended = set().union(*(e for line in steps for e in line.get("finished", ())))
