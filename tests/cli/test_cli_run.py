@@ -57,7 +57,7 @@ def test_a_run_tells_everything_in_one_object(tiny: list[str], tmp_path: Path) -
 def test_without_a_terminal_every_end_is_a_line(tiny: list[str]) -> None:
     done = headway("run", *tiny)
     ends = re.findall(
-        r"^step \d+: (\w+) ends after (\d+) tokens .* (\d+) of 10 done", done.err, re.M
+        r"^step \d+: request (\w+) finished with (\d+) tokens .* (\d+) of 10 done", done.err, re.M
     )
     assert done.code == 0 and sorted(name for name, _, _ in ends) == sorted(NAMES)
     assert ends[-1][2] == "10" and len(done.err.splitlines()) == 10
