@@ -1,8 +1,8 @@
 """Replay a recorded run: the same requests and step times must give the same decisions.
 
 Times and sampled tokens come from the trace; the scheduler decides everything again. If all
-decisions agree, the scheduling error of the simulator is exactly zero. Any real or simulated run can
-be replayed if it was recorded to its end and no step failed.
+decisions agree, the scheduling error of the simulator is exactly zero. Any real or simulated run
+can be replayed if it was recorded to its end and no step failed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RecordedExecutor:
         return SimulatedHandle(self._clock, StepResult(columns, firsts, started, ended))
 
     def _next(self, request: Request) -> int:
-        """The next recorded token. Tokens after the recorded end are not kept, so any value will do."""
+        """The next recorded token, or -1 after the recorded end, where no token is kept."""
         place = self._num_sampled[request]
         self._num_sampled[request] = place + 1
         output = self._outputs[request]

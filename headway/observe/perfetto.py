@@ -67,5 +67,6 @@ def _request(times: RequestTimes) -> Iterator[Event]:
 
 def _mark(kind: str, id: str, name: str, time: float) -> Event:
     return {
-        "ph": kind, "cat": "request", "id": id, "pid": 1, "tid": 2, "ts": time * MICRO, "name": name,
+        "ph": kind, "cat": "request", "id": id, "pid": 1, "tid": 2, "ts": time * MICRO,
+        "name": name,
     }  # fmt: skip

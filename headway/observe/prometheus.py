@@ -45,7 +45,7 @@ GAUGES = {
     "num_requests_swapped": "Waiting requests whose KV blocks are kept on the host.",
     "kv_cache_usage_perc": "Fraction of the KV blocks in use, 0 to 1.",
     "waiting_by_reason": "Waiting requests by the reason that the latest plan gave.",
-    "snapshot_age_seconds": "Age of the gauges: time since the current step began, 0 between steps.",
+    "snapshot_age_seconds": "Age of the gauges: time since the step began, 0 between steps.",
 }
 COUNTERS = {
     "num_preemptions": "Preemptions of running requests.",

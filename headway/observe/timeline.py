@@ -219,11 +219,12 @@ def record_of(report: StepReport) -> StepRecord[Request]:
         step=plan.step, planned=events.schedule_ended, started=result.started,
         ended=result.ended or events.schedule_ended, num_running=events.num_running,
         num_waiting=events.num_waiting, num_free=events.num_free,
-        num_prefill=sum([c.end - c.start for c in plan.chunks]), num_decodes=len(plan.decodes),
+        num_prefill=sum([c.end - c.start for c in plan.chunks]) if plan.chunks else 0,
+        num_decodes=len(plan.decodes),
         num_steps=plan.num_steps, dropped=dropped(plan) if plan.tokens_kept else NONE_DROPPED,
         copies=(len(plan.copies_out), len(plan.copies_in)), reasons=_reasons(plan),
         added=[(r, _times_of(r)) for r in events.added] if events.added else (),
-        aborted=[*events.aborted, *events.aborted_in_flight],
+        aborted=events.aborted + events.aborted_in_flight,
         preempted=[(p.request, p.is_swap, p.is_priority) for p in events.preempted]
         if events.preempted else (),
         admitted=[(a.request, a.num_cached, a.is_resume) for a in plan.admitted]

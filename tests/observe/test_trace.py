@@ -43,7 +43,8 @@ WORKLOAD = (
     "prefix=2x16@0.5,n=2,clients=3,priorities=2,slack=uniform(0.01,0.2),seed=5"
 )
 SMALL = {
-    "block_size": 4, "num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 64, "num_host_blocks": 20,
+    "block_size": 4, "num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 64,
+    "num_host_blocks": 20,
 }  # fmt: skip
 
 
