@@ -154,7 +154,7 @@ def row(changes: dict[str, Any], regime: Regime) -> dict[str, float]:
     requests = open_ended(regime.requests())
     run = simulate(requests, config, load_profile(PROFILE), observers=[remember_shares])
     assert not run.rejected, run.rejected[0]
-    summary, ends = summarize(run.metrics), sorted(x.finished for x in run.metrics.lives.values())
+    summary, ends = summarize(run.metrics), sorted(x.finished for x in run.metrics.requests)
     num_first = min(64, len(ends))
     return {
         "output_tokens_per_second": round(summary["output_tokens_per_second"], 1),

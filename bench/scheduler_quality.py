@@ -78,7 +78,7 @@ LENGTHS = "requests=256,prompt=uniform(100,1024),output=uniform(100,1024)"
 def seeded_run(name: str, profile: str, pool: int, is_unknown: bool, seed: int) -> dict[str, float]:
     config = preset(name, **NUMBERS, num_blocks=pool // 16)
     text = f"{LENGTHS},seed={seed}" + (",max_tokens=1024" if is_unknown else "")
-    run = simulate(synthetic.parse_synthetic(text).jobs(), config, load_profile(profile))
+    run = simulate(synthetic.parse_synthetic(text).generate(), config, load_profile(profile))
     summary = summarize(run.metrics)
     return {
         "steps": summary["steps"],

@@ -65,7 +65,7 @@ def measure_hits(path: str) -> dict[str, Any]:
     result = simulate(requests, config, profile, observers=[count])
     expected = ideal_cache_hits(path, skip={id for id, _ in result.rejected})
     return {
-        "requests": len(result.metrics.lives),
+        "requests": len(result.metrics.requests),
         "rejected": len(result.rejected),
         "seconds": round(perf_counter() - start, 1),
         "blocks": expected.num_blocks,

@@ -20,7 +20,10 @@ Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
 Embedding = npt.NDArray[np.float32]  # [hidden size], of length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
-Reason = Literal["max_num_seqs", "token_budget", "blocks", "headroom", "order", "back_off"]
+Reason = Literal[
+    "max_num_seqs", "reserved_rows", "token_budget", "blocks", "headroom", "back_off", "order",
+    "just_preempted",
+]  # fmt: skip
 
 
 class Chunk(NamedTuple):

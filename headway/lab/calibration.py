@@ -21,8 +21,8 @@ from headway.lab.fit import observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.timeline import Metrics
-from headway.observe.trace import Line, header, unruns
+from headway.observe.run_stats import RunStats
+from headway.observe.trace import Line, header, unpack_tokens
 
 Wave = list[tuple[int, int]]  # prompt and output lengths of requests that arrive together
 MIN_TOKENS = 64  # prompt and output of a request
@@ -144,7 +144,7 @@ def compare_with_simulation(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The summary of a log, and of a simulation of the same requests."""
     lines = _align_arrivals(lines)
-    real = Metrics(header(config, async_scheduling))
+    real = RunStats(header(config, async_scheduling))
     for line in lines:
         real.add(line)
     again = simulate(requests_of(lines), config, profile, async_scheduling=async_scheduling)
@@ -167,13 +167,15 @@ def _align_arrivals(lines: Sequence[Line]) -> list[Line]:
 def requests_of(lines: Sequence[Line]) -> list[WorkloadRequest]:
     """The requests of a log, with the lengths of their outputs."""
     outputs = {
-        end["id"]: len(unruns(end["output"])) for line in lines for end in line.get("finished", ())
+        end["id"]: len(unpack_tokens(end["output"]))
+        for line in lines
+        for end in line.get("finished", ())
     }
     added = [each for line in _align_arrivals(lines) for each in line.get("added", ())]
     start = min((each["arrival"] for each in added), default=0.0)
     return [
         WorkloadRequest(
-            id=each["id"], pieces=(unruns(each["prompt"]),), num_output=outputs[each["id"]],
+            id=each["id"], pieces=(unpack_tokens(each["prompt"]),), num_output=outputs[each["id"]],
             max_tokens=each["max_tokens"], arrival=each["arrival"] - start,
         )
         for each in added

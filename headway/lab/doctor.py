@@ -29,7 +29,7 @@ def examine(summary: Summary, config: dict[str, Any]) -> list[Finding]:
     return [finding for check in checks if (finding := check(summary, config))]
 
 
-MEMORY = ("blocks", "headroom", "back_off")
+MEMORY = ("blocks", "headroom", "back_off", "just_preempted")
 
 
 def _top_reason(summary: Summary) -> str:
@@ -62,6 +62,8 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
         "blocks": "add KV blocks (a larger GPU or a smaller model) or lower max_tokens of the requests",
         "headroom": "add KV blocks or use a less cautious headroom",
         "back_off": "add KV blocks: back_off delays admission after preemptions",
+        "just_preempted": "add KV blocks: preempted requests wait until the next step",
+        "reserved_rows": "raise max_num_seqs: the last rows are reserved for other clients",
         "order": "set the queue's patience, so that small requests can overtake a blocked one",
     }
     reason = _top_reason(summary)

@@ -85,7 +85,7 @@ def observations(lines: Iterable[Line]) -> Observations:
 
 
 def _passes(line: Line) -> list[tuple[float, ...]]:
-    rows, context = line["decodes"], line.get("context", 0)
+    rows, context = line["decodes"], line.get("decode_context", 0)
     tokens, samples, reads, pairs = rows, rows, context, float(context)
     for _, start, end, is_last in line.get("chunks", ()):
         tokens += end - start
@@ -93,7 +93,7 @@ def _passes(line: Line) -> list[tuple[float, ...]]:
         reads += end
         pairs += (end - start) * (start + (end - start + 1) / 2)
     passes: list[tuple[float, ...]] = [(tokens, samples, reads, pairs)] if tokens else []
-    for step in range(1, line.get("steps", 1) if rows else 1):
+    for step in range(1, line.get("num_steps", 1) if rows else 1):
         passes.append((rows, rows, context + step * rows, context + step * rows))
     return passes
 

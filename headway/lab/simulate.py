@@ -17,8 +17,8 @@ from headway.errors import ConfigError, PolicyError, RequestError
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import Profile
 from headway.lab.workload.request import WorkloadRequest
-from headway.observe.timeline import Metrics
-from headway.observe.trace import TraceWriter, describe_step, header
+from headway.observe.run_stats import RunStats
+from headway.observe.trace import TraceWriter, header
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper
@@ -30,7 +30,7 @@ Progress = Callable[[int], None]  # called with the number of requests that have
 class SimulationResult:
     """The metrics of a simulation, and the requests that were rejected."""
 
-    metrics: Metrics
+    metrics: RunStats
     rejected: list[tuple[str, str]] = field(default_factory=list)  # id and reason
 
 
@@ -50,14 +50,13 @@ def simulate(
     executor = SimulatedExecutor(
         clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
     )
-    result = SimulationResult(Metrics(header(config, async_scheduling)))
+    result = SimulationResult(RunStats(header(config, async_scheduling)))
     writer = TraceWriter(trace, config, async_scheduling, profile=profile.name) if trace else None
 
     def observe(report: StepReport) -> None:
-        line = describe_step(report)
-        result.metrics.add(line)
+        result.metrics(report)
         if writer:
-            writer.write(line)
+            writer(report)
         if progress and report.finished:
             progress(len(report.finished))
 

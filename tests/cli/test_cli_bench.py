@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from headway.errors import ConfigError
 from headway.lab.loadgen.report import latency, throughput
 from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
-from headway.observe.timeline import Life, Metrics
+from headway.observe.run_stats import RunStats
+from headway.observe.timeline import RequestTimes
 from headway.observe.trace import read_trace
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
@@ -55,7 +56,7 @@ def test_throughput_counts_requests_and_tokens(bare: list[str], tmp_path: Path) 
     assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"]
     assert result["p99_e2el_ms"] <= result["elapsed_time"] * 1e3
     header, *steps = read_trace(trace)
-    metrics = Metrics(header)
+    metrics = RunStats(header)
     for step in steps:
         metrics.add(step)
     assert metrics.totals["cached_tokens"] == 0
@@ -163,10 +164,11 @@ def test_random_prompts_are_within_the_vocabulary(length: int, vocab_size: int, 
 
 
 def test_every_statistic_has_its_meaning() -> None:
-    metrics = Metrics({"config": {}})
+    metrics = RunStats({"config": {}})
     for number, seconds in enumerate((1.0, 2.0, 9.0)):
-        metrics.lives[str(number)] = Life(
-            10.0, "", None, 5, first_token=10.0 + seconds, finished=10.0 + 3 * seconds, num_output=3
+        first, finished = 10.0 + seconds, 10.0 + 3 * seconds
+        metrics.requests.append(
+            RequestTimes(str(number), 10.0, 5, first_token=first, finished=finished, num_output=3)
         )
     result = throughput(metrics, 20.0)
     assert (result["mean_ttft_ms"], result["median_ttft_ms"]) == (4000, 2000)

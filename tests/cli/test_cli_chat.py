@@ -78,7 +78,7 @@ def test_earlier_messages_are_found_in_the_prefix_cache(llm: LLM) -> None:
     assert conversation.num_cached == 0
     said(conversation, "and again")
     assert conversation.num_cached > len(conversation.system) and len(conversation.messages) == 4
-    assert list(conversation.metrics.lives.values())[-1].num_prompt == len(
+    assert conversation.metrics.requests[-1].num_prompt == len(
         conversation._prompt(conversation.messages[:3])
     )
 

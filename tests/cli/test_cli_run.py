@@ -57,7 +57,7 @@ def test_json_output_has_results_config_and_summary(tiny: list[str], tmp_path: P
 def test_without_a_terminal_every_finished_request_is_a_line(tiny: list[str]) -> None:
     done = headway("run", *tiny)
     ends = re.findall(
-        r"^step \d+: (\w+) ends after (\d+) tokens .* (\d+) of 10 done", done.err, re.M
+        r"^step \d+: request (\w+) finished with (\d+) tokens .* (\d+) of 10 done", done.err, re.M
     )
     assert done.code == 0 and sorted(name for name, _, _ in ends) == sorted(NAMES)
     assert ends[-1][2] == "10" and len(done.err.splitlines()) == 10
@@ -123,8 +123,8 @@ def test_the_live_view_fits_the_screen_and_does_not_change_tokens(folder: Path, 
     lines = text.replace("\r", "\n").split("\n")
     assert max(map(cell_len, lines)) <= width
     for pattern in (
-        "KV cache", "of 20 blocks", "waiting", "decoding", "done", "three .*", "tokens/s",
-        r"two .*30 tokens \(length\)", "1 in the queue .* all 2 ",
+        "KV cache", "of 20 blocks", "waiting", "decoding", "done", "three is admitted", "tokens/s",
+        r"two finished .*30 tokens \(length\)", "1 queued request was not considered",
     ):  # fmt: skip
         assert re.search(pattern, text), pattern
     alone = LLM(str(folder), load_format="dummy", threads=1)

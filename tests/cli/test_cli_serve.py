@@ -59,7 +59,7 @@ def test_a_model_is_served_until_sigterm(
         assert body["system_fingerprint"].startswith("fp_")
         key = {"Authorization": "Bearer sesame"}
         assert "headway:generation_tokens_total" in httpx.get(f"{url}/metrics", headers=key).text
-        assert httpx.get(f"{url}/live", headers=key).json()["blocks"]["total"] == 64
+        assert httpx.get(f"{url}/live", headers=key).json()["kv_blocks"]["total"] == 64
         process.send_signal(signal.SIGTERM)
         _, rest = process.communicate(timeout=20)
         assert process.returncode == 0 and "sesame" not in said + rest

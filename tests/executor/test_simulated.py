@@ -104,7 +104,7 @@ def test_idle_time_is_skipped_and_requests_start_after_they_arrive(async_schedul
     ]
     run = simulate(jobs, preset(), PROFILE, async_scheduling=async_scheduling)
     for job in jobs:
-        life = run.metrics.lives[job.id]
+        (life,) = [each for each in run.metrics.requests if each.id == job.id]
         assert job.arrival == life.arrival <= life.admitted < job.arrival + 1
         assert life.admitted < life.first_token < life.finished < job.arrival + 1
     assert 3000 < run.metrics.ended_at < 3001
@@ -238,6 +238,6 @@ def test_the_models_length_limits_requests() -> None:
     short = replace(PROFILE, model=replace(PROFILE.model, max_model_len=20))
     jobs = parse_synthetic("requests=3,prompt=10,output=50").generate()
     run = simulate(jobs, preset(), short)
-    assert {life.num_output for life in run.metrics.lives.values()} == {10}
+    assert {life.num_output for life in run.metrics.requests} == {10}
     long = parse_synthetic("requests=3,prompt=20,output=50").generate()
     assert len(simulate(long, preset(), short).rejected) == 3

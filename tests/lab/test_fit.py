@@ -134,7 +134,7 @@ def test_the_profile_of_a_gpu_is_recovered() -> None:
 def test_plans_of_several_steps_are_fitted_as_well() -> None:
     profile = profile_of(SLOW)
     fitted, held_out = logs(profile, num_scheduler_steps=4)
-    assert any(line.get("steps", 1) > 1 for line in fitted)
+    assert any(line.get("num_steps", 1) > 1 for line in fitted)
     assert (
         np.median(step_errors(fit(observations(fitted), SMALL).machine, profile, held_out)) < 0.01
     )
@@ -154,7 +154,7 @@ def test_no_number_is_negative_and_every_profile_can_be_read_again(
     save_profile(profile_of(machine), tmp_path / "p.json")
     again = load_profile(tmp_path / "p.json")
     assert again == profile_of(machine)
-    assert len(simulate(requests_of(held_out), CONFIG, again).metrics.lives) == len(
+    assert len(simulate(requests_of(held_out), CONFIG, again).metrics.requests) == len(
         requests_of(held_out)
     )
 

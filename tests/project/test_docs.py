@@ -35,7 +35,7 @@ from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.plan import (
     Admission,
     Blocked,
@@ -331,7 +331,7 @@ def test_every_field_of_workloads_and_profiles_is_documented() -> None:
 
 
 def test_every_key_of_a_summary_is_documented() -> None:
-    summary = summarize(Metrics(trace.header(preset(), 0)))
+    summary = summarize(RunStats(trace.header(preset(), 0)))
     document = read("docs/simulator.md")
     assert [key for key in summary if f"`{key}`" not in document] == []
 

@@ -35,7 +35,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "executor.base": TYPES,
     "executor.simulated": TYPES,
     "observe": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe"),
-    "observe.explain": (*TYPES, "scheduler"),
+    "observe.explain": (*TYPES, "scheduler", "observe"),
     "observe.trace": (*TYPES, "scheduler", "observe"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine"),
     "loading": (*TYPES, "scheduler", "model", "text", "engine"),

@@ -132,15 +132,18 @@ ENDPOINTS = {
 }  # fmt: skip
 STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
-    "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
-    "copied_in", "blocked", "behind", "finished", "steps", "in_flight", "interrupted", "early",
+    "admitted", "chunks", "decodes", "decode_context", "new_blocks", "dropped", "deferred",
+    "copied_out", "copied_in", "blocked", "not_considered", "finished", "num_steps", "in_flight",
+    "aborted_in_flight", "num_early",
 }  # fmt: skip
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {
     "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
-    "salt", "stops", "parent", "reads_cache", "pooling",
+    "salt", "stop_ids", "parent", "reads_cache", "pooling",
 }  # fmt: skip
-END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
+END_KEYS = {
+    "id", "finish_reason", "output", "cached", "recomputed", "preemptions", "stop_token", "error",
+}  # fmt: skip
 
 
 def test_the_exports_of_the_package() -> None:
@@ -259,18 +262,20 @@ def test_the_keys_of_a_trace() -> None:
     lines = strained()
     heads = [line for line in lines if "headway_trace" in line]
     steps = [line for line in lines if "headway_trace" not in line]
-    assert VERSION == 1 and all(line["headway_trace"] == 1 for line in heads)
+    assert VERSION == 2 and all(line["headway_trace"] == 2 for line in heads)
     assert all(
         set(line) == {"headway_trace", "config", "async_scheduling", "profile"} for line in heads
     )
     assert all(set(line) >= ALWAYS for line in steps)
     seen = set().union(*steps)
-    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted", "interrupted", "early"}, (
-        STEP_KEYS ^ seen
-    )
+    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {
+        "aborted",
+        "aborted_in_flight",
+        "num_early",
+    }, STEP_KEYS ^ seen
     asked = set().union(*(a for line in steps for a in line.get("added", ())))
     assert {"id", "arrival", "prompt", "max_tokens"} <= asked <= REQUEST_KEYS
     ended = set().union(*(e for line in steps for e in line.get("finished", ())))
-    assert {"id", "reason", "output", "recomputed", "stop"} <= ended <= END_KEYS
+    assert {"id", "finish_reason", "output", "recomputed", "stop_token"} <= ended <= END_KEYS
     kinds = {b[1] for line in steps for b in line.get("blocked", ())}
-    assert kinds <= {"max_num_seqs", "token_budget", "blocks", "headroom", "order", "back_off"}
+    assert kinds <= {"token_budget", "blocks", "headroom", "order", "back_off", "just_preempted"}

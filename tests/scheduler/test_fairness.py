@@ -156,7 +156,7 @@ def test_seats_are_kept_for_clients_that_have_few(seats: int) -> None:
     world.steps(4)
     plan = world.step()
     assert plan.events.num_running == seats - kept
-    assert plan.blocked[0][1:] == ("max_num_seqs", kept + 1, kept)
+    assert plan.blocked[0][1:] == ("reserved_rows", kept + 1, kept)
     for number in range(kept):
         world.add(f"s{number}", 4, 50, client="small")
     assert len(world.step().admitted) == kept
@@ -250,7 +250,7 @@ def test_every_law_of_the_scheduler_holds_where_clients_pass(async_scheduling: i
             for old in begun & scheduler.running.keys()
             for request in new
         )
-        seen["kept seats"] += any(blocked.reason == "max_num_seqs" for blocked in plan.blocked)
+        seen["kept seats"] += any(blocked.reason == "reserved_rows" for blocked in plan.blocked)
         begun.clear()
         begun.update(scheduler.state.prefilling)
 

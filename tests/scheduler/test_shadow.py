@@ -57,7 +57,7 @@ LEAST = {
     "multi-step plans": 1000, "ends within a multi-step plan": 50,
     "samples of one prompt": 3000, "plans while another is in flight": 10000,
     "blocked: token_budget": 500, "blocked: blocks": 5000, "blocked: headroom": 5000,
-    "blocked: order": 5000, "blocked: back_off": 300,
+    "blocked: order": 5000, "blocked: back_off": 300, "blocked: just_preempted": 200,
     "not considered: max_num_seqs": 5000, "not considered: token_budget": 1000, "not considered: order": 5000, "not considered: back_off": 200,
     "finish: stop": 3000, "finish: length": 5000, "finish: abort": 500, "finish: error": 100,
 }  # fmt: skip

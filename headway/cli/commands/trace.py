@@ -16,7 +16,7 @@ from headway.lab.diff import diff
 from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
 from headway.observe.perfetto import to_perfetto
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.observe.trace import read_trace
 
 
@@ -82,7 +82,7 @@ def _diff(file: Path, other: Path, as_json: bool) -> None:
 
 def _summarize(file: Path, as_json: bool) -> None:
     lines = read_trace(file)
-    metrics = Metrics(next(lines))
+    metrics = RunStats(next(lines))
     for line in lines:
         metrics.add(line)
     if not as_json:

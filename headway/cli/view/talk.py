@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cli.view import live
 from headway.errors import HeadwayError, RequestTooLong
-from headway.observe.timeline import Life
+from headway.observe.timeline import RequestTimes
 from headway.plan import StepReport
 from headway.sampling_params import SamplingParams
 
@@ -122,16 +122,16 @@ class Conversation:
 
     def stats(self) -> str:
         """Statistics of the chat, a line each."""
-        lives, totals = list(self.metrics.lives.values()), self.metrics.totals
-        if not lives:
+        requests, totals = self.metrics.requests, self.metrics.totals
+        if not requests:
             return "(no answers yet)"
         scheduler = self.llm.engine.scheduler
         num_held = scheduler.config.num_blocks - scheduler.num_free
         num_said = len(self._prompt(self.messages)) if self.messages else 0
         lines = {
-            "last answer": self._last(lives[-1]),
+            "last answer": self._last(requests[-1]),
             "conversation": f"{num_said:,} of {self.llm.config.max_model_len:,} tokens",
-            "total": f"{len(lives)} answers, {totals['output_tokens']:,} tokens; "
+            "total": f"{len(requests)} answers, {totals['output_tokens']:,} tokens; "
             f"{totals['cached_tokens']:,} of {totals['prompt_tokens']:,} prompt tokens cached",
             "KV cache": f"{num_held} of {scheduler.config.num_blocks:,} blocks used, "
             f"{len(scheduler.kv.pool.index.block_of):,} blocks in the prefix cache",
@@ -141,7 +141,7 @@ class Conversation:
         }
         return "\n".join(f"{name:14}{text}" for name, text in lines.items())
 
-    def _last(self, life: Life) -> str:
+    def _last(self, life: RequestTimes) -> str:
         if life.first_token < 0:
             return "stopped before the first token"
         rate = (life.num_output - 1) / max(1e-9, life.finished - life.first_token)

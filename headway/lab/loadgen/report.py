@@ -16,7 +16,8 @@ import numpy.typing as npt
 
 from headway.errors import ConfigError
 from headway.lab.loadgen.load import Outcome
-from headway.observe.timeline import Life, Metrics, percentiles
+from headway.observe.run_stats import RunStats, percentiles
+from headway.observe.timeline import RequestTimes
 
 Times = Mapping[str, npt.NDArray[np.float64]]  # milliseconds, by keys of LATENCIES
 LATENCIES = {
@@ -24,7 +25,7 @@ LATENCIES = {
     "e2el": "end-to-end latency",
 }  # fmt: skip
 STATISTICS = ("mean", "median", "std", "p90", "p99")
-ENGINE_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}  # and their keys in `Metrics`
+ENGINE_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}  # and their keys in RunStats
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 OBJECTIVES = ("ttft", "tpot", "e2el")  # latencies that a single request has
 
@@ -116,37 +117,37 @@ def _statistic(values: npt.NDArray[np.float64], name: str) -> float:
     return float(np.percentile(values, 50 if name == "median" else float(name[1:])))
 
 
-def throughput(metrics: Metrics, seconds: float) -> dict[str, Any]:
+def throughput(metrics: RunStats, seconds: float) -> dict[str, Any]:
     """Counts, rates and latencies of an offline run that took `seconds`."""
-    lives = list(metrics.lives.values())
+    requests = metrics.requests
     num_input, num_output = metrics.totals["prompt_tokens"], metrics.totals["output_tokens"]
     num_tokens = num_input + num_output
     result = {
         "elapsed_time": seconds,
-        "num_requests": len(lives),
+        "num_requests": len(requests),
         "total_num_tokens": num_tokens,
-        "requests_per_second": len(lives) / seconds,
+        "requests_per_second": len(requests) / seconds,
         "tokens_per_second": num_tokens / seconds,
         "total_input_tokens": num_input,
         "total_output_tokens": num_output,
-        "request_throughput": len(lives) / seconds,
+        "request_throughput": len(requests) / seconds,
         "output_throughput": num_output / seconds,
         "total_token_throughput": num_tokens / seconds,
     }
-    return result | _latencies(metrics, lives)
+    return result | _latencies(metrics, requests)
 
 
-def _latencies(metrics: Metrics, lives: Sequence[Life]) -> dict[str, float]:
+def _latencies(metrics: RunStats, requests: Sequence[RequestTimes]) -> dict[str, float]:
     gaps = {"mean": metrics.mean_gap()} | {f"p{p}": metrics.gap_percentile(p) for p in (50, 99)}
     times = {
-        "ttft": percentiles(life.first_token - life.arrival for life in lives),
+        "ttft": percentiles(request.first_token - request.arrival for request in requests),
         "tpot": percentiles(
-            (life.finished - life.first_token) / (life.num_output - 1)
-            for life in lives
-            if life.num_output > 1
+            (request.finished - request.first_token) / (request.num_output - 1)
+            for request in requests
+            if request.num_output > 1
         ),
         "itl": gaps,
-        "e2el": percentiles(life.finished - life.arrival for life in lives),
+        "e2el": percentiles(request.finished - request.arrival for request in requests),
     }
     return {
         f"{name}_{key}_ms": values[ours] * 1e3
