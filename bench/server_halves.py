@@ -38,7 +38,7 @@ from headway.model.registry import resolve
 from headway.observe.server_metrics import ServerMetrics
 from headway.plan import Column, Plan, StepReport, StepResult
 from headway.scheduler import Scheduler, preset
-from headway.server.process.serve import Recipe, Served, bind, serve_here
+from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
 from headway.server.process.workers import Supervisor
 from headway.server.settings import Settings
 
@@ -55,7 +55,7 @@ def model_options(quantization: str) -> ModelOptions:
     )
 
 
-def real(quantization: str, steps: str) -> Served:
+def real(quantization: str, steps: str) -> ServedEngine:
     served = make_engine(ServeOptions(), model_options(quantization))
     served.engine.observers.append(StepTimes(steps))
     return served
@@ -103,7 +103,7 @@ class Asleep:
         return self._result
 
 
-def simulated(seconds: float) -> Served:
+def simulated(seconds: float) -> ServedEngine:
     config = preset(
         "headway", block_size=16, num_blocks=STREAMS * 64, max_num_seqs=STREAMS, max_num_batched_tokens=8192,
         max_model_len=2048, num_scheduler_steps=1,
@@ -111,11 +111,15 @@ def simulated(seconds: float) -> Served:
     clock = RealClock()
     engine = Engine(Scheduler(config), Asleep(clock, seconds), clock, async_scheduling=0)
     tokenizer = find_tokenizer(resolve(MODEL))
-    asking = InputProcessor(
+    processor = InputProcessor(
         tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2})
     )
-    facts = Facts(asking=asking, model_name=MODEL, max_model_len=config.max_model_len, words="")
-    return Served(engine=engine, facts=facts, limits=ServeOptions().limits(), prepare=watch)
+    facts = Facts(
+        input_processor=processor, model_name=MODEL, max_model_len=config.max_model_len, words=""
+    )
+    return ServedEngine(
+        engine=engine, model_info=facts, limits=ServeOptions().limits(), prepare=watch
+    )
 
 
 def watch(loop: EngineLoop) -> None:
@@ -170,15 +174,15 @@ def main() -> None:
         if asked.kind == "simulated"
         else partial(real, asked.quantization, asked.steps)
     )
-    recipe = Recipe(
+    factory = ServerFactory(
         make_engine=make, make_app=partial(make_app, Settings(), 30.0),
         setup=partial(set_up_logs, "human", "info"),
     )  # fmt: skip
-    bound, end_logs = bind("127.0.0.1", asked.port), recipe.setup()
+    bound, end_logs = bind("127.0.0.1", asked.port), factory.setup()
     if asked.api_workers:
-        status = Supervisor(recipe, bound, asked.api_workers).run(lambda _: None)
+        status = Supervisor(factory, bound, asked.api_workers).run(lambda _: None)
     else:
-        status = serve_here(recipe, bound, lambda _: None)
+        status = serve_single_process(factory, bound, lambda _: None)
     end_logs()
     sys.exit(status)
 

@@ -41,7 +41,8 @@ from headway.server import live
 from headway.server.context import Context
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from headway.server.http import validation_errors as problems
-from headway.server.process.log_setup import AccessLog, setup
+from headway.server.http.middleware import AccessLogMiddleware
+from headway.server.process.log_setup import setup
 
 SIZES = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 64}
 SECRET = 31337  # a prompt's token
@@ -547,7 +548,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 def call(headers: dict[str, str]) -> httpx.Response:
     async def get() -> httpx.Response:
-        transport = httpx.ASGITransport(AccessLog(hello))
+        transport = httpx.ASGITransport(AccessLogMiddleware(hello))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             return await http.get("/v1/a%0Ab?key=sesame", headers=headers)
 

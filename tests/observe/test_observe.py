@@ -122,7 +122,7 @@ async def test_a_deadline_is_known_without_waiting_for_a_step() -> None:
 
 @on_loop
 async def test_a_reset_waits_for_a_step_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "ANSWERS_WITHIN", 0.1)
+    monkeypatch.setattr(app_module, "ENGINE_TIMEOUT", 0.1)
     async with watched() as s:
         async with blocked(s):
             answer = await s.client.post("/reset_prefix_cache")

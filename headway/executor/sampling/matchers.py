@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from headway.grammar.checker import GrammarChecker
-from headway.grammar.grammar import Grammar, refuse
+from headway.grammar.grammar import Grammar, raise_if_invalid
 from headway.grammar.sandbox import Vocabulary
 from headway.request import Params
 from headway.sampling_params import Sampling
@@ -99,7 +99,7 @@ class Matchers:
         """
         sampling = params.sampling
         assert isinstance(sampling, Sampling) and sampling.grammar is not None, "else it is ready"
-        refuse(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
+        raise_if_invalid(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
         return _with(params, sampling, self.read(sampling.grammar))
 
     def read(self, grammar: Grammar) -> ReadGrammar:

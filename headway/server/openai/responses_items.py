@@ -1,6 +1,6 @@
-"""The output items of a response, and the events that tell how they grow.
+"""The output items of a response and the events that report them.
 
-An answer is a sequence of items: messages of text, and function calls. One item grows at a time.
+The output is a sequence of items: text messages and function calls. One item is open at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import copy
 import secrets
 from typing import Any
 
-from headway.server.generation.conversation import Answer
+from headway.server.generation.conversation import OutputParser
 from headway.server.generation.runs import Delta
 from headway.server.toolcalls.formats import CallDelta
 
@@ -17,22 +17,22 @@ Event = dict[str, Any]
 
 
 class OutputItems:
-    """The items of one answer; the last one may still be growing."""
+    """The items of one response; the last one may be open."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
         self._items: list[dict[str, Any]] = []
         self._is_open = False
 
     @property
     def output(self) -> list[dict[str, Any]]:
-        """All items as they are now."""
+        """A copy of all items."""
         return copy.deepcopy(self._items)
 
     def push(self, delta: Delta, scores: list[dict[str, Any]] | None) -> list[Event]:
-        """The events of what a sample gained; `scores` belong to its first text."""
+        """The events of a delta; `scores` are attached to its first text."""
         events: list[Event] = []
-        for piece in self._answer.pieces(delta):
+        for piece in self._parser.push(delta):
             if isinstance(piece, CallDelta):
                 events += self._call(piece)
             else:
@@ -41,7 +41,7 @@ class OutputItems:
         return events
 
     def close(self, status: str = "completed") -> list[Event]:
-        """The events at the end of the item that grows, if there is one."""
+        """The events that close the open item; none if no item is open."""
         if not self._is_open:
             return []
         self._is_open = False
