@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from headway.errors import Overloaded
 from headway.grammar import sandbox as grammar_sandbox
-from headway.grammar.sandbox import Vocabulary
+from headway.grammar.sandbox import GrammarVocabulary
 
 MAX_VERDICTS = 256
 MAX_WAIT = 60.0  # seconds for a verdict, even on a busy machine
@@ -44,7 +44,7 @@ class CheckableGrammar(Protocol):
 class GrammarChecker:
     """Checks grammars for one vocabulary; None: every byte is a token. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary | None = None, *, num_steps: int = 0) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary | None = None, *, num_steps: int = 0) -> None:
         self._vocabulary, self._num_steps = vocabulary, num_steps
         self._problems: OrderedDict[bytes, str] = OrderedDict()  # by digest, oldest first
         self._process: subprocess.Popen[bytes] | None = None
@@ -106,7 +106,7 @@ def _digest(grammar: CheckableGrammar) -> bytes:
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _start_process(vocabulary: Vocabulary | None) -> subprocess.Popen[bytes]:
+def _start_process(vocabulary: GrammarVocabulary | None) -> subprocess.Popen[bytes]:
     """Start a process and send it the vocabulary; OSError if that fails."""
     # One malloc arena: the address space reserved for a second one would count as memory in use.
     path = os.pathsep.join(entry for entry in sys.path if entry)

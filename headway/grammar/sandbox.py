@@ -43,7 +43,7 @@ BY_SIGNAL = {
 }
 
 
-class Vocabulary(NamedTuple):
+class GrammarVocabulary(NamedTuple):
     """The tokens of a model: bytes by id, ids of special tokens, ids that end an output."""
 
     tokens: list[bytes]

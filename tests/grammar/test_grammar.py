@@ -488,8 +488,8 @@ def test_a_dead_end_after_the_last_token_is_ignored(tiny: Path, num_scheduler_st
         (reasons[length],) = engine.add(str(length), [5, 6, 7], params)
     engine.add("other", [3, 4], Params(max_tokens=12))
     engine.run()
-    told = {length: request.finish_reason for length, request in reasons.items()}
-    assert told == {1: "length", 2: "length", 3: "error", 4: "error"}
+    found = {length: request.finish_reason for length, request in reasons.items()}
+    assert found == {1: "length", 2: "length", 3: "error", 4: "error"}
 
 
 # Validation.
@@ -498,25 +498,25 @@ def test_a_dead_end_after_the_last_token_is_ignored(tiny: Path, num_scheduler_st
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: Grammar.regex("["), "regex cannot be used: .*unclosed"),
+        (lambda: Grammar.regex("["), "regex .*unclosed"),
         (lambda: Grammar.regex("(?=a)b"), "look-around"),
         (lambda: Grammar.regex("[^\\s\\S]"), "no text satisfies it"),
-        (lambda: Grammar.regex(3), "regex must be a text"),
-        (lambda: Grammar.regex("a" * (MAX_CHARACTERS + 1)), "100001 characters; 100000"),
+        (lambda: Grammar.regex(3), "regex .*3"),
+        (lambda: Grammar.regex("a" * (MAX_CHARACTERS + 1)), "regex .*100000.*100001"),
         (lambda: Grammar.choice([]), "choice must be a list"),
         (lambda: Grammar.choice("yes"), "choice must be a list"),
         (lambda: Grammar.choice(["a", 3]), "choice must be a list"),
-        (lambda: Grammar.choice(["a", "\ud800"]), "choice holds .*surrogate"),
-        (lambda: Grammar.choice(["a" * 500_000]), "500004 characters; 500000"),
-        (lambda: Grammar.json_schema({"type": "person"}), "json_schema cannot be used: .*person"),
+        (lambda: Grammar.choice(["a", "\ud800"]), "choice .*surrogate"),
+        (lambda: Grammar.choice(["a" * 500_000]), "choice .*500000.*500004"),
+        (lambda: Grammar.json_schema({"type": "person"}), "json_schema .*person"),
         (lambda: Grammar.json_schema({"uniqueItems": True}), "uniqueItems"),
         (lambda: Grammar.json_schema({"$ref": "http://a.b/c"}), "http://a.b/c"),
         (lambda: Grammar.json_schema("{"), "json_schema is not JSON"),
         (lambda: Grammar.json_schema("[]"), "json_schema must be an object"),
-        (lambda: Grammar.json_schema({"const": {1, 2}}), "json_schema is no JSON"),
-        (lambda: Grammar.json_schema({"x-guidance": 3}), "x-guidance must be an object"),
-        (lambda: Grammar.lark("start: nothing"), "lark cannot be used: .*nothing"),
-        (lambda: Grammar("xml", ""), "a grammar is one of .*, not 'xml'"),
+        (lambda: Grammar.json_schema({"const": {1, 2}}), "json_schema .*JSON"),
+        (lambda: Grammar.json_schema({"x-guidance": 3}), "x-guidance .*object.*3"),
+        (lambda: Grammar.lark("start: nothing"), "lark .*nothing"),
+        (lambda: Grammar("xml", ""), "json_schema, .*'xml'"),
     ],
 )  # fmt: skip
 def test_an_invalid_grammar_is_refused_with_the_reason(make: Any, problem: str) -> None:
@@ -526,9 +526,9 @@ def test_an_invalid_grammar_is_refused_with_the_reason(make: Any, problem: str) 
 
 def test_params_that_exclude_a_grammar_are_refused() -> None:
     for more in ({"ignore_eos": True}, {"min_tokens": 3}):
-        with pytest.raises(InvalidRequest, match="with a grammar it cannot be set"):
+        with pytest.raises(InvalidRequest, match=f"{next(iter(more))}.*grammar"):
             SamplingParams(grammar=Grammar.json_object(), **more)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="grammar must be a Grammar or None, not 'x'"):
+    with pytest.raises(InvalidRequest, match="^grammar .*'x'"):
         SamplingParams(grammar="x")  # type: ignore[arg-type]
 
 
@@ -537,9 +537,9 @@ def test_validation_names_what_the_model_lacks() -> None:
     without = InputProcessor(tokenizer=None, vocab_size=9, hidden_size=8, eos_ids=frozenset({1}))
     with pytest.raises(InvalidRequest, match="request 'r7': .*no tokenizer"):
         without.params(asked, "r7")
-    with pytest.raises(InvalidRequest, match="regex: this model has no token that ends"):
+    with pytest.raises(InvalidRequest, match="regex.*no token"):
         replace(without, tokenizer=LETTERS, eos_ids=frozenset()).params(asked, "r7")  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="request 'r7': regex cannot be used"):
+    with pytest.raises(InvalidRequest, match="request 'r7': regex "):
         replace(without, tokenizer=LETTERS).params(asked, "r7")  # type: ignore[arg-type]
 
 

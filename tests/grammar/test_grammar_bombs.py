@@ -109,7 +109,7 @@ def test_a_checker_restarts_its_killed_process() -> None:
 
 def test_a_checker_that_cannot_start_raises_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/program")
-    with pytest.raises(Overloaded, match="cannot be checked now"):
+    with pytest.raises(Overloaded, match="grammar checker"):
         GrammarChecker().problem(Grammar.regex("a"))
 
 

@@ -234,7 +234,7 @@ def test_a_stop_string_ends_the_text_before_it(client: Any, alone: str) -> None:
 
 def test_the_client_raises_its_own_error_classes(client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match=NAME):
-        client.completions.create(model="nobody", prompt="x")
+        client.completions.create(model="unknown-model", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model=NAME, prompt="x", temperature=-1)
     assert caught.value.param == "temperature"

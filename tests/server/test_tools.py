@@ -260,9 +260,11 @@ def test_a_call_has_openais_format() -> None:
     assert call.as_message() == {"id": "call_1", "type": "function", "function": function}
     assert CallDelta(2, "{}", "call_1", "weather").as_chunk() == {"index": 2, **call.as_message()}
     assert CallDelta(2, '"a"').as_chunk() == {"index": 2, "function": {"arguments": '"a"'}}
-    own = ToolCallParser(HERMES, NAMES).parse(tagged("weather", {}) + tagged("weather", {})).calls
+    parser = ToolCallParser(HERMES, NAMES)
+    own = parse(parser, tagged("weather", {}) + tagged("weather", {})).calls
     assert len({call.id for call in own}) == 2 and own[0].id.startswith("call_")
-    (short,) = ToolCallParser(MISTRAL, NAMES).parse('[TOOL_CALLS][{"name": "no-thing"}]').calls
+    parser = ToolCallParser(MISTRAL, NAMES)
+    (short,) = parse(parser, '[TOOL_CALLS][{"name": "no-thing"}]').calls
     assert len(short.id) == 9 and short.id.isalnum(), "what templates of Mistral's models demand"
 
 
@@ -272,12 +274,14 @@ def test_a_call_has_openais_format() -> None:
 def test_the_call_format_is_detected_in_the_template() -> None:
     assert format_of(QWEN) == (HERMES, False) and format_of(LLAMA) == (LLAMA3, False)
     assert format_of(MISTRALS) == (MISTRAL, False)
-    with pytest.raises(InvalidRequest, match=r"does not know any.*--tool-call-parser"):
+    with pytest.raises(InvalidRequest, match=r"tools .*--tool-call-parser"):
         format_of(PLAIN)
-    with pytest.raises(InvalidRequest, match=r"form.*--tool-call-parser"):
+    with pytest.raises(
+        InvalidRequest, match=r"tools .*--tool-call-parser .*hermes, qwen, llama3, mistral"
+    ):
         format_of(XML)
     assert format_of(XML, "hermes") == (HERMES, False) and format_of(PLAIN, "qwen")[1]
-    with pytest.raises(InvalidRequest, match="tools cannot be shown .* no chat template"):
+    with pytest.raises(InvalidRequest, match="tools .* no chat template"):
         format_of(None)
 
 
@@ -387,24 +391,24 @@ def test_earlier_calls_are_written_as_text_if_the_template_ignores_them() -> Non
 @pytest.mark.parametrize(
     ("tools", "choice", "problem"),
     [
-        (None, "required", "tool_choice is given without tools"),
-        (TOOLS, "always", "tool_choice must be none, auto, required, .*'always'"),
-        (TOOLS, {"type": "allowed_tools"}, "allowed_tools must have a mode"),
+        (None, "required", "tool_choice .*tools"),
+        (TOOLS, "always", "tool_choice .*none, auto, required.*'always'"),
+        (TOOLS, {"type": "allowed_tools"}, "allowed_tools .*mode"),
         (
             TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
             "at least 1 tool",
         ),
         (TOOLS, allowed("auto", "x"), "tool_choice names 'x'"),
         (TOOLS, {"type": "function"}, "tool_choice must be"),
-        (TOOLS, {"function": {"name": "x"}}, "tool_choice names 'x', .*: weather, no-thing"),
+        (TOOLS, {"function": {"name": "x"}}, "tool_choice .*'x'.*: weather, no-thing"),
         ([{"type": "search"}], "auto", r"tools\[0\] must be"),
         ([WEATHER, "weather"], None, r"tools\[1\] must be"),
-        ([{"type": "function", "function": {}}], None, r"tools\[0\].function.name .*, not None"),
+        ([{"type": "function", "function": {}}], None, r"tools\[0\].function.name .*None"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "1 to 64 letters"),
         ([WEATHER, WEATHER], None, r"tools\[1\].function.name 'weather'"),
         (
             [{"type": "function", "function": {"name": "a", "parameters": []}}], None,
-            r"tools\[0\].function.parameters must be a JSON schema",
+            r"tools\[0\].function.parameters ",
         ),
         ("weather", None, "tools must be a list"),
     ],
@@ -427,7 +431,7 @@ def test_a_template_gets_arguments_as_objects() -> None:
     given_ = template_messages(QWEN, talk)
     assert given_[0] == talk[0] and given_[2] == talk[2]
     assert given_[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
-    assert call["function"]["arguments"] == '{"place": "Rome"}', "the caller's own is not changed"
+    assert call["function"]["arguments"] == '{"place": "Rome"}', "the caller's message is unchanged"
     shown = render_chat(QWEN, given_)
     assert tagged("weather", {"place": "Rome"}) in shown
 
@@ -435,10 +439,10 @@ def test_a_template_gets_arguments_as_objects() -> None:
 @pytest.mark.parametrize(
     ("calls", "problem"),
     [
-        ([{"function": {"name": "f", "arguments": "{"}}], r"tool_calls\[0\].function.arguments is"),
-        ([{"function": {"arguments": "{}"}}], r"messages\[0\].tool_calls\[0\].function must have"),
-        (["f"], r"tool_calls\[0\].function must have"),
-        ("f", r"messages\[0\].tool_calls must be a list"),
+        ([{"function": {"name": "f", "arguments": "{"}}], r"tool_calls\[0\].function.arguments "),
+        ([{"function": {"arguments": "{}"}}], r"messages\[0\].tool_calls\[0\].function "),
+        (["f"], r"tool_calls\[0\].function "),
+        ("f", r"messages\[0\].tool_calls .*list"),
     ],
 )
 def test_wrong_earlier_calls_are_named(calls: Any, problem: str) -> None:

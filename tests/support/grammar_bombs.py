@@ -19,12 +19,12 @@ from typing import Any
 from headway.errors import InvalidRequest
 from headway.grammar.checker import GrammarChecker
 from headway.grammar.grammar import CHECKER, Grammar, check_grammar
-from headway.grammar.sandbox import Vocabulary, make_tokenizer
+from headway.grammar.sandbox import GrammarVocabulary, make_tokenizer
 
 NUM_STEPS = 64
 END = 256
 PIECES = [b"aa", b"aaaa", b'{"', b'": ', b'"}', b"item ", b"<tool_call>", b"the ", "é".encode()]
-VOCABULARY = Vocabulary([*(bytes([n]) for n in range(256)), b"<end>", *PIECES], [END], [END])
+VOCABULARY = GrammarVocabulary([*(bytes([n]) for n in range(256)), b"<end>", *PIECES], [END], [END])
 
 
 def nested(keyword: str, async_scheduling: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from headway.grammar.checker import GrammarChecker
 from headway.grammar.grammar import Grammar, raise_if_invalid
-from headway.grammar.sandbox import Vocabulary
+from headway.grammar.sandbox import GrammarVocabulary
 from headway.request import Params
 from headway.sampling_params import Sampling
 
@@ -184,7 +184,7 @@ class _Form:
         self.eos_token_id = ends[0]
         self.special_token_ids = sorted({*speller.special_ids, *ends})
         self.tokens = [speller.spell(id).spelled for id in range(vocab_size)]
-        self.vocabulary = Vocabulary(self.tokens, self.special_token_ids, ends)
+        self.vocabulary = GrammarVocabulary(self.tokens, self.special_token_ids, ends)
         self.trie = LLTokenizer(TokenizerWrapper(self), n_vocab=vocab_size, eos_token=ends)
         self._trie = self.trie
 

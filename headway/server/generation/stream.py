@@ -93,8 +93,8 @@ class CompleteResponse(CancellableResponse):
 class EventStreamResponse(CancellableResponse):
     """Server-sent events. A failure before the first event is a plain error, later an event.
 
-    The generator of the events may write directly to the chunk writer, if there is one, while the
-    consumer does not wait for its next event.
+    While this response waits for the next event, the generator of the events may write directly to
+    the chunk writer, if there is one.
     """
 
     media_type = "text/event-stream"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-Result = TypeVar("Result")
+T = TypeVar("T")
 MAX_INLINE_SIZE = 4000  # characters, token ids or log probabilities handled on the event loop
 LARGE = 1 << 18  # work of this size runs one at a time, so that memory stays bounded
 SLICE = 0.004  # seconds of work between two pauses
@@ -24,7 +24,7 @@ _TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", N
 _thread = threading.local()  # has `worked_since` only on threads started by `offload`
 
 
-async def offload(size: int, work: Callable[[], Result]) -> Result:
+async def offload(size: int, work: Callable[[], T]) -> T:
     """Return `work()`: called directly up to MAX_INLINE_SIZE, on another thread above it."""
     if size <= MAX_INLINE_SIZE:
         return work()
@@ -32,7 +32,7 @@ async def offload(size: int, work: Callable[[], Result]) -> Result:
     return await asyncio.get_running_loop().run_in_executor(executor, _with_pauses, work)
 
 
-def _with_pauses(work: Callable[[], Result]) -> Result:
+def _with_pauses(work: Callable[[], T]) -> T:
     _thread.worked_since = time.perf_counter()
     try:
         return work()

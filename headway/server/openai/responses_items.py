@@ -13,7 +13,7 @@ from headway.server.generation.conversation import OutputParser
 from headway.server.generation.runs import Delta
 from headway.server.toolcalls.formats import CallDelta
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 
 
 class OutputItems:
@@ -29,9 +29,9 @@ class OutputItems:
         """A copy of all items."""
         return copy.deepcopy(self._items)
 
-    def push(self, delta: Delta, scores: list[dict[str, Any]] | None) -> list[Event]:
+    def push(self, delta: Delta, scores: list[dict[str, Any]] | None) -> list[ResponseEvent]:
         """The events of a delta; `scores` are attached to its first text."""
-        events: list[Event] = []
+        events: list[ResponseEvent] = []
         for piece in self._parser.push(delta):
             if isinstance(piece, CallDelta):
                 events += self._call(piece)
@@ -40,7 +40,7 @@ class OutputItems:
                 scores = None
         return events
 
-    def close(self, status: str = "completed") -> list[Event]:
+    def close(self, status: str = "completed") -> list[ResponseEvent]:
         """The events that close the open item; none if no item is open."""
         if not self._is_open:
             return []
@@ -48,7 +48,7 @@ class OutputItems:
         item = self._items[-1]
         item["status"] = status
         at = self._place()
-        done: Event
+        done: ResponseEvent
         if item["type"] == "function_call":
             done = {
                 "type": "response.function_call_arguments.done", **at,
@@ -68,33 +68,33 @@ class OutputItems:
         })  # fmt: skip
         return copy.deepcopy(events)
 
-    def _text(self, text: str, scores: list[dict[str, Any]]) -> list[Event]:
+    def _text(self, text: str, scores: list[dict[str, Any]]) -> list[ResponseEvent]:
         events = []
         if not self._is_open or self._items[-1]["type"] != "message":
             events = [*self.close(), *self._begin_message()]
         (part,) = self._items[-1]["content"]
         part["text"] += text
         part["logprobs"] += scores
-        delta: Event = {
+        delta: ResponseEvent = {
             "type": "response.output_text.delta", **self._place(), "content_index": 0,
             "delta": text, "logprobs": scores,
         }  # fmt: skip
         return [*events, delta]
 
-    def _call(self, piece: CallDelta) -> list[Event]:
+    def _call(self, piece: CallDelta) -> list[ResponseEvent]:
         events = []
         if piece.id is not None:
             events = [*self.close(), *self._begin_call(piece)]
         if not piece.arguments:
             return events
         self._items[-1]["arguments"] += piece.arguments
-        delta: Event = {
+        delta: ResponseEvent = {
             "type": "response.function_call_arguments.delta", **self._place(),
             "delta": piece.arguments,
         }  # fmt: skip
         return [*events, delta]
 
-    def _begin_message(self) -> list[Event]:
+    def _begin_message(self) -> list[ResponseEvent]:
         part: dict[str, Any] = {
             "type": "output_text", "text": "", "annotations": [], "logprobs": [],
         }  # fmt: skip
@@ -103,20 +103,20 @@ class OutputItems:
             "content": [],
         })  # fmt: skip
         self._items[-1]["content"].append(part)
-        begun: Event = {
+        begun: ResponseEvent = {
             "type": "response.content_part.added", **self._place(), "content_index": 0,
             "part": copy.deepcopy(part),
         }  # fmt: skip
         return [added, begun]
 
-    def _begin_call(self, piece: CallDelta) -> list[Event]:
+    def _begin_call(self, piece: CallDelta) -> list[ResponseEvent]:
         item = {
             "id": _new_id("fc"), "type": "function_call", "status": "in_progress",
             "call_id": piece.id, "name": piece.name, "arguments": "",
         }  # fmt: skip
         return [self._begin(item)]
 
-    def _begin(self, item: dict[str, Any]) -> Event:
+    def _begin(self, item: dict[str, Any]) -> ResponseEvent:
         self._items.append(item)
         self._is_open = True
         place = len(self._items) - 1

@@ -14,9 +14,8 @@ from typing import Any
 from headway.errors import InvalidRequest, ModelError
 from headway.server.http.json_body import json_limit_error
 from headway.server.toolcalls.formats import HERMES, LLAMA3, ToolFormat
-from headway.text.chat_template import render_chat
+from headway.text.chat_template import Message, render_chat
 
-Message = Mapping[str, Any]
 PROBE = "a_tool_to_look_for"
 PROBE_ID = "abcdefghi"  # nine letters, as the strictest templates require
 NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}

@@ -1,11 +1,11 @@
-"""The processes that bench/server.py measures: servers of two kinds, and the engine without one.
+"""The processes that bench/server.py measures: two kinds of servers, and an engine without one.
 
-    python bench/server_halves.py real --quantization none --steps FILE --port N
-    python bench/server_halves.py simulated --seconds 0.02 --api-workers 2 --port N
+    python bench/server_targets.py real --quantization none --steps FILE --port N
+    python bench/server_targets.py simulated --seconds 0.02 --api-workers 2 --port N
 
-Both serve as `headway serve` does, with its app and its logs. `real` has the bundled model and
-writes when each step was done. `simulated` has the bundled model's tokenizer over an executor
-that makes a token for everybody after some seconds of sleep, or at once.
+Both use the app and the logging of `headway serve`. `real` serves the bundled model and records the
+time of each step. `simulated` uses the bundled model's tokenizer and an executor that generates one
+token per request after a sleep, or at once.
 """
 
 from __future__ import annotations
@@ -43,15 +43,19 @@ from headway.server.process.workers import Supervisor
 from headway.server.settings import Settings
 
 MODEL, VOCAB = "smollm2-135m", 49_152
-SEATS, STREAMS = 32, 256
+CONCURRENCY, STREAMS = 32, 256
 MAX_STEPS = 1 << 20
-MOMENT = struct.Struct("d")  # seconds on the system's monotonic clock
+TIME = struct.Struct("d")  # seconds on the system's monotonic clock
 
 
 def model_options(quantization: str) -> ModelOptions:
-    """The same for both: a model with as many seats as there are requests at once."""
+    """Options for the served and the offline model: max_num_seqs is the concurrency."""
     return ModelOptions(
-        model=MODEL, device="cpu", quantization=quantization, max_num_seqs=SEATS, num_blocks=1024
+        model=MODEL,
+        device="cpu",
+        quantization=quantization,
+        max_num_seqs=CONCURRENCY,
+        num_blocks=1024,
     )
 
 
@@ -62,38 +66,38 @@ def real(quantization: str, steps: str) -> ServedEngine:
 
 
 class StepTimes:
-    """An observer that notes when the engine told of each step: then who uses it has its tokens.
+    """An observer that records when the engine reports each step.
 
-    In memory that it shares with who measures: to write to a file would be part of the time.
+    Uses memory shared with the measuring process, because writing to a file would take time.
     """
 
     def __init__(self, path: str) -> None:
         with open(path, "r+b") as file:
-            file.truncate(MAX_STEPS * MOMENT.size)
-            self._moments = mmap(file.fileno(), 0)
+            file.truncate(MAX_STEPS * TIME.size)
+            self._times = mmap(file.fileno(), 0)
         self._place = 0
 
     def __call__(self, report: StepReport) -> None:
-        MOMENT.pack_into(self._moments, self._place, time.perf_counter())
-        self._place += MOMENT.size
+        TIME.pack_into(self._times, self._place, time.perf_counter())
+        self._place += TIME.size
 
 
-class Asleep:
-    """An executor that has the tokens of a plan after so many seconds of sleep."""
+class SleepingExecutor:
+    """An executor whose steps take a fixed time."""
 
     def __init__(self, clock: RealClock, seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
         self._column = 0
         self._result = StepResult()
 
-    def launch(self, plan: Plan) -> Asleep:
+    def launch(self, plan: Plan) -> SleepingExecutor:
         now = self._clock.now()
         columns: list[Column] = []
         for _ in range(plan.num_steps if plan.decodes else 0):
             self._column = (self._column + 1) % 1000
             columns.append(np.full(len(plan.decodes), 1000 + self._column, dtype=np.intc))
         firsts = [1000 for chunk in plan.chunks if chunk.is_last]
-        # Depth 0: one plan at a time.
+        # Without async scheduling there is one plan at a time.
         self._result = StepResult(columns, firsts, now, now + self._seconds)
         return self
 
@@ -109,14 +113,13 @@ def simulated(seconds: float) -> ServedEngine:
         max_model_len=2048, num_scheduler_steps=1,
     )  # fmt: skip
     clock = RealClock()
-    engine = Engine(Scheduler(config), Asleep(clock, seconds), clock, async_scheduling=0)
+    executor = SleepingExecutor(clock, seconds)
+    engine = Engine(Scheduler(config), executor, clock, async_scheduling=0)
     tokenizer = find_tokenizer(resolve(MODEL))
     processor = InputProcessor(
         tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2})
     )
-    facts = Facts(
-        input_processor=processor, model_name=MODEL, max_model_len=config.max_model_len, words=""
-    )
+    facts = Facts(asking=processor, model_name=MODEL, max_model_len=config.max_model_len, words="")
     return ServedEngine(
         engine=engine, model_info=facts, limits=ServeOptions().limits(), prepare=watch
     )
@@ -126,8 +129,8 @@ def watch(loop: EngineLoop) -> None:
     ServerMetrics(loop, MODEL)
 
 
-def answer_offline(quantization: str, control: Connection) -> None:
-    """Load the model, then run whatever jobs come, without any server; None ends it."""
+def serve_offline(quantization: str, control: Connection) -> None:
+    """Load the model, then run jobs received from the pipe without a server, until None."""
     llm = model_options(quantization).load()
     control.send("ready")
     while (asked := control.recv()) is not None:
@@ -137,12 +140,12 @@ def answer_offline(quantization: str, control: Connection) -> None:
 
 def run_offline(llm: LLM, jobs: list[Job], seed: int) -> dict[str, float]:
     wording = Wording(model=MODEL, vocab_size=VOCAB, seed=seed)
-    steps: list[tuple[float, int]] = []  # when each had its tokens, and how many decode in it
+    steps: list[tuple[float, int]] = []  # end time and number of decoding requests of each step
 
-    def note(report: StepReport) -> None:
+    def record(report: StepReport) -> None:
         steps.append((report.result.ended, len(report.plan.decodes)))
 
-    llm.engine.observers.append(note)
+    llm.engine.observers.append(record)
     begun = time.perf_counter()
     results = llm.generate(
         [wording.tokens(job) for job in jobs],
@@ -150,7 +153,7 @@ def run_offline(llm: LLM, jobs: list[Job], seed: int) -> dict[str, float]:
          for job in jobs],
     )  # fmt: skip
     seconds = time.perf_counter() - begun
-    llm.engine.observers.remove(note)
+    llm.engine.observers.remove(record)
     assert not any(result.error for result in results)
     ended, num_rows = np.array(steps).T
     gaps = np.repeat(np.diff(ended), num_rows[1:].astype(int))
@@ -161,7 +164,7 @@ def run_offline(llm: LLM, jobs: list[Job], seed: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kind", choices=("real", "simulated"))
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--steps", default="")
