@@ -84,7 +84,7 @@ def test_memory_is_limited() -> None:
         "from headway.grammar.grammar import Grammar\n"
         "s.MAX_BYTES = 16 << 20\n"
         "grammar = Grammar.regex('|'.join(f'word{n}x' for n in range(9000)))\n"
-        "print(s._apart(s.make_tokenizer(None), (grammar.source, grammar.limits, 0)))\n"
+        "print(s._try_in_child(s.make_tokenizer(None), (grammar.source, grammar.limits, 0)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", script]

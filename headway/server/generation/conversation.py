@@ -7,7 +7,6 @@ how they write the output: text and tool calls. Knows no connections and writes 
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
 from typing import NamedTuple
 
 from headway.sampling_params import SamplingParams
@@ -24,8 +23,8 @@ from headway.server.generation.request_fields import (
     sampling_params_of,
 )
 from headway.server.generation.response_format import check_in_thread, grammar_of
-from headway.server.generation.runs import Delta, Run, joined
-from headway.server.generation.stream import new_id
+from headway.server.generation.runs import Delta, Run
+from headway.server.generation.stream import collect, new_id
 from headway.server.http.errors import attribute_errors_to, field_error
 from headway.server.openai.protocol import ChatRequest
 from headway.server.toolcalls.choice import ToolUse, tool_use
@@ -66,12 +65,7 @@ class Conversation(NamedTuple):
 
     async def all_deltas(self) -> list[Delta]:
         """The complete output of each sample, once all samples have ended."""
-        deltas_of: list[list[Delta]] = [[] for _ in self.parsers]
-        async with aclosing(self.run.deltas()) as batches:
-            async for deltas in batches:
-                for delta in deltas:
-                    deltas_of[delta.choice].append(delta)
-        return [joined(deltas) for deltas in deltas_of]
+        return await collect(self.run.deltas(), len(self.parsers))
 
 
 async def open_conversation(

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headway.server.context import Context
+from headway.server.generation.runs import Delta, joined
 from headway.server.http.connection import ChunkWriter, chunk_writer_of
 from headway.server.http.errors import ApiError, api_error
 from headway.server.http.json_output import MAX_PART_ITEMS, large_to_json, to_json
@@ -144,6 +145,16 @@ class EventStreamResponse(CancellableResponse):
     def _start(self) -> dict[str, Any]:
         headers = [pair for pair in self.raw_headers if pair[0] != b"content-length"]
         return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def collect(batches: AsyncGenerator[list[Delta], None], num_choices: int) -> list[Delta]:
+    """The complete output of each choice, once all choices have ended."""
+    deltas_of: list[list[Delta]] = [[] for _ in range(num_choices)]
+    async with aclosing(batches):
+        async for deltas in batches:
+            for delta in deltas:
+                deltas_of[delta.choice].append(delta)
+    return [joined(deltas) for deltas in deltas_of]
 
 
 async def _to_json(value: Mapping[str, Any]) -> bytes:

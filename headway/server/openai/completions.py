@@ -27,12 +27,13 @@ from headway.server.generation.request_fields import (
     sampling_params_of,
 )
 from headway.server.generation.response_format import grammar_of
-from headway.server.generation.runs import AT_ONCE, Delta, Run, Straight, joined, together
+from headway.server.generation.runs import AT_ONCE, Delta, Run, Straight, together
 from headway.server.generation.stream import (
     CancellableResponse,
     ChunkEncoder,
     CompleteResponse,
     EventStreamResponse,
+    collect,
     new_id,
     usage_of,
 )
@@ -221,14 +222,9 @@ async def _sampling_params(context: Context, body: CompletionRequest) -> Samplin
 
 async def _response(context: Context, body: CompletionRequest) -> dict[str, Any]:
     prepared = await _prepare(context, body, is_live=False)
-    deltas_of: list[list[Delta]] = [[] for _ in prepared.choices]
-    async with aclosing(together(prepared.runs)) as batches:
-        async for deltas in batches:
-            for delta in deltas:
-                deltas_of[delta.choice].append(delta)
+    outputs = await collect(together(prepared.runs), len(prepared.choices))
     choices = []
-    for index, (choice, deltas) in enumerate(zip(prepared.choices, deltas_of, strict=True)):
-        complete = joined(deltas)
+    for index, (choice, complete) in enumerate(zip(prepared.choices, outputs, strict=True)):
         text, logprobs = await offload(choice.size(complete), partial(choice.push, complete))
         reason = choice.finish_reason(complete)
         value = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -21,10 +21,10 @@ from headway.server.toolcalls.formats import FORMATS, HERMES, LLAMA3, MISTRAL, T
 from headway.server.toolcalls.parser import ToolCallParser
 from headway.server.toolcalls.prompt import (
     NO_PARAMETERS,
-    Message,
     render_tool_prompt,
     with_tools_described,
 )
+from headway.text.chat_template import Message
 
 AUTO = "auto"
 PARSERS = (AUTO, *FORMATS)
