@@ -153,7 +153,7 @@ def test_a_finished_output_satisfies_its_grammar(
     sampler.seat(0, a_request(grammar, **sampling), [0])
     tokens = answer(sampler, 0, noise(seed, 120))
     assert sampler.grammars.take_failed() == {}
-    assert all(token <= LETTERS.end for token in tokens), "what spells nothing is never drawn"
+    assert all(token <= LETTERS.end for token in tokens), "logits without a token are never sampled"
     if tokens[-1] == LETTERS.end:
         assert satisfies(grammar, LETTERS.text(tokens))
 
@@ -320,7 +320,7 @@ def test_a_dead_end_is_reported_and_allows_only_the_end() -> None:
     assert LETTERS.text(answer(sampler, 0, noise(7, 9))) == "a"
     failed = sampler.grammars.take_failed()
     assert list(failed) == [request] and "cannot be followed" in failed[request].reason
-    assert sampler.grammars.take_failed() == {}, "told once"
+    assert sampler.grammars.take_failed() == {}, "reported once"
 
 
 def test_a_grammar_that_exceeds_parser_limits_is_reported() -> None:

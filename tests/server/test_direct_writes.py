@@ -49,7 +49,7 @@ class RandomWriter:
         return self.is_free
 
     def write(self, body: bytes) -> None:
-        assert self.is_free, "written to though it was closed"
+        assert self.is_free, "a closed writer was written to"
         self.is_free = False
         self.output.append(body.decode())
         self.num_written += 1

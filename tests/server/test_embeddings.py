@@ -154,7 +154,7 @@ async def test_a_disconnect_cancels_the_requests() -> None:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            raise AssertionError("nothing is left to be sent to")
+            raise AssertionError("nothing may be sent after a disconnect")
 
         scope = {
             "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(),

@@ -133,7 +133,7 @@ def until_free(here: Server) -> None:
                 return
         except httpx.HTTPError:
             continue
-    pytest.fail("the server does not recover")
+    pytest.fail("the server has not recovered")
 
 
 class BigApp:
@@ -159,7 +159,7 @@ def test_a_client_that_does_not_read_its_last_response_is_disconnected() -> None
         assert connection.recv(10).startswith(b"HTTP/1.1 ") and num_sockets(here) == 2
         ends_at = time.monotonic() + 10
         while num_sockets(here) > 1:  # the listening socket
-            assert time.monotonic() < ends_at, "the connection stays"
+            assert time.monotonic() < ends_at, "the connection is still open"
             time.sleep(0.02)
 
 
@@ -187,7 +187,7 @@ def test_running_out_of_descriptors_is_survived_with_few_log_lines(num_workers: 
         time.sleep(1.2)  # longer than the delay after a failed accept
         ends_at = time.monotonic() + 15
         while not here.is_serving():
-            assert time.monotonic() < ends_at, "the server does not recover"
+            assert time.monotonic() < ends_at, "the server has not recovered"
         assert 0 < sum("cannot accept" in line for line in lines) < 20 * (num_workers or 1)
         assert sum(map(len, lines)) < 20_000 and not any("Traceback" in line for line in lines)
 
@@ -206,6 +206,6 @@ def test_the_default_limit_is_reached_before_descriptors_run_out() -> None:
         assert refused == [503] * 5
         ends_at = time.monotonic() + 15
         while not here.is_serving():
-            assert time.monotonic() < ends_at, "the server does not recover"
+            assert time.monotonic() < ends_at, "the server has not recovered"
         here.process.kill()
         assert "cannot accept" not in (here.process.stderr.read() if here.process.stderr else "")

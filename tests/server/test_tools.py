@@ -138,7 +138,9 @@ def test_calls_are_found_in_any_split_of_a_stream(
     assert [call.id for call in calls] == [f"call_{n}" for n in range(len(made))]
     for call in made:
         text = text.replace(tagged(*call), "", 1)
-    assert "".join(said.split()) == "".join(text.split()), "blanks around calls may go"
+    assert "".join(said.split()) == "".join(text.split()), (
+        "only whitespace around calls may be dropped"
+    )
     assert in_pieces(reader(), list(answer[0])) == (said, calls)
 
 
@@ -265,7 +267,7 @@ def test_a_call_has_openais_format() -> None:
     assert len({call.id for call in own}) == 2 and own[0].id.startswith("call_")
     parser = ToolCallParser(MISTRAL, NAMES)
     (short,) = parse(parser, '[TOOL_CALLS][{"name": "no-thing"}]').calls
-    assert len(short.id) == 9 and short.id.isalnum(), "what templates of Mistral's models demand"
+    assert len(short.id) == 9 and short.id.isalnum(), "required by templates of Mistral's models"
 
 
 # tools and tool_choice.

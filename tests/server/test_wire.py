@@ -131,7 +131,7 @@ def test_a_disconnect_cancels_all_pipelined_requests(here: Server) -> None:
     assert conversation.has_left
     ends_at = time.monotonic() + 5
     while num_open(here) > 0:
-        assert time.monotonic() < ends_at, "the request goes on without its client"
+        assert time.monotonic() < ends_at, "the request continues after the disconnect"
         time.sleep(0.01)
 
 

@@ -133,7 +133,7 @@ def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
 
 def test_all_workers_learn_that_the_engine_has_stopped() -> None:
     def broken() -> None:
-        raise RuntimeError("what no step survives")
+        raise RuntimeError("fatal fault")
 
     async def ask() -> None:
         inner = make_engine(SLOW)
@@ -142,12 +142,12 @@ def test_all_workers_learn_that_the_engine_has_stopped() -> None:
             await asyncio.sleep(10 * SLOW)
             inner.step = broken  # type: ignore[method-assign]
             for answer in await asyncio.gather(*reading, return_exceptions=True):
-                assert isinstance(answer, ExecutorError) and "no step survives" in str(answer)
+                assert isinstance(answer, ExecutorError) and "fatal fault" in str(answer)
             assert isinstance(engines[0].port, SocketPort)
             late = AsyncEngine(SocketPort(engines[0].port.path))
             await late.start()
             await asyncio.sleep(0.02)
-            assert late.gone is not None and "no step survives" in late.gone
+            assert late.gone is not None and "fatal fault" in late.gone
             await late.close()
 
     within(ask())
@@ -236,7 +236,7 @@ def until(is_so: Callable[[], bool]) -> None:
     """Wait for a condition; fail if it does not become true."""
     ends_at = time.monotonic() + 10
     while not is_so():
-        assert time.monotonic() < ends_at, "this should have come"
+        assert time.monotonic() < ends_at, "the condition did not become true"
         time.sleep(0.02)
 
 

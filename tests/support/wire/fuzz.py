@@ -257,16 +257,20 @@ def fuzz(num_conversations: int, seed: int, num_workers: int = 0) -> Report:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--conversations", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=0, help="API processes; 0: one for all")
+    parser.add_argument(
+        "--conversations", type=int, default=2000, help="Number of random exchanges."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Random seed.")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="Number of API processes; 0: a single process."
+    )
     options = parser.parse_args()
     begun = time.perf_counter()
     report = fuzz(options.conversations, options.seed, options.workers)
     seconds = time.perf_counter() - begun
-    print(f"{options.conversations} conversations in {seconds:.0f} s: ", end="")
-    print(f"{report.num_responses} whole responses, {report.num_bytes} bytes", end=", ")
-    print(f"{report.num_misplaced} out of place, {len(report.problems)} conversations wrong")
+    print(f"{options.conversations} exchanges in {seconds:.0f} s: ", end="")
+    print(f"{report.num_responses} complete responses, {report.num_bytes} bytes", end=", ")
+    print(f"{report.num_misplaced} misplaced bytes, {len(report.problems)} failed exchanges")
     for problem in report.problems[:10]:
         print(problem)
     raise SystemExit(bool(report.problems))
