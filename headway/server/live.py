@@ -1,7 +1,8 @@
-"""GET / and GET /live: the live page and the snapshots that it draws.
+"""GET / and GET /live: the live page, and the snapshots that it shows.
 
-Taking a snapshot does not wait for a step. All clients that ask within a quarter of a second share
-one snapshot. Knows nothing of the engine except the query "snapshot".
+The page is one HTML document with inline style and script from the files in page/. Its content
+security policy allows no other script. A snapshot does not wait for a step. Clients that ask within
+a quarter of a second share one snapshot.
 """
 
 from __future__ import annotations
@@ -21,32 +22,32 @@ from headway.server.pages import page
 if TYPE_CHECKING:
     from headway.server.context import Context
 
-SECONDS_KEPT = 0.25  # the engine is queried at most this often, for any number of clients
+SECONDS_KEPT = 0.25  # minimum time between two snapshots
 ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong."},
-    503: {"model": ErrorResponse, "description": "The engine has stopped or does not answer."},
+    503: {"model": ErrorResponse, "description": "The engine has stopped or does not respond."},
 }
 RETRY = {"Retry-After": "1"}
-QUERY_TIMEOUT = 2.0  # seconds; the engine's process answers even during a step
+TIMEOUT = 2.0  # seconds; a snapshot does not wait for a step
 
 
-class SnapshotCache:
+class Snapshots:
     """The engine's latest snapshot, shared by all clients."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._query: asyncio.Task[Any] | None = None
+        self._pending: asyncio.Task[Any] | None = None
 
     async def latest(self) -> dict[str, Any]:
-        """A snapshot at most SECONDS_KEPT old; ApiError 503 if the engine does not answer."""
-        if self._query is None:
-            self._query = asyncio.create_task(self._ask())
+        """A current snapshot. Raise ApiError if the engine does not respond."""
+        if self._pending is None:
+            self._pending = asyncio.create_task(self._ask())
         try:
-            async with asyncio.timeout(QUERY_TIMEOUT):
-                snapshot: dict[str, Any] = await asyncio.shield(self._query)
+            async with asyncio.timeout(TIMEOUT):
+                snapshot: dict[str, Any] = await asyncio.shield(self._pending)
                 return snapshot
         except TimeoutError:
-            problem = f"the engine's process has not answered for {QUERY_TIMEOUT:g} s"
+            problem = f"the engine process has not responded for {TIMEOUT:g} s; try again"
             raise ApiError(503, problem, code="engine_busy", headers=RETRY) from None
         except ExecutorError as error:
             raise ApiError(503, str(error), code="engine_gone") from None
@@ -58,12 +59,12 @@ class SnapshotCache:
             asyncio.get_running_loop().call_later(SECONDS_KEPT, self._forget)
 
     def _forget(self) -> None:
-        self._query = None
+        self._pending = None
 
 
 def router(context: Context) -> APIRouter:
     """The routes of the live page."""
-    routes, snapshots = APIRouter(), SnapshotCache(context.engine)
+    routes, snapshots = APIRouter(), Snapshots(context.engine)
     document = page("index.html", "live.css", "live.js")
 
     @routes.get("/", response_class=HTMLResponse, include_in_schema=False)
@@ -73,7 +74,7 @@ def router(context: Context) -> APIRouter:
 
     @routes.get("/live", responses=ERRORS)
     async def live() -> dict[str, Any]:
-        """Running and waiting requests, KV block usage, rates and the latest decisions."""
+        """Running and waiting requests, KV blocks, rates and the latest decisions."""
         return await snapshots.latest()
 
     return routes

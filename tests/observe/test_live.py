@@ -267,7 +267,7 @@ def test_however_many_watch_the_engine_is_asked_once() -> None:
 def test_the_page_is_told_when_the_engines_process_is_stuck_or_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(live, "PATIENCE", 0.2)
+    monkeypatch.setattr(live, "TIMEOUT", 0.2)
     monkeypatch.setattr(live, "SECONDS_KEPT", 0.0)
 
     async def test() -> None:
@@ -308,13 +308,13 @@ def test_a_watchdog_tells_of_a_step_that_never_returns_and_of_its_end() -> None:
         assert await dog(engine) is None, "it was idle before, which does not count"
         await asyncio.sleep(0.5)
         problem = await dog(engine)
-        assert problem is not None and "nothing has moved for 0." in problem
+        assert problem is not None and "no progress for 0." in problem
         assert "1 of 2 seats taken" in problem, "it says why"
         gate.open.set()
         await stuck
         assert await dog(engine) is None
         await engine.close()
-        assert await dog(engine) == "the engine has ended: the engine was stopped"
+        assert "the engine was stopped" in (await dog(engine) or "")
 
     served(test)
 
@@ -383,7 +383,7 @@ def test_an_engine_in_another_process_is_healthy_while_it_answers() -> None:
                 assert updates[-1].end is None, updates[-1].end
         assert "the device is on fire" in (await dog(remote) or "")
         far.is_silent = True
-        assert "silent" in (await dog(remote) or "")
+        assert "not answered" in (await dog(remote) or "")
         far.is_silent = False
         await remote.close()
 

@@ -47,7 +47,7 @@ def setup(
         stopping.start()
         stopping.join(STOP_TIMEOUT)
         if handler.num_dropped and not stopping.is_alive():
-            message = f"{handler.num_dropped} log lines were dropped because the queue was full"
+            message = f"{handler.num_dropped} lines were dropped because the log queue was full"
             attributes = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
             output.handle(logging.makeLogRecord({**attributes, "msg": message}))
 
