@@ -283,7 +283,7 @@ def test_the_page_is_told_when_the_engines_process_is_stuck_or_gone(
             await asyncio.sleep(0.01)
             for answer in await asyncio.gather(http.get("/live"), http.get("/live")):
                 assert answer.status_code == 503 and answer.headers["retry-after"]
-                assert "not answered" in answer.json()["error"]["message"]
+                assert "not responded" in answer.json()["error"]["message"]
             far.is_silent = False
             await remote.close()
             await asyncio.sleep(0.05)
