@@ -125,7 +125,7 @@ async def test_a_deadline_is_set_without_waiting_for_a_step() -> None:
 async def test_a_cache_reset_waits_for_the_step_until_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(app_module, "ANSWERS_WITHIN", 0.1)
+    monkeypatch.setattr(app_module, "ENGINE_TIMEOUT", 0.1)
     async with watched() as s:
         async with blocked(s):
             answer = await s.client.post("/reset_prefix_cache")

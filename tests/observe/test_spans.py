@@ -25,7 +25,7 @@ from headway.engine.loop import EngineLoop
 from headway.engine.messages import Submit
 from headway.errors import ConfigError
 from headway.observe.spans import Spans, _make_provider, _within, check_installed, install
-from headway.server.http.trace_context import TraceContext, traceparent_of
+from headway.server.http.middleware import TraceContextMiddleware, traceparent_of
 from tests.cli.test_cli_generate import options_of, save_tiny
 from tests.support.gated import gated_engine, scripted
 from tests.support.processes import serving
@@ -162,7 +162,7 @@ async def test_a_trace_context_belongs_to_its_request_only() -> None:
     async with server() as s:
         seen: list[str] = []
         s.port.loop.on_submit.append(lambda message, _: seen.append(message.traceparent))
-        transport = httpx.ASGITransport(TraceContext(s.app))
+        transport = httpx.ASGITransport(TraceContextMiddleware(s.app))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for headers in ({"traceparent": HEADER}, {}, {"traceparent": "invalid"}):
                 for stream in (False, True):

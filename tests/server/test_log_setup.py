@@ -13,7 +13,8 @@ import time
 import httpx
 from starlette.types import Receive, Scope, Send
 
-from headway.server.process.log_setup import AccessLog, setup
+from headway.server.http.middleware import AccessLogMiddleware
+from headway.server.process.log_setup import setup
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
@@ -24,7 +25,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 def call(headers: dict[str, str]) -> httpx.Response:
     async def get() -> httpx.Response:
-        transport = httpx.ASGITransport(AccessLog(hello))
+        transport = httpx.ASGITransport(AccessLogMiddleware(hello))
         async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
             return await http.get("/v1/a%0Ab?key=sesame", headers=headers)
 

@@ -27,7 +27,7 @@ from headway.errors import ConfigError, ModelError
 if TYPE_CHECKING:
     from headway.engine.input_processor import InputProcessor
     from headway.llm import LLM
-    from headway.server.process.serve import Recipe, Served
+    from headway.server.process.serve import ServedEngine, ServerFactory
     from headway.server.settings import Settings
 
 Model = Annotated[
@@ -66,7 +66,7 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
     """
     check_extras("serving a model", "torch", "server")
     from headway.observe import spans
-    from headway.server.process.serve import bind, serve_here
+    from headway.server.process.serve import bind, serve_single_process
     from headway.server.process.workers import Supervisor
 
     if serving.spans:
@@ -91,16 +91,16 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
             if serving.has_engine_process(model.device):
                 status = Supervisor(recipe, bound, serving.api_server_count).run(ready)
             else:
-                status = serve_here(recipe, bound, ready)
+                status = serve_single_process(recipe, bound, ready)
     finally:
         stop_logs()
     raise typer.Exit(status)
 
 
-def _recipe(serving: ServeOptions, model: ModelOptions, settings: Settings) -> Recipe:
-    from headway.server.process.serve import Recipe
+def _recipe(serving: ServeOptions, model: ModelOptions, settings: Settings) -> ServerFactory:
+    from headway.server.process.serve import ServerFactory
 
-    return Recipe(
+    return ServerFactory(
         make_engine=partial(make_engine, serving, model),
         make_app=partial(make_app, settings, serving.watchdog),
         setup=partial(set_up_logs, serving.log_format, serving.log_level),
@@ -116,9 +116,9 @@ def set_up_logs(form: Any, level: str) -> Callable[[], None]:
     return setup(form, level)
 
 
-def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
+def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
     """Load the model, with its metrics and watchdog."""
-    from headway.server.process.serve import Served
+    from headway.server.process.serve import ServedEngine
 
     template = None if serving.chat_template is None else read_template(serving.chat_template)
     llm = model.load()
@@ -147,8 +147,8 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
         if serving.spans:
             closing.callback(spans.install(loop, info.model_name))
 
-    return Served(
-        engine=llm.engine, facts=info, limits=serving.limits(), prepare=prepare,
+    return ServedEngine(
+        engine=llm.engine, model_info=info, limits=serving.limits(), prepare=prepare,
         close=closing.close,
     )  # fmt: skip
 
@@ -158,16 +158,15 @@ def make_app(settings: Settings, patience: float, engine: AsyncEngine, info: Mod
     from headway.server.app import create_app
     from headway.server.context import Context
     from headway.server.health import watch
-    from headway.server.http.trace_context import TraceContext
+    from headway.server.http.middleware import AccessLogMiddleware, TraceContextMiddleware
     from headway.server.live import router
-    from headway.server.process.log_setup import AccessLog
 
     context = Context(
-        engine=engine, asking=info.asking, model_name=info.model_name,
+        engine=engine, input_processor=info.asking, model_name=info.model_name,
         max_model_len=info.max_model_len, settings=settings, health=watch(engine, patience),
         tool_call_parser=info.tool_call_parser, fingerprint=info.fingerprint,
     )  # fmt: skip
-    return TraceContext(AccessLog(create_app(context, [router(context)])))
+    return TraceContextMiddleware(AccessLogMiddleware(create_app(context, [router(context)])))
 
 
 def read_template(path: Path) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from headway.grammar.checker import GrammarChecker
-from headway.grammar.grammar import Grammar, refuse
-from headway.grammar.sandbox import Vocabulary
+from headway.grammar.grammar import Grammar, raise_if_invalid
+from headway.grammar.sandbox import GrammarVocabulary
 from headway.request import Params
 from headway.sampling_params import Sampling
 
@@ -101,7 +101,7 @@ class Matchers:
         """
         sampling = params.sampling
         assert isinstance(sampling, Sampling) and sampling.grammar is not None, "nothing to compile"
-        refuse(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
+        raise_if_invalid(sampling.grammar, self._vocabulary_checker().problem(sampling.grammar))
         return _with_grammar(params, sampling, self.read(sampling.grammar))
 
     def read(self, grammar: Grammar) -> CompiledGrammar:
@@ -188,7 +188,7 @@ class _LLTokenizerAdapter:
         self.eos_token_id = ends[0]
         self.special_token_ids = sorted({*tokenizer.special_ids, *ends})
         self.tokens = [tokenizer.spell(id).spelled for id in range(vocab_size)]
-        self.vocabulary = Vocabulary(self.tokens, self.special_token_ids, ends)
+        self.vocabulary = GrammarVocabulary(self.tokens, self.special_token_ids, ends)
         self.trie = LLTokenizer(TokenizerWrapper(self), n_vocab=vocab_size, eos_token=ends)
         self._trie = self.trie
 

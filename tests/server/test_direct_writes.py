@@ -1,4 +1,4 @@
-"""Tokens that go past their reader, straight to the connection: none lost, none before its turn."""
+"""Direct chunk writes: tokens that bypass the reader are neither lost nor reordered."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from headway.engine.stream import Stream
 from headway.request import Params
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
-from headway.server.generation.request_fields import tokens_of
+from headway.server.generation.prompts import tokens_of
 from headway.server.generation.runs import Delta, Run, Straight
-from headway.server.http.offload import SHORT
+from headway.server.http.offload import MAX_INLINE_SIZE
 from headway.server.openai.protocol import CompletionRequest
-from headway.server.process.ipc import Frames, frame
+from headway.server.process.ipc import FrameDecoder, frame
 from tests.support.served import Server, on_loop, server
 
 DONE = End("length", None, None, 0, 0, 0.0, 0.0, 0.0)
 LETTERS = "abcdefghijklmnopqrstuvwxyz" * 8
 
 
-class Outlet:
-    """Open or not, by chance; what is written goes with all else that was said."""
+class RandomWriter:
+    """A chunk writer that is open at random; its writes are recorded with all other output."""
 
-    def __init__(self, chance: random.Random, said: list[str]) -> None:
-        self.chance, self.said = chance, said
+    def __init__(self, chance: random.Random, output: list[str]) -> None:
+        self.chance, self.output = chance, output
         self.num_written = 0
         self.is_free = False
 
@@ -49,9 +49,9 @@ class Outlet:
         return self.is_free
 
     def write(self, body: bytes) -> None:
-        assert self.is_free, "written to though it was closed"
+        assert self.is_free, "a closed writer was written to"
         self.is_free = False
-        self.said.append(body.decode())
+        self.output.append(body.decode())
         self.num_written += 1
 
 
@@ -59,73 +59,73 @@ def form(deltas: list[Delta]) -> bytes:
     return "".join(delta.text for delta in deltas).encode()
 
 
-def run_of(here: Server, number: int, text: str = LETTERS, **wishes: Any) -> Run:
+def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> Run:
     context: Context = here.app.state.context
-    asked = SamplingParams(max_tokens=len(text), **wishes)
+    asked = SamplingParams(max_tokens=len(text), **options)
     tokens = list(text.encode())
     return Run(context, f"r{number}", tokens, asked, field="prompt", is_live=True)
 
 
-async def read(run: Run, outlet: Outlet) -> str:
-    """All that a run says, by a reader that now and then takes its time."""
-    async for deltas in run.deltas(Straight(outlet, form)):
-        outlet.said.append(form(deltas).decode())
-        if outlet.chance.random() < 0.3:
-            await asyncio.sleep(outlet.chance.random() / 500)
-    return "".join(outlet.said)
+async def read(run: Run, writer: RandomWriter) -> str:
+    """All output of a run, read by a consumer that pauses at random."""
+    async for deltas in run.deltas(Straight(writer, form)):
+        writer.output.append(form(deltas).decode())
+        if writer.chance.random() < 0.3:
+            await asyncio.sleep(writer.chance.random() / 500)
+    return "".join(writer.output)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @on_loop
-async def test_texts_are_whole_whichever_way_their_pieces_went(seed: int) -> None:
+async def test_texts_are_complete_with_any_mix_of_direct_writes(seed: int) -> None:
     async with server(max_model_len=512) as here:
-        outlets = [Outlet(random.Random(100 * seed + number), []) for number in range(12)]
+        writers = [RandomWriter(random.Random(100 * seed + number), []) for number in range(12)]
         runs = [run_of(here, number) for number in range(12)]
-        texts = await asyncio.gather(*map(read, runs, outlets))
+        texts = await asyncio.gather(*map(read, runs, writers))
         assert set(texts) == {LETTERS.upper()}
-        assert sum(outlet.num_written for outlet in outlets) > 0
+        assert sum(writer.num_written for writer in writers) > 0
         await here.settled()
 
 
 @on_loop
-async def test_a_stop_string_ends_what_goes_straight() -> None:
+async def test_a_stop_string_ends_direct_writes() -> None:
     async with server(max_model_len=512) as here:
-        outlet = Outlet(random.Random(1), [])
-        assert await read(run_of(here, 0, stop=["XYZ"]), outlet) == "ABCDEFGHIJKLMNOPQRSTUVW"
+        writer = RandomWriter(random.Random(1), [])
+        assert await read(run_of(here, 0, stop=["XYZ"]), writer) == "ABCDEFGHIJKLMNOPQRSTUVW"
         await here.settled()
 
 
 @on_loop
-async def test_who_cannot_be_written_fails_alone_and_leaves_nothing() -> None:
+async def test_a_failed_direct_write_fails_only_its_request() -> None:
     async with server(max_model_len=512) as here:
 
         def fails(deltas: list[Delta]) -> bytes:
             raise KeyError("no such letter")
 
         async def read_broken() -> None:
-            outlet = Outlet(random.Random(2), [])
-            async for _ in run_of(here, 0).deltas(Straight(outlet, fails)):
+            writer = RandomWriter(random.Random(2), [])
+            async for _ in run_of(here, 0).deltas(Straight(writer, fails)):
                 pass
 
-        outlet = Outlet(random.Random(3), [])
+        writer = RandomWriter(random.Random(3), [])
         broken = asyncio.create_task(read_broken())
-        assert await read(run_of(here, 1), outlet) == LETTERS.upper()
+        assert await read(run_of(here, 1), writer) == LETTERS.upper()
         with pytest.raises(KeyError, match="no such letter"):
             await broken
         await here.settled()
 
 
 @on_loop
-async def test_several_samples_never_go_straight() -> None:
+async def test_several_samples_are_never_written_directly() -> None:
     async with server(max_model_len=512) as here:
-        outlet = Outlet(random.Random(4), [])
-        async for _ in run_of(here, 0, n=2).deltas(Straight(outlet, form)):
+        writer = RandomWriter(random.Random(4), [])
+        async for _ in run_of(here, 0, n=2).deltas(Straight(writer, form)):
             pass
-        assert outlet.num_written == 0
+        assert writer.num_written == 0
         await here.settled()
 
 
-# A stream and its reader.
+# Streams and readers.
 
 
 @on_loop
@@ -137,9 +137,9 @@ async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
         return True
 
     stream.sink = sink
-    stream.put(Update("a", 0, [1]))  # nobody has begun to read
+    stream.put(Update("a", 0, [1]))  # no reader yet
     assert [u.tokens for u in await stream.take()] == [[1]] and not sunk
-    stream.put(Update("a", 0, [2]))  # the reader is at work on the first
+    stream.put(Update("a", 0, [2]))  # the reader is processing the first
     reader = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
     assert [u.tokens for u in await reader] == [[2]] and not sunk
@@ -147,13 +147,13 @@ async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
     await asyncio.sleep(0)
     stream.put(Update("a", 0, [3]))
     stream.keep(Update("a", 0, [4]))
-    stream.put(Update("a", 0, [5], end=DONE))  # after one that waits for the reader
+    stream.put(Update("a", 0, [5], end=DONE))  # an earlier one waits for the reader
     assert sunk == [[3]]
     assert [u.tokens for u in await reader] == [[4], [5]] and stream.num_open == 0
 
 
 class Quiet:
-    """A port to nowhere; the test says what comes from there."""
+    """A port without an engine; the test injects its messages."""
 
     async def open(self, receive: Any) -> None:
         self.receive = receive
@@ -163,7 +163,7 @@ class Quiet:
 
 
 @on_loop
-async def test_tokens_of_several_steps_come_together() -> None:
+async def test_tokens_of_several_steps_arrive_together() -> None:
     port = Quiet()
     engine = AsyncEngine(port)
     await engine.start()
@@ -180,17 +180,17 @@ async def test_tokens_of_several_steps_come_together() -> None:
 
 
 @on_loop
-async def test_a_handover_keeps_the_order_and_wakes_no_more_often_than_needed() -> None:
+async def test_the_event_loop_bridge_keeps_order_and_wakes_rarely() -> None:
     received: list[list[FromLoop]] = []
-    handover = EventLoopBridge(asyncio.get_running_loop(), received.append)
+    bridge = EventLoopBridge(asyncio.get_running_loop(), received.append)
 
     def deliver() -> None:
         for number in range(1000):
-            handover.deliver([Update("a", 0, [number])])
+            bridge.deliver([Update("a", 0, [number])])
 
     thread = threading.Thread(target=deliver)
     thread.start()
-    time.sleep(0.05)  # the event loop is busy, and the thread goes on
+    time.sleep(0.05)  # the event loop is busy while the thread continues
     while sum(map(len, received)) < 1000:
         await asyncio.sleep(0.001)
     thread.join()
@@ -199,15 +199,15 @@ async def test_a_handover_keeps_the_order_and_wakes_no_more_often_than_needed() 
 
 
 @on_loop
-async def test_giving_way_ends_when_all_is_received_and_in_time_if_not() -> None:
+async def test_giving_way_ends_when_all_is_received_or_in_time() -> None:
     received: list[list[FromLoop]] = []
-    handover = EventLoopBridge(asyncio.get_running_loop(), received.append)
+    bridge = EventLoopBridge(asyncio.get_running_loop(), received.append)
     waited: list[float] = []
 
     def deliver(seconds: float) -> None:
-        handover.deliver([Tokens([], [])])
+        bridge.deliver([Tokens([], [])])
         begun = time.perf_counter()
-        handover.give_way(seconds)
+        bridge.give_way(seconds)
         waited.append(time.perf_counter() - begun)
 
     await asyncio.to_thread(deliver, 10.0)
@@ -224,9 +224,9 @@ values = st.lists(st.lists(st.builds(Query, st.integers(), st.text(max_size=300)
 
 
 @given(values, st.lists(st.integers(0, 4000), max_size=12))
-def test_frames_are_read_however_they_are_cut(sent: list[list[Query]], cuts: list[int]) -> None:
+def test_frames_are_decoded_from_any_parts(sent: list[list[Query]], cuts: list[int]) -> None:
     data = b"".join(map(frame, sent))
-    frames, found = Frames(), []
+    frames, found = FrameDecoder(), []
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     for start, end in pairwise(places):
         found += frames.feed(data[start:end])
@@ -238,28 +238,28 @@ def test_frames_are_read_however_they_are_cut(sent: list[list[Query]], cuts: lis
 
 
 @pytest.mark.parametrize("prompt", [[1] * 999 + ["a"], ["a"] * 999 + [1], [[1] * 999 + ["a"]] * 9])
-def test_a_wrong_prompt_has_no_more_problems_than_it_could_be_kinds(prompt: list[Any]) -> None:
+def test_a_wrong_prompt_has_at_most_one_error_per_union_member(prompt: list[Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": prompt})
-    assert caught.value.error_count() <= 4  # to find and list thousands would hold up everybody
+    assert caught.value.error_count() <= 4  # listing thousands of errors would block the event loop
 
 
-@pytest.mark.parametrize("length", [10, SHORT + 1])
+@pytest.mark.parametrize("length", [10, MAX_INLINE_SIZE + 1])
 @on_loop
-async def test_long_prompts_are_looked_at_beside_the_event_loop(length: int) -> None:
-    async with server(max_model_len=2 * SHORT) as here:
-        before: InputProcessor = here.app.state.context.asking
-        asking = Noting(**{each.name: getattr(before, each.name) for each in fields(before)})
-        context = replace(here.app.state.context, asking=asking)
+async def test_long_prompts_are_tokenized_off_the_event_loop(length: int) -> None:
+    async with server(max_model_len=2 * MAX_INLINE_SIZE) as here:
+        before: InputProcessor = here.app.state.context.input_processor
+        processor = Noting(**{each.name: getattr(before, each.name) for each in fields(before)})
+        context = replace(here.app.state.context, input_processor=processor)
         for prompt in ([97] * length, "a" * length):
             Noting.threads.clear()
             [tokens] = await tokens_of(context, [prompt])
             assert len(tokens) == length
-            assert (Noting.threads == [threading.get_ident()]) == (length <= SHORT)
+            assert (Noting.threads == [threading.get_ident()]) == (length <= MAX_INLINE_SIZE)
 
 
 class Noting(InputProcessor):
-    """Notes on which thread prompts are looked at."""
+    """Records the thread on which prompts are tokenized."""
 
     threads: ClassVar[list[int]] = []
 

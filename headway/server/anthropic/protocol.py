@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/messages and /v1/messages/count_tokens, read as chat requests."""
+"""Models of Anthropic's Messages API, and the conversion of its requests to chat requests."""
 
 from __future__ import annotations
 
@@ -6,50 +6,51 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from headway.server.http.errors import ApiError, refused, shown
+from headway.server.http.errors import ApiError, field_error, format_value
 from headway.server.openai.protocol import (
-    LONGEST_NAME,
+    MAX_NAME_CHARACTERS,
     MAX_STOPS,
     ChatMessage,
     ChatRequest,
+    RequestModel,
     ResponseFormat,
-    Taken,
-    Text,
+    ShortText,
 )
 
-RENAMED = {"stop": "stop_sequences", "user": "metadata", "response_format": "output_config"}
-NOT_RUN_HERE = ("container", "mcp_servers")
-CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+# Fields of a chat request, and their names in this API.
+FIELD_NAMES = {"stop": "stop_sequences", "user": "metadata", "response_format": "output_config"}
+SERVER_TOOLS = ("container", "mcp_servers")
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class Metadata(Taken):
-    user_id: Text | None = None
+class Metadata(RequestModel):
+    user_id: ShortText | None = None
 
 
-class Turn(Taken):
+class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant", "system"]
     content: str | list[dict[str, Any]]
 
 
-class JsonFormat(Taken):
+class JsonFormat(RequestModel):
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Taken):
-    effort: Text | None = None
+class OutputConfig(RequestModel):
+    effort: ShortText | None = None
     format: JsonFormat | None = None
 
 
-class CountRequest(Taken):
-    """What both endpoints take."""
+class CountRequest(RequestModel):
+    """The body of /v1/messages/count_tokens; /v1/messages has further fields."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    model: Annotated[str, Field(max_length=LONGEST_NAME)]
-    messages: list[Turn] = Field(min_length=1)
+    model: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+    messages: list[AnthropicMessage] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
@@ -58,7 +59,7 @@ class CountRequest(Taken):
 
 
 class MessagesRequest(CountRequest):
-    max_tokens: int = Field(ge=1, description="Most tokens to generate.")
+    max_tokens: int = Field(ge=1, description="Maximum number of tokens to generate.")
     stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
     stream: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
@@ -67,13 +68,38 @@ class MessagesRequest(CountRequest):
     metadata: Metadata | None = None
 
 
+class MessagesResponse(BaseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: dict[str, int]
+
+
+class CountResponse(BaseModel):
+    input_tokens: int
+
+
+class AnthropicErrorBody(BaseModel):
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    type: Literal["error"]
+    error: AnthropicErrorBody
+
+
 def chat_request(body: CountRequest) -> ChatRequest:
-    """The same request as a chat; ApiError names what is wrong or cannot be done here."""
+    """Convert a request to a chat request; ApiError names a field that is wrong or unsupported."""
     if (kind := (body.thinking or {}).get("type", "disabled")) not in ("disabled", "adaptive"):
-        raise refused("thinking", f"must be disabled or adaptive, not {shown(kind)}")
-    for name in NOT_RUN_HERE:
+        raise field_error("thinking", f"must be disabled or adaptive, not {format_value(kind)}")
+    for name in SERVER_TOOLS:
         if (body.model_extra or {}).get(name):
-            raise refused(name, "is not supported: the server runs no tools; leave it out")
+            raise field_error(name, "is not supported: the server runs no tools; leave it out")
     choice, config = body.tool_choice or {}, body.output_config or OutputConfig()
     messages = _messages(body)
     last = messages[-1]
@@ -104,20 +130,19 @@ def _messages(body: CountRequest) -> list[ChatMessage]:
     found: list[dict[str, Any]] = []
     if body.system:
         found.append({"role": "system", "content": _text(body.system, "system")})
-    for number, turn in enumerate(body.messages):
+    for number, message in enumerate(body.messages):
         where = f"messages[{number}].content"
-        if isinstance(turn.content, str) or turn.role == "system":
-            content = _text(turn.content, where)
-            found.append({"role": turn.role, "content": content})
-        elif turn.role == "assistant":
-            found.append(_assistant(turn.content, where))
+        if isinstance(message.content, str) or message.role == "system":
+            found.append({"role": message.role, "content": _text(message.content, where)})
+        elif message.role == "assistant":
+            found.append(_assistant(message.content, where))
         else:
-            found += _user(turn.content, where)
-    return [ChatMessage.model_validate(message) for message in found]
+            found += _user(message.content, where)
+    return [ChatMessage.model_validate(each) for each in found]
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
-    """An assistant's turn: text and calls."""
+    """An assistant message: text and tool calls."""
     texts, calls = [], []
     for number, block in enumerate(blocks):
         kind = block.get("type")
@@ -125,7 +150,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
             name, arguments = block.get("name"), json.dumps(block.get("input") or {})
             function = {"name": name, "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind not in ("thinking", "redacted_thinking"):  # which no model here reads again
+        elif kind not in ("thinking", "redacted_thinking"):  # not shown to the model again
             texts.append(_block_text(block, f"{where}[{number}]"))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if calls:
@@ -134,7 +159,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> dict[str, Any]:
 
 
 def _user(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """A user's turn: results of tools, each a message of its own, and text."""
+    """A user message: each tool result becomes a separate message, followed by the text."""
     found, texts = [], []
     for number, block in enumerate(blocks):
         place = f"{where}[{number}]"
@@ -160,7 +185,8 @@ def _text(content: Any, where: str) -> str:
 def _block_text(block: Any, where: str) -> str:
     is_text = isinstance(block, Mapping) and block.get("type") == "text"
     if not is_text or not isinstance(block.get("text"), str):
-        problem = f"{where} must be a text block: the model reads text only, not {shown(block)}"
+        problem = f"{where} must be a text block, the only supported kind"
+        problem = f"{problem}, not {format_value(block)}"
         raise ApiError(400, problem, param="messages")
     text: str = block["text"]
     return text
@@ -170,8 +196,8 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
     found = []
     for number, tool in enumerate(tools or ()):
         if tool.get("type", "custom") != "custom":
-            problem = f'tools[{number}].type must be "custom", not {shown(tool["type"])}'
-            raise ApiError(400, f"{problem}: no other tools run here", param="tools")
+            problem = f'tools[{number}].type must be "custom", not {format_value(tool["type"])}'
+            raise ApiError(400, f"{problem}; the server runs no tools itself", param="tools")
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
         if "description" in tool:
             function["description"] = tool["description"]
@@ -185,6 +211,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> str | dict[str, Any] | None:
     kind = choice.get("type")
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    if kind not in CHOICES:
-        raise refused("tool_choice", f"must be of type auto, any, tool or none, not {shown(kind)}")
-    return CHOICES[kind]
+    if kind not in TOOL_CHOICES:
+        problem = f"must be of type auto, any, tool or none, not {format_value(kind)}"
+        raise field_error("tool_choice", problem)
+    return TOOL_CHOICES[kind]
