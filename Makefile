@@ -1,10 +1,10 @@
-# Everything a fresh machine needs is made here: a virtual environment, then the package in it.
+# Every target works on a fresh machine: it first makes a virtual environment with the package in it.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 GPU_PYTHON ?= $(PYTHON)
 READY := $(VENV)/.ready
-# Packages are compiled as they are imported. Not kept, every process would do it again: for torch, 2 s.
+# Python keeps compiled modules. Otherwise every process compiles them again: 2 s for torch alone.
 unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 
@@ -17,18 +17,25 @@ $(READY): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-run: $(READY)  ## serve a few prompts with the default model, and watch the scheduler
+run: $(READY)  ## serve ten prompts with the default model and show the scheduler's decisions
 	@$(BIN)/headway run
 
-demo: $(READY)  ## compare static with continuous batching and all presets, simulated
+demo: $(READY)  ## compare static with continuous batching, and all presets, in the simulator
 	@$(BIN)/headway demo
 
-test: $(READY)  ## all checks and all tests, side by side
+test: $(READY)  ## all checks and all tests
 	@$(MAKE) --no-print-directory --jobs 2 check tests
 
 tests: $(READY)  ## all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Folders whose tests need no model weights, no kernels and no server.
+FAST := tests/kv tests/scheduler tests/engine tests/observe tests/lab tests/text \
+  tests/project/test_imports.py tests/project/test_vocabulary.py $(wildcard tests/test_*.py)
+
+test-fast: $(READY)  ## scheduler, engine and simulator only, in about a minute
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(FAST)
 
 CLIENTS := .venv-clients
 
@@ -37,22 +44,23 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-test-clients: $(READY) $(CLIENTS)/.ready  ## other clients of the server, of Python and Node; needs npm
+test-clients: $(READY) $(CLIENTS)/.ready  ## test the server with other Python and Node clients; needs npm
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
 	$(BIN)/python -m pytest tests/clients/test_node.py
 	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python -m pytest -W ignore \
 	  --confcutdir tests/clients tests/clients/test_python.py
 
-test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
-	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
+test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON names a Python with CUDA torch and pytest
+	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch finds no GPU')"
 	$(GPU_PYTHON) -m pytest -rs -W ignore tests/executor/test_gpu.py tests/executor/test_gpu_faults.py \
 	  tests/model/test_attention_adapters.py tests/end_to_end/test_gpu_real.py tests/end_to_end/test_gpu_commands.py tests/model/kernels
 
-# One target for each tool and file, so that --jobs 16 runs as many; the file left out launches nothing.
+# One target for each tool and file, so that --jobs runs them in parallel. test_kernels_compiled
+# launches no kernel.
 KERNEL_TESTS := $(filter-out test_kernels_compiled,$(notdir $(basename $(wildcard tests/model/kernels/test_*.py))))
 SANITIZED := $(KERNEL_TESTS:%=memcheck-%) $(KERNEL_TESTS:%=racecheck-%)
 
-sanitize: $(SANITIZED)  ## compute-sanitizer over the kernels on a GPU: memory errors and races; takes minutes
+sanitize: $(SANITIZED)  ## compute-sanitizer over the GPU kernels: memory errors and races; takes minutes
 
 $(SANITIZED):
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 \
@@ -68,13 +76,21 @@ format: $(READY)  ## format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: $(READY)  ## what the scheduler costs, how good its decisions are, and the model's speed
+bench: $(READY)  ## cost of the scheduler, quality of its decisions, and speed of the model
 	$(BIN)/python bench/scheduler_step.py
 	$(BIN)/python bench/scheduler_quality.py
 	$(BIN)/python bench/cpu_compare.py --skip-peers
 
-clean:  ## remove what was built
+picture: $(READY)  ## make docs/images/run.svg, the picture of `make run` in the README
+	$(BIN)/python docs/images/picture.py
+
+dist: $(READY)  ## build a wheel and an sdist in dist/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
+	$(BIN)/python -m build --outdir dist
+
+clean:  ## remove environments, caches and build output
 	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test tests test-clients test-gpu sanitize $(SANITIZED) check format bench clean
+.PHONY: help run demo test tests test-fast test-clients test-gpu sanitize $(SANITIZED) check format bench \
+  picture dist clean

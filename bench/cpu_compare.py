@@ -1,19 +1,19 @@
-"""Our engine beside transformers' generate and llama.cpp on this CPU: same model, same prompts.
+"""Compares our engine with transformers and llama.cpp on this CPU, with the same model and prompts.
 
     python bench/cpu_compare.py                       prints one JSON object, progress to stderr
-    python bench/cpu_compare.py --quick --out FILE    fewer tokens, one round; also to a file
+    python bench/cpu_compare.py --quick --out FILE    fewer tokens, one round; also writes a file
 
 headway ... llama_cpp_q4_1   output tok/s while decoding, by batch; 128 prompt and 128 output tokens
 prefill    prompt tok/s by engine and batch
 total      output tok/s by engine and batch, prefill included
 mixed      output tok/s of 64 requests of 16-256 prompt and 16-256 output tokens, 32 at a time
 host_share percent of decoding that our engine spends outside the model, by batch
-machine    bandwidth_gb_s (reads) and gemm_gflop_s (fp32) are measured ceilings, and
-           floor_ms_per_token is the time to read fp32 weights once; load is that of others
+machine    bandwidth_gb_s (reads) and gemm_gflop_s (fp32) are measured ceilings;
+           floor_ms_per_token is the time to read fp32 weights once; load is that of other processes
 agreement  leading greedy tokens of the first prompt that equal those of transformers
 ratios     the goals: median over rounds of ours / theirs, and whether it is reached
-Every engine runs in a process of its own, one after the other, in rounds of changing order, so
-that a slow moment of the machine does not always hit the same one. The peers get a virtual
+Every engine runs in its own process, one after the other, in rounds of alternating order, so that a
+slow moment of the machine does not always affect the same engine. The peers get a virtual
 environment in the cache folder ($HEADWAY_CACHE); one that cannot run is skipped with the reason.
 """
 
@@ -46,7 +46,7 @@ from headway.loading import find_tokenizer
 from headway.model.registry import cache_root, resolve
 from headway.model.weights.checkpoint import open_checkpoint
 
-NUM_PROMPT, MOST = 128, 32
+NUM_PROMPT, MAX_BATCH = 128, 32
 QUANTIZATIONS = {"headway": "none", "headway_fast": "auto"}
 WEIGHTS = {"llama_cpp": "f32", "llama_cpp_q4_0": "q4_0", "llama_cpp_q4_1": None}  # None: as shipped
 PACKAGES = {
@@ -60,10 +60,10 @@ NEEDED = {
 BUILD = {
     "CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF",
     "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count()),
-    # GCC 12 takes the stores of llama.cpp's AMX tile config for dead, and it dies on a tile load.
+    # GCC 12 removes the stores of llama.cpp's AMX tile config, and a tile load then crashes.
     "CXXFLAGS": "-fno-tree-dse -fno-dse",
 }
-GOALS = [  # ours, theirs, figure, ratio to reach: for all batch sizes, or for those with their own
+GOALS = [  # ours, theirs, figure, minimum ratio by batch size ("" for all others)
     ("headway", "transformers", "decode", {"": 2.0}),
     ("headway", "llama_cpp", "decode", {"": 1.0, "32": 1.7}),
     ("headway", "transformers", "mixed", {"": 3.0}),
@@ -71,18 +71,18 @@ GOALS = [  # ours, theirs, figure, ratio to reach: for all batch sizes, or for t
     ("headway_fast", "llama_cpp_q4_0", "prefill", {"": 1.0}),
 ]
 MAX_HOST_SHARE = 5.0  # percent of decoding at the largest batch
-MAX_PERPLEXITY_COST = 5.0  # percent that the fast path may lose
-NUM_SCORED = 1500  # tokens of the licence's text, for perplexity
+MAX_PERPLEXITY_COST = 5.0  # percent that quantization may add
+NUM_SCORED = 1500  # tokens of the licence's text for perplexity
 console = Console(stderr=True)
 
 
-# The task: the same token ids for everybody.
+# The task: the same token ids for all engines.
 
 
 def make_task(model: Path, threads: int, *, is_quick: bool) -> Rates:
-    """Prompts are slices of the licence's text, each from another place."""
+    """Prompts are slices of the licence's text from different positions."""
     tokenizer = find_tokenizer(model)
-    assert tokenizer is not None, "a GGUF file brings its tokenizer"
+    assert tokenizer is not None, "a GGUF file contains its tokenizer"
     text = tokenizer.encode((HERE.parent / "LICENSE").read_text())
     dice = random.Random(0)
     lengths = [(dice.randint(16, 256), dice.randint(16, 256)) for _ in range(8 if is_quick else 64)]
@@ -90,9 +90,9 @@ def make_task(model: Path, threads: int, *, is_quick: bool) -> Rates:
         "model": str(model),
         "threads": threads,
         "num_output": 32 if is_quick else 128,
-        "batches": [1, 8, MOST],
+        "batches": [1, 8, MAX_BATCH],
         "scored": text[:NUM_SCORED],
-        "prompts": [text[start : start + NUM_PROMPT] for start in range(0, 61 * MOST, 61)],
+        "prompts": [text[start : start + NUM_PROMPT] for start in range(0, 61 * MAX_BATCH, 61)],
         "mixed": [
             (text[29 * i : 29 * i + num_prompt], n) for i, (num_prompt, n) in enumerate(lengths)
         ],
@@ -105,7 +105,7 @@ def make_task(model: Path, threads: int, *, is_quick: bool) -> Rates:
 def run_headway(
     llm: Any, prompts: list[list[int]], nums_output: list[int]
 ) -> tuple[float, float, list[list[int]]]:
-    """Seconds for all prompts from an empty prefix cache, seconds in the model, the outputs."""
+    """Total seconds from an empty prefix cache, seconds in the model, and the outputs."""
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in nums_output]
     llm.reset_cache()
     start, in_model = perf_counter(), llm.executor.model_seconds
@@ -117,15 +117,17 @@ def run_headway(
 
 
 def headway_rates(task: Rates, quantization: str) -> Rates:
-    """What bench/cpu_peers.py measures, of our engine."""
+    """The figures of bench/cpu_peers.py for our engine."""
     from headway import LLM
 
-    llm = LLM(task["model"], quantization=quantization, threads=task["threads"], max_num_seqs=MOST)
+    llm = LLM(
+        task["model"], quantization=quantization, threads=task["threads"], max_num_seqs=MAX_BATCH
+    )
     by_batch: dict[str, Rates] = {}
     tokens: list[int] = []
     for batch in task["batches"]:
         prompts, num_output = task["prompts"][:batch], task["num_output"]
-        run_headway(llm, prompts, [2] * batch)  # untimed
+        run_headway(llm, prompts, [2] * batch)  # not timed
         first, first_in_model, _ = run_headway(llm, prompts, [1] * batch)
         whole, in_model, outputs = run_headway(llm, prompts, [num_output] * batch)
         tokens = tokens or outputs[0]
@@ -144,11 +146,11 @@ def nll(llm: Any, tokens: list[int]) -> float:
     return -statistics.fmean(score.logprob for score in scores)
 
 
-# What the machine can do.
+# The machine.
 
 
 def machine_ceilings(threads: int) -> Rates:
-    """Read bandwidth over a buffer that no cache holds, and the speed of a large fp32 product."""
+    """Read bandwidth of a buffer larger than any cache, and the speed of a large fp32 product."""
     import torch
 
     torch.set_num_threads(threads)
@@ -163,7 +165,7 @@ def machine_ceilings(threads: int) -> Rates:
 
 
 def seconds(work: Callable[[], Any]) -> float:
-    """The best of a few: a ceiling is what the machine can do, not what it did."""
+    """The best of several measurements, because other load only adds time."""
     times = []
     for _ in range(6):
         start = perf_counter()
@@ -185,15 +187,15 @@ def describe_machine(model: Path, threads: int) -> Rates:
     return {"cpu": cpu, "cores": os.cpu_count(), "threads": threads, "load": load, **ceilings}
 
 
-# Processes, and the peers' environment.
+# Processes and the peers' environment.
 
 
 def run_json(command: list[str], threads: int) -> Rates:
-    """The last line of a process's output; {"skipped": why} if it fails."""
+    """The JSON in the last line of a process's output; {"skipped": reason} if it fails."""
     environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if ended.returncode:
-        return {"skipped": last_line(ended.stderr) or f"ended with status {ended.returncode}"}
+        return {"skipped": last_line(ended.stderr) or f"exited with status {ended.returncode}"}
     result: Rates = json.loads(last_line(ended.stdout))
     return result
 
@@ -207,7 +209,7 @@ def peers_python() -> str:
 
 
 def install_peer(name: str) -> str | None:
-    """Have a peer in the peers' environment; the reason if it cannot be."""
+    """Install a peer in the peers' environment; return the reason if that fails."""
     if not Path(peers_python()).exists():
         folder = str(cache_root() / "peers")
         made = subprocess.run(
@@ -217,7 +219,7 @@ def install_peer(name: str) -> str | None:
             return last_line(made.stderr or made.stdout)
     if not subprocess.run([peers_python(), "-c", NEEDED[name]], capture_output=True).returncode:
         return None
-    console.print(f"installing {name}: downloads, and for llama.cpp minutes of compiling")
+    console.print(f"installing {name}; compiling llama.cpp takes minutes")
     quietly = ["nice", "-n", "19"] if shutil.which("nice") else []
     command = [*quietly, peers_python(), "-m", "pip", "install", *PACKAGES[name]]
     ended = subprocess.run(command, capture_output=True, text=True, env=os.environ | BUILD)
@@ -225,7 +227,7 @@ def install_peer(name: str) -> str | None:
 
 
 def weights_file(model: Path, kind: str | None) -> Rates:
-    """The model with other weights, made once by llama.cpp's own quantizer."""
+    """The model with other weights, converted once by llama.cpp's quantizer."""
     if kind is None:
         return {"path": str(model)}
     target = cache_root() / "peers" / f"{model.stem}-{model.stat().st_size}.{kind}.gguf"
@@ -243,7 +245,7 @@ def weights_file(model: Path, kind: str | None) -> Rates:
 
 
 def engines_to_run(*, skip_peers: bool) -> tuple[list[str], Rates]:
-    """Who can run, and why the others cannot."""
+    """The engines that can run, and the reasons for those that cannot."""
     engines = list(QUANTIZATIONS)
     reasons: Rates = {}
     for peer, names in {"transformers": ["transformers"], "llama_cpp": list(WEIGHTS)}.items():
@@ -256,12 +258,12 @@ def engines_to_run(*, skip_peers: bool) -> tuple[list[str], Rates]:
 
 
 def run_engine(name: str, task: Rates, earlier: list[Rates]) -> Rates:
-    """One round of one engine in a process of its own."""
+    """Run one round of one engine in its own process."""
     if name in WEIGHTS:
         weights = weights_file(Path(task["model"]), WEIGHTS[name])
         if "skipped" in weights:
             return weights
-        # What the first round found the fastest stays.
+        # Keep the fastest settings of the first round.
         task = task | {"settings": earlier[0]["settings"] if earlier else {}}
         task["batches"] = task["batches"] if WEIGHTS[name] else [1]
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
@@ -278,7 +280,7 @@ def run_engine(name: str, task: Rates, earlier: list[Rates]) -> Rates:
 
 
 def run_rounds(engines: list[str], task: Rates, num_rounds: int) -> dict[str, list[Rates]]:
-    """{engine: one result per round}; an engine that fails is not asked again."""
+    """{engine: one result per round}; an engine that fails is not run again."""
     found: dict[str, list[Rates]] = {name: [] for name in engines}
     for i in range(num_rounds):
         for name in engines if i % 2 == 0 else engines[::-1]:
@@ -287,30 +289,30 @@ def run_rounds(engines: list[str], task: Rates, num_rounds: int) -> dict[str, li
             with console.status(f"round {i + 1} of {num_rounds}: {name}"):
                 result = run_engine(name, task, found[name])
             found[name].append(result)
-            said = result.get("skipped") or rounded(result["decode"])
-            console.print(f"round {i + 1} of {num_rounds}: {name}: {said}", highlight=False)
+            figures = result.get("skipped") or round_all(result["decode"])
+            console.print(f"round {i + 1} of {num_rounds}: {name}: {figures}", highlight=False)
     return found
 
 
 # The report.
 
 
-def rounded(values: dict[str, float]) -> dict[str, float]:
+def round_all(values: dict[str, float]) -> dict[str, float]:
     return {key: round(value, 2) for key, value in values.items()}
 
 
 def medians(results: list[Rates], figure: str) -> Any:
-    """Over the rounds: one number, or one for each batch; the reason if a round failed."""
+    """Medians over the rounds, one or one per batch; the reason if a round failed."""
     if "skipped" in results[-1]:
         return results[-1]
     values = [result[figure] for result in results]
     if not isinstance(values[0], dict):
         return round(statistics.median(values), 2)
-    return rounded({key: statistics.median(each[key] for each in values) for key in values[0]})
+    return round_all({key: statistics.median(each[key] for each in values) for key in values[0]})
 
 
 def goals(found: dict[str, list[Rates]]) -> Rates:
-    """Every goal that both engines have figures for: the median of the rounds' ratios."""
+    """Every goal for which both engines have figures: the median of the rounds' ratios."""
     reached: Rates = {}
     for ours, theirs, figure, wanted in GOALS:
         pairs = list(zip(found.get(ours, []), found.get(theirs, []), strict=False))
@@ -339,7 +341,7 @@ def agreement(found: dict[str, list[Rates]]) -> Rates:
 
 
 def perplexity(found: dict[str, list[Rates]]) -> Rates:
-    """Of a fixed text, and what the fast path's rounding costs of it, in percent."""
+    """Perplexity of a fixed text, and the cost of quantization in percent."""
     exact, fast = (math.exp(found[name][0]["nll"]) for name in QUANTIZATIONS)
     cost = 100 * (fast / exact - 1)
     return {
@@ -372,7 +374,7 @@ def report(machine: Rates, found: dict[str, list[Rates]], reasons: Rates) -> Rat
 
 
 def worker(name: str, argument: str) -> Rates:
-    """One measurement in this process, which was started for it."""
+    """Run one measurement in this process, which was started for it."""
     if name == "machine":
         return machine_ceilings(int(argument))
     return headway_rates(json.loads(Path(argument).read_text()), QUANTIZATIONS[name])
@@ -380,11 +382,11 @@ def worker(name: str, argument: str) -> Rates:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m", help="a name, or a GGUF file's path")
+    parser.add_argument("--model", default="smollm2-135m", help="name or path of a GGUF file")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--repeat", type=int, default=3, help="rounds; figures are medians")
     parser.add_argument("--quick", action="store_true", help="32 output tokens, one round")
-    parser.add_argument("--skip-peers", action="store_true", help="our engine alone")
+    parser.add_argument("--skip-peers", action="store_true", help="run only our engine")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -397,7 +399,9 @@ def main() -> None:
         return
     model = resolve(options.model)
     if model.suffix != ".gguf":
-        raise SystemExit(f"{model}: llama.cpp reads GGUF files only; give one with --model")
+        raise SystemExit(
+            f"{model} is not a GGUF file, which llama.cpp needs; use --model FILE.gguf"
+        )
     engines, reasons = engines_to_run(skip_peers=options.skip_peers)
     task = make_task(model, options.threads, is_quick=options.quick)
     machine = describe_machine(model, options.threads)

@@ -1,16 +1,16 @@
-"""Other engines on one task, each in its own process inside the peers' virtual environment.
+"""Runs another engine on one task, in its own process and in the peers' virtual environment.
 
     python bench/cpu_peers.py transformers TASK.json
     python bench/cpu_peers.py llama_cpp TASK.json MODEL.gguf
     python bench/cpu_peers.py quantize SOURCE.gguf TARGET.gguf f32|q4_0
 
-Prints one JSON object as its last line. Started by bench/cpu_compare.py, which writes the task
-(token ids, so that every engine gets the same prompts) and knows how the environment is made.
+Prints one JSON object as its last line. bench/cpu_compare.py starts it, writes the task (token ids,
+so that every engine gets the same prompts) and creates the environment.
 decode   output tok/s after the first token: batch * (num_output - 1) / time
 prefill  prompt tok/s up to the first token
 total    output tok/s of both together
-mixed    output tok/s of requests of many lengths; padding and overshoot count as time, not tokens
-tokens   the first prompt's greedy output, to see that the engines agree
+mixed    output tok/s of requests of many lengths; padding and surplus tokens cost time only
+tokens   the first prompt's greedy output, to check that the engines agree
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from typing import Any
 import numpy as np
 
 Rates = dict[str, Any]
-SETTINGS = [  # llama.cpp leaves them to its user; which is faster differs by machine and batch
+SETTINGS = [  # llama.cpp has no best default; which is faster depends on machine and batch
     {"flash_attention": flash, "unified_cache": unified}
     for flash in (False, True)
     for unified in (False, True)
 ]
 MIXED_BATCH = 32
-CELLS = 256  # llama.cpp rounds a sequence's cache up to this
+CELLS = 256  # llama.cpp rounds a sequence's cache up to a multiple of this
 UBATCH = 512
 
 
 def rates(batch: int, num_prompt: int, num_output: int, first: float, whole: float) -> Rates:
-    """Tok/s from the seconds to the first token and to the last."""
+    """Tok/s from the seconds to the first and to the last token."""
     return {
         "decode": batch * (num_output - 1) / (whole - first),
         "prefill": batch * num_prompt / first,
@@ -47,7 +47,7 @@ def rates(batch: int, num_prompt: int, num_output: int, first: float, whole: flo
 
 
 def gather(by_batch: dict[str, Rates]) -> Rates:
-    """{"8": {"decode": x}} as {"decode": {"8": x}}."""
+    """Turn {"8": {"decode": x}} into {"decode": {"8": x}}."""
     names = next(iter(by_batch.values()))
     return {name: {batch: each[name] for batch, each in by_batch.items()} for name in names}
 
@@ -65,12 +65,12 @@ def transformers_rates(task: Rates) -> Rates:
         path.parent, gguf_file=path.name, dtype=torch.float32
     )
     model.eval()
-    model.generation_config.eos_token_id = None  # every request makes all of its tokens
+    model.generation_config.eos_token_id = None  # every request generates all its tokens
     by_batch: dict[str, Rates] = {}
     tokens: list[int] = []
     for batch in task["batches"]:
         prompts = task["prompts"][:batch]
-        timed_generate(model, prompts, 2)  # untimed: the first call of a shape prepares kernels
+        timed_generate(model, prompts, 2)  # not timed: the first call of a shape is slower
         first, _ = timed_generate(model, prompts, 1)
         whole, output = timed_generate(model, prompts, task["num_output"])
         tokens = tokens or output
@@ -87,7 +87,7 @@ def transformers_rates(task: Rates) -> Rates:
 def timed_generate(
     model: Any, prompts: list[list[int]], num_output: int
 ) -> tuple[float, list[int]]:
-    """Seconds for the whole batch, padded on the left; and the first prompt's output."""
+    """Seconds for the whole batch, padded on the left, and the first prompt's output."""
     import torch
 
     width = max(map(len, prompts))
@@ -108,7 +108,7 @@ def timed_generate(
 
 
 def mixed_rate(model: Any, requests: list[Any]) -> float | None:
-    """Output tok/s in padded batches by arrival, each as long as its longest request."""
+    """Output tok/s in padded batches, each as long as its longest request."""
     seconds = 0.0
     for start in range(0, len(requests), MIXED_BATCH):
         prompts, nums_output = zip(*requests[start : start + MIXED_BATCH], strict=True)
@@ -120,7 +120,7 @@ def mixed_rate(model: Any, requests: list[Any]) -> float | None:
 
 
 class Llama:
-    """A model and a context of llama.cpp, with room for so many sequences."""
+    """A model and a context of llama.cpp for `batch` sequences."""
 
     def __init__(self, model: Any, task: Rates, batch: int, settings: Rates) -> None:
         import llama_cpp
@@ -135,7 +135,9 @@ class Llama:
         params.kv_unified = settings["unified_cache"]
         self.context = llama_cpp.llama_init_from_model(model, params)
         if not self.context:
-            raise RuntimeError(f"llama.cpp made no context for {batch} sequences of {settings}")
+            raise RuntimeError(
+                f"llama.cpp cannot create a context for {batch} sequences: {settings}"
+            )
         self.num_vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
         per_step = params.n_batch // len(self.prompts[0])
         self.prefills = [
@@ -145,7 +147,7 @@ class Llama:
         self.decode = self.feed(range(batch), 1)
 
     def feed(self, sequences: range, num_tokens: int) -> Any:
-        """A batch of so many tokens for each sequence, that wants the logits of the last."""
+        """A batch of `num_tokens` tokens per sequence that computes the last token's logits."""
         batch = self.api.llama_batch_init(len(sequences) * num_tokens, 0, 1)
         batch.n_tokens = len(sequences) * num_tokens
         for i in range(batch.n_tokens):
@@ -159,13 +161,13 @@ class Llama:
         """The greedy next token of each sequence."""
         status = self.api.llama_decode(self.context, batch)
         if status:
-            raise RuntimeError(f"llama_decode answered {status}")
+            raise RuntimeError(f"llama_decode returned {status}")
         logits = self.api.llama_get_logits(self.context)
         shape = (num_sequences, self.num_vocabulary)
         return np.asarray(np.ctypeslib.as_array(logits, shape).argmax(axis=1))
 
     def rates(self, num_output: int) -> tuple[Rates, list[int]]:
-        """Prefill and greedy decode from an empty cache."""
+        """Prefill and decode greedily from an empty cache."""
         batch, num_prompt, decode = len(self.prompts), len(self.prompts[0]), self.decode
         self.api.llama_memory_clear(self.api.llama_get_memory(self.context), True)
         tokens = np.ctypeslib.as_array(decode.token, (batch,))
@@ -188,7 +190,7 @@ class Llama:
 
 
 def llama_rates(task: Rates, path: str) -> Rates:
-    """Decode at every batch; the task may bring settings that an earlier run found fastest."""
+    """Decode at every batch size; the task may have the fastest settings of an earlier run."""
     import llama_cpp
 
     lines, _callback = capture_log(llama_cpp)
@@ -197,7 +199,7 @@ def llama_rates(task: Rates, path: str) -> Rates:
         path.encode(), llama_cpp.llama_model_default_params()
     )
     if not model:
-        raise RuntimeError(f"llama.cpp does not load {path}: {''.join(lines[-3:])}")
+        raise RuntimeError(f"llama.cpp cannot load {path}: {''.join(lines[-3:])}")
     by_batch: dict[str, Rates] = {}
     tokens: list[int] = []
     settings = dict(task.get("settings") or {})
@@ -223,14 +225,14 @@ def measure(
     model: Any, task: Rates, batch: int, settings: Rates, num_output: int
 ) -> tuple[Rates, list[int]]:
     llama = Llama(model, task, batch, settings)
-    llama.run(llama.prefills[0], 1)  # untimed
+    llama.run(llama.prefills[0], 1)  # not timed
     found = llama.rates(num_output)
     llama.close()
     return found
 
 
 def fastest_settings(model: Any, task: Rates, batch: int) -> Rates:
-    """The settings that decode fastest over a few tokens, and those that prefill fastest."""
+    """The settings that decode a few tokens fastest, and those that prefill fastest."""
     tried = [each for each in SETTINGS if batch > 1 or each["unified_cache"]]
     found = [measure(model, task, batch, each, min(24, task["num_output"]))[0] for each in tried]
     return {
@@ -240,7 +242,7 @@ def fastest_settings(model: Any, task: Rates, batch: int) -> Rates:
 
 
 def capture_log(api: Any) -> tuple[list[str], Callable[..., None]]:
-    """The library's log as lines, and the callback, which must live as long as the library."""
+    """The library's log as lines, and its callback, which must stay alive."""
     lines: list[str] = []
 
     @api.llama_log_callback
@@ -252,7 +254,7 @@ def capture_log(api: Any) -> tuple[list[str], Callable[..., None]]:
 
 
 def quantize(source: str, target: str, kind: str) -> Rates:
-    """Write the model with other weights; the same file, tensor by tensor, as the tool makes."""
+    """Write the model with other weights, as llama.cpp's quantize tool does."""
     import llama_cpp
 
     params = llama_cpp.llama_model_quantize_default_params()
@@ -260,7 +262,7 @@ def quantize(source: str, target: str, kind: str) -> Rates:
     params.allow_requantize = True
     status = llama_cpp.llama_model_quantize(source.encode(), target.encode(), ctypes.byref(params))
     if status:
-        raise RuntimeError(f"llama.cpp does not write {source} as {kind}: status {status}")
+        raise RuntimeError(f"llama.cpp cannot write {source} as {kind}: status {status}")
     return {"path": target, "bytes": Path(target).stat().st_size}
 
 

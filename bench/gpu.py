@@ -1,10 +1,10 @@
-"""Speed on a GPU with random weights of real shapes, beside the floor of the same work.
+"""Speed on a GPU with random weights of real shapes, compared with the roofline of the same work.
 
     python bench/gpu.py                 prints one JSON object
     python bench/gpu.py --only 256 batch_1 --out bench/results/gpu.json
 
-Every figure is the median of --repeat runs through `LLM.generate`, after one that is not counted;
-no prefix is shared. bfloat16.
+Every figure is the median of --repeat runs through `LLM.generate`, after one warm-up run. Prompts
+share no prefix. bfloat16.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Work = tuple[list[list[int]], list[int]]
 
 
 def run(llm: LLM, work: Work, temperature: float) -> float:
-    """Seconds for all of it."""
+    """Seconds to generate all outputs."""
     prompts, outputs = work
     params = [
         SamplingParams(temperature=temperature, max_tokens=output, ignore_eos=True, seed=number)
@@ -83,7 +83,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--attention", default="triton", help="as in `headway serve`")
+    parser.add_argument("--attention", default="triton", help="as for `headway serve`")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     asked = parser.parse_args()
@@ -105,9 +105,11 @@ def main() -> None:
             gc.collect()
             torch.cuda.empty_cache()
             begun = time.perf_counter()
-            llm = LLM(str(SHAPES / shape), load_format="dummy", device="cuda", max_num_batched_tokens=16384,
-                      max_model_len=4096, attention=asked.attention,
-                      block_size=asked.block_size)  # fmt: skip
+            llm = LLM(
+                str(SHAPES / shape), load_format="dummy", device="cuda",
+                max_num_batched_tokens=16384, max_model_len=4096, attention=asked.attention,
+                block_size=asked.block_size,
+            )  # fmt: skip
             report[f"{shape}_start_seconds"], loaded = time.perf_counter() - begun, shape
         report[name] = measure(llm, shape, work(), temperature, asked.repeat, ceilings)
         print(name, report[name], file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
-"""How long each kernel of a decode step takes on a GPU, beside the floor of its bytes and operations.
+"""Time of each kernel of a decode step on a GPU, compared with the roofline of its work.
 
     python bench/gpu_kernels.py                           prints one JSON object
     python bench/gpu_kernels.py --shape llama-8b --rows 1 64 --context 1200
-    python bench/gpu_kernels.py --tiny                    in seconds without a GPU: does it run?
+    python bench/gpu_kernels.py --tiny                    runs in seconds without a GPU, as a test
 
-Every kernel is launched once for each layer, with weights and keys of that layer, in one CUDA graph;
-a launch takes as long as a replay over the number of launches. So it begins where the one before
-ends, as in a step, but after one of its own kind. Lengths are spread from half to one and a half of
---context, the longest first. bfloat16.
+Every kernel is launched once per layer, with that layer's weights and keys, in one CUDA graph. The
+time of a launch is that of a replay divided by the number of launches, so each kernel starts when
+the one before ends, as in a step, but after one of its own kind. Lengths are spread from half to
+one and a half times --context, the longest first. bfloat16.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-if "--tiny" in sys.argv:  # known before triton loads
+if "--tiny" in sys.argv:  # must be set before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import roofline
@@ -33,9 +34,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.config import ModelConfig, from_hf, load_hf
-from headway.model.kernels.decode import Turn, decode_attention
+from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.linear import linear, num_squares
-from headway.model.kernels.sampling import Columns, sample, workspace
+from headway.model.kernels.logit_thresholds import SamplingTensors
+from headway.model.kernels.sampling import sample, workspace
 
 SHAPES = Path(__file__).parent / "shapes"
 TINY = {
@@ -49,7 +51,7 @@ TYPE = torch.bfloat16
 
 
 class Kernel(NamedTuple):
-    """Something that is launched, and what one launch of it has to read, write and compute."""
+    """Launches of a kernel, and the bytes and operations of one launch."""
 
     launches: list[Callable[[], object]]
     num_bytes: float
@@ -57,7 +59,7 @@ class Kernel(NamedTuple):
 
 
 class Step:
-    """The kernels of a decode step of so many rows."""
+    """The kernels of a decode step with `num_rows` rows."""
 
     def __init__(self, config: ModelConfig, num_rows: int, context: int, device: str) -> None:
         self._config, self._rows, self._context, self._device = config, num_rows, context, device
@@ -66,7 +68,7 @@ class Step:
         self._qkv = self._random(num_rows, heads * config.head_dim)
 
     def kernels(self) -> Iterator[tuple[str, Kernel]]:
-        """One after the other, so that the memory of one is free for the next."""
+        """One kernel at a time, so that the memory of one is free for the next."""
         config = self._config
         wide = config.num_heads * config.head_dim
         inner = config.intermediate_size
@@ -113,20 +115,20 @@ class Step:
         shape = (rows * width, config.num_layers, 2, config.num_kv_heads, BLOCK_SIZE)
         blocks = self._random(*shape, config.head_dim)
         tables = torch.arange(rows * width, dtype=torch.int32, device=device).view(rows, width)
-        seats = torch.arange(rows, dtype=torch.int32, device=device)
+        row_ids = torch.arange(rows, dtype=torch.int32, device=device)
         positions = lengths.to(device).long()
-        last = tables[seats.long(), positions // BLOCK_SIZE].long()
+        last = tables[row_ids.long(), positions // BLOCK_SIZE].long()
         half = (width * BLOCK_SIZE, config.head_dim // 2)
         norms = [torch.ones(config.head_dim, dtype=TYPE, device=device) for _ in "qk"]
-        turn = Turn(
+        transform = HeadTransform(
             *(norms if config.qk_norm else (None, None)), config.norm_eps,
             *(torch.ones(half, device=device) for _ in "cs"),
         )  # fmt: skip
         out = torch.empty((rows, config.num_heads * config.head_dim), dtype=TYPE, device=device)
         options: dict[str, Any] = {
-            "num_heads": config.num_heads, "blocks": blocks, "tables": tables, "seats_s": seats,
+            "num_heads": config.num_heads, "blocks": blocks, "tables": tables, "row_ids_s": row_ids,
             "positions_s": positions, "slots_s": last * BLOCK_SIZE + positions % BLOCK_SIZE,
-            "turn": turn,
+            "transform": transform,
         }  # fmt: skip
         read = int(lengths.sum()) * config.kv_bytes(TYPE.itemsize) / config.num_layers
         flops = 4 * int(lengths.sum()) * config.num_heads * config.head_dim
@@ -152,24 +154,25 @@ class Step:
         rows, device = self._rows, self._device
         logits = self._random(rows, self._config.vocab_size)
         zeros = torch.zeros(rows, dtype=torch.int32, device=device)
-        columns = Columns(
+        settings = SamplingTensors(
             temperature=torch.full((rows,), TEMPERATURE, device=device), top_k=zeros,
             top_p=torch.ones(rows, device=device), min_p=torch.zeros(rows, device=device),
             seed=zeros.long(), num_generated=zeros,
         )  # fmt: skip
-        seats, out = torch.arange(rows, dtype=torch.int32, device=device), zeros.clone()
+        row_ids, out = torch.arange(rows, dtype=torch.int32, device=device), zeros.clone()
         space = workspace(rows, self._config.vocab_size, device)
-        return Kernel([lambda: sample(logits, seats, columns, out, space)] * 4, logits.nbytes, 0.0)
+        launch = partial(sample, logits, row_ids, settings, out, space)
+        return Kernel([launch] * 4, logits.nbytes, 0.0)
 
 
 def seconds(launches: list[Callable[[], object]], device: str) -> float:
-    """Of one launch: the median of a few tries."""
+    """Seconds of one launch: the median of several measurements."""
 
     def run() -> None:
         for launch in launches:
             launch()
 
-    run()  # compiles
+    run()  # compiles the kernels
     if device == "cpu":
         begun = time.perf_counter()
         run()
@@ -192,10 +195,10 @@ def seconds(launches: list[Callable[[], object]], device: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shape", default="qwen3-0.6b", help="a folder in bench/shapes")
+    parser.add_argument("--shape", default="qwen3-0.6b", help="folder in bench/shapes")
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 64, 128, 256])
-    parser.add_argument("--context", type=int, default=800, help="positions of a sequence, mean")
-    parser.add_argument("--tiny", action="store_true", help="few rows of a tiny model, on the CPU")
+    parser.add_argument("--context", type=int, default=800, help="mean positions per sequence")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model, on the CPU")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     asked = parser.parse_args()
     config = from_hf(TINY, "tiny") if asked.tiny else load_hf(SHAPES / asked.shape)

@@ -1,19 +1,19 @@
-"""How near our arithmetic comes to transformers' over the same weights: tokens and perplexity.
+"""Accuracy of our arithmetic against transformers with the same weights: tokens and perplexity.
 
     python bench/gpu_quality.py --model FILE.gguf      prints one JSON object, progress to stderr
     python bench/gpu_quality.py --only bfloat16 --out bench/results/gpu_quality.json
     python bench/gpu_quality.py --device cpu --tokens 64 --output 2     a smoke test without a GPU
 
-perplexity    of the licence's first --tokens tokens, from the logprobs of a prompt: prefill
+perplexity    of the licence's first --tokens tokens, from prompt logprobs (prefill)
 ratio         ours / that of transformers in the same type; the goal is within 1 percent
-firsts        prompts of tests/support/real.py whose first token is that of transformers in the same type;
-              and `as_float32`: how often each of the two agrees with transformers in float32
-places        the same, of the most probable token after each token of the text but the last
-decodes       of --output greedy tokens after each prompt, the share that transformers finds most
-              probable too, given all before it; `regret` is how much less probable, in nats, the
-              others are to transformers in float32
-cost_percent  of fp8: what keys and values in 8 bits add to the perplexity of bfloat16
-A part that cannot run says why and takes nobody along.
+firsts        prompts of tests/support/real.py whose first token equals that of transformers in the
+              same type; `as_float32` counts how often each equals transformers in float32
+places        the same for the most probable token after each token of the text but the last
+decodes       of --output greedy tokens after each prompt, the fraction that transformers also finds
+              most probable, given all tokens before; `regret` is how much less probable, in nats,
+              our tokens are to transformers in float32
+cost_percent  of fp8: how much an 8-bit KV cache adds to the perplexity of bfloat16
+A part that cannot run reports the reason, and the others still run.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ from headway.text.chat_template import render_chat
 from tests.support.real import PROMPTS
 
 Figures = dict[str, Any]
-PARTS = {  # ours: dtype, type of keys and values
+PARTS = {  # our dtype, and the type of the KV cache
     "bfloat16": ("bfloat16", "auto"),
     "fp8": ("bfloat16", "fp8"),
     "float32": ("float32", "auto"),
 }
-RAW = {"outputs", "places"}  # what is compared, not reported
-GOAL = 0.01  # of the perplexity's ratio, away from 1
-SEATS = 8  # so few that not many graphs are captured
+RAW = {"outputs", "places"}  # compared, not reported
+GOAL = 0.01  # maximum distance of the perplexity ratio from 1
+MAX_NUM_SEQS = 8  # small, so that few graphs are captured
 
 
-# What is asked.
+# Prompts.
 
 
 def prompts_and_text(model: Path, num_scored: int) -> tuple[dict[str, list[int]], list[int]]:
-    """Prompts as tokens, and the text that is scored."""
+    """Prompts as tokens, and the text to score."""
     tokenizer = find_tokenizer(model)
-    assert tokenizer is not None, "a model that is asked in words has a tokenizer"
+    assert tokenizer is not None, "a model for text prompts has a tokenizer"
     asked = {}
-    for name, said in PROMPTS.items():
-        if isinstance(said, str):
-            asked[name] = tokenizer.encode(said)
+    for name, prompt in PROMPTS.items():
+        if isinstance(prompt, str):
+            asked[name] = tokenizer.encode(prompt)
         elif tokenizer.chat_template:
             template, bos, eos = tokenizer.chat_template, tokenizer.bos, tokenizer.eos
             asked[name] = tokenizer.encode(
-                render_chat(template, said, bos=bos, eos=eos), special=False
+                render_chat(template, prompt, bos=bos, eos=eos), special=False
             )
     return asked, tokenizer.encode((HERE.parent / "LICENSE").read_text())[:num_scored]
 
@@ -79,7 +79,7 @@ def prompts_and_text(model: Path, num_scored: int) -> tuple[dict[str, list[int]]
 
 
 class Reference:
-    """transformers over the weights that our reader reads, in one type."""
+    """transformers with the weights of our reader, in one type."""
 
     def __init__(self, model: Path, dtype: torch.dtype, device: torch.device) -> None:
         import transformers
@@ -87,7 +87,7 @@ class Reference:
         checkpoint = open_checkpoint(model)
         about = checkpoint.config
         config = transformers.AutoConfig.for_model(about.architecture, **described(about))
-        with torch.device("meta"):  # weights come from the file, types from here
+        with torch.device("meta"):  # the weights are loaded from the file below
             self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         inner = self._model.model
         inner.rotary_emb = type(inner.rotary_emb)(config=config)
@@ -100,12 +100,12 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, tokens: list[int]) -> Tensor:
-        """[len(tokens), vocabulary], as float32 whatever the model's type."""
+        """[len(tokens), vocabulary], as float32 for any type of the model."""
         found: Tensor = self._model(torch.tensor([tokens], device=self._device)).logits[0].float()
         return found
 
     def read(self, text: list[int]) -> tuple[float, list[int]]:
-        """Its perplexity, and the most probable token after each but the last."""
+        """The text's perplexity, and the most probable token after each token but the last."""
         logprobs = self.logits(text)[:-1].log_softmax(-1)
         targets = torch.tensor(text[1:], device=self._device)
         mean = float(logprobs.gather(1, targets[:, None]).double().mean())
@@ -116,9 +116,9 @@ class Reference:
 
 
 def described(about: ModelConfig) -> Figures:
-    """A config as transformers writes it."""
+    """The config in transformers' format."""
     rope = about.rope
-    assert rope.kind == "default" and rope.divisors is None, "scaled positions are not written here"
+    assert rope.kind == "default" and rope.divisors is None, "scaled rope is not supported here"
     return {
         "vocab_size": about.vocab_size, "hidden_size": about.hidden_size,
         "intermediate_size": about.intermediate_size, "num_hidden_layers": about.num_layers,
@@ -130,7 +130,7 @@ def described(about: ModelConfig) -> Figures:
     }  # fmt: skip
 
 
-# Ours.
+# Our engine.
 
 
 def ask(llm: LLM, prompts: dict[str, list[int]], num_output: int) -> dict[str, list[int]]:
@@ -144,10 +144,10 @@ def ask(llm: LLM, prompts: dict[str, list[int]], num_output: int) -> dict[str, l
 
 
 def read(llm: LLM, text: list[int]) -> tuple[float, list[int]]:
-    """A text's perplexity, and the most probable token after each but the last."""
+    """The text's perplexity, and the most probable token after each token but the last."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1)
     found = llm.generate(text, params)[0].prompt_logprobs
-    assert found is not None, "prompt_logprobs were asked for"
+    assert found is not None, "prompt_logprobs were requested"
     scores = [score for score in found if score is not None]
     mean = statistics.fmean(score.logprob for score in scores)
     return math.exp(-mean), [score.top[0][0] for score in scores]
@@ -159,14 +159,14 @@ def run_ours(
     dtype, kv_dtype = PARTS[part]
     with LLM(
         options.model, device=options.device, dtype=dtype, kv_cache_dtype=kv_dtype,
-        max_num_seqs=SEATS, kv_memory="1GiB" if options.device != "cpu" else None,
+        max_num_seqs=MAX_NUM_SEQS, kv_memory="1GiB" if options.device != "cpu" else None,
     ) as llm:  # fmt: skip
         outputs = ask(llm, prompts, options.output)
         perplexity, places = read(llm, text)
         return {"perplexity": perplexity, "outputs": outputs, "places": places}
 
 
-# Side by side.
+# Comparison.
 
 
 def compare(
@@ -176,7 +176,7 @@ def compare(
     prompts: dict[str, list[int]],
     text: list[int],
 ) -> Figures:
-    """Our figures beside those of transformers in the same type, and in float32 for the regret."""
+    """Our figures, those of transformers in the same type, and the regret in float32."""
     outputs, places = ours.pop("outputs"), ours.pop("places")
     firsts = [outputs[name][0] for name in prompts]
     their_firsts, right_firsts = theirs.firsts(prompts), exact.firsts(prompts)
@@ -193,8 +193,8 @@ def compare(
     ratio = ours["perplexity"] / perplexity
     return ours | {
         "transformers_perplexity": perplexity, "ratio": ratio, "reached": abs(ratio - 1) <= GOAL,
-        "firsts": alike(firsts, their_firsts, right_firsts),
-        "places": alike(places, their_places, exact.read(text)[1]),
+        "firsts": count_equal(firsts, their_firsts, right_firsts),
+        "places": count_equal(places, their_places, exact.read(text)[1]),
         "decodes": {
             "same": num_same, "of": num_tokens, "share": num_same / num_tokens,
             "mean_regret": sum(regrets) / len(regrets), "worst_regret": max(regrets),
@@ -202,8 +202,8 @@ def compare(
     }  # fmt: skip
 
 
-def alike(ours: list[int], theirs: list[int], right: list[int]) -> Figures:
-    """How often two agree with each other, and each with what is right."""
+def count_equal(ours: list[int], theirs: list[int], right: list[int]) -> Figures:
+    """How often the two agree with each other, and each with the float32 tokens."""
 
     def count(some: list[int], others: list[int]) -> int:
         return sum(one == other for one, other in zip(some, others, strict=True))
@@ -213,7 +213,7 @@ def alike(ours: list[int], theirs: list[int], right: list[int]) -> Figures:
 
 
 def figures(options: argparse.Namespace, save: Callable[[Figures], None]) -> Figures:
-    """All parts; `save` is told after each."""
+    """Run all parts; call `save` after each."""
     model, device = resolve(options.model), use_device(options.device)
     options.model, options.device = str(model), str(device)
     prompts, text = prompts_and_text(model, options.tokens)
@@ -224,17 +224,17 @@ def figures(options: argparse.Namespace, save: Callable[[Figures], None]) -> Fig
     }  # fmt: skip
     ours = {}
     for part in options.only:
-        tell(f"{part}: our engine")
+        log(f"{part}: our engine")
         ours[part] = attempt(lambda part=part: run_ours(part, options, prompts, text))
-        tell(f"{part}: {ours[part].get('skipped') or round(ours[part]['perplexity'], 4)}")
+        log(f"{part}: {ours[part].get('skipped') or round(ours[part]['perplexity'], 4)}")
         report[part] = {key: value for key, value in ours[part].items() if key not in RAW}
         save(report)
-        gc.collect()  # its blocks and graphs, before the next one's
+        gc.collect()  # free blocks and graphs before the next part
     try:
         for part, beside in with_references(ours, model, device, prompts, text):
             report[part] = beside
             save(report)
-    except Exception as error:  # our own figures are worth keeping
+    except Exception as error:  # keep our own figures
         report["transformers"] = {"skipped": f"{type(error).__name__}: {error}"}
     report["fp8_cost_percent"] = cost_of_fp8(report)
     return report
@@ -247,18 +247,18 @@ def with_references(
     prompts: dict[str, list[int]],
     text: list[int],
 ) -> Iterator[tuple[str, Figures]]:
-    """Every part that ran, compared; one model of transformers in each type that is needed."""
+    """Compare every part that ran; loads transformers once per type."""
     import transformers
 
     transformers.logging.set_verbosity_error()
-    tell("transformers, float32")
+    log("transformers, float32")
     exact = Reference(model, torch.float32, device)
     made = {"float32": exact}
     for part, found in ours.items():
         name = PARTS[part][0]
         if "skipped" in found:
             continue
-        tell(f"{part}: transformers")
+        log(f"{part}: transformers")
         if name not in made:
             made[name] = Reference(model, getattr(torch, name), device)
         theirs = made[name]
@@ -275,11 +275,11 @@ def cost_of_fp8(report: Figures) -> float | None:
 def attempt(work: Callable[[], Figures]) -> Figures:
     try:
         return work()
-    except Exception as error:  # one part's failure is not another's
+    except Exception as error:  # the other parts still run
         return {"skipped": f"{type(error).__name__}: {error}"}
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
@@ -293,10 +293,10 @@ def commit() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", default="smollm2-135m", help="a name, folder or GGUF file")
+    parser.add_argument("--model", default="smollm2-135m", help="name, folder or GGUF file")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--tokens", type=int, default=NUM_SCORED, help="of the text, scored")
+    parser.add_argument("--tokens", type=int, default=NUM_SCORED, help="tokens of text to score")
     parser.add_argument("--output", type=int, default=24, help="greedy tokens after each prompt")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     options = parser.parse_args()

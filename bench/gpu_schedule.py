@@ -1,19 +1,19 @@
-"""What scheduling does on a GPU, with random weights: gaps under long prompts, swap or recompute.
+"""Scheduling on a GPU with random weights: gaps during long prompts, and swap or recompute.
 
     python bench/gpu_schedule.py                          prints one JSON object
     python bench/gpu_schedule.py --only swap --out bench/results/gpu_schedule.json
-    python bench/gpu_schedule.py --device cpu --tiny      all parts in seconds, to see that they run
+    python bench/gpu_schedule.py --device cpu --tiny      runs all parts in seconds, as a test
 
-gaps: requests decode while long prompts come, each when the one before is answered. For every
---max-num-batched-tokens, the time between tokens of those who decode, and the time to first token of the long
-ones. The first long one compiles and captures what is new: it is told apart.
+gaps: requests decode while long prompts arrive, each after the one before has finished. For every
+--max-num-batched-tokens, the time between tokens of the decoding requests, and the time to first
+token of the long ones. The first long prompt compiles and captures new sizes and is listed apart.
 
-swap: for every context, what it takes to copy its blocks out and in and then compute its last token
-(as a request that is back must), and to compute all of it again, each alone on the device; which is
-less, and which the rule `cheaper` picks with the times it measured when the model was loaded (for
-another --max-num-batched-tokens than the model's it measures again).
+swap: for every context, the time to copy its blocks out and in and to compute its last token (as
+for a request that is swapped in), and the time to recompute all its tokens, each on an idle device;
+which is less; and which the rule `cheaper` picks with the costs measured when the model was loaded.
+For another --max-num-batched-tokens than the model's, the costs are measured again.
 
-profile: `headway profile`, and how far it is off for which kind of step; --log keeps all steps.
+profile: `headway profile`, and its error by kind of step; --log writes all steps.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from headway import LLM
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
 from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
-from headway.lab.bench import random_prompt
+from headway.lab.loadgen.requests import random_prompt
 from headway.plan import StepReport
 from headway.request import Params, Request
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper
 
 SHAPES = Path(__file__).parent / "shapes"
-LIMIT_MS = 25.0  # a gap that nobody should see
+LIMIT_MS = 25.0  # the goal for the longest gap
 TINY = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 512, "hidden_size": 64,
     "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -58,14 +58,14 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Tokens, unless it says otherwise."""
+    """In tokens, unless noted."""
 
     num_running: int  # requests
-    context: int  # of each of them, when the first long prompt comes
+    context: int  # of each running request when the first long prompt arrives
     long: int
     num_long: int  # requests
-    budgets: tuple[int, ...]  # of one step: max_tokens
-    contexts: tuple[int, ...]  # swapped or computed again
+    budgets: tuple[int, ...]  # max_num_batched_tokens
+    contexts: tuple[int, ...]  # swapped or recomputed
 
 
 FULL = Sizes(num_running=128, context=500, long=32768, num_long=4, budgets=(512, 1024, 2048, 8192),
@@ -74,11 +74,11 @@ SMALL = Sizes(num_running=3, context=20, long=200, num_long=2, budgets=(16, 64),
 
 
 class Watch:
-    """An observer: when requests got their tokens."""
+    """An observer of the times of tokens."""
 
     def __init__(self) -> None:
         self.firsts: dict[str, float] = {}
-        self.gaps: list[float] = []  # of all who decode, long ones too
+        self.gaps: list[float] = []  # of all decoding requests, including long ones
         self._latest: dict[Request, float] = {}
 
     def __call__(self, report: StepReport) -> None:
@@ -92,12 +92,13 @@ class Watch:
 
 
 class Stage:
-    """An engine of its own over a loaded model: nothing is cached, nobody is seated."""
+    """A separate engine over a loaded model: empty cache, no running requests."""
 
-    def __init__(self, llm: LLM, max_tokens: int) -> None:
+    def __init__(self, llm: LLM, budget: int) -> None:
         self.watch, self.clock = Watch(), llm.engine.clock
+        config = replace(llm.config, max_num_batched_tokens=budget)
         self.engine = Engine(
-            Scheduler(replace(llm.config, max_tokens=max_tokens)), llm.executor, self.clock,
+            Scheduler(config), llm.executor, self.clock,
             async_scheduling=llm.engine.async_scheduling, observers=[self.watch],
         )  # fmt: skip
 
@@ -111,7 +112,7 @@ class Stage:
                 raise RuntimeError(self.engine.fault)
 
     def interrupt(self, name: str, prompt: list[int]) -> tuple[float, list[float]]:
-        """A request comes and goes: its time to first token, and everybody's gaps meanwhile."""
+        """Run one more request: its time to first token, and all gaps meanwhile."""
         self.watch.gaps = []
         begun = self.clock.now()
         self.ask(name, prompt, 16)
@@ -119,15 +120,15 @@ class Stage:
         return self.watch.firsts[name] - begun, self.watch.gaps
 
 
-def gaps(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
-    """One budget of a step."""
-    stage, source = Stage(llm, max_tokens), random.Random(0)
+def gaps(llm: LLM, sizes: Sizes, budget: int) -> dict[str, Any]:
+    """The figures for one step budget."""
+    stage, source = Stage(llm, budget), random.Random(0)
     vocab_size, room = (
         llm.loaded.decoder.config.vocab_size,
         llm.config.max_model_len - sizes.context,
     )
     prompts = [random_prompt(source, sizes.long, vocab_size) for _ in range(1 + sizes.num_long)]
-    with gc_freeze():  # as a server runs
+    with gc_freeze():  # as in a server
         for number in range(sizes.num_running):
             prompt = random_prompt(source, sizes.context, vocab_size)
             stage.ask(f"running {number}", prompt, min(2048, room))
@@ -140,7 +141,7 @@ def gaps(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
     stage.engine.run()
     found = 1e3 * np.concatenate([seen for _, seen in rest])
     return {
-        "max_tokens": max_tokens, "worst_gap_ms": float(found.max()),
+        "max_num_batched_tokens": budget, "worst_gap_ms": float(found.max()),
         "p99_gap_ms": float(np.quantile(found, 0.99)), "p50_gap_ms": float(np.median(found)),
         "ttft_of_long_ms": [1e3 * seconds for seconds, _ in rest],
         "is_under_limit": bool(found.max() < LIMIT_MS),
@@ -150,7 +151,7 @@ def gaps(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Alone:
-    """A world in which a request shares nothing, for the swap rule."""
+    """A scheduler view in which requests share no blocks, for the swap rule."""
 
     block_size: int
 
@@ -158,17 +159,17 @@ class Alone:
         return -(-request.num_computed // self.block_size)
 
 
-def swap_row(llm: LLM, rule: cheaper, num_tokens: int, max_tokens: int) -> dict[str, Any]:
-    """One context: what takes how long, what is faster, and what the rule says."""
-    config, executor = replace(llm.config, max_tokens=max_tokens), llm.executor
+def swap_row(llm: LLM, rule: cheaper, num_tokens: int, budget: int) -> dict[str, Any]:
+    """The times for one context, the faster way, and the rule's choice."""
+    config, executor = replace(llm.config, max_num_batched_tokens=budget), llm.executor
     request = Request("probe", [0] * num_tokens, Params())
     request.computed_base = num_tokens
-    world: Any = Alone(config.block_size)
-    copies = swap_seconds(executor, world.num_private_blocks(request))
+    view: Any = Alone(config.block_size)
+    copies = swap_seconds(executor, view.num_private_blocks(request))
     again = recompute_seconds(executor, config, num_tokens)
     last = resume_seconds(executor, config, num_tokens)
     faster = "swap" if copies + last < again else "recompute"
-    picked = "swap" if rule(request, world) else "recompute"
+    picked = "swap" if rule(request, view) else "recompute"
     return {
         "tokens": num_tokens, "out_and_in_ms": 1e3 * copies, "last_token_ms": 1e3 * last,
         "recompute_ms": 1e3 * again, "faster": faster, "picked": picked,
@@ -176,26 +177,28 @@ def swap_row(llm: LLM, rule: cheaper, num_tokens: int, max_tokens: int) -> dict[
     }  # fmt: skip
 
 
-def swap(llm: LLM, sizes: Sizes, max_tokens: int) -> dict[str, Any]:
-    """All contexts, with the rule of the loaded model or, for another budget, one like it."""
-    config = replace(llm.config, max_tokens=max_tokens)
+def swap(llm: LLM, sizes: Sizes, budget: int) -> dict[str, Any]:
+    """All contexts, with the loaded model's rule or, for another budget, a newly measured one."""
+    config = replace(llm.config, max_num_batched_tokens=budget)
     rule: Any = llm.config.swap
-    if max_tokens != llm.config.max_num_batched_tokens:
+    if budget != llm.config.max_num_batched_tokens:
         rule = cheaper(**measured(llm.executor, config)._asdict())
     most = min(config.max_model_len, config.num_blocks * config.block_size,
                config.num_host_blocks * config.block_size)  # fmt: skip
-    rows = [swap_row(llm, rule, n, max_tokens) for n in sizes.contexts if n <= most]
-    llm.reset_cache()  # what lay in the blocks is gone
+    rows = [swap_row(llm, rule, n, budget) for n in sizes.contexts if n <= most]
+    llm.reset_cache()  # the blocks were overwritten
     return {
-        "max_tokens": max_tokens, "rule": repr(rule),
+        "max_num_batched_tokens": budget, "rule": repr(rule),
         "wrong": [row["tokens"] for row in rows if not row["is_right"]], "rows": rows,
     }  # fmt: skip
 
 
 def load(device: str, *, is_tiny: bool) -> LLM:
     if not is_tiny:
-        return LLM(str(SHAPES / "qwen3-0.6b"), load_format="dummy", device=device, max_num_batched_tokens=8192,
-                   max_model_len=33792, num_host_blocks=2112)  # fmt: skip
+        return LLM(
+            str(SHAPES / "qwen3-0.6b"), load_format="dummy", device=device,
+            max_num_batched_tokens=8192, max_model_len=33792, num_host_blocks=2112,
+        )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(TINY))
         return LLM(folder, load_format="dummy", device=device, threads=1, max_num_seqs=16,
@@ -204,7 +207,7 @@ def load(device: str, *, is_tiny: bool) -> LLM:
 
 def parts(llm: LLM, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     sizes = SMALL if asked.tiny else FULL
-    budgets = tuple(asked.max_tokens or sizes.budgets)
+    budgets = tuple(asked.max_num_batched_tokens or sizes.budgets)
     ends = (budgets[0], budgets[-1]) if len(budgets) > 1 else budgets
     return {
         "gaps": lambda: [gaps(llm, sizes, budget) for budget in budgets],
@@ -216,14 +219,14 @@ def parts(llm: LLM, asked: argparse.Namespace) -> dict[str, Callable[[], Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=["gaps", "swap", "profile"])
-    parser.add_argument(
-        "--max-num-batched-tokens", nargs="+", type=int, help="budgets of a step to try"
-    )
+    parser.add_argument("--max-num-batched-tokens", nargs="+", type=int, help="step budgets to try")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few requests")
-    parser.add_argument("--quick", action="store_true", help="a shorter profile")
+    parser.add_argument("--tiny", action="store_true", help="use a tiny model and few requests")
+    parser.add_argument("--quick", action="store_true", help="make a shorter profile")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
-    parser.add_argument("--log", type=Path, help="write the profile's steps here, a JSON each")
+    parser.add_argument(
+        "--log", type=Path, help="write the profile's steps here, one JSON per line"
+    )
     asked = parser.parse_args()
     begun = time.perf_counter()
     llm = load(asked.device, is_tiny=asked.tiny)
@@ -238,7 +241,7 @@ def main() -> None:
         begun = time.perf_counter()
         try:
             report[name] = part()
-        except Exception as error:  # the other parts are worth having
+        except Exception as error:  # still run the other parts
             report[name] = {"error": f"{type(error).__name__}: {error}"}
         print(f"{name}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
         if asked.out:

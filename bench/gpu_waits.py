@@ -1,15 +1,14 @@
-"""How long a GPU waits for the host, in the run of bench/gpu.py's case "256".
+"""How long a GPU waits for the host in the case "256" of bench/gpu.py.
 
     python bench/gpu_waits.py                prints one JSON object
     python bench/gpu_waits.py --out bench/results/gpu_waits.json
 
-The device notes the time before and after every pass (a captured decode, or a pass over prompts).
-From the end of one to the begin of the next it runs only small copies, or waits: all of it is
-counted as waiting, and so is all that the run takes before the first pass and after the last, when
-requests are taken in and results are made. Of these, the figure is at most too high. A device that
-waits in the middle of a pass would not be seen here; it may in passes over prompts, which are
-launched kernel by kernel when they come for the first time. So their times are given beside the
-time they would take at the speed of the whole run's arithmetic floor.
+The device records the time before and after every pass (a captured decode or a mixed pass). Between
+two passes it runs only small copies or waits, and all of this counts as waiting. The time before
+the first pass and after the last, when requests are added and results are made, counts as waiting
+too. The figure is therefore an upper bound for waiting between passes. Waiting inside a pass is not
+visible here. It can occur in mixed passes, which launch kernel by kernel the first time, so the
+report has their time and the least time for their arithmetic.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from headway import LLM
 
 
 class Passes:
-    """Notes of the device about the passes that go through a function."""
+    """Device events around the passes that go through a function."""
 
     def __init__(self) -> None:
-        self.notes: list[tuple[str, Any, Any]] = []
+        self.events: list[tuple[str, Any, Any]] = []
 
     def watched(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         import torch
@@ -44,22 +43,22 @@ class Passes:
             before.record()
             found = function(*given)
             after.record()
-            self.notes.append((kind, before, after))
+            self.events.append((kind, before, after))
             return found
 
         return run
 
     def summary(self, run_seconds: float) -> dict[str, Any]:
-        """Seconds of passes by kind, between them, and of the run besides."""
+        """Seconds of the passes by kind, between them, and before and after them."""
         import torch
 
         torch.cuda.synchronize()
         seconds: dict[str, float] = {}
-        for kind, before, after in self.notes:
+        for kind, before, after in self.events:
             seconds[kind] = seconds.get(kind, 0.0) + before.elapsed_time(after) / 1e3
-        pairs = zip(self.notes, self.notes[1:], strict=False)
+        pairs = zip(self.events, self.events[1:], strict=False)
         gaps = [one.elapsed_time(other) / 1e3 for (*_, one), (_, other, _) in pairs]
-        whole = self.notes[0][1].elapsed_time(self.notes[-1][2]) / 1e3
+        whole = self.events[0][1].elapsed_time(self.events[-1][2]) / 1e3
         waiting = run_seconds - whole + sum(gaps)
         return {
             "passes": len(self.notes), "seconds_of": seconds, "seconds_between": sum(gaps),
@@ -75,8 +74,10 @@ def main() -> None:
     import torch
 
     shape, work, temperature = gpu.CASES["256"]
-    llm = LLM(str(gpu.SHAPES / shape), load_format="dummy", device="cuda", max_num_batched_tokens=16384,
-              max_model_len=4096)  # fmt: skip
+    llm = LLM(
+        str(gpu.SHAPES / shape), load_format="dummy", device="cuda", max_num_batched_tokens=16384,
+        max_model_len=4096,
+    )  # fmt: skip
     plain = min(gpu.run(llm, work(), temperature) for _ in range(2))
     passes, executor = Passes(), llm.executor
     executor.graphs.run = passes.watched("decodes", executor.graphs.run)

@@ -1,12 +1,12 @@
-"""The least time a GPU can take for a model and a workload, from bytes and operations alone.
+"""The roofline of a model and a workload: the least time a GPU needs for its bytes and operations.
 
     python bench/roofline.py bench/shapes/qwen3-0.6b                 prints one JSON object
     python bench/roofline.py SHAPE --requests 64 --input 1024 --output 256 --seconds 1.9
 
-Counted: every prompt's products and attention; for every decode step the weights once and the keys
-and values of everybody once. All requests start together and none waits. The ceilings are measured
-on the GPU if there is one (a large copy, a large product), or given. With --seconds, what a run
-took, the share of the floor it reached is told too.
+It counts the products and attention of every prompt, and for every decode step one read of the
+weights and of all keys and values. All requests start together and none waits. The ceilings
+(bandwidth, operations) are measured on the GPU with a large copy and a large product, or given.
+With --seconds, the time of a run, it also prints the fraction of the floor that the run reached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Lengths = list[tuple[int, int]]  # prompt and output tokens of each request
 
 @dataclass(frozen=True, kw_only=True)
 class Ceilings:
-    """What a GPU can do: bytes and operations a second."""
+    """Bytes and operations per second that a GPU can do."""
 
     bandwidth: float
     flops: float
@@ -36,7 +36,7 @@ class Ceilings:
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What a workload needs, and the least seconds for it."""
+    """The needs of a workload, and its least time."""
 
     weight_bytes: float
     kv_bytes: float
@@ -50,7 +50,7 @@ class Floor:
 
 
 def floor(config: ModelConfig, lengths: Lengths, ceilings: Ceilings, itemsize: int = 2) -> Floor:
-    """Prefill is bound by operations, decode by bytes: at these sizes each is the larger by far."""
+    """Prefill is limited by operations and decode by bytes; at these sizes the other is small."""
     matrices = sum(
         math.prod(s) for n, s in config.shapes().items() if len(s) == 2 and "layers" in n
     )
@@ -63,7 +63,7 @@ def floor(config: ModelConfig, lengths: Lengths, ceilings: Ceilings, itemsize: i
         + 2 * head * len(lengths)
     )
     steps = max(output for _, output in lengths) - 1
-    # The first output comes of the prompt; the others each read all that is before them.
+    # The prompt gives the first output token; each other token reads all tokens before it.
     read = sum((o - 1) * p + o * (o - 1) / 2 for p, o in lengths)
     weight_bytes, kv_bytes = steps * itemsize * (matrices + head), read * config.kv_bytes(itemsize)
     return Floor(
@@ -74,7 +74,7 @@ def floor(config: ModelConfig, lengths: Lengths, ceilings: Ceilings, itemsize: i
 
 
 def measured() -> Ceilings:
-    """The best of a few tries on this GPU, with random numbers: a copy, and a product."""
+    """Measure this GPU with random numbers: the best of several copies and products."""
     import torch
 
     def seconds(run: object) -> float:
@@ -99,7 +99,7 @@ def measured() -> Ceilings:
 def field_lengths(
     count: int, shortest: int = 100, longest: int = 1024
 ) -> tuple[list[list[int]], list[int]]:
-    """Prompts and output lengths that engines of this kind are often compared with: seed 0."""
+    """Prompts and output lengths of a common benchmark for engines like this, with seed 0."""
     source = random.Random(0)
     prompts = [
         [source.randint(0, 10000) for _ in range(source.randint(shortest, longest))]
@@ -112,11 +112,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("shape", type=Path, help="a folder with a config.json")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--input", type=int, help="prompt tokens; 100 to 1024 unless given")
-    parser.add_argument("--output", type=int, help="output tokens; 100 to 1024 unless given")
-    parser.add_argument("--bandwidth", type=float, help="bytes a second; measured unless given")
-    parser.add_argument("--flops", type=float, help="operations a second; measured unless given")
-    parser.add_argument("--seconds", type=float, help="what a run took")
+    parser.add_argument("--input", type=int, help="prompt tokens (default: 100 to 1024)")
+    parser.add_argument("--output", type=int, help="output tokens (default: 100 to 1024)")
+    parser.add_argument("--bandwidth", type=float, help="bytes per second (default: measured)")
+    parser.add_argument("--flops", type=float, help="operations per second (default: measured)")
+    parser.add_argument("--seconds", type=float, help="time of a run, to compare")
     asked = parser.parse_args()
     prompts, outputs = field_lengths(asked.requests)
     lengths = [

@@ -1,28 +1,32 @@
-"""How good the decisions are: steps, preemptions and recomputed tokens on the field's workload.
+"""Quality of decisions: steps, preemptions and recomputed tokens on nano-vLLM's workload.
 
     python bench/scheduler_quality.py         prints one JSON object
+    python bench/scheduler_quality.py --seeds 10 [--profiles NAME ...]     on random workloads
 
-256 requests, input and output each uniform in 100-1024, all there at the start, 512 seats, 16,384
-tokens per step, 16-token blocks, pools of 65,536 and 32,768 tokens. `known`: every request makes
-max_tokens. `unknown`: the same is generated, but every request allows 1024 tokens and ends at random
-below. Rows are preset vllm_v1 with one slot changed, as named. `vllm_measured` is what vLLM V1 itself
-did (steps, preemptions, recomputed tokens; plain and with watermarks): it does not look at
-max_tokens, so both kinds compare with it.
+256 requests, input and output each uniform in 100-1024, all submitted at the start, max_num_seqs
+512, max_num_batched_tokens 16,384, 16-token blocks, KV caches of 65,536 and 32,768 tokens. `known`:
+every request generates max_tokens. `unknown`: the outputs are the same, but max_tokens is 1024 for
+all, so that the scheduler does not know where they end. Rows are preset vllm_v1 with one slot
+changed, as named. `vllm_measured` has the measurements of vLLM V1 (steps, preemptions, recomputed
+tokens; plain and with watermarks). It ignores max_tokens, so it compares with both kinds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import headway.lab.workload.synthetic as synthetic
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.synthetic import field_workload
+from headway.lab.workload.synthetic import nano_vllm_workload
 from headway.scheduler import preset
 
 POOLS = (65_536, 32_768)
@@ -56,7 +60,7 @@ VLLM_MEASURED = {
 
 def row(changes: dict[str, Any], num_tokens: int, is_unknown: bool) -> dict[str, int]:
     config = preset(**{**NUMBERS, "num_blocks": num_tokens // 16, **changes})
-    run = simulate(field_workload(is_unknown), config, load_profile("qwen3-0.6b-h200"))
+    run = simulate(nano_vllm_workload(is_unknown), config, load_profile("qwen3-0.6b-h200"))
     summary = summarize(run.metrics)
     return {
         "steps": summary["steps"],
@@ -66,7 +70,60 @@ def row(changes: dict[str, Any], num_tokens: int, is_unknown: bool) -> dict[str,
     }
 
 
-def main() -> None:
+SEEDED = ("vllm_v1", "headway", "nano_vllm")  # the first is the one that others are compared with
+PROFILES = ("qwen3-0.6b-h200", "llama3.1-8b-a100-80gb")
+LENGTHS = "requests=256,prompt=uniform(100,1024),output=uniform(100,1024)"
+
+
+def seeded_run(name: str, profile: str, pool: int, is_unknown: bool, seed: int) -> dict[str, float]:
+    config = preset(name, **NUMBERS, num_blocks=pool // 16)
+    text = f"{LENGTHS},seed={seed}" + (",max_tokens=1024" if is_unknown else "")
+    run = simulate(synthetic.parse_synthetic(text).generate(), config, load_profile(profile))
+    summary = summarize(run.metrics)
+    return {
+        "steps": summary["steps"],
+        "seconds": summary["seconds"],
+        "mean_ttft": summary["ttft"]["mean"],
+        "preemptions": summary["preemptions"],
+    }
+
+
+def spread(runs: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
+    """Mean and deviation of each figure, and its ratio to `base` where that is another preset."""
+    found: dict[str, Any] = {}
+    for key in runs[0]:
+        values = [run[key] for run in runs]
+        found[key] = {"mean": statistics.mean(values), "sd": statistics.stdev(values)}
+        if runs is not base and key != "preemptions":
+            ratios = [run[key] / other[key] for run, other in zip(runs, base, strict=True)]
+            found[key]["ratio"] = [statistics.mean(ratios), min(ratios), max(ratios)]
+    return found
+
+
+def seeded(num_seeds: int, profiles: list[str]) -> dict[str, Any]:
+    """The same distributions of lengths, drawn again for each seed, on each profile.
+
+    For each preset: mean and standard deviation over seeds and, for presets other than the first,
+    the ratio to the first on the same seed (mean, lowest, highest).
+    """
+    result: dict[str, Any] = {"seeds": num_seeds, "ratio_to": SEEDED[0]}
+    for profile in profiles:
+        for kind, is_unknown in (("known", False), ("unknown", True)):
+            for pool in POOLS:
+                runs = {
+                    name: [
+                        seeded_run(name, profile, pool, is_unknown, seed)
+                        for seed in range(1, num_seeds + 1)
+                    ]
+                    for name in SEEDED
+                }
+                result[f"{profile}, {kind}, {pool} tokens"] = {
+                    name: spread(each, runs[SEEDED[0]]) for name, each in runs.items()
+                }
+    return result
+
+
+def fixed() -> dict[str, Any]:
     result: dict[str, Any] = {"columns": ["steps", "preemptions", "recomputed"]}
     for kind, is_unknown in (("known", False), ("unknown", True)):
         result[kind] = {
@@ -74,6 +131,17 @@ def main() -> None:
             for pool in POOLS
         }
     result["vllm_measured"] = VLLM_MEASURED
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, help="Run seeds 1 to N of the workload; 2 or more.")
+    parser.add_argument("--profiles", nargs="+", default=list(PROFILES), help="With --seeds.")
+    options = parser.parse_args()
+    if options.seeds is not None and options.seeds < 2:
+        parser.error("--seeds must be 2 or more: a spread needs two runs")
+    result = seeded(options.seeds, options.profiles) if options.seeds else fixed()
     print(json.dumps(result, indent=1))
 
 

@@ -1,16 +1,16 @@
-"""What the scheduler itself costs: no model, no simulator, one steady decode step after the other.
+"""Time of the scheduler itself, without model and simulator, in steady decode steps.
 
     python bench/scheduler_step.py            prints one JSON object
 
-step_us          schedule + complete with that many running, context about 1000, blocks of 16
+step_us          schedule + complete by number of running requests, context about 1000, blocks of 16
 plain_step_us    the same work by the plain model of nano-vLLM in tests/support/nano_vllm.py
-admit_cold_us    add + schedule of a 4096-token prompt that nobody has seen
-admit_hit_us     the same, with all of it in the prefix cache
-finish_us        the step that ends a request of 1000 prompt and 512 output tokens, less a plain one
-blocked_us       what a waiting request with a cached 4096-token prefix that does not fit adds
-headroom_us      what one adds that the default headroom, future_peak, looks at and holds back
-policy_overhead  what another policy adds to step_us at 256, as a share of it: the most of them
-All are medians over interleaved rounds, so that a slow moment of the machine hits everybody.
+admit_cold_us    add + schedule of a 4096-token prompt that is not in the prefix cache
+admit_hit_us     the same with the whole prompt in the prefix cache
+finish_us        extra time of the step that ends a request of 1000 prompt and 512 output tokens
+blocked_us       extra time of a waiting request with a cached 4096-token prefix that does not fit
+headroom_us      extra time of a waiting request that the default headroom, future_peak, blocks
+policy_overhead  the largest extra time of another policy at 256 requests, as a share of step_us
+All values are medians over interleaved rounds, so that a slow moment of the machine affects all.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.support import nano_vllm
 CONTEXT, BLOCK, SIZES, PROMPT = 1000, 16, (64, 256, 1024), 4096
 EOS = frozenset({2})
 NUM_STEPS, NUM_ROUNDS = 64, 9
-NUM_WARM = 8  # untimed steps before each round: the caches hold somebody else's data
+NUM_WARM = 8  # untimed steps before each round, to fill the CPU caches
 OTHERS = {
     "priority": {"queue": "priority(aging=30)"},
     "fair": {"queue": "fair"},
@@ -49,8 +49,8 @@ OTHERS = {
 }
 
 
-class Ours:
-    """A scheduler with requests that decode for ever."""
+class HeadwayRun:
+    """Headway's scheduler with requests that decode without end."""
 
     def __init__(self, num_running: int, **changes: Any) -> None:
         blocks = (CONTEXT + NUM_STEPS * (NUM_ROUNDS + 4)) // BLOCK + 2
@@ -75,7 +75,7 @@ class Ours:
         self.scheduler.complete(plan, tokens_for(plan))
 
     def timed(self, num_steps: int = NUM_STEPS) -> float:
-        """Microseconds per schedule + complete; making the tokens is the executor's work."""
+        """Microseconds per schedule + complete, without the executor's part."""
         scheduler, total = self.scheduler, 0.0
         for _ in range(NUM_WARM):
             self.step()
@@ -96,8 +96,8 @@ def tokens_for(plan: Plan) -> StepResult:
     return StepResult(columns, [7] * sampled)
 
 
-class Plain:
-    """The same with the plain model."""
+class PlainRun:
+    """The plain model with the same requests."""
 
     def __init__(self, num_running: int) -> None:
         blocks = (CONTEXT + NUM_STEPS * (NUM_ROUNDS + 4)) // BLOCK + 2
@@ -154,10 +154,10 @@ def admissions() -> dict[str, float]:
 
 
 def finish_us() -> float:
-    """How much longer the step takes in which one of 16 requests ends."""
+    """Extra time of a step in which one of 16 requests ends."""
     extra = []
     for _ in range(NUM_ROUNDS):
-        ours = Ours(16, num_blocks=4096)
+        ours = HeadwayRun(16, num_blocks=4096)
         ours.scheduler.add(Request("end", range(1 << 20, (1 << 20) + 1000), Params(max_tokens=512)))
         times = []
         while "end" in ours.scheduler.requests:
@@ -169,12 +169,12 @@ def finish_us() -> float:
 
 
 def blocked_us() -> float:
-    """A head that has its prefix cached, but no room for the rest, beside 64 that run."""
+    """Extra time of a waiting request with a cached prefix and no room, with 64 running ones."""
     extra = []
     for _ in range(3):
-        ours = Ours(64, queue="fcfs", headroom="watermark(0.0)")
+        ours = HeadwayRun(64, queue="fcfs", headroom="watermark(0.0)")
         prompt = list(range(1 << 20, (1 << 20) + PROMPT))
-        admission_us_in_company(ours, prompt)
+        run_first(ours, prompt)
         free = ours.timed()
         num_more = (ours.scheduler.kv.num_free + 1) * BLOCK
         tail = range(1 << 24, (1 << 24) + num_more)
@@ -186,10 +186,10 @@ def blocked_us() -> float:
 
 
 def headroom_us() -> float:
-    """A head that the default's look ahead holds back at every step, beside 64 that run."""
+    """Extra time of a waiting request that the default headroom blocks, with 64 running ones."""
     extra = []
     for _ in range(3):
-        ours = Ours(64, num_blocks=64 * 82)
+        ours = HeadwayRun(64, num_blocks=64 * 82)
         ours.scheduler.state.outputs.shares.extend([1.0] * 256)
         free = ours.timed()
         ours.scheduler.add(Request("head", range(1 << 24, (1 << 24) + 64), Params(eos_ids=EOS)))
@@ -199,22 +199,22 @@ def headroom_us() -> float:
     return statistics.median(extra)
 
 
-def admission_us_in_company(ours: Ours, prompt: list[int]) -> None:
+def run_first(ours: HeadwayRun, prompt: list[int]) -> None:
     ours.scheduler.add(Request("first", prompt, Params(max_tokens=1)))
     ours.step()
 
 
 def overhead_of(changes: dict[str, Any]) -> float:
-    """What a policy adds to a step, as a share of it; the two take turns, a quarter round each."""
-    ours, other = Ours(256), Ours(256, **changes)
+    """Extra time of a policy as a share of a step; the two alternate, a quarter round each."""
+    ours, other = HeadwayRun(256), HeadwayRun(256, **changes)
     ratios = [other.timed(16) / ours.timed(16) for _ in range(25)]
     return statistics.median(ratios) - 1
 
 
 def main() -> None:
     gc.disable()
-    runs: dict[str, Any] = {f"step {n}": Ours(n) for n in SIZES}
-    runs |= {f"plain {n}": Plain(n) for n in SIZES}
+    runs: dict[str, Any] = {f"step {n}": HeadwayRun(n) for n in SIZES}
+    runs |= {f"plain {n}": PlainRun(n) for n in SIZES}
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(NUM_ROUNDS):
         for name, run in runs.items():

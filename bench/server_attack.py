@@ -1,20 +1,20 @@
-"""A server under attack: how much longer 32 ordinary streams wait for a token.
+"""Attacks on a server: how much longer 32 ordinary streams wait for a token.
 
-    python bench/server_attack.py                     some ten minutes, one JSON object
-    python bench/server_attack.py --only huge_text    one attack; may be given several times
+    python bench/server_attack.py                     about ten minutes, one JSON object
+    python bench/server_attack.py --only huge_text    one attack; the option can be repeated
 
-Starts `headway serve` with the bundled model on this machine. Windows of quiet and of attack follow
-each other while the streams run. For each attack:
+Starts `headway serve` with the bundled model on this machine. While the streams run, quiet windows
+and attack windows alternate. For each attack:
 
-added_ms        the longest wait for a token of a stream, beyond the longest in the quiet windows
-                right before and after; also for the 99th percentile
-health_ms       the slowest answer of /health; null if one failed
-memory_mb       resident before, at most, and after
-files           open before and after
-answers         statuses, or what else came of it
+added_ms        the longest wait for a token minus the longest in the quiet windows before and
+                after; also for the 99th percentile
+health_ms       the slowest response of /health; null if one failed
+memory_mb       resident memory before, at most, and after
+files           open files before and after
+answers         counts of statuses or other outcomes
 
-`ok` is true if no attack adds more than 200 ms, no answer is 5xx, /health always answers, no file
-stays open, and the server does not log an error.
+`ok` is true if no attack adds more than 200 ms, no response is 5xx, /health always succeeds, no
+file stays open, and the server logs no error.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from headway.lab.loadgen.http_client import Address, Client
 NUM_STREAMS = 32
 SETTLE_SECONDS = 30.0
 QUIET_SECONDS = 4.0
-ATTACK_SECONDS = 4.0  # at least; and one more after the last answer
+ATTACK_SECONDS = 4.0  # at least, and at least one second after the last response
 MAX_ADDED_MS = 200.0
-NUM_FILES = 1024  # descriptors that the server may have
-# Short steps, and few blocks: those that are used for the first time add to the memory.
+NUM_FILES = 1024  # file descriptors of the server
+# Short steps, and few blocks, because the first use of a block adds to the resident memory.
 SERVER = ["--quantization", "int8", "--max-num-batched-tokens", "64", "--num-blocks", "640"]
-SETTLES_WITHIN = 20.0
+CLOSE_TIMEOUT = 20.0  # seconds for files to be closed after an attack
 
 
 @dataclass
 class Window:
-    """What was seen between two moments."""
+    """Measurements of one time window."""
 
     gaps: list[float] = field(default_factory=list)  # seconds between two tokens of a stream
     health: list[float] = field(default_factory=list)  # seconds
     num_unhealthy: int = 0
     resident: list[int] = field(default_factory=list)  # bytes
-    begun: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=time.monotonic)
 
     def gap(self, share: float) -> float:
-        """A quantile of the gaps, in ms; 1: the longest."""
+        """A quantile of the gaps in ms; 1 is the maximum."""
         ordered = sorted(self.gaps) or [0.0]
         return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-class Watch:
-    """Streams, /health and memory, noted in the window that is open."""
+class Monitor:
+    """Runs streams, polls /health and memory, and records them in the current window."""
 
     def __init__(self, server: ServerProcess) -> None:
         self.window = Window()
@@ -91,7 +91,7 @@ class Watch:
             self._client.close()
 
     async def _stream(self, number: int) -> None:
-        """One request after another."""
+        """Send one streaming request after another."""
         fields = {"max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
         body = json.dumps({"prompt": f"{number}: Once upon a time", **fields}).encode()
         while True:
@@ -100,26 +100,26 @@ class Watch:
             def receive(_: bytes) -> None:
                 nonlocal latest
                 now = time.monotonic()
-                if latest is not None and latest > self.window.begun:
+                if latest is not None and latest > self.window.start:
                     self.window.gaps.append(now - latest)
                 latest = now
 
             try:
                 await self._client.post("/v1/completions", body, receive)
             except Exception as error:
-                print(f"a stream broke off: {error!r}", file=sys.stderr)
+                print(f"a stream failed: {error!r}", file=sys.stderr)
                 await asyncio.sleep(0.5)
 
     async def _ask_health(self) -> None:
         while True:
-            begun, window = time.monotonic(), self.window
+            start, window = time.monotonic(), self.window
             try:
                 async with asyncio.timeout(30.0):
                     is_well = (await self._client.get("/health")).status == 200
             except Exception:
                 is_well = False
             window.num_unhealthy += not is_well
-            window.health.append(time.monotonic() - begun)
+            window.health.append(time.monotonic() - start)
             await asyncio.sleep(0.2)
 
     async def _weigh(self) -> None:
@@ -128,23 +128,25 @@ class Watch:
             await asyncio.sleep(0.05)
 
 
-async def _quiet(watch: Watch) -> Window:
+async def _quiet(watch: Monitor) -> Window:
     window = watch.open()
     await asyncio.sleep(QUIET_SECONDS)
     return window
 
 
-async def _attacked(watch: Watch, attack: Attack, address: Address) -> tuple[Window, Counter[str]]:
+async def _attacked(
+    watch: Monitor, attack: Attack, address: Address
+) -> tuple[Window, Counter[str]]:
     window = watch.open()
     answers = await attack(address)
-    await asyncio.sleep(max(1.0, ATTACK_SECONDS - (time.monotonic() - window.begun)))
+    await asyncio.sleep(max(1.0, ATTACK_SECONDS - (time.monotonic() - window.start)))
     watch.open()
     return window, answers
 
 
 async def _files_after(server: ServerProcess, before: int) -> int:
-    """Files still open once those of the attack had time to be closed."""
-    ends_at = time.monotonic() + SETTLES_WITHIN
+    """Number of open files, after waiting for those of the attack to be closed."""
+    ends_at = time.monotonic() + CLOSE_TIMEOUT
     while server.num_files() > before and time.monotonic() < ends_at:
         await asyncio.sleep(0.2)
     return server.num_files()
@@ -162,14 +164,14 @@ def _compared(window: Window, quiet: list[Window]) -> dict[str, Any]:
 
 
 async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
-    watch, results = Watch(server), dict[str, Any]()
+    watch, results = Monitor(server), dict[str, Any]()
     async with watch.running():
-        await asyncio.sleep(SETTLE_SECONDS)  # until the streams no longer begin and end together
-        await attacks()["grammars"]()(server.address)  # starts the processes that try grammars
+        await asyncio.sleep(SETTLE_SECONDS)  # until the streams are out of step
+        await attacks()["grammars"]()(server.address)  # start the processes that check grammars
         quiets = [await _quiet(watch)]
         for name in names:
             attack = attacks()[name]()
-            await asyncio.sleep(0.5)  # what making it took is in no window
+            await asyncio.sleep(0.5)  # preparing the attack belongs to no window
             before, num_files = quiets[-1].resident[-1], server.num_files()
             window, answers = await _attacked(watch, attack, server.address)
             del attack
@@ -177,7 +179,7 @@ async def measure(server: ServerProcess, names: list[str]) -> dict[str, Any]:
             quiets.append(await _quiet(watch))
             weights = (before, max(window.resident), quiets[-1].resident[-1])
             results[name] = _compared(window, quiets[-2:]) | {
-                "seconds": round(time.monotonic() - window.begun, 1), "answers": dict(answers),
+                "seconds": round(time.monotonic() - window.start, 1), "answers": dict(answers),
                 "memory_mb": [round(size / 1e6) for size in weights], "files": files,
             }  # fmt: skip
             print(name, results[name], file=sys.stderr, flush=True)
@@ -195,11 +197,12 @@ def main() -> None:
     names = list(attacks())
     parser.add_argument(
         "--only", action="append", choices=names, metavar="NAME",
-        help=f"Run only this attack; one of {', '.join(names)}.",
+        help=f"Run only this attack. One of {', '.join(names)}.",
     )  # fmt: skip
     asked = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))  # the server's
+    # The server inherits this limit.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(NUM_FILES, hard), hard))
     with ServerProcess(SERVER) as server:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         found = asyncio.run(measure(server, asked.only or names))

@@ -1,6 +1,6 @@
-"""Requests that are meant to do harm: each attack sends them to one server on this machine.
+"""Malicious requests: each attack sends them to one local server.
 
-An attack returns what came of it, counted: HTTP statuses, or words. All are bounded in number and
+An attack returns counts of HTTP statuses or other outcomes. All attacks are bounded in number and
 time.
 """
 
@@ -17,10 +17,10 @@ from headway.lab.loadgen.http_client import Address, Client
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WORDS = "The quick brown fox, jumps over the lazy dog. "
-HUGE = 15_900_000  # bytes: just below what the server takes
+HUGE = 15_900_000  # bytes; just below the server's limit
 NUM_SOCKETS = 300
-HOLDS = 4.0  # seconds that idle sockets are held
-ANSWERS_WITHIN = 240.0
+HOLD_SECONDS = 4.0  # for which idle sockets stay open
+REQUEST_TIMEOUT = 240.0
 Attack = Callable[[Address], Awaitable[Counter[str]]]
 Make = Callable[[], Iterable[tuple[str, bytes]]]  # paths and bodies
 
@@ -122,19 +122,19 @@ def odd_values() -> Iterable[tuple[str, bytes]]:
 
 
 def posts(make: Make) -> Attack:
-    """Send each body, one after the other; they are made before the clock runs."""
+    """An attack that sends one body after the other; the bodies are made beforehand."""
 
     async def attack(address: Address) -> Counter[str]:
-        came: Counter[str] = Counter()
+        outcomes: Counter[str] = Counter()
         client = Client(address)
         for path, body in made:
             try:
-                async with asyncio.timeout(ANSWERS_WITHIN):
-                    came[str((await client.post(path, body)).status)] += 1
-            except Exception as error:  # whatever happens is counted, and the next one sent
-                came[type(error).__name__] += 1
+                async with asyncio.timeout(REQUEST_TIMEOUT):
+                    outcomes[str((await client.post(path, body)).status)] += 1
+            except Exception as error:  # count any failure and send the next one
+                outcomes[type(error).__name__] += 1
         client.close()
-        return came
+        return outcomes
 
     made = list(make())
     return attack
@@ -146,7 +146,7 @@ async def _connect(address: Address, count: int, first: bytes) -> list[asyncio.S
         try:
             async with asyncio.timeout(2.0):
                 _, writer = await asyncio.open_connection(address.host, address.port)
-        except OSError:  # refused, or out of time
+        except OSError:  # includes TimeoutError
             break
         writer.write(first)
         writers.append(writer)
@@ -154,11 +154,11 @@ async def _connect(address: Address, count: int, first: bytes) -> list[asyncio.S
 
 
 def sockets(count: int, first: bytes) -> Attack:
-    """Open connections, send the beginning of a request, and hold them for a while."""
+    """An attack that opens connections, sends the beginning of a request, and keeps them open."""
 
     async def attack(address: Address) -> Counter[str]:
         writers = await _connect(address, count, first)
-        await asyncio.sleep(HOLDS)
+        await asyncio.sleep(HOLD_SECONDS)
         for writer in writers:
             writer.close()
         return Counter({"connected": len(writers)})
@@ -167,13 +167,13 @@ def sockets(count: int, first: bytes) -> Attack:
 
 
 async def dripped_body(address: Address) -> Counter[str]:
-    """A body that comes byte by byte, on a few connections."""
+    """Send bodies byte by byte on a few connections."""
     head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     writers = await _connect(address, 20, f"{head}Content-Length: 100000\r\n\r\n".encode())
     for _ in range(80):
         for writer in writers:
             writer.write(b" ")
-        await asyncio.sleep(HOLDS / 80)
+        await asyncio.sleep(HOLD_SECONDS / 80)
     for writer in writers:
         writer.close()
     return Counter({"connected": len(writers)})
@@ -185,7 +185,7 @@ def beyond_descriptors() -> Attack:
 
 
 def attacks() -> dict[str, Callable[[], Attack]]:
-    """Each by its name; called, it makes what it sends."""
+    """Factories of attacks by name."""
     bodies: list[Make] = [
         huge_text, tokenize, detokenize, many_values, many_messages, long_stops, echo, grammars,
         referring_tool, many_prompts, odd_values,

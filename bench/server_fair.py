@@ -1,21 +1,21 @@
-"""Fairness: how long a small client waits for its first token beside one that sends 20 times as much.
+"""Fairness: a small client's time to first token next to a client that sends 20 times as much.
 
     python bench/server_fair.py                                         about four minutes
-    python bench/server_fair.py --out bench/results/server_fair.json    also to a file
+    python bench/server_fair.py --out bench/results/server_fair.json    also write a file
 
-alone           the small client's times to first token in ms, with nobody beside it
-fair, fcfs      the same requests with the heavy client's beside them, by the server's queue
-times_alone     p90 of those over p90 alone; `ok`: at most 2 with the fair queue
-heavy           what the other client sent and got, and its own times to first token so far
+alone           the small client's times to first token in ms, without another client
+fair, fcfs      the same requests together with the heavy client's, by the server's queue
+times_alone     their p90 divided by the p90 alone; `ok`: at most 2 with the fair queue
+heavy           requests of the heavy client, completed ones, and its times to first token
 
-Both send by the clock (Poisson arrivals), whatever the server does, and the heavy one more than it
-can do; it begins three seconds earlier. Alone and beside it alternate in rounds on one server, with
-the same arrivals and lengths and other prompts, so that a slow moment of the machine hits both. With
-fcfs there is one round: every request waits longer than the one before. What is open when the
-small client has its last answer is given up.
+Both clients use an open loop with Poisson arrivals. The heavy client sends more than the server can
+process, and starts three seconds earlier. Rounds with and without it alternate on one server, with
+the same arrivals and lengths but different prompts, so that a slow phase of the machine affects
+both. With fcfs there is one round, because every request waits longer than the one before. Requests
+that are open when the small client has its last response are cancelled.
 
-The server is set for short steps (`--max-num-batched-tokens 64`): however fair the queue is, a newcomer waits
-for the step that runs, and a step of 512 tokens takes longer than all of its prompt alone.
+The server uses short steps (`--max-num-batched-tokens 64`), because with any queue a new request
+waits for the running step, and a step of 512 tokens takes longer than its whole prompt alone.
 """
 
 from __future__ import annotations
@@ -36,38 +36,46 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_process import ServerProcess
 
-from headway.lab.bench import Span
 from headway.lab.loadgen.http_client import Client
-from headway.lab.loadgen.load import Load, Outcome, find_model
-from headway.lab.loadgen.requests import Wording, at_rate, random_jobs
-from headway.lab.workload.jobs import Job
+from headway.lab.loadgen.load import LoadGenerator, Outcome, find_model
+from headway.lab.loadgen.requests import (
+    LengthRange,
+    RequestFormat,
+    random_requests,
+    with_poisson_arrivals,
+)
+from headway.lab.workload.request import WorkloadRequest
 
-RATE = 1.0  # the small client's requests a second
-TIMES = 20  # the heavy one's, for one of those
-HEAD_START = 3.0  # seconds: by then the heavy client's requests queue
-ROUND = 20  # of the small client's requests
-INPUT, OUTPUT = Span(200, 300), Span(8, 24)
+RATE = 1.0  # requests per second of the small client
+TIMES = 20  # requests of the heavy client per request of the small one
+HEAD_START = 3.0  # seconds until requests of the heavy client queue up
+ROUND = 20  # requests of the small client
+INPUT, OUTPUT = LengthRange(200, 300), LengthRange(8, 24)
 TUNED = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16"]
 VOCAB = 49_152
 Outcomes = list[Outcome]
 
 
-def jobs_of(client: str, count: int, rate: float, seed: int, start: float = 0.0) -> list[Job]:
-    jobs = at_rate(random_jobs(count, INPUT, OUTPUT, seed), rate, seed)
+def jobs_of(
+    client: str, count: int, rate: float, seed: int, start: float = 0.0
+) -> list[WorkloadRequest]:
+    jobs = with_poisson_arrivals(random_requests(count, INPUT, OUTPUT, seed), rate, seed)
     return [replace(job, client=client, arrival=start + job.arrival) for job in jobs]
 
 
 async def one_round(
     server: ServerProcess, model: str, count: int, times: int, seed: int
 ) -> tuple[Outcomes, Outcomes]:
-    """The outcomes of the small client and of one that sends so many times as much beside it.
+    """The outcomes of the small client and of one that sends `times` as many requests.
 
-    Arrivals and lengths are those of the seed; the prompts are of the seed and of `times`.
+    Arrivals and lengths depend on the seed; prompts depend on the seed and on `times`.
     """
     loads = []
-    for number in range(2):  # each with connections and prompts of its own
-        wording = Wording(model=model, vocab_size=VOCAB, seed=1000 * seed + 2 * times + number)
-        loads.append(Load(Client(server.address), wording, 300.0, lambda: None))
+    for number in range(2):  # with separate connections and prompts
+        wording = RequestFormat(
+            model=model, vocab_size=VOCAB, seed=1000 * seed + 2 * times + number
+        )
+        loads.append(LoadGenerator(Client(server.address), wording, 300.0, lambda: None))
     small, heavy = loads
     jobs = jobs_of("small", count, RATE, seed, HEAD_START if times else 0.0)
     num_heavy = int(times * RATE * jobs[-1].arrival)
@@ -81,31 +89,31 @@ async def one_round(
 
 
 def first_tokens(outcomes: Iterable[Outcome]) -> dict[str, float]:
-    """Times in ms from when a request was due to its first token."""
+    """Times in ms from a request's scheduled time to its first token."""
     waits = [(outcome.first - outcome.due) * 1e3 for outcome in outcomes]
     p90 = statistics.quantiles(waits, n=10, method="inclusive")[8]
     return {"median": statistics.median(waits), "p90": p90, "max": max(waits)}
 
 
 def of_small(outcomes: Outcomes) -> dict[str, Any]:
-    """All its requests must have completed."""
+    """Results of the small client; all its requests must have completed."""
     assert not any(outcome.error for outcome in outcomes), [o.detail for o in outcomes if o.error]
     return {"requests": len(outcomes)} | first_tokens(outcomes)
 
 
 def of_heavy(outcomes: Outcomes) -> dict[str, Any]:
-    """Of those that had a first token: the others wait longer still."""
-    begun = [outcome for outcome in outcomes if outcome.first]
+    """Results of the heavy client; times only of requests that have a first token."""
+    started = [outcome for outcome in outcomes if outcome.first]
     completed = sum(outcome.num_output > 0 for outcome in outcomes)
-    return {"requests": len(outcomes), "completed": completed} | first_tokens(begun)
+    return {"requests": len(outcomes), "completed": completed} | first_tokens(started)
 
 
 def measure(queue: str, count: int, quantization: str, *all_times: int) -> dict[int, Any]:
-    """One server: both clients' outcomes in rounds, by how many times as much the other sends."""
+    """Run rounds on one server; returns both clients' outcomes by `times`."""
     found: dict[int, tuple[Outcomes, Outcomes]] = {times: ([], []) for times in all_times}
     with ServerProcess(["--queue", queue, "--quantization", quantization, *TUNED]) as server:
         model = find_model(server.address)
-        asyncio.run(one_round(server, model, 2, 1, seed=999))  # the first of all is slow
+        asyncio.run(one_round(server, model, 2, 1, seed=999))  # warm-up
         for seed in range(-(-count // ROUND)):
             size = min(ROUND, count - ROUND * seed)
             for times in all_times:
@@ -130,9 +138,11 @@ def compare(count: int, quantization: str) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--requests", type=int, default=60, help="of the small client")
-    parser.add_argument("--quantization", default="int8")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument(
+        "--requests", type=int, default=60, help="Number of requests of the small client."
+    )
+    parser.add_argument("--quantization", default="int8", help="Quantization of the bundled model.")
+    parser.add_argument("--out", type=Path, help="Also write the JSON to this file.")
     asked = parser.parse_args()
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""`headway serve` as a process of its own, on a free port, and what it holds."""
+"""`headway serve` in a separate process on a free port, with its memory, files and metrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from headway.errors import ConfigError
 from headway.lab.loadgen.http_client import Address, Client
 from headway.lab.loadgen.load import find_model
 
-STARTS_WITHIN = 120.0
+START_TIMEOUT = 120.0
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 class ServerProcess:
-    """A server that runs while the block does. Memory and files are read from /proc."""
+    """A server that runs during the block. Memory and files are read from /proc."""
 
     def __init__(self, options: list[str]) -> None:
         with socket.socket() as free:
@@ -40,7 +40,7 @@ class ServerProcess:
         )
 
     def __enter__(self) -> Self:
-        ends_at = time.monotonic() + STARTS_WITHIN
+        ends_at = time.monotonic() + START_TIMEOUT
         while True:
             try:
                 find_model(self.address)
@@ -61,17 +61,17 @@ class ServerProcess:
         self._log.close()
 
     def stop(self) -> int:
-        """Its exit code after SIGTERM."""
+        """Send SIGTERM and return the exit code."""
         self._process.terminate()
         return self._process.wait(60)
 
     def log_errors(self) -> list[str]:
-        """The first of its warnings and errors."""
-        marks = ("{", "Traceback")  # all else is what it tells a person at a terminal
-        return [line for line in self._logged().splitlines() if line.startswith(marks)][:20]
+        """The first warnings and errors in its log."""
+        prefixes = ("{", "Traceback")  # other lines are the startup message
+        return [line for line in self._logged().splitlines() if line.startswith(prefixes)][:20]
 
     def _logged(self) -> str:
-        # Not by seek: the server writes at the same place of the same open file.
+        # pread, because seek would move the position at which the server writes.
         size = os.fstat(self._log.fileno()).st_size
         return os.pread(self._log.fileno(), size, 0).decode("utf-8", "replace")
 
@@ -83,7 +83,7 @@ class ServerProcess:
         return len(os.listdir(f"/proc/{self._process.pid}/fd"))
 
     async def holds_after(self, seconds: float, num_files: int) -> dict[str, float]:
-        """What is left within so long: requests, blocks, files beyond so many. Empty: nothing."""
+        """Requests, blocks, and files above `num_files` that are still held after `seconds`."""
         ends_at = time.monotonic() + seconds
         while True:
             left = {name: held for name, held in (await self._holds(num_files)).items() if held > 0}
@@ -96,11 +96,11 @@ class ServerProcess:
         load: dict[str, float] = json.loads((await client.get("/load")).body)
         client.close()
         load |= {name: await self.metric(name) for name in GAUGES}
-        await asyncio.sleep(0.1)  # until the server has seen that we left, and closed its end
+        await asyncio.sleep(0.1)  # until the server has closed its end of the connection
         return load | {"files": self.num_files() - num_files}
 
     async def metric(self, name: str) -> float:
-        """What /metrics says of it, all labels together."""
+        """The value of a metric, summed over all labels."""
         client = Client(self.address)
         lines = (await client.get("/metrics")).body.decode().splitlines()
         client.close()

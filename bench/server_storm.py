@@ -1,19 +1,21 @@
-"""A server in a storm: 200 streaming clients that hang up, send rubbish, and expect the right text.
+"""Stress test: 200 streaming clients that disconnect early, send invalid requests, and check texts.
 
-    python bench/server_storm.py                  three minutes, one JSON object; 1 unless all is well
+    python bench/server_storm.py                  three minutes; exit status 1 unless `ok`
     python bench/server_storm.py --seconds 20     shorter
 
-Starts `headway serve` with the bundled model. Every client sends one request after another: most
-are read to their end, some are left in mid-stream, before the first token or with half the body
-sent, some are too large, no JSON, or wrong in a field. Afterwards:
+Starts `headway serve` with the bundled model and prints one JSON object. Every client sends one
+request after another. Most responses are read completely. Some clients disconnect in mid-stream,
+before the first token, or after half of the body; some requests are too large, not JSON, or have a
+wrong field. Afterwards:
 
-unexpected     answers of another kind than asked for: 5xx, lost connections, streams that broke off
-different      greedy texts that are not those of the same request sent alone
-leaked         what the server still holds once all have gone: requests, blocks, files
-growth         resident memory, median of the last third of the storm over that of the second
+unexpected     responses of another kind: 5xx, lost connections, interrupted streams
+different      greedy texts that differ from the same request sent alone
+leaked         requests, blocks and files that the server still holds at the end
+growth         resident memory: median of the last third over median of the second third
 exit_code      after SIGTERM
 
-`ok` is true if there is nothing of the first three, no error in the log, growth below 1.02, exit 0.
+`ok` is true if the first three are empty, the log has no errors, growth is below 1.02, and the exit
+code is 0.
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from server_process import ServerProcess
 
-from headway.lab.loadgen.http_client import Address, Client, Reply
+from headway.lab.loadgen.http_client import Address, Client, HttpResponse
 from headway.lab.loadgen.http_stream import EventReader
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 MAX_BODY = 65_536
-NUM_BLOCKS = 96  # few: all are soon touched, so memory says something, and blocks run out
-GIVES_UP_AFTER = 300.0  # seconds for one request: silence is an error
+NUM_BLOCKS = 96  # few, so that all are soon in use: memory is then stable, and blocks run out
+REQUEST_TIMEOUT = 300.0  # seconds
 MAX_GROWTH = 1.02
 OPENINGS = (
     "The capital of France is", "Once upon a time there was", "Water boils when", "1, 2, 3, 4,",
@@ -55,12 +57,12 @@ WRONG = (  # path, body, status
 )  # fmt: skip
 
 
-class Left(Exception):
-    """The client has hung up, as it meant to."""
+class Disconnected(Exception):
+    """The client has disconnected on purpose."""
 
 
 def requests(seed: int) -> list[tuple[str, bytes]]:
-    """A few greedy requests, of all lengths, for both endpoints."""
+    """Greedy requests of various lengths for both endpoints."""
     source, asked = random.Random(seed), []
     for number in range(24):
         text = OPENINGS[number % len(OPENINGS)]
@@ -76,10 +78,10 @@ def requests(seed: int) -> list[tuple[str, bytes]]:
 
 
 def text_of(body: bytes) -> str:
-    """All of a streamed answer's text; ValueError if it broke off or holds an error."""
+    """The text of a streamed response; ValueError if it is incomplete or has an error."""
     events = EventReader().feed(body)
     if not events or events.pop() != b"[DONE]":
-        raise ValueError("stream broke off")
+        raise ValueError("incomplete stream")
     text, is_finished = "", False
     for event in map(json.loads, events):
         for choice in event.get("choices", ()):
@@ -93,7 +95,7 @@ def text_of(body: bytes) -> str:
 
 
 class Storm:
-    """What clients do to a server, and what came of it."""
+    """Random clients of one server, and counts of the outcomes."""
 
     def __init__(self, address: Address, seed: int) -> None:
         self.client = Client(address)
@@ -114,16 +116,16 @@ class Storm:
         while time.monotonic() < ends_at:
             (act,) = self._source.choices(list(kinds), list(kinds.values()))
             try:
-                async with asyncio.timeout(GIVES_UP_AFTER):
-                    came = await act()
-                self.counts[f"{act.__name__}: {came}"] += 1
-            except Exception as error:  # whatever it is: it is counted, and the storm goes on
+                async with asyncio.timeout(REQUEST_TIMEOUT):
+                    outcome = await act()
+                self.counts[f"{act.__name__}: {outcome}"] += 1
+            except Exception as error:  # count any failure and continue
                 problem = str(error) if isinstance(error, ValueError) else type(error).__name__
                 self.unexpected[f"{act.__name__}: {problem}"] += 1
             await asyncio.sleep(self._source.uniform(0, 0.1))
 
     async def read(self) -> str:
-        """To the end; the text is kept."""
+        """Read a complete response and record its text."""
         number = self._source.randrange(len(self._requests))
         self.texts[number][await self.ask(number)] += 1
         return "completed"
@@ -135,23 +137,23 @@ class Storm:
         return text_of(b"".join(pieces))
 
     async def leave(self) -> str:
-        """Hang up after some events."""
-        left_after, num_events = self._source.randint(1, 20), 0
+        """Disconnect after some events."""
+        max_events, num_events = self._source.randint(1, 20), 0
 
         def receive(piece: bytes) -> None:
             nonlocal num_events
             num_events += piece.count(b"data:")
-            if num_events >= left_after:
-                raise Left
+            if num_events >= max_events:
+                raise Disconnected
 
         try:
             _expect(await self.client.post(*self._source.choice(self._requests), receive), 200)
-        except Left:
-            return "left in mid-stream"
+        except Disconnected:
+            return "disconnected in mid-stream"
         return "completed before"
 
     async def abort(self) -> str:
-        """Hang up at once, or nearly so."""
+        """Disconnect within half a second."""
         try:
             async with asyncio.timeout(self._source.choice((0.0, 0.01, 0.1, 0.5))):
                 _expect(await self.client.post(*self._source.choice(self._requests)), 200)
@@ -163,15 +165,16 @@ class Storm:
         path, body, status = self._source.choice(WRONG)
         reply = await self.client.post(PATHS[path], body)
         _expect(reply, status)
-        return f"refused by {status}" if json.loads(reply.body)["error"]["message"] else "silent"
+        has_message = bool(json.loads(reply.body)["error"]["message"])
+        return f"refused with {status}" if has_message else "no message"
 
     async def oversized(self) -> str:
         body = json.dumps({"prompt": "a" * self._source.choice((MAX_BODY, 20 * MAX_BODY))})
         _expect(await self.client.post(PATHS[0], body.encode()), 413)
-        return "refused by 413"
+        return "refused with 413"
 
     async def half(self) -> str:
-        """Promise a body, send a part of it, go."""
+        """Announce a body, send a part of it, and disconnect."""
         address = self.client.address
         _, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(
@@ -179,10 +182,10 @@ class Storm:
         )
         await asyncio.sleep(self._source.uniform(0, 0.2))
         writer.close()
-        return "left"
+        return "disconnected"
 
     async def differences(self) -> int:
-        """Completed texts that are not as the same request's, sent alone to a server at rest."""
+        """Number of completed texts that differ from the same request sent alone to an idle server."""
         different = 0
         for number, texts in sorted(self.texts.items()):
             alone = await self.ask(number)
@@ -191,13 +194,13 @@ class Storm:
         return different
 
 
-def _expect(reply: Reply, status: int) -> None:
+def _expect(reply: HttpResponse, status: int) -> None:
     if reply.status != status:
         raise ValueError(f"HTTP {reply.status}, not {status}: {reply.body[:200]!r}")
 
 
 async def watch(server: ServerProcess, sizes: list[int]) -> None:
-    """Note the server's memory, twice a second."""
+    """Record the server's memory twice per second."""
     while True:
         sizes.append(server.resident_bytes())
         await asyncio.sleep(0.5)
@@ -227,9 +230,9 @@ async def measure(server: ServerProcess, num_clients: int, seconds: float) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=180)
-    parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--quantization", default="int8")
+    parser.add_argument("--seconds", type=float, default=180, help="Duration.")
+    parser.add_argument("--clients", type=int, default=200, help="Number of clients.")
+    parser.add_argument("--quantization", default="int8", help="Quantization of the bundled model.")
     asked = parser.parse_args()
     options = ["--quantization", asked.quantization, "--max-body", str(MAX_BODY)]
     options += ["--num-blocks", str(NUM_BLOCKS), "--max-model-len", "512"]

@@ -1,11 +1,11 @@
-"""Whole request traces through the simulator: how long it takes, how much memory, what is reused.
+"""Complete request traces in the simulator: run time, memory and prefix cache hits.
 
     python bench/trace_files.py azure2023_conv.csv mooncake_conversation_first4000.jsonl
 
-A .csv is served with the 8B profile as it is. A Mooncake .jsonl is served with a KV cache so large
-that nothing is ever evicted, one request at a time: then the share of its 512-token blocks that are
-hit must be the share of its own hash ids that were there before. Rejected requests count in neither.
-Prints one JSON object; seconds are of this machine, memory is the peak of the process in MiB.
+A .csv runs unchanged on the 8B profile. A Mooncake .jsonl runs one request at a time with a KV cache
+that never evicts a block. Then the hit ratio of its 512-token blocks must equal the share of hash
+ids that occur in earlier requests. Rejected requests are ignored in both. Prints one JSON object;
+seconds are measured on this machine, memory is the peak of the process in MiB.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.files import MOONCAKE_BLOCK, block_reuse, read_jobs
+from headway.lab.workload.files import MOONCAKE_BLOCK, ideal_cache_hits, read_workload
 from headway.plan import StepReport
 from headway.scheduler import preset
 
@@ -30,14 +30,14 @@ PROFILE = "llama3.1-8b-a100-80gb"
 BLOCK = 16
 
 
-def serve(path: str) -> dict[str, Any]:
-    """A trace as it is, by the default preset."""
+def measure_run(path: str) -> dict[str, Any]:
+    """Simulate a trace with the default preset."""
     profile = load_profile(PROFILE)
     start = perf_counter()
     config = preset(num_blocks=profile.num_blocks(BLOCK), block_size=BLOCK)
-    run = simulate(read_jobs(path), config, profile)
+    result = simulate(read_workload(path), config, profile)
     seconds = perf_counter() - start
-    summary = summarize(run.metrics, len(run.rejected))
+    summary = summarize(result.metrics, len(result.rejected))
     return {
         "requests": summary["requests"],
         "rejected": summary["rejected"],
@@ -48,10 +48,10 @@ def serve(path: str) -> dict[str, Any]:
     }
 
 
-def reuse(path: str) -> dict[str, Any]:
-    """Blocks of 512 tokens that are hit, against those the trace itself repeats."""
-    profile, jobs = load_profile(PROFILE), read_jobs(path)
-    num_tokens = sum(job.num_prompt + job.num_output for job in jobs)
+def measure_hits(path: str) -> dict[str, Any]:
+    """The hit ratio of 512-token blocks, and that of an unlimited prefix cache."""
+    profile, requests = load_profile(PROFILE), read_workload(path)
+    num_tokens = sum(request.num_prompt + request.num_output for request in requests)
     hits = [0]
 
     def count(report: StepReport) -> None:
@@ -60,18 +60,18 @@ def reuse(path: str) -> dict[str, Any]:
 
     start = perf_counter()
     config = preset(
-        "vllm_v1", num_blocks=num_tokens // BLOCK + len(jobs), block_size=BLOCK, max_num_seqs=1
+        "vllm_v1", num_blocks=num_tokens // BLOCK + len(requests), block_size=BLOCK, max_num_seqs=1
     )
-    run = simulate(jobs, config, profile, observers=[count])
-    expected = block_reuse(path, skip={id for id, _ in run.rejected})
+    result = simulate(requests, config, profile, observers=[count])
+    expected = ideal_cache_hits(path, skip={id for id, _ in result.rejected})
     return {
-        "requests": len(run.metrics.lives),
-        "rejected": len(run.rejected),
+        "requests": len(result.metrics.requests),
+        "rejected": len(result.rejected),
         "seconds": round(perf_counter() - start, 1),
         "blocks": expected.num_blocks,
         "hit_ratio": round(hits[0] / expected.num_blocks, 5),
-        "trace_reuse": round(expected.share, 5),
-        "token_hit_ratio": round(summarize(run.metrics)["cache_hit_ratio"], 5),
+        "ideal_hit_ratio": round(expected.ratio, 5),
+        "token_hit_ratio": round(summarize(result.metrics)["cache_hit_ratio"], 5),
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
 
@@ -80,7 +80,7 @@ def main() -> None:
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     results = {
-        Path(path).name: reuse(path) if path.endswith(".jsonl") else serve(path)
+        Path(path).name: measure_hits(path) if path.endswith(".jsonl") else measure_run(path)
         for path in sys.argv[1:]
     }
     print(json.dumps(results, indent=2))

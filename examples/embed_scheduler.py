@@ -1,20 +1,21 @@
-"""Use the scheduler with your own executor: here a toy model with a paged cache.
+"""Use the scheduler with your own executor: a toy model with a paged KV cache.
 
-The model computes the next token from all earlier tokens, which it reads from its cache block by
-block. A wrong block or slot would change the text. Run it from the root of the repository:
+The "model" computes its next token from all tokens before it, which it reads block by block from its
+cache, so a wrong block or slot would change the text. Run it from the root of the repository:
     python examples/embed_scheduler.py
 """
 
 from __future__ import annotations
 
-from headway import Params, Plan, Request, Scheduler, StepResult, preset
+from headway import Plan, Request, Scheduler, StepResult, preset
+from headway.request import Params
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
 def continue_text(tokens: list[int]) -> int:
-    """The next token; it depends on all of these."""
+    """The next token, which depends on every token."""
     state = 0
     for token in tokens:
         state = (31 * state + token + 7) % 1009
@@ -22,7 +23,7 @@ def continue_text(tokens: list[int]) -> int:
 
 
 class ToyExecutor:
-    """Stores and reads tokens by the block tables; a slot holds one token."""
+    """Stores and reads tokens by block table. One slot holds one token."""
 
     def __init__(self) -> None:
         self.cache = [[-1] * BLOCK_SIZE for _ in range(NUM_BLOCKS)]
@@ -39,7 +40,7 @@ class ToyExecutor:
     def run(self, plan: Plan) -> StepResult:
         for chunk in plan.chunks:  # store all tokens before reading any
             self.store(chunk.request, chunk.store_from, chunk.end)
-        for request in plan.decodes:  # store the last known token
+        for request in plan.decodes:  # a decode computes its last known token
             self.store(request, request.num_computed - 1, request.num_computed)
         column = [self.next_token(r, r.num_computed) for r in plan.decodes]
         firsts = [self.next_token(c.request, c.end) for c in plan.chunks if c.is_last]

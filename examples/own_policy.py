@@ -1,8 +1,8 @@
 """Write your own policies: a victim, a headroom and a queue rule, each a plain function.
 
-Run it as a script, from the root of the repository:
+Run it as a script from the root of the repository:
     python examples/own_policy.py
-or select a function on the command line:
+or name one of the functions on the command line:
     headway simulate --preset vllm_v1 --num-blocks 600 --victim examples.own_policy:longest_to_go
 """
 
@@ -20,19 +20,19 @@ WORKLOAD = "requests=60,prompt=uniform(100,600),output=uniform(50,400)"
 
 
 def longest_to_go(request: Request, view: SchedulerView) -> Any:
-    """Victim: the largest key is preempted first. Here: the request with the most output left."""
+    """Victim: the largest key is preempted first. Here: the request with most tokens left."""
     return request.limit - request.num_known, request.history.serial
 
 
 def a_block_each(request: Request, view: SchedulerView) -> int:
-    """Headroom: blocks that stay free at an admission. Here: one per request, this one included."""
+    """Headroom: blocks that must stay free. Here: one for this and each running request."""
     return 1 + len(list(view.running))
 
 
 def small_first(request: Request, view: SchedulerView) -> Any:
-    """Queue: the lowest key is served first. Here: each token counts as 10 ms of waiting.
+    """Queue: the lowest key is admitted first. Here: a token counts as 10 ms of waiting.
 
-    Adding the arrival bounds the wait: small requests cannot overtake an old one indefinitely.
+    The arrival in the key bounds the wait: later small requests overtake an old one only for a while.
     """
     return request.arrival + 0.01 * request.limit
 
@@ -45,9 +45,9 @@ def main() -> None:
         "a_block_each": preset("vllm_v1", num_blocks=600, headroom=a_block_each),
         "small_first": preset("vllm_v1", num_blocks=600, queue=small_first),
     }
-    jobs, profile = parse_synthetic(WORKLOAD).jobs(), load_profile("llama3.1-8b-a100-80gb")
+    requests, profile = parse_synthetic(WORKLOAD).generate(), load_profile("llama3.1-8b-a100-80gb")
     for name, config in configs.items():
-        summary = summarize(simulate(jobs, config, profile).metrics)
+        summary = summarize(simulate(requests, config, profile).metrics)
         print(
             f"{name:13} {summary['steps']} steps, {summary['preemptions']:2} preemptions, "
             f"{summary['recomputed_tokens']:5,} tokens recomputed, "

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
+from contextlib import suppress
+from itertools import islice
 from math import inf
+from operator import index
 
-from headway.errors import shorten
+from headway.errors import InvalidRequest, shorten
 
 MAX_FLOAT = sys.float_info.max
+MAX_TOKEN_ID = (1 << 31) - 1
+MAX_PROMPT = 1 << 27  # tokens
+MAX_STOPS = 1 << 20  # token ids
 
 
 def number_problem(value: object, low: float, high: float = inf, *, whole: bool) -> str | None:
@@ -28,3 +36,53 @@ def number_problem(value: object, low: float, high: float = inf, *, whole: bool)
 
 def _text(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def token_array(name: str, ids: Iterable[int]) -> array[int]:
+    """Token ids as 32-bit numbers; InvalidRequest names the first value that is not one."""
+    if type(ids) is list and len(ids) <= MAX_PROMPT:  # the common case, quickly
+        with suppress(TypeError, OverflowError):
+            return array("i", ids)
+    problem = f"a list of token ids from 0 to {MAX_TOKEN_ID}"
+    if isinstance(ids, str | bytes | bytearray | Mapping):
+        raise InvalidRequest(f"{name} must be {problem}, not {shorten(ids)}")
+    try:
+        if isinstance(ids, Iterator):  # kept in a list, so that a wrong value can be named
+            ids = list(islice(ids, MAX_PROMPT + 1))
+        if _num_elements(ids) <= MAX_PROMPT:
+            return array("i", ids)
+        problem = f"at most {MAX_PROMPT} tokens long"
+    except (TypeError, ValueError, OverflowError):
+        ids = _first_wrong(ids)  # type: ignore[assignment]
+    raise InvalidRequest(f"{name} must be {problem}, not {shorten(ids)}")
+
+
+def _first_wrong(ids: object) -> object:
+    """The first element that is not a 32-bit number; the value itself if it has no elements."""
+    with suppress(TypeError, ValueError):
+        for token in ids:  # type: ignore[attr-defined]
+            try:
+                array("i", [index(token)])
+            except (TypeError, OverflowError):
+                return token
+    return ids
+
+
+def are_token_ids(ids: object) -> bool:
+    """Whether this is a collection of at most MAX_STOPS token ids."""
+    is_collection = isinstance(ids, frozenset | set | list | tuple) or (  # quick for common types
+        isinstance(ids, Collection) and not isinstance(ids, str | bytes | Mapping)
+    )
+    return (
+        is_collection
+        and _num_elements(ids) <= MAX_STOPS
+        and all(isinstance(i, int) and -MAX_TOKEN_ID <= i <= MAX_TOKEN_ID for i in ids)  # type: ignore[attr-defined]
+    )
+
+
+def _num_elements(values: object) -> float:
+    """The length, 0 if it is unknown; infinite if len() cannot return it, as for range(10**30)."""
+    try:
+        return len(values) if isinstance(values, Sized) else 0
+    except OverflowError:
+        return inf

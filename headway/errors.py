@@ -96,3 +96,14 @@ def shorten(value: object) -> str:
     except Exception:
         return f"a value of type {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def find_lone_surrogate(text: str) -> int | None:
+    """Index of the first lone surrogate, which is no character; None if there is none."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None

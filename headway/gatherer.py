@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headway.engine.clock import Clock
 from headway.engine.outputs import ResultBuilder
-from headway.executor.extra import Extra
+from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.plan import StepReport
 from headway.request import Request
 
@@ -33,7 +33,7 @@ class OutputCollector:
             gathering = self.gatherings.get(request)
             if gathering and not gathering.result.timings.first_token:
                 gathering.result.timings.first_token = now - request.arrival
-        if isinstance(extra, Extra):
+        if isinstance(extra, ExtraOutputs):
             self._keep_extra(extra)
         if any(gathering.is_read for gathering in self.gatherings.values()):
             self._push(report)
@@ -51,7 +51,7 @@ class OutputCollector:
                 self.kept[request] = num_before + num_kept
             gathering.tell(request, text, tokens[:num_kept])
 
-    def _keep_extra(self, extra: Extra) -> None:
+    def _keep_extra(self, extra: ExtraOutputs) -> None:
         for request, found in extra.logprobs.items():
             if gathering := self.gatherings.get(request):  # else it ended while this was in flight
                 gathering.result.samples[request.sample].logprobs += found  # type: ignore[operator]

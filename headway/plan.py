@@ -20,7 +20,10 @@ Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
 Embedding = npt.NDArray[np.float32]  # [hidden size], normalized to length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
-Reason = Literal["max_num_seqs", "token_budget", "blocks", "headroom", "order", "back_off"]
+Reason = Literal[
+    "max_num_seqs", "reserved_rows", "token_budget", "blocks", "headroom", "back_off", "order",
+    "just_preempted",
+]  # fmt: skip
 
 
 class Chunk(NamedTuple):
@@ -34,7 +37,7 @@ class Chunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """A request that starts to run, and the tokens that it does not compute."""
+    """A request that starts to run, and the tokens that it need not compute."""
 
     request: Request
     num_cached: int
@@ -43,7 +46,7 @@ class Admission(NamedTuple):
 
 
 class Preemption(NamedTuple):
-    """A request that returns to the queue, and how many of its tokens left the device."""
+    """A running request put back into the queue, and how many of its tokens left the device."""
 
     request: Request
     is_swap: bool
@@ -52,7 +55,7 @@ class Preemption(NamedTuple):
 
 
 class Blocked(NamedTuple):
-    """Why a waiting request was not admitted: it needs `need` of a resource that has `have` left."""
+    """Why a waiting request was not admitted: what it needed, and what was available."""
 
     request: Request
     reason: Reason

@@ -8,22 +8,16 @@ and `num_computed` counts the tokens that the plans made so far put into the KV 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
-from contextlib import suppress
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
-from math import inf
-from operator import index
 from typing import Literal, get_args
 
+from headway.checks import MAX_STOPS, MAX_TOKEN_ID, are_token_ids, token_array
 from headway.errors import InvalidRequest, shorten
 
 NO_TOKENS: frozenset[int] = frozenset()
 Pooling = Literal["mean", "last"]  # over all prompt tokens, or the last one
-MAX_TOKEN_ID = (1 << 31) - 1
-MAX_PROMPT = 1 << 27  # tokens
-MAX_STOPS = 1 << 20  # token ids
 
 
 class State(Enum):
@@ -159,7 +153,7 @@ class Request:
         self.arrival = arrival
         self.parent = parent  # the request for the same prompt that computes it for all samples
         self.sample = sample  # index among the n samples of its prompt
-        self.prompt = _token_ids(id, prompt)
+        self.prompt = token_array(f"request {id!r}: prompt", prompt)
         self.stops = _stop_ids(id, params)
         self.num_prompt = len(self.prompt)
         self.flushed_tokens: array[int] = array("i")  # use `output`, which includes buffered ones
@@ -215,63 +209,14 @@ class Request:
         self.state = state
 
 
-def _token_ids(id: str, prompt: Iterable[int]) -> array[int]:
-    """The prompt as 32-bit numbers; InvalidRequest names the first value that is not one."""
-    if type(prompt) is list and len(prompt) <= MAX_PROMPT:  # the common case, quickly
-        with suppress(TypeError, OverflowError):
-            return array("i", prompt)
-    name, problem = f"request {id!r}: prompt", f"a list of token ids from 0 to {MAX_TOKEN_ID}"
-    if isinstance(prompt, str | bytes | bytearray | Mapping):
-        raise InvalidRequest(f"{name} must be {problem}, not {shorten(prompt)}")
-    try:
-        if isinstance(prompt, Iterator):  # kept in a list, so that a wrong value can be named
-            prompt = list(islice(prompt, MAX_PROMPT + 1))
-        if _num_elements(prompt) <= MAX_PROMPT:
-            return array("i", prompt)
-        problem = f"at most {MAX_PROMPT} tokens long"
-    except (TypeError, ValueError, OverflowError):
-        prompt = _first_wrong(prompt)  # type: ignore[assignment]
-    raise InvalidRequest(f"{name} must be {problem}, not {shorten(prompt)}")
-
-
-def _first_wrong(prompt: object) -> object:
-    """The first element that is not a 32-bit number; the prompt itself if it has no elements."""
-    with suppress(TypeError, ValueError):
-        for token in prompt:  # type: ignore[attr-defined]
-            try:
-                array("i", [index(token)])
-            except (TypeError, OverflowError):
-                return token
-    return prompt
-
-
 def _stop_ids(id: str, params: Params) -> frozenset[int]:
     """All token ids that end the request; InvalidRequest names the field that is not a set of ids."""
     for name in ("stop_ids", "eos_ids"):
         ids = getattr(params, name)
-        if not _are_token_ids(ids):
+        if not are_token_ids(ids):
             wanted = f"a set of at most {MAX_STOPS} token ids, each at most {MAX_TOKEN_ID}"
             raise InvalidRequest(f"request {id!r}: {name} must be {wanted}, not {shorten(ids)}")
     if not isinstance(params.ignore_eos, bool):
         wrong = shorten(params.ignore_eos)
         raise InvalidRequest(f"request {id!r}: ignore_eos must be a bool, not {wrong}")
     return params.stops
-
-
-def _are_token_ids(ids: object) -> bool:
-    is_collection = isinstance(ids, frozenset | set | list | tuple) or (  # quick for common types
-        isinstance(ids, Collection) and not isinstance(ids, str | bytes | Mapping)
-    )
-    return (
-        is_collection
-        and _num_elements(ids) <= MAX_STOPS
-        and all(isinstance(i, int) and -MAX_TOKEN_ID <= i <= MAX_TOKEN_ID for i in ids)  # type: ignore[attr-defined]
-    )
-
-
-def _num_elements(values: object) -> float:
-    """The length, 0 if it is unknown; infinite if len() cannot return it, as for range(10**30)."""
-    try:
-        return len(values) if isinstance(values, Sized) else 0
-    except OverflowError:
-        return inf

@@ -1,8 +1,9 @@
-"""`headway`: gathers the commands, and turns errors a user can cause into one clear sentence."""
+"""`headway`: the command line. Prints errors that a user can cause as one sentence."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,11 +14,9 @@ from headway import __version__
 from headway.cli.commands import (
     bench,
     chat,
-    compare,
     demo,
     generate,
     lists,
-    models,
     profile,
     run,
     serve,
@@ -26,7 +25,9 @@ from headway.cli.commands import (
     trace,
 )
 from headway.cli.options.packages import install, is_optional
+from headway.cli.options.replaced import Command
 from headway.errors import HeadwayError
+from headway.version import commit
 
 app = typer.Typer(
     name="headway",
@@ -35,32 +36,42 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("run")(run.run_command)
-app.command("generate")(generate.generate_command)
-app.command("chat")(chat.chat_command)
-app.command("serve")(serve.serve_command)
-app.command("top")(top.top_command)
+COMMANDS: dict[str, Callable[..., None]] = {
+    "run": run.run_command,
+    "generate": generate.generate_command,
+    "chat": chat.chat_command,
+    "serve": serve.serve_command,
+    "top": top.top_command,
+    "models": lists.models_command,
+    "profile": profile.profile_command,
+    "simulate": simulate.simulate_command,
+    "compare": simulate.compare_command,
+    "trace": trace.trace_command,
+    "demo": demo.demo_command,
+    "presets": lists.presets_command,
+    "profiles": lists.profiles_command,
+}
+for name, command in COMMANDS.items():
+    app.command(name, cls=Command)(command)
 app.add_typer(bench.app, name="bench")
-app.command("models")(models.models_command)
-app.command("profile")(profile.profile_command)
-app.command("simulate")(simulate.simulate_command)
-app.command("compare")(compare.compare_command)
-app.command("trace")(trace.trace_command)
-app.command("demo")(demo.demo_command)
-app.command("presets")(lists.presets_command)
-app.command("profiles")(lists.profiles_command)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"headway {__version__}")
+def _version(is_given: bool) -> None:
+    if is_given:
+        print(f"headway {__version__} (commit {commit() or 'unknown'})")
         raise typer.Exit
 
 
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_version,
+            is_eager=True,
+            help="Print version and commit, and exit.",
+        ),
     ] = False,
 ) -> None:
     """An LLM inference engine built around its scheduler."""
@@ -74,11 +85,11 @@ def main() -> None:
         text = f"[bold red]error:[/] {escape(str(error))}"
         Console(stderr=True).print(text, highlight=False, soft_wrap=True)
         sys.exit(2)
-    except ModuleNotFoundError as error:  # a base install has scheduler and simulator only
+    except ModuleNotFoundError as error:  # a base installation has only scheduler and simulator
         if not is_optional(error.name):
             raise
         print(f"error: {error.name} is not installed: {install('torch')}", file=sys.stderr)
         sys.exit(2)
-    except BrokenPipeError:  # the reader of a pipe has seen enough
+    except BrokenPipeError:  # the reader of the pipe has closed it
         sys.stderr.close()
         sys.exit(0)

@@ -1,7 +1,7 @@
-"""The loop: plan, launch, settle, report. Everything that watches a run reads the reports.
+"""The engine: plan a step, launch it, apply its result, report it to the observers.
 
-With async scheduling the next plan is made and launched while one is in flight; without it a plan
-is settled before the next is made. Knows no tokens' meaning, no device and no network.
+With async scheduling the next plan is made and launched while one is in flight; without it, a
+plan is completed before the next is made. Knows nothing of text, devices or networks.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from headway.checks import number_problem
 from headway.engine.clock import Clock, RealClock
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMismatch, shorten
 from headway.executor.base import Executor, Handle, Preparation
@@ -22,11 +23,11 @@ Observer = Callable[[StepReport], None]
 Forgive = Callable[[Observer, Exception], None]
 PLAIN = Params()
 MAX_SAMPLES = 1024
-MAX_FAULTS = 3  # steps in a row that may fail before the engine gives up
+MAX_FAULTS = 3  # consecutive failed steps after which the engine stops
 
 
 class Engine:
-    """A scheduler, an executor and a clock, stepped together."""
+    """A scheduler, an executor and a clock, run step by step."""
 
     def __init__(
         self,
@@ -44,8 +45,10 @@ class Engine:
         self.clock = clock or RealClock()
         self.async_scheduling = bool(async_scheduling)
         self.observers = list(observers)
-        self.forgive: Forgive | None = None  # told of an observer that raises; None: it is raised
-        self.preparation: Preparation | None = None  # what is done ahead of requests, elsewhere
+        self.forgive: Forgive | None = (
+            None  # called if an observer raises; None: the error is raised
+        )
+        self.preparation: Preparation | None = None  # of requests, before they are added
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
         self.step_began: float | None = None  # clock time; None between two steps
@@ -67,27 +70,27 @@ class Engine:
 
     @property
     def idle(self) -> float:
-        """Seconds since a step came to its end, or since work came to an engine without any."""
+        """Seconds since a step ended, or since work arrived at an idle engine."""
         return self.clock.now() - self._last_progress
 
     @property
     def step_seconds(self) -> float | None:
-        """How long the running step has taken so far; None between two steps. From any thread."""
+        """Duration of the running step so far; None between steps. Safe from any thread."""
         began = self.step_began
         return None if began is None else max(0.0, self.clock.now() - began)
 
     @property
     def has_given_up(self) -> bool:
-        """Whether so many steps in a row have failed that it takes no more requests."""
+        """Whether MAX_FAULTS consecutive steps have failed; it then takes no more requests."""
         return self._num_faults >= MAX_FAULTS
 
     def add(
         self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
     ) -> list[Request]:
-        """Take a request; n samples of it become n requests that share the prompt's blocks.
+        """Add a request; n samples become n requests that share the prompt's blocks.
 
-        All samples are taken or none: a RequestError says what is wrong with the request, a
-        PolicyError which policy failed, and then nothing has changed.
+        All samples are added or none. RequestError if the request is wrong, PolicyError if a policy
+        failed; then nothing has changed.
         """
         if self.has_given_up:
             raise ExecutorError(f"the engine has stopped: {self.fault}")
@@ -105,9 +108,9 @@ class Engine:
         return samples
 
     def abort(self, id: str) -> bool:
-        """End a request and its samples at once; a report says so. False if there is none."""
+        """End a request and its samples at once; a report follows. False if there is none."""
         parent = self.scheduler.requests.get(id)
-        if parent is None:  # it has ended; samples of it may not have
+        if parent is None:  # it has ended; other samples may still run
             alive = self.scheduler.requests.values()
             samples = [r.id for r in alive if r.parent and r.parent.id == id]
         else:
@@ -115,27 +118,27 @@ class Engine:
         return sum(self.scheduler.abort(each) for each in (id, *samples)) > 0
 
     def stop(self, id: str) -> bool:
-        """End one sample where it stands, as one that has stopped; False if there is none."""
+        """End one sample with finish reason "stop"; False if there is none."""
         return self.scheduler.abort(id, "stop")
 
     def step(self) -> StepReport | None:
-        """Make and launch the next plan, settle the oldest; None if nothing was settled."""
+        """Make and launch the next plan, complete the oldest; None if none was completed."""
         self.step_began = self.clock.now()
-        try:  # whatever a policy or an executor may raise ends requests, not the engine
+        try:  # an error in a policy or the executor ends requests, not the engine
             plan = self._make_plan(self.step_began)
             if not plan.is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
             is_due = self._flight and (plan.is_empty or len(self._flight) > self.async_scheduling)
-            report = self._settle_oldest() if is_due else None
+            report = self._complete_oldest() if is_due else None
         except ReplayMismatch:
-            raise  # nothing failed: a replay has no more to say
+            raise  # no step failed: the recorded run ends here
         except Exception as error:
             return self._fail(error)
-        except BaseException:  # interrupted: nothing may be left half done, and nothing is broken
+        except BaseException:  # interrupted: leave no request half done
             self._flight.clear()
             try:
                 self.scheduler.fail("interrupted")
-            except Exception:  # broken off in the middle of a change
+            except Exception:  # interrupted in the middle of a change
                 self.restart()
             raise
         finally:
@@ -149,7 +152,7 @@ class Engine:
             plan.events.schedule_started, plan.events.schedule_ended = began_at, self.clock.now()
         return plan
 
-    def _settle_oldest(self) -> StepReport:
+    def _complete_oldest(self) -> StepReport:
         """Wait for the oldest plan in flight, without the lock, and apply its result."""
         plan, handle = self._flight[0]
         result = handle.wait()
@@ -160,17 +163,17 @@ class Engine:
         return report
 
     def run(self) -> None:
-        """Step until there is nothing left to do."""
+        """Step until no work is left."""
         while self.has_work:
             self.step()
 
     def restart(self) -> None:
-        """Begin anew with nothing: no requests, no cache. For when a step was broken off midway."""
+        """Start over without requests and cache, after a step was interrupted in the middle."""
         self._flight.clear()
         self.scheduler = Scheduler(self.scheduler.config)
 
     def why(self) -> str:
-        """Why things stand as they stand, for a person to read; at any time, from any state."""
+        """Explain the current state in sentences: what runs, what waits and why."""
         return explain(self.scheduler, len(self._flight), self.idle, self.fault)
 
     def _report(self, report: StepReport) -> StepReport:
@@ -189,11 +192,11 @@ class Engine:
         return report
 
     def _end_failed(self, report: StepReport) -> None:
-        """End those who cannot go on, as one that has failed, whatever else would have ended them."""
+        """End requests that the executor reports as failed, with finish reason "error"."""
         plan = report.plan
         for request, (step, reason, code) in report.result.failed.items():
             if step >= plan.tokens_kept.get(request, plan.num_steps):
-                continue  # it had ended before
+                continue  # it ended in an earlier step of the plan
             request.error_code = code
             if request in report.finished:
                 request.finish_reason, request.error = "error", reason
@@ -201,7 +204,7 @@ class Engine:
                 self.scheduler.abort(request.id, "error", reason)
 
     def _fail(self, error: Exception) -> StepReport | None:
-        """End what was in flight; after too many failures in a row, end everything."""
+        """End the requests in flight; after MAX_FAULTS consecutive failures, all requests."""
         self.fault = f"{type(error).__name__}: {error}"
         self._num_faults += 1
         with self.lock:
@@ -215,12 +218,10 @@ class Engine:
 
 
 def _check_call(id: object, params: object) -> None:
-    """InvalidRequest unless the arguments have the types that `add` reads, and n is in its range."""
+    """InvalidRequest unless id and params have the right types and n is in its range."""
     if not isinstance(id, str):
-        raise InvalidRequest(f"the id of a request must be a text, not {shorten(id)}")
+        raise InvalidRequest(f"the id of a request must be a string, not {shorten(id)}")
     if not isinstance(params, Params):
         raise InvalidRequest(f"request {id!r}: params must be a Params, not {shorten(params)}")
-    is_whole = isinstance(params.n, int) and not isinstance(params.n, bool)
-    if not is_whole or not 1 <= params.n <= MAX_SAMPLES:
-        limits = f"a whole number from 1 to {MAX_SAMPLES}"
-        raise InvalidRequest(f"request {id!r}: n must be {limits}, not {shorten(params.n)}")
+    if problem := number_problem(params.n, 1, MAX_SAMPLES, whole=True):
+        raise InvalidRequest(f"request {id!r}: n {problem}")

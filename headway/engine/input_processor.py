@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from headway.errors import InvalidRequest
-from headway.grammar.grammar import check
+from headway.grammar.grammar import check_grammar
 from headway.request import Params, Pooling, check_pooling
 from headway.sampling_params import Sampling, SamplingParams, check_tokens, token_level
 from headway.text.chat_template import render_chat
@@ -133,7 +133,7 @@ class InputProcessor:
                 f"{asked.grammar.kind}: this model has no token that ends an answer, so it cannot "
                 "be held to a grammar"
             )
-        check(asked.grammar)
+        check_grammar(asked.grammar)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer; InvalidRequest where the model has none."""

@@ -1,1 +1,1 @@
-"""What carries out a plan: a simulator here, devices beside it."""
+"""Executors: they run the plans that the scheduler makes."""

@@ -1,4 +1,4 @@
-"""What the engine asks of an executor. The order of work within and between plans is in plan.py."""
+"""The interface between the engine and an executor. plan.py defines the order of work in a plan."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from headway.request import Params
 
 
 class Handle(Protocol):
-    """A plan on its way."""
+    """A plan that was launched."""
 
     def wait(self) -> StepResult:
-        """Block until the plan has run; raises whatever made it fail."""
+        """Block until the plan has run. Raise the error if the plan failed."""
         ...
 
 
 class Executor(Protocol):
-    """Runs plans, one after the other, in the order they are launched."""
+    """Runs plans one after the other, in launch order."""
 
     def launch(self, plan: Plan) -> Handle:
-        """Start a plan. May return before it is done, or only then."""
+        """Start a plan. May return before the plan has run."""
         ...
 
 
 class Preparation(Protocol):
-    """What may be done for a request before it comes to the engine. Called on any thread."""
+    """Prepares a request's parameters before the engine sees the request. Thread-safe."""
 
     def ready(self, params: Params) -> Params | None:
-        """The params as the executor wants them; None if making them takes long."""
+        """Return the parameters that the executor needs, or None if preparing them takes long."""
         ...
 
     def make_ready(self, params: Params) -> Params:
-        """The same, however long it takes."""
+        """Return the parameters that the executor needs, however long that takes."""
         ...

@@ -1,6 +1,6 @@
-"""Runs plans on a real model: copies, then one forward pass over everything the plan computes.
+"""Runs plans on a CPU: block copies first, then one forward pass over all tokens of the plan.
 
-Finishes a plan before it returns from `launch`. Knows rows and blocks, no queues and no policies.
+`launch` returns when the plan has run. Knows rows and blocks, but no queues and no policies.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from headway.config import Config
-from headway.executor.extra import Extra
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
+from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.decoder import Decoder
 from headway.plan import Chunk, Column, Copy, Plan, StepResult
@@ -25,7 +25,7 @@ NO_CHUNKS: list[Chunk] = []
 
 
 @dataclass(slots=True)
-class Done:
+class CompletedStep:
     """A plan that has run."""
 
     result: StepResult
@@ -34,49 +34,51 @@ class Done:
         return self.result
 
 
-class TorchExecutor:
-    """A decoder, its blocks on device and host, and the rows of those who are seated."""
+class CpuExecutor:
+    """A decoder, its KV blocks on device and host, and the rows of the running requests."""
 
     def __init__(
         self, decoder: Decoder, config: Config, now: Callable[[], float] = time.monotonic
     ) -> None:
-        sizes = config.block_size
+        size = config.block_size
         self.decoder = decoder
-        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, sizes)
+        self.device_blocks = decoder.backend.kv_blocks(decoder.config, config.num_blocks, size)
         self.host_blocks = torch.empty(
             (config.num_host_blocks, *self.device_blocks.shape[1:]), dtype=self.device_blocks.dtype
         )
-        self.rows = RowTable(config.max_num_seqs, sizes, config.max_model_len)
+        self.rows = RowTable(config.max_num_seqs, size, config.max_model_len)
         self.sampler = Sampler(
             config.max_num_seqs, decoder.config.vocab_size, self.device_blocks.device
         )
         self.pooler = Pooler()
-        self.model_seconds = 0.0  # spent in forward passes and products with the head
+        self.model_seconds = 0.0  # total time in forward passes and logits
         self.now = now
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> Done:
+    def launch(self, plan: Plan) -> CompletedStep:
         started = self.now()
         _copy(self.device_blocks, self.host_blocks, plan.copies_out)
         _copy(self.host_blocks, self.device_blocks, plan.copies_in)
         for admission in plan.admitted:
-            self.rows.seat(admission.request)
+            self.rows.add_request(admission.request)
         for chunk in plan.chunks:
             if chunk.is_last:
                 request = chunk.request
-                self.sampler.seat(request.row, request, request.tokens)
+                self.sampler.add_request(request.row, request, request.tokens)
         self.rows.grow(plan)
-        result, extra = StepResult(started=started), Extra()
+        result, extras = StepResult(started=started), ExtraOutputs()
         for step in range(plan.num_steps if plan.decodes else 1):
-            self._run(plan, NO_CHUNKS if step else plan.chunks, result, extra)
+            self._run(plan, NO_CHUNKS if step else plan.chunks, result, extras)
             result.failed = self.sampler.grammars.take_failed(step) | result.failed
-        if extra:
-            result.extra = extra
+        if extras:
+            result.extra = extras
         result.ended = self.now()
-        return Done(result)
+        return CompletedStep(result)
 
-    def _run(self, plan: Plan, chunks: list[Chunk], result: StepResult, extra: Extra) -> None:
-        """One forward pass, and the tokens that come of it."""
+    def _run(
+        self, plan: Plan, chunks: list[Chunk], result: StepResult, extras: ExtraOutputs
+    ) -> None:
+        """Run one forward pass and sample its tokens."""
         if not (plan.decodes or chunks):
             return
         batch = self.rows.batch(plan.rows, chunks)
@@ -86,23 +88,23 @@ class TorchExecutor:
         self.model_seconds += time.perf_counter() - begun
         last = [chunk for chunk in chunks if chunk.is_last]
         firsts = np.array([chunk.request.row for chunk in last], dtype=np.intp)
-        seats = np.concatenate([plan.rows, firsts])
-        tokens = self._sample(logits, seats)
+        rows = np.concatenate([plan.rows, firsts])
+        tokens = self._sample(logits, rows)
         if plan.decodes:
             column: Column = tokens[: len(plan.decodes)]
             result.columns.append(column)
             self.rows.advance(plan.rows, tokens[: len(plan.decodes)])
         self._finish_chunks(chunks, tokens[len(plan.decodes) :], result)
         requests = (*plan.decodes, *(chunk.request for chunk in last))
-        extra.keep(self.sampler.take_logprobs(), requests)
+        extras.add_logprobs(self.sampler.take_logprobs(), requests)
         starts = batch.starts_s[len(plan.decodes) : -1].tolist()
-        extra.score_prompts(self.decoder, chunks, hidden, starts)
-        extra.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
+        extras.score_prompts(self.decoder, chunks, hidden, starts)
+        extras.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
 
-    def _sample(self, logits: Tensor | None, seats: np.ndarray) -> np.ndarray:
+    def _sample(self, logits: Tensor | None, rows: np.ndarray) -> np.ndarray:
         if logits is None:
             return np.zeros(0, dtype=np.intc)
-        tokens: np.ndarray = self.sampler.sample(logits, seats).to(torch.int32).cpu().numpy()
+        tokens: np.ndarray = self.sampler.sample(logits, rows).to(torch.int32).cpu().numpy()
         return tokens
 
     def _finish_chunks(self, chunks: list[Chunk], tokens: np.ndarray, result: StepResult) -> None:
@@ -115,6 +117,6 @@ class TorchExecutor:
 
 
 def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:
-    """Whole blocks; each is one piece of memory on both sides."""
+    """Copy whole blocks; a block is contiguous on both sides."""
     for copy in copies:
         target[copy.target].copy_(source[copy.source], non_blocking=True)

@@ -1,41 +1,41 @@
-"""Runs plans with torch."""
+"""Creates the executor for a decoder, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import headway.model  # noqa: F401  # sets torch's switches before torch is loaded
+import headway.model  # noqa: F401  # sets environment variables that torch reads when it loads
 from headway.config import Config
 
 if TYPE_CHECKING:
-    from headway.executor.cpu import TorchExecutor
-    from headway.executor.gpu.executor import DeviceExecutor
+    from headway.executor.cpu import CpuExecutor
+    from headway.executor.gpu.executor import GpuExecutor
     from headway.model.decoder import Decoder
 
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
 
 def make_executor(
     decoder: Decoder, config: Config, progress: Progress | None = None
-) -> TorchExecutor | DeviceExecutor:
-    """The executor for where a decoder's weights are, ready to run."""
+) -> CpuExecutor | GpuExecutor:
+    """Create the executor for the device of the decoder's weights, warmed up."""
     if not decoder.norm.is_cuda:
-        from headway.executor.cpu import TorchExecutor
+        from headway.executor.cpu import CpuExecutor
 
-        return TorchExecutor(decoder, config)
-    from headway.executor.gpu.executor import DeviceExecutor  # needs triton
+        return CpuExecutor(decoder, config)
+    from headway.executor.gpu.executor import GpuExecutor  # needs triton
     from headway.executor.gpu.memory import ADVICE
-    from headway.model.devices import explaining
+    from headway.model.devices import explain_out_of_memory
 
-    with explaining("the KV cache does not fit on the GPU", ADVICE):
-        executor = DeviceExecutor(decoder, config)
+    with explain_out_of_memory("the KV cache does not fit in GPU memory", ADVICE):
+        executor = GpuExecutor(decoder, config)
         executor.warm_up(progress)
     return executor
 
 
 def count_blocks(decoder: Decoder, config: Config, utilization: float) -> int:
-    """Blocks that a GPU with such a decoder on it has room for: see `memory`."""
+    """Return how many KV blocks fit on the decoder's GPU: see gpu/memory.py."""
     from headway.executor.gpu.memory import num_blocks_for  # needs triton
 
     return num_blocks_for(decoder, config, utilization)

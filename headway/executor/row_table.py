@@ -1,7 +1,7 @@
-"""The seats as an executor keeps them: block table, length and last token of every row.
+"""The executor's row table: block table, length and last token of every running request.
 
-Changed only by what a plan says (who was admitted, who grew), so a step costs what changed plus a
-few array operations over those who take part.
+Only a plan's admissions and new blocks change it. A step therefore costs as much as these changes
+plus a few array operations over the rows that take part.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.plan import Chunk, Plan, Rows
 from headway.request import Request
 
 
 class RowTable:
-    """Rows by seat number; blocks and positions count from zero."""
+    """Arrays indexed by row; block indices and positions start at 0."""
 
     def __init__(self, num_rows: int, block_size: int, max_model_len: int) -> None:
         self.block_size = block_size
@@ -23,10 +23,10 @@ class RowTable:
         self.tables = np.zeros((num_rows, width), dtype=np.int32)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)
         self.lengths = np.zeros(num_rows, dtype=np.int64)  # tokens computed
-        self.limits = np.zeros(num_rows, dtype=np.int64)  # of `lengths`: nothing beyond is wanted
-        self.last = np.zeros(num_rows, dtype=np.int64)  # sampled, and the next input
+        self.limits = np.zeros(num_rows, dtype=np.int64)  # maximum of `lengths`
+        self.last = np.zeros(num_rows, dtype=np.int64)  # last sampled token, the next input
 
-    def seat(self, request: Request) -> None:
+    def add_request(self, request: Request) -> None:
         row, blocks = request.row, request.kv.blocks
         self.tables[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
@@ -40,33 +40,35 @@ class RowTable:
         self.tables[row, self.num_blocks[row]] = block
         self.num_blocks[row] += 1
 
-    def batch(self, rows: Rows, chunks: list[Chunk]) -> Batch:
-        """Decodes first, one token each, then the chunks.
+    def batch(self, rows: Rows, chunks: list[Chunk]) -> ForwardBatch:
+        """Build the batch: decodes first, one token each, then the chunks.
 
-        A row at its limit decodes once more with the others; what it would store goes nowhere.
+        A row at its limit still decodes with the others, but its key and value are not stored.
         """
         size, lengths = self.block_size, self.lengths[rows]
         positions = np.minimum(lengths, self.limits[rows] - 1)
         slots = self.tables[rows, positions // size].astype(np.int64) * size + positions % size
         slots[lengths >= self.limits[rows]] = -1
         parts = [(self.last[rows], positions, slots)] + [self._chunk(chunk) for chunk in chunks]
-        tokens, where, homes = (np.concatenate(column) for column in zip(*parts, strict=True))
+        tokens, all_positions, all_slots = (
+            np.concatenate(column) for column in zip(*parts, strict=True)
+        )
         counts = [1] * len(rows) + [chunk.end - chunk.start for chunk in chunks]
         starts = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
         ends = _joined(positions + 1, [chunk.end for chunk in chunks], np.int32)
-        seats = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
+        row_ids = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
         width = -(-int(ends.max(initial=1)) // size)
-        wanted = [True] * len(rows) + [chunk.is_last for chunk in chunks]
-        return Batch(
+        is_sampled = [True] * len(rows) + [chunk.is_last for chunk in chunks]
+        return ForwardBatch(
             tokens_t=torch.from_numpy(tokens),
-            positions_t=torch.from_numpy(where),
-            slots_t=torch.from_numpy(homes),
-            tables_sw=torch.from_numpy(self.tables[seats, :width]),
+            positions_t=torch.from_numpy(all_positions),
+            slots_t=torch.from_numpy(all_slots),
+            tables_sw=torch.from_numpy(self.tables[row_ids, :width]),
             starts_s=torch.from_numpy(starts),
             ends_s=torch.from_numpy(ends),
             sampled_n=torch.from_numpy(
-                starts[1:][np.array(wanted, dtype=bool)].astype(np.int64) - 1
+                starts[1:][np.array(is_sampled, dtype=bool)].astype(np.int64) - 1
             ),
         )
 
@@ -75,12 +77,12 @@ class RowTable:
         positions = np.arange(chunk.start, chunk.end, dtype=np.int64)
         slots = self.tables[request.row, positions // size].astype(np.int64) * size
         slots += positions % size
-        slots[: chunk.store_from - chunk.start] = -1  # a shared block: its content is there
+        slots[: chunk.store_from - chunk.start] = -1  # the shared block holds these already
         tokens = np.array(request.tokens[chunk.start : chunk.end], dtype=np.int64)
         return tokens, positions, slots
 
     def advance(self, rows: Rows, sampled: np.ndarray) -> None:
-        """Every decode is one token further, but for those at their limit."""
+        """Advance every decode by one token, except rows that are at their limit."""
         self.advance_lengths(rows)
         self.last[rows] = sampled
 

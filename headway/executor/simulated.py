@@ -1,7 +1,7 @@
-"""An executor that computes nothing: a plan takes as long as a cost function says.
+"""An executor that computes nothing: a cost function says how long a plan takes.
 
-Time is virtual: a plan starts when the one before has ended, and waiting for it moves the clock.
-Sampled tokens follow the script of each request: a filler of its own, then its end token.
+Time is virtual. A plan starts when the previous one has ended, and waiting for it advances the
+clock. Each request follows a script: it samples its filler token, and its end token last.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 
 
-class Timeline(Protocol):
-    """The part of a virtual clock that an executor needs."""
+class VirtualTime(Protocol):
+    """The part of a virtual clock that the executor uses."""
 
     def now(self) -> float: ...
     def advance_to(self, time: float) -> None: ...
@@ -26,18 +26,18 @@ class Timeline(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """What a simulated request says; carried in `Params.sampling`."""
+    """The output of a simulated request, carried in `Params.sampling`."""
 
-    num_output: int  # tokens it generates if nothing else stops it, the end token included
+    num_output: int  # tokens it generates unless a limit stops it earlier, including the end token
     filler: int
-    end: int  # the token it generates last
+    end: int  # the last token
 
 
 @dataclass(slots=True)
 class SimulatedHandle:
-    """A plan with a known end."""
+    """A plan whose end time is known."""
 
-    clock: Timeline
+    clock: VirtualTime
     result: StepResult
 
     def wait(self) -> StepResult:
@@ -46,18 +46,18 @@ class SimulatedHandle:
 
 
 class SimulatedExecutor:
-    """Takes `seconds(plan)` for a plan, and `host_seconds` of the host's time to make it."""
+    """Needs `seconds(plan)` to run a plan and `host_seconds` of host time to launch it."""
 
     def __init__(
-        self, clock: Timeline, seconds: Callable[[Plan], float], host_seconds: float = 0.0
+        self, clock: VirtualTime, seconds: Callable[[Plan], float], host_seconds: float = 0.0
     ) -> None:
         self._clock = clock
         self._seconds = seconds
         self._host_seconds = host_seconds
         self._free_at = 0.0
         self._fillers = np.zeros(1, dtype=np.intc)  # by row
-        self._column = 0  # decode steps so far
-        self._ends: dict[int, list[Request]] = {}  # who ends in which of them, as far as known
+        self._column = 0  # index of the next decode step
+        self._ends: dict[int, list[Request]] = {}  # requests that end, by decode step
         self._end_of: dict[Request, int] = {}
 
     def launch(self, plan: Plan) -> SimulatedHandle:
@@ -74,23 +74,23 @@ class SimulatedExecutor:
         for request in plan.deferred:
             if request in self._end_of:
                 self._end_in(self._end_of[request] + 1, request)
-        now = self._column  # one that was put off is due in a later one
+        now = self._column  # a deferred request is also listed under a later step
         ending = [r for r in self._ends.pop(now, ()) if self._end_of.get(r) == now]
         places = {request: place for place, request in enumerate(plan.decodes)} if ending else {}
         for request in ending:
-            self._end_of.pop(request, None)  # it may be listed twice
+            self._end_of.pop(request, None)  # a request may be listed twice
             if not request.is_finished and request in places:
                 column[places[request]] = _script(request).end
         self._column += 1
         return column
 
     def _sample_first(self, request: Request, num_known: int) -> int:
-        """The token after the last known one; from it, count to the script's end."""
+        """Return the first sampled token, and schedule the step of the end token."""
         script, row = _script(request), request.row
         if row >= len(self._fillers):
             self._fillers = np.resize(self._fillers, 2 * row + 1)
         self._fillers[row] = script.filler
-        self._end_of.pop(request, None)  # if it was preempted, its end is counted anew
+        self._end_of.pop(request, None)  # a preempted request is scheduled again
         num_left = script.num_output - (num_known - request.num_prompt) - 1
         if num_left > 0 and script.num_output < request.limit - request.num_prompt:
             self._end_in(self._column + num_left - 1, request)
@@ -103,5 +103,5 @@ class SimulatedExecutor:
 
 def _script(request: Request) -> Script:
     script = request.params.sampling
-    assert isinstance(script, Script), f"{request} has no script to simulate"
+    assert isinstance(script, Script), f"{request} has no script: params.sampling must be a Script"
     return script

@@ -1,8 +1,8 @@
-"""Checks grammars in another process, which a bad one may bring down without harm.
+"""Checks grammars in a separate process, so that a bad grammar cannot harm this one.
 
-A grammar can exhaust the stack, the memory or minutes of CPU time of the process that compiles it.
-`GrammarChecker` asks `headway.grammar.sandbox` first and remembers the latest verdicts. Waiting for
-a verdict does not hold the interpreter. Knows no requests.
+Compiling a grammar can exhaust the stack, the memory or minutes of CPU time. `GrammarChecker` tries
+a grammar in `headway.grammar.sandbox` first and caches the latest verdicts. Waiting for a verdict
+does not hold the GIL. Knows no requests.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Protocol
 
 from headway.errors import Overloaded
 from headway.grammar import sandbox as grammar_sandbox
-from headway.grammar.sandbox import Vocabulary
+from headway.grammar.sandbox import GrammarVocabulary
 
 MAX_VERDICTS = 256
-MAX_WAIT = 60.0  # seconds for a verdict, on a machine with much else to do
+MAX_WAIT = 60.0  # seconds for a verdict, even on a busy machine
 LOST = (EOFError, OSError, pickle.UnpicklingError)
 
 
-class Checked(Protocol):
-    """What a checker reads of a grammar."""
+class CheckableGrammar(Protocol):
+    """The attributes of a grammar that a checker uses."""
 
     @property
     def kind(self) -> str: ...
@@ -42,25 +42,25 @@ class Checked(Protocol):
 
 
 class GrammarChecker:
-    """Verdicts on grammars for one vocabulary; None: every byte is a token. For any thread."""
+    """Checks grammars for one vocabulary; None: every byte is a token. Thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary | None = None, *, num_steps: int = 0) -> None:
+    def __init__(self, vocabulary: GrammarVocabulary | None = None, *, num_steps: int = 0) -> None:
         self._vocabulary, self._num_steps = vocabulary, num_steps
-        self._problems: OrderedDict[bytes, str] = OrderedDict()  # by digest, the oldest first
+        self._problems: OrderedDict[bytes, str] = OrderedDict()  # by digest, oldest first
         self._process: subprocess.Popen[bytes] | None = None
-        self._owner = 0  # id of the process that started it; a fork must not share its pipes
-        self._lock = threading.Lock()  # held during a trial
+        self._owner = 0  # the process that started it; a fork must not share the pipes
+        self._lock = threading.Lock()  # held during a check
 
-    def knows(self, grammar: Checked) -> bool:
-        """Whether the verdict is at hand, so that `problem` returns at once."""
+    def knows(self, grammar: CheckableGrammar) -> bool:
+        """Whether the verdict is cached, so that `problem` returns at once."""
         return _digest(grammar) in self._problems
 
-    def problem(self, grammar: Checked) -> str:
-        """What is wrong with a grammar, or ""; Overloaded if no process can be started."""
+    def problem(self, grammar: CheckableGrammar) -> str:
+        """What is wrong with a grammar, "" if nothing; Overloaded if no process can be started."""
         digest = _digest(grammar)
         found = self._problems.get(digest)
         if found is None:
-            found = self._problems[digest] = self._tried(grammar)
+            found = self._problems[digest] = self._check(grammar)
             while len(self._problems) > MAX_VERDICTS:
                 self._problems.popitem(last=False)
         return found
@@ -68,46 +68,47 @@ class GrammarChecker:
     def start(self) -> None:
         """Start the process ahead of the first grammar."""
         with self._lock:
-            self._running()
+            self._running_process()
 
     def close(self) -> None:
-        """End the process; the next grammar starts another."""
+        """Stop the process; the next check starts another."""
         with self._lock:
-            self._end()
+            self._stop()
 
-    def _tried(self, grammar: Checked) -> str:
+    def _check(self, grammar: CheckableGrammar) -> str:
         trial = (grammar.source, grammar.limits, self._num_steps)
         with self._lock:
-            for is_last in (False, True):  # a process that was killed meanwhile is started again
+            for is_last in (False, True):  # restart the process once if it was killed
                 try:
-                    return _exchange(self._running(), trial)
+                    return _exchange(self._running_process(), trial)
                 except LOST as error:
-                    self._end()
+                    self._stop()
                     if is_last:
                         problem = f"{type(error).__name__}: {error}"
-                        raise Overloaded(f"grammars cannot be checked now: {problem}") from None
+                        message = f"the grammar checker is not available: {problem}"
+                        raise Overloaded(message) from None
         raise AssertionError("the last attempt returns or raises")
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running_process(self) -> subprocess.Popen[bytes]:
         if self._process is None or self._owner != os.getpid():
-            self._process, self._owner = _started(self._vocabulary), os.getpid()
-            weakref.finalize(self, _ended, self._process, self._owner)
+            self._process, self._owner = _start_process(self._vocabulary), os.getpid()
+            weakref.finalize(self, _stop_process, self._process, self._owner)
         return self._process
 
-    def _end(self) -> None:
+    def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            _ended(process, self._owner)
+            _stop_process(process, self._owner)
 
 
-def _digest(grammar: Checked) -> bytes:
+def _digest(grammar: CheckableGrammar) -> bytes:
     text = f"{grammar.kind} {grammar.text}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 
-def _started(vocabulary: Vocabulary | None) -> subprocess.Popen[bytes]:
-    """A process that has its vocabulary; OSError if there can be none."""
-    # One heap for all threads: the reserve of a second one would count as memory in use.
+def _start_process(vocabulary: GrammarVocabulary | None) -> subprocess.Popen[bytes]:
+    """Start a process and send it the vocabulary; OSError if that fails."""
+    # One malloc arena: the address space reserved for a second one would count as memory in use.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     process = subprocess.Popen(
         [sys.executable, "-P", grammar_sandbox.__file__], stdin=subprocess.PIPE,
@@ -119,28 +120,28 @@ def _started(vocabulary: Vocabulary | None) -> subprocess.Popen[bytes]:
 
 
 def _exchange(process: subprocess.Popen[bytes], trial: object) -> str:
-    assert process.stdout is not None, "a pipe was asked for"
+    assert process.stdout is not None, "started with a pipe"
     _write(process, trial)
-    ready = select.poll()  # unlike select(), for any number of open files
+    ready = select.poll()  # unlike select(), it supports any number of open files
     ready.register(process.stdout, select.POLLIN)
     if not ready.poll(MAX_WAIT * 1000):
         raise OSError(f"no verdict after {MAX_WAIT:.0f} s")
-    said: str = pickle.load(process.stdout)
-    return said
+    verdict: str = pickle.load(process.stdout)
+    return verdict
 
 
 def _write(process: subprocess.Popen[bytes], value: object) -> None:
-    assert process.stdin is not None, "a pipe was asked for"
+    assert process.stdin is not None, "started with a pipe"
     process.stdin.write(pickle.dumps(value))
     process.stdin.flush()
 
 
-def _ended(process: subprocess.Popen[bytes], owner: int) -> None:
+def _stop_process(process: subprocess.Popen[bytes], owner: int) -> None:
     if owner != os.getpid():
         return
     for pipe in (process.stdin, process.stdout):
-        assert pipe is not None, "a pipe was asked for"
-        with suppress(OSError):  # what was not written is not needed
+        assert pipe is not None, "started with pipes"
+        with suppress(OSError):  # closing may flush to a dead process
             pipe.close()
     process.kill()
     process.wait()

@@ -1,7 +1,7 @@
-"""What an answer must look like: JSON of a schema, a regular expression, one of a few texts.
+"""Grammars that constrain the output: a JSON schema, a regular expression, a choice of texts, Lark.
 
-A `Grammar` is a description that travels with a request. It knows no tokens: those who mask logits
-with it make a matcher of its `source`. llguidance reads it, and is loaded when one is first used.
+A `Grammar` is a description that is part of a request. It knows no tokens: the executor compiles
+its `source` into a matcher that masks logits. llguidance is imported when a grammar is first used.
 """
 
 from __future__ import annotations
@@ -11,51 +11,52 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headway.errors import InvalidGrammar, InvalidRequest
+from headway.errors import InvalidGrammar, InvalidRequest, find_lone_surrogate, shorten
 from headway.grammar.checker import GrammarChecker
-from headway.grammar.json_schema import closed
+from headway.grammar.json_schema import close_objects
 
 KINDS = ("json_schema", "json_object", "regex", "choice", "lark", "tool_calls")
 MAX_CHARACTERS = 100_000
-MAX_CHOICE_CHARACTERS = 500_000  # one terminal, which compiles faster than rules do
-# One space, or a line break and its indentation: a model cannot go on with blanks for ever.
-BLANKS = r" |\n {0,40}"
+MAX_CHOICE_CHARACTERS = 500_000  # a choice is one terminal, which compiles faster than rules
+# One space, or a line break with indentation. Unbounded whitespace would let a model never end.
+WHITESPACE = r" |\n {0,40}"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The texts that a model may answer with; made by one of its class methods."""
+    """The set of allowed outputs; use the class methods to make one."""
 
     kind: str
     text: str
-    param: str | None = field(default=None, compare=False, kw_only=True)  # the field it came in
+    param: str | None = field(default=None, compare=False, kw_only=True)  # the request's field
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise InvalidRequest(f"a grammar is one of {', '.join(KINDS)}, not {self.kind!r}")
+            kinds = ", ".join(KINDS)
+            raise InvalidRequest(f"grammar kind must be one of {kinds}, not {self.kind!r}")
         if not isinstance(self.text, str):
-            raise InvalidRequest(f"{self.kind} must be a text, not {self.text!r}")
-        if not self.text.isascii():
-            _check_characters(self.kind, self.text)
-        most = MAX_CHOICE_CHARACTERS if self.kind == "choice" else MAX_CHARACTERS
-        if len(self.text) > most:
-            raise InvalidRequest(f"{self.kind} has {len(self.text)} characters; {most} is the most")
+            raise InvalidRequest(f"{self.kind} must be a string, not {shorten(self.text)}")
+        _check_characters(self.kind, self.text)
+        limit = MAX_CHOICE_CHARACTERS if self.kind == "choice" else MAX_CHARACTERS
+        if len(self.text) > limit:
+            size = len(self.text)
+            raise InvalidRequest(f"{self.kind} must have at most {limit} characters, not {size}")
 
     @classmethod
     def json_schema(
         cls, schema: Mapping[str, Any] | str, *, disable_additional_properties: bool = False
     ) -> Grammar:
-        """JSON that a JSON schema accepts; the schema as an object or as its JSON.
+        """JSON that satisfies a JSON schema, given as an object or as JSON text.
 
-        `disable_additional_properties`: as `headway.grammar.json_schema.closed`.
+        `disable_additional_properties` applies `headway.grammar.json_schema.close_objects`.
         """
-        read = _schema(schema)
+        parsed = _parse_schema(schema)
         if disable_additional_properties:
             try:
-                read = closed(read)
+                parsed = close_objects(parsed)
             except RecursionError:
                 raise InvalidGrammar("json_schema is nested too deeply; make it flatter") from None
-        return cls("json_schema", _json("json_schema", read))
+        return cls("json_schema", _to_json("json_schema", parsed))
 
     @classmethod
     def json_object(cls) -> Grammar:
@@ -64,7 +65,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Texts that match a pattern from end to end; no lookaround, no references back."""
+        """Texts that match a whole pattern; lookaround and backreferences are not supported."""
         return cls("regex", pattern)
 
     @classmethod
@@ -72,35 +73,36 @@ class Grammar:
         """Exactly one of these texts."""
         is_list = isinstance(texts, Sequence) and not isinstance(texts, str | bytes)
         if not is_list or not texts or not all(isinstance(text, str) for text in texts):
-            raise InvalidRequest(f"choice must be a list of at least 1 text, not {texts!r}")
+            raise InvalidRequest(
+                f"choice must be a list of at least 1 string, not {shorten(texts)}"
+            )
         for text in texts:
             _check_characters("choice", text)
-        return cls("choice", _json("choice", list(texts)))
+        return cls("choice", _to_json("choice", list(texts)))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
-        """A context-free grammar, as llguidance reads Lark's notation."""
+        """A context-free grammar in llguidance's Lark syntax."""
         return cls("lark", text)
 
     @classmethod
     def tool_calls(cls, text: str) -> Grammar:
-        """Calls of tools, in Lark that a server has written around their schemas."""
+        """Tool calls, in Lark written by the server around the schemas of the tools."""
         return cls("tool_calls", text)
 
     @property
     def limits(self) -> dict[str, Any]:
-        """What a matcher may use, as llguidance names it.
+        """Limits of a matcher, as fields of llguidance's LLParserLimits.
 
-        Error messages are short: a long one would quote the text of a user.
+        Verbose errors are off because they quote the user's text.
         """
-        # A user's Lark can be read in many ways at once, and each takes time at every token: with
-        # 2000, as large schemas need, a fifth of a second.
-        most = 500 if self.kind == "lark" else 2000
-        return {"max_items_in_row": most, "max_lexer_states": 50_000, "verbose_errors": False}
+        # Large schemas need 2000 items. An ambiguous Lark grammar uses them all: 0.2 s per token.
+        max_items = 500 if self.kind == "lark" else 2000
+        return {"max_items_in_row": max_items, "max_lexer_states": 50_000, "verbose_errors": False}
 
     @property
     def source(self) -> str:
-        """The grammar as llguidance reads it."""
+        """The grammar in llguidance's format."""
         from llguidance import LLMatcher
 
         if self.kind == "regex":
@@ -109,36 +111,36 @@ class Grammar:
             return LLMatcher.grammar_from_lark(self.text)
         if self.kind == "choice":
             texts = " | ".join(json.dumps(text) for text in json.loads(self.text))
-            texts = texts.replace("\x7f", "\\u007f")  # the one character that only JSON allows
-            # A terminal: as a rule, each text would be an item that every step carries along.
+            texts = texts.replace("\x7f", "\\u007f")  # allowed in a JSON string, but not in Lark
+            # A terminal, because with a rule every text would be a parser item at every step.
             return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
         schema = {"type": "object"} if self.kind == "json_object" else json.loads(self.text)
-        return json.dumps({"grammars": [{"json_schema": with_few_blanks(schema)}]})
+        return json.dumps({"grammars": [{"json_schema": with_bounded_whitespace(schema)}]})
 
 
-def with_few_blanks(schema: Mapping[str, Any], **more: bool) -> dict[str, Any]:
-    """A schema whose blanks are bounded, unless it has its own rules for them."""
+def with_bounded_whitespace(schema: Mapping[str, Any], **options: bool) -> dict[str, Any]:
+    """The schema with bounded whitespace, unless its own `x-guidance` says otherwise."""
     own = _guidance(schema)
-    return {**schema, "x-guidance": {"whitespace_pattern": BLANKS, **more, **own}}
+    return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE, **options, **own}}
 
 
-def is_known(grammar: Grammar) -> bool:
-    """Whether it was checked of late, so that checking it again takes no time."""
+def is_checked(grammar: Grammar) -> bool:
+    """Whether the verdict on a grammar is cached, so that `check_grammar` returns at once."""
     return CHECKER.knows(grammar)
 
 
-def check(grammar: Grammar) -> None:
-    """InvalidGrammar, with the reason, if a grammar cannot be read or allows no text at all."""
+def check_grammar(grammar: Grammar) -> None:
+    """InvalidGrammar, with the reason, if a grammar cannot be compiled or allows no text."""
     try:
-        refuse(grammar, CHECKER.problem(grammar))
+        raise_if_invalid(grammar, CHECKER.problem(grammar))
     except ImportError:
         raise InvalidGrammar(
-            f"{grammar.kind} needs the package llguidance, which is not installed here"
+            f"{grammar.kind} needs the package llguidance; install it with `pip install llguidance`"
         ) from None
 
 
-def refuse(grammar: Grammar, problem: str) -> None:
-    """InvalidGrammar if there is a problem."""
+def raise_if_invalid(grammar: Grammar, problem: str) -> None:
+    """InvalidGrammar unless `problem` is empty."""
     if problem:
         raise InvalidGrammar(f"{grammar.kind} cannot be used: {problem}")
 
@@ -146,36 +148,35 @@ def refuse(grammar: Grammar, problem: str) -> None:
 CHECKER = GrammarChecker()
 
 
-def _schema(schema: object) -> dict[str, Any]:
+def _parse_schema(schema: object) -> dict[str, Any]:
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"json_schema is not JSON: {error}") from None
     if not isinstance(schema, Mapping):
-        raise InvalidRequest(f"json_schema must be an object, not {schema!r}")
+        raise InvalidRequest(f"json_schema must be an object, not {shorten(schema)}")
     _guidance(schema)
     return dict(schema)
 
 
 def _guidance(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """llguidance's own settings, which may stand in a schema."""
+    """llguidance's settings in a schema."""
     own = schema.get("x-guidance", {})
     if not isinstance(own, Mapping):
-        raise InvalidRequest(f"json_schema: x-guidance must be an object, not {own!r}")
+        raise InvalidRequest(f"json_schema: x-guidance must be an object, not {shorten(own)}")
     return own
 
 
 def _check_characters(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"{text[error.start]!r} at character {error.start}"
-        raise InvalidRequest(f"{name} holds {half}: half of a surrogate pair") from None
+    place = find_lone_surrogate(text)
+    if place is not None:
+        problem = f"contains the lone surrogate {text[place]!r} at character {place}"
+        raise InvalidRequest(f"{name} {problem}; use complete characters")
 
 
-def _json(name: str, value: object) -> str:
+def _to_json(name: str, value: object) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is no JSON: {error}") from None
+        raise InvalidRequest(f"{name} cannot be encoded as JSON: {error}") from None

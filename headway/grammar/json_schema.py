@@ -1,7 +1,7 @@
-"""Closes the objects of a JSON schema: no properties but those that it names.
+"""Closes the objects of a JSON schema: only the properties that it names are allowed.
 
-By the standard, an object that does not say `additionalProperties` may have any others. Knows the
-keywords that hold schemas, and nothing of grammars.
+By the standard, an object without `additionalProperties` may have any other properties. Knows the
+keywords that contain schemas, and nothing of grammars.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Keywords by what they hold: schemas for the same value, schemas for a part of it, maps of those.
+# Keywords that contain schemas for the same value, schemas for parts of it, and maps of schemas.
 CONDITIONAL = ("if", "then", "else", "not", "dependentSchemas")
 IN_PLACE = ("allOf", "anyOf", "oneOf", *CONDITIONAL)
 WITHIN = (
@@ -17,28 +17,28 @@ WITHIN = (
     "additionalProperties", "unevaluatedProperties", "contentSchema",
 )  # fmt: skip
 MAPS = ("properties", "patternProperties", "dependentSchemas", "$defs", "definitions")
-SAYS_OTHERS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+OTHER_PROPERTIES = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
+def close_objects(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with `additionalProperties: false` in every object that names its properties.
 
-    Left as they are: objects that say which others they may have, objects that name no properties,
-    and the parts of an object that several schemas describe together, as those of allOf do: each
-    part would forbid what the others name.
+    Unchanged are objects with rules for other properties, objects that name no properties, and
+    schemas that describe one object together, such as those of allOf: each of them would forbid
+    the properties that the others name.
     """
-    closing = _Closing()
-    closing.find_parts(schema)
-    result: dict[str, Any] = closing.close(schema, "#", is_part=False)
+    closer = _SchemaCloser()
+    closer.find_parts(schema)
+    result: dict[str, Any] = closer.close(schema, "#", is_part=False)
     return result
 
 
-class _Closing:
-    """Closes one schema. A part describes an object together with another schema."""
+class _SchemaCloser:
+    """Closes one schema. A "part" is a schema that describes an object together with another."""
 
     def __init__(self) -> None:
         self._parts: set[str] = set()  # places of definitions
-        self._refs: dict[str, set[str]] = {}  # by place: references that stand for the same value
+        self._refs: dict[str, set[str]] = {}  # by place: references to schemas for the same value
         self._named: dict[int, bool] = {}  # by id: whether a schema names properties
 
     def close(self, schema: Any, place: str, *, is_part: bool) -> Any:
@@ -61,13 +61,13 @@ class _Closing:
                 }
             else:
                 changed[name] = self.close(value, where, is_part=is_inner)
-        says = any(name in schema for name in SAYS_OTHERS)
-        if "properties" in schema and not is_part and not says:
+        has_rules = any(name in schema for name in OTHER_PROPERTIES)
+        if "properties" in schema and not is_part and not has_rules:
             changed["additionalProperties"] = False
         return changed
 
     def find_parts(self, schema: Any) -> None:
-        """Find the definitions that are parts, directly or by way of other definitions."""
+        """Find the definitions that are parts, directly or through other definitions."""
         self._collect(schema, "#", "#", is_part=False)
         waiting = list(self._parts)
         while waiting:
@@ -76,7 +76,7 @@ class _Closing:
             waiting += found
 
     def _collect(self, schema: Any, place: str, owner: str, *, is_part: bool) -> None:
-        """Note the references of a schema; `owner` is the place of the value it describes."""
+        """Record the references of a schema; `owner` is the place of the value it describes."""
         if isinstance(schema, list):
             for number, each in enumerate(schema):
                 self._collect(each, f"{place}/{number}", owner, is_part=is_part)
@@ -95,7 +95,7 @@ class _Closing:
                 self._collect(each, inner, own, is_part=is_part and is_same)
 
     def _num_sources(self, schema: Mapping[str, Any]) -> int:
-        """How many schemas name properties of the same object."""
+        """Number of schemas that name properties of the same object."""
         all_of = schema.get("allOf")
         others = [schema.get(name) for name in IN_PLACE if name != "allOf"]
         each = [*(all_of if isinstance(all_of, list) else ()), *others]
@@ -116,7 +116,7 @@ class _Closing:
 
 
 def _members(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, Any]]:
-    """Keywords that hold schemas, their places and values; others, such as enum, hold data."""
+    """Keywords that contain schemas, with their places and values; others contain data."""
     for name, value in schema.items():
         is_map = name in MAPS and isinstance(value, Mapping)
         if is_map or (name not in MAPS and (name in IN_PLACE or name in WITHIN)):
@@ -124,5 +124,5 @@ def _members(schema: Mapping[str, Any], place: str) -> Iterator[tuple[str, str, 
 
 
 def _escaped(name: str) -> str:
-    """A name as a JSON pointer writes it."""
+    """A name escaped for a JSON pointer."""
     return str(name).replace("~", "~0").replace("/", "~1")

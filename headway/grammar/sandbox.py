@@ -1,8 +1,8 @@
-"""A process that tries grammars, so that a bad one cannot harm the process that serves requests.
+"""A process that tries grammars, so that a bad grammar cannot harm the serving process.
 
-`headway.grammar.checker` starts this file as a script and sends it grammars on stdin. Each one is
-tried in a forked child with limits on CPU time, memory and stack. A child that exceeds a limit is
-killed by the operating system. Imports nothing of the package: a start takes 0.1 s.
+`headway.grammar.checker` runs this file as a script and sends it grammars on stdin. Each grammar is
+tried in a forked child with limits on CPU time, memory and stack. The operating system kills a
+child that exceeds a limit. Imports nothing of the package, so that it starts within 0.1 s.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MAX_COMPILE_SECONDS = 0.5  # CPU time to compile a grammar and to compute its fi
 MAX_MASK_SECONDS = 0.05  # CPU time of a later mask
 MAX_PROBE_SECONDS = 0.25  # CPU time after which a probe ends without a verdict
 MAX_BYTES = 128 << 20
-STACK_BYTES = 1 << 20  # less than any thread of a serving process has
+STACK_BYTES = 1 << 20  # less than the stack of any thread of a serving process
 MAX_PROBE_TOKENS = 256
-FEW = 32  # tokens at most that are taken for spellings of one text, which must come next
-QUOTED = re.compile(r"^\s*(?:\d+ \|.*|\^+)$", re.MULTILINE)  # a line of it, or what marks its place
+MAX_SPELLINGS = 32  # if at most this many tokens are allowed, they may all begin one required text
+QUOTED = re.compile(r"^\s*(?:\d+ \|.*|\^+)$", re.MULTILINE)  # a quoted line, or its marker
 TOO_LARGE = f"it needs more than {MAX_BYTES >> 20} MB of memory; make it smaller"
 TOO_SLOW = f"it takes more than {MAX_COMPILE_SECONDS} s of CPU time to compile; make it smaller"
 TOO_DEEP = "its rules are nested too deeply; make it smaller"
@@ -43,8 +43,8 @@ BY_SIGNAL = {
 }
 
 
-class Vocabulary(NamedTuple):
-    """The tokens of a model: bytes by id, which of them are special and which end an answer."""
+class GrammarVocabulary(NamedTuple):
+    """The tokens of a model: bytes by id, ids of special tokens, ids that end an output."""
 
     tokens: list[bytes]
     special_ids: list[int]
@@ -52,18 +52,18 @@ class Vocabulary(NamedTuple):
 
 
 def one_line(error: str) -> str:
-    """llguidance's words without their line breaks, and without what they quote of the grammar."""
+    """An error message of llguidance without line breaks and quotations of the grammar."""
     return " ".join(QUOTED.sub("", error.replace("<non-verbose/>", "")).split())[:500]
 
 
 def problem_of(matcher: LLMatcher) -> str:
-    """Why a matcher is in its error state."""
+    """The error of a matcher."""
     error = one_line(matcher.get_error())
     return "no text satisfies it" if error.startswith("NoExtension") else error
 
 
 def try_grammar(tokenizer: LLTokenizer, source: str, limits: dict[str, Any], num_steps: int) -> str:
-    """Compile a grammar, compute its first mask and follow it; what is wrong with it, or ""."""
+    """Compile a grammar, compute its first mask and probe it; return its problem or ""."""
     from llguidance import LLMatcher, LLParserLimits
 
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=LLParserLimits(**limits))
@@ -77,7 +77,10 @@ def try_grammar(tokenizer: LLTokenizer, source: str, limits: dict[str, Any], num
 
 
 def probe(tokenizer: LLTokenizer, matcher: LLMatcher, mask: bytes, num_steps: int) -> str:
-    """Follow a grammar along a random text for `num_steps` choices; required text is no choice."""
+    """Follow a grammar along a random text with `num_steps` choices; return its problem or "".
+
+    Required text does not count as a choice.
+    """
     draw, begun = random.Random(0), time.thread_time()
     for _ in range(MAX_PROBE_TOKENS if num_steps else 0):
         token, is_choice = _next_token(tokenizer, mask, draw)
@@ -88,10 +91,10 @@ def probe(tokenizer: LLTokenizer, matcher: LLMatcher, mask: bytes, num_steps: in
         if matcher.consume_token(token):
             mask = matcher.compute_bitmask()
         if matcher.is_error():
-            return f"after the beginning of a text it cannot go on: {problem_of(matcher)}"
+            return f"it fails in the middle of a text: {problem_of(matcher)}"
         if (seconds := time.thread_time() - before) > MAX_MASK_SECONDS:
-            most = f"the limit is {MAX_MASK_SECONDS * 1e3:.0f} ms"
-            return f"a token takes {seconds * 1e3:.0f} ms of CPU time; {most}; make it smaller"
+            limit = f"limit {MAX_MASK_SECONDS * 1e3:.0f} ms"
+            return f"a token takes {seconds * 1e3:.0f} ms of CPU time ({limit}); make it smaller"
         if matcher.is_stopped():
             break
     return ""
@@ -100,78 +103,80 @@ def probe(tokenizer: LLTokenizer, matcher: LLMatcher, mask: bytes, num_steps: in
 def _next_token(
     tokenizer: LLTokenizer, mask: bytes, draw: random.Random
 ) -> tuple[int | None, bool]:
-    """A token that a mask allows, None if only an end is, and whether it is a choice."""
+    """An allowed token, None if only end tokens are allowed, and whether it was a choice."""
     allowed = int.from_bytes(mask, "little")
     bits = allowed
     for end in tokenizer.eos_tokens:
         bits &= ~(1 << end)
     if not bits:
         return None, False
-    if bits == allowed and bits.bit_count() <= FEW:
-        spelled = {tokenizer.decode_bytes([token]): token for token in _ones(bits)}
+    if bits == allowed and bits.bit_count() <= MAX_SPELLINGS:
+        spelled = {tokenizer.decode_bytes([token]): token for token in _set_bits(bits)}
         if len({piece[:1] for piece in spelled}) == 1:
             return spelled[max(spelled, key=len)], False
     start = draw.randrange(bits.bit_length())
-    return start + _lowest(bits >> start), True
+    return start + _lowest_bit(bits >> start), True
 
 
-def _ones(bits: int) -> Iterator[int]:
+def _set_bits(bits: int) -> Iterator[int]:
     while bits:
-        yield _lowest(bits)
+        yield _lowest_bit(bits)
         bits &= bits - 1
 
 
-def _lowest(bits: int) -> int:
+def _lowest_bit(bits: int) -> int:
     return (bits & -bits).bit_length() - 1
 
 
 def main() -> None:
-    """Read a vocabulary, then grammars until the pipe closes; write a verdict on each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started it ends it
+    """Read a vocabulary, then grammars until the pipe closes; write a verdict on each grammar."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process stops this one
     threading.stack_size(STACK_BYTES)
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests, verdicts = sys.stdin.buffer, sys.stdout.buffer
     with suppress(EOFError):
         tokenizer = make_tokenizer(pickle.load(requests))
         while True:
-            answers.write(pickle.dumps(_apart(tokenizer, pickle.load(requests))))
-            answers.flush()
+            verdicts.write(pickle.dumps(_try_in_child(tokenizer, pickle.load(requests))))
+            verdicts.flush()
 
 
-def _apart(tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]) -> str:
-    """The verdict of a forked child; the reason for its death, if it has none."""
+def _try_in_child(tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]) -> str:
+    """Return the verdict of a forked child, or the reason why the child was killed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
-        _limit()
-        thread = threading.Thread(target=_answer, args=(writer, tokenizer, trial))
+        _set_limits()
+        thread = threading.Thread(target=_write_verdict, args=(writer, tokenizer, trial))
         thread.start()
         thread.join()
         os._exit(0)
     os.close(writer)
-    with os.fdopen(reader, "rb") as answer:
-        said = answer.read()
+    with os.fdopen(reader, "rb") as pipe:
+        verdict = pipe.read()
     _, status = os.waitpid(child, 0)
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         return BY_SIGNAL.get(signal.Signals(number), f"compiling it ended with signal {number}")
-    return said.decode()
+    return verdict.decode()
 
 
-def _answer(writer: int, tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]) -> None:
+def _write_verdict(
+    writer: int, tokenizer: LLTokenizer, trial: tuple[str, dict[str, Any], int]
+) -> None:
     try:
-        said = try_grammar(tokenizer, *trial)
+        verdict = try_grammar(tokenizer, *trial)
     except MemoryError:
-        said = TOO_LARGE
-    except BaseException as error:  # a panic in llguidance is one that is no Exception
-        said = f"{type(error).__name__}: {one_line(str(error))}"
-    os.write(writer, said.encode())
+        verdict = TOO_LARGE
+    except BaseException as error:  # a panic in llguidance is not an Exception
+        verdict = f"{type(error).__name__}: {one_line(str(error))}"
+    os.write(writer, verdict.encode())
 
 
-def _limit() -> None:
-    """Limits of a child. A signal that Python does not handle kills it at once."""
+def _set_limits() -> None:
+    """Limit the resources of a child. A signal that Python does not handle kills it at once."""
     signal.setitimer(signal.ITIMER_PROF, MAX_COMPILE_SECONDS)
-    with suppress(OSError, ValueError):  # not all systems say how much they use, or limit it
+    with suppress(OSError, ValueError):  # some systems cannot report or limit memory
         with open("/proc/self/statm", encoding="ascii") as statm:
             used = int(statm.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MAX_BYTES, used + MAX_BYTES))
@@ -179,19 +184,19 @@ def _limit() -> None:
 
 
 def make_tokenizer(vocabulary: tuple[list[bytes], list[int], list[int]] | None) -> LLTokenizer:
-    """The tokenizer of a model as far as a trial needs it; None: every byte is a token."""
+    """A tokenizer for llguidance; without a vocabulary, every byte is a token."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     if vocabulary is None:
         return LLTokenizer("byte")
-    form = _Form(*vocabulary)
-    wrapper = TokenizerWrapper(form)
-    form.trie = LLTokenizer(wrapper, n_vocab=len(form.tokens), eos_token=form.eos_ids)
-    return form.trie
+    adapter = _TokenizerAdapter(*vocabulary)
+    wrapper = TokenizerWrapper(adapter)
+    adapter.trie = LLTokenizer(wrapper, n_vocab=len(adapter.tokens), eos_token=adapter.eos_ids)
+    return adapter.trie
 
 
-class _Form:
-    """A vocabulary in the form that llguidance takes."""
+class _TokenizerAdapter:
+    """A vocabulary with the interface that llguidance expects."""
 
     bos_token_id = None
 
@@ -201,7 +206,7 @@ class _Form:
         self.trie: LLTokenizer | None = None
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Any tokens of a text: no trial depends on how a model would split it."""
+        """Some tokens of a text; a verdict does not depend on how the model would split it."""
         text = text if isinstance(text, str) else text.decode()
         return [] if self.trie is None else self.trie.greedy_tokenize(text)
 

@@ -1,8 +1,8 @@
-"""What to run to learn a machine's times, and how well a profile foretells a run.
+"""Which requests to run to measure a machine, and how well a profile predicts a run.
 
-The run to be foretold is another workload than those that are fitted, with lengths and a mix of
-its own. It comes between two halves of them: a machine that slows down as it gets warm does so for
-all alike. Knows lengths and logs, no model.
+The error is measured on a held-out run: a workload with other lengths than the fitted ones. It runs
+between the two halves of the fitted waves, so that a machine that slows down as it heats up affects
+both. Knows lengths and logs, no model.
 """
 
 from __future__ import annotations
@@ -20,113 +20,117 @@ from headway.lab.cost import Profile
 from headway.lab.fit import observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.jobs import Job
-from headway.observe.timeline import Metrics
-from headway.observe.trace import Line, header, unruns
+from headway.lab.workload.request import WorkloadRequest
+from headway.observe.run_stats import RunStats
+from headway.observe.trace import Line, header, unpack_tokens
 
-Wave = list[tuple[int, int]]  # prompt and output lengths of requests that come at once
-MIN_TOKENS = 64  # of what a request may have, prompt and output
+Wave = list[tuple[int, int]]  # prompt and output lengths of requests that arrive together
+MIN_TOKENS = 64  # prompt and output of a request
 
 
-class Batch(NamedTuple):
-    """Requests that come at once: how many, and between what their lengths lie."""
+class WaveSpec(NamedTuple):
+    """Number and lengths of requests that arrive together."""
 
     num_requests: int
-    shortest: int  # prompt; at most half of the longest
-    longest: int
+    min_prompt: int  # lowered to half of max_prompt where the model allows no more
+    max_prompt: int
     outputs: range
 
 
-class Amount(NamedTuple):
-    """How much to run: what is fitted, twice, and what is held out."""
+class CalibrationSpec(NamedTuple):
+    """The waves to fit, which run twice, and the held-out wave."""
 
-    fitted: tuple[Batch, ...]
-    held_out: Batch
-
-
-def _fitted(outputs: range, *spans: tuple[int, int, int]) -> tuple[Batch, ...]:
-    return tuple(Batch(count, shortest, longest, outputs) for count, shortest, longest in spans)
+    fitted: tuple[WaveSpec, ...]
+    held_out: WaveSpec
 
 
-ON_CPU = Amount(
+def _fitted(outputs: range, *waves: tuple[int, int, int]) -> tuple[WaveSpec, ...]:
+    return tuple(WaveSpec(count, low, high, outputs) for count, low, high in waves)
+
+
+CPU_CALIBRATION = CalibrationSpec(
     _fitted(range(8, 25), (1, 512, 1024), (32, 16, 64), (2, 16, 700), (16, 16, 96), (4, 16, 512),
             (8, 16, 256)),
-    Batch(40, 16, 400, range(4, 41)),
+    WaveSpec(40, 16, 400, range(4, 41)),
 )  # fmt: skip
-QUICK_ON_CPU = Amount(
+QUICK_CPU_CALIBRATION = CalibrationSpec(
     _fitted(range(6, 15), (1, 128, 256), (12, 16, 32), (3, 16, 128)),
-    Batch(14, 16, 150, range(4, 17)),
+    WaveSpec(14, 16, 150, range(4, 17)),
 )
-# Of 320 requests the last come in one by one, when others have left a seat. Those held out are long
-# enough for half of them to wait through several steps of prompts.
-ON_GPU = Amount(
+# More requests than the default max_num_seqs of 256: the last ones are admitted one by one as
+# others end. Half of the held-out requests wait through several steps of prompts.
+GPU_CALIBRATION = CalibrationSpec(
     _fitted(range(16, 65), (1, 4096, 16384), (320, 16, 512), (2, 16, 8192), (128, 16, 1024),
             (4, 16, 4096), (64, 16, 2048), (8, 16, 2048), (32, 16, 4096), (16, 16, 1024),
             (192, 256, 1024), (240, 512, 3072)),
-    Batch(400, 400, 1100, range(32, 257)),
+    WaveSpec(400, 400, 1100, range(32, 257)),
 )  # fmt: skip
-QUICK_ON_GPU = Amount(
-    _fitted(range(8, 33), (1, 2048, 4096), (280, 16, 256), (8, 16, 2048), (64, 16, 512)),
-    Batch(300, 200, 800, range(16, 129)),
-)
+# The fixed time of a pass hides reading and computing in small steps. So the quick run, too, has
+# batches with long contexts, which show the bandwidth, and steps full of prompt tokens, which show
+# the arithmetic.
+QUICK_GPU_CALIBRATION = CalibrationSpec(
+    _fitted(range(8, 33), (1, 4096, 16384), (280, 16, 256), (2, 16, 4096), (8, 16, 2048),
+            (128, 512, 2048), (32, 16, 1024), (64, 16, 512)),
+    WaveSpec(300, 200, 800, range(16, 129)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Waves to run in this order."""
+    """Waves to run, in this order."""
 
     before: list[Wave]
     held_out: Wave
     after: list[Wave]
 
 
-def calibration(most_tokens: int, amount: Amount = ON_CPU, *, seed: int = 0) -> Calibration:
-    """For requests of at most so many tokens, prompt and output together."""
-    if most_tokens < MIN_TOKENS:
+def make_calibration(
+    max_tokens: int, spec: CalibrationSpec = CPU_CALIBRATION, *, seed: int = 0
+) -> Calibration:
+    """Waves whose requests have at most `max_tokens` tokens, prompt and output together."""
+    if max_tokens < MIN_TOKENS:
         raise ConfigError(
-            f"requests of {most_tokens} tokens are too short to learn from; the model's length and "
-            f"the KV cache must allow {MIN_TOKENS}"
+            f"the model's length and the KV cache allow requests of {max_tokens} tokens; profiling "
+            f"needs at least {MIN_TOKENS}"
         )
     source = random.Random(f"fit {seed}")
-    waves = [
-        _wave(source, batch, most_tokens) for batch in (*amount.fitted, *reversed(amount.fitted))
-    ]
-    held_out = _wave(random.Random(f"held out {seed}"), amount.held_out, most_tokens)
-    half = len(amount.fitted)
+    waves = [_wave(source, wave, max_tokens) for wave in (*spec.fitted, *reversed(spec.fitted))]
+    held_out = _wave(random.Random(f"held out {seed}"), spec.held_out, max_tokens)
+    half = len(spec.fitted)
     return Calibration(before=waves[:half], held_out=held_out, after=waves[half:])
 
 
-def _wave(source: random.Random, batch: Batch, most_tokens: int) -> Wave:
-    return [_lengths(source, batch, most_tokens) for _ in range(batch.num_requests)]
+def _wave(source: random.Random, wave: WaveSpec, max_tokens: int) -> Wave:
+    return [_lengths(source, wave, max_tokens) for _ in range(wave.num_requests)]
 
 
-def _lengths(source: random.Random, batch: Batch, most_tokens: int) -> tuple[int, int]:
-    """Short prompts are as likely as long ones, on a logarithmic scale; outputs evenly."""
-    num_output = min(source.choice(batch.outputs), most_tokens // 2)
-    longest = min(batch.longest, most_tokens - num_output)
-    shortest = min(batch.shortest, (longest + 1) // 2)
+def _lengths(source: random.Random, wave: WaveSpec, max_tokens: int) -> tuple[int, int]:
+    """Prompt lengths are uniform on a logarithmic scale, output lengths on a linear one."""
+    num_output = min(source.choice(wave.outputs), max_tokens // 2)
+    longest = min(wave.max_prompt, max_tokens - num_output)
+    shortest = min(wave.min_prompt, (longest + 1) // 2)
     return round(shortest * (longest / shortest) ** source.random()), num_output
 
 
-class Errors(NamedTuple):
-    """How far a profile is off, as shares of what was measured; above 0 means too slow."""
+class HeldOutError(NamedTuple):
+    """Relative errors of a profile on a run that it was not fitted to; positive is too slow."""
 
-    median: float  # of steps, without sign
+    median: float  # absolute error of a step
     p90: float
-    total: float  # of the sum of all steps
-    simulated: float  # of the whole run, simulated from its requests alone
-    ttft: float  # p50 of the time to first token, in the same simulation
+    total: float  # the sum of all steps
+    simulated: float  # the duration of the run, simulated from its requests alone
+    ttft: float  # the median time to first token in that simulation
 
 
-def errors(
+def held_out_error(
     lines: Sequence[Line], config: Config, profile: Profile, async_scheduling: bool = False
-) -> Errors:
-    """Of a log that no number of the profile comes from, of a run that was scheduled this way."""
+) -> HeldOutError:
+    """The error on the log of a held-out run with this config."""
     seen = observations(lines)
-    plain = seen.chosen(seen.is_plain)
-    ratios = predict(profile.rates, plain) / plain.seconds
-    real, simulated = rerun(lines, config, profile, async_scheduling)
-    return Errors(
+    plain = seen.select(seen.is_plain)
+    ratios = predict(profile.unit_costs, plain) / plain.seconds
+    real, simulated = compare_with_simulation(lines, config, profile, async_scheduling)
+    return HeldOutError(
         median=float(np.median(np.abs(ratios - 1))),
         p90=float(np.quantile(np.abs(ratios - 1), 0.9)),
         total=float(ratios @ plain.seconds / plain.seconds.sum() - 1),
@@ -135,39 +139,44 @@ def errors(
     )
 
 
-def rerun(
+def compare_with_simulation(
     lines: Sequence[Line], config: Config, profile: Profile, async_scheduling: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The summaries of a log of whole requests, and of a simulation of the same requests."""
-    lines = _together(lines)
-    real = Metrics(header(config, async_scheduling))
+    """The summary of a log, and of a simulation of the same requests."""
+    lines = _align_arrivals(lines)
+    real = RunStats(header(config, async_scheduling))
     for line in lines:
         real.add(line)
-    again = simulate(jobs_of(lines), config, profile, async_scheduling=async_scheduling)
+    again = simulate(requests_of(lines), config, profile, async_scheduling=async_scheduling)
     return summarize(real), summarize(again.metrics)
 
 
-def _together(lines: Sequence[Line]) -> list[Line]:
-    """All that the first step knew of was there at once, however long it took to say so."""
-    asked = lines[0].get("added", ()) if lines else ()
-    start = max((each["arrival"] for each in asked), default=0.0)
+def _align_arrivals(lines: Sequence[Line]) -> list[Line]:
+    """The log with one arrival time for all requests of the first step.
+
+    They were submitted together; on a real clock their arrivals differ by the time to submit them.
+    """
+    added = lines[0].get("added", ()) if lines else ()
+    start = max((each["arrival"] for each in added), default=0.0)
     return [
-        {**line, "added": [{**each, "arrival": start} for each in asked]} if not place else line
+        {**line, "added": [{**each, "arrival": start} for each in added]} if not place else line
         for place, line in enumerate(lines)
     ]
 
 
-def jobs_of(lines: Sequence[Line]) -> list[Job]:
-    """The requests of a log, with the lengths that their outputs had."""
+def requests_of(lines: Sequence[Line]) -> list[WorkloadRequest]:
+    """The requests of a log, with the lengths of their outputs."""
     outputs = {
-        end["id"]: len(unruns(end["output"])) for line in lines for end in line.get("finished", ())
+        end["id"]: len(unpack_tokens(end["output"]))
+        for line in lines
+        for end in line.get("finished", ())
     }
-    asked = [each for line in _together(lines) for each in line.get("added", ())]
-    start = min((each["arrival"] for each in asked), default=0.0)
+    added = [each for line in _align_arrivals(lines) for each in line.get("added", ())]
+    start = min((each["arrival"] for each in added), default=0.0)
     return [
-        Job(
-            id=each["id"], pieces=(unruns(each["prompt"]),), num_output=outputs[each["id"]],
+        WorkloadRequest(
+            id=each["id"], pieces=(unpack_tokens(each["prompt"]),), num_output=outputs[each["id"]],
             max_tokens=each["max_tokens"], arrival=each["arrival"] - start,
         )
-        for each in asked
+        for each in added
     ]  # fmt: skip

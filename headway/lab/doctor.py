@@ -1,4 +1,4 @@
-"""What ails a run: symptoms from its summary, the likely cause, the remedy to try."""
+"""The doctor: find problems in the summary of a run, with the likely cause and a remedy to try."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from headway.lab.summary import Summary
 
 
 class Finding(NamedTuple):
-    """One line of the doctor's."""
+    """One problem of a run."""
 
     symptom: str
     cause: str
@@ -16,21 +16,27 @@ class Finding(NamedTuple):
 
 
 def examine(summary: Summary, config: dict[str, Any]) -> list[Finding]:
-    """Everything that stands out; empty if the run looks healthy."""
+    """All problems found; empty for a healthy run."""
     if not summary["steps"]:
-        return [Finding("nothing ran", "every request was refused", "see the reasons given")]
-    checks = (_thrash, _waiting, _seats, _budget, _prefill, _swap, _stalls, _late, _unfair)
+        return [
+            Finding(
+                "no steps ran",
+                "all requests were rejected",
+                "read the reasons listed with the rejected requests",
+            )
+        ]
+    checks = (_thrash, _waiting, _idle, _budget, _prefill, _swap, _stalls, _late, _unfair)
     return [finding for check in checks if (finding := check(summary, config))]
 
 
-MEMORY = ("blocks", "headroom", "back_off")
+MEMORY = ("blocks", "headroom", "back_off", "just_preempted")
 
 
 def _top_reason(summary: Summary) -> str:
-    """What the waiting lacked most often; standing behind somebody else is no lack of its own."""
+    """The most frequent reason for waiting; `order` counts only if there is no other."""
     reasons = summary["waiting_steps_by_reason"]
-    lacks = {reason: steps for reason, steps in reasons.items() if reason != "order"} or reasons
-    return max(lacks, key=lambda reason: lacks[reason]) if lacks else ""
+    own = {reason: steps for reason, steps in reasons.items() if reason != "order"} or reasons
+    return max(own, key=lambda reason: own[reason]) if own else ""
 
 
 def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
@@ -39,10 +45,10 @@ def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None
     degree = "thrashing" if rate > 10 or tax > 0.15 else "preempting often"
     return Finding(
-        f"{degree}: {rate:.1f} preemptions/s, {tax:.1%} of all computed tokens were computed before",
-        "requests are admitted without room for the output they will make",
-        "headroom future_peak or a higher watermark, fewer seats (max_num_seqs), "
-        "victim least_work; swap if the host has memory",
+        f"{degree}: {rate:.1f} preemptions/s, {tax:.1%} of all computed tokens are recomputed",
+        "requests are admitted although the KV cache has no room for their outputs",
+        "use headroom future_peak or a higher watermark, lower max_num_seqs, use victim "
+        "least_work, or swap if the host has memory",
     )
 
 
@@ -52,28 +58,32 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None
     remedies = {
         "max_num_seqs": "raise max_num_seqs",
-        "token_budget": "raise max_num_batched_tokens, the budget of a step",
-        "blocks": "more KV blocks: a larger card, a smaller model or a shorter max_tokens",
-        "headroom": "more KV blocks, or a less cautious headroom",
-        "back_off": "more KV blocks; preemptions hold admission back",
-        "order": "allow the queue some patience, so that small requests pass a blocked one",
+        "token_budget": "raise max_num_batched_tokens",
+        "blocks": "add KV blocks (a larger GPU or a smaller model) or lower max_tokens of the requests",
+        "headroom": "add KV blocks or use a less cautious headroom",
+        "back_off": "add KV blocks: back_off delays admission after preemptions",
+        "just_preempted": "add KV blocks: preempted requests wait until the next step",
+        "reserved_rows": "raise max_num_seqs: the last rows are reserved for other clients",
+        "order": "set the queue's patience, so that small requests can overtake a blocked one",
     }
     reason = _top_reason(summary)
     return Finding(
-        f"{waiting:.0f} requests wait on average, p90 of their queue time {queue:.1f} s",
-        f"more work arrives than is done; most often they lack {reason or 'capacity'}",
+        f"{waiting:.0f} requests wait on average; p90 of the queue time is {queue:.1f} s",
+        f"more work arrives than completes; the most frequent reason to wait is "
+        f"{reason or 'unknown'}",
         remedies.get(reason, "add capacity") + "; or add GPUs",
     )
 
 
-def _seats(summary: Summary, config: dict[str, Any]) -> Finding | None:
-    share, waiting = summary["per_step"]["seats_share"], summary["per_step"]["waiting"]
+def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
+    share, waiting = summary["per_step"]["running_share"], summary["per_step"]["waiting"]
     if share >= 0.5 or waiting < 1 or _top_reason(summary) in MEMORY:
-        return None  # where memory is the limit, that is said already
+        return None  # another finding covers memory limits
     return Finding(
-        f"only {share:.0%} of the seats are taken while others wait",
-        f"the recipe or the queue; most often the waiting lack {_top_reason(summary)}",
-        "a continuous recipe instead of static batching; chunk split_any; a larger max_num_batched_tokens",
+        f"only {share:.0%} of max_num_seqs run on average while requests wait",
+        f"the recipe or the queue; the most frequent reason to wait is {_top_reason(summary)}",
+        "use a continuous recipe instead of static batching, use chunk split_any, or raise "
+        "max_num_batched_tokens",
     )
 
 
@@ -83,8 +93,8 @@ def _budget(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None
     return Finding(
         f"a step computes {summary['per_step']['tokens']:.0f} tokens, {share:.1%} of its budget",
-        "steps are under-filled while requests wait",
-        "chunk split_any, more seats or more KV blocks",
+        "steps use little of max_num_batched_tokens while requests wait",
+        "use chunk split_any, raise max_num_seqs or add KV blocks",
     )
 
 
@@ -93,10 +103,10 @@ def _prefill(summary: Summary, config: dict[str, Any]) -> Finding | None:
     if share <= 0.8:
         return None
     return Finding(
-        f"{share:.0%} of the computed tokens are prompts (healthy: 20-40 %)",
-        "prefill-bound: long prompts, short outputs",
-        "a larger max_num_batched_tokens with few seats, shared prefixes for the cache; "
-        "chunk at_most(n) if the time between tokens suffers",
+        f"{share:.0%} of the computed tokens are prompt tokens (typical: 20-40%)",
+        "the workload is prefill-bound: long prompts, short outputs",
+        "raise max_num_batched_tokens with a low max_num_seqs, or share prefixes; use chunk "
+        "at_most(n) if the time between tokens is too long",
     )
 
 
@@ -106,8 +116,8 @@ def _swap(summary: Summary, config: dict[str, Any]) -> Finding | None:
     if not wants_swap or config["num_host_blocks"] or not fallbacks:
         return None
     return Finding(
-        f"{fallbacks} preemptions recomputed although the swap rule is {config['swap']}",
-        "there is no host memory to swap to",
+        f"{fallbacks} preemptions recompute although the swap rule is {config['swap']}",
+        "num_host_blocks is 0, so there is no host memory to swap to",
         "set num_host_blocks",
     )
 
@@ -118,8 +128,8 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None
     return Finding(
         f"time between tokens p99 {gaps['p99'] * 1e3:.0f} ms, {gaps['p99'] / gaps['p50']:.0f}x p50",
-        "long prompts, or preemptions, hold up those who decode",
-        "a smaller max_num_batched_tokens or chunk at_most(n), recipe mixed, fewer preemptions",
+        "long prompts or preemptions delay decoding requests",
+        "lower max_num_batched_tokens, use chunk at_most(n) or recipe mixed, or avoid preemptions",
     )
 
 
@@ -129,8 +139,8 @@ def _late(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None
     return Finding(
         f"{misses} of {deadlines} deadlines missed",
-        "the queue's order does not look at deadlines, or there is too little capacity",
-        "queue deadline; fewer requests per card",
+        "the queue ignores deadlines, or capacity is too low",
+        "use queue deadline, or fewer requests per GPU",
     )
 
 
@@ -138,7 +148,7 @@ def _unfair(summary: Summary, config: dict[str, Any]) -> Finding | None:
     if summary["clients"] < 2 or summary["fairness"] >= 0.8:
         return None
     return Finding(
-        f"fairness between clients {summary['fairness']:.2f} (1 is equal)",
+        f"fairness between clients is {summary['fairness']:.2f} (1 is equal)",
         "a few clients send most of the work",
-        "queue fair",
+        "use queue fair",
     )

@@ -1,62 +1,77 @@
-"""From the step log of a real run to the machine numbers of a profile.
+"""Fit the numbers of a machine to the step log of a real run.
 
-Minimises the relative error of steps, by absolute values: a step in ten that took twice its time,
-because the machine was busy with something else, hardly moves the result. Knows trace lines, no
-model and no clock; what to run for a good log, and how good the numbers are, is in calibration.py.
+Minimises the relative error of the step times by absolute values, so that a few steps that took
+twice their time, because the machine was busy, hardly change the result. Rates stay within physical
+limits. A rate that the log does not determine is set to the lowest value that fits, with a warning.
+Knows trace lines, no model and no clock; calibration.py chooses the run and checks the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from headway.errors import ConfigError
-from headway.lab.cost import Machine, Model, Profile, Rates
-from headway.lab.search import lowest
+from headway.lab.cost import Machine, Model, Profile, UnitCosts
 from headway.observe.trace import Line
 
 Numbers = npt.NDArray[np.float64]
+Loss = Callable[[Numbers], float]
 MIN_STEPS = 24
 MIN_OF_KIND = 3  # steps that compute prompts, and steps that only decode
-MIN_SPREAD = 4.0  # times, of the tokens and of the contexts of steps
-EXACT = 0.03  # a relative error below which closer hardly matters
+MIN_SPREAD = 4.0  # ratio of the largest to the smallest, for tokens and contexts of steps
+EXACT = 0.03  # a relative error below which a closer fit hardly matters
 NEGLIGIBLE = 1e-9  # seconds
+# Physical limits of one device, by index of the search point: from a slow CPU core to several times
+# the fastest GPU.
+RATES = {0: ("bandwidth", 1e8, 2e13, "bytes/s"), 1: ("flops", 1e8, 1e16, "FLOP/s")}
+MAX_LOSS_RATIO = 1.01  # a point whose loss is within this ratio of the best fits equally well
+FASTER = 4.0  # a rate is undetermined if this multiple of it fits equally well
+NUM_HALVINGS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observations:
-    """What steps had to do and how long they took; a plan of several steps is several passes."""
+    """The work and the times of steps; a plan of several steps is several passes."""
 
     passes: Numbers  # [pass, 4]: tokens, samples, reads and pairs, as a profile counts them
     step_of: npt.NDArray[np.intp]  # [pass]
     seconds: Numbers  # [step]
     copies: Numbers  # [step, 2]: directions in which blocks were copied, and blocks
-    gaps: Numbers  # between a step and the next, while there was work to do
+    gaps: Numbers  # seconds from a step to the next one while there was work to do
 
     @property
     def is_plain(self) -> npt.NDArray[np.bool_]:
-        """[step]: it computes and copies nothing."""
+        """[step]: whether it computes and does not copy."""
         computes = np.zeros(len(self.seconds), dtype=bool)
         computes[self.step_of] = True
         computes &= self.copies[:, 0] == 0
         return computes
 
-    def chosen(self, is_chosen: npt.NDArray[np.bool_]) -> Observations:
-        """Only these steps."""
-        kept = is_chosen[self.step_of]
-        places = np.cumsum(is_chosen) - 1
+    def select(self, is_selected: npt.NDArray[np.bool_]) -> Observations:
+        """The observations of the selected steps."""
+        kept = is_selected[self.step_of]
+        places = np.cumsum(is_selected) - 1
         return replace(
             self, passes=self.passes[kept], step_of=places[self.step_of[kept]],
-            seconds=self.seconds[is_chosen], copies=self.copies[is_chosen],
+            seconds=self.seconds[is_selected], copies=self.copies[is_selected],
         )  # fmt: skip
 
 
+class Fit(NamedTuple):
+    """A fitted machine, and a sentence for every rate that the log does not determine."""
+
+    machine: Machine
+    warnings: list[str]
+
+
 def observations(lines: Iterable[Line]) -> Observations:
-    """The steps of a log; lines that are no step, a header or an abort, are passed over."""
+    """The steps of a log; other lines, such as headers and aborts, are skipped."""
     steps = [line for line in lines if line.get("step", -1) >= 0 and line["end"] > line["start"]]
     passes = [(place, each) for place, line in enumerate(steps) for each in _passes(line)]
     copies = [(line.get("copied_out", 0), line.get("copied_in", 0)) for line in steps]
@@ -70,7 +85,7 @@ def observations(lines: Iterable[Line]) -> Observations:
 
 
 def _passes(line: Line) -> list[tuple[float, ...]]:
-    rows, context = line["decodes"], line.get("context", 0)
+    rows, context = line["decodes"], line.get("decode_context", 0)
     tokens, samples, reads, pairs = rows, rows, context, float(context)
     for _, start, end, is_last in line.get("chunks", ()):
         tokens += end - start
@@ -78,15 +93,15 @@ def _passes(line: Line) -> list[tuple[float, ...]]:
         reads += end
         pairs += (end - start) * (start + (end - start + 1) / 2)
     passes: list[tuple[float, ...]] = [(tokens, samples, reads, pairs)] if tokens else []
-    for step in range(1, line.get("steps", 1) if rows else 1):
+    for step in range(1, line.get("num_steps", 1) if rows else 1):
         passes.append((rows, rows, context + step * rows, context + step * rows))
     return passes
 
 
 def _gaps(steps: list[Line]) -> list[float]:
-    """Only where the next step followed at once: the log is whole there and work was left.
+    """Gaps between consecutive steps of the log while work was left.
 
-    A plan that was made while another was in flight tells nothing: its making was hidden.
+    A plan that was made while another one was in flight is skipped: its gap hides the scheduling.
     """
     gaps = []
     for line, after in pairwise(steps):
@@ -97,46 +112,50 @@ def _gaps(steps: list[Line]) -> list[float]:
     return gaps
 
 
-def predict(rates: Rates, seen: Observations) -> Numbers:
-    """Seconds of every step's passes, without copies; `Profile.step_seconds` for a whole log."""
+def predict(costs: UnitCosts, seen: Observations) -> Numbers:
+    """Seconds of every step without copies, as `Profile.step_seconds` but for a whole log."""
     tokens, samples, reads, pairs = seen.passes.T
-    dense = tokens * rates.token + samples * rates.sample
-    read, pair, exposed = reads * rates.read, pairs * rates.pair, 1 - rates.overlap
-    linear = np.maximum(dense, rates.weights) + exposed * np.minimum(dense, rates.weights)
+    dense = tokens * costs.token + samples * costs.sample
+    read, pair, exposed = reads * costs.read, pairs * costs.pair, 1 - costs.overlap
+    linear = np.maximum(dense, costs.weights) + exposed * np.minimum(dense, costs.weights)
     attention = np.maximum(read, pair) + exposed * np.minimum(read, pair)
-    seconds = rates.fixed + linear + np.maximum(attention, rates.least)
+    seconds = costs.fixed + linear + np.maximum(attention, costs.min_attention)
     return _sums(seen, seconds)
 
 
 def _sums(seen: Observations, of_passes: Numbers) -> Numbers:
-    """[step] of [pass]."""
+    """[step] from [pass]."""
     sums = np.bincount(seen.step_of, weights=of_passes, minlength=len(seen.seconds))
     return sums.astype(np.float64, copy=False)
 
 
-def fit(seen: Observations, model: Model, block_size: int = 16) -> Machine:
-    """The machine on which these steps take the time they took; ConfigError if too few tell."""
-    plain = seen.chosen(seen.is_plain)
-    if problems := missing(plain):
+def fit(seen: Observations, model: Model, block_size: int = 16) -> Fit:
+    """The machine that explains the measured step times best; ConfigError if the log is too poor."""
+    plain = seen.select(seen.is_plain)
+    if problems := missing_coverage(plain):
         raise ConfigError(f"the log cannot be fitted: {'; '.join(problems)}")
-    weights = np.sqrt(plain.seconds)  # between counting steps alike and counting seconds alike
+    weights = np.sqrt(plain.seconds)  # between equal weight per step and equal weight per second
     weights /= weights.sum()
 
     def loss(point: Numbers) -> float:
-        errors = np.log(predict(_rates(_machine(point), model), plain) / plain.seconds)
+        errors = np.log(predict(_costs(_machine(point), model), plain) / plain.seconds)
         return float(weights @ np.sqrt(errors**2 + EXACT**2))
 
-    machine = _machine(lowest(loss, _starts(plain, model)))
-    rest = seen.seconds - predict(_rates(machine, model), seen)
+    point, warnings = _limit_undetermined(loss, minimize(loss, _starts(plain, model)))
+    machine = _machine(point)
+    rest = seen.seconds - predict(_costs(machine, model), seen)
     bandwidth, start = _copying(seen, rest, block_size * model.kv_bytes, machine.bandwidth)
     host = float(np.median(seen.gaps)) if len(seen.gaps) else 0.0
-    return replace(machine, host_seconds=host, copy_bandwidth=bandwidth, copy_seconds=start)
+    machine = replace(machine, host_seconds=host, copy_bandwidth=bandwidth, copy_seconds=start)
+    return Fit(machine, warnings)
 
 
-def missing(plain: Observations) -> list[str]:
-    """What a log lacks to tell the parts of a step's time apart, a phrase each."""
+def missing_coverage(plain: Observations) -> list[str]:
+    """Why a log cannot separate the parts of a step's time, one phrase per reason."""
     if len(plain.seconds) < MIN_STEPS:
-        return [f"it has {len(plain.seconds)} steps that copy nothing, {MIN_STEPS} are needed"]
+        return [
+            f"it has {len(plain.seconds)} steps without copies, at least {MIN_STEPS} are needed"
+        ]
     tokens, samples, reads, _ = plain.passes.T
     only_decodes, problems = tokens == samples, []
     if np.sum(~only_decodes) < MIN_OF_KIND:
@@ -146,51 +165,102 @@ def missing(plain: Observations) -> list[str]:
     sizes = np.unique(tokens[only_decodes])
     if len(sizes) and sizes[-1] < MIN_SPREAD * sizes[0]:
         problems.append(
-            f"decode steps have {sizes[0]:.0f} to {sizes[-1]:.0f} requests: batches of other "
-            f"sizes are missing, the largest at least {MIN_SPREAD:.0f} times the smallest"
+            f"decode steps have {sizes[0]:.0f} to {sizes[-1]:.0f} requests; the largest batch must "
+            f"be at least {MIN_SPREAD:.0f} times the smallest"
         )
     if reads.max() < MIN_SPREAD * max(reads.min(), 1):
         problems.append(
-            f"steps read {reads.min():.0f} to {reads.max():.0f} tokens of context: others are "
-            f"missing, the longest at least {MIN_SPREAD:.0f} times the shortest"
+            f"steps read {reads.min():.0f} to {reads.max():.0f} tokens of context; the longest must "
+            f"be at least {MIN_SPREAD:.0f} times the shortest"
         )
     return problems
 
 
 def _machine(point: Numbers) -> Machine:
-    """From what is searched: logarithms, and the log-odds of the overlap."""
-    bandwidth, flops, fixed, least = np.exp(np.clip(point[:4], -80, 80)).tolist()
+    """The machine of a search point: logarithms, and the log-odds of the overlap."""
+    rates = [np.clip(point[i], np.log(low), np.log(high)) for i, (_, low, high, _) in RATES.items()]
+    bandwidth, flops = np.exp(rates).tolist()
+    fixed, min_attention = np.exp(np.clip(point[2:4], -80, 80)).tolist()
     return Machine(
         bandwidth=bandwidth, bandwidth_share=1.0, flops=flops, flops_share=1.0,
         fixed_seconds=fixed if fixed > NEGLIGIBLE else 0.0,
-        attention_seconds=least if least > NEGLIGIBLE else 0.0,
+        attention_seconds=min_attention if min_attention > NEGLIGIBLE else 0.0,
         overlap=float(1 / (1 + np.exp(-np.clip(point[4], -40, 40)))),
         host_seconds=0.0, copy_bandwidth=bandwidth, copy_seconds=0.0,
     )  # fmt: skip
 
 
-def _rates(machine: Machine, model: Model) -> Rates:
-    return Profile(name="", description="", kv_tokens=1, model=model, machine=machine).rates
+def _costs(machine: Machine, model: Model) -> UnitCosts:
+    return Profile(name="", description="", kv_tokens=1, model=model, machine=machine).unit_costs
 
 
 def _starts(plain: Observations, model: Model) -> list[Numbers]:
-    """Where to search from: the fastest step is weights or fixed time, the slowest arithmetic."""
-    least = float(plain.seconds.min())
+    """Points to search from: the fastest step is weights or fixed time, the slowest arithmetic."""
+    shortest = float(plain.seconds.min())
     tokens = _sums(plain, plain.passes[:, 0])
     rate = float(np.max(tokens / plain.seconds)) * model.dense_flops
     return [
         np.array([
-            np.log(model.weight_bytes / least * wide), np.log(rate), np.log(least * share),
-            np.log(least / 100), odds,
+            np.log(model.weight_bytes / shortest * wide), np.log(rate), np.log(shortest * share),
+            np.log(shortest / 100), odds,
         ])
         for wide, share, odds in product((1.0, 4.0), (0.05, 0.6), (-2.0, 2.0))
     ]  # fmt: skip
 
 
+def _limit_undetermined(loss: Loss, best: Numbers) -> tuple[Numbers, list[str]]:
+    """Set every rate that has no upper bound in the log to the lowest value that fits equally well.
+
+    This happens where another time, mostly the fixed one, hides what the rate would explain.
+    """
+    limited: list[int] = []
+    warnings: list[str] = []
+    for place, (name, low, high, unit) in RATES.items():
+        best[place] = np.clip(best[place], np.log(low), np.log(high))
+        limit = loss(best) * MAX_LOSS_RATIO
+        faster = min(best[place] + np.log(FASTER), np.log(high))
+        is_at_limit = best[place] > np.log(high) - 0.01
+        if not is_at_limit and loss(_refit(loss, best, [*limited, place], faster)) > limit:
+            continue
+        limited.append(place)
+        best = _lowest_rate(loss, best, limited, np.log(low), limit)
+        value = f"{np.exp(best[place]):.3g} {unit}"
+        warnings.append(
+            f"the measurements do not determine {name}: {value} and all faster values fit equally "
+            f"well; the profile uses {value}"
+        )
+    return best, warnings
+
+
+def _lowest_rate(loss: Loss, good: Numbers, fixed: list[int], bad: float, limit: float) -> Numbers:
+    """The point with the lowest last fixed coordinate above `bad` whose loss is within the limit."""
+    for _ in range(NUM_HALVINGS):
+        point = _refit(loss, good, fixed, (bad + good[fixed[-1]]) / 2)
+        if loss(point) > limit:
+            bad = point[fixed[-1]]
+        else:
+            good = point
+    return good
+
+
+def _refit(loss: Loss, start: Numbers, fixed: list[int], value: float) -> Numbers:
+    """The best point with some coordinates fixed, the last of them at `value`."""
+    point = start.copy()
+    point[fixed[-1]] = value
+    free = np.delete(np.arange(len(start)), fixed)
+
+    def with_free(values: Numbers) -> Numbers:
+        changed = point.copy()
+        changed[free] = values
+        return changed
+
+    return with_free(minimize(lambda values: loss(with_free(values)), [start[free]]))
+
+
 def _copying(
     seen: Observations, rest: Numbers, block_bytes: float, bandwidth: float
 ) -> tuple[float, float]:
-    """Bytes a second and seconds of every batch; the memory's bandwidth if nothing was copied."""
+    """Bytes per second and seconds per batch; the memory's bandwidth if there are no copies."""
     directions, blocks = seen.copies[seen.copies[:, 0] > 0].T
     sizes, seconds = blocks / directions, rest[seen.copies[:, 0] > 0] / directions
     first, second = np.triu_indices(len(sizes), 1)
@@ -199,6 +269,53 @@ def _copying(
         return bandwidth, 0.0
     slopes = ((seconds[first] - seconds[second])[apart]) / (sizes[first] - sizes[second])[apart]
     slope = float(np.median(slopes)) if apart.any() else 0.0
-    if slope <= 0:  # one size only, or nothing but noise
+    if slope <= 0:  # all of one size, or only noise
         return block_bytes / max(float(np.median(seconds / sizes)), NEGLIGIBLE), 0.0
     return block_bytes / slope, max(0.0, float(np.median(seconds - slope * sizes)))
+
+
+# The search: Nelder and Mead's method, which needs no derivatives. A simplex of one point more than
+# there are dimensions moves downhill: its worst corner is reflected through the others, further if
+# that improves it, back towards them if not.
+MAX_MOVES = 400
+CLOSE = 1e-7  # difference of the corners' values at which the search ends
+STRIDE = 0.7  # from the start to the other corners
+
+
+def minimize(function: Loss, starts: Iterable[Numbers]) -> Numbers:
+    """The lowest point found from these starts."""
+    best = min((_descend(function, start) for start in starts), key=function)
+    return _descend(function, best)  # with a new simplex: the first may collapse before it arrives
+
+
+def _descend(function: Loss, start: Numbers) -> Numbers:
+    corners = np.vstack([start, start + STRIDE * np.eye(len(start))])
+    values = np.array([function(corner) for corner in corners])
+    for _ in range(MAX_MOVES):
+        order = np.argsort(values)
+        corners, values = corners[order], values[order]
+        if values[-1] - values[0] < CLOSE:
+            break
+        _move(function, corners, values)
+    return np.array(corners[np.argmin(values)])
+
+
+def _move(function: Loss, corners: Numbers, values: Numbers) -> None:
+    """Replace the last corner, the worst one, or shrink all towards the first; in place."""
+    middle = corners[:-1].mean(axis=0)
+    reflected = 2 * middle - corners[-1]
+    value = function(reflected)
+    if value < values[0]:
+        further = 3 * middle - 2 * corners[-1]
+        beyond = function(further)
+        corners[-1], values[-1] = (further, beyond) if beyond < value else (reflected, value)
+    elif value < values[-2]:
+        corners[-1], values[-1] = reflected, value
+    else:
+        near = (middle + (reflected if value < values[-1] else corners[-1])) / 2
+        closer = function(near)
+        if closer < min(value, values[-1]):
+            corners[-1], values[-1] = near, closer
+        else:
+            corners[1:] = (corners[1:] + corners[0]) / 2
+            values[1:] = [function(corner) for corner in corners[1:]]

@@ -1,7 +1,7 @@
-"""Plots of what was measured: by matplotlib where it is installed, as text anywhere.
+"""Latency plots: by matplotlib if it is installed, as text otherwise.
 
-A plot is curves of points. One load gives the share of requests (or gaps) within a time; several
-give the time that half and nearly all were within, over the rate or the concurrency.
+A plot consists of curves of points. One load gives a cumulative distribution of latencies; several
+loads give median and p99 over the request rate or the concurrency.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """Curves with one meaning of x and of y."""
+    """Curves over common axes."""
 
     title: str
     x: str
@@ -37,8 +37,8 @@ class Plot:
     curves: tuple[Curve, ...]
 
 
-def shares(title: str, times: Mapping[str, npt.NDArray[np.float64]]) -> Plot:
-    """Of each kind of time, the percentage of them that is no longer than x."""
+def distribution(title: str, times: Mapping[str, npt.NDArray[np.float64]]) -> Plot:
+    """Cumulative distribution of each kind of latency: the percentage that is at most x."""
     percents = np.linspace(0, 100, NUM_POINTS)
     curves = [
         Curve(name=name, points=tuple(zip(np.percentile(values, percents).tolist(),
@@ -48,10 +48,10 @@ def shares(title: str, times: Mapping[str, npt.NDArray[np.float64]]) -> Plot:
     return Plot(title=title, x="ms", y="%", curves=tuple(curves))
 
 
-def marks(
+def sweep(
     title: str, x: str, results: Sequence[tuple[float, Mapping[str, Any]]], names: Sequence[str]
 ) -> Plot:
-    """Keys of reports, such as p99_ttft_ms, over what was changed between them."""
+    """Values of reports, such as p99_ttft_ms, over the setting that differs between them."""
     curves = [
         Curve(name=name, points=tuple((at, float(result[name])) for at, result in results))
         for name in names
@@ -64,7 +64,7 @@ def has_matplotlib() -> bool:
 
 
 def save(plot: Plot, path: Path) -> None:
-    """As a picture, in the format that the file's name says; needs matplotlib."""
+    """Write an image in the format of the file's suffix; requires matplotlib."""
     figures: Any = importlib.import_module("matplotlib.figure")
     figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -80,10 +80,10 @@ def save(plot: Plot, path: Path) -> None:
 
 
 def text(plot: Plot) -> str:
-    """The same for a terminal: a sign for each curve."""
+    """The plot as text for a terminal, one sign for each curve."""
     points = [point for curve in plot.curves for point in curve.points if math.isfinite(point[0])]
     if not points:
-        return f"{plot.title}: nothing to show\n"
+        return f"{plot.title}: no data\n"
     is_log = _spans_decades([x for x, _ in points])
     low, high = _bounds([_scaled(x, is_log) for x, _ in points])
     bottom, top = _bounds([0.0, *(y for _, y in points)])
@@ -108,7 +108,7 @@ def text(plot: Plot) -> str:
 
 
 def _spans_decades(values: Sequence[float]) -> bool:
-    """Far apart and all above 0: better seen on a logarithmic scale."""
+    """Whether all values are positive and far enough apart for a logarithmic scale."""
     finite = [value for value in values if math.isfinite(value)]
     return bool(finite) and min(finite) > 0 and max(finite) > 20 * min(finite)
 

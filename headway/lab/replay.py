@@ -1,8 +1,8 @@
-"""Feed a recorded run back: the same requests, the same step times, the same decisions.
+"""Replay a recorded run: the same requests and step times must give the same decisions.
 
-The scheduler decides anew; only times and sampled tokens come from the trace. If the decision logs
-agree, the simulator's scheduling error is exactly zero. Works for any recorded run, real or not, that
-was recorded to its end and in which no step failed.
+Times and sampled tokens come from the trace; the scheduler decides everything again. If all
+decisions agree, the scheduling error of the simulator is exactly zero. Any real or simulated run
+can be replayed if it was recorded to its end and no step failed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.errors import ReplayMismatch
 from headway.executor.simulated import SimulatedHandle
-from headway.lab.diff import choices
-from headway.observe.trace import Line, decisions, describe_step, request_of, unruns
+from headway.lab.diff import differences
+from headway.observe.trace import Line, decisions, describe_step, request_of, unpack_tokens
 from headway.plan import Column, Plan, StepResult
 from headway.request import Request
 from headway.scheduler import Scheduler, preset
@@ -25,7 +25,7 @@ Outputs = dict[Request, list[int]]
 
 
 class RecordedExecutor:
-    """Takes as long as the recorded step took, and samples what was sampled then."""
+    """Returns the recorded step times and the recorded tokens."""
 
     def __init__(self, clock: VirtualClock, steps: Iterable[Line], outputs: Outputs) -> None:
         self._clock = clock
@@ -47,7 +47,7 @@ class RecordedExecutor:
         return SimulatedHandle(self._clock, StepResult(columns, firsts, started, ended))
 
     def _next(self, request: Request) -> int:
-        """The recorded token; past the record's end anything will do, it is dropped."""
+        """The next recorded token, or -1 after the recorded end, where no token is kept."""
         place = self._num_sampled[request]
         self._num_sampled[request] = place + 1
         output = self._outputs[request]
@@ -55,77 +55,97 @@ class RecordedExecutor:
 
 
 def replay(trace: Iterable[Line]) -> Iterator[Line]:
-    """The steps that the scheduler takes when it lives through the recorded run again."""
+    """The steps of the scheduler when it decides the recorded run again."""
     header, *steps = trace
-    ends = defaultdict[str, deque[Line]](deque)  # of everybody who had an id: it may come back
-    for end in (end for line in steps for end in line.get("finished", ())):
-        ends[end["id"]].append(end)
-    outputs: Outputs = {}
-    reasons: dict[str, str] = {}  # of those who are ended from outside: abort, stop
-    clock, lines = VirtualClock(), deque[Line]()
-    scheduler = Scheduler(preset(**header["config"]))
-    executor = RecordedExecutor(clock, steps, outputs)
-    engine = Engine(scheduler, executor, clock, async_scheduling=header["async_scheduling"])
-    engine.observers.append(lambda report: lines.append(describe_step(report)))
-    known: dict[str, Request] = {}
-
-    interrupts: list[tuple[str, int]] = []  # came while the plan of the line before was in flight
-
-    def tell(added: list[Line], aborted: list[tuple[str, int]], num_told: int) -> None:
-        """Requests that come and go, in the order they did."""
-        for number, asked in enumerate([*added, None], start=num_told):
-            for id in [id for id, after in aborted if max(after, num_told) == number]:
-                scheduler.abort(id, reasons.get(id, "abort"))
-            if asked is not None:
-                request = known[asked["id"]] = request_of(asked, known)
-                end = ends[request.id].popleft() if ends[request.id] else None
-                outputs[request] = list(unruns(end["output"])) if end else []
-                reasons[request.id] = end["reason"] if end else "abort"
-                scheduler.add(request)
-
+    run = _Replay(header, steps)
     for line in steps:
-        _refuse_faults(line)
+        if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
+            raise ReplayMismatch(
+                f"step {line['step']}: a step of the recorded run failed; "
+                "only runs without failed steps can be replayed"
+            )
+        yield from run.step(line)
+    yield from run.finish()
+
+
+class _Replay:
+    """An engine that receives the recorded requests and aborts in their recorded order."""
+
+    def __init__(self, header: Line, steps: list[Line]) -> None:
+        self._clock, self._lines = VirtualClock(), list[Line]()
+        self._scheduler = Scheduler(preset(**header["config"]))
+        self._known: dict[str, Request] = {}
+        self._outputs: Outputs = {}
+        self._reasons: dict[str, str] = {}  # finish reasons for aborts: abort or stop
+        self._aborts: list[tuple[str, int]] = []  # aborts while the previous plan was in flight
+        self._ends = defaultdict[str, deque[Line]](deque)  # an id may be used several times
+        for end in (end for line in steps for end in line.get("finished", ())):
+            self._ends[end["id"]].append(end)
+        self._engine = Engine(
+            self._scheduler,
+            RecordedExecutor(self._clock, steps, self._outputs),
+            self._clock,
+            async_scheduling=header["async_scheduling"],
+            observers=[lambda report: self._lines.append(describe_step(report))],
+        )
+
+    def step(self, line: Line) -> list[Line]:
+        """Submit what the line records and take its step."""
         added, aborted = line.get("added", []), line.get("aborted", [])
-        is_drained = engine.num_in_flight > line.get("in_flight", 0)
-        num_added, num_aborted = line.get("early", (0, 0))
+        num_added, num_aborted = line.get("num_early", (0, 0))
+        is_drained = self._engine.num_in_flight > line.get("in_flight", 0)
         if not is_drained:
             num_added, num_aborted = len(added), len(aborted)
-        tell(added[:num_added], interrupts + aborted[:num_aborted], 0)
+        self._submit(added[:num_added], self._aborts + aborted[:num_aborted], 0)
         if is_drained:
-            engine.step()
-        clock.advance_to(line["t"])
-        tell(added[num_added:], aborted[num_aborted:], num_added)
-        engine.step()
-        interrupts = line.get("interrupted", [])
-        yield from lines
-        lines.clear()
-    tell([], interrupts, 0)
-    while engine.has_work:
-        engine.step()
-        yield from lines
-        lines.clear()
+            self._engine.step()
+        self._clock.advance_to(line["t"])
+        self._submit(added[num_added:], aborted[num_aborted:], num_added)
+        self._engine.step()
+        self._aborts = line.get("aborted_in_flight", [])
+        return self._take_lines()
 
+    def finish(self) -> Iterator[Line]:
+        """Run until no work is left."""
+        self._submit([], self._aborts, 0)
+        while self._engine.has_work:
+            self._engine.step()
+            yield from self._take_lines()
 
-def _refuse_faults(line: Line) -> None:
-    """A fault is no decision: it cannot be decided again."""
-    if any(end["reason"] == "error" for end in line.get("finished", ())):
-        raise ReplayMismatch("a step of the recorded run failed; only runs without faults replay")
+    def _submit(self, added: list[Line], aborted: list[tuple[str, int]], num_before: int) -> None:
+        """Add and abort requests in the recorded order; `num_before` were added earlier."""
+        for number, entry in enumerate([*added, None], start=num_before):
+            for id in [id for id, after in aborted if max(after, num_before) == number]:
+                self._scheduler.abort(id, self._reasons.get(id, "abort"))
+            if entry is not None:
+                self._add(entry)
 
+    def _add(self, entry: Line) -> None:
+        request = self._known[entry["id"]] = request_of(entry, self._known)
+        ends = self._ends[request.id]
+        end = ends.popleft() if ends else None
+        self._outputs[request] = list(unpack_tokens(end["output"])) if end else []
+        self._reasons[request.id] = end["finish_reason"] if end else "abort"
+        self._scheduler.add(request)
 
-def _sentence(recorded: Line | None, again: Line | None) -> str:
-    if recorded is None or again is None:
-        step, longer = (again or recorded or {})["step"], "replay" if recorded is None else "record"
-        return f"only the {longer} has a step {step}"
-    parting = "; ".join(choices(recorded, again, ("the record", "the replay")))
-    return f"step {recorded['step']}: {parting}"
+    def _take_lines(self) -> list[Line]:
+        lines, self._lines = self._lines, []
+        return lines
 
 
 def check_replay(trace: Iterable[Line]) -> int:
-    """Replay and compare; the number of equal steps, or ReplayMismatch with the first that differs."""
-    lines = list(trace)
-    num_equal = 0
+    """Replay a trace and return the number of equal steps.
+
+    ReplayMismatch names the first step that differs.
+    """
+    lines, num_equal = list(trace), 0
     for recorded, again in zip_longest(lines[1:], replay(lines)):
-        if recorded is None or again is None or decisions(recorded) != decisions(again):
-            raise ReplayMismatch(_sentence(recorded, again))
+        if recorded is None or again is None:
+            line, name = (again, "replay") if recorded is None else (recorded, "record")
+            raise ReplayMismatch(f"only the {name} has step {line['step']}")
+        if decisions(recorded) != decisions(again):
+            config = lines[0]["config"]
+            found = differences(recorded, again, ("the record", "the replay"), (config, config))
+            raise ReplayMismatch(f"step {recorded['step']}: {'; '.join(found)}")
         num_equal += 1
     return num_equal

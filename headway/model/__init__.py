@@ -1,10 +1,10 @@
-"""Models: what they are in numbers, their weights, and one decoder for all of them."""
+"""Models: configs, weights, and one decoder for all supported architectures."""
 
 import os
 
-# Switches of torch and its threads; they count only if torch has not been loaded before.
-# Weights and keys are read end to end, and small pages cost a tenth of that.
+# Settings of torch and its threads. They have an effect only if torch is not loaded yet.
+# Weights and keys are read sequentially, and small memory pages make that 10% slower.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-# Threads that wait must sleep: spinning, they keep a busy machine from the very work they wait for,
-# and a step that takes 80 ms then takes seconds.
+# Waiting threads must sleep. Spinning threads on a busy machine take CPU time from the work that
+# they wait for, and a step of 80 ms then takes seconds.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")

@@ -1,6 +1,6 @@
-"""One forward pass as data: what the decoder and its attention are given, and nothing hidden.
+"""The inputs of one forward pass: everything that the decoder and its attention read.
 
-Legend: T tokens in the flat batch, S sequences, W blocks that a table has room for, N samples.
+Legend: T tokens in the flat batch, S sequences, W blocks in a row of the tables, N sampled rows.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Batch:
-    """Tokens of many sequences end to end; each sequence reads its earlier tokens by its table."""
+class ForwardBatch:
+    """Tokens of many sequences, concatenated; a block table finds a sequence's earlier tokens."""
 
     tokens_t: Tensor  # int64
     positions_t: Tensor  # int64
-    slots_t: Tensor  # int64: block * block_size + offset to store at; negative: nowhere
+    slots_t: Tensor  # int64: block * block_size + offset to store at; negative: do not store
     tables_sw: Tensor  # int32: the blocks of each sequence, in order
-    starts_s: Tensor  # int32, S + 1 of them: the rows of sequence s are [starts[s], starts[s + 1])
-    ends_s: Tensor  # int32: tokens sequence s has in the cache once this pass has stored its own
-    sampled_n: Tensor  # int64: rows whose logits are wanted
-    # For backends with kernels of their own for decodes, which come first in the batch; `starts_s`
-    # and `ends_s` are then of the other sequences alone:
-    seats_s: Tensor | None = None  # int32: the row of `tables` of each sequence; None: its own
+    starts_s: Tensor  # int32 [S + 1]: sequence s has the rows [starts[s], starts[s + 1])
+    ends_s: Tensor  # int32: cached tokens of sequence s after this pass
+    sampled_n: Tensor  # int64: rows whose logits are needed
+    # For backends with separate kernels for decodes, which come first in the batch. `starts_s` and
+    # `ends_s` then describe only the other sequences.
+    row_ids_s: Tensor | None = None  # int32: row of `tables_sw` of each sequence; None: row s
     num_decodes: int = 0
-    sharing: int = 1  # programs for a long one of them, where there are many
-    longest: int = 0  # rows of the longest sequence that is no decode
+    num_splits: int = 1  # programs per long sequence in a batch of many decodes
+    longest: int = 0  # rows of the longest sequence that is not a decode

@@ -1,6 +1,6 @@
-"""What a model is in numbers, read from a Hugging Face config.json or a GGUF file's metadata.
+"""The configuration of a model, read from a Hugging Face config.json or from GGUF metadata.
 
-Knows names and sizes, not weights: no torch here, so that a config costs nothing to read.
+Knows names and sizes, not weights. Does not import torch, so that reading a config is fast.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-MAX_LAYERS = 10_000  # a wrong number must not become a table of billions of tensors
-GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral's files say llama: the same layers
+MAX_LAYERS = 10_000  # so that a wrong value does not create a table of billions of tensors
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3")  # Mistral files use llama: the layers are the same
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and habits of one decoder; every tensor's name and shape follow from it."""
+    """Sizes and variants of one decoder; they determine the name and shape of every tensor."""
 
     architecture: str
     vocab_size: int
@@ -53,15 +53,15 @@ class ModelConfig:
 
     @property
     def num_params(self) -> int:
-        """Numbers in all tensors."""
+        """Number of parameters in all tensors."""
         return sum(math.prod(shape) for shape in self.shapes().values())
 
     def kv_bytes(self, itemsize: int) -> int:
-        """Bytes that one token's keys and values take in all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor by its Hugging Face name; matrices are [out, in]."""
+        """Shape of every tensor by its Hugging Face name; matrices are [out, in]."""
         table = {"model.embed_tokens.weight": (self.vocab_size, self.hidden_size)}
         found: dict[str, tuple[int, ...]] = dict(table)
         for layer in range(self.num_layers):
@@ -96,7 +96,7 @@ class ModelConfig:
 
 
 def load_hf(path: Path) -> ModelConfig:
-    """The config of a folder with config.json, or of a config.json; end tokens of both files."""
+    """Read config.json, given its path or folder, with the end tokens of generation_config.json."""
     file = path / "config.json" if path.is_dir() else path
     values = read_json(file)
     beside = file.with_name("generation_config.json")
@@ -107,24 +107,26 @@ def load_hf(path: Path) -> ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds."""
+    """Read a JSON file that holds an object; ModelError if it does not."""
     try:
         values = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
+        raise ModelError(f"{path}: cannot read this file as JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ModelError(f"{path}: holds a {type(values).__name__}; it must be a JSON object")
+        raise ModelError(
+            f"{path}: the JSON value is a {type(values).__name__}; it must be an object"
+        )
     return values
 
 
 def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
-    """The config that a config.json's values describe; where names the file in errors."""
+    """Build the config from the values of a config.json; `where` names the file in errors."""
     fields = Fields(values, where)
     architecture = _architecture(fields)
     if values.get("hidden_act", "silu") != "silu":
-        raise fields.refuse(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
+        raise fields.error(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
     if values.get("quantization_config"):
-        raise fields.refuse("quantization_config: quantized weights are supported only as GGUF")
+        raise fields.error("quantization_config: quantized weights are supported only as GGUF")
     _refuse_window(fields, architecture)
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     has_bias = fields.flag("attention_bias") and architecture in ("llama", "qwen3")
@@ -133,7 +135,7 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers", most=MAX_LAYERS),
+        num_layers=fields.count("num_hidden_layers", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.count("num_key_value_heads", num_heads),
         head_dim=fields.count("head_dim", 128 if architecture == "qwen3" else hidden // num_heads),
@@ -160,24 +162,24 @@ def _architecture(fields: Fields) -> str:
     if not named and kind in tuple(ARCHITECTURES.values()):
         return str(kind)
     what = ", ".join(named) or f"model_type {kind!r}"
-    raise fields.refuse(f"{what} is not supported; supported are {', '.join(ARCHITECTURES)}")
+    raise fields.error(f"{what} is not supported; supported: {', '.join(ARCHITECTURES)}")
 
 
 def _refuse_window(fields: Fields, architecture: str) -> None:
-    """Sliding windows that hide no token, or that the model's own switch turns off, are fine."""
+    """Raise if a sliding window hides tokens; one that is disabled or long enough is fine."""
     values, layers = fields.values, fields.count("num_hidden_layers")
-    # A Mistral file that does not name its window has transformers' default.
+    # A Mistral config without a window has transformers' default of 4096.
     is_stated = "sliding_window" in values or architecture == "mistral"
     if architecture == "llama" or not is_stated or values.get("sliding_window", 4096) is None:
         return
     if architecture != "mistral":
-        kinds, full = values.get("layer_types"), fields.count("max_window_layers", 28, least=0)
+        kinds, full = values.get("layer_types"), fields.count("max_window_layers", 28, minimum=0)
         is_any = "sliding_attention" in kinds if isinstance(kinds, list) else full < layers
         if not fields.flag("use_sliding_window") or not is_any:
             return
     window, length = fields.count("sliding_window", 4096), fields.count("max_position_embeddings")
     if window < length:
-        raise fields.refuse(
+        raise fields.error(
             f"sliding_window {window} is below max_position_embeddings {length}: "
             "sliding-window attention is not supported yet"
         )
@@ -190,7 +192,7 @@ def from_gguf(
     tensors: Collection[str],
     divisors: tuple[float, ...] | None = None,
 ) -> ModelConfig:
-    """The config that a GGUF file's metadata and the names of its tensors describe."""
+    """Build the config from a GGUF file's metadata and tensor names."""
     kind = metadata.get("general.architecture")
     if kind not in GGUF_ARCHITECTURES:
         supported = ", ".join(GGUF_ARCHITECTURES)
@@ -206,7 +208,7 @@ def from_gguf(
         vocab_size=len(vocabulary) if isinstance(vocabulary, list) else fields.count("vocab_size"),
         hidden_size=fields.count("embedding_length"),
         intermediate_size=fields.count("feed_forward_length"),
-        num_layers=fields.count("block_count", most=MAX_LAYERS),
+        num_layers=fields.count("block_count", maximum=MAX_LAYERS),
         num_heads=num_heads,
         num_kv_heads=fields.count("attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -226,26 +228,32 @@ def from_gguf(
 
 def _refuse_gguf(fields: Fields) -> None:
     if fields.values.get("expert_count"):
-        raise fields.refuse("it has experts (expert_count): mixtures are not supported yet")
+        raise fields.error("mixture-of-experts models (expert_count) are not supported")
     length = fields.count("context_length")
-    window = fields.count("attention.sliding_window", length, least=0) or length
+    window = fields.count("attention.sliding_window", length, minimum=0) or length
     if window < length:
-        raise fields.refuse(f"window {window}: sliding-window attention is not supported yet")
+        raise fields.error(
+            f"attention.sliding_window {window} is below context_length {length}: "
+            "sliding-window attention is not supported"
+        )
 
 
 def _gguf_head_dim(fields: Fields, num_heads: int) -> int:
     head_dim = fields.count("attention.key_length", fields.count("embedding_length") // num_heads)
     if fields.count("attention.value_length", head_dim) != head_dim:
-        raise fields.refuse(f"values of another length than keys ({head_dim}) are not supported")
+        raise fields.error(
+            f"attention.value_length differs from attention.key_length ({head_dim}): not supported"
+        )
     return head_dim
 
 
 def _checked(config: ModelConfig, fields: Fields) -> ModelConfig:
-    """The config, unless its numbers contradict each other."""
+    """Return the config; ModelError if its values contradict each other."""
     if config.num_heads % config.num_kv_heads:
-        raise fields.refuse(
-            f"{config.num_heads} heads cannot share {config.num_kv_heads} key-value heads evenly"
+        raise fields.error(
+            f"the number of heads, {config.num_heads}, must be a multiple of the number of "
+            f"key-value heads, {config.num_kv_heads}"
         )
     if config.head_dim % 2:
-        raise fields.refuse(f"head_dim {config.head_dim} is odd; rotary positions need pairs")
+        raise fields.error(f"head_dim {config.head_dim} is odd; rotary embeddings need pairs")
     return config

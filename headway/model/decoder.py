@@ -1,7 +1,7 @@
-"""One decoder for the whole family: Llama, Mistral, Qwen2 and Qwen3 differ by their config alone.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3, which differ only in their config.
 
-The batch is an argument; nothing about it is kept between passes. Knows no requests, no scheduler
-and no device: all arithmetic is the backend's.
+The batch is an argument; nothing about it is weights between passes. Knows no requests and no
+scheduler. The backend does all arithmetic.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Backend, Layer
-from headway.model.batch import Batch
+from headway.model.backends.base import Backend, LayerWeights
+from headway.model.batch import ForwardBatch
 from headway.model.weights.checkpoint import Checkpoint
 
 
 class Decoder:
-    """Embedding, layers, head."""
+    """The embedding, the layers and the output head."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Decoder:
         self.config = checkpoint.config
         self.backend = backend
         self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
-        self.layers: list[Layer] = []
+        self.layers: list[LayerWeights] = []
         for number in range(self.config.num_layers):
             self.layers.append(self._layer(checkpoint, f"model.layers.{number}"))
             if progress:
@@ -39,12 +39,12 @@ class Decoder:
         self.head = self.embedding if tied else backend.weight(checkpoint, ["lm_head"])
         frequencies = self.config.rope.inverse_frequencies(self.config.head_dim)
         self._frequencies = torch.from_numpy(frequencies).to(self.norm.device)
-        self._table: tuple[Tensor, Tensor] | None = None
+        self._rope_table: tuple[Tensor, Tensor] | None = None
 
-    def _layer(self, checkpoint: Checkpoint, prefix: str) -> Layer:
+    def _layer(self, checkpoint: Checkpoint, prefix: str) -> LayerWeights:
         weight, vector = self.backend.weight, self.backend.vector
         attention, mlp, has_norms = f"{prefix}.self_attn", f"{prefix}.mlp", self.config.qk_norm
-        layer = Layer(
+        layer = LayerWeights(
             input_norm=vector(checkpoint, f"{prefix}.input_layernorm.weight"),
             qkv=weight(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"]),
             q_norm=vector(checkpoint, f"{attention}.q_norm.weight") if has_norms else None,
@@ -58,28 +58,31 @@ class Decoder:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights as they are stored."""
-        kept = [self.embedding, *([] if self.config.tie_embeddings else [self.head])]
-        kept += [
+        """Bytes of all weights in the backend's format."""
+        weights = [self.embedding, *([] if self.config.tie_embeddings else [self.head])]
+        weights += [
             w for each in self.layers for w in (each.qkv, each.output, each.gate_up, each.down)
         ]
-        return sum(weight.num_bytes for weight in kept)
+        return sum(weight.num_bytes for weight in weights)
 
     def forward(
-        self, batch: Batch, blocks: Tensor, watch: Callable[[int, Tensor], None] | None = None
+        self,
+        batch: ForwardBatch,
+        blocks: Tensor,
+        watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Hidden states [T, hidden] before the last norm; `watch` sees them after every layer."""
+        """Hidden states [T, hidden] before the final norm; `watch` is called after every layer."""
         x = self.embedding.rows(batch.tokens_t)
-        through = self.backend.begin(self.config, batch, blocks, *self._turns(batch))
+        forward_pass = self.backend.begin(self.config, batch, blocks, *self._rope(batch))
         for number, layer in enumerate(self.layers):
-            x = through.layer(number, layer, x)
+            x = forward_pass.layer(number, layer, x)
             if watch:
                 watch(number, x)
         return x
 
     @contextmanager
     def shortened(self, num_layers: int) -> Iterator[None]:
-        """Only so many layers meanwhile: enough to see what all of them need."""
+        """Use only the first `num_layers` layers meanwhile, to compile kernels faster."""
         layers, self.layers = self.layers, self.layers[:num_layers]
         try:
             yield
@@ -87,23 +90,23 @@ class Decoder:
             self.layers = layers
 
     def final_norm(self, hidden: Tensor) -> Tensor:
-        """Hidden states [N, hidden] as the head reads them."""
+        """Normalize hidden states [N, hidden] for the output head."""
         return self.backend.rms_norm(hidden, self.norm, self.config.norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, vocabulary] of hidden states [N, hidden]."""
+        """Logits [N, vocabulary] of hidden states [N, hidden]."""
         return self.backend.linear(self.final_norm(hidden), self.head)
 
-    def _turns(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Cosines and sines: of every token, or of every position for who looks them up."""
-        if not self.backend.looks_up_turns:
-            return self._rotation(batch.positions_t)
-        if self._table is None:
+    def _rope(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, of every token or, if the backend looks them up, of every position."""
+        if not self.backend.uses_rope_table:
+            return self._cos_sin(batch.positions_t)
+        if self._rope_table is None:
             positions = torch.arange(self.config.max_model_len, device=self._frequencies.device)
-            self._table = self._rotation(positions)
-        return self._table
+            self._rope_table = self._cos_sin(positions)
+        return self._rope_table
 
-    def _rotation(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:
+    def _cos_sin(self, positions_t: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions_t[:, None].float() * self._frequencies
         scale = self.config.rope.scale
         return angles.cos() * scale, angles.sin() * scale

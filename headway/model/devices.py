@@ -1,6 +1,6 @@
-"""The machine: its CPU and GPUs, which of them a model runs on, and how much memory is free.
+"""The CPU and GPUs of this machine: selecting a device, and free memory.
 
-Knows nothing of models. What is asked for and cannot be had is an error that says why.
+Knows nothing about models. A device that cannot be used raises an error that says why.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from headway.errors import ConfigError
 
 Device = torch.device
-GROUP = Path("/sys/fs/cgroup")  # in a container, of the container
+GROUP = Path("/sys/fs/cgroup")  # of the container, inside a container
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-SMALLER = "take a smaller --dtype, a smaller model or another GPU (--device cuda:1)"
+SMALLER = "use a smaller --dtype, a smaller model or another GPU (--device cuda:1)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,55 +33,57 @@ class Gpu:
 
 
 def why_no_cuda() -> str | None:
-    """Why no model can run on a GPU here; None if it can."""
-    return why_not(
+    """The reason that no GPU can be used here; None if one can."""
+    return cuda_problem(
         is_built=bool(torch.version.cuda or torch.version.hip),
         start=torch.cuda.init,
         has_triton=find_spec("triton") is not None,
     )
 
 
-def why_not(*, is_built: bool, start: Callable[[], None], has_triton: bool) -> str | None:
-    """The first thing that keeps a model from a GPU; `start` is torch's, which raises if it fails."""
+def cuda_problem(*, is_built: bool, start: Callable[[], None], has_triton: bool) -> str | None:
+    """The first reason that no GPU can be used; `start` is torch.cuda.init, which may raise."""
     if not is_built:
-        return "torch is built without CUDA: install a torch build that has it"
+        return "this torch build has no CUDA support; install one that has"
     try:
         start()
-    except Exception as error:  # torch raises its own kinds, by what is missing
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return f"torch cannot use a GPU: {said}"
+    except Exception as error:  # torch raises different types, depending on what is missing
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return f"torch cannot use a GPU: {reason}"
     if not has_triton:
-        return "triton, which the kernels are written in, is not installed: pip install triton"
+        return "triton is not installed, and the GPU kernels need it: pip install triton"
     return None
 
 
 def use_device(wanted: str) -> Device:
-    """The device that a text means, made the current one; ConfigError if it cannot be used."""
+    """Select a device and make it current; ConfigError if it cannot be used."""
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", wanted):
         raise ConfigError(
-            f"device {wanted!r} is unknown; there are auto, cpu, cuda, and cuda:1 for the second GPU"
+            f"unknown device {wanted!r}; use auto, cpu, cuda, or cuda:1 for the second GPU"
         )
     reason = None if wanted == "cpu" else why_no_cuda()
     if wanted == "cpu" or (wanted == "auto" and reason):
         return torch.device("cpu")
     if reason:
-        raise ConfigError(f"device {wanted}: {reason}; or run on the CPU with --device cpu")
-    number = numbered(wanted, torch.cuda.device_count(), torch.cuda.current_device())
-    torch.cuda.set_device(number)  # kernels are launched on the current one
+        raise ConfigError(f"device {wanted} cannot be used: {reason}; or use --device cpu")
+    number = gpu_index(wanted, torch.cuda.device_count(), torch.cuda.current_device())
+    torch.cuda.set_device(number)  # kernels launch on the current device
     return torch.device("cuda", number)
 
 
-def numbered(wanted: str, count: int, current: int) -> int:
-    """The number of the GPU that a text means, of so many; ConfigError if there is none such."""
+def gpu_index(wanted: str, count: int, current: int) -> int:
+    """The index of a GPU among `count` visible ones; ConfigError if there is no such GPU."""
     _, _, number = wanted.partition(":")
     if int(number or current) >= count:
-        last = f", cuda:0 to cuda:{count - 1}" if count > 1 else ", cuda:0"
-        raise ConfigError(f"device {wanted}: {count} can be seen{last}; see CUDA_VISIBLE_DEVICES")
+        visible = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0"
+        raise ConfigError(
+            f"no device {wanted}: {count} visible ({visible}); see CUDA_VISIBLE_DEVICES"
+        )
     return int(number or current)
 
 
 def gpus() -> list[Gpu]:
-    """All that torch sees; none if no model can run on them."""
+    """All GPUs that torch sees; empty if none can be used."""
     if why_no_cuda() is not None:
         return []
     every = ((n, torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count()))
@@ -89,17 +91,17 @@ def gpus() -> list[Gpu]:
 
 
 def free_memory() -> int:
-    """Bytes of the host that can be had without swapping, as far as system or container tell."""
+    """Bytes of host memory that are available without swapping, in this system or container."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line)
     except (OSError, StopIteration):
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    return min(free, room_in_group(GROUP, free))
+    return min(free, container_free_memory(GROUP, free))
 
 
-def room_in_group(folder: Path, free: int) -> int:
-    """Bytes that a container's limit leaves, files that are only cached not counted."""
+def container_free_memory(folder: Path, free: int) -> int:
+    """Bytes that a container's memory limit leaves, not counting cached files as used."""
     try:
         limit, used = (int((folder / f"memory.{n}").read_text()) for n in ("max", "current"))
         lines = (folder / "memory.stat").read_text().splitlines()
@@ -111,7 +113,7 @@ def room_in_group(folder: Path, free: int) -> int:
 
 
 def free_device_memory(device: Device) -> int:
-    """Bytes of a GPU that nobody uses, nor torch keeps for later."""
+    """Bytes of GPU memory that are free, after torch has returned its cached memory."""
     torch.cuda.empty_cache()
     free: int = torch.cuda.mem_get_info(device)[0]
     return free
@@ -119,26 +121,26 @@ def free_device_memory(device: Device) -> int:
 
 @contextmanager
 def room_for_weights(num_bytes: int, device: Device) -> Iterator[None]:
-    """For loading so many bytes on to a GPU: a ConfigError before or while they turn out too many."""
+    """Guard loading weights to a GPU: ConfigError before or when they turn out not to fit."""
     free = free_device_memory(device)
     check_weights(num_bytes, free)
-    what = f"the weights need {size(num_bytes)} and some room to be loaded, {size(free)} were free"
-    with explaining(what, SMALLER):
+    what = f"the weights need {size(num_bytes)} plus working memory; {size(free)} were free"
+    with explain_out_of_memory(what, SMALLER):
         yield
 
 
 def check_weights(num_bytes: int, free: int) -> None:
-    """ConfigError at once for weights that a GPU cannot hold: loading them may take minutes."""
+    """ConfigError for weights that do not fit, at once, because loading may take minutes."""
     if num_bytes > free:
         raise ConfigError(
-            f"the weights need {size(num_bytes)} and {size(free)} of the GPU's memory are free: "
+            f"the weights need {size(num_bytes)} of GPU memory and {size(free)} are free, "
             f"{size(num_bytes - free)} too little; {SMALLER}"
         )
 
 
 @contextmanager
-def explaining(what: str, advice: str) -> Iterator[None]:
-    """Running out of a GPU's memory becomes a ConfigError: what was too much, and what to do."""
+def explain_out_of_memory(what: str, advice: str) -> Iterator[None]:
+    """Turn running out of GPU memory into a ConfigError that says what to change."""
     try:
         yield
     except RuntimeError as error:
@@ -147,35 +149,35 @@ def explaining(what: str, advice: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {shortened(str(error))}; {advice}") from error
 
 
-# What torch, Triton and cuBLAS say if there is none left for graphs, kernels and workspaces.
+# Messages of torch, Triton and cuBLAS if the driver has no memory for graphs or kernels.
 OUT_OF_MEMORY = ("CUDA error: out of memory", "[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Torch's memory, or what the driver takes besides."""
+    """Whether torch or the driver ran out of GPU memory."""
     is_drivers = isinstance(error, RuntimeError) and any(n in str(error) for n in OUT_OF_MEMORY)
     return is_drivers or isinstance(error, torch.OutOfMemoryError)
 
 
-def shortened(said: str) -> str:
-    """What torch says when memory runs out, without its own advice: need, capacity, what is free."""
-    first_line = next(iter(said.strip().splitlines()), "")
+def shortened(message: str) -> str:
+    """Torch's out-of-memory message without its advice: size needed, capacity and free memory."""
+    first_line = next(iter(message.strip().splitlines()), "")
     sentences = [sentence.strip() for sentence in first_line.split(". ")]
     return ". ".join(sentences[:3]).rstrip(".")
 
 
 def size(num_bytes: int) -> str:
-    """Bytes as people read them."""
+    """Format a number of bytes for people."""
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def parse_size(size: int | str) -> int:
-    """Bytes of a number, or of a text such as 512MiB, 2GiB or 1.5G."""
+    """Parse a number of bytes, or a text such as 512MiB, 2GiB or 1.5G."""
     match = re.fullmatch(r"([0-9.]+) ?([kmg]i?|)b?", str(size).strip().lower())
     try:
         value = float(match[1]) if match else -1.0
     except ValueError:
         value = -1.0
     if match is None or value < 0:
-        raise ConfigError(f"kv_memory must be bytes, or a text such as 512MiB or 2GiB: {size!r}")
+        raise ConfigError(f"kv_memory is {size!r}; it must be bytes, or a text such as 2GiB")
     return int(value * UNITS[match[2]])

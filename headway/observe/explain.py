@@ -1,103 +1,264 @@
-"""Why is nothing moving? The scheduler's state and its latest decisions, in sentences.
+"""The wording of every decision: the only module that puts decisions into sentences.
 
-The only place that words why a request waits: `why()`, the live page, `headway top` and the
-terminal view all use `why_blocked` and `why_not_considered`.
+`Engine.why()`, the live page, `headway top`, the view of `headway run`, replay and diff print these
+sentences. The functions take plain values, because a decision comes from a plan or from a trace
+line. Each number in a sentence is a number of the plan.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Literal, NamedTuple
 
 from headway.config import Config
-from headway.plan import Blocked, NotConsidered
+from headway.observe.trace import Line, num_packed
+from headway.plan import Plan, StepReport
+from headway.request import Request
 from headway.scheduler import Scheduler
 
-SENTENCES = {
-    "token_budget": "it wants {need} token{s} and {have} are left of the step's budget",
-    "blocks": "it needs {need} free KV block{s} and {have} are free",
-    "headroom": "admission must leave blocks free: it asks for {need} and {have} are free",
-    "order": "it waits for the sample that computes its prompt",
-    "back_off": "preemptions were recent: admission asks for {need} block{s} and {have} are free",
+Kind = Literal["preempted", "admitted", "waiting", "deferred", "copied", "finished"]
+MAX_LISTED = 5  # blocked requests that `explain` lists
+MAX_EACH = 32  # decisions of one kind that the log takes from one step
+NEXT_STEP = "the next step considers it"
+BLOCKED = {
+    "token_budget": "it needs {need} tokens of the step's budget; {have} left",
+    "blocks": "it needs {need} free KV blocks; {have} available",
+    "headroom": "it needs {need} free KV blocks including headroom; {have} available",
+    "back_off": "after recent preemptions it needs {need} free KV blocks; {have} available",
+    "reserved_rows": "it needs {need} free rows; {have} available, "
+    "reserved for clients with fewer running requests",
+    "just_preempted": "it was just preempted; it can be admitted after the current step",
+    "order": "another sample of the request computes the shared prompt first",
 }
-UNSETTLED = "it was just preempted and can be admitted again after the running step"
-BEHIND = {
-    "token_budget": "because the step's token budget is used up",
-    "back_off": "because this step had to preempt, so nobody is admitted",
-    "order": "behind those above, in the queue's order",
+NOT_CONSIDERED = {
+    "max_num_seqs": "the limit of {limit} running requests (max_num_seqs) was reached",
+    "token_budget": "the token budget of the step was used up",
+    "back_off": "the step preempted a request, so it admitted none",
 }
-MAX_LISTED = 5
 
 
-def why_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
-    """Why a request that was considered was not admitted, with `num_running` requests running.
-
-    Pass the plan's own count for the time of the plan, or the scheduler's for the present.
-    """
-    if blocked.reason == "max_num_seqs":
-        return _why_seats(num_running, config.max_num_seqs, is_kept=blocked.have > 0)
-    # Only a request with a token in flight has these numbers: they are not numbers of blocks.
-    is_unsettled = blocked.request.history.num_preemptions and blocked[2:] == (1, 0)
-    if blocked.reason == "back_off" and is_unsettled:
-        return UNSETTLED
-    plural = "" if blocked.need == 1 else "s"
-    return SENTENCES[blocked.reason].format(need=blocked.need, have=blocked.have, s=plural)
+# One sentence for each decision.
 
 
-def why_not_considered(behind: NotConsidered, num_running: int, config: Config) -> str:
-    """Why the requests that were not considered wait; follows the word `wait` in a sentence."""
-    if behind.reason == "max_num_seqs":
-        return f"because {_why_seats(num_running, config.max_num_seqs, is_kept=False)}"
-    return BEHIND.get(behind.reason, f"because of {behind.reason}")
+def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str:
+    """A waiting request starts to run."""
+    parts = [f"request {id} is admitted{' again' if is_resume else ''}"]
+    if num_cached:
+        parts.append(f"{_count(num_cached, 'token')} from the prefix cache")
+    if num_swapped:
+        parts.append(f"{_count(num_swapped, 'token')} swapped in")
+    return ", ".join(parts)
 
 
-def _why_seats(num_running: int, limit: int, *, is_kept: bool) -> str:
-    """Names all seats as taken only if they are: requests may have ended since the plan."""
-    if num_running >= limit:
-        return f"all {limit} seats are taken"
-    if is_kept:
-        free = limit - num_running
-        return f"{free} of {limit} seats are free, and kept for clients that hold few"
-    return f"all {limit} seats were taken when the step was planned"
+def preempted(id: str, is_swap: bool, num_lost: int, is_priority: bool, step: int) -> str:
+    """A running request goes back to the queue. Step -1 reports preemptions after a failure."""
+    cause = "a step failed" if step < 0 else "KV blocks ran out"
+    if is_priority:
+        cause = "a request with a higher priority waits"
+    fate = "swapped out" if is_swap else "to recompute"
+    return f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
+
+
+def why_blocked(reason: str, need: int, have: int) -> str:
+    """Why a request that a step considered was not admitted."""
+    text = BLOCKED[reason].format(need=need, have=have)
+    return text.replace(" tokens", " token").replace(" blocks", " block") if need == 1 else text
+
+
+def why_not_considered(reason: str, max_num_seqs: int, *, is_behind_blocked: bool) -> str:
+    """Why a step did not consider the rest of the queue."""
+    if reason == "order":
+        if is_behind_blocked:
+            return "blocked requests are ahead in the queue"
+        return "the step did not reach this part of the queue"
+    return NOT_CONSIDERED[reason].format(limit=max_num_seqs)
+
+
+def waits(id: str, reason: str, need: int, have: int) -> str:
+    """A considered request stays in the queue."""
+    return f"request {id} waits: {why_blocked(reason, need, have)}"
+
+
+def not_considered(
+    reason: str, num_requests: int, max_num_seqs: int, *, is_behind_blocked: bool
+) -> str:
+    """The rest of the queue stays in the queue."""
+    why = why_not_considered(reason, max_num_seqs, is_behind_blocked=is_behind_blocked)
+    were = "was" if num_requests == 1 else "were"
+    return f"{_count(num_requests, 'queued request')} {were} not considered: {why}"
+
+
+def deferred(num_decodes: int) -> str:
+    """Decodes are left out of a step."""
+    return f"{_count(num_decodes, 'decode')} deferred: the token budget of the step was used up"
+
+
+def copied(num_out: int, num_in: int) -> str:
+    """KV blocks are copied between the device and the host."""
+    counts = ((num_out, "to the host"), (num_in, "from the host"))
+    return ", ".join(f"{_count(n, 'KV block')} copied {way}" for n, way in counts if n)
+
+
+def computed(id: str, start: int, end: int) -> str:
+    """A step computes a chunk of a request."""
+    return f"request {id} computes tokens [{start}, {end})"
+
+
+def decoded(num_decodes: int, num_steps: int) -> str:
+    """Requests decode in a step."""
+    often = f" {num_steps} times" if num_steps > 1 else ""
+    verb = "decodes" if num_decodes == 1 else "decode"
+    return f"{_count(num_decodes, 'request')} {verb}{often}"
+
+
+def finished(id: str, num_output: int, reason: str | None, *, is_pooling: bool = False) -> str:
+    """A request ends."""
+    result = _count(num_output, "token")
+    if is_pooling:
+        result = "its embedding" if num_output else "no embedding"
+    return f"request {id} finished with {result} ({reason})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# All decisions of a step.
+
+
+class Decision(NamedTuple):
+    """One decision of a step, in a sentence."""
+
+    step: int
+    kind: Kind
+    text: str
+
+
+NO_DECISIONS: list[Decision] = []
+
+
+class DecisionLog:
+    """Words the decisions of a live run. A reason to wait is given once, until it changes."""
+
+    def __init__(self, config: Config, name: Callable[[Request], str] = attrgetter("id")) -> None:
+        self._max_num_seqs, self._name = config.max_num_seqs, name
+        self._waits: dict[Request | None, str] = {}  # the last reason of each waiting request
+        self._has_deferred = False
+
+    def follow(self, report: StepReport) -> list[Decision]:
+        """The decisions of the next step, at most 32 of a kind, except reasons to wait."""
+        plan, events = report.plan, report.plan.events
+        changes = plan.admitted or events.preempted or report.finished
+        if changes or plan.deferred or plan.copies_in or self._has_deferred:
+            return list(self._changes(report))
+        if plan.blocked or plan.not_considered or self._waits:
+            return list(self._waiting(plan))
+        return NO_DECISIONS
+
+    def _changes(self, report: StepReport) -> Iterator[Decision]:
+        plan, events, name = report.plan, report.plan.events, self._name
+        for request, is_swap, num_lost, is_priority in events.preempted[-MAX_EACH:]:
+            text = preempted(name(request), is_swap, num_lost, is_priority, plan.step)
+            yield Decision(plan.step, "preempted", text)
+        for request, num_cached, num_swapped, is_resume in plan.admitted[-MAX_EACH:]:
+            text = admitted(name(request), num_cached, num_swapped, is_resume)
+            yield Decision(plan.step, "admitted", text)
+        yield from self._waiting(plan)
+        if plan.deferred and not self._has_deferred:
+            yield Decision(plan.step, "deferred", deferred(len(plan.deferred)))
+        self._has_deferred = bool(plan.deferred)
+        if plan.copies_out or plan.copies_in:
+            text = copied(len(plan.copies_out), len(plan.copies_in))
+            yield Decision(plan.step, "copied", text)
+        for request in report.finished[-MAX_EACH:]:
+            yield Decision(plan.step, "finished", self.finished(request))
+        for request in (*(a.request for a in plan.admitted), *report.finished):
+            self._waits.pop(request, None)
+
+    def finished(self, request: Request) -> str:
+        """The sentence for a request that has finished."""
+        is_pooling = request.params.pooling is not None
+        num_output, reason = request.num_generated, request.finish_reason
+        return finished(self._name(request), num_output, reason, is_pooling=is_pooling)
+
+    def _waiting(self, plan: Plan) -> Iterator[Decision]:
+        """Requests whose reason to wait has changed."""
+        for request, reason, need, have in plan.blocked:
+            if self._waits.get(request) != reason and not request.is_finished:
+                self._waits[request] = reason
+                yield Decision(plan.step, "waiting", waits(self._name(request), reason, need, have))
+        rest = plan.not_considered
+        if rest is None:
+            self._waits.pop(None, None)
+        elif self._waits.get(None) != rest.reason:
+            self._waits[None] = rest.reason
+            is_behind = bool(plan.blocked)
+            text = not_considered(*rest, self._max_num_seqs, is_behind_blocked=is_behind)
+            yield Decision(plan.step, "waiting", text)
+
+
+def sentences_of(line: Line, max_num_seqs: int) -> Iterator[str]:
+    """All decisions of one trace line, in sentences."""
+    for id, how, num_lost, is_priority in line.get("preempted", ()):
+        yield preempted(id, how == "swap", num_lost, bool(is_priority), line["step"])
+    for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
+        yield admitted(id, num_cached, num_swapped, bool(is_resume))
+    for id, start, end, _ in line.get("chunks", ()):
+        yield computed(id, start, end)
+    yield decoded(line["decodes"], line.get("num_steps", 1))
+    if line.get("deferred"):
+        yield deferred(len(line["deferred"]))
+    if line.get("copied_out") or line.get("copied_in"):
+        yield copied(line.get("copied_out", 0), line.get("copied_in", 0))
+    for id, reason, need, have in line.get("blocked", ()):
+        yield waits(id, reason, need, have)
+    if line.get("not_considered"):
+        reason, count = line["not_considered"]
+        is_behind = bool(line.get("blocked"))
+        yield not_considered(reason, count, max_num_seqs, is_behind_blocked=is_behind)
+    for end in line.get("finished", ()):
+        yield finished(end["id"], num_packed(end["output"]), end["finish_reason"])
+
+
+# The present state.
 
 
 def explain(scheduler: Scheduler, num_in_flight: int, idle: float, fault: str | None) -> str:
-    """A few lines that say who runs, who waits and for what."""
-    lines = []
-    if fault:
-        lines.append(f"The latest step failed: {fault}")
+    """A few lines: how many requests run, which ones wait, and why."""
+    lines = [f"The latest step failed: {fault}"] if fault else []
     if not scheduler.requests:
-        lines.append("Nothing to do: no request is waiting or running.")
-        return "\n".join(lines)
-    lines += _running(scheduler, num_in_flight, idle) + _waiting(scheduler)
-    return "\n".join(lines)
+        return "\n".join([*lines, "No requests are running or waiting."])
+    lines.append(_running(scheduler, num_in_flight, idle))
+    return "\n".join([*lines, *_waiting(scheduler)])
 
 
-def _running(scheduler: Scheduler, num_in_flight: int, idle: float) -> list[str]:
-    config, kv = scheduler.config, scheduler.kv
+def _running(scheduler: Scheduler, num_in_flight: int, idle: float) -> str:
+    config, num_free = scheduler.config, scheduler.num_free
     states = Counter(request.state.value for request in scheduler.running)
-    running = ", ".join(f"{count} in {state}" for state, count in sorted(states.items()))
-    used = config.num_blocks - kv.num_free
-    return [
-        f"{len(scheduler.running)} of {config.max_num_seqs} seats taken"
-        + (f" ({running})" if running else "")
-        + f"; {used} of {config.num_blocks} KV blocks held, {kv.num_free} free"
-        + f"; {num_in_flight} plan(s) in flight; last progress {idle:.3f} s ago.",
-    ]
+    states_text = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+    return (
+        f"{len(scheduler.running)} of {config.max_num_seqs} requests running"
+        + (f" ({states_text})" if states_text else "")
+        + f"; {config.num_blocks - num_free} of {config.num_blocks} KV blocks in use, "
+        f"{num_free} free; {_count(num_in_flight, 'plan')} in flight; "
+        f"last progress {idle:.3f} s ago."
+    )
 
 
 def _waiting(scheduler: Scheduler) -> list[str]:
-    plan, config, num_running = scheduler.last_plan, scheduler.config, len(scheduler.running)
+    plan = scheduler.last_plan
     if not scheduler.queue:
-        return ["Nobody waits."]
-    lines = [f"{len(scheduler.queue)} waiting ({len(scheduler.swapped)} of them swapped out)."]
+        return ["No requests waiting."]
+    lines = [f"{len(scheduler.queue)} waiting, {len(scheduler.swapped)} of them swapped out."]
     still = [b for b in plan.blocked if b.request.id in scheduler.requests and b.request.row < 0]
-    for blocked in still[:MAX_LISTED]:
-        lines.append(f"  {blocked.request.id}: {why_blocked(blocked, num_running, config)}.")
+    lines += [f"  {waits(b.request.id, *b[1:])}." for b in still[:MAX_LISTED]]
     if len(still) > MAX_LISTED:
-        lines.append(f"  and {len(still) - MAX_LISTED} more that were looked at.")
-    if plan.not_considered:
-        reason = why_not_considered(plan.not_considered, num_running, config)
-        lines.append(f"  {plan.not_considered.num_requests} more wait {reason}.")
-    if not still and not plan.not_considered:
-        lines.append("  They came after the latest plan was made; the next step looks at them.")
+        lines.append(f"  {len(still) - MAX_LISTED} more were considered and not admitted.")
+    if rest := plan.not_considered:
+        limit, is_behind = scheduler.config.max_num_seqs, bool(plan.blocked)
+        lines.append(f"  {not_considered(*rest, limit, is_behind_blocked=is_behind)}.")
+    elif not still:
+        lines.append("  They arrived after the latest plan; the next step considers them.")
     return lines

@@ -1,7 +1,8 @@
-"""A trace for Perfetto (ui.perfetto.dev) and chrome://tracing: steps, requests, counters.
+"""Export a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: steps, requests, counters.
 
-Track "engine" shows the steps; every request is an asynchronous slice with its phases nested:
-waiting, prefill, decode, preempted. Counters: running, waiting, free blocks, tokens per step.
+The track "engine" shows the steps. Each request is an asynchronous slice with its phases nested:
+queued, prefill, decode, preempted, swapped. Counters show running and waiting requests, free blocks
+and tokens per step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from headway.observe.timeline import RequestTimes, StepRecord, Timeline
 from headway.observe.trace import Line, decisions
+from headway.observe.trace_reader import TraceReader
 
 Event = dict[str, Any]
 MICRO = 1e6
@@ -17,57 +20,53 @@ MICRO = 1e6
 
 def to_perfetto(trace: Iterable[Line]) -> Iterator[Event]:
     """Trace events in the Chrome JSON format; write them under "traceEvents"."""
-    lines = iter(trace)
+    lines, reader, timeline = iter(trace), TraceReader(), Timeline[RequestTimes]()
     header = next(lines)
     yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "headway"}}
     yield {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "engine"}}
     yield {"ph": "i", "pid": 1, "tid": 1, "ts": 0, "s": "p", "name": "config", "args": header}
-    phases: dict[str, str] = {}
     for line in lines:
-        if line["step"] >= 0:
-            yield from _step(line)
-        yield from _requests(line, phases)
+        record = reader.read(line)
+        if record.step >= 0:
+            yield from _step(line, record)
+        for times, _ in timeline.follow(record).finished:
+            yield from _request(times)
+    for times in timeline.open:
+        yield from _request(times)
 
 
-def _step(line: Line) -> Iterator[Event]:
-    start, end = line["start"] * MICRO, line["end"] * MICRO
-    prefill = sum(stop - first for _, first, stop, _ in line.get("chunks", ()))
-    kinds = [k for k, there in (("prefill", prefill), ("decode", line["decodes"])) if there]
-    shown = {k: v for k, v in decisions(line).items() if k != "added"}
+def _step(line: Line, record: StepRecord[RequestTimes]) -> Iterator[Event]:
+    start, end = record.started * MICRO, record.ended * MICRO
+    kinds = (("prefill", record.num_prefill), ("decode", record.num_decodes))
+    shown = {key: value for key, value in decisions(line).items() if key != "added"}
     yield {
         "ph": "X", "pid": 1, "tid": 1, "ts": start, "dur": end - start,
-        "name": " + ".join(kinds) or "copies", "args": shown,
+        "name": " + ".join(kind for kind, count in kinds if count) or "copies", "args": shown,
     }  # fmt: skip
-    counters = {"running": line["running"], "waiting": line["waiting"], "free blocks": line["free"]}
-    for name, value in {**counters, "tokens": prefill + line["decodes"]}.items():
+    counters = {
+        "running": record.num_running, "waiting": record.num_waiting,
+        "free blocks": record.num_free, "tokens": record.num_prefill + record.num_decodes,
+    }  # fmt: skip
+    for name, value in counters.items():
         yield {"ph": "C", "pid": 1, "ts": start, "name": name, "args": {name: value}}
 
 
-def _requests(line: Line, phases: dict[str, str]) -> Iterator[Event]:
-    """Begin and end the phases that this step changes."""
-    start, end = line["start"] * MICRO, (line["end"] or line["t"]) * MICRO
-    for asked in line.get("added", ()):
-        yield _mark("b", asked["id"], asked["id"], asked["arrival"] * MICRO)
-        yield from _move(phases, asked["id"], "waiting", asked["arrival"] * MICRO)
-    for id, how, *_ in line.get("preempted", ()):
-        yield from _move(phases, id, f"preempted ({how})", start)
-    for id, *_ in line.get("admitted", ()):
-        yield from _move(phases, id, "prefill", start)
-    for id, _, _, is_last in line.get("chunks", ()):
-        if is_last:
-            yield from _move(phases, id, "decode", end)
-    for ended in line.get("finished", ()):
-        yield from _move(phases, ended["id"], None, end)
-        yield _mark("e", ended["id"], ended["id"], end)
-
-
-def _move(phases: dict[str, str], id: str, phase: str | None, time: float) -> Iterator[Event]:
-    if id in phases:
-        yield _mark("e", id, phases.pop(id), time)
-    if phase is not None:
-        phases[id] = phase
-        yield _mark("b", id, phase, time)
+def _request(times: RequestTimes) -> Iterator[Event]:
+    """The slice of a request and its phases. A request that never finished stays open."""
+    yield _mark("b", times.id, times.id, times.arrival)
+    name = ""
+    for phase, start in times.phases:
+        if name:
+            yield _mark("e", times.id, name, start)
+        name = phase
+        yield _mark("b", times.id, name, start)
+    if times.finish_reason:
+        yield _mark("e", times.id, name, times.finished)
+        yield _mark("e", times.id, times.id, times.finished)
 
 
 def _mark(kind: str, id: str, name: str, time: float) -> Event:
-    return {"ph": kind, "cat": "request", "id": id, "pid": 1, "tid": 2, "ts": time, "name": name}
+    return {
+        "ph": kind, "cat": "request", "id": id, "pid": 1, "tid": 2, "ts": time * MICRO,
+        "name": name,
+    }  # fmt: skip

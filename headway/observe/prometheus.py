@@ -1,7 +1,7 @@
-"""Every metric by name, its help and its buckets; numbers kept by name, and their Prometheus text.
+"""Definitions of all metrics, their values, and the Prometheus text format.
 
-Names and buckets are vLLM's where it has the same thing, so that its dashboards work. What each
-one means for an operator is in docs/metrics.md. Fills nothing itself.
+Names and buckets are vLLM's where vLLM has the same metric, so that its dashboards work.
+docs/metrics.md explains each metric. `ServerMetrics` fills in the values.
 """
 
 from __future__ import annotations
@@ -22,55 +22,67 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-FIRST = (
+TTFT_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
-BETWEEN = (
+ITL_BUCKETS = (
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 )  # fmt: skip
-WHOLE = (
+REQUEST_BUCKETS = (
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
-PLANNING = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1, 1.0)
-PER_STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-SAMPLES = (1, 2, 5, 10, 20)
-TOKENS: tuple[float, ...] = ()  # 1, 2, 5, 10, 20, ... up to the model's length
+PLAN_BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1, 1.0)
+STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+N_BUCKETS = (1, 2, 5, 10, 20)
+TOKEN_BUCKETS: tuple[float, ...] = ()  # 1, 2, 5, 10, ... up to max_model_len
 
 GAUGES = {
-    "num_requests_running": "Requests that have a seat.",
-    "num_requests_waiting": "Requests that wait, those preempted and swapped out among them.",
-    "num_requests_swapped": "Of those that wait: their computed tokens are kept on the host.",
-    "kv_cache_usage_perc": "Share of the KV blocks that requests hold; 1 is all of them.",
-    "waiting_by_reason": "Requests that wait, by what the latest plan did not have for them.",
-    "snapshot_age_seconds": "Age of these values: the time since the running step began, 0 if none.",
+    "num_requests_running": "Running requests.",
+    "num_requests_waiting": "Waiting requests, including preempted and swapped ones.",
+    "num_requests_swapped": "Waiting requests whose KV blocks are kept on the host.",
+    "kv_cache_usage_perc": "Fraction of the KV blocks in use, 0 to 1.",
+    "waiting_by_reason": "Waiting requests by the reason that the latest plan gave.",
+    "snapshot_age_seconds": "Age of the gauges: time since the step began, 0 between steps.",
 }
 COUNTERS = {
-    "num_preemptions": "Times a running request was sent back to wait.",
-    "prompt_tokens": "Tokens of prompts computed to their end, cached ones among them.",
-    "generation_tokens": "Tokens generated.",
+    "num_preemptions": "Preemptions of running requests.",
+    "prompt_tokens": "Tokens of completely computed prompts, including cached tokens.",
+    "generation_tokens": "Generated tokens.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
-    "prefix_cache_hits": "Prompt tokens found there.",
-    "request_success": "Requests that ended, by how.",
-    "recomputed_tokens": "Tokens computed again after a preemption.",
-    "swapped_blocks": "KV blocks copied to the host (out) and back (in).",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "request_success": "Finished requests by finish reason.",
+    "recomputed_tokens": "Tokens recomputed after a preemption.",
+    "swapped_blocks": "KV blocks copied to the host (out) and from the host (in).",
 }
 HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
-    "time_to_first_token_seconds": ("From arrival to the first token.", FIRST),
-    "inter_token_latency_seconds": ("Between one token and the next of a request.", BETWEEN),
-    "e2e_request_latency_seconds": ("From arrival to the end.", WHOLE),
-    "request_queue_time_seconds": ("From arrival to the first seat.", WHOLE),
-    "request_prefill_time_seconds": ("From the first seat to the first token.", WHOLE),
-    "request_decode_time_seconds": ("From the first token to the last.", WHOLE),
-    "request_inference_time_seconds": ("From the first seat to the last token.", WHOLE),
-    "request_prompt_tokens": ("Tokens of a prompt.", TOKENS),
-    "request_generation_tokens": ("Tokens generated for a request.", TOKENS),
-    "request_params_max_tokens": ("The max_tokens that was asked for.", TOKENS),
-    "request_params_n": ("The n that was asked for.", SAMPLES),
-    "iteration_tokens_total": ("Tokens computed in one step.", PER_STEP),
-    "scheduler_step_seconds": ("The scheduler's time to make one plan.", PLANNING),
+    "time_to_first_token_seconds": ("Time from arrival to the first token.", TTFT_BUCKETS),
+    "inter_token_latency_seconds": (
+        "Time between two consecutive tokens of a request.",
+        ITL_BUCKETS,
+    ),
+    "e2e_request_latency_seconds": ("Time from arrival to the end.", REQUEST_BUCKETS),
+    "request_queue_time_seconds": ("Time from arrival to the first admission.", REQUEST_BUCKETS),
+    "request_prefill_time_seconds": (
+        "Time from the first admission to the first token.",
+        REQUEST_BUCKETS,
+    ),
+    "request_decode_time_seconds": (
+        "Time from the first token to the last token.",
+        REQUEST_BUCKETS,
+    ),
+    "request_inference_time_seconds": (
+        "Time from the first admission to the last token.",
+        REQUEST_BUCKETS,
+    ),
+    "request_prompt_tokens": ("Prompt tokens of a request.", TOKEN_BUCKETS),
+    "request_generation_tokens": ("Generated tokens of a request.", TOKEN_BUCKETS),
+    "request_params_max_tokens": ("The max_tokens parameter of a request.", TOKEN_BUCKETS),
+    "request_params_n": ("The n parameter of a request.", N_BUCKETS),
+    "iteration_tokens_total": ("Tokens computed in one step.", STEP_TOKEN_BUCKETS),
+    "scheduler_step_seconds": ("Time that the scheduler needs for one plan.", PLAN_BUCKETS),
 }
 LABELS = {
     "waiting_by_reason": "reason",
@@ -81,7 +93,7 @@ VALUES = {"request_success": ("stop", "length", "abort", "error"), "swapped_bloc
 
 
 class Histogram:
-    """Counts by bucket; the same value may be observed many times at once."""
+    """Counts by bucket. One call may observe a value several times."""
 
     __slots__ = ("bounds", "counts", "total")
 
@@ -100,7 +112,7 @@ class Histogram:
         return copied
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Upper bounds with how many were not above, as Prometheus wants them."""
+        """Cumulative counts by upper bound, as Prometheus expects them."""
         pairs, num_so_far = [], 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             num_so_far += count
@@ -108,60 +120,60 @@ class Histogram:
         return pairs
 
 
-def one_two_five(most: int) -> list[float]:
-    """1, 2, 5, 10, 20, 50, ... up to `most`."""
+def one_two_five(limit: int) -> list[float]:
+    """1, 2, 5, 10, 20, 50, ... up to `limit`."""
     steps = (mantissa * 10.0**power for power in range(20) for mantissa in (1, 2, 5))
-    return [step for step in steps if step <= most]
+    return [step for step in steps if step <= limit]
 
 
 @dataclass(slots=True)
-class Numbers:
-    """The values of all metrics, by name and by the value of its label, if it has one."""
+class MetricValues:
+    """The values of all metrics, by name and by label value ("" without a label)."""
 
     histograms: dict[str, Histogram]
     counters: Counter[tuple[str, str]] = field(default_factory=Counter)
     gauges: dict[tuple[str, str], float] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, max_model_len: int) -> Numbers:
+    def empty(cls, max_model_len: int) -> MetricValues:
         tokens = one_two_five(max_model_len)
         histograms = {name: Histogram(b or tokens) for name, (_, b) in HISTOGRAMS.items()}
         names = [(name, label) for name in COUNTERS for label in VALUES.get(name, ("",))]
-        return cls(histograms, Counter(dict.fromkeys(names, 0)))  # a rate needs a beginning
+        return cls(histograms, Counter(dict.fromkeys(names, 0)))  # a rate needs a first value
 
-    def copy(self) -> Numbers:
-        """The same values, which no later step changes."""
+    def copy(self) -> MetricValues:
+        """A copy that later steps do not change."""
         histograms = {name: histogram.copy() for name, histogram in self.histograms.items()}
-        return Numbers(histograms, self.counters.copy(), self.gauges.copy())
+        return MetricValues(histograms, self.counters.copy(), self.gauges.copy())
 
 
 @dataclass(frozen=True, slots=True)
 class Exposition(Collector):
-    """Numbers as Prometheus reads them, under a prefix."""
+    """Exposes metric values to Prometheus under a name prefix."""
 
-    numbers: Numbers
+    values: MetricValues
     prefix: str
-    labels: dict[str, str]  # that every metric carries
-    cache: dict[str, str]  # sizes of the KV cache, which are labels of a constant
+    labels: dict[str, str]  # labels of every metric
+    cache: dict[str, str]  # sizes of the KV cache: labels of cache_config_info
 
     def text(self) -> str:
         return (generate_latest(self) + generate_latest(PROCESS)).decode()
 
     def collect(self) -> Iterator[Metric]:
-        yield from self._plain(GaugeMetricFamily, GAUGES, self.numbers.gauges)
-        yield from self._plain(CounterMetricFamily, COUNTERS, self.numbers.counters)
+        yield from self._families(GaugeMetricFamily, GAUGES, self.values.gauges)
+        yield from self._families(CounterMetricFamily, COUNTERS, self.values.counters)
         for name, (text, _) in HISTOGRAMS.items():
-            found = self.numbers.histograms[name]
+            found = self.values.histograms[name]
             family = HistogramMetricFamily(f"{self.prefix}:{name}", text, labels=list(self.labels))
             family.add_metric(list(self.labels.values()), found.buckets(), found.total)
             yield family
         facts, name = self.labels | self.cache, f"{self.prefix}:cache_config_info"
-        text = "Always 1; its labels are the cache's sizes."
+        text = "Always 1. The labels are the sizes of the KV cache."
         info = GaugeMetricFamily(name, text, labels=list(facts))
         info.add_metric(list(facts.values()), 1.0)
         yield info
 
-    def _plain(
+    def _families(
         self, kind: type[Any], texts: dict[str, str], values: Mapping[tuple[str, str], float]
     ) -> Iterator[Metric]:
         for name, text in texts.items():
@@ -175,4 +187,4 @@ class Exposition(Collector):
 
 
 PROCESS = CollectorRegistry()
-ProcessCollector(registry=PROCESS)  # memory, processor time and open files, under their usual names
+ProcessCollector(registry=PROCESS)  # memory, CPU time, open files

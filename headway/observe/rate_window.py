@@ -1,8 +1,7 @@
-"""The last minute of an engine, counted by second: rates, latencies, cache hits, errors.
+"""Rates, latencies and cache hits over the last seconds, and totals since the start.
 
-Follows the step reports on the engine's thread. Rates are taken over a sliding window of
-RATE_SECONDS that ends now: the second that the window's start falls into counts in part, so a rate
-moves smoothly instead of once a second. Draws nothing.
+Counts are kept by second. A rate covers a sliding window of RATE_SECONDS that ends now: the second
+in which the window starts counts in part, so rates change smoothly.
 """
 
 from __future__ import annotations
@@ -10,12 +9,13 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 
-from headway.observe.lives import StepStats
+from headway.observe.timeline import StepStats
 from headway.plan import StepReport
+from headway.request import Request
 
 Counts = Counter[str]
-NUM_SECONDS = 60  # of history
-RATE_SECONDS = 5  # that a rate and a mean latency are taken over
+NUM_SECONDS = 60  # length of the history
+RATE_SECONDS = 5  # window of the rates and mean latencies
 RATES = ("output_tokens", "prompt_tokens", "requests", "preemptions", "steps")
 TOTALS = ("requests", "output_tokens", "errors", "aborts")
 
@@ -28,39 +28,39 @@ class RateWindow:
         self._started = started
         self._seconds: deque[tuple[int, Counts]] = deque(maxlen=NUM_SECONDS + 1)
 
-    def follow(self, report: StepReport, happened: StepStats) -> None:
+    def follow(self, report: StepReport, stats: StepStats[Request]) -> None:
         """Count a step."""
-        plan, second = report.plan, int(happened.now)
+        plan, second = report.plan, int(stats.now)
         if not self._seconds or self._seconds[-1][0] < second:
             self._seconds.append((second, Counter()))
         counts = self._seconds[-1][1]
         counts["steps"] += plan.step >= 0
-        counts["output_tokens"] += happened.num_output
-        self.totals["output_tokens"] += happened.num_output
-        for seconds, num_gaps in happened.gaps:
+        counts["output_tokens"] += stats.num_output
+        self.totals["output_tokens"] += stats.num_output
+        for seconds, num_gaps in stats.gaps:
             counts["gaps"] += num_gaps
             counts["itl_us"] += int(1e6 * seconds * num_gaps)
-        if plan.admitted or plan.chunks or plan.events.preempted or happened.ended:
-            self._count_changes(report, happened, counts)
+        if plan.admitted or plan.chunks or plan.events.preempted or stats.finished:
+            self._count_changes(report, stats, counts)
 
-    def _count_changes(self, report: StepReport, happened: StepStats, counts: Counts) -> None:
-        """Count what a steady decode step does not have."""
-        counts["prompt_tokens"] += happened.num_prompt
+    def _count_changes(self, report: StepReport, stats: StepStats[Request], counts: Counts) -> None:
+        """Count events that a steady decode step does not have."""
+        counts["prompt_tokens"] += stats.num_prompt
         counts["preemptions"] += len(report.plan.events.preempted)
-        counts["firsts"] += len(happened.firsts)
-        counts["ttft_us"] += int(1e6 * sum(happened.firsts))
-        counts["queried"] += happened.num_queried
-        counts["hit"] += happened.num_hit
-        counts["requests"] += len(happened.ended)
-        self.totals["requests"] += len(happened.ended)
-        for request, _ in happened.ended:
-            if request.finish_reason in ("error", "abort"):
-                name = f"{request.finish_reason}s"
+        counts["firsts"] += len(stats.firsts)
+        counts["ttft_us"] += int(1e6 * sum(stats.firsts))
+        counts["queried"] += stats.num_queried
+        counts["hit"] += stats.num_hit
+        counts["requests"] += len(stats.finished)
+        self.totals["requests"] += len(stats.finished)
+        for _, times in stats.finished:
+            if times.finish_reason in ("error", "abort"):
+                name = f"{times.finish_reason}s"
                 counts[name] += 1
                 self.totals[name] += 1
 
     def rates(self, now: float) -> dict[str, float]:
-        """Rates per second, and mean latencies in seconds (0 if there were none)."""
+        """Rates per second, and mean latencies in seconds (0 without any)."""
         span = min(float(RATE_SECONDS), max(1.0, now - self._started))
         shares = [(min(1.0, second + 1 - (now - span)), c) for second, c in self._seconds]
         recent = [(share, counts) for share, counts in shares if share > 0]
@@ -73,8 +73,8 @@ class RateWindow:
         rates["itl"] = total("itl_us") / 1e6 / max(1.0, total("gaps"))
         return rates
 
-    def minute(self, now: float) -> dict[str, float | None]:
-        """Errors and aborts of the last minute; the share of prompt tokens found in the cache."""
+    def last_minute(self, now: float) -> dict[str, float | None]:
+        """Errors, aborts and the prefix cache hit rate (None without prompts) of 60 seconds."""
         last = [counts for second, counts in self._seconds if second > now - NUM_SECONDS]
         queried, hit, errors, aborts = (
             sum(counts[name] for counts in last) for name in ("queried", "hit", "errors", "aborts")
@@ -83,7 +83,7 @@ class RateWindow:
         return {"errors": errors, "aborts": aborts, "prefix_cache_hit_rate": hit_rate}
 
     def history(self, now: float) -> dict[str, list[float | None]]:
-        """The last 60 whole seconds, oldest first; latencies only where there were any."""
+        """The last 60 whole seconds, oldest first. A latency is None in a second without any."""
         by_second, nothing = dict(self._seconds), Counter[str]()
         last = [by_second.get(int(now) - ago, nothing) for ago in range(NUM_SECONDS, 0, -1)]
         return {

@@ -1,8 +1,8 @@
-"""An observer that counts what operators watch, and answers queries without waiting for a step.
+"""An observer that keeps the metrics of a server and answers queries without waiting for a step.
 
-Counters and histograms follow the step reports on the engine's thread; gauges are read from the
-scheduler when a query comes, on the thread that it comes on. Nothing grows with the number of
-requests that have ended. Knows no HTTP.
+Counters and histograms follow the step reports on the engine's thread. Gauges are read from the
+scheduler when a query arrives, on the thread that asks. Memory does not grow with the number of
+finished requests.
 """
 
 from __future__ import annotations
@@ -13,30 +13,31 @@ from typing import get_args
 
 from headway.engine.latest import Latest
 from headway.engine.loop import EngineLoop
-from headway.observe.lives import COMPLETED, Life, Lives, StepStats
-from headway.observe.prometheus import Exposition, Numbers
-from headway.observe.snapshot import Live, Snapshot
+from headway.observe.prometheus import Exposition, MetricValues
+from headway.observe.snapshot import Snapshot, SnapshotBuilder
+from headway.observe.timeline import RequestTimes, StepStats, Timeline, record_of
 from headway.plan import Reason, StepReport
 from headway.request import Request
 from headway.scheduler import Scheduler
 
 PREFIX = "headway"
-NEW = "new"  # came after the latest plan was made
+NEW = "new"  # the reason of requests that arrived after the latest plan
+COMPLETED = ("stop", "length")
 log = logging.getLogger(__name__)
 
 
 class ServerMetrics:
-    """Watches the engine of a loop; answers its queries "metrics" and "snapshot"."""
+    """Observes the engine of a loop and answers the queries "metrics" and "snapshot"."""
 
     def __init__(self, loop: EngineLoop, model_name: str) -> None:
         self._loop, self._engine = loop, loop.engine
         engine = loop.engine
-        self._lives = Lives(engine.clock.now)
-        self._live = Live(loop, model_name)
-        self.numbers = Numbers.empty(engine.scheduler.config.max_model_len)
-        self._labels = {"model_name": model_name, "engine": "0"}  # vLLM's own two
-        self._numbers_read = Latest(engine, self._read)
-        self._snapshot_read = Latest(engine, self._live.snapshot)
+        self._timeline = Timeline[Request]()
+        self._builder = SnapshotBuilder(loop, model_name)
+        self.values = MetricValues.empty(engine.scheduler.config.max_model_len)
+        self._labels = {"model_name": model_name, "engine": "0"}  # vLLM has the same two labels
+        self._latest_values = Latest(engine, self._read)
+        self._latest_snapshot = Latest(engine, self._builder.snapshot)
         engine.observers.append(self)
         loop.observations["metrics"] = lambda prefix: self.text(prefix or PREFIX)
         loop.observations["snapshot"] = lambda _: self.snapshot()
@@ -44,89 +45,88 @@ class ServerMetrics:
     def __call__(self, report: StepReport) -> None:
         try:
             with self._engine.lock:
-                happened = self._lives.follow(report)
-                self._count(report, happened)
-                self._live.follow(report, happened)
-        except Exception:  # what watches the engine must not be what ends it
-            log.exception("a step was not counted")
+                stats = self._timeline.follow(record_of(report))
+                self._count(report, stats)
+                self._builder.follow(report, stats)
+        except Exception:  # a failure in the metrics must not stop the engine
+            log.exception("the metrics of a step were lost")
 
     def text(self, prefix: str = PREFIX) -> str:
-        """All metrics in Prometheus' text form; names are `prefix:name`."""
-        numbers, age = self._numbers_read.get()
-        numbers.gauges["snapshot_age_seconds", ""] = age
+        """All metrics in the Prometheus text format. Names are `prefix:name`."""
+        values, age = self._latest_values.get()
+        values.gauges["snapshot_age_seconds", ""] = age
         config = self._engine.scheduler.config
         cache = {
             "block_size": str(config.block_size), "num_gpu_blocks": str(config.num_blocks),
             "num_cpu_blocks": str(config.num_host_blocks),
         }  # fmt: skip
-        return Exposition(numbers, prefix, self._labels, cache).text()
+        return Exposition(values, prefix, self._labels, cache).text()
 
     def snapshot(self) -> Snapshot:
-        """What the live page shows, with its age and the time that the running step has taken."""
-        snapshot, age = self._snapshot_read.get()
+        """The snapshot for the live page, with its age and the duration of the current step."""
+        snapshot, age = self._latest_snapshot.get()
         return {**snapshot, "age": age, "step_seconds": self._engine.step_seconds}
 
-    def _read(self) -> Numbers:
-        numbers = self.numbers.copy()
-        numbers.gauges = _gauges(self._engine.scheduler, self._loop.num_unread)
-        return numbers
+    def _read(self) -> MetricValues:
+        values = self.values.copy()
+        values.gauges = _gauges(self._engine.scheduler, self._loop.num_unread)
+        return values
 
-    def _count(self, report: StepReport, happened: StepStats) -> None:
-        plan, counters = report.plan, self.numbers.counters
-        histograms = self.numbers.histograms
-        counters["generation_tokens", ""] += happened.num_output
+    def _count(self, report: StepReport, stats: StepStats[Request]) -> None:
+        plan, counters = report.plan, self.values.counters
+        histograms = self.values.histograms
+        counters["generation_tokens", ""] += stats.num_output
         if plan.step >= 0:
-            num_decoded = len(plan.decodes) * (plan.num_steps - 1)
-            histograms["iteration_tokens_total"].observe(plan.num_tokens + num_decoded)
+            histograms["iteration_tokens_total"].observe(stats.num_computed)
             histograms["scheduler_step_seconds"].observe(
                 plan.events.schedule_ended - plan.events.schedule_started
             )
-        between = histograms["inter_token_latency_seconds"]
-        for seconds, count in happened.gaps:
-            between.observe(seconds, count)
-        if plan.admitted or plan.chunks or plan.events.preempted or happened.ended:
-            self._count_changes(report, happened)
+        gaps = histograms["inter_token_latency_seconds"]
+        for seconds, count in stats.gaps:
+            gaps.observe(seconds, count)
+        if plan.admitted or plan.chunks or plan.events.preempted or stats.finished:
+            self._count_changes(report, stats)
 
-    def _count_changes(self, report: StepReport, happened: StepStats) -> None:
-        """What a steady decode step has nothing of."""
-        plan, counters = report.plan, self.numbers.counters
-        counters["prompt_tokens", ""] += happened.num_prompt
-        counters["prefix_cache_queries", ""] += happened.num_queried
-        counters["prefix_cache_hits", ""] += happened.num_hit
-        counters["recomputed_tokens", ""] += happened.num_recomputed
+    def _count_changes(self, report: StepReport, stats: StepStats[Request]) -> None:
+        """Count events that a steady decode step does not have."""
+        plan, counters = report.plan, self.values.counters
+        counters["prompt_tokens", ""] += stats.num_prompt
+        counters["prefix_cache_queries", ""] += stats.num_queried
+        counters["prefix_cache_hits", ""] += stats.num_hit
+        counters["recomputed_tokens", ""] += stats.num_recomputed
         counters["num_preemptions", ""] += len(plan.events.preempted)
         counters["swapped_blocks", "out"] += len(plan.copies_out)
         counters["swapped_blocks", "in"] += len(plan.copies_in)
-        first = self.numbers.histograms["time_to_first_token_seconds"]
-        for seconds in happened.firsts:
+        first = self.values.histograms["time_to_first_token_seconds"]
+        for seconds in stats.firsts:
             first.observe(seconds)
-        for request, life in happened.ended:
-            counters["request_success", request.finish_reason or "abort"] += 1
-            if request.finish_reason in COMPLETED:
-                self._count_completed(request, life, happened.now)
+        for request, times in stats.finished:
+            counters["request_success", times.finish_reason] += 1
+            if times.finish_reason in COMPLETED:
+                self._count_completed(request, times)
 
-    def _count_completed(self, request: Request, life: Life, now: float) -> None:
-        params, is_generation = request.params, request.params.pooling is None
-        seated = life.seated if life.seated >= 0 else now
-        first_token = life.first_token if life.first_token >= 0 else now
+    def _count_completed(self, request: Request, times: RequestTimes) -> None:
+        params, is_generation, end = request.params, not times.is_pooling, times.finished
+        admitted = times.admitted if times.admitted >= 0 else end
+        first_token = times.first_token if times.first_token >= 0 else end
         values: dict[str, float | None] = {
-            "e2e_request_latency_seconds": now - life.arrival,
-            "request_queue_time_seconds": seated - life.arrival,
-            "request_prefill_time_seconds": first_token - seated,
-            "request_decode_time_seconds": now - first_token if is_generation else None,
-            "request_inference_time_seconds": now - seated,
-            "request_prompt_tokens": request.num_prompt,
-            "request_generation_tokens": request.num_generated if is_generation else None,
+            "e2e_request_latency_seconds": end - times.arrival,
+            "request_queue_time_seconds": admitted - times.arrival,
+            "request_prefill_time_seconds": first_token - admitted,
+            "request_decode_time_seconds": end - first_token if is_generation else None,
+            "request_inference_time_seconds": end - admitted,
+            "request_prompt_tokens": times.num_prompt,
+            "request_generation_tokens": times.num_output if is_generation else None,
             "request_params_max_tokens": params.max_tokens if is_generation else None,
-            "request_params_n": params.n if request.parent is None else None,  # once for all n
+            "request_params_n": params.n if request.parent is None else None,  # once for n samples
         }
         for name, value in values.items():
             if value is not None:
-                self.numbers.histograms[name].observe(value)
+                self.values.histograms[name].observe(value)
 
 
 def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], float]:
-    """How things stand now; `num_unread` requests have come since the running step began."""
+    """The present state. `num_unread` requests have arrived since the current step began."""
     num_blocks = scheduler.config.num_blocks
     gauges = {
         ("num_requests_running", ""): float(len(scheduler.running)),
@@ -142,7 +142,7 @@ def _gauges(scheduler: Scheduler, num_unread: int) -> dict[tuple[str, str], floa
 
 
 def waiting_by_reason(scheduler: Scheduler) -> Counter[str]:
-    """Everyone who waits, by what the latest plan said of it."""
+    """The number of waiting requests for each reason that the latest plan gave."""
     plan, num_waiting = scheduler.last_plan, len(scheduler.queue)
     reasons = Counter[str](b.reason for b in plan.blocked if _waits(b.request))
     if plan.not_considered:

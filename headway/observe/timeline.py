@@ -1,183 +1,258 @@
-"""Everything a report counts, from trace lines alone: live or from a file, the same numbers.
+"""The request timeline: when each request changed phase, and the statistics of each step.
 
-An observer of a run feeds it `describe_step(report)`. Memory grows by a few numbers per request
-and per step, whatever their size.
+`Timeline` is the only state machine that follows requests through a run. It reads step records; a
+live engine provides them with `record_of`, a trace file with `TraceReader`. Prometheus metrics, the
+live page, spans, run summaries and Perfetto files all use its results.
+
+Requests that were part of the previous decode step share one time between tokens. The cost of a
+steady decode step therefore does not depend on the number of requests.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, TypeVar
 
-import numpy as np
-import numpy.typing as npt
+from headway.observe.trace import dropped
+from headway.plan import Plan, StepReport
+from headway.request import Request
 
-from headway.observe.trace import Line
+Key = TypeVar("Key", bound=Hashable)  # identifies one request of a run
+NEVER = -1.0
+NONE_DROPPED = (0, 0)
 
-PERCENTILES = (50, 90, 99)
+
+class Phase(NamedTuple):
+    """One phase of a request and its start in seconds. The next phase ends it."""
+
+    name: str  # queued, prefill, decode, preempted or swapped
+    start: float
+
+
+@dataclass(slots=True, eq=False)
+class RequestTimes:
+    """What is known about one request; times are seconds on the engine's clock."""
+
+    id: str
+    arrival: float
+    num_prompt: int
+    client: str = ""
+    deadline: float | None = None
+    is_pooling: bool = False
+    reads_cache: bool = True
+    admitted: float = NEVER  # the first admission
+    first_token: float = NEVER
+    finished: float = NEVER
+    finish_reason: str = ""
+    num_output: int = 0  # set when the request finishes
+    num_recomputed: int = 0
+    phases: list[Phase] = field(default_factory=list)
+
+    def enter(self, phase: str, start: float) -> None:
+        """Start a phase. With async scheduling a plan may be older than the previous phase."""
+        self.phases.append(Phase(phase, max(start, self.phases[-1].start)))
+
+
+@dataclass(slots=True, kw_only=True)
+class StepRecord(Generic[Key]):
+    """One completed step: the form that a step report and a trace line have in common."""
+
+    step: int  # -1: events that no step reports
+    planned: float
+    started: float
+    ended: float
+    num_running: int
+    num_waiting: int
+    num_free: int
+    num_prefill: int  # prompt tokens computed
+    num_decodes: int
+    num_steps: int  # decode steps of this plan
+    dropped: tuple[int, int]  # decodes that kept no token, sampled tokens that were not kept
+    copies: tuple[int, int]  # blocks copied to the host, blocks copied from the host
+    reasons: Iterable[str]  # why requests waited
+    added: Sequence[tuple[Key, RequestTimes]]
+    aborted: Sequence[Key]  # before or during the step
+    preempted: Sequence[tuple[Key, bool, bool]]  # whether swapped, whether for a priority
+    admitted: Sequence[tuple[Key, int, bool]]  # cached tokens, whether admitted before
+    chunks: Sequence[tuple[Key, bool, int]]  # whether it gave a token, tokens recomputed so far
+    deferred: Sequence[Key]
+    finished: Sequence[tuple[Key, str, int, int]]  # reason, output tokens, tokens recomputed
 
 
 @dataclass(slots=True)
-class Life:
-    """One request's times, seconds; what it asked for and what it got."""
+class StepStats(Generic[Key]):
+    """What one step changed."""
 
-    arrival: float
-    client: str
-    deadline: float | None
-    num_prompt: int
-    admitted: float = -1.0
-    first_token: float = -1.0
-    finished: float = -1.0
-    num_output: int = 0
-    reason: str = ""
+    now: float  # the end of the step
+    num_computed: int = 0  # tokens of the forward passes
+    num_prompt: int = 0  # tokens of prompts whose computation ended
+    num_output: int = 0  # tokens generated; embeddings give none
+    num_recomputed: int = 0
+    num_admitted: int = 0  # prompt tokens of requests admitted for the first time
+    num_queried: int = 0  # those of them that were looked up in the prefix cache
+    num_hit: int = 0  # prompt tokens found in the prefix cache
+    firsts: list[float] = field(default_factory=list)  # seconds from arrival to the first token
+    gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, count
+    finished: list[tuple[Key, RequestTimes]] = field(default_factory=list)
 
 
-class Metrics:
-    """Feed it the header, then every step; ask for the summary at any time."""
+class Timeline(Generic[Key]):
+    """Follows a run. Keeps the times of each open request and forgets them when it finishes."""
 
-    def __init__(self, header: Line) -> None:
-        self.config: dict[str, Any] = header["config"]
-        self.totals: Counter[str] = Counter()
-        self.reasons: Counter[str] = Counter()  # steps in which somebody waited for this
-        self.lives: dict[str, Life] = {}
-        self.steps: dict[str, array[float]] = {
-            name: array("d")
-            for name in ("running", "waiting", "tokens", "prefill", "free", "busy", "decodes")
-        }
-        self._gaps, self._gap_counts = array("d"), array("d")
+    def __init__(self) -> None:
+        self.open: dict[Key, RequestTimes] = {}
         self._last_decode = 0.0
-        self._fresh: dict[str, float] = {}  # decoding, but not in the latest decode step
-        self._parked: dict[str, float] = {}  # preempted after their first token
-        self.ended_at = 0.0
+        # The latest token of decoding requests that were not part of the latest decode step.
+        self._last_token: dict[Key, float] = {}
+        self._preempted: dict[Key, float] = {}  # the latest token before the preemption
 
-    def add(self, line: Line) -> None:
-        """One step."""
-        for asked in line.get("added", ()):
-            self._begin(asked)
-        for id, how, _, is_priority in line.get("preempted", ()):
-            self._preempt(id, how, is_priority)
-        aborted = (*line.get("aborted", ()), *line.get("interrupted", ()))
-        gone = {id for id, _ in aborted}  # they took nothing of this step
-        for id in gone:
-            self._fresh.pop(id, None)
-        for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
-            self._admit(line, id, num_cached, num_swapped, is_resume)
-        if line["step"] >= 0:
-            self._count_step(line)
-        if line["decodes"]:
-            self._decode(line)
-        for id, _, _, is_last in line.get("chunks", ()):
-            if is_last and id not in gone:
-                self._first_token(id, line["end"])
-        for end in line.get("finished", ()):
-            self._finish(end, line["end"] or line["t"])
+    def follow(self, record: StepRecord[Key]) -> StepStats[Key]:
+        """Apply one step. Every step must be given, in order."""
+        stats: StepStats[Key] = StepStats(
+            record.ended, record.num_prefill + record.num_decodes * record.num_steps
+        )
+        for key, times in record.added:
+            times.phases.append(Phase("queued", times.arrival))
+            self.open[key] = times
+        for key, is_swap, _ in record.preempted:
+            self._preempt(key, "swapped" if is_swap else "preempted", record.planned)
+        for key in record.aborted:  # an aborted request takes no token of this step
+            self._last_token.pop(key, None)
+        for key, num_cached, is_resume in record.admitted:
+            self._admit(key, num_cached, is_resume, record.planned, stats)
+        if record.num_decodes:
+            self._decode(record, stats)
+        for key, has_token, num_recomputed in record.chunks:
+            self._compute(key, has_token, num_recomputed, stats)
+        for key, reason, num_output, num_recomputed in record.finished:
+            self._finish(key, reason, num_output, num_recomputed, stats)
+        return stats
 
-    def _begin(self, asked: Line) -> None:
-        id = asked["id"]
-        if id in self.lives:  # it has come back
-            self.lives[f"{id}, before {len(self.lives)}"] = self.lives[id]
-        self.lives[id] = Life(
-            asked["arrival"], asked.get("client", ""), asked.get("deadline"),
-            sum(item[1] if isinstance(item, list) else 1 for item in asked["prompt"]),
-        )  # fmt: skip
+    def _preempt(self, key: Key, phase: str, now: float) -> None:
+        times = self.open.get(key)
+        if times is None:
+            return
+        times.enter(phase, now)
+        if times.first_token >= 0:  # preempted twice in a row: the earlier time stays
+            self._preempted.setdefault(key, self._last_token.pop(key, self._last_decode))
 
-    def _preempt(self, id: str, how: str, is_priority: int) -> None:
-        self.totals["swaps" if how == "swap" else "recomputes"] += 1
-        self.totals["bumps"] += is_priority
-        if self.lives[id].first_token >= 0:  # twice in a row: the first token counts from before
-            self._parked.setdefault(id, self._fresh.pop(id, self._last_decode))
+    def _admit(
+        self, key: Key, num_cached: int, is_resume: bool, now: float, stats: StepStats[Key]
+    ) -> None:
+        times = self.open.get(key)
+        if times is None:
+            return
+        times.enter("prefill", now)
+        if times.admitted < 0:
+            times.admitted = now
+        if not is_resume:
+            stats.num_admitted += times.num_prompt
+            stats.num_queried += times.num_prompt if times.reads_cache else 0
+            stats.num_hit += num_cached
 
-    def _admit(self, line: Line, id: str, cached: int, swapped: int, is_resume: int) -> None:
-        life = self.lives[id]
-        if life.admitted < 0:
-            life.admitted = line["t"]
-        if is_resume:
-            self.totals["resumes"] += 1
-        else:
-            self.totals["prompt_tokens"] += life.num_prompt
-            self.totals["cached_tokens"] += cached
-        self.totals["swapped_tokens"] += swapped
-
-    def _count_step(self, line: Line) -> None:
-        prefill = sum(end - start for _, start, end, _ in line.get("chunks", ()))
-        decodes, num_steps = line["decodes"], line.get("steps", 1)
-        values = {
-            "running": line["running"], "waiting": line["waiting"], "free": line["free"],
-            "tokens": prefill + decodes, "prefill": prefill, "decodes": decodes * num_steps,
-            "busy": line["end"] - line["start"],
-        }  # fmt: skip
-        for name, value in values.items():
-            self.steps[name].append(value)
-        self.totals["computed_tokens"] += prefill + decodes * num_steps
-        self.totals["blocks_out"] += line.get("copied_out", 0)
-        self.totals["blocks_in"] += line.get("copied_in", 0)
-        self.ended_at = max(self.ended_at, line["end"])
-        behind = line.get("behind")
-        for reason in {b[1] for b in line.get("blocked", ())} | set(behind[:1] if behind else ()):
-            self.reasons[reason] += 1
-
-    def _decode(self, line: Line) -> None:
-        """Times between tokens; those who decoded in the latest decode step share one."""
-        now, num_steps = line["end"], line.get("steps", 1)
-        deferred = set(line.get("deferred", ()))
-        late = [id for id in self._fresh if id not in deferred]
-        num_idle, num_unused = line.get("dropped", (0, 0))
-        num_rows, num_tokens = line["decodes"] - num_idle, line["decodes"] * num_steps - num_unused
-        for id in late:
-            self._gap(now - self._fresh.pop(id), 1)
-        self._gap(now - self._last_decode, num_rows - len(late))
-        self._gap(0.0, num_tokens - num_rows)  # the others of a multi-step come with the first
-        for id in deferred:
-            if id not in self._parked and self.lives[id].finished < 0:
-                self._fresh.setdefault(id, self._last_decode)
+    def _decode(self, record: StepRecord[Key], stats: StepStats[Key]) -> None:
+        """Add one gap for all requests of the latest decode step, and one for each other."""
+        now, deferred = stats.now, record.deferred and set(record.deferred)
+        num_rows = record.num_decodes - record.dropped[0]
+        num_tokens = record.num_decodes * record.num_steps - record.dropped[1]
+        late = [key for key in self._last_token if key not in deferred]
+        stats.gaps += [(now - self._last_token.pop(key), 1) for key in late]
+        if num_rows > len(late):
+            stats.gaps.append((now - self._last_decode, num_rows - len(late)))
+        if num_tokens > num_rows:  # a multi-step plan returns its tokens together
+            stats.gaps.append((0.0, num_tokens - num_rows))
+        for key in deferred:
+            if key not in self._preempted and key in self.open:
+                self._last_token.setdefault(key, self._last_decode)
+        stats.num_output += num_tokens
         self._last_decode = now
 
-    def _gap(self, seconds: float, count: int) -> None:
-        if count > 0:
-            self._gaps.append(seconds)
-            self._gap_counts.append(count)
+    def _compute(
+        self, key: Key, has_token: bool, num_recomputed: int, stats: StepStats[Key]
+    ) -> None:
+        """A chunk was computed. The last chunk of the known tokens gives a token."""
+        times = self.open.get(key)
+        if times is None:
+            return
+        _count_recomputed(times, num_recomputed, stats)
+        if not has_token:
+            return
+        times.enter("decode", stats.now)
+        is_first = times.first_token < 0
+        if is_first:
+            times.first_token = stats.now
+            stats.num_prompt += times.num_prompt
+        if times.is_pooling:  # the sampled token is not part of the result
+            return
+        stats.num_output += 1
+        if is_first:
+            stats.firsts.append(stats.now - times.arrival)
+        elif key in self._preempted:
+            stats.gaps.append((stats.now - self._preempted.pop(key), 1))
+        self._last_token[key] = stats.now
 
-    def _first_token(self, id: str, now: float) -> None:
-        """A prompt, or what was preempted, is computed to its end: a token comes of it."""
-        life = self.lives[id]
-        if life.first_token < 0:
-            life.first_token = now
-        elif id in self._parked:
-            self._gap(now - self._parked.pop(id), 1)
-        self._fresh[id] = now
-
-    def _finish(self, end: Line, now: float) -> None:
-        id, life = end["id"], self.lives[end["id"]]
-        life.finished, life.reason = now, end["reason"]
-        life.num_output = sum(i[1] if isinstance(i, list) else 1 for i in end["output"])
-        self._fresh.pop(id, None)
-        self._parked.pop(id, None)
-        self.totals["recomputed_tokens"] += end.get("recomputed", 0)
-        self.totals["output_tokens"] += life.num_output
-        self.totals[f"finished_{life.reason}"] += 1
-
-    def gap_percentile(self, percent: float) -> float:
-        """Of the times between tokens, each counted as often as it was waited."""
-        gaps, counts = np.asarray(self._gaps), np.asarray(self._gap_counts)
-        if not len(gaps):
-            return 0.0
-        order = np.argsort(gaps)
-        reached = np.cumsum(counts[order]) >= percent / 100 * counts.sum()
-        return float(gaps[order][int(np.argmax(reached))])
-
-    def mean_gap(self) -> float:
-        return float(np.average(self._gaps, weights=self._gap_counts)) if self._gaps else 0.0
+    def _finish(
+        self, key: Key, reason: str, num_output: int, num_recomputed: int, stats: StepStats[Key]
+    ) -> None:
+        self._last_token.pop(key, None)
+        self._preempted.pop(key, None)
+        times = self.open.pop(key, None)
+        if times is None:
+            return
+        times.finished, times.finish_reason, times.num_output = stats.now, reason, num_output
+        _count_recomputed(times, num_recomputed, stats)
+        stats.finished.append((key, times))
 
 
-def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Mean and percentiles; zeros if there is nothing to count."""
-    array_: npt.NDArray[np.float64] = np.fromiter(values, dtype=np.float64)
-    if not len(array_):
-        return {"mean": 0.0, **{f"p{p}": 0.0 for p in PERCENTILES}}
-    marks = np.percentile(array_, PERCENTILES)
-    return {"mean": float(array_.mean())} | {
-        f"p{p}": float(mark) for p, mark in zip(PERCENTILES, marks, strict=True)
-    }
+def _count_recomputed(times: RequestTimes, num_recomputed: int, stats: StepStats[Any]) -> None:
+    """Trace lines give the number only at the end; until then they give 0."""
+    if num_recomputed > times.num_recomputed:
+        stats.num_recomputed += num_recomputed - times.num_recomputed
+        times.num_recomputed = num_recomputed
+
+
+def record_of(report: StepReport) -> StepRecord[Request]:
+    """The record of a live step. A steady decode step has no lists to build."""
+    plan, result, events = report.plan, report.result, report.plan.events
+    return StepRecord(
+        step=plan.step, planned=events.schedule_ended, started=result.started,
+        ended=result.ended or events.schedule_ended, num_running=events.num_running,
+        num_waiting=events.num_waiting, num_free=events.num_free,
+        num_prefill=sum([c.end - c.start for c in plan.chunks]) if plan.chunks else 0,
+        num_decodes=len(plan.decodes),
+        num_steps=plan.num_steps, dropped=dropped(plan) if plan.tokens_kept else NONE_DROPPED,
+        copies=(len(plan.copies_out), len(plan.copies_in)), reasons=_reasons(plan),
+        added=[(r, _times_of(r)) for r in events.added] if events.added else (),
+        aborted=events.aborted + events.aborted_in_flight,
+        preempted=[(p.request, p.is_swap, p.is_priority) for p in events.preempted]
+        if events.preempted else (),
+        admitted=[(a.request, a.num_cached, a.is_resume) for a in plan.admitted]
+        if plan.admitted else (),
+        chunks=_chunks(plan) if plan.chunks else (), deferred=plan.deferred,
+        finished=[
+            (r, r.finish_reason or "abort", r.num_generated, r.history.num_recomputed)
+            for r in report.finished
+        ] if report.finished else (),
+    )  # fmt: skip
+
+
+def _reasons(plan: Plan) -> Iterable[str]:
+    rest = (plan.not_considered.reason,) if plan.not_considered else ()
+    return {*rest, *(blocked.reason for blocked in plan.blocked)} if plan.blocked else rest
+
+
+def _chunks(plan: Plan) -> list[tuple[Request, bool, int]]:
+    kept = plan.tokens_kept
+    return [
+        (c.request, c.is_last and kept.get(c.request, 1) > 0, c.request.history.num_recomputed)
+        for c in plan.chunks
+    ]
+
+
+def _times_of(request: Request) -> RequestTimes:
+    params = request.params
+    return RequestTimes(
+        request.id, request.arrival, request.num_prompt, params.client, params.deadline,
+        params.pooling is not None, params.reads_cache,
+    )  # fmt: skip

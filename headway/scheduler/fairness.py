@@ -110,4 +110,4 @@ def check_reserved_rows(
     num_rows = sum(group_of(other) == group for other in running)
     if num_rows < num_reserved:
         return None
-    return Blocked(request, "max_num_seqs", num_reserved + 1, num_free)
+    return Blocked(request, "reserved_rows", num_reserved + 1, num_free)

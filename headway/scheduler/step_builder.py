@@ -274,7 +274,7 @@ class StepBuilder:
         if parent is not None and not parent.num_generated and parent.state in NOT_COMPUTED:
             return Blocked(request, "order", 1, 0)
         if request in self._state.preempted_in_flight:
-            return Blocked(request, "back_off", 1, 0)
+            return Blocked(request, "just_preempted", 1, 0)
         return None
 
     def _check_blocks(self, request: Request, cost: AdmissionCost) -> Blocked | None:

@@ -1,1 +1,1 @@
-"""The engine over HTTP, in OpenAI's words."""
+"""The HTTP server: OpenAI-compatible and Anthropic-compatible APIs over an engine."""

@@ -1,4 +1,4 @@
-"""What every endpoint is given: the way to the engine, the model's tokenizer, the settings."""
+"""The state shared by all endpoints: the engine, the model's input processor and the settings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.server.settings import Settings
 
-Health = Callable[[AsyncEngine], Awaitable[str | None]]  # what is wrong; None: nothing
+HealthCheck = Callable[[AsyncEngine], Awaitable[str | None]]  # a problem; None: healthy
 
 
-async def is_there(engine: AsyncEngine) -> str | None:
-    """The least one can ask of an engine: that it has not ended."""
-    return None if engine.gone is None else f"the engine has ended: {engine.gone}"
+async def check_engine_running(engine: AsyncEngine) -> str | None:
+    """Report a problem only if the engine has stopped."""
+    return None if engine.gone is None else f"the engine has stopped: {engine.gone}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +23,11 @@ class Context:
     """One model behind one server."""
 
     engine: AsyncEngine
-    asking: InputProcessor
+    input_processor: InputProcessor
     model_name: str
-    max_model_len: int  # tokens of a prompt and its answer together
+    max_model_len: int  # tokens of a prompt and its output together
     settings: Settings = field(default_factory=Settings)
-    health: Health = is_there
+    health: HealthCheck = check_engine_running
     tool_call_parser: str = "auto"
-    fingerprint: str = ""  # of version, model and settings; clients see it change with them
+    fingerprint: str = ""  # changes with the version, the model and its settings
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds

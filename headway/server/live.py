@@ -1,8 +1,8 @@
-"""GET / and GET /live: the live page, and the snapshots that it draws.
+"""GET / and GET /live: the live page, and the snapshots that it shows.
 
-The page is one document with its style and script inside, made from the files in page/; its policy
-lets nothing else run. A snapshot is made without waiting for a step; one is shared by all clients
-that ask within a quarter of a second. Knows no engine beyond its answer to the query "snapshot".
+The page is one HTML document with inline style and script from the files in page/. Its content
+security policy allows no other script. A snapshot does not wait for a step. Clients that ask within
+a quarter of a second share one snapshot.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from headway.server.pages import page
 if TYPE_CHECKING:
     from headway.server.context import Context
 
-SECONDS_KEPT = 0.25  # however many watch, the engine is asked no more often
-WRONG: dict[int | str, dict[str, Any]] = {
+SECONDS_KEPT = 0.25  # minimum time between two snapshots
+ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": ErrorResponse, "description": "The API key is missing or wrong."},
-    503: {"model": ErrorResponse, "description": "The engine has ended, or is stuck."},
+    503: {"model": ErrorResponse, "description": "The engine has stopped or does not respond."},
 }
 RETRY = {"Retry-After": "1"}
-PATIENCE = 2.0  # seconds for an answer, which does not wait for a step
+TIMEOUT = 2.0  # seconds; a snapshot does not wait for a step
 
 
 class Snapshots:
-    """The engine's latest snapshot, shared by all who watch."""
+    """The engine's latest snapshot, shared by all clients."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._asking: asyncio.Task[Any] | None = None
+        self._pending: asyncio.Task[Any] | None = None
 
     async def latest(self) -> dict[str, Any]:
-        """A snapshot of just now; an ApiError if the engine does not give one."""
-        if self._asking is None:
-            self._asking = asyncio.create_task(self._ask())
+        """A current snapshot. Raise ApiError if the engine does not respond."""
+        if self._pending is None:
+            self._pending = asyncio.create_task(self._ask())
         try:
-            async with asyncio.timeout(PATIENCE):
-                snapshot: dict[str, Any] = await asyncio.shield(self._asking)
+            async with asyncio.timeout(TIMEOUT):
+                snapshot: dict[str, Any] = await asyncio.shield(self._pending)
                 return snapshot
         except TimeoutError:
-            words = f"the engine's process has not answered for {PATIENCE:g} s; it may be stuck"
-            raise ApiError(503, words, code="engine_busy", headers=RETRY) from None
+            problem = f"the engine process has not responded for {TIMEOUT:g} s; try again"
+            raise ApiError(503, problem, code="engine_busy", headers=RETRY) from None
         except ExecutorError as error:
             raise ApiError(503, str(error), code="engine_gone") from None
 
@@ -59,11 +59,11 @@ class Snapshots:
             asyncio.get_running_loop().call_later(SECONDS_KEPT, self._forget)
 
     def _forget(self) -> None:
-        self._asking = None
+        self._pending = None
 
 
 def router(context: Context) -> APIRouter:
-    """The live view's routes."""
+    """The routes of the live page."""
     routes, snapshots = APIRouter(), Snapshots(context.engine)
     document = page("index.html", "live.css", "live.js")
 
@@ -72,9 +72,9 @@ def router(context: Context) -> APIRouter:
         """The live page."""
         return document
 
-    @routes.get("/live", responses=WRONG)
+    @routes.get("/live", responses=ERRORS)
     async def live() -> dict[str, Any]:
-        """Who runs and waits, how many KV blocks are held, rates and the latest decisions."""
+        """Running and waiting requests, KV blocks, rates and the latest decisions."""
         return await snapshots.latest()
 
     return routes

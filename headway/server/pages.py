@@ -1,6 +1,6 @@
-"""Pages of the server: one document each, with its style and script inside.
+"""HTML pages: one self-contained document each, with inline style and script.
 
-Their Content-Security-Policy lets nothing else run, and nothing is fetched from other hosts.
+The Content-Security-Policy allows no other scripts and no requests to other hosts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parent / "page"
 
 
 def page(document: str, style: str, script: str) -> HTMLResponse:
-    """A page made of three files in page/, with the headers under which it works."""
+    """Build a page from three files in page/, with its security headers."""
     html, css, js = (
         (PAGE / name).read_text(encoding="utf-8") for name in (document, style, script)
     )

@@ -1,4 +1,4 @@
-"""Laws of `headway bench`: lengths are exact, nothing is cached, names are those of `vllm bench`."""
+"""Laws of `headway bench`: lengths are exact, no prompt is cached, keys are those of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headway.errors import ConfigError
-from headway.lab.bench import Span, latency, parse_span, random_prompt, throughput
-from headway.observe.timeline import Life, Metrics
+from headway.lab.loadgen.report import latency, throughput
+from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
+from headway.observe.run_stats import RunStats
+from headway.observe.timeline import RequestTimes
 from headway.observe.trace import read_trace
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
 
-SETTING = {"model", "precision", "load_format", "config"}
+SETTING = {"model", "dtype", "load_format", "config"}
 THROUGHPUT = {
     "elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second",
     "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput",
@@ -29,13 +31,13 @@ TIMES = {f"{mark}_{name}_ms" for mark in ("mean", "median", "p99") for name in
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """A model of which there is no more than a config.json."""
+    """Options for a model that has only a config.json."""
     folder = tmp_path_factory.mktemp("bare")
     (folder / "config.json").write_text(json.dumps(SHAPE))
     return options_of(folder)
 
 
-def test_throughput_counts_what_was_asked_for(bare: list[str], tmp_path: Path) -> None:
+def test_throughput_counts_requests_and_tokens(bare: list[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     done = headway(
         "bench", "throughput", *bare, "--num-prompts", "5", "--input-len", "20-70", "--output-len",
@@ -54,11 +56,11 @@ def test_throughput_counts_what_was_asked_for(bare: list[str], tmp_path: Path) -
     assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"]
     assert result["p99_e2el_ms"] <= result["elapsed_time"] * 1e3
     header, *steps = read_trace(trace)
-    metrics = Metrics(header)
+    metrics = RunStats(header)
     for step in steps:
         metrics.add(step)
     assert metrics.totals["cached_tokens"] == 0
-    assert metrics.totals["finished_length"] == 6, "the five, and one to warm up"
+    assert metrics.totals["finished_length"] == 6, "five and the warm-up"
 
 
 def test_the_same_seed_gives_the_same_work(bare: list[str]) -> None:
@@ -70,7 +72,7 @@ def test_the_same_seed_gives_the_same_work(bare: list[str]) -> None:
     assert first["total_num_tokens"] == again["total_num_tokens"] != other["total_num_tokens"]
 
 
-def test_times_add_up(bare: list[str]) -> None:
+def test_time_to_first_token_and_time_per_token_sum_up(bare: list[str]) -> None:
     done = headway(
         "bench", "throughput", *bare, "--num-prompts", "1", "--input-len", "9", "--output-len",
         "21", "--json",
@@ -81,22 +83,22 @@ def test_times_add_up(bare: list[str]) -> None:
     assert result["mean_itl_ms"] == pytest.approx(rest / 20)
 
 
-def test_a_datasets_lines_say_what_they_want(tmp_path: Path) -> None:
+def test_lines_of_a_dataset_have_their_own_parameters(tmp_path: Path) -> None:
     folder, file = save_tiny(tmp_path), tmp_path / "work.jsonl"
     lines = [{"prompt": "hello", "max_tokens": 3}, {"prompt": "you there"}, {"prompt": "unread"}]
     file.write_text("\n".join(map(json.dumps, lines)))
     arguments = [
-        "bench", "throughput", *options_of(folder), "--dataset", str(file), "--num-prompts", "2",
+        "bench", "throughput", *options_of(folder), "--dataset-path", str(file), "--num-prompts", "2",
         "--output-len", "5", "--json",
     ]  # fmt: skip
     result = json.loads(headway(*arguments).out)
     assert (result["num_requests"], result["total_output_tokens"]) == (2, 8)
     assert result["total_input_tokens"] == len("hello" + "you there")
     file.write_text('{"prompt": "fine"}\n{"prompt": 3}\n')
-    assert f"{file}:2: prompt must be a text" in sentence(*arguments)
+    assert f"{file}:2: prompt must be" in sentence(*arguments)
 
 
-def test_latency_is_measured_after_the_warm_up(bare: list[str]) -> None:
+def test_latency_excludes_the_warm_up(bare: list[str]) -> None:
     arguments = [
         "bench", "latency", *bare, "--batch-size", "2", "--input-len", "33", "--output-len", "3",
         "--num-iters", "4", "--num-iters-warmup", "2",
@@ -105,10 +107,10 @@ def test_latency_is_measured_after_the_warm_up(bare: list[str]) -> None:
     assert set(result) == SETTING | {"avg_latency", "latencies", "percentiles"}
     assert len(result["latencies"]) == 4
     assert list(result["percentiles"]) == ["10", "25", "50", "75", "90", "99"]
-    assert "s a batch" in headway(*arguments).out
+    assert "s per batch" in headway(*arguments).out
 
 
-def test_latency_batches_share_nothing(bare: list[str], tmp_path: Path) -> None:
+def test_batches_share_no_prefix(bare: list[str], tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     headway(
         "bench", "latency", *bare, "--batch-size", "2", "--input-len", "33", "--output-len", "2",
@@ -118,21 +120,21 @@ def test_latency_batches_share_nothing(bare: list[str], tmp_path: Path) -> None:
     assert len(admitted) == 6 and all(num_cached == 0 for _, num_cached, *_ in admitted)
 
 
-def test_people_get_a_table(bare: list[str]) -> None:
+def test_throughput_prints_a_table(bare: list[str]) -> None:
     done = headway("bench", "throughput", *bare, "--num-prompts", "2", "--output-len", "3")
-    assert "2 requests, 256 prompt and 6 output tokens" in done.out
+    assert all(text in done.out for text in ("2 requests", "256 prompt", "6 output"))
     assert "output tokens/s" in done.out and "time to first token" in done.out and not done.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (("throughput", "--input-len", "500-600"), "600 input and 64 output tokens are too long"),
-        (("throughput", "--input-len", "100", "--num-blocks", "4"), "have room for 65"),
-        (("latency", "--output-len", "1000"), "too long: model and KV cache have room for 512"),
+        (("throughput", "--input-len", "500-600"), "600 input and 64 output"),
+        (("throughput", "--input-len", "100", "--num-blocks", "4"), "limit of 65 tokens"),
+        (("latency", "--output-len", "1000"), "limit of 512 tokens"),
     ],
 )
-def test_what_does_not_fit_is_told(
+def test_too_long_requests_are_reported(
     bare: list[str], arguments: tuple[str, ...], problem: str
 ) -> None:
     command, *more = arguments
@@ -140,30 +142,33 @@ def test_what_does_not_fit_is_told(
 
 
 @pytest.mark.parametrize("text", ["", "0", "9-3", "-4", "4-", "many", "1.5", "0-3"])
-def test_a_bad_length_is_told_before_a_model_is_loaded(text: str) -> None:
+def test_an_invalid_length_is_reported_before_the_model_is_loaded(text: str) -> None:
     assert "input-len must be" in sentence("bench", "throughput", f"--input-len={text}")
 
 
 @given(st.integers(1, 5000), st.integers(0, 5000), st.integers())
-def test_lengths_are_drawn_from_their_span(low: int, more: int, seed: int) -> None:
-    span = parse_span("a", f" {low} - {low + more} ")
-    assert span == Span(low, low + more) and parse_span("a", str(low)) == Span(low, low)
+def test_lengths_are_drawn_from_their_range(low: int, more: int, seed: int) -> None:
+    lengths = parse_length_range("a", f" {low} - {low + more} ")
+    assert lengths == LengthRange(low, low + more) and parse_length_range(
+        "a", str(low)
+    ) == LengthRange(low, low)
     source = random.Random(seed)
-    assert all(low <= span.draw(source) <= low + more for _ in range(5))
+    assert all(low <= lengths.draw(source) <= low + more for _ in range(5))
 
 
 @given(st.integers(1, 300), st.integers(2, 70_000), st.integers())
-def test_random_prompts_are_of_the_vocabulary(length: int, vocab_size: int, seed: int) -> None:
+def test_random_prompts_are_within_the_vocabulary(length: int, vocab_size: int, seed: int) -> None:
     prompt = random_prompt(random.Random(seed), length, vocab_size)
     assert len(prompt) == length and all(0 <= token < vocab_size for token in prompt)
     assert prompt == random_prompt(random.Random(seed), length, vocab_size)
 
 
-def test_every_mark_is_what_it_is_called() -> None:
-    metrics = Metrics({"config": {}})
+def test_every_statistic_has_its_meaning() -> None:
+    metrics = RunStats({"config": {}})
     for number, seconds in enumerate((1.0, 2.0, 9.0)):
-        metrics.lives[str(number)] = Life(
-            10.0, "", None, 5, first_token=10.0 + seconds, finished=10.0 + 3 * seconds, num_output=3
+        first, finished = 10.0 + seconds, 10.0 + 3 * seconds
+        metrics.requests.append(
+            RequestTimes(str(number), 10.0, 5, first_token=first, finished=finished, num_output=3)
         )
     result = throughput(metrics, 20.0)
     assert (result["mean_ttft_ms"], result["median_ttft_ms"]) == (4000, 2000)
@@ -173,13 +178,13 @@ def test_every_mark_is_what_it_is_called() -> None:
     assert result["requests_per_second"] == 3 / 20
 
 
-def test_percentiles_are_between_the_best_and_the_worst() -> None:
+def test_percentiles_lie_between_minimum_and_maximum() -> None:
     result = latency([3.0, 1.0, 2.0])
     assert result["avg_latency"] == 2.0 and result["percentiles"]["50"] == 2.0
     assert result["latencies"] == [3.0, 1.0, 2.0]
     assert 1.0 <= result["percentiles"]["10"] < result["percentiles"]["99"] <= 3.0
 
 
-def test_a_span_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="output-len must be a length .*: '7x'"):
-        parse_span("output-len", "7x")
+def test_an_invalid_length_range_is_reported_with_its_name() -> None:
+    with pytest.raises(ConfigError, match="output-len .*'7x'"):
+        parse_length_range("output-len", "7x")

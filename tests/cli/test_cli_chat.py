@@ -1,4 +1,4 @@
-"""Laws of `headway chat`: answers come as they are made, and nothing is lost without a word."""
+"""Laws of `headway chat`: answers are streamed, and the conversation is complete."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from headway.cli.commands.chat import LONGEST_HELD, Writer
-from headway.cli.view.talk import HELP, Talk
+from headway.cli.commands.chat import MAX_HELD, Writer
+from headway.cli.view.talk import HELP, Conversation
 from headway.llm import LLM
 from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import headway, refused, sentence
@@ -44,15 +44,15 @@ def llm(folder: Path) -> LLM:
     return LLM(str(folder), load_format="dummy", threads=1)
 
 
-def said(talk: Talk, *lines: str) -> str:
-    """All that is written in reply."""
+def said(conversation: Conversation, *lines: str) -> str:
+    """The output of the conversation for these lines."""
     pieces: list[str] = []
     for line in lines:
-        talk.take(line, pieces.append)
+        conversation.take(line, pieces.append)
     return "".join(pieces)
 
 
-def test_the_bundled_model_talks_through_a_pipe(smollm2: Path) -> None:
+def test_the_bundled_model_chats_through_a_pipe(smollm2: Path) -> None:
     with typed("What is the capital of France?\n/stats\n\n/exit\nnever read\n"):
         done = headway(
             "chat", "--model", smollm2, "--threads", "1", "--temperature", "0",
@@ -62,63 +62,65 @@ def test_the_bundled_model_talks_through_a_pipe(smollm2: Path) -> None:
     assert "last answer" in done.out and "tokens" in done.out and ">" not in done.out
 
 
-def test_an_answer_comes_in_pieces_and_is_kept_whole(llm: LLM) -> None:
-    talk, pieces = Talk(llm, GREEDY), list[str]()
-    talk.take("hello", pieces.append)
-    user, assistant = talk.messages
+def test_an_answer_is_streamed_and_kept(llm: LLM) -> None:
+    conversation, pieces = Conversation(llm, GREEDY), list[str]()
+    conversation.take("hello", pieces.append)
+    user, assistant = conversation.messages
     assert user == {"role": "user", "content": "hello"} and assistant["role"] == "assistant"
     assert len(pieces) > 4
-    assert "".join(pieces) == assistant["content"] + " (cut off after 8 tokens)\n"
+    assert "".join(pieces) == assistant["content"] + " (limit reached: 8 tokens)\n"
 
 
-def test_what_was_said_is_read_again_and_found_in_the_cache(llm: LLM) -> None:
+def test_earlier_messages_are_found_in_the_prefix_cache(llm: LLM) -> None:
     llm.reset_cache()
-    talk = Talk(llm, GREEDY, system="be kind " * 8)
-    said(talk, "hello")
-    assert talk.num_cached == 0
-    said(talk, "and again")
-    assert talk.num_cached > len(talk.system) and len(talk.messages) == 4
-    assert list(talk.metrics.lives.values())[-1].num_prompt == len(talk._prompt(talk.messages[:3]))
+    conversation = Conversation(llm, GREEDY, system="be kind " * 8)
+    said(conversation, "hello")
+    assert conversation.num_cached == 0
+    said(conversation, "and again")
+    assert conversation.num_cached > len(conversation.system) and len(conversation.messages) == 4
+    assert conversation.metrics.requests[-1].num_prompt == len(
+        conversation._prompt(conversation.messages[:3])
+    )
 
 
-def test_commands_do_what_they_say(llm: LLM) -> None:
-    talk = Talk(llm, GREEDY)
-    assert "nothing" in said(talk, "/stats")
-    assert "model's own" in said(talk, "/system")
-    said(talk, "/system be brief", "hello")
-    assert said(talk, "/system") == "be brief\n"
+def test_commands_have_their_effects(llm: LLM) -> None:
+    conversation = Conversation(llm, GREEDY)
+    assert "no answers" in said(conversation, "/stats")
+    assert "model's own" in said(conversation, "/system")
+    said(conversation, "/system be brief", "hello")
+    assert said(conversation, "/system") == "be brief\n"
     assert (
         llm.chat_tokens([{"role": "system", "content": "be brief"}])[:16]
-        == (talk._prompt(talk.messages)[:16])
+        == (conversation._prompt(conversation.messages)[:16])
     )
-    stats = said(talk, "/stats")
-    for word in ("8 tokens", "a second", "cached", "KV cache", "steps", "preemptions", "512"):
+    stats = said(conversation, "/stats")
+    for word in ("8 tokens", "tokens/s", "cached", "KV cache", "steps", "preemptions", "512"):
         assert word in stats, stats
-    said(talk, "/reset")
-    assert not talk.messages and talk.system == "be brief"
-    assert said(talk, "/help") == HELP + "\n"
-    assert "/hepl is no command" in said(talk, "/hepl")
-    assert talk.take("/exit", print) is False
+    said(conversation, "/reset")
+    assert not conversation.messages and conversation.system == "be brief"
+    assert said(conversation, "/help") == HELP + "\n"
+    assert "unknown command /hepl" in said(conversation, "/hepl")
+    assert conversation.take("/exit", print) is False
 
 
-def test_a_conversation_that_no_longer_fits_is_told_and_not_trimmed(llm: LLM) -> None:
-    talk = Talk(llm, GREEDY)
-    said(talk, "x" * 300)
-    before = list(talk.messages)
-    told = said(talk, "y" * 300)
-    assert "/reset" in told and "512" in told
-    assert talk.messages == before, "the message that did not fit is not kept"
-    assert "/reset" not in said(talk, "/reset", "y" * 300)
+def test_a_conversation_that_is_too_long_is_reported_and_not_trimmed(llm: LLM) -> None:
+    conversation = Conversation(llm, GREEDY)
+    said(conversation, "x" * 300)
+    before = list(conversation.messages)
+    reply = said(conversation, "y" * 300)
+    assert "/reset" in reply and "512" in reply
+    assert conversation.messages == before, "the rejected message is not kept"
+    assert "/reset" not in said(conversation, "/reset", "y" * 300)
 
 
-def test_an_answer_that_reaches_the_models_length_says_so(llm: LLM) -> None:
-    talk = Talk(llm, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
-    told = said(talk, "x" * (512 - len("user: \nassistant: ") - 6))
-    assert "the model's length is reached" in told and "after 6 tokens" in told
+def test_an_answer_that_reaches_the_models_length_is_marked(llm: LLM) -> None:
+    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    reply = said(conversation, "x" * (512 - len("user: \nassistant: ") - 6))
+    assert "model length" in reply and "6 tokens" in reply
 
 
 def interrupting(after: int, times: int, pieces: list[str]) -> Callable[[str], None]:
-    """Writes, and presses Ctrl-C after so many pieces."""
+    """A write function that sends SIGINT after `after` pieces, `times` times."""
     numbers = count(1)
 
     def write(text: str) -> None:
@@ -130,37 +132,37 @@ def interrupting(after: int, times: int, pieces: list[str]) -> Callable[[str], N
 
 
 def test_an_interrupt_ends_the_answer_and_keeps_the_chat(llm: LLM) -> None:
-    talk = Talk(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     pieces: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    talk.take("hello", interrupting(3, 1, pieces))
+    conversation.take("hello", interrupting(3, 1, pieces))
     assert signal.getsignal(signal.SIGINT) is before
     assert pieces[-1] == " (stopped)\n" and len(pieces) < 10
-    assert talk.messages[-1]["content"] == "".join(pieces[:-1]) != ""
+    assert conversation.messages[-1]["content"] == "".join(pieces[:-1]) != ""
     assert not llm.engine.has_work and llm.engine.is_healthy
-    said(talk, "go on")
-    assert len(talk.messages) == 4 and talk.num_cached > 0
+    said(conversation, "go on")
+    assert len(conversation.messages) == 4 and conversation.num_cached > 0
 
 
-def test_a_second_interrupt_does_not_end_the_chat_either(llm: LLM) -> None:
-    talk = Talk(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+def test_a_second_interrupt_does_not_end_the_chat(llm: LLM) -> None:
+    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     pieces: list[str] = []
-    talk.take("hello", interrupting(3, 2, pieces))
+    conversation.take("hello", interrupting(3, 2, pieces))
     assert pieces[-1] == " (stopped)\n" and not llm.engine.has_work
-    said(talk, "/reset", "hello")
-    assert len(talk.messages) == 2
+    said(conversation, "/reset", "hello")
+    assert len(conversation.messages) == 2
 
 
-def test_a_model_that_cannot_chat_is_told_at_once(tmp_path: Path) -> None:
+def test_a_model_without_chat_template_is_reported_at_once(tmp_path: Path) -> None:
     with typed("hello\n"):
         assert "no chat template" in sentence(
             "chat", *options_of(save_tiny(tmp_path, template=None))
         )
 
 
-def test_options_that_make_no_sense_are_told() -> None:
+def test_invalid_options_are_reported() -> None:
     assert "top_p" in sentence("chat", "--top-p", "2")
-    refused("chat", "--samples", "3")
+    refused("chat", "-n", "3")
 
 
 def written(pieces: list[str], width: int | None) -> str:
@@ -174,38 +176,38 @@ def written(pieces: list[str], width: int | None) -> str:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.text("ab \n大", max_size=9), max_size=12), st.integers(4, 20))
-def test_lines_are_broken_between_words(pieces: list[str], width: int) -> None:
+def test_lines_are_wrapped_between_words(pieces: list[str], width: int) -> None:
     text, given = written([*pieces, "\n"], width), "".join([*pieces, "\n"])
-    assert "".join(text.split()) == "".join(given.split()), "nothing is lost"
-    if all(cell_len(word) <= LONGEST_HELD for word in given.split()):
-        assert text.split() == given.split(), "no word is cut"
+    assert "".join(text.split()) == "".join(given.split()), "no text is lost"
+    if all(cell_len(word) <= MAX_HELD for word in given.split()):
+        assert text.split() == given.split(), "no word is split"
     for line in text.split("\n"):
         assert len(line.split()) <= 1 or cell_len(line.rstrip()) <= width
 
 
-def test_a_text_without_blanks_is_not_held_back_to_its_end() -> None:
+def test_a_text_without_spaces_is_written_before_its_end() -> None:
     assert len(written(["大" * 5] * 20, 40)) >= 80
 
 
-def test_no_text_is_held_back_from_a_pipe() -> None:
+def test_a_pipe_gets_incomplete_words() -> None:
     assert written(["half a wo"], None) == "half a wo"
 
 
-def _hear_keys() -> None:
-    """Ctrl-C is a signal of the terminal, also where whoever started the tests ignores it."""
+def _enable_ctrl_c() -> None:
+    """Let Ctrl-C send SIGINT, even if the parent process ignores it."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Terminal:
-    """A command on a terminal, read and typed to as a person would."""
+    """A command on a pseudo-terminal."""
 
     def __init__(self, *command: str) -> None:
         self._file, inner = pty.openpty()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "headway", *command],
             stdin=inner, stdout=inner, stderr=inner, cwd=ROOT, start_new_session=True,
-            preexec_fn=_hear_keys,
+            preexec_fn=_enable_ctrl_c,
         )  # fmt: skip
         os.close(inner)
         self.shown = ""
@@ -219,10 +221,9 @@ class Terminal:
         os.close(self._file)
 
     def wait_for(self, pattern: str, *, again: str = "", seconds: float = 120) -> None:
-        """Read until this is shown, after what was waited for before.
+        """Read until the pattern appears after the previous match.
 
-        A key pressed just as a prompt appears may come before anybody listens: `again` is pressed
-        once more every few seconds, as a person would.
+        A key that is sent just as a prompt appears may be lost, so `again` is sent every 3 s.
         """
         begun = pressed = time.monotonic()
         while not (found := re.search(pattern, self.shown)):
@@ -243,22 +244,22 @@ class Terminal:
         os.write(self._file, text.encode())
 
     def end(self) -> int:
-        """Its exit code."""
-        with suppress(OSError):  # reading fails once nobody writes any more
+        """Read all output and return the exit code."""
+        with suppress(OSError):  # reading fails when the process has ended
             while os.read(self._file, 4096):
                 pass
         return self._process.wait()
 
 
-def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_leaves(tmp_path: Path) -> None:
+def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_exits(tmp_path: Path) -> None:
     config = save_tiny(tmp_path) / "config.json"
     config.write_text(json.dumps({**SHAPE, "max_position_embeddings": 50_000}))
     arguments = (*options_of(tmp_path), "--max-tokens", "40000", "--top-k", "1")
     with Terminal("chat", *arguments) as terminal:
-        terminal.wait_for("Ctrl-D leaves")
+        terminal.wait_for("Ctrl-D exits")
         terminal.wait_for("> ")
         terminal.type("half a line\x03")
-        terminal.wait_for("leaves\\)", again="\x03")
+        terminal.wait_for("to exit\\)", again="\x03")
         terminal.wait_for("> ")
         terminal.type("hello\n")
         terminal.wait_for("hello\r\n.")
@@ -272,7 +273,7 @@ def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_leaves(tmp_path: Path) -> None:
         assert terminal.end() == 0
 
 
-def test_a_pipe_that_ends_ends_the_chat(folder: Path) -> None:
+def test_the_end_of_a_pipe_ends_the_chat(folder: Path) -> None:
     with typed("hello\nagain"):
         done = headway("chat", *options_of(folder), "--max-tokens", "3")
-    assert done.code == 0 and not done.err and done.out.count("(cut off after 3 tokens)\n") == 2
+    assert done.code == 0 and not done.err and done.out.count("(limit reached: 3 tokens)\n") == 2

@@ -1,4 +1,4 @@
-"""Laws of `headway profile`: it writes a profile that simulates, and says how far it is off."""
+"""Laws of `headway profile`: it writes a usable profile and reports its error."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from headway.cli.commands.profile import TIMES_COPIED, copy, learned, model_facts, run
-from headway.cli.view.profile import warn
-from headway.lab.calibration import QUICK_ON_CPU, Errors, calibration, errors
+from headway.cli.commands.profile import TIMES_COPIED, copy_blocks, fit_profile, model_work, run
+from headway.cli.view.render import warn_of_profile
+from headway.lab.calibration import (
+    QUICK_CPU_CALIBRATION,
+    HeldOutError,
+    held_out_error,
+    make_calibration,
+)
 from headway.lab.cost import load_profile
 from headway.lab.fit import observations
 from headway.llm import LLM
@@ -31,7 +36,7 @@ RANDOM = ("--load-format", "dummy", "--kv-memory", "64MiB", "--threads", "1")
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where a tiny model's config lies, and where the command runs."""
+    """A folder with the config of a tiny model, in the working directory."""
     monkeypatch.chdir(tmp_path)
     yield write(tmp_path / "Tiny-0.6B")
 
@@ -42,12 +47,12 @@ def write(path: Path, **changes: object) -> Path:
     return path
 
 
-def test_a_profile_is_written_that_simulates(folder: Path) -> None:
+def test_the_written_profile_can_be_simulated(folder: Path) -> None:
     done = headway("profile", folder, *RANDOM, "--quick", "--json", "--name", "mine")
     assert done.code == 0, done.err
     said, profile = json.loads(done.out), load_profile("mine.json")
     assert said["out"] == "mine.json" and said["profile"]["name"] == profile.name == "mine"
-    assert set(said["held_out"]) == set(Errors._fields)
+    assert set(said["held_out"]) == set(HeldOutError._fields)
     assert 0 <= said["held_out"]["median"] <= said["held_out"]["p90"]
     assert all(error >= -1 for error in said["held_out"].values())
     assert profile.kv_tokens == 64 * 2**20 // (3 * 2 * 2 * 16 * 4) // 16 * 16
@@ -57,7 +62,7 @@ def test_a_profile_is_written_that_simulates(folder: Path) -> None:
     assert used.code == 0 and json.loads(used.out)["completed"] == 9
 
 
-def test_the_table_has_units_and_says_what_comes_next(folder: Path) -> None:
+def test_the_table_has_units_and_names_the_next_command(folder: Path) -> None:
     done = headway("profile", folder, *RANDOM, "--quick")
     assert done.code == 0, done.err
     for shown in (
@@ -65,7 +70,7 @@ def test_the_table_has_units_and_says_what_comes_next(folder: Path) -> None:
         "GFLOP/s",
         "(median)",
         "(p90)",
-        "the run, simulated",
+        "simulated duration",
         "tiny-0.6b-float32",
     ):
         assert shown in done.out
@@ -73,55 +78,59 @@ def test_the_table_has_units_and_says_what_comes_next(folder: Path) -> None:
     assert load_profile("tiny-0.6b-float32.json").name == "tiny-0.6b-float32"
 
 
-def test_a_profile_that_foretells_badly_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
-    warn(Errors(median=0.1, p90=0.5, total=-0.2, simulated=0.15, ttft=0.9))
+def test_a_large_error_and_undetermined_rates_give_warnings(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    good = HeldOutError(median=0.1, p90=0.5, total=-0.2, simulated=0.15, ttft=0.9)
+    warn_of_profile(good, [])
     assert capsys.readouterr().err == ""
     for bad in ({"median": 0.21}, {"total": -0.21}, {"simulated": 0.21}):
-        warn(Errors(**{**dict.fromkeys(Errors._fields, 0.0), **bad}))
-        assert "the profile is off by 21%" in capsys.readouterr().err
+        error = HeldOutError(**{**dict.fromkeys(HeldOutError._fields, 0.0), **bad})
+        warn_of_profile(error, [])
+        assert "warning" in (text := capsys.readouterr().err) and "21%" in text
+    warn_of_profile(good, ["flops is unknown"])
+    assert capsys.readouterr().err.strip() == "warning: flops is unknown"
 
 
-def test_mistakes_get_one_sentence_and_leave_an_old_profile_alone(tmp_path: Path) -> None:
+def test_errors_are_one_sentence_and_leave_an_old_profile_unchanged(tmp_path: Path) -> None:
     short = write(tmp_path / "short", max_position_embeddings=40)
     old = tmp_path / "old.json"
     old.write_text("precious")
     found = sentence("profile", short, *RANDOM, "--out", old)
-    assert "requests of 40 tokens are too short to learn from" in found
+    assert "40 tokens" in found and "64" in found
     assert "cannot be written" in sentence("profile", short, *RANDOM, "--out", tmp_path / "a/b")
-    assert "no model here" in sentence("profile", tmp_path, "--out", old)
-    assert "too short" in sentence("profile", short, *RANDOM, "--out", tmp_path / "new.json")
+    assert "no model" in sentence("profile", tmp_path, "--out", old)
+    assert "40 tokens" in sentence("profile", short, *RANDOM, "--out", tmp_path / "new.json")
     assert old.read_text() == "precious" and not (tmp_path / "new.json").exists()
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_what_a_model_asks_of_a_machine_follows_from_its_shapes(
-    tmp_path: Path, is_tied: bool
-) -> None:
+def test_the_work_of_a_model_follows_from_its_shapes(tmp_path: Path, is_tied: bool) -> None:
     path = write(tmp_path / "model", tie_word_embeddings=is_tied)
     with LLM(str(path), load_format="dummy", kv_memory="4MiB", threads=1) as llm:
-        facts = model_facts(llm)
+        work = model_work(llm)
     layer = 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 128  # q, k and v; o; gate, up and down
-    assert facts.dense_flops == 2 * 3 * layer
-    assert facts.head_flops == 2 * 64 * 512
-    assert facts.attention_flops == 4 * 3 * 4 * 16
-    assert facts.kv_bytes == 2 * 3 * 2 * 16 * 4
-    assert facts.weight_bytes == pytest.approx(4 * (3 * layer + 64 * 512), rel=0.01)
-    assert facts.max_model_len == 512
+    assert work.dense_flops == 2 * 3 * layer
+    assert work.head_flops == 2 * 64 * 512
+    assert work.attention_flops == 4 * 3 * 4 * 16
+    assert work.kv_bytes == 2 * 3 * 2 * 16 * 4
+    assert work.weight_bytes == pytest.approx(4 * (3 * layer + 64 * 512), rel=0.01)
+    assert work.max_model_len == 512
 
 
-def test_timing_copies_leaves_the_blocks_as_they_are(tmp_path: Path) -> None:
+def test_timing_copies_leaves_the_blocks_unchanged(tmp_path: Path) -> None:
     path = write(tmp_path / "model")
     with LLM(str(path), load_format="dummy", kv_memory="512KiB", threads=1) as llm:
         llm.generate([[5, 6, 7] * 20])
-        blocks = llm.executor.device_blocks.view(torch.int32)  # bits: what is unused may be NaN
+        blocks = llm.executor.device_blocks.view(torch.int32)  # as bits: unused values may be NaN
         before = blocks.clone()
-        seen = observations(copy(llm))
+        seen = observations(copy_blocks(llm))
         assert torch.equal(before, blocks)
-        sizes = seen.copies[:, 1].tolist()  # it has 42 blocks on each side
+        sizes = seen.copies[:, 1].tolist()  # it has 42 device and 42 host blocks
         assert sizes == [size for size in (1, 4, 16) for _ in range(2 * TIMES_COPIED)]
 
 
-def test_a_copy_is_timed_until_the_host_has_it(tmp_path: Path) -> None:
+def test_a_copy_is_timed_until_it_has_finished(tmp_path: Path) -> None:
     class Slow:
         def finish(self) -> None:
             time.sleep(0.004)
@@ -129,20 +138,22 @@ def test_a_copy_is_timed_until_the_host_has_it(tmp_path: Path) -> None:
     path = write(tmp_path / "model")
     with LLM(str(path), load_format="dummy", kv_memory="512KiB", threads=1) as llm:
         llm.executor.swapper = Slow()  # type: ignore[union-attr, assignment]
-        assert observations(copy(llm)).seconds.min() >= 0.004
+        assert observations(copy_blocks(llm)).seconds.min() >= 0.004
 
 
-def test_with_overlap_the_time_between_steps_is_seen_in_a_run_without(tmp_path: Path) -> None:
+def test_with_async_scheduling_the_host_time_comes_from_a_run_without_it(tmp_path: Path) -> None:
     path = write(tmp_path / "model")
     with LLM(
         str(path), load_format="dummy", kv_memory="4MiB", threads=1, async_scheduling=1
     ) as llm:
-        logs = run(llm, calibration(512, QUICK_ON_CPU))
+        logs = run(llm, make_calibration(512, QUICK_CPU_CALIBRATION))
         assert llm.engine.async_scheduling == 1
         assert any(line.get("in_flight") for line in logs.fitted)
         assert any(line.get("in_flight") for line in logs.held_out)
-        assert logs.apart and not any(line.get("in_flight") for line in logs.apart)
-        profile, found = learned(llm, "mine", logs, copy(llm))
-    assert profile.machine.host_seconds == pytest.approx(np.median(observations(logs.apart).gaps))
-    again = errors(logs.held_out, llm.config, profile, async_scheduling=1)
-    assert found == again != errors(logs.held_out, llm.config, profile, async_scheduling=0)
+        assert logs.synchronous and not any(line.get("in_flight") for line in logs.synchronous)
+        profile, found, _ = fit_profile(llm, "mine", logs, copy_blocks(llm))
+    assert profile.machine.host_seconds == pytest.approx(
+        np.median(observations(logs.synchronous).gaps)
+    )
+    again = held_out_error(logs.held_out, llm.config, profile, async_scheduling=1)
+    assert found == again != held_out_error(logs.held_out, llm.config, profile, async_scheduling=0)

@@ -1,4 +1,4 @@
-"""Laws of `headway serve`: two layouts serve the same, mistakes get a sentence before the model loads."""
+"""Laws of `headway serve`: both process layouts behave alike; errors appear before the model loads."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ def ask(url: str, path: str, **fields: Any) -> Any:
     return response.json()
 
 
-@pytest.mark.parametrize("layout", [(), ("--api-workers", "2")], ids=["one process", "several"])
-def test_a_model_is_served_until_a_signal(
+@pytest.mark.parametrize(
+    "layout", [(), ("--api-server-count", "2")], ids=["one process", "several"]
+)
+def test_a_model_is_served_until_sigterm(
     tiny: list[str], layout: tuple[str, ...], tmp_path: Path
 ) -> None:
     trace, template = tmp_path / "trace.jsonl", tmp_path / "chat.jinja"
@@ -57,7 +59,7 @@ def test_a_model_is_served_until_a_signal(
         assert body["system_fingerprint"].startswith("fp_")
         key = {"Authorization": "Bearer sesame"}
         assert "headway:generation_tokens_total" in httpx.get(f"{url}/metrics", headers=key).text
-        assert httpx.get(f"{url}/live", headers=key).json()["blocks"]["total"] == 64
+        assert httpx.get(f"{url}/live", headers=key).json()["kv_blocks"]["total"] == 64
         process.send_signal(signal.SIGTERM)
         _, rest = process.communicate(timeout=20)
         assert process.returncode == 0 and "sesame" not in said + rest
@@ -65,13 +67,13 @@ def test_a_model_is_served_until_a_signal(
     assert len(list(read_trace(trace))) > 1
 
 
-def test_mistakes_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_errors_are_reported_before_the_model_is_loaded(tmp_path: Path) -> None:
     with bind("127.0.0.1", 0) as taken:
         taken.listen()
         port = str(taken.getsockname()[1])
         assert "Address already in use" in sentence("serve", "--port", port)
     assert "no.such.host" in sentence("serve", "--host", "no.such.host.invalid")
-    several = ["--api-workers", "2", "--no-engine-process"]
+    several = ["--api-server-count", "2", "--no-engine-process"]
     assert "--no-engine-process" in sentence("serve", *several)
     assert "--log-format" in sentence("serve", "--log-format", "xml")
     assert "cannot be read" in sentence("serve", "--api-key-file", tmp_path / "none")
@@ -83,7 +85,7 @@ def test_mistakes_are_told_before_the_model_is_loaded(tmp_path: Path) -> None:
     assert "ASCII" in sentence("serve", "--api-key", "schlüssel")
 
 
-def test_missing_packages_are_all_named_with_the_command_that_installs_them() -> None:
+def test_missing_packages_are_reported_with_the_install_command() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['fastapi'] = None\n"
         "sys.argv = ['headway', 'serve']\n"
@@ -92,28 +94,28 @@ def test_missing_packages_are_all_named_with_the_command_that_installs_them() ->
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
-    assert done.returncode == 2 and "torch, fastapi, which are not installed" in done.stderr
+    assert done.returncode == 2 and "torch, fastapi" in done.stderr
     assert "pip install 'headway[torch,server]'" in done.stderr
 
 
-def test_an_error_of_the_engine_process_is_told_as_in_one_process() -> None:
+def test_an_error_of_the_engine_process_is_reported_as_in_one_process() -> None:
     for layout in ((), ("--engine-process",)):
         text = sentence("serve", "/no/such/model", "--port", "0", *layout)
         assert "/no/such/model" in text
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_gpu_several_workers_or_a_wish_put_the_engine_into_its_own_process(
-    is_there: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_the_engine_process_depends_on_device_api_servers_and_option(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "why_no_cuda", lambda: None if is_there else "there is none")
-    used = {"auto": is_there, "cuda": True, "cuda:1": True, "cpu": False}
+    monkeypatch.setattr(devices, "why_no_cuda", lambda: None if has_gpu else "no GPU")
+    used = {"auto": has_gpu, "cuda": True, "cuda:1": True, "cpu": False}
     for device, is_used in used.items():
         assert ServeOptions().has_engine_process(device) == is_used
-        assert ServeOptions(api_workers=2).has_engine_process(device)
+        assert ServeOptions(api_server_count=2).has_engine_process(device)
         assert ServeOptions(engine_process=True).has_engine_process(device)
         assert not ServeOptions(engine_process=False).has_engine_process(device)
 
 
-def test_nobody_elses_machine_may_ask_unless_it_is_said() -> None:
-    assert ServeOptions().host == "127.0.0.1"  # nobody else's machine, unless it is asked for
+def test_the_default_address_accepts_only_this_machine() -> None:
+    assert ServeOptions().host == "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Benchmarks of a GPU run without one as well, slowly: what they measure is there to be measured."""
+"""GPU benchmarks also run without a GPU, slowly, as a test."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_every_kernel_of_a_decode_step_is_timed(tmp_path: Path) -> None:
         capture_output=True, text=True, cwd=ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said == json.loads(written.read_text())
-    assert list(said["kernels"]) == [
+    printed = json.loads(done.stdout)
+    assert printed == json.loads(written.read_text())
+    assert list(printed["kernels"]) == [
         "qkv", "attention", "output", "gate and up", "down", "head", "draw"
     ]  # fmt: skip
-    for by_rows in said["kernels"].values():
+    for by_rows in printed["kernels"].values():
         assert list(by_rows) == ["1", "3"]
         assert all(found["us"] > found["floor_us"] > 0 for found in by_rows.values())

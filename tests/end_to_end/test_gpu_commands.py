@@ -1,6 +1,6 @@
-"""The commands on a GPU: each does its work there, and says what it cannot do in one sentence.
+"""The commands on a GPU: each runs there, and reports what it cannot do in one sentence.
 
-HEADWAY_TEST_MODEL names the bundled model's file on a machine that cannot fetch it.
+HEADWAY_TEST_MODEL sets the path of the bundled model's file on a machine that cannot download it.
 """
 
 # ruff: noqa: E402
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# A GPU's machine may have torch alone. What is there and cannot be imported is an error, not a skip.
+# A GPU machine may have only torch. A package that is installed but cannot be imported is an error.
 for name in ("typer", "fastapi", "hypothesis", "httpx"):
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed", allow_module_level=True)
@@ -49,7 +49,7 @@ def bundled() -> list[str]:
     return ["--model", str(given), "--device", DEVICE, "--dtype", "float32"]
 
 
-def test_the_gpus_are_listed_by_name() -> None:
+def test_models_lists_the_gpus_by_name() -> None:
     done = headway("models")
     assert done.code == 0 and torch.cuda.get_device_name() in done.out
 
@@ -59,7 +59,7 @@ def test_the_bundled_model_knows_the_capital_of_france(bundled: list[str]) -> No
     assert done.code == 0 and "The capital of France is Paris" in done.out
 
 
-def test_a_run_is_recorded_and_replays(bundled: list[str], tmp_path: Path) -> None:
+def test_a_run_is_traced_and_replays(bundled: list[str], tmp_path: Path) -> None:
     trace = tmp_path / "run.jsonl"
     done = headway("run", *bundled, "--json", "--trace-out", trace)
     assert done.code == 0 and json.loads(done.out)["summary"]["completed"] == 10
@@ -67,7 +67,7 @@ def test_a_run_is_recorded_and_replays(bundled: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("more", [(), ("--kv-cache-dtype", "fp8")], ids=["auto", "fp8"])
-def test_throughput_is_that_of_all_tokens(tiny: list[str], more: tuple[str, ...]) -> None:
+def test_throughput_counts_all_tokens(tiny: list[str], more: tuple[str, ...]) -> None:
     done = headway(
         "bench", "throughput", *tiny, *more, "--num-prompts", "40", "--input-len", "20-70",
         "--output-len", "30", "--json",
@@ -78,7 +78,7 @@ def test_throughput_is_that_of_all_tokens(tiny: list[str], more: tuple[str, ...]
     assert found["output_throughput"] * found["elapsed_time"] == pytest.approx(40 * 30)
 
 
-def test_latency_is_told(tiny: list[str]) -> None:
+def test_latency_is_reported(tiny: list[str]) -> None:
     done = headway(
         "bench", "latency", *tiny, "--input-len", "20", "--output-len", "8", "--num-iters", "3",
         "--num-iters-warmup", "1", "--json",
@@ -86,7 +86,7 @@ def test_latency_is_told(tiny: list[str]) -> None:
     assert done.code == 0 and json.loads(done.out)["avg_latency"] > 0, done.err
 
 
-def test_a_profile_is_written_that_simulates(
+def test_a_written_profile_can_be_simulated(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -100,7 +100,7 @@ def test_a_profile_is_written_that_simulates(
     assert used.code == 0 and json.loads(used.out)["completed"] == 9
 
 
-def test_what_does_not_fit_is_told_with_the_lack_and_a_flag(tiny: list[str]) -> None:
+def test_too_little_memory_names_the_difference_and_a_flag(tiny: list[str]) -> None:
     asked = ("generate", "hello", *tiny)
     many = sentence(*asked, "--num-blocks", str(2**26))
     assert "--num-blocks" in many and "GiB" in many
@@ -111,9 +111,9 @@ def test_what_does_not_fit_is_told_with_the_lack_and_a_flag(tiny: list[str]) -> 
 
 @pytest.mark.parametrize("layout", [(), ("--no-engine-process",)], ids=["apart", "together"])
 def test_a_model_is_served(bundled: list[str], layout: tuple[str, ...]) -> None:
-    with serving(*bundled, *layout) as (process, said):
-        found = re.search(r"at (http://127.0.0.1:\d+);", said)
-        assert found, said
+    with serving(*bundled, *layout) as (process, printed):
+        found = re.search(r"at (http://127.0.0.1:\d+);", printed)
+        assert found, printed
         fields = {"prompt": "The capital of France is", "max_tokens": 3, "temperature": 0}
         response = httpx.post(f"{found[1]}/v1/completions", json=fields, timeout=20)
         assert "Paris" in response.json()["choices"][0]["text"]

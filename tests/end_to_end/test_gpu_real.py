@@ -1,8 +1,8 @@
-"""The bundled model on a GPU, in float32, says what transformers says greedily, whatever happens.
+"""The bundled model on a GPU, in float32, generates transformers' greedy tokens.
 
-The reference is that of the CPU's tests. Every run here is also replayed: a record of a GPU's run
-holds all that its decisions depended on. HEADWAY_TEST_MODEL names the model's GGUF file on a machine
-that cannot fetch it.
+The reference is that of the CPU tests. Every run is also replayed: the trace of a GPU run contains
+everything its decisions depended on. HEADWAY_TEST_MODEL sets the path of the model's GGUF file on a
+machine that cannot download it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tests.support.real import Seen, Trial, unlike_reference
 
 MODEL = "smollm2-135m"
 FEW = ("one token", "capital", "python", "json", "emoji", "chat", "dijkstra", "long list")
-NUM_FEW = 24  # tokens, where the settings matter and not the length
+NUM_FEW = 24  # tokens, for tests in which the settings matter and not the length
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def given_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The file that HEADWAY_TEST_MODEL names, where the bundled model is looked for."""
+    """Use the file of HEADWAY_TEST_MODEL as the bundled model."""
     with pytest.MonkeyPatch.context() as patch:
         if given := os.environ.get("HEADWAY_TEST_MODEL"):
             cache = tmp_path_factory.mktemp("cache")
@@ -50,22 +50,22 @@ def given_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def decoder(given_model: None) -> Decoder:
-    """Loaded once; every trial has an executor of its own over it."""
+    """Loaded once; every trial has its own executor."""
     checkpoint = open_checkpoint(resolve(MODEL))
     return Decoder(checkpoint, choose_backend(checkpoint.config, "float32", "cuda"))
 
 
 class GpuTrial(Trial):
-    """A decoder on a GPU under one configuration, and a record of all that it did."""
+    """A decoder on a GPU with one configuration, and a trace of its run."""
 
     def __init__(
         self, model: Decoder, preset: str = "headway", *, async_scheduling: int = 1, **settings: Any
     ) -> None:
-        from headway.executor.gpu.executor import DeviceExecutor  # needs triton
+        from headway.executor.gpu.executor import GpuExecutor  # needs triton
 
         itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
         self.config = fit(model.config, itemsize, preset, "400MiB", settings)
-        executor = DeviceExecutor(model, self.config)
+        executor = GpuExecutor(model, self.config)
         self.seen, self._record = Seen(), io.StringIO()
         observers = [self.seen, TraceWriter(self._record, self.config, async_scheduling)]
         self.engine = Engine(
@@ -74,43 +74,45 @@ class GpuTrial(Trial):
         executor.now = self.engine.clock.now
 
     def check_empty(self) -> None:
-        """Also: the scheduler would decide the same again."""
+        """Also check that the trace replays."""
         super().check_empty()
         lines = [json.loads(line) for line in self._record.getvalue().splitlines()]
         assert check_replay(lines) == len(lines) - 1 > 0
 
 
 def how_far(prompt: str, place: int, right: int, wrong: int) -> float:
-    """Between the logits of two tokens after the reference up to there."""
+    """The distance of two tokens' logits after the reference up to a position."""
     before = [*real.prompts()[prompt], *real.reference()[prompt][:place]]
     logits = real.logits_of(real.decoder(), before)[-1]
     return float(logits[right] - logits[wrong])
 
 
 def check(found: dict[str, list[int]]) -> None:
-    """All as the reference has it; else where it parts, and how near the two tokens are there."""
-    told = []
+    """Compare with the reference; report where outputs differ and how close the two tokens are."""
+    differences = []
     for name, place, right, wrong in unlike_reference(dict(found)):
         gap = how_far(name, place, right, wrong)
-        told.append(f"{name!r} at {place}: {right} became {wrong}; logits {gap:.2e} apart")
-    assert not told, f"below {real.TIE} it is a tie: name it in real.TIES; above, a mistake: {told}"
+        differences.append(
+            f"{name!r} at {place}: {right} became {wrong}; logits differ by {gap:.2e}"
+        )
+    assert not differences, f"below {real.TIE}: add a tie to real.TIES; above: a bug: {differences}"
 
 
 def few() -> dict[str, list[int]]:
     return {name: real.prompts()[name] for name in FEW}
 
 
-# All of the reference.
+# The whole reference.
 
 
-def test_each_prompt_alone_is_continued_as_transformers_does(decoder: Decoder) -> None:
+def test_each_prompt_alone_generates_the_reference(decoder: Decoder) -> None:
     trial = GpuTrial(decoder, max_num_seqs=1)
     check(trial.ask_one(real.prompts()))
     assert trial.seen.most_decodes == 1
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])
-def test_all_prompts_together_are_continued_as_transformers_does(
+def test_all_prompts_together_generate_the_reference(
     decoder: Decoder, async_scheduling: int
 ) -> None:
     trial = GpuTrial(decoder, async_scheduling=async_scheduling)
@@ -118,11 +120,11 @@ def test_all_prompts_together_are_continued_as_transformers_does(
     assert trial.seen.most_decodes > 12
 
 
-# A few prompts, whatever the scheduler does.
+# A few prompts under all presets and settings.
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_says_the_same(decoder: Decoder, preset: str) -> None:
+def test_every_preset_generates_the_reference(decoder: Decoder, preset: str) -> None:
     trial = GpuTrial(decoder, preset)
     check(trial.ask_one(few(), NUM_FEW))
     assert trial.seen.most_decodes > 4
@@ -130,7 +132,7 @@ def test_every_preset_says_the_same(decoder: Decoder, preset: str) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Settings to try, and what must have happened for the trial to mean anything."""
+    """Settings to try, and what must have happened for the test to be meaningful."""
 
     settings: dict[str, Any]
     happened: Callable[[Seen], bool]
@@ -170,32 +172,32 @@ def test_no_setting_changes_a_token(decoder: Decoder, name: str, async_schedulin
     assert case.happened(trial.seen), trial.seen
 
 
-def test_a_shared_beginning_is_found_and_changes_no_token(decoder: Decoder) -> None:
-    """Prompts that begin alike, one of them the other to its end; asked one after the other."""
+def test_a_shared_prefix_is_found_and_changes_no_token(decoder: Decoder) -> None:
+    """Prompts with a common prefix, one a prefix of another, one after the other."""
     start, right = len(real.prompts()["long story"]), real.reference()["long story"]
     tokens = real.prompts()["long story"] + right
     trial = GpuTrial(decoder)
-    for length in (320, 336, 336, 350):  # whole blocks, so that the third is found complete
+    for length in (320, 336, 336, 350):  # whole blocks, so that the third is fully cached
         (output,) = trial.ask_one({str(length): tokens[:length]}, 8).values()
         assert output == right[length - start :][:8]
     assert trial.seen.num_cached == 320 + 335 + 336 and trial.seen.num_full_hits == 1
 
 
-# As a user asks.
+# Other attention libraries and the offline API.
 
 
-LIBRARIES = {"flashinfer": 16, "flash-attn": 256}  # and blocks that they read
-NEAR = 0.5  # between logits: in bfloat16 ours chose tokens up to 0.23 below the best
+LIBRARIES = {"flashinfer": 16, "flash-attn": 256}  # with their block sizes
+NEAR = 0.5  # difference of logits: in bfloat16 our kernels chose tokens up to 0.23 below the best
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_an_installed_library_chooses_tokens_that_are_as_good(name: str) -> None:
+def test_an_installed_library_chooses_equally_good_tokens(name: str) -> None:
     pytest.importorskip(ATTENTIONS[name][0])
     checkpoint = open_checkpoint(resolve(MODEL))
     backend = choose_backend(checkpoint.config, "bfloat16", "cuda", attention=name)
     settings = {"block_size": LIBRARIES[name], "chunk": "at_most(300)"}
     trial = GpuTrial(Decoder(checkpoint, backend), **settings)
-    for _ in range(2):  # the second time with beginnings that are there
+    for _ in range(2):  # the second time with cached prefixes
         found = trial.ask_one(real.prompts(), NUM_FEW)
         worse = [
             (prompt, place, gap)
@@ -206,13 +208,13 @@ def test_an_installed_library_chooses_tokens_that_are_as_good(name: str) -> None
     assert trial.seen.most_decodes > 12 and trial.seen.longest_chunk > 256
 
 
-def test_the_offline_api_says_the_same_and_its_record_replays(tmp_path: Path) -> None:
+def test_the_offline_api_generates_the_reference_and_its_trace_replays(tmp_path: Path) -> None:
     path = tmp_path / "run.trace.jsonl"
     cramped = {**CRAMPED, "swap": "swap", "num_host_blocks": 400, "max_num_seqs": len(FEW)}
     params = SamplingParams(temperature=0, max_tokens=NUM_FEW, ignore_eos=True)
     with LLM(MODEL, device="cuda", dtype="float32", trace_out=path, **cramped) as llm:
-        said = [real.PROMPTS[name] for name in FEW]
-        asked = [each if isinstance(each, str) else llm.chat_tokens(each) for each in said]
+        given = [real.PROMPTS[name] for name in FEW]
+        asked = [each if isinstance(each, str) else llm.chat_tokens(each) for each in given]
         results = llm.generate(asked, params)
         assert llm.engine.is_healthy, llm.engine.fault
     check({n: r.samples[0].token_ids for n, r in zip(FEW, results, strict=True)})

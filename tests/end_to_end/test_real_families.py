@@ -1,7 +1,7 @@
-"""Every family and way of saving that the decoder knows, against transformers, at a tiny size.
+"""Every supported architecture and file layout, compared with transformers, at a tiny size.
 
-Models are random, with norms and biases that matter, and are saved by transformers itself. There is
-no tokenizer beside them: token ids go in and come out.
+Models are random, with norm weights and biases that matter, and transformers itself saves them.
+They have no tokenizer: token ids go in and come out.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def rope(kind: str, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model, and how it is saved."""
+    """An architecture, and how its model is saved."""
 
     kind: str
     numbers: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +69,7 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": 
 
 
 def save(family: Family, folder: Path) -> None:
-    """A random model of the family, as transformers writes it."""
+    """Save a random model of the family with transformers."""
     numbers = {
         "vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 160,
         "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
@@ -87,7 +87,7 @@ def save(family: Family, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
-    """The folder of a family, and transformers' reading of it in float32; made when asked for."""
+    """Find the folder of a family, and transformers' model of it in float32; made on demand."""
     made: dict[str, tuple[Path, Any]] = {}
 
     def find(name: str) -> tuple[Path, Any]:
@@ -105,7 +105,7 @@ Saved = Callable[[str], tuple[Path, Any]]
 
 
 def prompts(seed: int) -> dict[str, list[int]]:
-    """Of one token, of some, and of so many that scaled positions matter."""
+    """Prompts of one token, of some, and of enough that scaled rope matters."""
     generator = torch.Generator().manual_seed(seed)
     lengths = (1, 9, 30, 150)
     return {
@@ -114,7 +114,7 @@ def prompts(seed: int) -> dict[str, list[int]]:
 
 
 def check_against_transformers(model: Decoder, reference: Any) -> None:
-    """Logits at every place, and what is generated in one batch."""
+    """Compare logits at every position, and the tokens of a batch."""
     tokens = prompts(1)["150"]
     with torch.inference_mode():
         expected = reference(torch.tensor([tokens])).logits[0]
@@ -127,22 +127,22 @@ def check_against_transformers(model: Decoder, reference: Any) -> None:
     ):
         logits = real.transformers_logits(reference, prompt, output)
         best = logits.topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > real.TIE, "a tie: give these tests another seed"
+        assert (best[:, 0] - best[:, 1]).min() > real.TIE, "a tie: use another seed"
         assert output == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FITTING)
-def test_logits_and_tokens_are_those_of_transformers(saved: Saved, name: str, backend: str) -> None:
+def test_logits_and_tokens_equal_transformers(saved: Saved, name: str, backend: str) -> None:
     if backend == "native" and (reason := why_not_native()):
         pytest.skip(reason)
     folder, reference = saved(name)
     is_sharded = (folder / "model.safetensors.index.json").exists()
-    assert is_sharded == ("shards" in name), "the sizes no longer make the shards they should"
+    assert is_sharded == ("shards" in name), "the model's size no longer gives several shards"
     check_against_transformers(Decoder(open_checkpoint(folder), BACKENDS[backend]()), reference)
 
 
-def test_sizes_the_kernels_do_not_take_run_on_torch(saved: Saved) -> None:
+def test_sizes_that_the_kernels_do_not_support_run_on_torch(saved: Saved) -> None:
     folder, reference = saved("odd heads")
     checkpoint = open_checkpoint(folder)
     reason = why_not_native(checkpoint.config)
@@ -186,7 +186,7 @@ NEEDING_TEXT: dict[str, Callable[[LLM], object]] = {
 
 
 @pytest.mark.parametrize("what", NEEDING_TEXT)
-def test_without_a_tokenizer_text_is_refused(saved: Saved, what: str) -> None:
+def test_without_a_tokenizer_text_is_rejected(saved: Saved, what: str) -> None:
     with (
         LLM(str(saved("qwen3")[0]), num_blocks=60) as llm,
         pytest.raises(InvalidRequest, match="no tokenizer"),
@@ -194,7 +194,7 @@ def test_without_a_tokenizer_text_is_refused(saved: Saved, what: str) -> None:
         NEEDING_TEXT[what](llm)
 
 
-def test_the_ends_of_both_config_files_end_a_text(saved: Saved, tmp_path: Path) -> None:
+def test_end_tokens_of_both_config_files_end_an_output(saved: Saved, tmp_path: Path) -> None:
     folder, _ = saved("qwen3")
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

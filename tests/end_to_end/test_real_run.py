@@ -24,7 +24,7 @@ from headway.engine.outputs import Result, ResultBuilder
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
 from headway.lab.replay import check_replay
 from headway.loading import free_memory, parse_size
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.observe.trace import read_trace
 from tests.support import real
@@ -106,10 +106,10 @@ def test_a_recorded_run_replays_to_the_same_decisions(
         check_idle(llm)
     lines = list(read_trace(path))
     preempted = [kind for line in lines for _, kind, *_ in line.get("preempted", ())]
-    ends = Counter(end["reason"] for line in lines for end in line.get("finished", ()))
+    ends = Counter(end["finish_reason"] for line in lines for end in line.get("finished", ()))
     assert set(preempted) >= {swap} and len(preempted) >= 5
     assert ends["stop"] >= 4 and ends["abort"] >= 7 and ends["length"] >= 4
-    assert any(line.get("steps", 1) > 1 for line in lines) == (steps > 1)
+    assert any(line.get("num_steps", 1) > 1 for line in lines) == (steps > 1)
     assert check_replay(lines) == len(lines) - 1 > 30
 
 
@@ -144,7 +144,7 @@ class Tripwire:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def forward(self, batch: Batch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
         self._left -= 1
         if self._left == 0:
             raise self._error

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway import LLM, SamplingParams
+from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.engine.loop import EngineLoop, Limits
@@ -30,7 +31,7 @@ from headway.errors import (
     shorten,
 )
 from headway.observe.trace import TraceWriter
-from headway.request import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, Params, Request
+from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset, queues
 from headway.scheduler.presets import NUMBERS
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE

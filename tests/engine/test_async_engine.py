@@ -205,7 +205,7 @@ def test_a_busy_engine_answers_questions_between_steps() -> None:
             assert await asyncio.gather(*(engine.ask("double", i) for i in range(5))) == [
                 0, 2, 4, 6, 8,
             ]  # fmt: skip
-            assert "1 of 8 seats" in await engine.ask("why")
+            assert "1 of 8 requests running" in await engine.ask("why")
             for what in ("unknown", "double"):
                 with pytest.raises(ExecutorError):
                     await engine.ask(what)

@@ -1,6 +1,6 @@
-"""The device executor: the tokens of the plain path, whatever the scheduler does on the way.
+"""The GPU executor generates the tokens of the CPU executor, whatever the scheduler does.
 
-Where there is no GPU the kernels run under Triton's interpreter, so models and runs are tiny.
+Without a GPU the kernels run in Triton's interpreter, so models and runs are tiny.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from headway.engine.engine import Engine
 from headway.engine.input_processor import embedding_params
 from headway.errors import ConfigError
 from headway.executor.base import Executor
-from headway.executor.cpu import TorchExecutor
-from headway.executor.extra import Extra
+from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu.graphs import padded_rows
-from headway.executor.gpu.mixed_pass import Size
+from headway.executor.gpu.mixed_pass import PassSize
+from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.model.backends.plain import PlainBackend
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
@@ -36,19 +36,19 @@ from headway.sampling_params import Sampling
 from headway.scheduler import Scheduler, preset
 
 pytest.importorskip("triton")
-from headway.executor.gpu.executor import DeviceExecutor
+from headway.executor.gpu.executor import GpuExecutor
 from headway.executor.gpu.row_state import DeviceRowState
-from headway.executor.gpu.swap import AT_ONCE, _pin, _unpin
+from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends.gpu import GpuBackend
-from headway.model.kernels.splits import SHARINGS
+from headway.model.kernels.splits import SPLIT_COUNTS
 
-pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
+pytestmark = pytest.mark.usefixtures("small_padding")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY = 61
 
 
 class Loud(DummyCheckpoint):
-    """Random weights large enough for clear choices, and norms that matter."""
+    """Random weights large enough for clear choices, and norm weights other than 1."""
 
     def read(self, name: str) -> Tensor:
         quiet = super().read(name)
@@ -76,12 +76,12 @@ def settings(name: str = "headway", **more: object) -> Config:
     return preset(name, **(numbers | more))
 
 
-def plain(config: Config, about: ModelConfig) -> TorchExecutor:
-    return TorchExecutor(Decoder(Loud(about), PlainBackend()), config)
+def plain(config: Config, about: ModelConfig) -> CpuExecutor:
+    return CpuExecutor(Decoder(Loud(about), PlainBackend()), config)
 
 
-def on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
-    return DeviceExecutor(Decoder(Loud(about), GpuBackend(torch.float32, DEVICE)), config)
+def on_device(config: Config, about: ModelConfig) -> GpuExecutor:
+    return GpuExecutor(Decoder(Loud(about), GpuBackend(torch.float32, DEVICE)), config)
 
 
 def answers(
@@ -94,7 +94,7 @@ def answers(
     count: int = 4,
     watch: Callable[[StepReport], None] | None = None,
 ) -> list[list[int]]:
-    """The outputs of a few requests, of which every second begins alike."""
+    """The outputs of a few requests; every second one shares a prefix."""
     engine = Engine(Scheduler(config), make(config, about), async_scheduling=async_scheduling)
     if watch is not None:
         engine.observers.append(watch)
@@ -119,13 +119,13 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("about", FAMILIES.values(), ids=list(FAMILIES))
-def test_every_family_says_what_it_says_in_plain_torch(about: ModelConfig) -> None:
+def test_every_architecture_generates_the_tokens_of_plain_torch(about: ModelConfig) -> None:
     config = settings()
     assert answers(on_device, config, about, async_scheduling=1) == answers(plain, config, about)
 
 
-def test_many_decodes_beside_prompts_are_told_apart_from_them() -> None:
-    """So many that their rows would fill tiles of the prompts' attention."""
+def test_many_decodes_and_prompt_chunks_share_a_pass() -> None:
+    """The decodes' rows would fill tiles of the prefill attention."""
     config = settings(max_num_seqs=16, max_num_batched_tokens=24, num_blocks=120)
     about, seen = FAMILIES["seven heads, biases"], list[StepReport]()
     found = answers(on_device, config, about, async_scheduling=1, count=14, watch=seen.append)
@@ -143,7 +143,7 @@ WAYS: dict[str, tuple[Config, int]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_do_not_depend_on_what_the_scheduler_does(way: str) -> None:
+def test_tokens_do_not_depend_on_the_schedule(way: str) -> None:
     config, async_scheduling = WAYS[way]
     seen: list[StepReport] = []
     found = answers(
@@ -162,10 +162,10 @@ def test_tokens_do_not_depend_on_what_the_scheduler_does(way: str) -> None:
 
 
 class Scores(dict[str, list[float]]):
-    """Logprobs that were told, of outputs by request and of prompts."""
+    """Observer that collects logprobs, of outputs by request and of prompts."""
 
     def __call__(self, report: StepReport) -> None:
-        if isinstance(report.result.extra, Extra):
+        if isinstance(report.result.extra, ExtraOutputs):
             for request, found in report.result.extra.logprobs.items():
                 self.setdefault(request.id, []).extend(one.logprob for one in found)
             for request, places in report.result.extra.prompt.items():
@@ -178,7 +178,7 @@ class Scores(dict[str, list[float]]):
             np.testing.assert_allclose(self[name], scores, atol=2e-4)
 
 
-def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
+def test_requests_that_need_the_host_equal_the_cpu_executor() -> None:
     asked = [
         Sampling(temperature=0.0, repetition_penalty=1.8, logprobs=2),
         Sampling(temperature=0.0, prompt_logprobs=1),
@@ -186,28 +186,28 @@ def test_requests_that_need_the_host_are_as_on_the_plain_path() -> None:
         None,
     ]
     about, config = FAMILIES["norms of heads"], settings()
-    told, found = Scores(), Scores()
-    expected = answers(plain, config, about, samplings=asked, watch=told)
+    wanted, found = Scores(), Scores()
+    expected = answers(plain, config, about, samplings=asked, watch=wanted)
     assert (
         answers(on_device, config, about, async_scheduling=1, samplings=asked, watch=found)
         == expected
     )
-    assert told.keys() == {"0", "1 prompt"}
-    found.check(told)
+    assert wanted.keys() == {"0", "1 prompt"}
+    found.check(wanted)
 
 
 class Vectors(dict[str, Embedding]):
-    """An observer: embeddings by request."""
+    """Observer that collects embeddings by request."""
 
     def __call__(self, report: StepReport) -> None:
-        if isinstance(report.result.extra, Extra):
+        if isinstance(report.result.extra, ExtraOutputs):
             self.update({r.id: v for r, v in report.result.extra.embeddings.items()})
 
 
 def embeddings(
     make: Callable[[Config, ModelConfig], Executor], config: Config, async_scheduling: int
 ) -> Vectors:
-    """Of a few prompts with both poolings, beside requests that generate."""
+    """Embeddings of a few prompts with both poolings, beside requests that generate."""
     found, source = Vectors(), random.Random(3)
     engine = Engine(
         Scheduler(config),
@@ -226,7 +226,7 @@ def embeddings(
 
 
 @pytest.mark.parametrize("way", ["short pieces", "recomputed"])
-def test_embeddings_are_as_on_the_plain_path(way: str) -> None:
+def test_embeddings_equal_the_cpu_executor(way: str) -> None:
     config, async_scheduling = WAYS[way]
     found, expected = (
         embeddings(on_device, config, async_scheduling),
@@ -237,7 +237,7 @@ def test_embeddings_are_as_on_the_plain_path(way: str) -> None:
         np.testing.assert_allclose(found[name], vector, atol=1e-5)
 
 
-def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> None:
+def test_a_seed_gives_the_same_tokens_in_any_batch_and_through_the_host() -> None:
     about, config = FAMILIES["norms of heads"], settings()
     drawn = Sampling(temperature=1.0, seed=5)
     together = answers(on_device, config, about, async_scheduling=1, samplings=[drawn])
@@ -247,7 +247,7 @@ def test_a_seed_gives_the_same_text_in_any_company_and_on_the_slow_path() -> Non
     assert others != together
 
 
-def test_blocks_that_left_come_back_as_they_were() -> None:
+def test_swapped_blocks_return_unchanged() -> None:
     executor = on_device(settings(num_blocks=6, num_host_blocks=6), FAMILIES["norms of heads"])
     blocks = executor.device_blocks
     blocks.copy_(torch.randn(blocks.shape))
@@ -261,9 +261,9 @@ def test_blocks_that_left_come_back_as_they_were() -> None:
     assert not blocks[[0, 1, 3, 4]].any()
 
 
-def test_more_blocks_than_there_is_room_for_leave_and_come_back() -> None:
+def test_more_blocks_than_the_staging_buffers_hold_are_swapped() -> None:
     executor = on_device(settings(num_blocks=400, num_host_blocks=400), FAMILIES["norms of heads"])
-    blocks, count = executor.device_blocks, 3 * AT_ONCE + 5
+    blocks, count = executor.device_blocks, 3 * MAX_STAGED_BLOCKS + 5
     blocks.copy_(torch.randn(blocks.shape))
     before = blocks.clone()
     executor.launch(Plan(0, copies_out=[Copy(n, n) for n in range(count)])).wait()
@@ -274,41 +274,41 @@ def test_more_blocks_than_there_is_room_for_leave_and_come_back() -> None:
     assert torch.equal(blocks[count:], before[count:])
 
 
-def test_the_latest_of_two_words_for_a_place_is_kept() -> None:
-    seats = DeviceRowState(3, 5, torch.device(DEVICE))
-    seats.set_blocks(1, 0, [7, 8, 9])
-    seats.set_blocks(1, 1, [4])
-    seats.set_length(2, 11)
-    seats.set_limit(2, 12)
-    seats.send()
-    assert seats.tensors.tables[1].tolist() == [7, 4, 9, 0, 0]
-    assert seats.tensors.lengths.tolist() == [0, 0, 11, 0]
-    assert seats.tensors.limits.tolist() == [0, 0, 12, 0]
+def test_the_latest_value_of_a_word_is_kept() -> None:
+    state = DeviceRowState(3, 5, torch.device(DEVICE))
+    state.set_blocks(1, 0, [7, 8, 9])
+    state.set_blocks(1, 1, [4])
+    state.set_length(2, 11)
+    state.set_limit(2, 12)
+    state.send()
+    assert state.tensors.tables[1].tolist() == [7, 4, 9, 0, 0]
+    assert state.tensors.lengths.tolist() == [0, 0, 11, 0]
+    assert state.tensors.limits.tolist() == [0, 0, 12, 0]
 
 
-def exactly_on_device(config: Config, about: ModelConfig) -> DeviceExecutor:
-    """As with attention by others: no pass has rows of nobody."""
+def exactly_on_device(config: Config, about: ModelConfig) -> GpuExecutor:
+    """No pass has padding rows, as with another library's attention."""
     executor = on_device(config, about)
-    executor.decoder.backend.fills_up = False
+    executor.decoder.backend.supports_padding = False
     return executor
 
 
-def test_rows_of_nobody_change_no_token() -> None:
+def test_padding_rows_change_no_token() -> None:
     config, about = (
         settings(max_num_batched_tokens=5, chunk="at_most(3)"),
         FAMILIES["norms of heads"],
     )
-    rounded, exact = (answers(make, config, about) for make in (on_device, exactly_on_device))
-    assert rounded == exact
+    padded, exact = (answers(make, config, about) for make in (on_device, exactly_on_device))
+    assert padded == exact
 
 
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("error", [
     torch.OutOfMemoryError("no room for a graph"), RuntimeError("CUDA error: out of memory\nX"),
 ])  # fmt: skip
-def test_a_pass_that_cannot_be_captured_runs_as_before(error: Exception, is_late: bool) -> None:
-    """Some of a graph's memory may be asked for only when it is first replayed: that is late."""
-    config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
+def test_a_pass_that_cannot_be_captured_runs_uncaptured(error: Exception, is_late: bool) -> None:
+    """`is_late`: some of a graph's memory is only allocated when it is first replayed."""
+    config, about = settings(max_num_batched_tokens=8), FAMILIES["norms of heads"]
     executor, tried = on_device(config, about), list[object]()
     graphs = executor.mixed.graphs
 
@@ -323,28 +323,28 @@ def test_a_pass_that_cannot_be_captured_runs_as_before(error: Exception, is_late
         graphs._graphs[size] = Unlaunchable()  # type: ignore[assignment]
 
     graphs.capture = capture  # type: ignore[method-assign]
-    told = [answers(lambda *_: executor, config, about) for _ in range(2)]
-    assert told == [answers(plain, config, about)] * 2
-    assert len(tried) == 1 and not len(graphs), "no memory for one is no memory for others"
+    results = [answers(lambda *_: executor, config, about) for _ in range(2)]
+    assert results == [answers(plain, config, about)] * 2
+    assert len(tried) == 1 and not len(graphs), "after one failure nothing more is captured"
 
 
 class Replayed:
-    """A graph, as far as a CPU can have one."""
+    """A stand-in for a CUDA graph on a CPU."""
 
     def __init__(self, replay: Callable[[], None]) -> None:
         self.replay = replay
 
 
 @pytest.mark.parametrize("is_worth", [True, False])
-def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(
+def test_passes_run_in_larger_graphs_or_in_their_own(
     is_worth: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the most prompt tokens are there from the start."""
+    """Graphs for the most prompt tokens exist from the start."""
     monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_TOKENS", 8)
-    config, about = settings(max_tokens=12), FAMILIES["norms of heads"]
-    executor, replayed = on_device(config, about), list[Size]()
+    config, about = settings(max_num_batched_tokens=12), FAMILIES["norms of heads"]
+    executor, replayed = on_device(config, about), list[PassSize]()
     mixed, graphs = executor.mixed, executor.mixed.graphs
-    mixed._worth = 0 if is_worth else 1e9
+    mixed._capture_cost = 0 if is_worth else 1e9
 
     def capture(size: Any) -> None:
         def replay() -> None:
@@ -358,61 +358,64 @@ def test_passes_run_in_graphs_of_larger_ones_or_in_their_own(
         capture(size)
     graphs.capture = capture  # type: ignore[method-assign]
     samplings = [None, Sampling(temperature=0.0, prompt_logprobs=1)]
-    told, found = Scores(), Scores()
-    expected = answers(plain, config, about, samplings=samplings, watch=told)
+    wanted, found = Scores(), Scores()
+    expected = answers(plain, config, about, samplings=samplings, watch=wanted)
     for _ in range(2):
         assert answers(lambda *_: executor, config, about, samplings=samplings) == expected
     answers(lambda *_: executor, config, about, samplings=samplings, watch=found)
-    found.check(told)
+    found.check(wanted)
     assert replayed and (len(graphs) > len(largest)) == is_worth
     assert not is_worth or set(replayed) - largest
     assert is_worth or set(replayed) == largest, "with decodes and without"
 
 
-def test_a_pass_gets_the_smallest_graph_that_holds_it_until_that_cost_as_much_as_its_own() -> None:
+def test_a_pass_uses_the_smallest_larger_graph_until_padding_costs_a_capture() -> None:
     source, executor = random.Random(3), on_device(settings(), FAMILIES["norms of heads"])
     mixed = executor.mixed
 
-    def some() -> Size:
+    def some() -> PassSize:
         tokens, chunks = (source.choice((1, 4, 16, 64)) for _ in "tc")
-        return Size(source.choice((0, 8)), tokens, chunks, source.choice((1, 1, 1, 1, 4)))
+        return PassSize(source.choice((0, 8)), tokens, chunks, source.choice((1, 1, 1, 1, 4)))
 
     num_larger = 0
     for _ in range(300):
-        mixed._lost.clear()
-        mixed._worth, mixed._is_full = source.choice((30, 100, 300)), source.random() < 0.2
+        mixed._padding_cost.clear()
+        mixed._capture_cost, mixed._is_out_of_memory = (
+            source.choice((30, 100, 300)),
+            source.random() < 0.2,
+        )
         graphs = [some() for _ in range(source.randint(0, 12))]
         mixed.graphs._graphs = dict.fromkeys(graphs)  # type: ignore[arg-type]
         size, lost = some(), 0
-        holding = [g for g in graphs if g.holds(size) and 2 * g.num_rows < mixed._worth]
+        holding = [g for g in graphs if g.holds(size) and 2 * g.num_rows < mixed._capture_cost]
         for _ in range(40):
-            found = mixed._fitting(size)
+            found = mixed._choose_size(size)
             if size in graphs or not holding:
                 assert found == size
                 continue
             extra = min(g.num_rows for g in holding) - size.num_rows
-            lost += extra if extra > mixed._worth / 64 else 0
+            lost += extra if extra > mixed._capture_cost / 64 else 0
             assert found.holds(size) and found.num_rows == size.num_rows + extra * (found != size)
-            assert (found != size) == (lost < mixed._worth or mixed._is_full)
+            assert (found != size) == (lost < mixed._capture_cost or mixed._is_out_of_memory)
             num_larger += found != size
         with mixed.in_own_graphs():
-            assert mixed._fitting(size) == size
+            assert mixed._choose_size(size) == size
     assert num_larger > 1000
 
 
-def test_larger_sizes_hold_smaller_ones_with_as_many_decodes() -> None:
-    size = Size(8, 64, 4)
-    assert all(each.holds(size) for each in (size, Size(8, 128, 4), Size(8, 64, 16)))
+def test_a_size_holds_smaller_sizes_with_as_many_decodes() -> None:
+    size = PassSize(8, 64, 4)
+    assert all(each.holds(size) for each in (size, PassSize(8, 128, 4), PassSize(8, 64, 16)))
     for other in (
-        Size(32, 64, 4), Size(0, 64, 4), Size(8, 32, 4),
-        Size(8, 128, 1), Size(8, 64, 4, 4),
+        PassSize(32, 64, 4), PassSize(0, 64, 4), PassSize(8, 32, 4),
+        PassSize(8, 128, 1), PassSize(8, 64, 4, 4),
     ):  # fmt: skip
         assert not other.holds(size)
-    assert not size.holds(Size(8, 0, 0)), "decodes alone have faster kernels"
+    assert not size.holds(PassSize(8, 0, 0)), "a pass of decodes only has faster kernels"
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
-def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
+def test_host_blocks_are_unpinned_when_the_executor_is_gone() -> None:
     for _ in range(2):
         executor = on_device(settings(num_host_blocks=6), FAMILIES["norms of heads"])
         blocks = executor.host_blocks
@@ -423,10 +426,10 @@ def test_host_blocks_are_pinned_for_as_long_as_they_are_needed() -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
-def test_what_cannot_be_pinned_fails_nobody_later() -> None:
+def test_a_failure_to_pin_does_not_fail_later_launches() -> None:
     blocks, ones = torch.empty((2, 2**19)), torch.ones(4, device="cuda")
     _pin(blocks)
-    with pytest.raises(ConfigError, match=r"already mapped\): lower --num-host-blocks"):
+    with pytest.raises(ConfigError, match=r"already mapped\).*--num-host-blocks"):
         _pin(blocks)
     assert int((ones * 2).sum()) == 8
     _unpin(blocks, torch.cuda.Stream())  # type: ignore[no-untyped-call]
@@ -435,7 +438,7 @@ def test_what_cannot_be_pinned_fails_nobody_later() -> None:
 
 
 @pytest.mark.parametrize("num_heads", [2, 8, 32])
-def test_decodes_of_any_lengths_were_captured_ahead(num_heads: int) -> None:
+def test_all_decode_sizes_are_captured_at_warm_up(num_heads: int) -> None:
     about = model(num_attention_heads=num_heads, num_key_value_heads=num_heads)
     executor = on_device(
         settings(max_num_seqs=256, max_num_batched_tokens=256, max_model_len=8192), about
@@ -446,22 +449,20 @@ def test_decodes_of_any_lengths_were_captured_ahead(num_heads: int) -> None:
         for most, longest in ((10, 10), (3000, 3000), (10, 3000), (3000, 8000)):
             lengths[:count] = most
             lengths[0] = longest
-            ways.add(executor._sharing(rows))
-            assert (padded_rows(count), executor._sharing(rows)) in ahead
-    assert ways == ({1} if num_heads == 2 else set(SHARINGS))
-    assert len(ahead) == len(set(ahead)) <= len(SHARINGS) * 28, (
-        "as many as have memory: graph_bytes"
-    )
+            ways.add(executor._num_splits(rows))
+            assert (padded_rows(count), executor._num_splits(rows)) in ahead
+    assert ways == ({1} if num_heads == 2 else set(SPLIT_COUNTS))
+    assert len(ahead) == len(set(ahead)) <= len(SPLIT_COUNTS) * 28, "graph_bytes counts no more"
 
 
-@pytest.mark.parametrize(("longest", "num_rows", "is_small", "sharing"), [
-    (1020, 100, True, 8),  # as many programs as if they were 128
+@pytest.mark.parametrize(("longest", "num_rows", "is_small", "num_splits"), [
+    (1020, 100, True, 8),  # padded to 128 rows, which makes enough programs
     (1020, 100, False, 1),
     (10, 100, True, 1),
     (1020, 96, True, 1),
 ])  # fmt: skip
-def test_decodes_are_shared_among_as_many_as_the_pass_has(
-    longest: int, num_rows: int, is_small: bool, sharing: int, monkeypatch: pytest.MonkeyPatch
+def test_the_number_of_splits_follows_the_rows_of_the_padded_pass(
+    longest: int, num_rows: int, is_small: bool, num_splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     about = model(num_attention_heads=8, num_key_value_heads=8)
     monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_DECODES", 32)
@@ -470,38 +471,38 @@ def test_decodes_are_shared_among_as_many_as_the_pass_has(
     )
     executor.rows.lengths[:num_rows] = 10
     executor.rows.lengths[num_rows - 1] = longest
-    executor.decoder.backend.fills_up = is_small
-    sizes = list[Size]()
+    executor.decoder.backend.supports_padding = is_small
+    sizes = list[PassSize]()
 
-    def forward(batch: Batch, _blocks: Tensor) -> Tensor:
-        sizes.append(Size(batch.num_decodes, 0, 0, batch.sharing))
+    def forward(batch: ForwardBatch, _blocks: Tensor) -> Tensor:
+        sizes.append(PassSize(batch.num_decodes, 0, 0, batch.num_splits))
         return torch.zeros((len(batch.tokens_t), 32), device=DEVICE)
 
     executor.decoder.forward = forward  # type: ignore[assignment,method-assign]
     executor.mixed.run(np.arange(num_rows), [])
-    assert sizes == [Size(128 if is_small and num_rows > 96 else num_rows, 0, 0, sharing)]
+    assert sizes == [PassSize(128 if is_small and num_rows > 96 else num_rows, 0, 0, num_splits)]
 
 
-def test_only_who_takes_rows_of_nobody_is_warmed_up_with_them() -> None:
+def test_only_a_backend_that_supports_padding_is_warmed_up() -> None:
     config, about = settings(), FAMILIES["its own head"]
     executor, sizes = exactly_on_device(config, about), list[object]()
     executor.mixed._step = lambda *size: sizes.append(size)  # type: ignore[method-assign]
     executor.mixed.warm_up()
     assert not sizes
-    executor.decoder.backend.fills_up = True
+    executor.decoder.backend.supports_padding = True
     executor.mixed.warm_up()
     assert len(sizes) > 1 and max(map(sum, sizes)) == sum(executor.mixed._largest)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU captures")
-def test_a_pass_over_prompts_is_captured_when_it_comes_again_and_says_the_same() -> None:
-    config, about = settings(max_tokens=8), FAMILIES["norms of heads"]
+@pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a GPU only")
+def test_a_repeated_prefill_is_captured_and_generates_the_same() -> None:
+    config, about = settings(max_num_batched_tokens=8), FAMILIES["norms of heads"]
     executor = on_device(config, about)
-    told = [answers(lambda *_: executor, config, about, async_scheduling=1) for _ in range(4)]
-    assert executor.mixed.graphs and told == [answers(plain, config, about)] * 4
+    results = [answers(lambda *_: executor, config, about, async_scheduling=1) for _ in range(4)]
+    assert executor.mixed.graphs and results == [answers(plain, config, about)] * 4
 
 
-def test_a_batch_is_padded_a_little_and_never_cut() -> None:
+def test_a_batch_is_padded_a_little_and_never_shortened() -> None:
     for count in range(1, 2000):
         padded = padded_rows(count)
         assert count <= padded <= count + max(3, count // 8 + 8)

@@ -1,7 +1,7 @@
-"""Laws of a failing device: whoever was in flight is told why, and nobody gets a wrong token later.
+"""A failing device: requests in flight get the reason, and no later request gets a wrong token.
 
-The device executor runs here over plain torch, so that a run takes a fraction of a second. Where
-there is a GPU they run on it, and failures inside of captures are tried too.
+Without a GPU, the GPU executor runs plain torch here, so a run takes a fraction of a second. With
+a GPU, failures inside captures are tested too.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import Tensor
 
 from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ExecutorError
-from headway.executor.gpu.graphs import record
-from headway.model.backends.base import Pass
+from headway.executor.gpu.graphs import capture_into
+from headway.model.backends.base import ForwardPass
 from headway.model.backends.plain import PlainBackend, PlainPass
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.plan import Plan
@@ -36,11 +36,11 @@ from headway.request import Params, Request
 from headway.scheduler import Scheduler
 
 pytest.importorskip("triton")
-from headway.executor.gpu.executor import DeviceExecutor, Flight
+from headway.executor.gpu.executor import GpuExecutor, PendingStep
 from headway.model.backends.gpu import GpuBackend
 from tests.executor.test_gpu import Loud, model, settings
 
-pytestmark = pytest.mark.usefixtures("few_rows_of_nobody")
+pytestmark = pytest.mark.usefixtures("small_padding")
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TINY = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
@@ -51,11 +51,11 @@ NUMBERS = itertools.count()
 
 
 class DecodesFirst(PlainBackend):
-    """Plain torch over batches as the device executor makes them."""
+    """Plain torch for the batches of the GPU executor, in which decodes come first."""
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass:
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> ForwardPass:
         count = batch.num_decodes
         starts, ends = torch.arange(count + 1), batch.positions_t[:count] + 1
         if count < len(batch.tokens_t):
@@ -66,7 +66,7 @@ class DecodesFirst(PlainBackend):
 
 
 class Tripwire:
-    """A decoder that raises at its nth forward pass, and at so many after it."""
+    """A decoder that raises at its nth forward pass and at the `times - 1` passes after it."""
 
     def __init__(self, decoder: Decoder, error: BaseException, first: int, times: int = 1) -> None:
         self._decoder, self._error = decoder, error
@@ -75,20 +75,20 @@ class Tripwire:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._decoder, name)
 
-    def forward(self, batch: Batch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
         self._count += 1
         if self._count in self._broken:
             raise self._error
         return self._decoder.forward(batch, blocks)
 
 
-def trip(executor: DeviceExecutor, wire: Tripwire) -> None:
-    """All passes go through it from now on."""
+def trip(executor: GpuExecutor, wire: Tripwire) -> None:
+    """Route all later passes through the tripwire."""
     executor.decoder = executor.mixed.decoder = wire  # type: ignore[assignment]
 
 
 class Line:
-    """Raises at the nth line that the executor runs, of one function or of any."""
+    """Raises at the nth line that the executor runs, of one function or of any function."""
 
     def __init__(self, at: int = 0, error: BaseException | None = None, only: str = "") -> None:
         self.num_seen = 0
@@ -103,8 +103,8 @@ class Line:
 
     def _enter(self, frame: FrameType, event: str, value: object) -> Any:
         module, name = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        is_meant = name == self._only or (not self._only and name != "_forget")
-        is_executor = module.startswith("headway.executor.factory") and "faults" not in module
+        is_meant = name == self._only or (not self._only and name != "_discard_launch")
+        is_executor = module.startswith("headway.executor") and "faults" not in module
         return self._line if is_executor and is_meant else None
 
     def _line(self, frame: FrameType, event: str, value: object) -> Any:
@@ -114,16 +114,16 @@ class Line:
         return self._line
 
 
-def make(async_scheduling: int = 0, **more: Any) -> tuple[Engine, DeviceExecutor]:
+def make(async_scheduling: int = 0, **more: Any) -> tuple[Engine, GpuExecutor]:
     config = settings(**{"max_num_seqs": 3, **more})
     has_gpu = torch.cuda.is_available()
     backend = GpuBackend(torch.float32, "cuda") if has_gpu else DecodesFirst()
-    executor = DeviceExecutor(Decoder(Loud(model("Llama", **TINY)), backend), config)
+    executor = GpuExecutor(Decoder(Loud(model("Llama", **TINY)), backend), config)
     return Engine(Scheduler(config), executor, async_scheduling=async_scheduling), executor
 
 
 def ask(engine: Engine, count: int = len(PROMPTS)) -> list[Request]:
-    """Requests of different lengths; ids are new every time."""
+    """Add requests of different lengths, with new ids."""
     return [
         engine.add(str(next(NUMBERS)), prompt, Params(max_tokens=limit))[0]
         for prompt, limit in list(zip(PROMPTS, LIMITS, strict=True))[:count]
@@ -131,7 +131,7 @@ def ask(engine: Engine, count: int = len(PROMPTS)) -> list[Request]:
 
 
 def finish(engine: Engine) -> None:
-    """To the end, whatever is raised on the way."""
+    """Run to the end, whatever is raised on the way."""
     while engine.has_work:
         with suppress(KeyboardInterrupt):
             engine.step()
@@ -143,7 +143,7 @@ def outputs(requests: list[Request]) -> list[list[int]]:
 
 @cache
 def expected() -> list[list[int]]:
-    """What is said when nothing fails."""
+    """The outputs without any failure."""
     engine, _ = make()
     requests = ask(engine)
     engine.run()
@@ -151,26 +151,26 @@ def expected() -> list[list[int]]:
     return outputs(requests)
 
 
-def check_beliefs(executor: DeviceExecutor) -> None:
-    """What the host takes for told to the device is what the device was told."""
-    assert not executor.seats._places and not executor.seats._values
+def check_sent_state(executor: GpuExecutor) -> None:
+    """The state that the host believes to have sent is on the device."""
+    assert not executor.state._places and not executor.state._values
     if executor._sent is not None:
         count, held = len(executor._sent), executor._decoding.cpu().numpy()
-        assert executor._order is not None and (held[count:] == executor.seats.spare).all()
+        assert executor._order is not None and (held[count:] == executor.state.spare).all()
         assert np.array_equal(held[:count][executor._order], executor._sent)
 
 
-def check_after(engine: Engine, executor: DeviceExecutor, requests: Sequence[Request] = ()) -> None:
-    """What was said is right as far as it goes, and what is asked now is answered whole."""
+def check_after(engine: Engine, executor: GpuExecutor, requests: Sequence[Request] = ()) -> None:
+    """Outputs so far are correct prefixes, and new requests get complete outputs."""
     for request, right in zip(requests, expected(), strict=False):
         assert list(request.output) == right[: request.num_generated]
         if request.finish_reason != "error":
             assert list(request.output) == right
-    check_beliefs(executor)
+    check_sent_state(executor)
     again = ask(engine)
     engine.run()
     assert engine.is_healthy and outputs(again) == expected()
-    check_beliefs(executor)
+    check_sent_state(executor)
 
 
 # A step that fails.
@@ -178,7 +178,7 @@ def check_after(engine: Engine, executor: DeviceExecutor, requests: Sequence[Req
 
 @each_scheduling
 @pytest.mark.parametrize("first", [1, 2, 4])
-def test_whoever_was_in_flight_is_told_why_and_the_others_are_served(
+def test_requests_in_flight_fail_with_the_reason_and_others_finish(
     async_scheduling: int, first: int
 ) -> None:
     engine, executor = make(async_scheduling)
@@ -196,7 +196,7 @@ def test_whoever_was_in_flight_is_told_why_and_the_others_are_served(
 
 @each_scheduling
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["e", "k"])
-def test_a_launch_broken_off_anywhere_changes_no_later_token(
+def test_an_interrupted_launch_changes_no_later_token(
     async_scheduling: int, error: BaseException
 ) -> None:
     engine, executor = make(async_scheduling, num_blocks=9)
@@ -214,8 +214,8 @@ def test_a_launch_broken_off_anywhere_changes_no_later_token(
 
 
 @pytest.mark.parametrize("function", ["_send_rows", "_put"])
-def test_what_was_told_by_half_is_told_again(function: str) -> None:
-    """Each line of the functions that tell the device what the host takes for told afterwards."""
+def test_state_that_was_sent_partly_is_sent_again(function: str) -> None:
+    """Interrupt each line of the functions that send state the host remembers as sent."""
     engine, executor = make(1)
     ask(engine)
     with Line(only=function) as lines:
@@ -227,33 +227,33 @@ def test_what_was_told_by_half_is_told_again(function: str) -> None:
             finish(engine)
         finish(engine)
         assert any(request.finish_reason == "error" for request in requests)
-        check_beliefs(executor)
+        check_sent_state(executor)
     check_after(engine, executor)
 
 
 class Lost:
-    """An event that never comes: the device fails when it is waited for."""
+    """An event of a device that fails while the host waits."""
 
     def synchronize(self) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered\nSearch for it")
 
 
 class LostInFlight:
-    """An executor whose plans of some steps are lost after they were launched."""
+    """An executor that loses the plans of some steps after they were launched."""
 
-    def __init__(self, executor: DeviceExecutor, steps: set[int]) -> None:
+    def __init__(self, executor: GpuExecutor, steps: set[int]) -> None:
         self._executor, self._steps = executor, steps
 
-    def launch(self, plan: Plan) -> Flight:
-        flight = self._executor.launch(plan)
+    def launch(self, plan: Plan) -> PendingStep:
+        pending = self._executor.launch(plan)
         if plan.step in self._steps:
-            flight.arrived = Lost()  # type: ignore[assignment]
-        return flight
+            pending.arrived = Lost()  # type: ignore[assignment]
+        return pending
 
 
 @each_scheduling
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_plan_that_fails_on_the_device_is_told_of_like_one_that_fails_at_launch(
+def test_a_plan_that_fails_on_the_device_is_reported_like_a_failed_launch(
     async_scheduling: int, step: int
 ) -> None:
     engine, executor = make(async_scheduling)
@@ -276,23 +276,23 @@ def raising(error: BaseException) -> Callable[[], None]:
 
 
 @each_scheduling
-def test_a_lost_device_ends_everything_with_the_first_reason(async_scheduling: int) -> None:
+def test_a_lost_device_stops_the_engine_with_the_first_reason(async_scheduling: int) -> None:
     engine, executor = make(async_scheduling)
     engine.executor = LostInFlight(executor, {1})
     executor.faults.probe = raising(RuntimeError("CUDA error: unspecified launch failure"))
     requests = [request for _ in range(MAX_FAULTS + 1) for request in ask(engine)]
     engine.run()
-    reason = "the device is lost to this process (CUDA error: an illegal memory access was "
-    assert engine.fault and reason in engine.fault and "start the program again" in engine.fault
+    assert engine.fault and "an illegal memory access was" in engine.fault
+    assert "context is unusable" in engine.fault and "restart" in engine.fault
     assert "\n" not in engine.fault and "unspecified" not in engine.fault
     assert not engine.is_healthy and not engine.has_work
     failed = [request for request in requests if request.finish_reason == "error"]
     assert len(failed) > 12 and {request.error for request in failed} == {engine.fault}
-    with pytest.raises(ExecutorError, match=r"the engine has stopped: .*start the program again"):
+    with pytest.raises(ExecutorError, match=r"illegal memory access.*restart"):
         ask(engine)
 
 
-def test_a_lost_device_is_not_tried_again() -> None:
+def test_a_lost_device_is_not_used_again() -> None:
     engine, executor = make()
     wire = Tripwire(executor.decoder, RuntimeError("astray"), 2, times=99)
     trip(executor, wire)
@@ -303,16 +303,16 @@ def test_a_lost_device_is_not_tried_again() -> None:
 
 
 @each_scheduling
-def test_a_step_without_memory_says_what_to_lower_and_is_not_the_end(async_scheduling: int) -> None:
-    said = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. If reserved is large"
+def test_out_of_memory_names_the_flags_and_is_not_fatal(async_scheduling: int) -> None:
+    message = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 is full. If reserved is large"
     engine, executor = make(async_scheduling)
-    trip(executor, Tripwire(executor.decoder, torch.OutOfMemoryError(said), 2))
+    trip(executor, Tripwire(executor.decoder, torch.OutOfMemoryError(message), 2))
     requests = ask(engine)
     engine.run()
     failed = [request for request in requests if request.finish_reason == "error"]
     assert failed
     for request in failed:
-        assert request.error and "ran out of memory: CUDA out of memory" in request.error
+        assert request.error and "CUDA out of memory" in request.error
         assert "--max-num-batched-tokens" in request.error and "If reserved" not in request.error
     check_after(engine, executor, requests)
 
@@ -321,7 +321,7 @@ def test_a_step_without_memory_says_what_to_lower_and_is_not_the_end(async_sched
 
 
 class Recorder:
-    """A tape that says what was done with it."""
+    """A graph that records the calls to it."""
 
     def __init__(self, end: BaseException | None = None) -> None:
         self.calls: list[str] = []
@@ -338,30 +338,30 @@ class Recorder:
 
 @pytest.mark.parametrize("error", [RuntimeError("step"), KeyboardInterrupt("step")])
 @pytest.mark.parametrize("end", [None, RuntimeError("the capture was invalidated")])
-def test_a_capture_that_fails_is_ended_and_its_own_error_is_told(
+def test_a_failed_capture_is_ended_and_raises_its_own_error(
     error: BaseException, end: BaseException | None
 ) -> None:
-    tape = Recorder(end)
+    graph = Recorder(end)
     with pytest.raises(type(error), match="step"):
-        record(tape, "pool", raising(error))
-    assert tape.calls == ["begin pool thread_local", "end"]
+        capture_into(graph, "pool", raising(error))
+    assert graph.calls == ["begin pool thread_local", "end"]
 
 
-def test_a_capture_that_cannot_be_ended_is_no_capture() -> None:
-    tape = Recorder(RuntimeError("no graph"))
+def test_a_capture_that_cannot_be_ended_raises() -> None:
+    graph = Recorder(RuntimeError("no graph"))
     with pytest.raises(RuntimeError, match="no graph"):
-        record(tape, None, lambda: None)
-    assert tape.calls == ["begin None thread_local", "end", "end"]
+        capture_into(graph, None, lambda: None)
+    assert graph.calls == ["begin None thread_local", "end", "end"]
 
 
 def test_a_capture_that_succeeds_is_ended_once() -> None:
-    tape = Recorder()
-    record(tape, "pool", lambda: tape.calls.append("work"))
-    assert tape.calls == ["begin pool thread_local", "work", "end"]
+    graph = Recorder()
+    capture_into(graph, "pool", lambda: graph.calls.append("work"))
+    assert graph.calls == ["begin pool thread_local", "work", "end"]
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("step")])
-def test_nothing_is_collected_during_a_capture(error: BaseException | None) -> None:
+def test_garbage_is_not_collected_during_a_capture(error: BaseException | None) -> None:
     seen: list[bool] = []
 
     def work() -> None:
@@ -370,14 +370,14 @@ def test_nothing_is_collected_during_a_capture(error: BaseException | None) -> N
             raise error
 
     with suppress(RuntimeError):
-        record(Recorder(), None, work)
+        capture_into(Recorder(), None, work)
     assert seen == [False] and gc.isenabled()
 
 
 class Unsuitable(Tripwire):
-    """Does in its nth pass what no capture allows."""
+    """Does something in its nth pass that a capture does not allow."""
 
-    def forward(self, batch: Batch, blocks: Tensor) -> Tensor:
+    def forward(self, batch: ForwardBatch, blocks: Tensor) -> Tensor:
         self._count += 1
         if self._count in self._broken:
             torch.cuda.synchronize()
@@ -385,7 +385,7 @@ class Unsuitable(Tripwire):
 
 
 def fail_in_a_capture(kind: type[Tripwire], first: int, async_scheduling: int) -> None:
-    """All that is asked after a capture has failed is answered, from graphs."""
+    """After a failed capture, all requests get outputs, from graphs."""
     engine, executor = make(async_scheduling)
     trip(executor, kind(executor.decoder, RuntimeError("in a capture"), first))
     requests = ask(engine)
@@ -399,12 +399,12 @@ def fail_in_a_capture(kind: type[Tripwire], first: int, async_scheduling: int) -
 @on_gpu
 @each_scheduling
 @pytest.mark.parametrize("first", [2, 3])  # after the prompts: run once, then captured
-def test_a_capture_that_fails_on_a_gpu_is_made_again(first: int, async_scheduling: int) -> None:
+def test_a_failed_capture_on_a_gpu_is_repeated(first: int, async_scheduling: int) -> None:
     fail_in_a_capture(Tripwire, first, async_scheduling)
 
 
 def in_a_process(script: str) -> str:
-    """What a script prints: for what a process does not recover from."""
+    """The output of a script, for failures from which a process does not recover."""
     command = [sys.executable, "-W", "ignore", "-c", script]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
@@ -412,8 +412,8 @@ def in_a_process(script: str) -> str:
 
 
 @on_gpu
-def test_a_capture_that_the_driver_breaks_off_is_made_again() -> None:
-    start = "from tests import test_device_faults as tests\n"
+def test_a_capture_that_the_driver_ended_is_repeated() -> None:
+    start = "from tests.executor import test_gpu_faults as tests\n"
     in_a_process(f"{start}tests.fail_in_a_capture(tests.Unsuitable, 3, 1)")
 
 
@@ -421,7 +421,7 @@ ASTRAY = """
 import os
 import torch
 from headway.errors import ExecutorError
-from tests import test_device_faults as tests
+from tests.executor import test_gpu_faults as tests
 
 class Astray(tests.Tripwire):
     def forward(self, batch, blocks):
@@ -434,7 +434,7 @@ engine, executor = tests.make(1)
 tests.trip(executor, Astray(executor.decoder, RuntimeError(), 1))
 requests = tests.ask(engine) + tests.ask(engine)
 engine.run()
-assert all(r.finish_reason == "error" and "is lost to this process" in r.error for r in requests)
+assert all(r.finish_reason == "error" and "context is unusable" in r.error for r in requests)
 assert not engine.is_healthy
 for _ in range(3):
     try:
@@ -442,11 +442,11 @@ for _ in range(3):
         engine.run()
     except ExecutorError as error:
         print(error, flush=True)
-os._exit(0)  # what is destroyed at the end would ask the device
+os._exit(0)  # destructors would call the device
 """
 
 
 @on_gpu
-def test_a_kernel_that_goes_astray_ends_the_engine_and_hangs_nothing() -> None:
-    said = in_a_process(ASTRAY)
-    assert "the engine has stopped" in said and "start the program again" in said
+def test_an_illegal_memory_access_stops_the_engine_and_hangs_nothing() -> None:
+    printed = in_a_process(ASTRAY)
+    assert "context is unusable" in printed and "restart" in printed

@@ -1,4 +1,4 @@
-"""Embeddings: pooled hidden states that do not depend on chunks, company or preemptions."""
+"""Embeddings: pooled hidden states that do not depend on chunks, batches or preemptions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from headway import LLM, Engine, Params, Request, SamplingParams, Scheduler, Ste
 from headway.config import Config
 from headway.engine.input_processor import embedding_params
 from headway.errors import ExecutorError, InvalidRequest, RequestTooLong
-from headway.executor.cpu import TorchExecutor
-from headway.executor.extra import Extra
+from headway.executor.cpu import CpuExecutor
 from headway.executor.pooling import SLICE, add_rows
+from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.lab.replay import check_replay
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
@@ -37,7 +37,7 @@ POOLINGS: tuple[Pooling, ...] = ("mean", "last")
 
 
 def some_prompts() -> list[list[int]]:
-    """Of several lengths, one longer than what is normalized at once; the last begins as another."""
+    """Prompts of several lengths, one longer than SLICE; the last shares a prefix with another."""
     chance = random.Random(1)
     found = [[chance.randrange(131) for _ in range(length)] for length in LENGTHS]
     return [*found, [*found[-1][:60], 7]]
@@ -47,7 +47,7 @@ class Run:
     """An engine over a decoder; keeps the embeddings and what happened to them."""
 
     def __init__(self, model: Decoder, config: Config, async_scheduling: int = 0) -> None:
-        self.executor = TorchExecutor(model, config)
+        self.executor = CpuExecutor(model, config)
         self.engine = Engine(
             Scheduler(config),
             self.executor,
@@ -58,7 +58,7 @@ class Run:
         self.num_preempted = self.num_swapped = 0
 
     def _observe(self, report: StepReport) -> None:
-        if isinstance(report.result.extra, Extra):
+        if isinstance(report.result.extra, ExtraOutputs):
             for request, vector in report.result.extra.embeddings.items():
                 assert request.id not in self.found
                 self.found[request.id] = vector
@@ -84,7 +84,7 @@ def roomy(**more: Any) -> Config:
 
 
 def alone(model: Decoder) -> dict[str, Embedding]:
-    """The embedding of every prompt, each in an engine of its own and in one chunk."""
+    """The embedding of every prompt, each alone in an engine and in one chunk."""
     found: dict[str, Embedding] = {}
     for number, prompt in enumerate(some_prompts()):
         for pooling in POOLINGS:
@@ -115,12 +115,12 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def run_in_company(run: Run, chance: random.Random) -> None:
-    """All prompts with both poolings, in random order, beside generation from the same prompts."""
+    """Embed all prompts with both poolings, in random order, beside generation from them."""
     prompts = some_prompts()
     for number in range(3):
         run.engine.add(f"long {number}", prompts[2], Params(max_tokens=110))
         run.engine.step()
-    run.embed("mean 6", prompts[6], "mean")  # beside outputs that need more and more blocks
+    run.embed("mean 6", prompts[6], "mean")  # while outputs need more and more blocks
     for _ in range(25):
         run.engine.step()
     asked = [(p, n) for p in POOLINGS for n in range(len(prompts)) if (p, n) != ("mean", 6)]
@@ -139,7 +139,7 @@ def run_in_company(run: Run, chance: random.Random) -> None:
 
 @needs_native
 @pytest.mark.parametrize("precision", ["float32", "8 bits", "4 bits"])
-def test_an_embedding_is_the_same_to_the_bit_in_any_company_and_chunking(precision: str) -> None:
+def test_an_embedding_is_bitwise_the_same_in_any_batch_and_chunking(precision: str) -> None:
     model, chance = decoder(MODEL, precision), random.Random(precision)
     expected = alone(model)
     for way, (async_scheduling, changes) in WAYS.items():
@@ -154,7 +154,7 @@ def test_an_embedding_is_the_same_to_the_bit_in_any_company_and_chunking(precisi
 @needs_native
 @pytest.mark.parametrize("seed", range(6))
 def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> None:
-    """Preempted at random, resumed from its own blocks, from those of an equal prompt, or anew."""
+    """Preempt at random; resume from its own blocks, those of an equal prompt, or from zero."""
     model, chance = decoder(MODEL, "float32"), random.Random(seed)
     prompt = some_prompts()[-2]
     single = Run(model, roomy())
@@ -179,8 +179,8 @@ def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> N
 
 
 @needs_native
-def test_a_sum_covers_what_was_computed_before_a_restart_from_zero() -> None:
-    """Restarted, halted early, then resumed further on, in blocks that an equal prompt has filled."""
+def test_a_sum_keeps_positions_from_before_a_restart_from_zero() -> None:
+    """Restart, preempt early, then resume further on, in blocks that an equal prompt filled."""
     model, prompt = decoder(MODEL, "float32"), some_prompts()[-2]
     run = Run(
         model, roomy(max_num_batched_tokens=70, max_num_seqs=1, block_size=4, queue="priority")
@@ -205,7 +205,7 @@ def test_a_sum_covers_what_was_computed_before_a_restart_from_zero() -> None:
     check_equal(run.found, single.found)
 
 
-def test_plain_torch_finds_the_same_as_the_kernels() -> None:
+def test_plain_torch_and_the_native_kernels_agree() -> None:
     prompts, plain = some_prompts(), Decoder(ScaledCheckpoint(CONFIGS[MODEL]), PlainBackend())
     for pooling in POOLINGS:
         runs = [Run(plain, roomy(**changes)) for changes in ({}, {"chunk": "at_most(9)"})]
@@ -223,7 +223,7 @@ def test_plain_torch_finds_the_same_as_the_kernels() -> None:
 
 @torch.inference_mode()
 def by_hand(model: Decoder, prompt: list[int], pooling: Pooling) -> Embedding:
-    """As the definition says: final norm, then the mean or the last row, then length 1."""
+    """The definition: final norm, then the mean or the last row, then length 1."""
     states = model.forward(real.whole(prompt), real.blocks_for(model, len(prompt)))
     states = model.backend.rms_norm(states, model.norm, model.config.norm_eps).double()
     vector = states.mean(0) if pooling == "mean" else states[-1]
@@ -231,7 +231,7 @@ def by_hand(model: Decoder, prompt: list[int], pooling: Pooling) -> Embedding:
     return found
 
 
-def test_the_sum_of_rows_does_not_depend_on_how_they_are_cut() -> None:
+def test_the_sum_of_rows_does_not_depend_on_how_they_are_split() -> None:
     chance, generator = random.Random(0), torch.Generator().manual_seed(0)
     sizes = torch.exp(12 * torch.randn(300, 1, generator=generator))
     rows = (torch.randn(300, 33, generator=generator) * sizes).float()
@@ -247,7 +247,7 @@ def test_the_sum_of_rows_does_not_depend_on_how_they_are_cut() -> None:
     assert torch.allclose(sums[0], rows.double().sum(0))
 
 
-def test_nothing_is_kept_of_an_embedding_that_is_aborted() -> None:
+def test_an_aborted_embedding_leaves_no_sum() -> None:
     run = Run(Decoder(ScaledCheckpoint(CONFIGS[MODEL]), PlainBackend()), roomy(chunk="at_most(9)"))
     run.embed("a", some_prompts()[-2], "mean")
     run.engine.step()
@@ -268,7 +268,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_a_request_that_cannot_be_an_embedding_is_refused(word: str) -> None:
+def test_a_request_that_cannot_be_an_embedding_is_rejected(word: str) -> None:
     scheduler = Scheduler(roomy())
     with pytest.raises(InvalidRequest, match=word):
         scheduler.add(Request("a", [1, 2], Params(**WRONG[word])))
@@ -291,7 +291,7 @@ def llm(tiny: str) -> Iterator[LLM]:
 TEXTS = ["Marta", "The harbour master", real.STORY, "crème brûlée"]
 
 
-def test_embed_gives_unit_vectors_in_the_order_of_the_prompts(llm: LLM) -> None:
+def test_embed_returns_unit_vectors_in_the_order_of_the_prompts(llm: LLM) -> None:
     results = llm.embed(TEXTS)
     vectors = []
     for text, result in zip(TEXTS, results, strict=True):
@@ -322,7 +322,7 @@ def test_the_last_token_reads_the_cache_and_the_mean_does_not(llm: LLM) -> None:
     assert not np.allclose(vectors["mean"][0], vectors["last"][0], atol=1e-3)  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
+def test_invalid_prompts_and_poolings_are_rejected(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="pooling"):
         llm.embed(TEXTS, pooling="max")  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest):
@@ -334,7 +334,7 @@ def test_what_cannot_be_embedded_is_refused(llm: LLM) -> None:
     assert isinstance(bad.error, InvalidRequest)
 
 
-def test_a_step_that_fails_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(llm.executor.pooler, "pool", None)
         with pytest.raises(ExecutorError, match="NoneType"):
@@ -342,7 +342,9 @@ def test_a_step_that_fails_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> 
     assert llm.embed("Marta")[0].embedding is not None
 
 
-def test_recorded_embeddings_replay_and_teach_no_output_lengths(tiny: str, tmp_path: Path) -> None:
+def test_recorded_embeddings_replay_and_are_not_learned_as_lengths(
+    tiny: str, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.jsonl"
     settings = {"num_blocks": 40, "chunk": "at_most(20)", "headroom": "future_peak(learned)"}
     with LLM(tiny, trace_out=path, **settings) as llm:

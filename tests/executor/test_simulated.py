@@ -1,4 +1,4 @@
-"""Laws of the simulator: virtual time, scripted outputs, and nothing left to chance."""
+"""The simulator: virtual time, scripted outputs, and reproducible runs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
-from headway.lab.simulate import Run, simulate, with_profile
+from headway.lab.simulate import SimulationResult, simulate, with_profile
 from headway.lab.summary import summarize
-from headway.lab.workload.jobs import EOS, Job, TokenSpace
+from headway.lab.workload.request import EOS, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.trace import Line
 from headway.plan import Plan, StepReport
@@ -34,10 +34,14 @@ CROWDED = (
 
 def record(
     text: str, async_scheduling: int, name: str = "headway", **changes: Any
-) -> tuple[Run, str]:
+) -> tuple[SimulationResult, str]:
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
     run = simulate(
-        parse_synthetic(text).jobs(), config, PROFILE, async_scheduling=async_scheduling, trace=file
+        parse_synthetic(text).generate(),
+        config,
+        PROFILE,
+        async_scheduling=async_scheduling,
+        trace=file,
     )
     return run, file.getvalue()
 
@@ -49,7 +53,7 @@ def steps_of(text: str) -> list[Line]:
 # Time.
 
 
-def test_a_virtual_clock_moves_only_forwards() -> None:
+def test_a_virtual_clock_only_moves_forwards() -> None:
     clock = VirtualClock()
     assert clock.now() == 0.0
     clock.advance_to(2.0)
@@ -57,21 +61,21 @@ def test_a_virtual_clock_moves_only_forwards() -> None:
     assert clock.now() == 2.0
 
 
-def test_plans_run_one_after_the_other_and_waiting_moves_the_clock() -> None:
+def test_plans_run_in_order_and_waiting_advances_the_clock() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 2.0, host_seconds=0.5)
     first, second = executor.launch(Plan(0)), executor.launch(Plan(1))
-    assert clock.now() == 1.0  # twice the host's time
+    assert clock.now() == 1.0  # host time of two launches
     one, two = first.wait(), second.wait()
     assert (one.started, one.ended) == (0.5, 2.5)
     assert (two.started, two.ended) == (2.5, 4.5) and clock.now() == 4.5
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_overlap_hides_the_hosts_time(name: str) -> None:
+def test_async_scheduling_hides_host_time(name: str) -> None:
     text = "requests=12,prompt=uniform(5,40),output=uniform(5,30)"
     slow = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.002))
-    jobs, seconds, num_steps = parse_synthetic(text).jobs(), [], []
+    jobs, seconds, num_steps = parse_synthetic(text).generate(), [], []
     for async_scheduling in (0, 1):
         summary = summarize(
             simulate(jobs, preset(name, **SMALL), slow, async_scheduling=async_scheduling).metrics
@@ -82,23 +86,25 @@ def test_overlap_hides_the_hosts_time(name: str) -> None:
     assert seconds[0] > 0.002 * num_steps[0]
 
 
-def test_without_host_time_there_is_nothing_to_hide() -> None:
+def test_async_scheduling_changes_nothing_without_host_time() -> None:
     ideal = replace(PROFILE, machine=replace(PROFILE.machine, host_seconds=0.0))
-    jobs = parse_synthetic("requests=6,prompt=uniform(5,20),output=9").jobs()
+    jobs = parse_synthetic("requests=6,prompt=uniform(5,20),output=9").generate()
     runs = [simulate(jobs, preset(), ideal, async_scheduling=d).metrics.ended_at for d in (0, 1)]
     assert runs[0] == pytest.approx(runs[1])
 
 
 @each_scheduling
-def test_idle_time_is_skipped_and_nobody_is_served_before_it_came(async_scheduling: int) -> None:
+def test_idle_time_is_skipped_and_requests_start_after_they_arrive(async_scheduling: int) -> None:
     space = TokenSpace()
     jobs = [
-        Job(id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3)
+        WorkloadRequest(
+            id=str(i), arrival=1000.0 * i, pieces=(space.take(9),), num_output=3, max_tokens=3
+        )
         for i in range(4)
     ]
     run = simulate(jobs, preset(), PROFILE, async_scheduling=async_scheduling)
     for job in jobs:
-        life = run.metrics.lives[job.id]
+        (life,) = [each for each in run.metrics.requests if each.id == job.id]
         assert job.arrival == life.arrival <= life.admitted < job.arrival + 1
         assert life.admitted < life.first_token < life.finished < job.arrival + 1
     assert 3000 < run.metrics.ended_at < 3001
@@ -128,9 +134,9 @@ STRAINS: dict[str, dict[str, Any]] = {
 
 @each_scheduling
 @pytest.mark.parametrize("strain", STRAINS)
-def test_everyone_says_what_its_script_says(strain: str, async_scheduling: int) -> None:
+def test_every_request_generates_its_script(strain: str, async_scheduling: int) -> None:
     ended: list[Request] = []
-    jobs = parse_synthetic(CROWDED).jobs()
+    jobs = parse_synthetic(CROWDED).generate()
     config = preset("vllm_v1", **{**SMALL, **STRAINS[strain]})
 
     def observe(report: StepReport) -> None:
@@ -151,7 +157,7 @@ def test_everyone_says_what_its_script_says(strain: str, async_scheduling: int) 
 
 
 @each_scheduling
-def test_an_output_longer_than_allowed_is_cut_where_its_user_said(async_scheduling: int) -> None:
+def test_an_output_longer_than_max_tokens_is_cut(async_scheduling: int) -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 1.0)
     engine = Engine(Scheduler(preset(**SMALL)), executor, clock, async_scheduling=async_scheduling)
@@ -161,7 +167,7 @@ def test_an_output_longer_than_allowed_is_cut_where_its_user_said(async_scheduli
     assert list(request.output) == [7, 7, 7] and request.finish_reason == "length"
 
 
-def test_a_request_without_a_script_is_our_bug_and_says_so() -> None:
+def test_a_request_without_a_script_fails_an_assertion() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 1.0)
     scheduler = Scheduler(preset(**SMALL))
@@ -180,40 +186,42 @@ def test_a_run_is_the_same_every_time(name: str, async_scheduling: int) -> None:
 
 
 @each_scheduling
-def test_requests_that_can_never_run_are_listed_and_the_others_go_on(async_scheduling: int) -> None:
+def test_requests_that_can_never_run_are_listed_and_others_finish(async_scheduling: int) -> None:
     space = TokenSpace()
     lengths = [10, 1000, 20, 1, 500, 30]
     jobs = [
-        Job(id=f"r{i}", arrival=i / 1000, pieces=(space.take(n),), num_output=5, max_tokens=5)
+        WorkloadRequest(
+            id=f"r{i}", arrival=i / 1000, pieces=(space.take(n),), num_output=5, max_tokens=5
+        )
         for i, n in enumerate(lengths)
     ]
-    told: list[int] = []
+    progress: list[int] = []
     run = simulate(
-        jobs, preset(**SMALL), PROFILE, async_scheduling=async_scheduling, progress=told.append
+        jobs, preset(**SMALL), PROFILE, async_scheduling=async_scheduling, progress=progress.append
     )
     assert [id for id, _ in run.rejected] == ["r1", "r4"]
     assert all(id in reason and "40" in reason for id, reason in run.rejected)
     summary = summarize(run.metrics, len(run.rejected))
     assert (summary["completed"], summary["requests"], summary["rejected"]) == (4, 6, 2)
-    assert sum(told) == len(jobs)
+    assert sum(progress) == len(jobs)
 
 
-def test_a_run_of_nothing_ends_at_once() -> None:
+def test_a_run_without_requests_ends_at_once() -> None:
     run = simulate([], preset(), PROFILE)
     assert not run.rejected and not len(run.metrics.steps["running"])
 
 
 def test_observers_see_every_step_of_the_trace() -> None:
     reports: list[StepReport] = []
-    file, jobs = io.StringIO(), parse_synthetic("requests=5,prompt=9,output=4").jobs()
+    file, jobs = io.StringIO(), parse_synthetic("requests=5,prompt=9,output=4").generate()
     simulate(jobs, preset(), PROFILE, observers=[reports.append], trace=file)
     assert [r.plan.step for r in reports] == [li["step"] for li in steps_of(file.getvalue())]
 
 
-# What the profile says.
+# The profile.
 
 
-def test_the_default_cheaper_takes_the_profiles_times() -> None:
+def test_the_default_swap_rule_takes_the_profiles_costs() -> None:
     config = with_profile(preset("vllm"), PROFILE)
     assert config.swap == PROFILE.cheaper() != cheaper()
     chosen = cheaper(copy=1.0)
@@ -224,12 +232,12 @@ def test_the_default_cheaper_takes_the_profiles_times() -> None:
     assert preset(swap=written).swap == PROFILE.cheaper()
 
 
-def test_the_models_length_is_a_limit() -> None:
+def test_the_models_length_limits_requests() -> None:
     assert with_profile(preset(), PROFILE).max_model_len == PROFILE.model.max_model_len
     assert with_profile(preset(max_model_len=99), PROFILE).max_model_len == 99
     short = replace(PROFILE, model=replace(PROFILE.model, max_model_len=20))
-    jobs = parse_synthetic("requests=3,prompt=10,output=50").jobs()
+    jobs = parse_synthetic("requests=3,prompt=10,output=50").generate()
     run = simulate(jobs, preset(), short)
-    assert {life.num_output for life in run.metrics.lives.values()} == {10}
-    long = parse_synthetic("requests=3,prompt=20,output=50").jobs()
+    assert {life.num_output for life in run.metrics.requests} == {10}
+    long = parse_synthetic("requests=3,prompt=20,output=50").generate()
     assert len(simulate(long, preset(), short).rejected) == 3

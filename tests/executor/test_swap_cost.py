@@ -1,4 +1,4 @@
-"""Laws of measured swap times: the rule picks what is faster, and measuring leaves no trace."""
+"""Measured swap costs: the rule picks the faster way, and measuring does not change outputs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ import torch
 
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
-from headway.executor.cpu import TorchExecutor
+from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu.swap_cost import (
-    FEW_TRIES,
-    SwapTimes,
+    MIN_TRIES,
+    SwapCost,
     Timed,
-    _copying,
-    _fitted,
-    _least,
+    _best_time,
+    _fit_nonnegative,
+    _measure_copy,
     measured,
     recompute_seconds,
     resume_seconds,
@@ -52,7 +52,7 @@ CONFIG = preset("headway", num_blocks=4096, num_host_blocks=4096, max_model_len=
 
 
 class Pretended(SimulatedExecutor):
-    """Takes a profile's time for every plan; `lag` more until copies to the host are there."""
+    """Takes a profile's time for every plan, and `lag` more until copies to the host are done."""
 
     def __init__(self, profile: Profile, lag: float = 0.0) -> None:
         self.clock, self.lag = VirtualClock(), lag
@@ -65,7 +65,7 @@ class Pretended(SimulatedExecutor):
 
 
 class Alone:
-    """A world in which a request shares nothing."""
+    """A scheduler view in which requests share no blocks."""
 
     block_size = 16
 
@@ -76,8 +76,8 @@ class Alone:
 def swaps(rule: cheaper, num_tokens: int) -> bool:
     request = Request("a", [0] * num_tokens, Params())
     request.computed_base = num_tokens
-    world: Any = Alone()
-    return rule(request, world)
+    view: Any = Alone()
+    return rule(request, view)
 
 
 H200 = load_profile("qwen3-0.6b-h200")
@@ -92,10 +92,13 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize("max_tokens", [512, 8192])
+@pytest.mark.parametrize("max_num_batched_tokens", [512, 8192])
 @pytest.mark.parametrize("profile", MACHINES.values(), ids=MACHINES)
-def test_the_measured_rule_picks_what_is_faster(profile: Profile, max_tokens: int) -> None:
-    executor, config = Pretended(profile), replace(CONFIG, max_tokens=max_tokens)
+def test_the_measured_rule_picks_the_faster_way(
+    profile: Profile, max_num_batched_tokens: int
+) -> None:
+    executor = Pretended(profile)
+    config = replace(CONFIG, max_num_batched_tokens=max_num_batched_tokens)
     rule = cheaper(*measured(executor, config))
     for context in CONTEXTS:
         swapping = swap_seconds(executor, context // 16) + resume_seconds(executor, config, context)
@@ -104,18 +107,18 @@ def test_the_measured_rule_picks_what_is_faster(profile: Profile, max_tokens: in
         assert is_close or swaps(rule, context) == (swapping < again), (context, swapping, again)
 
 
-def test_the_choice_may_turn_with_the_length() -> None:
-    """Which no rule without a number for attention could follow."""
+def test_the_choice_may_depend_on_the_length() -> None:
+    """A rule without a cost for attention could not do this."""
     rule = cheaper(*measured(Pretended(H200), CONFIG))
     assert not swaps(rule, 256) and swaps(rule, 32768)
     assert rule.pair > 0 and not swaps(replace(rule, pair=0.0), 32768)
 
 
-def test_what_is_measured_is_what_a_plan_takes() -> None:
+def test_the_measured_costs_are_those_of_plans() -> None:
     executor = Pretended(H200)
     blocks_back = swap_seconds(executor, 64)
     assert blocks_back == pytest.approx(2 * H200.copy_seconds(1024))
-    copy, start = _copying(executor, CONFIG)
+    copy, start = _measure_copy(executor, CONFIG)
     assert copy == pytest.approx(H200.model.kv_bytes / H200.machine.copy_bandwidth)
     assert start == pytest.approx(H200.machine.copy_seconds)
     found = measured(executor, CONFIG)
@@ -124,10 +127,10 @@ def test_what_is_measured_is_what_a_plan_takes() -> None:
     assert found.compute * 3000 + found.pair * 4500 * 3000 == pytest.approx(added, rel=0.05)
 
 
-def test_a_copy_is_not_over_before_the_host_has_it() -> None:
+def test_a_copy_ends_when_the_host_has_it() -> None:
     late, lag = Pretended(H200, lag=1e-3), 1e-3
     assert swap_seconds(late, 16) == pytest.approx(2 * H200.copy_seconds(256) + 2 * lag)
-    assert _copying(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
+    assert _measure_copy(late, CONFIG)[1] == pytest.approx(H200.machine.copy_seconds + lag)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (1, 4096), (3, 2), (4096, 1)])
@@ -136,15 +139,15 @@ def test_the_smallest_caches_can_be_measured(sizes: tuple[int, int]) -> None:
     assert all(number >= 0 for number in measured(Pretended(H200), config))
 
 
-def test_parts_are_found_and_never_taken_less_than_0_times() -> None:
+def test_the_fit_finds_the_coefficients_and_none_is_negative() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):
         parts, times = random.normal(size=(3, 5)), random.exponential(size=3)
-        assert _fitted(parts, times @ parts) == pytest.approx(times)
+        assert _fit_nonnegative(parts, times @ parts) == pytest.approx(times)
         wholes = random.normal(size=5)
-        found = np.array(_fitted(parts, wholes))
+        found = np.array(_fit_nonnegative(parts, wholes))
         assert found.min() >= 0
-        for part in range(3):  # no small change of one is better
+        for part in range(3):  # a local optimum: no small change is better
             for other in (found[part] + 1e-3, max(0.0, found[part] - 1e-3)):
                 changed = np.where(np.arange(3) == part, other, found)
                 assert off(changed, parts, wholes) >= off(found, parts, wholes) - 1e-12
@@ -154,7 +157,7 @@ def off(times: Any, parts: Any, wholes: Any) -> float:
     return float(np.sum((times @ parts - wholes) ** 2))
 
 
-def test_only_the_default_rule_is_replaced_and_only_if_there_is_where_to() -> None:
+def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
     executor, chosen = Pretended(H200), cheaper(copy=1e-3)
     found = with_measured_swap(CONFIG, executor)
     assert found.swap != cheaper() and replace(found, swap=cheaper()) == CONFIG
@@ -165,7 +168,7 @@ def test_only_the_default_rule_is_replaced_and_only_if_there_is_where_to() -> No
         preset("static", num_host_blocks=8),
     ):  # fmt: skip
         assert with_measured_swap(other, executor) == other
-    assert SwapTimes._fields == tuple(cheaper.__dataclass_fields__)
+    assert SwapCost._fields == tuple(cheaper.__dataclass_fields__)
 
 
 # On tensors.
@@ -174,17 +177,17 @@ SMALL = replace(CONFIG, num_blocks=12, num_host_blocks=12, block_size=4, max_mod
                 max_num_seqs=4, max_num_batched_tokens=24)  # fmt: skip
 
 
-def on_cpu() -> TorchExecutor:
-    return TorchExecutor(Decoder(checkpoint(), PlainBackend()), SMALL)
+def on_cpu() -> CpuExecutor:
+    return CpuExecutor(Decoder(checkpoint(), PlainBackend()), SMALL)
 
 
 def on_device() -> Any:
     pytest.importorskip("triton")
-    from headway.executor.gpu.executor import DeviceExecutor
+    from headway.executor.gpu.executor import GpuExecutor
     from headway.model.backends.gpu import GpuBackend
 
     where = "cuda" if torch.cuda.is_available() else "cpu"
-    return DeviceExecutor(Decoder(checkpoint(), GpuBackend(torch.float32, where)), SMALL)
+    return GpuExecutor(Decoder(checkpoint(), GpuBackend(torch.float32, where)), SMALL)
 
 
 def checkpoint() -> DummyCheckpoint:
@@ -208,7 +211,7 @@ def outputs(executor: Any) -> list[list[int]]:
     return [list(request.output) for request in requests]
 
 
-def test_what_is_timed_is_the_computing_of_all_tokens_into_blocks_of_their_own() -> None:
+def test_recomputing_fills_the_blocks_of_all_tokens() -> None:
     torch.set_num_threads(1)
     executor = on_cpu()
     executor.device_blocks.zero_()
@@ -220,7 +223,7 @@ def test_what_is_timed_is_the_computing_of_all_tokens_into_blocks_of_their_own()
 @pytest.mark.parametrize(("chunk", "sizes"), [
     ("split_any", [24, 6]), ("at_most(9)", [9, 9, 9, 3]), ("whole", [24, 6]),
 ])  # fmt: skip
-def test_prompts_are_cut_as_the_scheduler_cuts_them(chunk: str, sizes: list[int]) -> None:
+def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[int]) -> None:
     class Noting(Pretended):
         def launch(self, plan: Plan) -> SimulatedHandle:
             seen.extend(chunk.end - chunk.start for chunk in plan.chunks)
@@ -228,11 +231,11 @@ def test_prompts_are_cut_as_the_scheduler_cuts_them(chunk: str, sizes: list[int]
 
     seen: list[int] = []
     recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
-    assert seen == sizes * FEW_TRIES
+    assert seen == sizes * MIN_TRIES
 
 
-def test_prompts_are_measured_in_graphs_of_their_own() -> None:
-    """A larger one would take longer, until it is worth to capture another."""
+def test_prompts_are_measured_in_their_own_graphs() -> None:
+    """A larger graph would take longer, until its own capture is worth the cost."""
     executor, seen = Pretended(load_profile("qwen3-0.6b-h200-headway")), list[bool]()
 
     class Mixed:
@@ -259,29 +262,29 @@ def test_prompts_are_measured_in_graphs_of_their_own() -> None:
 @pytest.mark.parametrize("seconds", [
     [0.01], [3.0, 0.03, 0.01], [5.0, 0.4, 0.33, 0.33], [0.3, 0.3, 0.1], [30.0, 29.0], [0.03, 0.02, 0.015, 0.01],
 ])  # fmt: skip
-def test_what_compiles_or_captures_at_first_is_tried_until_it_does_not(
+def test_attempts_repeat_until_compiling_and_capturing_are_over(
     seconds: list[float],
 ) -> None:
     tries = chain(seconds, repeat(seconds[-1]))
-    assert _least(lambda: next(tries)) == seconds[-1]
+    assert _best_time(lambda: next(tries)) == seconds[-1]
 
 
-def test_what_takes_long_is_tried_twice() -> None:
+def test_a_long_measurement_is_tried_twice() -> None:
     tries = iter([30.0, 30.0])
-    assert _least(lambda: next(tries)) == 30.0
+    assert _best_time(lambda: next(tries)) == 30.0
 
 
-@pytest.mark.usefixtures("few_rows_of_nobody")
+@pytest.mark.usefixtures("small_padding")
 @pytest.mark.parametrize("make", [on_cpu, on_device])
-def test_measuring_leaves_no_trace_in_what_is_said(make: Callable[[], Any]) -> None:
+def test_measuring_changes_no_output(make: Callable[[], Any]) -> None:
     torch.set_num_threads(1)
     executor: Timed = make()
-    times = measured(executor, replace(SMALL, num_blocks=2))  # quick: it may be interpreted
+    times = measured(executor, replace(SMALL, num_blocks=2))  # small, for the interpreter
     assert min(times) >= 0 and times.copy + times.start > 0
     assert outputs(executor) == outputs(make())
 
 
-# The benchmark that uses them.
+# The benchmark.
 
 
 def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
@@ -292,12 +295,12 @@ def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
         capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said == json.loads(written.read_text())
-    for found in said["gaps"]:
+    printed = json.loads(done.stdout)
+    assert printed == json.loads(written.read_text())
+    for found in printed["gaps"]:
         assert 0 < found["p50_gap_ms"] <= found["p99_gap_ms"] <= found["worst_gap_ms"]
         assert len(found["ttft_of_long_ms"]) == 2
-    assert [row["tokens"] for found in said["swap"] for row in found["rows"]] == [16, 256] * 2
-    assert set(said["profile"]["held_out"]) >= {"simulated", "ttft"}
+    assert [row["tokens"] for found in printed["swap"] for row in found["rows"]] == [16, 256] * 2
+    assert set(printed["profile"]["held_out"]) >= {"simulated", "ttft"}
     kinds = {json.loads(line)["kind"] for line in log.read_text().splitlines()}
     assert kinds == {"fitted", "held_out", "copies"}

@@ -1,4 +1,4 @@
-"""No grammar harms the process that serves requests: it is refused, or it is cheap to follow."""
+"""Malicious grammars do not harm the serving process: they are refused or cheap to follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from headway.errors import InvalidGrammar, Overloaded
 from headway.executor.sampling.matchers import Matchers
 from headway.grammar.checker import GrammarChecker
-from headway.grammar.grammar import Grammar, check, is_known
+from headway.grammar.grammar import Grammar, check_grammar, is_checked
 from headway.request import Params
 from headway.sampling_params import Sampling
 from tests.support import real
@@ -25,7 +25,7 @@ from tests.support.grammar_bombs import bombs
 pytest.importorskip("llguidance")
 
 ROOT = Path(__file__).parents[2]
-SLOW = 4  # times as slow a machine as the limits are meant for may be
+SLOW = 4  # factor by which this machine may be slower than the limits assume
 REFUSED = {
     "regex: nested counts", "regex: count of 11 digits", "regex: deep groups", "regex: lookahead",
     "regex: lookbehind", "regex: back reference", "regex: empty language", "regex: unclosed",
@@ -47,7 +47,7 @@ ACCEPTED = {
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, dict[str, Any]]:
-    """Of all bombs, by name, from a process of their own: a crash would end it."""
+    """The verdicts on all grammars by name, from a separate process that a crash would end."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.grammar_bombs"], cwd=ROOT, env=environment,
@@ -71,7 +71,7 @@ def test_every_bomb_is_refused_or_cheap_to_follow(verdicts: dict[str, dict[str, 
     assert max(verdicts["memory"]["megabytes"]) < 300
 
 
-def test_what_a_checker_runs_out_of_is_told(verdicts: dict[str, dict[str, Any]]) -> None:
+def test_an_exceeded_limit_is_named(verdicts: dict[str, dict[str, Any]]) -> None:
     assert "CPU time" in verdicts["regex: 3000 wildcards"]["problem"]
     assert "nested" in verdicts["lark: 4000 rules in a chain"]["problem"]
     assert "no text" in verdicts["regex: empty language"]["problem"]
@@ -84,7 +84,7 @@ def test_memory_is_limited() -> None:
         "from headway.grammar.grammar import Grammar\n"
         "s.MAX_BYTES = 16 << 20\n"
         "grammar = Grammar.regex('|'.join(f'word{n}x' for n in range(9000)))\n"
-        "print(s._apart(s.make_tokenizer(None), (grammar.source, grammar.limits, 0)))\n"
+        "print(s._try_in_child(s.make_tokenizer(None), (grammar.source, grammar.limits, 0)))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", script]
@@ -92,10 +92,10 @@ def test_memory_is_limited() -> None:
     assert "memory" in done.stdout
 
 
-# The process that checks.
+# The checker's process.
 
 
-def test_a_checker_whose_process_dies_starts_another() -> None:
+def test_a_checker_restarts_its_killed_process() -> None:
     checker = GrammarChecker()
     assert checker.problem(Grammar.regex("a")) == ""
     assert checker._process is not None
@@ -107,13 +107,13 @@ def test_a_checker_whose_process_dies_starts_another() -> None:
     checker.close()
 
 
-def test_a_checker_that_cannot_start_refuses_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checker_that_cannot_start_raises_overloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/no/such/program")
-    with pytest.raises(Overloaded, match="cannot be checked now"):
+    with pytest.raises(Overloaded, match="grammar checker"):
         GrammarChecker().problem(Grammar.regex("a"))
 
 
-def test_verdicts_are_remembered_and_do_not_pile_up() -> None:
+def test_verdicts_are_cached_and_bounded() -> None:
     checker, bad = GrammarChecker(), Grammar.regex("[")
     assert not checker.knows(bad)
     problem = checker.problem(bad)
@@ -124,14 +124,14 @@ def test_verdicts_are_remembered_and_do_not_pile_up() -> None:
     checker.close()
 
 
-def test_other_threads_go_on_while_a_grammar_is_checked() -> None:
+def test_other_threads_run_while_a_grammar_is_checked() -> None:
     slow = Grammar.lark("start: " + " | ".join(['"b" start'] * 4000) + ' | "b"')
-    assert not is_known(slow)
+    assert not is_checked(slow)
     failed: list[Exception] = []
 
     def work() -> None:
         try:
-            check(slow)
+            check_grammar(slow)
         except InvalidGrammar as error:
             failed.append(error)
 
@@ -140,7 +140,7 @@ def test_other_threads_go_on_while_a_grammar_is_checked() -> None:
     while thread.is_alive():
         thread.join(0.005)
         num_turns += 1
-    assert failed and num_turns > 20  # half a second of CPU time, elsewhere
+    assert failed and num_turns > 20  # 0.5 s of CPU time in another process
 
 
 # The bundled model's vocabulary.
@@ -165,9 +165,7 @@ def matchers(smollm2: Path) -> Matchers:
         ("choice: 10000 items", True),
     ],
 )
-def test_a_request_is_made_ready_or_refused(
-    matchers: Matchers, name: str, is_accepted: bool
-) -> None:
+def test_a_request_is_prepared_or_refused(matchers: Matchers, name: str, is_accepted: bool) -> None:
     params = Params(sampling=Sampling(grammar=bombs()[name]))
     if is_accepted:
         assert matchers.ready(matchers.make_ready(params)) is not None
@@ -176,9 +174,9 @@ def test_a_request_is_made_ready_or_refused(
             matchers.make_ready(params)
 
 
-def test_a_dead_end_behind_required_text_is_found(matchers: Matchers) -> None:
+def test_a_dead_end_after_required_text_is_found(matchers: Matchers) -> None:
     begin = json.dumps('<tool_call>\n{"name": "look_up_the_weather", "arguments": ')
     grammar = Grammar.tool_calls(f'start: {begin} call "}}"\ncall: %json {{"$ref": "#"}}')
-    check(grammar)
+    check_grammar(grammar)
     with pytest.raises(InvalidGrammar, match="no text satisfies it"):
         matchers.make_ready(Params(sampling=Sampling(grammar=grammar)))

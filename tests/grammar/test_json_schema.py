@@ -1,4 +1,4 @@
-"""The laws of closed schemas: an object has the properties that its schema names, and no others."""
+"""Closed schemas: an object has only the properties that its schema names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
-from headway.grammar.json_schema import closed
+from headway.grammar.json_schema import close_objects
 from headway.grammar.sandbox import make_tokenizer
 
 pytest.importorskip("llguidance")
@@ -47,12 +47,12 @@ def accepts(grammar: Grammar, value: Any) -> bool:
         ({**OPEN, "anyOf": [{"required": ["a"]}]}, {"additionalProperties": False}),
     ],
 )
-def test_objects_that_do_not_say_otherwise_are_closed(
+def test_objects_with_named_properties_are_closed(
     schema: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     before = json.dumps(schema)
-    assert closed(schema) == {**schema, **expected}
-    assert closed(closed(schema)) == closed(schema)
+    assert close_objects(schema) == {**schema, **expected}
+    assert close_objects(close_objects(schema)) == close_objects(schema)
     assert json.dumps(schema) == before, "the caller's own is not touched"
 
 
@@ -76,20 +76,20 @@ def test_objects_that_do_not_say_otherwise_are_closed(
         },
     ],
 )
-def test_what_says_otherwise_and_parts_of_one_object_stay_as_they_are(
+def test_objects_with_own_rules_and_parts_of_objects_are_unchanged(
     schema: dict[str, Any],
 ) -> None:
-    assert closed(schema) == schema
+    assert close_objects(schema) == schema
 
 
-def test_an_object_made_of_parts_can_still_be_written() -> None:
+def test_an_object_described_by_parts_can_still_be_generated() -> None:
     base = {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
     schema = {"allOf": [{"$ref": "#/$defs/base"}, OPEN], "$defs": {"base": base}}
     grammar = Grammar.json_schema(schema, disable_additional_properties=True)
     assert accepts(grammar, {"b": 1, "a": 2})
 
 
-def test_a_grammar_is_closed_only_if_it_is_asked_for() -> None:
+def test_a_grammar_is_closed_only_if_requested() -> None:
     free = Grammar.json_schema(OPEN)
     strict = Grammar.json_schema(json.dumps(OPEN), disable_additional_properties=True)
     for value, is_named in (({"a": 1}, True), ({}, True), ({"a": 1, "x": 2}, False)):

@@ -1,4 +1,4 @@
-"""Laws of the cost model: more work never takes less time, a better machine never takes more."""
+"""Laws of the cost model: more work never takes less time, a faster machine never takes more."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import pytest
 
 from headway.errors import ConfigError, FormatError
 from headway.lab.cost import Profile, known_profiles, load_profile, save_profile
-from headway.lab.workload.synthetic import field_workload
+from headway.lab.workload.synthetic import nano_vllm_workload
 from headway.plan import Chunk, Copy, Plan
 from headway.request import Params, Request
 
-SOMEONE = Request("a", [1], Params())
+REQUEST = Request("a", [1], Params())
 PROFILES = [load_profile(name) for name in known_profiles()]
 each_profile = pytest.mark.parametrize("profile", PROFILES, ids=known_profiles())
 
 
 def decode(rows: int, context: int, **more: Any) -> Plan:
-    return Plan(0, decodes=[SOMEONE] * rows, decode_context=context, **more)
+    return Plan(0, decodes=[REQUEST] * rows, decode_context=context, **more)
 
 
 def prefill(*bounds: tuple[int, int]) -> Plan:
-    return Plan(0, chunks=[Chunk(SOMEONE, a, b, a, False) for a, b in bounds])
+    return Plan(0, chunks=[Chunk(REQUEST, a, b, a, False) for a, b in bounds])
 
 
 def random_plan(random: Random) -> Plan:
@@ -36,7 +36,7 @@ def random_plan(random: Random) -> Plan:
     for _ in range(random.randrange(4)):
         start = random.choice([0, random.randrange(5000)])
         plan.chunks.append(
-            Chunk(SOMEONE, start, start + random.randrange(1, 5000), start, random.random() < 0.5)
+            Chunk(REQUEST, start, start + random.randrange(1, 5000), start, random.random() < 0.5)
         )
     plan.copies_out = [Copy(0, 0)] * random.randrange(3)
     plan.copies_in = [Copy(0, 0)] * random.randrange(3)
@@ -53,9 +53,9 @@ def test_more_work_never_takes_less_time(profile: Profile) -> None:
         if change == 0:
             plan.decode_context += 10_000
         elif change == 1:
-            plan.decodes.append(SOMEONE)
+            plan.decodes.append(REQUEST)
         elif change == 2:
-            plan.chunks.append(Chunk(SOMEONE, 5, 600, 5, True))
+            plan.chunks.append(Chunk(REQUEST, 5, 600, 5, True))
         elif change == 3:
             plan.copies_in.append(Copy(0, 0))
         else:
@@ -70,7 +70,7 @@ def test_decoding_takes_longer_the_longer_the_contexts(profile: Profile) -> None
 
 
 @each_profile
-def test_cutting_a_prompt_never_makes_it_cheaper(profile: Profile) -> None:
+def test_splitting_a_prompt_never_makes_it_cheaper(profile: Profile) -> None:
     random = Random(1)
     for _ in range(200):
         length = random.randrange(2, 20_000)
@@ -84,7 +84,7 @@ def test_cutting_a_prompt_never_makes_it_cheaper(profile: Profile) -> None:
 
 
 @each_profile
-def test_a_batch_is_never_dearer_than_its_members_alone(profile: Profile) -> None:
+def test_a_batch_never_costs_more_than_its_parts_alone(profile: Profile) -> None:
     alone = [prefill((0, 700)), prefill((512, 900)), decode(8, 9000), decode(1, 50)]
     together = decode(9, 9050)
     together.chunks = [*alone[0].chunks, *alone[1].chunks]
@@ -95,7 +95,7 @@ def test_a_batch_is_never_dearer_than_its_members_alone(profile: Profile) -> Non
 @pytest.mark.parametrize("better", [
     "bandwidth", "bandwidth_share", "flops", "flops_share", "copy_bandwidth",
 ])  # fmt: skip
-def test_a_better_machine_is_never_slower(profile: Profile, better: str) -> None:
+def test_a_faster_machine_never_takes_longer(profile: Profile, better: str) -> None:
     faster = {better: getattr(profile.machine, better) * 1.3}
     improved = replace(profile, machine=replace(profile.machine, **faster))
     random = Random(2)
@@ -108,7 +108,7 @@ def test_a_better_machine_is_never_slower(profile: Profile, better: str) -> None
 
 
 @each_profile
-def test_many_steps_in_one_plan_cost_what_they_cost_one_by_one(profile: Profile) -> None:
+def test_several_steps_in_one_plan_cost_the_same_as_one_by_one(profile: Profile) -> None:
     one_by_one = sum(profile.step_seconds(decode(40, 40_000 + 40 * i)) for i in range(8))
     assert profile.step_seconds(decode(40, 40_000, num_steps=8)) == pytest.approx(one_by_one)
 
@@ -123,8 +123,8 @@ def test_copies_cost_their_bytes_and_an_empty_plan_nothing(profile: Profile) -> 
 
 
 @each_profile
-def test_a_whole_prompt_alone_is_the_step_that_computes_it(profile: Profile) -> None:
-    plan = Plan(0, chunks=[Chunk(SOMEONE, 0, 3000, 0, True)])
+def test_prefill_time_is_the_time_of_a_step_with_the_whole_prompt(profile: Profile) -> None:
+    plan = Plan(0, chunks=[Chunk(REQUEST, 0, 3000, 0, True)])
     assert profile.prefill_seconds(3000) == pytest.approx(profile.step_seconds(plan))
 
 
@@ -137,14 +137,14 @@ def test_the_swap_rule_has_the_times_of_its_profile(profile: Profile) -> None:
     assert rule.compute * (32768 - 2048) + rule.pair * pairs == pytest.approx(added, rel=0.01)
 
 
-def test_a_large_model_is_cheaper_to_copy_than_to_compute_again() -> None:
+def test_a_large_model_is_cheaper_to_copy_than_to_recompute() -> None:
     rule = load_profile("llama3-70b-4xa100").cheaper()
     assert 20 * (rule.start + rule.copy * 2048) < rule.compute * 2048
 
 
-def field_seconds(profile: Profile, budget: int) -> float:
-    """The field's workload with everybody seated at once: prompts first come, rows decode."""
-    waiting = [(j.num_prompt, j.num_output) for j in reversed(field_workload())]
+def nano_vllm_seconds(profile: Profile, budget: int) -> float:
+    """Time of nano-vLLM's workload without limit on running requests: prompts first, then decodes."""
+    waiting = [(j.num_prompt, j.num_output) for j in reversed(nano_vllm_workload())]
     running: list[tuple[int, int]] = []  # context, tokens left
     seconds = 0.0
     while waiting or running:
@@ -152,16 +152,16 @@ def field_seconds(profile: Profile, budget: int) -> float:
         running = [(context + 1, left - 1) for context, left in running if left > 1]
         while waiting and plan.num_tokens + waiting[-1][0] <= budget:
             length, output = waiting.pop()
-            plan.chunks.append(Chunk(SOMEONE, 0, length, 0, True))
+            plan.chunks.append(Chunk(REQUEST, 0, length, 0, True))
             running.append((length + 1, output - 1))
         seconds += profile.step_seconds(plan)
     return seconds
 
 
-def test_the_h200_profile_meets_the_figures_it_is_calibrated_on() -> None:
+def test_the_h200_profile_reproduces_its_calibration() -> None:
     profile = load_profile("qwen3-0.6b-h200")
     assert profile.step_seconds(decode(1, 1000)) == pytest.approx(2.36e-3, rel=0.02)
-    assert 5.9 < field_seconds(profile, budget=16_384) < 6.3
+    assert 5.9 < nano_vllm_seconds(profile, budget=16_384) < 6.3
 
 
 @each_profile
@@ -172,20 +172,20 @@ def test_a_profile_written_and_read_is_the_same(profile: Profile, tmp_path: Path
     assert profile.num_blocks(16) * 16 <= profile.kv_tokens < (profile.num_blocks(16) + 1) * 16
 
 
-def test_an_unknown_profile_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ConfigError, match="unknown profile 'abacus'; known: .*qwen3-0.6b-h200"):
+def test_an_unknown_profile_is_rejected_with_the_known_names() -> None:
+    with pytest.raises(ConfigError, match="abacus.*qwen3-0.6b-h200"):
         load_profile("abacus")
 
 
 @pytest.mark.parametrize(("part", "field", "value", "problem"), [
-    ("machine", "bandwidth", None, "the field machine.bandwidth is missing"),
-    ("machine", "bandwidth", 0, "machine.bandwidth must be a number above 0, not 0"),
-    ("machine", "flops", "fast", "machine.flops must be a number"),
+    ("machine", "bandwidth", None, "missing.* machine.bandwidth"),
+    ("machine", "bandwidth", 0, "machine.bandwidth .* above 0, not 0"),
+    ("machine", "flops", "fast", "machine.flops .* above 0"),
     ("machine", "flops_share", 1.5, "machine.flops_share must be .* at most 1"),
-    ("model", "max_model_len", 8.5, "model.max_model_len must be a whole number"),
-    ("model", "layers", 3, "unknown field model.layers; known: weight_bytes"),
+    ("model", "max_model_len", 8.5, "model.max_model_len .* whole"),
+    ("model", "layers", 3, "model.layers; known: weight"),
 ])  # fmt: skip
-def test_a_bad_profile_is_refused_with_its_field(
+def test_an_invalid_profile_is_rejected_with_its_field(
     tmp_path: Path, part: str, field: str, value: object, problem: str
 ) -> None:
     values = asdict(PROFILES[0])
@@ -198,10 +198,10 @@ def test_a_bad_profile_is_refused_with_its_field(
         load_profile(path)
 
 
-def test_a_file_that_is_no_profile_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_a_profile_is_rejected(tmp_path: Path) -> None:
     for text, problem in (
         ("{\n,", "p.json:2: not JSON"),
-        ("[]", "a profile must be a JSON object"),
+        ("[]", "must be a JSON object"),
     ):
         (tmp_path / "p.json").write_text(text)
         with pytest.raises(FormatError, match=problem):

@@ -1,4 +1,4 @@
-"""Laws of reading traces: where two runs part and why, and what Perfetto is shown."""
+"""The first difference between two traces, and the events of a Perfetto export."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headway.lab.cost import load_profile
 from headway.lab.diff import diff
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.explain import sentences_of, waits
 from headway.observe.perfetto import to_perfetto
 from headway.observe.trace import Line, decisions
 from headway.scheduler import PRESETS, preset
@@ -29,7 +30,7 @@ NAMES = ("left", "right")
 
 def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> list[Line]:
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
-    jobs = parse_synthetic(WORKLOAD).jobs()
+    jobs = parse_synthetic(WORKLOAD).generate()
     simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, trace=file)
     return [json.loads(line) for line in file.getvalue().splitlines()]
 
@@ -38,12 +39,12 @@ def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> 
 
 
 @pytest.mark.parametrize("name", ["headway", "vllm_v1", "static"])
-def test_a_trace_takes_the_same_decisions_as_itself(name: str) -> None:
+def test_a_trace_does_not_differ_from_itself(name: str) -> None:
     lines = record(name)
     assert diff(lines, lines, NAMES) == (None, [])
 
 
-def test_times_alone_do_not_part_two_runs() -> None:
+def test_times_are_not_compared() -> None:
     lines = record()
     later = [lines[0]] + [
         {**line, "t": line["t"] + 1, "start": line["start"] + 2, "end": line["end"] + 3}
@@ -55,51 +56,53 @@ def test_times_alone_do_not_part_two_runs() -> None:
 @pytest.mark.parametrize(
     ("left", "right"), [("vllm_v1", "static"), ("nano_vllm", "headway"), ("vllm", "deep_dive")]
 )
-def test_two_presets_part_at_the_first_step_that_differs(left: str, right: str) -> None:
+def test_the_first_step_that_differs_is_found(left: str, right: str) -> None:
     one, other = record(left), record(right)
-    parting = diff(one, other, (left, right))
+    difference = diff(one, other, (left, right))
     pairs = zip(one[1:], other[1:], strict=False)
     first = next(a["step"] for a, b in pairs if decisions(a) != decisions(b))
-    assert parting.step == first
-    text = "\n".join(parting.lines)
+    assert difference.step == first
+    text = "\n".join(difference.lines)
     assert left in text and right in text
     recipes = (one[0]["config"]["recipe"], other[0]["config"]["recipe"])
     if recipes[0] != recipes[1]:
-        assert f"recipe: {left} {recipes[0]}, {right} {recipes[1]}" in parting.lines
+        assert f"recipe: {left} {recipes[0]}, {right} {recipes[1]}" in difference.lines
 
 
-def test_a_parting_names_the_reason_with_need_and_have() -> None:
+def test_a_difference_gives_the_decisions_of_both_runs_in_sentences() -> None:
     one, other = record("vllm_v1", max_num_seqs=30), record("deep_dive", max_num_seqs=30)
-    parting = diff(one, other, NAMES)
-    waits = [line for line in parting.lines if line.startswith("right leaves ")]
-    assert waits and "headroom, needs" in waits[0] and ", has " in waits[0]
-    assert any(line.startswith("left admits") for line in parting.lines)
-    assert any(line.startswith("right admits") for line in parting.lines)
-    assert any(line.startswith("free blocks after the step") for line in parting.lines)
+    difference = diff(one, other, NAMES)
+    pairs = zip(one[1:], other[1:], strict=False)
+    mine, theirs = next((a, b) for a, b in pairs if decisions(a) != decisions(b))
+    lefts, rights = (set(sentences_of(line, 30)) for line in (mine, theirs))
+    assert {f"left: {text}" for text in lefts - rights} <= set(difference.lines)
+    assert {f"right: {text}" for text in rights - lefts} <= set(difference.lines)
+    (blocked,) = [b for b in theirs["blocked"] if b not in mine.get("blocked", [])]
+    assert blocked[1] == "headroom" and f"right: {waits(*blocked)}" in difference.lines
+    assert any(line.startswith("free blocks after the step") for line in difference.lines)
 
 
-def test_seats_are_named_as_what_keeps_others_from_being_looked_at() -> None:
-    parting = diff(record(max_num_seqs=1), record(max_num_seqs=2), NAMES)
-    assert any(line.endswith("more: max_num_seqs") for line in parting.lines)
-    assert "max_num_seqs: left 1, right 2" in parting.lines
+def test_a_difference_names_the_limit_of_running_requests() -> None:
+    difference = diff(record(max_num_seqs=1), record(max_num_seqs=2), NAMES)
+    assert any("limit of 1 running" in line for line in difference.lines)
+    assert "max_num_seqs: left 1, right 2" in difference.lines
 
 
-def test_the_shorter_of_two_runs_is_named() -> None:
+def test_the_shorter_run_is_named() -> None:
     lines = record()
     cut = lines[:-3]
-    assert diff(lines, cut, NAMES) == (
-        lines[-3]["step"], ["right has ended; left goes on."]
-    )  # fmt: skip
-    assert diff(cut, lines, NAMES).lines == ["left has ended; right goes on."]
+    step, (line,) = diff(lines, cut, NAMES)
+    assert step == lines[-3]["step"] and line.startswith("right ends")
+    assert diff(cut, lines, NAMES).lines[0].startswith("left ends")
 
 
-def test_every_pair_of_presets_has_a_diff_in_sentences() -> None:
+def test_every_pair_of_presets_has_a_difference() -> None:
     traces = {name: record(name) for name in PRESETS}
     for left, one in traces.items():
         for right, other in traces.items():
-            parting = diff(one, other, (left, right))
-            assert parting.lines or left == right
-            assert all(0 < len(line) < 400 for line in parting.lines)
+            difference = diff(one, other, (left, right))
+            assert difference.lines or left == right
+            assert all(0 < len(line) < 400 for line in difference.lines)
 
 
 # Perfetto.
@@ -121,7 +124,7 @@ def events_of(name: str, async_scheduling: int, changes: dict[str, Any]) -> list
 
 
 @each_trace
-def test_every_event_has_what_its_kind_must_have(
+def test_every_event_has_the_fields_of_its_kind(
     name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
     for event in events_of(name, async_scheduling, changes):
@@ -135,7 +138,7 @@ def test_every_event_has_what_its_kind_must_have(
 
 
 @each_trace
-def test_what_begins_ends_once_and_in_order(
+def test_every_slice_ends_once_and_in_order(
     name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
     open_: dict[str, list[tuple[str, float]]] = defaultdict(list)
@@ -148,11 +151,11 @@ def test_what_begins_ends_once_and_in_order(
             began, ts = open_[event["id"]].pop()
             assert began == event["name"] and ts <= event["ts"]
     assert len(open_) == 20 and not any(open_.values())
-    assert seen["waiting"] == 20 and seen["prefill"] >= 20 and seen["decode"] >= 20
+    assert seen["queued"] == 20 and seen["prefill"] >= 20 and seen["decode"] >= 20
 
 
 @each_trace
-def test_times_rise_on_every_track(
+def test_times_never_decrease_on_a_track(
     name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
     tracks: dict[Any, list[float]] = defaultdict(list)
@@ -168,11 +171,11 @@ def test_times_rise_on_every_track(
     for times in tracks.values():
         assert times == sorted(times)
     for (_, end), (start, _) in pairwise(ends):
-        assert end <= start + 1e-3  # a step starts when the one before has ended
+        assert end <= start + 1e-3  # a step starts after the previous one has ended
 
 
 @each_trace
-def test_counters_show_what_the_steps_say(
+def test_counters_equal_the_fields_of_the_steps(
     name: str, async_scheduling: int, changes: dict[str, Any]
 ) -> None:
     lines, events = (
@@ -185,6 +188,6 @@ def test_counters_show_what_the_steps_say(
     assert any(e["name"] == "tokens" for e in events if e["ph"] == "C")
 
 
-def test_preempted_requests_show_how_they_were_preempted() -> None:
+def test_swapped_requests_have_their_own_phase() -> None:
     names = {e["name"] for e in events_of(*TRACES[2])}
-    assert "preempted (swap)" in names
+    assert "swapped" in names

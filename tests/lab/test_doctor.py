@@ -1,4 +1,4 @@
-"""Laws of the doctor: a finding comes with its symptom, and with nothing else."""
+"""Laws of the doctor: every symptom gives its own finding and no other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEALTHY: Summary = {
     "preemptions_per_second": 0.1,
     "recompute_tax": 0.01,
     "per_step": {
-        "waiting": 2.0, "seats_share": 0.9, "tokens_share": 0.5, "tokens": 4000.0,
+        "waiting": 2.0, "running_share": 0.9, "tokens_share": 0.5, "tokens": 4000.0,
         "prefill_share": 0.3,
     },
     "queue_time": {"p90": 0.2},
@@ -37,23 +37,23 @@ HEALTHY: Summary = {
 SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "preempting": ({"preemptions_per_second": 3.0}, "preempting often: 3.0", "future_peak"),
     "thrashing": ({"preemptions_per_second": 30.0}, "thrashing: 30.0", "max_num_seqs"),
-    "taxed": ({"recompute_tax": 0.2}, "20.0% of all computed tokens", "watermark"),
+    "recompute tax": ({"recompute_tax": 0.2}, "20.0%", "watermark"),
     "waiting": (
-        {"per_step.waiting": 60.0, "queue_time.p90": 9.0}, "60 requests wait", "raise max_num_seqs",
+        {"per_step.waiting": 60.0, "queue_time.p90": 9.0}, "60 requests", "raise max_num_seqs",
     ),
-    "idle seats": ({"per_step.seats_share": 0.2}, "only 20% of the seats", "continuous recipe"),
+    "idle": ({"per_step.running_share": 0.2}, "20% of max_num_seqs", "recipe"),
     "idle budget": (
         {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "split_any",
     ),
-    "prefill": ({"per_step.prefill_share": 0.9}, "90% of the computed tokens", "max_num_batched_tokens"),
+    "prefill": ({"per_step.prefill_share": 0.9}, "90%", "max_num_batched_tokens"),
     "stalls": ({"time_between_tokens.p99": 0.4}, "p99 400 ms, 20x p50", "at_most"),
-    "late": ({"deadline_misses": 30}, "30 of 100 deadlines missed", "queue deadline"),
-    "unfair": ({"fairness": 0.5}, "fairness between clients 0.50", "queue fair"),
+    "late": ({"deadline_misses": 30}, "30 of 100", "queue deadline"),
+    "unfair": ({"fairness": 0.5}, "0.50", "queue fair"),
 }  # fmt: skip
 
 
-def ill(changes: dict[str, Any]) -> Summary:
-    """The healthy run with some numbers changed, `a.b` for the field b of a."""
+def summary_with(changes: dict[str, Any]) -> Summary:
+    """The healthy summary with changed values; `a.b` is the field b of a."""
     summary = deepcopy(HEALTHY)
     for path, value in changes.items():
         *parents, last = path.split(".")
@@ -68,10 +68,10 @@ def test_a_healthy_run_has_no_findings() -> None:
     assert examine(HEALTHY, CONFIG) == []
 
 
-@pytest.mark.parametrize("illness", SYMPTOMS)
-def test_a_symptom_brings_its_finding_and_no_other(illness: str) -> None:
-    changes, symptom, remedy = SYMPTOMS[illness]
-    findings = examine(ill(changes), CONFIG)
+@pytest.mark.parametrize("name", SYMPTOMS)
+def test_a_symptom_gives_its_finding_and_no_other(name: str) -> None:
+    changes, symptom, remedy = SYMPTOMS[name]
+    findings = examine(summary_with(changes), CONFIG)
     assert len(findings) == 1
     assert symptom in findings[0].symptom and remedy in findings[0].remedy and findings[0].cause
 
@@ -84,54 +84,54 @@ def test_a_symptom_brings_its_finding_and_no_other(illness: str) -> None:
         ("", "capacity"),
     ],
 )  # fmt: skip
-def test_the_remedy_for_waiting_follows_what_was_lacked_most(reason: str, remedy: str) -> None:
-    others = {"tokens": 1, "seats": 1} if reason not in ("", "order") else {}
+def test_the_remedy_for_waiting_follows_the_most_frequent_reason(reason: str, remedy: str) -> None:
+    others = {"other": 1} if reason not in ("", "order") else {}
     reasons = {**others, **({reason: 99} if reason else {})}
     changes = {
         "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
     }  # fmt: skip
-    (finding,) = examine(ill(changes), CONFIG)
-    assert remedy in finding.remedy and (reason or "capacity") in finding.cause
+    (finding,) = examine(summary_with(changes), CONFIG)
+    assert remedy in finding.remedy and (reason or "unknown") in finding.cause
 
 
-def test_standing_behind_somebody_is_no_lack_of_its_own() -> None:
+def test_waiting_in_order_is_not_the_main_reason_if_there_is_another() -> None:
     reasons = {"order": 99, "blocks": 5}
     changes = {
         "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
     }  # fmt: skip
-    (finding,) = examine(ill(changes), CONFIG)
-    assert "lack blocks" in finding.cause
+    (finding,) = examine(summary_with(changes), CONFIG)
+    assert "blocks" in finding.cause and "order" not in finding.cause
 
 
 def test_swapping_without_host_memory_is_found() -> None:
     swapping = {**CONFIG, "swap": "swap"}
     (finding,) = examine(HEALTHY, swapping)
-    assert "3 preemptions recomputed" in finding.symptom and "num_host_blocks" in finding.remedy
+    assert "3 preemptions" in finding.symptom and "num_host_blocks" in finding.remedy
     assert examine(HEALTHY, {**swapping, "num_host_blocks": 10}) == []
-    assert examine(ill({"preemptions": 0}), swapping) == []
+    assert examine(summary_with({"preemptions": 0}), swapping) == []
 
 
 def test_one_client_cannot_be_unfair_and_no_deadline_cannot_be_missed() -> None:
-    assert examine(ill({"clients": 1, "fairness": 0.1}), CONFIG) == []
-    assert examine(ill({"deadlines": 0, "deadline_misses": 0}), CONFIG) == []
+    assert examine(summary_with({"clients": 1, "fairness": 0.1}), CONFIG) == []
+    assert examine(summary_with({"deadlines": 0, "deadline_misses": 0}), CONFIG) == []
 
 
-def test_a_run_of_nothing_is_told_so() -> None:
-    run = simulate([], preset(), load_profile("qwen3-0.6b-h200"))
-    (finding,) = examine(summarize(run.metrics), run.metrics.config)
-    assert finding.symptom == "nothing ran"
+def test_a_run_without_steps_has_one_finding() -> None:
+    result = simulate([], preset(), load_profile("qwen3-0.6b-h200"))
+    (finding,) = examine(summarize(result.metrics), result.metrics.config)
+    assert "no steps" in finding.symptom and "rejected" in finding.cause
 
 
 def test_real_summaries_can_be_examined() -> None:
     profile = load_profile("qwen3-0.6b-h200")
     text = "requests=40,arrivals=poisson(2000),prompt=20,output=uniform(20,60),max_tokens=60"
-    jobs = parse_synthetic(text).jobs()
+    requests = parse_synthetic(text).generate()
     small = preset(
         "vllm_v1", block_size=4, num_blocks=60, max_num_seqs=16, max_num_batched_tokens=64
     )
-    sick = simulate(jobs, small, profile).metrics
+    sick = simulate(requests, small, profile).metrics
     findings = examine(summarize(sick), sick.config)
     assert findings and findings[0].symptom.startswith("thrashing")
     assert all(isinstance(f, Finding) and all(f) for f in findings)
-    well = simulate(jobs, preset("vllm_v1"), profile).metrics
+    well = simulate(requests, preset("vllm_v1"), profile).metrics
     assert not any("thrash" in f.symptom for f in examine(summarize(well), well.config))

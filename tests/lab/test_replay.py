@@ -1,4 +1,4 @@
-"""The law of replay: a recorded run, lived through again, takes the identical decisions."""
+"""The replay of a recorded run takes identical decisions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headway.executor.simulated import SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.replay import check_replay, replay
 from headway.lab.simulate import simulate
-from headway.lab.workload.jobs import Job
+from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, TraceWriter, decisions
 from headway.plan import Column, Plan, StepResult
 from headway.request import Params
@@ -55,7 +55,7 @@ def record(workload: str, async_scheduling: int, name: str, **changes: Any) -> l
     file = io.StringIO()
     config = preset(name, **{**SMALL, **changes})
     simulate(
-        parse_synthetic(workload).jobs(),
+        parse_synthetic(workload).generate(),
         config,
         PROFILE,
         async_scheduling=async_scheduling,
@@ -71,16 +71,14 @@ def count(lines: list[Line], field: str) -> int:
 @each_scheduling
 @each_preset
 @each_workload
-def test_a_simulated_run_takes_the_same_decisions_again(
-    workload: str, name: str, async_scheduling: int
-) -> None:
+def test_a_simulated_run_replays(workload: str, name: str, async_scheduling: int) -> None:
     lines = record(WORKLOADS[workload], async_scheduling, name)
     assert check_replay(lines) == len(lines) - 1 > 10
 
 
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "vllm_v1", "minivllm"])
-def test_a_run_that_swaps_takes_the_same_decisions_again(name: str, async_scheduling: int) -> None:
+def test_a_run_with_swaps_replays(name: str, async_scheduling: int) -> None:
     changes = {"swap": "swap", "num_host_blocks": 30, "headroom": "watermark(0.0)"}
     lines = record(WORKLOADS["unknown lengths"], async_scheduling, name, **changes)
     assert any(p[1] == "swap" for line in lines[1:] for p in line.get("preempted", ()))
@@ -93,7 +91,7 @@ QUEUES = ["fcfs(2)", "priority(2, 0.01, True)", "shortest_first(3)", "fair(1)", 
 @each_scheduling
 @pytest.mark.parametrize("queue", QUEUES)
 @pytest.mark.parametrize("headroom", ["back_off(watermark(0.05), 0.1)", "future_peak(learned)"])
-def test_every_order_takes_the_same_decisions_again(
+def test_every_queue_and_headroom_rule_replays(
     queue: str, headroom: str, async_scheduling: int
 ) -> None:
     lines = record(
@@ -103,32 +101,32 @@ def test_every_order_takes_the_same_decisions_again(
 
 
 @each_scheduling
-def test_a_multi_step_run_takes_the_same_decisions_again(async_scheduling: int) -> None:
+def test_a_multi_step_run_replays(async_scheduling: int) -> None:
     lines = record(WORKLOADS["unknown lengths"], async_scheduling, "vllm_v1", num_scheduler_steps=4)
-    assert any("steps" in line for line in lines)
+    assert any("num_steps" in line for line in lines)
     check_replay(lines)
 
 
 @each_scheduling
-def test_a_run_that_defers_decodes_takes_the_same_decisions_again(async_scheduling: int) -> None:
+def test_a_run_with_deferred_decodes_replays(async_scheduling: int) -> None:
     changes = {"max_num_batched_tokens": 5, "num_blocks": 200, "chunk": "split_any"}
     lines = record(WORKLOADS["unknown lengths"], async_scheduling, "minivllm", **changes)
     assert count(lines, "deferred")
     check_replay(lines)
 
 
-# Runs that are not simulated workloads: aborts, real time, failures.
+# Runs with aborts, in real time, and with failures.
 
 
 def drive(
-    engine: Engine, jobs: list[Job], aborts: dict[int, list[str]], num_at_once: int = 2
+    engine: Engine, jobs: list[WorkloadRequest], aborts: dict[int, list[str]], num_at_once: int = 2
 ) -> None:
-    """Add some jobs before every step, and abort whom `aborts` names before that step."""
-    coming, step = list(jobs), 0
-    while coming or engine.has_work or step <= max(aborts, default=0):
-        for job in coming[:num_at_once]:
+    """Add jobs before every step; `aborts` has the ids to abort before each step."""
+    left, step = list(jobs), 0
+    while left or engine.has_work or step <= max(aborts, default=0):
+        for job in left[:num_at_once]:
             engine.add(job.id, job.prompt(), job.params())
-        del coming[:num_at_once]
+        del left[:num_at_once]
         for id in aborts.get(step, ()):
             engine.abort(id)
         engine.step()
@@ -146,33 +144,35 @@ def simulated(config: Config, async_scheduling: int) -> tuple[Engine, io.StringI
 
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "nano_vllm", "vllm", "minivllm", "static"])
-def test_a_run_with_aborts_takes_the_same_decisions_again(name: str, async_scheduling: int) -> None:
-    jobs, rng = parse_synthetic(WORKLOADS["unknown lengths"]).jobs(), Random(name)
+def test_a_run_with_aborts_replays(name: str, async_scheduling: int) -> None:
+    jobs, rng = parse_synthetic(WORKLOADS["unknown lengths"]).generate(), Random(name)
     for swap in ("recompute", "swap"):
         config = preset(name, **SMALL, swap=swap, num_host_blocks=20, headroom="watermark(0.0)")
         engine, file = simulated(config, async_scheduling)
         aborts = {rng.randrange(3 + i, 40 + i): [job.id] for i, job in enumerate(jobs) if i % 3}
         drive(engine, jobs, aborts)
         lines = lines_of(file)
-        assert sum(e["reason"] == "abort" for li in lines for e in li.get("finished", ())) >= 3
+        assert (
+            sum(e["finish_reason"] == "abort" for li in lines for e in li.get("finished", ())) >= 3
+        )
         check_replay(lines)
 
 
 def abort_one(engine: Engine) -> None:
-    """Two requests come, and one is gone before anything ran."""
-    drive(engine, parse_synthetic("requests=2,prompt=8,output=4").jobs(), {0: ["1"]})
+    """Add two requests and abort one before the first step."""
+    drive(engine, parse_synthetic("requests=2,prompt=8,output=4").generate(), {0: ["1"]})
 
 
 @each_scheduling
-def test_an_abort_before_the_first_step_is_replayed(async_scheduling: int) -> None:
+def test_an_abort_before_the_first_step_replays(async_scheduling: int) -> None:
     engine, file = simulated(preset(**SMALL), async_scheduling)
     abort_one(engine)
     check_replay(lines_of(file))
 
 
 def abort_all(engine: Engine) -> None:
-    """One request comes and is gone before anything ran; then another comes and is served."""
-    first, second = parse_synthetic("requests=2,prompt=8,output=4").jobs()
+    """Add one request, abort it before the first step, then serve another."""
+    first, second = parse_synthetic("requests=2,prompt=8,output=4").generate()
     engine.add(first.id, first.prompt(), first.params())
     engine.abort(first.id)
     engine.step()
@@ -181,7 +181,7 @@ def abort_all(engine: Engine) -> None:
 
 
 @each_scheduling
-def test_an_abort_with_nothing_else_to_run_is_replayed(async_scheduling: int) -> None:
+def test_an_abort_of_the_only_request_before_the_first_step_replays(async_scheduling: int) -> None:
     engine, file = simulated(preset(**SMALL), async_scheduling)
     abort_all(engine)
     check_replay(lines_of(file))
@@ -195,16 +195,16 @@ def test_an_abort_before_the_first_step_is_counted(
     engine, file = simulated(preset(**SMALL), async_scheduling)
     act(engine)
     first, *steps = lines_of(file)
-    metrics = Metrics(first)
+    stats = RunStats(first)
     for line in steps:
-        metrics.add(line)
-    assert metrics.totals["finished_abort"] == metrics.totals["finished_length"] == 1
+        stats.add(line)
+    assert stats.totals["finished_abort"] == stats.totals["finished_length"] == 1
 
 
 @each_scheduling
-def test_an_abort_of_the_only_one_running_is_replayed(async_scheduling: int) -> None:
+def test_an_abort_of_the_only_running_request_replays(async_scheduling: int) -> None:
     engine, file = simulated(preset(**SMALL), async_scheduling)
-    first, second = parse_synthetic("requests=2,prompt=8,output=9").jobs()
+    first, second = parse_synthetic("requests=2,prompt=8,output=9").generate()
     engine.add(first.id, first.prompt(), first.params())
     for _ in range(4):
         engine.step()
@@ -217,7 +217,7 @@ def test_an_abort_of_the_only_one_running_is_replayed(async_scheduling: int) -> 
 
 @dataclass(slots=True)
 class RealHandle:
-    """A plan that takes real time."""
+    """A plan that takes real time to run."""
 
     clock: RealClock
     result: StepResult
@@ -230,7 +230,7 @@ class RealHandle:
 
 
 class RealExecutor:
-    """Sleeps a little, and says anything."""
+    """Sleeps for a short time and returns random tokens."""
 
     def __init__(self, clock: RealClock, rng: Random, seconds: float) -> None:
         self._clock, self._rng, self._seconds = clock, rng, seconds
@@ -246,7 +246,7 @@ class RealExecutor:
         return self._rng.randrange(20)
 
 
-def recorded_really(
+def record_in_real_time(
     name: str, async_scheduling: int, seconds: float, act: Callable[..., None]
 ) -> list[Line]:
     clock, file, rng = RealClock(), io.StringIO(), Random(name)
@@ -260,8 +260,8 @@ def recorded_really(
     return lines_of(file)
 
 
-def serve_some_again(engine: Engine, rng: Random) -> None:
-    """The same few ids, as soon as they are free; some are aborted."""
+def serve_with_reused_ids(engine: Engine, rng: Random) -> None:
+    """Reuse three ids as soon as they are free, and abort some requests."""
     for number in range(120):
         free = [id for id in ("a", "b", "c") if id not in engine.scheduler.requests]
         if free:
@@ -275,15 +275,15 @@ def serve_some_again(engine: Engine, rng: Random) -> None:
 
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm_v1", "nano_vllm"])
-def test_ids_that_come_back_are_replayed_as_others(name: str, async_scheduling: int) -> None:
-    lines = recorded_really(name, async_scheduling, 0.0, serve_some_again)
+def test_requests_that_reuse_an_id_replay_separately(name: str, async_scheduling: int) -> None:
+    lines = record_in_real_time(name, async_scheduling, 0.0, serve_with_reused_ids)
     ends = [end for line in lines for end in line.get("finished", ())]
     assert len(ends) >= 10 and {end["id"] for end in ends} == {"a", "b", "c"}
-    assert {"stop", "length", "abort"} == {end["reason"] for end in ends}
+    assert {"stop", "length", "abort"} == {end["finish_reason"] for end in ends}
     check_replay(lines)
 
 
-def serve_really(engine: Engine, rng: Random) -> None:
+def serve_random_requests(engine: Engine, rng: Random) -> None:
     stops = frozenset({0})
     for i in range(40):
         params = Params(
@@ -301,16 +301,14 @@ def serve_really(engine: Engine, rng: Random) -> None:
 @each_scheduling
 @pytest.mark.parametrize("seconds", [0.0, 0.0001])
 @pytest.mark.parametrize("name", ["headway", "vllm_v1", "nano_vllm"])
-def test_a_run_in_real_time_takes_the_same_decisions_again(
-    name: str, async_scheduling: int, seconds: float
-) -> None:
-    lines = recorded_really(name, async_scheduling, seconds, serve_really)
+def test_a_run_in_real_time_replays(name: str, async_scheduling: int, seconds: float) -> None:
+    lines = record_in_real_time(name, async_scheduling, seconds, serve_random_requests)
     assert count(lines, "preempted")
     assert check_replay(lines) == len(lines) - 1
 
 
 @each_scheduling
-def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(async_scheduling: int) -> None:
+def test_a_run_with_a_failed_step_is_refused(async_scheduling: int) -> None:
     engine, file = simulated(preset(**SMALL), async_scheduling)
     launch = engine.executor.launch
     failing = {6}
@@ -318,29 +316,29 @@ def test_a_run_in_which_a_step_failed_is_refused_with_the_reason(async_schedulin
     class Failing:
         def launch(self, plan: Plan) -> Any:
             if plan.step in failing:
-                raise RuntimeError("the device is gone")
+                raise RuntimeError("device lost")
             return launch(plan)
 
     engine.executor = Failing()
-    jobs = parse_synthetic("requests=14,prompt=uniform(5,30),output=uniform(5,20)").jobs()
+    jobs = parse_synthetic("requests=14,prompt=uniform(5,30),output=uniform(5,20)").generate()
     drive(engine, jobs, {}, num_at_once=14)
     lines = lines_of(file)
-    assert any(e["reason"] == "error" for line in lines for e in line.get("finished", ()))
-    with pytest.raises(ReplayMismatch, match="a step of the recorded run failed"):
+    assert any(e["finish_reason"] == "error" for line in lines for e in line.get("finished", ()))
+    with pytest.raises(ReplayMismatch, match="failed"):
         check_replay(lines)
 
 
-# What a replay notices.
+# Mismatches.
 
 
-def test_an_abort_of_nobody_is_no_decision_that_is_taken_again() -> None:
+def test_an_abort_of_an_unknown_id_is_a_mismatch() -> None:
     lines = record(WORKLOADS["at once"], 0, "headway")
-    lines[2]["aborted"] = [["nobody", 0]]
-    with pytest.raises(ReplayMismatch, match="step 1: .* differ: aborted"):
+    lines[2]["aborted"] = [["unknown", 0]]
+    with pytest.raises(ReplayMismatch, match="step 1: .*: aborted"):
         check_replay(lines)
 
 
-def test_the_times_of_a_replay_are_those_of_the_record() -> None:
+def test_a_replay_has_the_recorded_times() -> None:
     lines = record(WORKLOADS["unknown lengths"], 0, "headway")
     again = list(replay(lines))
     assert [(li["start"], li["end"]) for li in again] == [
@@ -360,11 +358,11 @@ def change_setting(lines: list[Line]) -> None:
     lines[0]["config"]["max_num_seqs"] = 2
 
 
-def forget_step(lines: list[Line]) -> None:
+def drop_step(lines: list[Line]) -> None:
     del lines[7]
 
 
-def forget_end(lines: list[Line]) -> None:
+def drop_end(lines: list[Line]) -> None:
     del lines[-1]
 
 
@@ -373,7 +371,9 @@ def add_step(lines: list[Line]) -> None:
 
 
 def change_output(lines: list[Line]) -> None:
-    ends = [e for line in lines[1:] for e in line.get("finished", ()) if e["reason"] == "stop"]
+    ends = [
+        e for line in lines[1:] for e in line.get("finished", ()) if e["finish_reason"] == "stop"
+    ]
     ends[0]["output"].insert(0, 0)
 
 
@@ -382,13 +382,13 @@ def change_prompt(lines: list[Line]) -> None:
 
 
 TAMPERS = [
-    change_chunk, change_free, change_setting, forget_step, forget_end, add_step, change_output,
+    change_chunk, change_free, change_setting, drop_step, drop_end, add_step, change_output,
     change_prompt,
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("tamper", TAMPERS, ids=lambda tamper: tamper.__name__)
-def test_a_record_that_was_changed_is_found_out(tamper: Callable[[list[Line]], None]) -> None:
+def test_a_changed_record_is_a_mismatch(tamper: Callable[[list[Line]], None]) -> None:
     lines = record(WORKLOADS["unknown lengths"], 0, "vllm_v1")
     changed = deepcopy(lines)
     tamper(changed)
@@ -397,6 +397,6 @@ def test_a_record_that_was_changed_is_found_out(tamper: Callable[[list[Line]], N
         check_replay(changed)
 
 
-def test_an_empty_record_has_nothing_to_disagree_with() -> None:
+def test_an_empty_record_replays() -> None:
     lines = record("requests=1,prompt=4,output=1", 0, "headway")
     assert check_replay(lines[:1]) == 0

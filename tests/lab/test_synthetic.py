@@ -1,4 +1,4 @@
-"""Laws of synthetic workloads: draws keep their bounds, rates and shares, and follow the seed."""
+"""Laws of synthetic workloads: values keep their limits, rates and shares, and follow the seed."""
 
 from __future__ import annotations
 
@@ -8,83 +8,103 @@ from itertools import pairwise
 import pytest
 
 from headway.errors import ConfigError
-from headway.lab.workload.synthetic import field_workload, parse_synthetic
+from headway.lab.workload.synthetic import nano_vllm_workload, parse_synthetic
 
 
-def test_the_field_workload_is_the_one_that_peers_were_measured_on() -> None:
-    jobs, unknown = field_workload(), field_workload(unknown_lengths=True)
-    assert len(jobs) == 256 and sum(j.num_output for j in jobs) == 133_966
-    assert sum(j.num_prompt for j in jobs) == 142_827
-    assert [(j.pieces, j.num_output) for j in jobs] == [(j.pieces, j.num_output) for j in unknown]
-    assert all(j.num_output == j.max_tokens for j in jobs)
-    assert {j.max_tokens for j in unknown} == {1024}
+def test_the_nano_vllm_workload_has_the_lengths_of_its_benchmark() -> None:
+    requests, unknown = nano_vllm_workload(), nano_vllm_workload(unknown_lengths=True)
+    assert len(requests) == 256 and sum(r.num_output for r in requests) == 133_966
+    assert sum(r.num_prompt for r in requests) == 142_827
+    assert [(r.pieces, r.num_output) for r in requests] == [
+        (r.pieces, r.num_output) for r in unknown
+    ]
+    assert all(r.num_output == r.max_tokens for r in requests)
+    assert {r.max_tokens for r in unknown} == {1024}
 
 
 def gaps(arrivals: str) -> list[float]:
-    times = [j.arrival for j in parse_synthetic(f"requests=4000,arrivals={arrivals}").jobs()]
+    times = [r.arrival for r in parse_synthetic(f"requests=4000,arrivals={arrivals}").generate()]
     return [b - a for a, b in pairwise(times)]
 
 
 @pytest.mark.parametrize(
     ("arrivals", "cv"), [("uniform(5)", 0), ("poisson(5)", 1), ("bursty(5,3)", 3)]
 )
-def test_arrivals_have_their_rate_and_their_spread(arrivals: str, cv: float) -> None:
+def test_arrivals_have_their_rate_and_variation(arrivals: str, cv: float) -> None:
     drawn = gaps(arrivals)
     mean = statistics.fmean(drawn)
     assert mean == pytest.approx(0.2, rel=0.2)
     assert statistics.pstdev(drawn) / mean == pytest.approx(cv, rel=0.2, abs=1e-6)
 
 
-def test_lengths_stay_in_their_bounds_and_reach_their_mean() -> None:
+def test_lengths_stay_within_their_limits_and_have_their_mean() -> None:
     text = "requests=4000,prompt=uniform(10,20),output=lognormal(200,0.8,20,2000)"
-    jobs = parse_synthetic(text).jobs()
-    assert {j.num_prompt for j in jobs} == set(range(10, 21))
-    assert all(20 <= j.num_output <= 2000 for j in jobs)
-    assert statistics.fmean(j.num_output for j in jobs) == pytest.approx(200, rel=0.1)
+    requests = parse_synthetic(text).generate()
+    assert {r.num_prompt for r in requests} == set(range(10, 21))
+    assert all(20 <= r.num_output <= 2000 for r in requests)
+    assert statistics.fmean(r.num_output for r in requests) == pytest.approx(200, rel=0.1)
 
 
 def test_a_mix_draws_from_its_parts_by_weight() -> None:
-    jobs = parse_synthetic("requests=1000,prompt=0.9*fixed(10)+0.1*uniform(4000,5000)").jobs()
-    assert 50 < sum(j.num_prompt > 10 for j in jobs) < 150
+    requests = parse_synthetic(
+        "requests=1000,prompt=0.9*fixed(10)+0.1*uniform(4000,5000)"
+    ).generate()
+    assert 50 < sum(r.num_prompt > 10 for r in requests) < 150
 
 
-def test_changing_one_word_leaves_the_others_as_they_were() -> None:
+def test_changing_one_field_does_not_change_the_others() -> None:
     text = "requests=50,arrivals=poisson(2),prompt=uniform(5,90),clients=4,skew=zipf(1.0)"
     base, other = (
-        parse_synthetic(text).jobs(),
-        parse_synthetic(text + ",output=uniform(1,9)").jobs(),
+        parse_synthetic(text).generate(),
+        parse_synthetic(text + ",output=uniform(1,9)").generate(),
     )
-    assert [(j.arrival, j.pieces, j.client) for j in base] == [
-        (j.arrival, j.pieces, j.client) for j in other
+    assert [(r.arrival, r.pieces, r.client) for r in base] == [
+        (r.arrival, r.pieces, r.client) for r in other
     ]
-    assert parse_synthetic(text).jobs() == base
-    assert parse_synthetic(text + ",seed=1").jobs() != base
+    assert parse_synthetic(text).generate() == base
+    assert parse_synthetic(text + ",seed=1").generate() != base
 
 
 def test_prefixes_and_clients_have_their_shares() -> None:
     text = "requests=2000,prompt=5,prefix=4x16@0.25,clients=8,skew=heavy(0.5)"
-    jobs = parse_synthetic(text).jobs()
-    shared = [j.prompt()[:16].tobytes() for j in jobs if j.num_prompt == 21]
+    requests = parse_synthetic(text).generate()
+    shared = [r.prompt()[:16].tobytes() for r in requests if r.num_prompt == 21]
     assert len(set(shared)) == 4 and 400 < len(shared) < 600
-    assert 900 < sum(j.client == "client-0" for j in jobs) < 1100
-    assert len({j.client for j in jobs}) == 8
+    assert 900 < sum(r.client == "client-0" for r in requests) < 1100
+    assert len({r.client for r in requests}) == 8
+
+
+@pytest.mark.parametrize("share", ["1", "1.0", "1.00", ".5", "0.5"])
+def test_the_share_of_a_prefix_may_be_written_as_any_decimal_number(share: str) -> None:
+    requests = parse_synthetic(f"requests=400,prompt=5,prefix=1x2048@{share}").generate()
+    num_shared = sum(r.num_prompt > 5 for r in requests)
+    assert num_shared == 400 if float(share) == 1 else 150 < num_shared < 250
+
+
+def test_a_prefix_without_a_share_is_in_front_of_every_prompt() -> None:
+    texts = ("prefix=1x2048", "prefix=1x2048@1.0")
+    whole, written = (parse_synthetic(f"requests=9,prompt=5,{text}").generate() for text in texts)
+    assert whole == written and {r.num_prompt for r in whole} == {2053}
 
 
 @pytest.mark.parametrize(("text", "problem"), [
-    ("colour=red", "unknown word 'colour=red'; known: requests, arrivals"),
-    ("arrivals=often(3)", "known: at_once, poisson, uniform, bursty"),
-    ("arrivals=poisson(0)", "rate must be a number above 0"),
-    ("arrivals=poisson(1,2)", "too few or too many"),
-    ("prompt=uniform(9,3)", "must not be the larger"),
-    ("prompt=uniform(a,3)", "'a' is not a number"),
-    ("prompt=0*fixed(3)+1*fixed(4)", "weight of a part"),
-    ("prefix=4of5", "prefix is like 4x512"),
-    ("prefix=4x5@2", "prefix is like 4x512"),
-    ("skew=heavy(2)", "a share is between 0 and 1"),
-    ("requests=0", "requests must be at least 1"),
-    ("n=1.5", "not a whole number"),
+    ("colour=red", "colour=red.*known: requests"),
+    ("arrivals=often(3)", "known: at_once, poisson"),
+    ("arrivals=poisson(0)", "rate .* above 0, not 0"),
+    ("arrivals=poisson(1,2)", "poisson.1,2."),
+    ("prompt=uniform(9,3)", "uniform.9,3."),
+    ("prompt=uniform(a,3)", "'a'"),
+    ("prompt=0*fixed(3)+1*fixed(4)", "weight .* above 0"),
+    ("prefix=4of5", "4x512"),
+    ("prefix=4x5@2", "above 0 and at most 1, not 2"),
+    ("prefix=4x5@0", "above 0 and at most 1, not 0"),
+    ("prefix=4x5@0.0", "above 0 and at most 1, not 0"),
+    ("prefix=4x5@half", "4x512"),
+    ("skew=heavy(2)", "share .* above 0 and below 1, not 2"),
+    ("requests=0", "requests must be between 1 and"),
+    ("n=1.5", "1.5.* whole number"),
     ("n=1,n=2", "n is given twice"),
 ])  # fmt: skip
-def test_bad_text_is_refused_with_what_is_known(text: str, problem: str) -> None:
+def test_invalid_text_is_rejected_with_the_value_and_the_limit(text: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse_synthetic(text)

@@ -1,8 +1,8 @@
-"""Other libraries' attention is called as their documentation says, and finds what ours finds.
+"""Adapters call other attention libraries as documented, and get the results of our kernels.
 
-Most libraries here are stand-ins of the documented signatures, in plain torch: they read the cache
-by the indices they are given, so a wrong index is a wrong number. The libraries themselves are
-tried where they are installed, on a GPU.
+Most libraries here are stand-ins with the documented signatures, in plain torch. They read the
+cache by the indices they receive, so a wrong index gives a wrong number. The real libraries are tested
+where they are installed, on a GPU.
 """
 
 from __future__ import annotations
@@ -17,26 +17,31 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 
 pytest.importorskip("triton")
-from headway.executor.gpu.executor import DeviceExecutor
-from headway.model.backends.attention_adapters import ROOM, FlashAttention, FlashInfer, kernels_for
-from headway.model.backends.gpu import AttentionKernels, GpuBackend, OwnKernels
+from headway.executor.gpu.executor import GpuExecutor
+from headway.model.backends.attention_adapters import (
+    WORKSPACE_BYTES,
+    FlashAttention,
+    FlashInfer,
+    kernels_for,
+)
+from headway.model.backends.gpu import AttentionKernels, GpuBackend, TritonAttention
 from tests.executor.test_gpu import FAMILIES, Loud, answers, plain, settings
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# A stand-in looks at its indices on the host, which no captured graph allows.
+# A stand-in reads its indices on the host, which a captured graph does not allow.
 without_gpu = pytest.mark.skipif(DEVICE.type == "cuda", reason="decodes are captured on a GPU")
 HEADS, KV_HEADS, DIM, SIZE, LAYERS = 6, 2, 16, 4, 3
 POSITIONS = (5, 0)  # of the decodes
-CHUNKS = ((3, 9), (0, 4), (7, 8))  # [start, end) of prompts: with earlier tokens, whole, one token
+CHUNKS = ((3, 9), (0, 4), (7, 8))  # [start, end): after earlier tokens, a whole prompt, one token
 
 
 def attend(q_thd: Tensor, k_pgd: Tensor, v_pgd: Tensor) -> Tensor:
-    """The last tokens of a sequence over all of it."""
+    """Attention of the last tokens of a sequence over all its tokens."""
     num_queries, length = len(q_thd), len(k_pgd)
     seen = torch.arange(length, device=q_thd.device)
     mask = seen[None] <= seen[length - num_queries :, None]
@@ -52,7 +57,8 @@ class Wrapper:
     """FlashInfer's prefill over a paged cache."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD") -> None:
-        assert float_workspace_buffer.dtype == torch.uint8 and len(float_workspace_buffer) == ROOM
+        assert float_workspace_buffer.dtype == torch.uint8
+        assert len(float_workspace_buffer) == WORKSPACE_BYTES
         assert kv_layout == "HND" and not float_workspace_buffer.any()
         self.num_plans = 0
 
@@ -116,7 +122,7 @@ FLASH_ATTENTION = SimpleNamespace(
 FLASH_INFER = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
 
 
-# The same batch for both.
+# The batch for both.
 
 
 def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -125,10 +131,10 @@ def numbers(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 
 def make(
     num_decodes: int, num_chunks: int, dim: int = DIM, size: int = SIZE
-) -> tuple[Tensor, Batch, Tensor]:
-    """Queries [T, H, D] between keys and values, a batch, and blocks full of anything.
+) -> tuple[Tensor, ForwardBatch, Tensor]:
+    """Queries [T, H, D], a batch, and blocks of random numbers.
 
-    Sequences fill as many blocks of any size.
+    A sequence has the same number of blocks for any block size.
     """
     generator = torch.Generator().manual_seed(3)
     longer = size // SIZE
@@ -139,22 +145,24 @@ def make(
     for start, end in chunks:
         starts.append(starts[-1] + end - start)
     order = torch.randperm(21, generator=generator).int()
-    seats = (4, 1, 6, 0, 3)  # of the decodes, then of the chunks
-    seats = (*seats[:num_decodes], *seats[2 : 2 + num_chunks])
+    row_ids = (4, 1, 6, 0, 3)  # of the decodes, then of the chunks
+    row_ids = (*row_ids[:num_decodes], *row_ids[2 : 2 + num_chunks])
     heads = torch.randn((len(places), HEADS + 2 * KV_HEADS, dim), generator=generator).to(DEVICE)
     shape = (21, LAYERS, 2, KV_HEADS, size, dim)
-    batch = Batch(
+    batch = ForwardBatch(
         tokens_t=numbers(*places, dtype=torch.int64),
         positions_t=numbers(*places, dtype=torch.int64), slots_t=numbers(),
         tables_sw=order.view(7, 3).to(DEVICE), starts_s=numbers(*starts),
-        ends_s=numbers(*(end for _, end in chunks)), sampled_n=numbers(), seats_s=numbers(*seats),
+        ends_s=numbers(*(end for _, end in chunks)), sampled_n=numbers(), row_ids_s=numbers(*row_ids),
         num_decodes=num_decodes, longest=max((end - start for start, end in chunks), default=0),
     )  # fmt: skip
     return heads[:, :HEADS], batch, torch.randn(shape, generator=generator).to(DEVICE)
 
 
-def found_by(kernels: AttentionKernels, q: Tensor, batch: Batch, blocks: Tensor) -> list[Tensor]:
-    """What each layer finds."""
+def found_by(
+    kernels: AttentionKernels, q: Tensor, batch: ForwardBatch, blocks: Tensor
+) -> list[Tensor]:
+    """The output of each layer."""
     outs = []
     for layer in range(LAYERS):
         out = torch.full(q.shape, torch.nan, dtype=q.dtype, device=DEVICE)
@@ -171,31 +179,33 @@ MIXES = [(0, 1), (2, 0), (2, 3), (1, 2)]
 
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
-def test_another_library_is_told_what_ours_is_told(name: str, mix: tuple[int, int]) -> None:
+def test_another_library_gives_the_results_of_our_kernels(name: str, mix: tuple[int, int]) -> None:
     given = make(*mix)
     other: AttentionKernels = FlashAttention(FLASH_ATTENTION)
     if name == "flashinfer":
         other = FlashInfer(FLASH_INFER, DEVICE)
-    for own, found in zip(found_by(OwnKernels(), *given), found_by(other, *given), strict=True):
+    for own, found in zip(
+        found_by(TritonAttention(), *given), found_by(other, *given), strict=True
+    ):
         torch.testing.assert_close(found, own, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="the libraries need a GPU")
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 @pytest.mark.parametrize(("module", "size"), [("flashinfer", 16), ("flash_attn", 256)])
-def test_an_installed_library_finds_what_ours_finds_in_float32(
+def test_an_installed_library_gives_the_results_of_our_kernels(
     module: str, size: int, mix: tuple[int, int]
 ) -> None:
     pytest.importorskip(module)
     wide_q, batch, wide_blocks = make(*mix, dim=64, size=size)
     q, blocks = wide_q.bfloat16(), wide_blocks.bfloat16()
     theirs = found_by(kernels_for(module, q.dtype, None, DEVICE), q, batch, blocks)
-    ours = found_by(OwnKernels(), q.float(), batch, blocks.float())
+    ours = found_by(TritonAttention(), q.float(), batch, blocks.float())
     for found, own in zip(theirs, ours, strict=True):
         torch.testing.assert_close(found.float(), own, atol=0.02, rtol=0.02)
 
 
-def test_a_pass_is_planned_once_for_all_its_layers() -> None:
+def test_flashinfer_plans_once_per_pass() -> None:
     kernels = FlashInfer(FLASH_INFER, DEVICE)
     for num_passes, mix in enumerate([(0, 1), (2, 3), (0, 2)], start=1):
         found_by(kernels, *make(*mix))
@@ -203,24 +213,26 @@ def test_a_pass_is_planned_once_for_all_its_layers() -> None:
 
 
 class Small(FlashAttention):
-    """Over blocks as small as the tests like them; counts batches of decodes alone."""
+    """Accepts small blocks; counts batches that have only decodes."""
 
-    page, num_alone = 1, 0
+    block_multiple, num_alone = 1, 0
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         self.num_alone += not batch.longest
         super().decode(layer, q, out, batch, blocks)
 
 
 @without_gpu
 @pytest.mark.parametrize("name", ["flashinfer", "flash-attn"])
-def test_the_executor_says_the_same_with_another_library(name: str) -> None:
+def test_the_executor_generates_the_same_with_another_library(name: str) -> None:
     small = Small(FLASH_ATTENTION)
     library = FlashInfer(FLASH_INFER, DEVICE) if name == "flashinfer" else small
 
-    def with_library(config: Config, about: ModelConfig) -> DeviceExecutor:
+    def with_library(config: Config, about: ModelConfig) -> GpuExecutor:
         backend = GpuBackend(torch.float32, "cpu", None, library)
-        return DeviceExecutor(Decoder(Loud(about), backend), config)
+        return GpuExecutor(Decoder(Loud(about), backend), config)
 
     about, config = FAMILIES["norms of heads"], settings(chunk="at_most(5)")
     found = answers(with_library, config, about, async_scheduling=1, count=3)
@@ -228,25 +240,25 @@ def test_the_executor_says_the_same_with_another_library(name: str) -> None:
     assert (small.num_alone > 0) == (name == "flash-attn")
 
 
-def test_blocks_that_a_library_cannot_read_are_refused() -> None:
+def test_unsupported_block_sizes_are_rejected() -> None:
     about = FAMILIES["norms of heads"]
     backend = GpuBackend(torch.bfloat16, str(DEVICE), None, FlashAttention(FLASH_ATTENTION))
-    with pytest.raises(ConfigError, match="multiple of 256, not 16: give --block-size 256 or"):
+    with pytest.raises(ConfigError, match=r"block_size is 16.* 256.*--block-size 256"):
         backend.kv_blocks(about, 2, 16)
-    assert backend.kv_blocks(about, 0, 1).element_size() == 2  # asked for its type alone
+    assert backend.kv_blocks(about, 0, 1).element_size() == 2  # no blocks: only the type matters
     assert backend.kv_blocks(about, 1, 512).shape[4] == 512
     assert GpuBackend(torch.bfloat16, str(DEVICE)).kv_blocks(about, 1, 3).shape[4] == 3
 
 
 REFUSED: list[tuple[str, Any, Any, str]] = [
-    ("flashinfer", torch.float32, None, "flashinfer has no float32: give --dtype bfloat16"),
-    ("flash_attn", torch.float32, None, "flash_attn has no float32"),
-    ("flash_attn", torch.bfloat16, torch.float8_e4m3fn, "give --kv-cache-dtype auto, or --att"),
+    ("flashinfer", torch.float32, None, r"float32.*--dtype bfloat16"),
+    ("flash_attn", torch.float32, None, r"float32.*--dtype bfloat16"),
+    ("flash_attn", torch.bfloat16, torch.float8_e4m3fn, r"8-bit.*--kv-cache-dtype auto"),
 ]
 
 
 @pytest.mark.parametrize(("module", "dtype", "kv_dtype", "message"), REFUSED)
-def test_types_that_a_library_does_not_take_are_refused_before_it_is_loaded(
+def test_unsupported_types_are_rejected_before_the_library_is_loaded(
     module: str, dtype: torch.dtype, kv_dtype: torch.dtype | None, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):

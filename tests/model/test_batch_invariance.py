@@ -20,12 +20,12 @@ from headway.model.backends.base import Attention
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
 from headway.model.weights.checkpoint import DummyCheckpoint
-from headway.model.weights.tensors import Groups
+from headway.model.weights.tensors import QuantizedMatrix
 from tests.support import real
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
@@ -46,7 +46,7 @@ class ScaledCheckpoint(DummyCheckpoint):
             return quiet + 0.2 * torch.randn(quiet.shape, generator=_generator(len(name)))
         return quiet * 8
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         return four_bits(self.read(name)) if self._has_groups else None
 
 
@@ -54,14 +54,14 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def four_bits(matrix: Tensor, bits: int = 4) -> Groups:
+def four_bits(matrix: Tensor, bits: int = 4) -> QuantizedMatrix:
     """A matrix in groups as in GGUF's Q4_1; scales and minima are exact in float16."""
     grouped = matrix.view(len(matrix), -1, packing.GROUP)
     minimum = grouped.amin(2).half().float()
     scale = ((grouped.amax(2) - minimum) / (2**bits - 1)).half().float()
     steps = (grouped - minimum[..., None]) / scale[..., None]
     q = steps.round().clamp(0, 2**bits - 1).to(torch.uint8).flatten(1)
-    return Groups(q=q, scale=scale, minimum=minimum, bits=bits)
+    return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=bits)
 
 
 def sizes(
@@ -213,7 +213,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
     return (grouped * inverse).round(), most / 127
 
 
-def quantized_product(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+def quantized_product(x: Tensor, groups: QuantizedMatrix) -> tuple[Tensor, Tensor]:
     """The product of rounded inputs and integer weights, and the sum of absolute terms."""
     steps_of_x, step = (part.double() for part in rounded(x))
     q = groups.q.double().view(len(groups.q), -1, packing.GROUP)
@@ -307,7 +307,7 @@ def test_gates_match_the_plain_backend_and_handle_overflow() -> None:
 # Attention.
 
 
-def random_batch(rng: random.Random, block_size: int) -> tuple[Batch, int]:
+def random_batch(rng: random.Random, block_size: int) -> tuple[ForwardBatch, int]:
     """A batch of chunks at random positions, and the number of blocks it needs."""
     parts, num_blocks = [], 0
     for _ in range(rng.randint(1, 6)):
@@ -325,7 +325,7 @@ def random_batch(rng: random.Random, block_size: int) -> tuple[Batch, int]:
 OnBackend = tuple[Attention, Tensor]
 
 
-def on_both_backends(config: ModelConfig, batch: Batch, blocks: Tensor) -> list[OnBackend]:
+def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -> list[OnBackend]:
     """The same batch and cache on the native backend in float32 and the plain one in float64."""
     generator = _generator(int(batch.ends_s.sum()))
     angles = torch.rand(len(batch.tokens_t), config.head_dim // 2, generator=generator) * 6
@@ -357,7 +357,7 @@ def test_attention_matches_the_plain_backend(head_dim: int) -> None:
             torch.testing.assert_close(found, exact.float(), rtol=2e-5, atol=5e-6)
 
 
-def drop_some_slots(batch: Batch, rng: random.Random) -> Batch:
+def drop_some_slots(batch: ForwardBatch, rng: random.Random) -> ForwardBatch:
     """Let some tokens have no slot."""
     for place in range(len(batch.slots_t)):
         if rng.random() < 0.3:

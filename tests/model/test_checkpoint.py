@@ -1,4 +1,4 @@
-"""Laws of checkpoints: every source gives the same weights under the same names, one at a time."""
+"""Checkpoints: every file format gives the same weights with the same names, one at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_hf
-from headway.model.weights.checkpoint import DummyCheckpoint, Groups, open_checkpoint
+from headway.model.weights.checkpoint import DummyCheckpoint, QuantizedMatrix, open_checkpoint
 from headway.model.weights.gguf import read_header, read_metadata
 from headway.model.weights.gguf_checkpoint import gguf_name
 
@@ -52,13 +52,13 @@ def config_of(**changes: Any) -> ModelConfig:
 
 
 def weights_of(config: ModelConfig) -> dict[str, Array]:
-    """Numbers for each of a model's tensors, none like another."""
+    """Different numbers for each tensor of a model."""
     random = np.random.default_rng(5)
     return {n: random.normal(size=s).astype(np.float32) for n, s in config.shapes().items()}
 
 
 def as_llama_cpp(config: ModelConfig, name: str, rows: Array) -> Any:
-    """The order of rows that llama.cpp's converter gives a Llama's queries and keys."""
+    """The row order that llama.cpp's converter gives to a Llama's queries and keys."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads}.get(name.split(".")[-2][0])
     if config.architecture != "llama" or name.split(".")[-2] not in ("q_proj", "k_proj"):
         return rows
@@ -67,7 +67,7 @@ def as_llama_cpp(config: ModelConfig, name: str, rows: Array) -> Any:
 
 
 def encoded(kind: Kind) -> Encode:
-    """Matrices in the given type, the rest as float32."""
+    """Encode matrices in the given type and the rest as float32."""
 
     def encode(name: str, rows: Array) -> tuple[Array, Kind]:
         used = kind if rows.ndim == 2 else Kind.F32
@@ -84,7 +84,7 @@ def write_gguf(
     extra: Mapping[str, Array] | None = None,
     **metadata: Any,
 ) -> Path:
-    """A file as llama.cpp's converter would write it; metadata has `__` for a dot."""
+    """Write a file like llama.cpp's converter; `__` in a metadata key stands for a dot."""
     writer = gguf.GGUFWriter(path, config.architecture)
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_model_len)
@@ -111,7 +111,7 @@ def write_gguf(
 
 
 def write_safetensors(folder: Path, values: dict[str, Any], num_shards: int = 1) -> dict[str, Any]:
-    """A folder as transformers would save it; returns its tensors."""
+    """Write a folder like transformers; return its tensors."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     config = from_hf(values, "config.json")
@@ -129,28 +129,28 @@ def write_safetensors(folder: Path, values: dict[str, Any], num_shards: int = 1)
     return tensors
 
 
-def expand(groups: Groups) -> torch.Tensor:
-    """scale * q + minimum, as one matrix."""
+def expand(groups: QuantizedMatrix) -> torch.Tensor:
+    """The matrix scale * q + minimum."""
     q = groups.q.reshape(*groups.scale.shape, 32).float()
     return (groups.scale[..., None] * q + groups.minimum[..., None]).reshape(groups.q.shape)
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, *GROUPED])
-def test_gguf_gives_back_what_was_written_in_hugging_face_order(kind: Kind, tmp_path: Path) -> None:
+def test_gguf_returns_what_was_written_in_hugging_face_order(kind: Kind, tmp_path: Path) -> None:
     config = config_of()
     weights = weights_of(config)
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", config, weights, encoded(kind)))
     assert checkpoint.config.shapes() == config.shapes()
     for name, values in weights.items():
         used = kind if values.ndim == 2 else Kind.F32
-        stored = gguf.dequantize(gguf.quantize(values, used), used)  # rows are quantized alone
+        stored = gguf.dequantize(gguf.quantize(values, used), used)  # rows are independent
         tensor = checkpoint.read(name)
         assert tensor.dtype == torch.float32 and checkpoint.has(name)
         np.testing.assert_array_equal(tensor.numpy(), stored)
 
 
 @pytest.mark.parametrize("kind", GROUPED)
-def test_groups_are_the_same_numbers_as_the_tensor(kind: Kind, tmp_path: Path) -> None:
+def test_groups_equal_the_dequantized_tensor(kind: Kind, tmp_path: Path) -> None:
     config = config_of()
     checkpoint = open_checkpoint(
         write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(kind))
@@ -186,7 +186,7 @@ def test_types_that_only_dequantize_are_read_by_rows(kind: Kind, tmp_path: Path)
     def encode(name: str, rows: Array) -> tuple[Array, Kind]:
         if rows.ndim == 1:
             return rows, Kind.F32
-        # Small bytes: wherever a float16 scale lies, it is finite.
+        # Small bytes, so that every float16 scale is finite.
         stored[name] = random.integers(1, 17, (len(rows), group_bytes), dtype=np.uint8)
         return stored[name], kind
 
@@ -210,7 +210,7 @@ def test_types_that_only_dequantize_are_read_by_rows(kind: Kind, tmp_path: Path)
         {"num_key_value_heads": 4},
     ],
 )
-def test_every_architecture_is_read_in_its_own_order(
+def test_every_architecture_is_read_in_its_row_order(
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     config = config_of(**changes)
@@ -230,7 +230,7 @@ def test_rope_divisors_are_read_from_their_tensor(tmp_path: Path) -> None:
     assert open_checkpoint(path).config.rope.divisors == tuple(divisors.tolist())
 
 
-def test_metadata_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+def test_metadata_equals_that_of_the_gguf_package(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
     values = {"UINT8": 200, "INT8": -3, "UINT16": 60000, "INT16": -300, "UINT32": 1 << 31}
     values |= {"INT32": -70000, "FLOAT32": 0.1, "BOOL": True, "STRING": "Grüße", "UINT64": 1 << 63}
@@ -251,7 +251,7 @@ def test_metadata_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
 
 @cache
 def small_gguf() -> bytes:
-    """The bytes of a sound file, up to where its last tensor ends."""
+    """The bytes of a valid file, up to the end of its last tensor."""
     with tempfile.TemporaryDirectory() as folder:
         config = config_of(num_hidden_layers=1)
         path = write_gguf(Path(folder) / "m.gguf", config, weights_of(config), encoded(Kind.Q8_0))
@@ -265,41 +265,41 @@ def opened(folder: Path, content: bytes) -> Any:
     return open_checkpoint(path)
 
 
-def test_a_gguf_cut_anywhere_is_refused(tmp_path: Path) -> None:
+def test_a_truncated_gguf_is_rejected(tmp_path: Path) -> None:
     whole = small_gguf()
     assert opened(tmp_path, whole).has("model.norm.weight")
-    header = whole.rindex(b"blk.")  # densely where there is structure, then now and then
+    header = whole.rindex(b"blk.")  # every byte of the header, then samples
     for length in (
         *range(0, header + 100, 7),
         *range(header + 100, len(whole), 4999),
         len(whole) - 1,
     ):
-        with pytest.raises(ModelError, match="m.gguf: not a sound GGUF file"):
+        with pytest.raises(ModelError, match="m.gguf: not a valid GGUF"):
             opened(tmp_path, whole[:length])
 
 
-def test_a_cut_gguf_is_told_where_it_ends(tmp_path: Path) -> None:
+def test_a_truncated_gguf_is_reported_with_its_end(tmp_path: Path) -> None:
     whole = small_gguf()
-    end = f"ends at byte {len(whole)}, the file at {len(whole) - 10}"
-    with pytest.raises(ModelError, match=f"it is cut: tensor output.weight {end}"):
+    end = f"ends at byte {len(whole)}, the file at byte {len(whole) - 10}"
+    with pytest.raises(ModelError, match=f"truncated: tensor output.weight {end}"):
         opened(tmp_path, whole[:-10])
-    with pytest.raises(ModelError, match="it is cut: it ends at byte 100, inside its header"):
+    with pytest.raises(ModelError, match="truncated: .* byte 100"):
         opened(tmp_path, whole[:100])
 
 
 def other_key(whole: bytes, key: str, other: str) -> bytes:
-    """The file with one of its keys renamed, and its length with it."""
+    """The file with one of its keys renamed."""
     old, new = (struct.pack("<Q", len(text)) + text.encode() for text in (key, other))
     assert whole.count(old) == 1
     return whole.replace(old, new)
 
 
-def test_a_gguf_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+def test_a_contradictory_gguf_is_rejected(tmp_path: Path) -> None:
     whole = small_gguf()
     twice = whole.replace(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight")
-    with pytest.raises(ModelError, match="a tensor is named twice"):
+    with pytest.raises(ModelError, match="same name"):
         opened(tmp_path, twice)
-    with pytest.raises(ModelError, match="llama.block_count is given twice"):
+    with pytest.raises(ModelError, match="llama.block_count occurs twice"):
         opened(tmp_path, other_key(whole, "llama.context_length", "llama.block_count"))
     norm = b"output_norm.weight" + struct.pack("<I", 1)
     empty = whole.replace(norm + struct.pack("<Q", 64), norm + struct.pack("<Q", 0))
@@ -307,9 +307,9 @@ def test_a_gguf_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
         opened(tmp_path, empty)
 
 
-def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_gguf_is_rejected(tmp_path: Path) -> None:
     whole = small_gguf()
-    with pytest.raises(ModelError, match="does not begin with GGUF"):
+    with pytest.raises(ModelError, match="does not start with GGUF"):
         opened(tmp_path, b"PK\x03\x04" + whole[4:])
     with pytest.raises(ModelError, match="version 9 is not supported"):
         opened(tmp_path, whole[:4] + b"\x09" + whole[5:])
@@ -319,7 +319,7 @@ def test_what_is_no_gguf_is_refused(tmp_path: Path) -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(at=st.integers(4, 9000), byte=st.integers(0, 255))
-def test_a_changed_byte_never_escapes_as_another_error(at: int, byte: int) -> None:
+def test_a_changed_byte_raises_only_model_errors(at: int, byte: int) -> None:
     changed = bytearray(small_gguf())
     changed[at] = byte
     with tempfile.TemporaryDirectory() as folder:
@@ -334,7 +334,9 @@ def test_a_changed_byte_never_escapes_as_another_error(at: int, byte: int) -> No
 
 @pytest.mark.parametrize("reads", ["read", "read_groups"])
 @pytest.mark.parametrize("scale", [0x7C00, 0xFC00, 0x7E00, 0x7C01], ids=hex)  # bits of a float16
-def test_a_scale_that_is_no_number_is_refused(scale: int, reads: str, tmp_path: Path) -> None:
+def test_a_scale_that_is_nan_or_infinite_is_rejected(
+    scale: int, reads: str, tmp_path: Path
+) -> None:
     def encode(name: str, rows: Array) -> tuple[Array, Kind]:
         stored, kind = encoded(Kind.Q8_0)(name, rows)
         if name == Q_PROJ:
@@ -345,17 +347,17 @@ def test_a_scale_that_is_no_number_is_refused(scale: int, reads: str, tmp_path: 
     path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encode)
     checkpoint = open_checkpoint(path)
     getattr(checkpoint, reads)(Q_PROJ.replace("q_proj", "k_proj"))
-    with pytest.raises(ModelError, match=f"{path}: tensor {Q_PROJ} holds what is no number"):
+    with pytest.raises(ModelError, match=f"{path}: tensor {Q_PROJ} .*NaN"):
         getattr(checkpoint, reads)(Q_PROJ)
 
 
-def test_a_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
+def test_a_part_of_a_split_gguf_is_rejected(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", config_of(), weights_of(config_of()), split__count=3)
-    with pytest.raises(ModelError, match="one part of a split file"):
+    with pytest.raises(ModelError, match="gguf-split"):
         open_checkpoint(path)
 
 
-def test_a_gguf_type_that_cannot_be_expanded_is_named(tmp_path: Path) -> None:
+def test_a_gguf_type_that_cannot_be_dequantized_is_named(tmp_path: Path) -> None:
     def encode(name: str, rows: Array) -> tuple[Array, Kind]:
         return (rows.astype(np.float64), Kind.F64) if "q_proj" in name else (rows, Kind.F32)
 
@@ -363,11 +365,11 @@ def test_a_gguf_type_that_cannot_be_expanded_is_named(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(
         write_gguf(tmp_path / "m.gguf", config, weights_of(config), encode)
     )
-    with pytest.raises(ModelError, match=f"tensor {Q_PROJ} cannot be expanded.*F64"):
+    with pytest.raises(ModelError, match=f"cannot dequantize tensor {Q_PROJ}.*F64"):
         checkpoint.read(Q_PROJ)
 
 
-def test_reading_one_gguf_tensor_needs_room_for_little_more(tmp_path: Path) -> None:
+def test_reading_a_gguf_tensor_needs_little_extra_memory(tmp_path: Path) -> None:
     config = config_of(vocab_size=8192, hidden_size=512, num_attention_heads=8, num_hidden_layers=1)
     path = write_gguf(tmp_path / "m.gguf", config, weights_of(config), encoded(Kind.Q4_1))
     checkpoint, size = open_checkpoint(path), 8192 * 512 * 4
@@ -384,9 +386,7 @@ def test_reading_one_gguf_tensor_needs_room_for_little_more(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_safetensors_give_back_what_was_saved(
-    num_shards: int, is_tied: bool, tmp_path: Path
-) -> None:
+def test_safetensors_return_what_was_saved(num_shards: int, is_tied: bool, tmp_path: Path) -> None:
     values = {**VALUES, "tie_word_embeddings": is_tied}
     tensors = write_safetensors(tmp_path / "m", values, num_shards)
     checkpoint = open_checkpoint(tmp_path / "m")
@@ -398,7 +398,7 @@ def test_safetensors_give_back_what_was_saved(
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_safetensors_keep_their_own_type(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_safetensors_keep_their_type(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = write_safetensors(tmp_path, VALUES)
     save_file({n: t.to(dtype) for n, t in tensors.items()}, tmp_path / "model.safetensors")
     assert open_checkpoint(tmp_path).read(Q_PROJ).dtype is dtype
@@ -413,61 +413,61 @@ def test_a_model_saved_without_its_head_is_found_by_full_names(tmp_path: Path) -
     assert all(torch.equal(checkpoint.read(name), tensor) for name, tensor in tensors.items())
 
 
-def test_safetensors_are_not_read_before_they_are_asked_for(tmp_path: Path) -> None:
+def test_safetensors_are_read_on_demand(tmp_path: Path) -> None:
     tensors = write_safetensors(tmp_path, VALUES)
     checkpoint = open_checkpoint(tmp_path)
     file = tmp_path / "model.safetensors"
     content = file.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
-    with file.open("r+b") as written:  # in place, so that what is mapped changes
+    with file.open("r+b") as written:  # in place, so that the mapped file changes
         written.seek(start)
         written.write(bytes(len(content) - start))
     assert tensors[Q_PROJ].any() and not checkpoint.read(Q_PROJ).any()
 
 
-def test_safetensors_cut_anywhere_are_refused(tmp_path: Path) -> None:
+def test_truncated_safetensors_are_rejected(tmp_path: Path) -> None:
     write_safetensors(tmp_path, VALUES)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
     for length in (0, 5, 8, 100, len(whole) // 2, len(whole) - 1):
         file.write_bytes(whole[:length])
-        with pytest.raises(ModelError, match="model.safetensors: not a sound safetensors file"):
+        with pytest.raises(ModelError, match="model.safetensors: not a valid"):
             open_checkpoint(tmp_path)
     file.write_bytes(b"\xff" * 64)
-    with pytest.raises(ModelError, match="not a sound safetensors file"):
+    with pytest.raises(ModelError, match="not a valid safetensors"):
         open_checkpoint(tmp_path)
 
 
 def test_a_missing_shard_and_a_broken_index_are_named(tmp_path: Path) -> None:
     write_safetensors(tmp_path, VALUES, 3)
     (tmp_path / "model-1-of-3.safetensors").unlink()
-    with pytest.raises(ModelError, match="model-1-of-3.safetensors: is named by"):
+    with pytest.raises(ModelError, match="model-1-of-3.safetensors does not exist"):
         open_checkpoint(tmp_path)
     index = tmp_path / "model.safetensors.index.json"
-    for text, said in (("{", "cannot be read as JSON"), ("{}", "has no weight_map")):
+    for text, detail in (("{", "JSON"), ("{}", "weight_map")):
         index.write_text(text)
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=detail):
             open_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(
         (tmp_path / "model-0-of-3.safetensors").read_bytes()
     )
-    assert open_checkpoint(tmp_path).has("model.embed_tokens.weight")  # one file counts first
+    assert open_checkpoint(tmp_path).has("model.embed_tokens.weight")  # preferred to the index
     (tmp_path / "model.safetensors").unlink()
     index.unlink()
-    with pytest.raises(ModelError, match="2 safetensors files, but no model.safetensors.index"):
+    with pytest.raises(ModelError, match="2 safetensors .*model.safetensors.index"):
         open_checkpoint(tmp_path)
 
 
-def test_quantized_safetensors_are_refused_by_their_type(tmp_path: Path) -> None:
+def test_quantized_safetensors_are_rejected_by_their_type(tmp_path: Path) -> None:
     tensors = write_safetensors(tmp_path, VALUES)
     tensors[Q_PROJ] = tensors[Q_PROJ].to(torch.int8)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=f"{Q_PROJ} is stored as I8; supported are F64"):
+    with pytest.raises(ModelError, match=f"{Q_PROJ} has type I8.*F64"):
         open_checkpoint(tmp_path).read(Q_PROJ)
 
 
 def sources(folder: Path, weights: dict[str, Array]) -> list[Any]:
-    """The same tensors opened from both kinds of file."""
+    """The same tensors from both file formats."""
     write_gguf(folder / "m.gguf", config_of(), weights)
     write_safetensors(folder / "m", VALUES)
     tensors = {name: torch.from_numpy(values) for name, values in weights.items()}
@@ -483,12 +483,12 @@ def test_a_missing_or_wrong_tensor_is_named(tmp_path: Path) -> None:
         assert not checkpoint.has(Q_PROJ)
         with pytest.raises(ModelError, match=f"tensor {Q_PROJ} is missing"):
             checkpoint.read(Q_PROJ)
-        wrong = re.escape(f"tensor {K_PROJ} has shape [32, 32]; the config says [32, 64]")
+        wrong = re.escape(f"tensor {K_PROJ} has shape [32, 32]") + r".*\[32, 64\]"
         with pytest.raises(ModelError, match=wrong):
             checkpoint.read(K_PROJ)
 
 
-def test_a_tensor_that_no_such_model_has_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_rejected(tmp_path: Path) -> None:
     every = [*sources(tmp_path, weights_of(config_of())), DummyCheckpoint(config_of())]
     for checkpoint in every:
         for name in ("model.layers.1.self_attn.q_proj.bias", "model.layers.7.mlp.x.weight", ""):
@@ -497,7 +497,7 @@ def test_a_tensor_that_no_such_model_has_is_refused(tmp_path: Path) -> None:
                 checkpoint.read(name)
 
 
-def test_dummy_weights_are_the_same_every_time_and_fit(tmp_path: Path) -> None:
+def test_dummy_weights_are_reproducible_and_have_the_right_shapes(tmp_path: Path) -> None:
     config = config_of()
     one, two = DummyCheckpoint(config), DummyCheckpoint(config)
     for name, shape in config.shapes().items():
@@ -512,34 +512,34 @@ def test_dummy_needs_only_a_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(VALUES))
     for path in (tmp_path, tmp_path / "config.json"):
         assert open_checkpoint(path, "dummy").config == config_of()
-    with pytest.raises(ModelError, match="no model here"):
+    with pytest.raises(ModelError, match="no model"):
         open_checkpoint(tmp_path)
     bare = write_gguf(tmp_path / "bare.gguf", config_of(), {})
     dummy = open_checkpoint(bare, "dummy")
     assert isinstance(dummy, DummyCheckpoint) and dummy.config.num_layers == 2
 
 
-def test_a_folder_is_what_it_holds(tmp_path: Path) -> None:
+def test_the_content_of_a_folder_decides_its_format(tmp_path: Path) -> None:
     config = config_of()
-    with pytest.raises(ModelError, match=r"looked for config.json with \*.safetensors, or a .gguf"):
+    with pytest.raises(ModelError, match=r"config.json with \*.safetensors, or a .gguf"):
         open_checkpoint(tmp_path)
     one = write_gguf(tmp_path / "one.gguf", config, weights_of(config))
     assert open_checkpoint(tmp_path).path == one
     write_gguf(tmp_path / "two.gguf", config, weights_of(config))
-    with pytest.raises(ModelError, match=r"2 GGUF files \(one.gguf, two.gguf\); give one"):
+    with pytest.raises(ModelError, match=r"2 GGUF files \(one.gguf, two.gguf\)"):
         open_checkpoint(tmp_path)
     (tmp_path / "two.gguf").unlink()
     write_safetensors(tmp_path, VALUES)
-    assert open_checkpoint(tmp_path).path == tmp_path  # safetensors first
+    assert open_checkpoint(tmp_path).path == tmp_path  # safetensors are preferred
     assert open_checkpoint(tmp_path, "gguf").path == one
 
 
-def test_what_cannot_be_opened_says_what_can(tmp_path: Path) -> None:
+def test_a_wrong_format_or_file_names_the_valid_ones(tmp_path: Path) -> None:
     one = write_gguf(tmp_path / "one.gguf", config_of(), {})
-    with pytest.raises(ModelError, match=r"'pickle' is unknown; there are auto, safetensors"):
+    with pytest.raises(ModelError, match=r"'pickle'.*auto, safetensors"):
         open_checkpoint(one, "pickle")
-    with pytest.raises(ModelError, match="is no folder with config.json"):
+    with pytest.raises(ModelError, match="one.gguf.*config.json"):
         open_checkpoint(one, "safetensors")
     (tmp_path / "w.bin").write_bytes(b"")
-    with pytest.raises(ModelError, match="w.bin: give a .gguf file, or the folder"):
+    with pytest.raises(ModelError, match=r"w.bin: .*\.gguf file"):
         open_checkpoint(tmp_path / "w.bin")

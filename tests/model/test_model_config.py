@@ -1,4 +1,4 @@
-"""Laws of a model's config: it says what transformers says, or it says why it cannot."""
+"""Model configs: they equal those of transformers, or an error names the unsupported field."""
 
 from __future__ import annotations
 
@@ -77,11 +77,11 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 def read(**changes: Any) -> ModelConfig:
-    """The config of a small Llama's config.json with some values changed."""
+    """The config of a small Llama, with some values of its config.json changed."""
     return from_hf({**LlamaConfig(**SMALL).to_dict(), **changes}, "config.json")
 
 
-def refused(**changes: Any) -> str:
+def error_of(**changes: Any) -> str:
     with pytest.raises(ModelError) as error:
         read(**changes)
     assert "config.json" in str(error.value)
@@ -89,7 +89,7 @@ def refused(**changes: Any) -> str:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tensors_are_those_of_transformers(name: str) -> None:
+def test_tensors_equal_those_of_transformers(name: str) -> None:
     config = from_hf(CONFIGS[name].to_dict(), name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(CONFIGS[name])
@@ -99,7 +99,7 @@ def test_tensors_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_numbers_are_those_of_transformers(name: str) -> None:
+def test_sizes_equal_those_of_transformers(name: str) -> None:
     theirs = CONFIGS[name]
     config = from_hf(theirs.to_dict(), name)
     assert config.architecture == theirs.model_type
@@ -122,7 +122,7 @@ def test_architecture_is_read_from_architectures_before_model_type() -> None:
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("theta", [10_000.0, 100_000.0, 500_000.0, 1_000_000.0])
 @pytest.mark.parametrize("name", ROPES)
-def test_rope_is_that_of_transformers(name: str, theta: float, head_dim: int) -> None:
+def test_rope_equals_that_of_transformers(name: str, theta: float, head_dim: int) -> None:
     kind = name.partition(",")[0]
     parameters = {"rope_type": kind, "rope_theta": theta, **ROPES[name]}
     long = {**SMALL, "max_position_embeddings": 131072, "head_dim": head_dim}
@@ -134,7 +134,7 @@ def test_rope_is_that_of_transformers(name: str, theta: float, head_dim: int) ->
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](theirs, torch.device("cpu"))
     ours = rope.inverse_frequencies(head_dim)
     assert ours.dtype == np.float32 and ours.shape == (head_dim // 2,)
-    # A few last bits: torch's own float32 pow is not rounded in the same way everywhere.
+    # The last bits may differ: torch's float32 pow is not rounded the same way everywhere.
     np.testing.assert_allclose(ours, frequencies.numpy(), rtol=5e-7, atol=0)
     assert rope.scale == pytest.approx(scale, rel=1e-12)
     assert rope.theta == theta
@@ -143,7 +143,7 @@ def test_rope_is_that_of_transformers(name: str, theta: float, head_dim: int) ->
 @pytest.mark.parametrize("theta", [10.0, 1e4])
 @pytest.mark.parametrize("betas", [{}, {"beta_fast": 4, "beta_slow": 4}])
 @pytest.mark.parametrize("length", [16, 512, 32768])
-def test_yarn_is_that_of_transformers_at_its_ends(
+def test_yarn_equals_that_of_transformers_at_its_limits(
     theta: float, betas: dict[str, Any], length: int
 ) -> None:
     parameters = {"rope_type": "yarn", "rope_theta": theta, "factor": 4.0, "truncate": False}
@@ -156,7 +156,7 @@ def test_yarn_is_that_of_transformers_at_its_ends(
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_old_and_new_files_give_one_rope(name: str) -> None:
+def test_old_and_new_files_give_the_same_rope(name: str) -> None:
     kind = name.partition(",")[0]
     long = {"max_position_embeddings": 131072}
     new = read(**long, rope_parameters={"rope_type": kind, "rope_theta": 5e5, **ROPES[name]})
@@ -167,7 +167,7 @@ def test_old_and_new_files_give_one_rope(name: str) -> None:
     assert from_hf({**SMALL, "model_type": "llama"}, "x").rope == Rope(theta=10000.0)
 
 
-def test_length_beside_the_rope_parameters_counts_first() -> None:
+def test_a_length_beside_the_rope_parameters_overrides_theirs() -> None:
     parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     assert read(rope_parameters=parameters).rope.original_max_length == 128
     beside = read(rope_parameters=parameters, original_max_position_embeddings=256)
@@ -179,7 +179,7 @@ def test_length_beside_the_rope_parameters_counts_first() -> None:
     assert read(rope_parameters=missing).rope.factor == 512 / 128
 
 
-def test_rope_divisors_divide() -> None:
+def test_rope_divisors_divide_the_frequencies() -> None:
     plain = Rope(theta=10000.0).inverse_frequencies(8)
     divided = Rope(theta=10000.0, divisors=(1.0, 2.0, 4.0, 8.0)).inverse_frequencies(8)
     np.testing.assert_array_equal(divided, plain / np.float32([1, 2, 4, 8]))
@@ -204,43 +204,43 @@ def test_rope_divisors_divide() -> None:
         ),
     ],
 )
-def test_only_a_window_in_force_is_refused(theirs: PreTrainedConfig, is_in_force: bool) -> None:
+def test_only_an_effective_window_is_rejected(theirs: PreTrainedConfig, is_in_force: bool) -> None:
     for values in (theirs.to_dict(), {**theirs.to_dict(), "layer_types": None}):
         if is_in_force:
-            with pytest.raises(ModelError, match="sliding-window attention is not supported yet"):
+            with pytest.raises(ModelError, match=r"sliding_window 128.*512"):
                 from_hf(values, "config.json")
         else:
             from_hf(values, "config.json")
 
 
-def test_mistral_without_a_stated_window_has_the_usual_one() -> None:
+def test_mistral_without_a_window_has_the_default_window() -> None:
     values = {**SMALL, "model_type": "mistral"}
-    assert from_hf(values, "x").architecture == "mistral"  # 4096 hides nothing here
-    with pytest.raises(ModelError, match="sliding_window 4096 is below"):
+    assert from_hf(values, "x").architecture == "mistral"  # 4096 is above the model's length
+    with pytest.raises(ModelError, match=r"sliding_window 4096.*8192"):
         from_hf({**values, "max_position_embeddings": 8192}, "x")
 
 
-def test_what_is_not_supported_is_named_with_what_is() -> None:
-    text = refused(architectures=["GPT2LMHeadModel"])
+def test_unsupported_values_are_named_with_the_supported_ones() -> None:
+    text = error_of(architectures=["GPT2LMHeadModel"])
     assert "GPT2LMHeadModel" in text and "Qwen3ForCausalLM" in text
-    assert "'bert'" in refused(architectures=None, model_type="bert")
-    assert "'gelu'" in refused(hidden_act="gelu") and "silu" in refused(hidden_act="gelu")
-    text = refused(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
+    assert "'bert'" in error_of(architectures=None, model_type="bert")
+    assert "'gelu'" in error_of(hidden_act="gelu") and "silu" in error_of(hidden_act="gelu")
+    text = error_of(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4})
     assert "'longrope'" in text and "llama3" in text
-    assert "partial_rotary_factor" in refused(partial_rotary_factor=0.5)
-    assert "each kind of layer" in refused(rope_parameters={"full_attention": {"rope_theta": 1e4}})
-    assert "GGUF" in refused(quantization_config={"quant_method": "gptq"})
+    assert "partial_rotary_factor" in error_of(partial_rotary_factor=0.5)
+    assert "each type of layer" in error_of(rope_parameters={"full_attention": {"rope_theta": 1e4}})
+    assert "GGUF" in error_of(quantization_config={"quant_method": "gptq"})
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "detail"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"vocab_size": -3}, "vocab_size is -3; it must be a whole number from 1 to"),
-        ({"num_hidden_layers": 1 << 30}, "it must be a whole number from 1 to 10000"),
+        ({"vocab_size": -3}, "vocab_size is -3; it must be an integer from 1 to"),
+        ({"num_hidden_layers": 1 << 30}, "it must be an integer from 1 to 10000"),
         ({"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5"),
         ({"num_attention_heads": [4, 4]}, "num_attention_heads is [4, 4]"),
-        ({"num_key_value_heads": 3}, "4 heads cannot share 3 key-value heads"),
+        ({"num_key_value_heads": 3}, "key-value heads, 3"),
         ({"head_dim": 15}, "head_dim 15 is odd"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps is 'small'"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan"),
@@ -258,8 +258,8 @@ def test_what_is_not_supported_is_named_with_what_is() -> None:
         ({"rope_scaling": "linear"}, "rope parameters are 'linear'"),
     ],
 )
-def test_a_value_that_makes_no_sense_is_named(changes: dict[str, Any], said: str) -> None:
-    assert said in refused(**changes)
+def test_an_invalid_value_is_named(changes: dict[str, Any], detail: str) -> None:
+    assert detail in error_of(**changes)
 
 
 JUNK = st.recursive(
@@ -276,7 +276,7 @@ JUNK = st.recursive(
 
 @settings(max_examples=300, deadline=None)
 @given(base=st.sampled_from(sorted(CONFIGS)), junk=st.data())
-def test_junk_in_any_field_is_read_or_refused(base: str, junk: st.DataObject) -> None:
+def test_random_values_are_read_or_rejected(base: str, junk: st.DataObject) -> None:
     values = CONFIGS[base].to_dict()
     names = [*values, "rope_scaling", "quantization_config", "original_max_position_embeddings"]
     values[junk.draw(st.sampled_from(sorted(names)))] = junk.draw(JUNK)
@@ -326,17 +326,17 @@ GGUF: dict[str, Any] = {
 
 
 def read_gguf(*tensors: str, **changes: Any) -> ModelConfig:
-    """The config of a small GGUF file; names of keys have `__` for the dot."""
+    """The config of a small GGUF file; `__` in a key stands for a dot."""
     values = {**GGUF, **{f"llama.{k.replace('__', '.')}": v for k, v in changes.items()}}
     return from_gguf(values, "m.gguf", tensors=tensors)
 
 
-def test_gguf_says_what_config_json_says() -> None:
+def test_gguf_and_config_json_give_the_same_config() -> None:
     theirs = LlamaConfig(**SMALL, eos_token_id=[2, 5], rope_theta=5e5).to_dict()
     assert read_gguf("output.weight") == from_hf(theirs, "x")
 
 
-def test_gguf_embeddings_are_tied_and_biases_are_there_as_its_tensors_say() -> None:
+def test_gguf_tensors_decide_tied_embeddings_and_biases() -> None:
     plain = read_gguf()
     assert plain.tie_embeddings and not (plain.qkv_bias or plain.output_bias or plain.mlp_bias)
     full = read_gguf(
@@ -363,42 +363,42 @@ def test_gguf_rope_divisors_are_kept() -> None:
     divisors = tuple(float(n) for n in range(1, 9))
     config = from_gguf(GGUF, "m.gguf", tensors=(), divisors=divisors)
     assert config.rope == Rope(theta=5e5, divisors=divisors)
-    with pytest.raises(ModelError, match="rope_freqs has 3 numbers, not 8"):
+    with pytest.raises(ModelError, match="rope_freqs has 3 .*8"):
         from_gguf(GGUF, "m.gguf", tensors=(), divisors=(1.0, 2.0, 3.0))
-    with pytest.raises(ModelError, match="together with rope.scaling"):
+    with pytest.raises(ModelError, match=r"rope_freqs.*rope\.scaling"):
         scaled = {**GGUF, "llama.rope.scaling.factor": 2.0}
         from_gguf(scaled, "m.gguf", tensors=(), divisors=divisors)
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "detail"),
     [
         ({"block_count": None}, "block_count is missing"),
-        ({"block_count": 1 << 30}, "it must be a whole number from 1 to 10000"),
+        ({"block_count": 1 << 30}, "it must be an integer from 1 to 10000"),
         ({"attention__head_count": [4, 4, 4]}, "head_count is [4, 4, 4]"),
-        ({"expert_count": 8}, "mixtures are not supported"),
-        ({"attention__sliding_window": 128}, "sliding-window attention is not supported yet"),
-        ({"attention__value_length": 8}, "values of another length than keys (16)"),
-        ({"rope__dimension_count": 8}, "only 8 of 16 dimensions turn"),
+        ({"expert_count": 8}, "expert_count"),
+        ({"attention__sliding_window": 128}, "sliding_window 128"),
+        ({"attention__value_length": 8}, "attention.key_length (16)"),
+        ({"rope__dimension_count": 8}, "rope.dimension_count is 8"),
         ({"rope__scaling__type": "longrope"}, "'longrope' is not supported"),
         ({"rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier is not supported"),
         ({"context_length": 0}, "context_length is 0"),
     ],
 )
-def test_a_gguf_that_cannot_run_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+def test_an_unsupported_gguf_is_rejected_by_name(changes: dict[str, Any], detail: str) -> None:
     with pytest.raises(ModelError) as error:
         read_gguf(**changes)
-    assert said in str(error.value) and str(error.value).startswith("m.gguf: ")
+    assert detail in str(error.value) and str(error.value).startswith("m.gguf: ")
 
 
-def test_an_unknown_gguf_architecture_is_named_with_the_known() -> None:
-    with pytest.raises(ModelError, match=r"'gemma3' is not supported; supported: llama, qwen2"):
+def test_an_unknown_gguf_architecture_is_named_with_the_known_ones() -> None:
+    with pytest.raises(ModelError, match=r"'gemma3'.*llama, qwen2"):
         from_gguf({**GGUF, "general.architecture": "gemma3"}, "m.gguf", tensors=())
 
 
 @settings(max_examples=200, deadline=None)
 @given(key=st.sampled_from(sorted(GGUF)), value=JUNK)
-def test_junk_in_any_gguf_key_is_read_or_refused(key: str, value: Any) -> None:
+def test_random_gguf_values_are_read_or_rejected(key: str, value: Any) -> None:
     try:
         assert from_gguf({**GGUF, key: value}, "m.gguf", tensors=()).num_params >= 0
     except ModelError as error:

@@ -1,4 +1,4 @@
-"""The native kernels are there wherever they can be: other tests skip only where they cannot."""
+"""The native kernels exist wherever they can be built; other tests skip only where they cannot."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import pytest
 from headway.model.backends.native import build
 from headway.model.precision import why_not_native
 
-needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 
 
 @needs_compiler
-def test_where_there_is_a_compiler_there_are_kernels() -> None:
+def test_kernels_are_available_with_a_compiler() -> None:
     assert why_not_native() is None
 
 
 @needs_compiler
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of this kind")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64 processors")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512", "icelake-server"])
-def test_the_source_serves_processors_without_the_newest_instructions(processor: str) -> None:
+def test_the_source_compiles_for_older_processors(processor: str) -> None:
     flags = [flag for flag in build.FLAGS if flag not in ("-O3", "-march=native")]
     checks = ["-O1", f"-march={processor}", "-Wall", "-Wextra", "-Werror", "-S", "-o", "/dev/null"]
     command = ["gcc", *flags, *checks, str(build.SOURCE)]
@@ -32,7 +32,7 @@ def test_the_source_serves_processors_without_the_newest_instructions(processor:
 
 
 @needs_compiler
-def test_a_change_in_any_part_of_the_source_makes_another_library(
+def test_a_change_in_any_source_file_changes_the_library_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(build.SOURCE.parent, tmp_path, dirs_exist_ok=True)

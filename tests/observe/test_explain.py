@@ -1,10 +1,13 @@
-"""Laws of the sentences that say why requests wait: each agrees with the plan and the config."""
+"""Every sentence about a decision agrees with the plan, the state and the config."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from typing import Any
+from typing import Any, get_args
+
+import pytest
 
 from headway.config import Config
 from headway.engine.clock import VirtualClock
@@ -12,9 +15,11 @@ from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.explain import UNSETTLED, why_blocked, why_not_considered
+from headway.observe import explain
+from headway.observe.explain import DecisionLog, sentences_of, why_blocked, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
-from headway.plan import Blocked, NotConsidered
+from headway.observe.trace import describe_step
+from headway.plan import Blocked, Plan, Reason, StepReport
 from headway.request import Params, Request
 from headway.scheduler import Scheduler, preset
 
@@ -28,59 +33,114 @@ MIXES: list[dict[str, Any]] = [
     {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True)", "num_blocks": 30},
     {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True,patience=4)", "num_blocks": 44},
     {"name": "vllm_v1", "headroom": "back_off(watermark(0.05),share=0.05)", "num_blocks": 30},
+    {"name": "vllm", "swap": "swap", "num_host_blocks": 30, "num_blocks": 30},
     {"name": "minivllm", "num_blocks": 36},
+    {"name": "minivllm", "num_blocks": 300, "max_num_batched_tokens": 5, "chunk": "split_any"},
+    {"name": "static", "num_blocks": 60},
 ]
 
 
-def engine_of(async_scheduling: int, name: str, **changes: Any) -> Engine:
+def engine_of(async_scheduling: bool, name: str, **changes: Any) -> Engine:
     sizes = {"block_size": 4, "num_blocks": 44, "max_num_seqs": 8, "max_num_batched_tokens": 128}
-    clock = VirtualClock()
+    config, clock = preset(name, **{**sizes, **changes}), VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 0.002)
-    return Engine(
-        Scheduler(preset(name, **{**sizes, **changes})), executor, clock, async_scheduling=async_scheduling
-    )  # fmt: skip
+    return Engine(Scheduler(config), executor, clock, async_scheduling=async_scheduling)
 
 
-def check_blocked(blocked: Blocked, num_running: int, config: Config) -> str:
-    """The numbers in a sentence are those of the plan and the config; says which kind it is."""
-    text = why_blocked(blocked, num_running, config)
-    limit, numbers = config.max_num_seqs, [int(n) for n in re.findall(r"\d+", text)]
-    if blocked.reason == "max_num_seqs" and text.startswith("all") and "are taken" in text:
-        assert numbers == [limit] and num_running == limit
-        return "all seats"
-    if blocked.reason == "max_num_seqs" and "kept" in text:
-        assert numbers == [limit - num_running, limit] and num_running < limit
-        return "kept seats"
-    if text == UNSETTLED:
-        assert blocked.reason == "back_off" and blocked.request.history.num_preemptions > 0
-        return "unsettled"
-    if blocked.reason == "order":
-        assert not numbers
-    else:
-        assert numbers == [blocked.need, blocked.have] and blocked.need > blocked.have
-    return blocked.reason
+def numbers_in(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
 
 
-def check_behind(behind: NotConsidered, num_running: int, config: Config) -> None:
-    text = why_not_considered(behind, num_running, config)
-    if f"all {config.max_num_seqs} seats are taken" in text:
-        assert behind.reason == "max_num_seqs" and num_running == config.max_num_seqs
+class Checker:
+    """Checks the sentences of each plan as it is made, and counts them by kind and reason."""
 
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.seen = engine, Counter[str]()
+        self.metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
+        self.log = DecisionLog(engine.scheduler.config)
+        engine.observers.append(self.check_report)
 
-def test_every_sentence_agrees_with_its_plan() -> None:
-    kinds: Counter[str] = Counter()
-    for mix in MIXES:
-        for async_scheduling in (0, 1):
-            kinds += follow(engine_of(async_scheduling, **mix))
-    for kind in ("kept seats", "unsettled", "blocks", "back_off", "order", "token_budget"):
-        assert kinds[kind] > 0, kind
+    def check_plan(self, plan: Plan) -> None:
+        config = self.engine.scheduler.config
+        for blocked in plan.blocked:
+            self.check_blocked(blocked, plan, config)
+        if rest := plan.not_considered:
+            behind = bool(plan.blocked)
+            text = why_not_considered(rest.reason, config.max_num_seqs, is_behind_blocked=behind)
+            if rest.reason == "max_num_seqs":
+                assert numbers_in(text) == [config.max_num_seqs] == [plan.events.num_running]
+            else:
+                assert not numbers_in(text)
+            if rest.reason == "back_off":
+                assert self.engine.scheduler.pressure > 0
+            assert ("ahead" in text) == (rest.reason == "order" and behind)
+            self.seen[f"not considered: {rest.reason}"] += 1
+
+    def check_blocked(self, blocked: Blocked, plan: Plan, config: Config) -> None:
+        text = why_blocked(blocked.reason, blocked.need, blocked.have)
+        if blocked.reason in ("order", "just_preempted"):
+            assert not numbers_in(text) and "block" not in text
+        else:
+            assert numbers_in(text) == [blocked.need, blocked.have]
+            assert blocked.need > blocked.have
+        if blocked.reason == "just_preempted":
+            assert blocked.request.history.num_preemptions > 0 and blocked.request.row < 0
+        elif blocked.reason == "order":
+            assert blocked.request.parent is not None
+        elif blocked.reason == "reserved_rows":
+            assert blocked.have == config.max_num_seqs - plan.events.num_running > 0
+        elif blocked.reason != "token_budget":
+            is_later = bool(plan.events.preempted)  # a later preemption may free more blocks
+            assert "block" in text and (is_later or blocked.have >= plan.events.num_free)
+        self.seen[f"blocked: {blocked.reason}"] += 1
+
+    def check_report(self, report: StepReport) -> None:
+        """The log and the trace line word the same decisions with the numbers of the plan."""
+        plan, limit = report.plan, self.engine.scheduler.config.max_num_seqs
+        log = self.log.follow(report)
+        line = json.loads(json.dumps(describe_step(report)))
+        sentences = list(sentences_of(line, limit))
+        assert {d.text for d in log if "embedding" not in d.text} <= set(sentences)
+        texts = {kind: [d.text for d in log if d.kind == kind] for kind in get_args(explain.Kind)}
+        for text, preemption in zip(texts["preempted"], plan.events.preempted, strict=True):
+            self.check_numbers(text, preemption.request, [preemption.num_lost])
+            assert ("priority" in text) == preemption.is_priority
+            assert ("swapped out" in text) == preemption.is_swap
+        for text, admission in zip(texts["admitted"], plan.admitted, strict=True):
+            expected = [n for n in (admission.num_cached, admission.num_swapped) if n]
+            self.check_numbers(text, admission.request, expected)
+            assert ("again" in text) == admission.is_resume
+        for text, request in zip(texts["finished"], report.finished, strict=True):
+            self.check_numbers(text, request, [request.num_generated])
+            assert str(request.finish_reason) in text
+        copies = [n for n in (len(plan.copies_out), len(plan.copies_in)) if n]
+        assert [numbers_in(text) for text in texts["copied"]] == ([copies] if copies else [])
+        assert all(numbers_in(text) == [len(plan.deferred)] for text in texts["deferred"])
+        self.seen.update(d.kind for d in log)
+
+    def check_numbers(self, text: str, request: Request, expected: list[int]) -> None:
+        assert text.startswith(f"request {request.id} ")
+        assert numbers_in(text.removeprefix(f"request {request.id}")) == expected
+
+    def check_views(self) -> None:
+        """The page, `headway top` and `why` show the sentences of the latest plan."""
+        scheduler, shown = self.engine.scheduler, self.metrics.snapshot()
+        assert shown["running"]["count"] == len(scheduler.running)
+        plan, why = scheduler.last_plan, self.engine.why()
+        sentences = {b.request.id: why_blocked(b.reason, b.need, b.have) for b in plan.blocked}
+        for row in shown["waiting"]["requests"]:
+            if row["id"] in sentences:
+                assert row["why"] == sentences[row["id"]]
+        listed = [b for b in plan.blocked if b.request.id in {r.id for r in scheduler.queue}][:5]
+        assert all(
+            f"request {b.request.id} waits: {sentences[b.request.id]}." in why for b in listed
+        )
 
 
 def follow(engine: Engine) -> Counter[str]:
-    """Run a workload, check every sentence of every plan, count their kinds."""
-    kinds: Counter[str] = Counter()
-    metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
-    jobs = list(parse_synthetic(WORKLOAD.format(1)).jobs())[::-1]
+    """Run a workload and check every sentence of every step."""
+    checker = Checker(engine)
+    jobs = list(parse_synthetic(WORKLOAD.format(1)).generate())[::-1]
     while jobs or engine.has_work:
         while jobs and jobs[-1].arrival <= engine.clock.now():
             job = jobs.pop()
@@ -89,35 +149,30 @@ def follow(engine: Engine) -> Counter[str]:
             engine.clock.advance_to(jobs[-1].arrival)  # type: ignore[attr-defined]
             continue
         engine.step()
-        plan, config = engine.scheduler.last_plan, engine.scheduler.config
-        for blocked in plan.blocked:
-            kinds[check_blocked(blocked, plan.events.num_running, config)] += 1
-        if plan.not_considered:
-            check_behind(plan.not_considered, plan.events.num_running, config)
-        check_shown(metrics, engine)
+        checker.check_plan(engine.scheduler.last_plan)
+        checker.check_views()
     assert engine.fault is None
-    return kinds
+    return checker.seen
 
 
-def check_shown(metrics: ServerMetrics, engine: Engine) -> None:
-    """Page, `top` and `why` show the same sentences, and never all seats taken beside fewer."""
-    shown, num_running = metrics.snapshot(), len(engine.scheduler.running)
-    texts = [row["reason"] for row in shown["waiting"]] + [engine.why()]
-    for text in texts:
-        for number in re.findall(r"all (\d+) seats are taken", text):
-            assert int(number) == num_running == shown["seats"]["taken"]
-    sentences = {
-        b.request.id: why_blocked(b, num_running, engine.scheduler.config)
-        for b in engine.scheduler.last_plan.blocked
-    }
-    for row in shown["waiting"]:
-        if row["id"] in sentences:
-            assert row["reason"] == sentences[row["id"]]
+def test_every_sentence_agrees_with_its_plan() -> None:
+    seen: Counter[str] = Counter()
+    for mix in MIXES:
+        for async_scheduling in (False, True):
+            seen += follow(engine_of(async_scheduling, **mix))
+    blocked = [f"blocked: {reason}" for reason in explain.BLOCKED]
+    rest = [f"not considered: {reason}" for reason in (*explain.NOT_CONSIDERED, "order")]
+    for kind in (*blocked, *rest, *get_args(explain.Kind)):
+        assert seen[kind] > 0, kind
 
 
-def test_a_request_with_a_token_in_flight_is_not_said_to_ask_for_blocks() -> None:
+def test_every_reason_has_a_sentence() -> None:
+    assert {*explain.BLOCKED, *explain.NOT_CONSIDERED} == set(get_args(Reason))
+
+
+def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
     queue = "priority(aging=0,preempts=True)"
-    engine = engine_of(0, "vllm_v1", queue=queue, num_blocks=8, max_num_seqs=4)
+    engine = engine_of(False, "vllm_v1", queue=queue, num_blocks=8, max_num_seqs=4)
     script = Script(8, 7, 1)
     engine.add("low", [1] * 12, Params(max_tokens=8, priority=5, sampling=script))
     engine.add("lower", [2] * 12, Params(max_tokens=8, priority=6, sampling=script))
@@ -126,28 +181,49 @@ def test_a_request_with_a_token_in_flight_is_not_said_to_ask_for_blocks() -> Non
     engine.step()
     plan = engine.scheduler.last_plan
     (blocked,) = plan.blocked
-    assert (blocked.request.id, *blocked[1:]) == ("lower", "back_off", 1, 0)
+    assert (blocked.request.id, blocked.reason) == ("lower", "just_preempted")
     assert plan.events.num_free > 0
-    assert UNSETTLED in engine.why() and "asks for" not in engine.why()
+    (line,) = [line for line in engine.why().splitlines() if "request lower waits" in line]
+    assert "preempted" in line and "block" not in line
 
 
-def test_one_block_is_one_block_and_a_real_back_off_keeps_its_numbers() -> None:
-    config = preset("vllm_v1", num_blocks=8)
-    fresh = Request("a", [1], Params())
-    assert "1 free KV block and" in why_blocked(Blocked(fresh, "blocks", 1, 0), 0, config)
-    assert "asks for 1 block and 0" in why_blocked(Blocked(fresh, "back_off", 1, 0), 0, config)
-    fresh.history.num_preemptions = 1
-    assert "asks for 5 blocks and 4" in why_blocked(Blocked(fresh, "back_off", 5, 4), 0, config)
+def test_reserved_rows_are_not_worded_as_the_limit() -> None:
+    engine = engine_of(False, "headway", queue="fair", max_num_seqs=16, num_blocks=400)
+    script = Script(8, 7, 1)
+    engine.add("small", [1], Params(max_tokens=8, client="small", sampling=script))
+    for number in range(20):
+        engine.add(f"r{number}", [number], Params(max_tokens=8, client="large", sampling=script))
+    engine.step()
+    blocked = engine.scheduler.last_plan.blocked[0]
+    assert (blocked.reason, blocked.need, blocked.have) == ("reserved_rows", 3, 2)
+    assert "needs 3 free rows; 2 available" in engine.why() and "limit" not in engine.why()
 
 
-def test_seats_that_came_free_after_the_plan_are_not_said_to_be_taken() -> None:
-    config = preset("vllm_v1", max_num_seqs=4)
-    request = Request("a", [1], Params())
-    for text in (
-        why_blocked(Blocked(request, "max_num_seqs", 1, 0), 3, config),
-        why_not_considered(NotConsidered("max_num_seqs", 7), 3, config),
-    ):
-        assert "are taken" not in text and "were taken" in text
-    assert "all 4 seats are taken" in why_not_considered(
-        NotConsidered("max_num_seqs", 7), 4, config
-    )
+def test_preemptions_after_a_failed_step_name_the_failure() -> None:
+    changes = {"max_num_batched_tokens": 2, "max_num_seqs": 4, "chunk": "split_any"}
+    engine = engine_of(False, "minivllm", **changes)
+    log, texts = DecisionLog(engine.scheduler.config), list[str]()
+    engine.observers.append(lambda report: texts.extend(d.text for d in log.follow(report)))
+    for id in "abc":
+        engine.add(id, [ord(id)], Params(max_tokens=8, sampling=Script(8, 7, 1)))
+    while not engine.scheduler.last_plan.deferred:
+        engine.step()
+    working = engine.executor
+
+    class Failing:
+        def launch(self, plan: Plan) -> Any:
+            raise OSError("device lost")
+
+    engine.executor = Failing()
+    engine.step()
+    engine.executor = working
+    engine.run()
+    preempted = [text for text in texts if "preempted" in text]
+    assert preempted and all("a step failed" in text for text in preempted)
+
+
+@pytest.mark.parametrize("reason", ["blocks", "back_off", "token_budget", "headroom"])
+def test_a_count_of_1_is_singular(reason: str) -> None:
+    assert "1 token" in why_blocked(reason, 1, 0) or "1 free KV block" in why_blocked(reason, 1, 0)
+    assert not re.search(r"\b1 (free KV blocks|tokens)", why_blocked(reason, 1, 0))
+    assert re.search(r"\b5 (free KV blocks|tokens)", why_blocked(reason, 5, 1))

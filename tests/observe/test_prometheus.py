@@ -1,4 +1,4 @@
-"""Laws of the server's metrics: they say what a log of every token says, and never grow."""
+"""The server's metrics equal the numbers of a log of every token, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.simulate import with_profile
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.prometheus import BETWEEN, COUNTERS, GAUGES, HISTOGRAMS, Histogram
+from headway.observe.prometheus import COUNTERS, GAUGES, HISTOGRAMS, ITL_BUCKETS, Histogram
 from headway.observe.server_metrics import ServerMetrics
 from headway.plan import StepReport
 from headway.request import Params, Request
@@ -39,11 +39,11 @@ Samples = dict[tuple[str, ...], float]
 
 
 class Log:
-    """Every token with its time; knows nothing of decode_batch."""
+    """Records the time of every token, straight from the reports."""
 
     def __init__(self) -> None:
         self.times: dict[Request, list[float]] = defaultdict(list)
-        self.seated: dict[Request, float] = {}
+        self.admitted: dict[Request, float] = {}
         self.ends: dict[Request, float] = {}
         self.totals: Counter[str] = Counter()
 
@@ -52,7 +52,7 @@ class Log:
         for request, tokens in report.outputs() if plan.step >= 0 else ():
             self.times[request] += [report.result.ended] * len(tokens)
         for request, num_cached, _, is_resume in plan.admitted:
-            self.seated.setdefault(request, plan.events.schedule_ended)
+            self.admitted.setdefault(request, plan.events.schedule_ended)
             self.totals["queried"] += 0 if is_resume else request.num_prompt
             self.totals["hit"] += 0 if is_resume else num_cached
         for request in report.finished:
@@ -73,7 +73,7 @@ class Log:
 
 
 def samples(text: str, prefix: str = "headway") -> Samples:
-    """Values by name and by whichever label is not on every metric."""
+    """Values by name and by the labels that not every metric has."""
     found: Samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -92,11 +92,14 @@ def engine_of(name: str, async_scheduling: int, **changes: Any) -> tuple[Engine,
 def run(
     name: str, async_scheduling: int, seed: int, **changes: Any
 ) -> tuple[ServerMetrics, Log, Engine]:
-    """A workload in which some are aborted on their way, to its end."""
+    """Run a workload to its end and abort some requests."""
     engine, clock = engine_of(name, async_scheduling, **changes)
     metrics, log = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"), Log()
     engine.observers.append(log)
-    jobs, chance = list(parse_synthetic(WORKLOAD.format(seed)).jobs())[::-1], random.Random(seed)
+    jobs, chance = (
+        list(parse_synthetic(WORKLOAD.format(seed)).generate())[::-1],
+        random.Random(seed),
+    )
     while jobs or engine.has_work:
         while jobs and jobs[-1].arrival <= clock.now():
             job = jobs.pop()
@@ -112,14 +115,16 @@ def run(
 
 
 def check_histogram(found: Samples, name: str, values: list[float]) -> None:
-    """Count, sum and every bucket are those of the values."""
+    """Count, sum and every bucket equal those of the values."""
     bounds = sorted(float(key[1]) for key in found if key[0] == f"{name}_bucket")
     assert found[f"{name}_count",] == len(values), name
     assert found[f"{name}_sum",] == pytest.approx(sum(values)), name
     ordered = sorted(round(value, 9) for value in values)
     for bound in bounds[:-1]:
         share = [v for v in ordered if v <= bound + 1e-9]
-        near = sum(abs(v - bound) < 2e-9 for v in ordered)  # rounding may put them on either side
+        near = sum(
+            abs(v - bound) < 2e-9 for v in ordered
+        )  # rounding may put them into either bucket
         label = next(k[1] for k in found if k[0] == f"{name}_bucket" and float(k[1]) == bound)
         assert abs(found[f"{name}_bucket", label] - len(share)) <= near, (name, bound)
 
@@ -137,7 +142,7 @@ def check_histogram(found: Samples, name: str, values: list[float]) -> None:
         ("minivllm", {"num_blocks": 300, "max_num_batched_tokens": 5, "chunk": "split_any"}),
     ],
 )
-def test_metrics_say_what_a_log_of_every_token_says(
+def test_metrics_equal_a_log_of_every_token(
     name: str, changes: dict[str, Any], async_scheduling: int
 ) -> None:
     for seed in range(3):
@@ -146,13 +151,13 @@ def test_metrics_say_what_a_log_of_every_token_says(
         first = [times[0] - r.arrival for r, times in log.times.items()]
         check_histogram(found, "time_to_first_token_seconds", first)
         check_histogram(found, "inter_token_latency_seconds", log.gaps())
-        ends, seated, times = log.ends, log.seated, log.times
+        ends, admitted, times = log.ends, log.admitted, log.times
         waits = {
             "e2e_request_latency_seconds": [ends[r] - r.arrival for r in done],
-            "request_queue_time_seconds": [seated[r] - r.arrival for r in done],
-            "request_prefill_time_seconds": [times[r][0] - seated[r] for r in done],
+            "request_queue_time_seconds": [admitted[r] - r.arrival for r in done],
+            "request_prefill_time_seconds": [times[r][0] - admitted[r] for r in done],
             "request_decode_time_seconds": [ends[r] - times[r][0] for r in done],
-            "request_inference_time_seconds": [ends[r] - seated[r] for r in done],
+            "request_inference_time_seconds": [ends[r] - admitted[r] for r in done],
             "request_prompt_tokens": [float(r.num_prompt) for r in done],
             "request_generation_tokens": [float(r.num_generated) for r in done],
             "request_params_max_tokens": [float(r.params.max_tokens or 0) for r in done],
@@ -186,7 +191,7 @@ def check_counters(found: Samples, log: Log) -> None:
     assert {key: found[key] for key in expected} == expected
 
 
-def test_the_runs_above_preempt_swap_recompute_and_abort() -> None:
+def test_the_runs_include_preemptions_swaps_recomputation_and_aborts() -> None:
     totals: Counter[str] = Counter()
     swapping = {"num_host_blocks": 20, "swap": "swap"}
     for name, changes in (("vllm", swapping), ("vllm_v1", {})):
@@ -206,16 +211,16 @@ def test_the_runs_above_preempt_swap_recompute_and_abort() -> None:
         assert totals[name] > 0, name
 
 
-def test_nothing_is_kept_of_requests_that_have_ended() -> None:
+def test_no_state_is_kept_for_finished_requests() -> None:
     metrics, _, engine = run("vllm_v1", 1, 1, num_blocks=30)
     assert engine.scheduler.is_idle
-    lives, live = metrics._lives, metrics._live
-    assert not (lives.open or lives._fresh or lives._parked)
-    assert not [request for request in live._waits if request is not None]
-    assert len(live._window._seconds) <= 61 and len(live._decisions) <= 32
+    timeline, builder = metrics._timeline, metrics._builder
+    assert not (timeline.open or timeline._last_token or timeline._preempted)
+    assert not [request for request in builder._log._waits if request is not None]
+    assert len(builder._window._seconds) <= 61 and len(builder._decisions) <= 32
 
 
-def test_gauges_say_how_things_stand_and_reasons_add_up_to_who_waits() -> None:
+def test_gauges_equal_the_scheduler_state_and_reasons_add_up() -> None:
     engine, _ = engine_of("vllm_v1", 0, num_blocks=20, max_num_seqs=2)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
     script = Params(max_tokens=30, sampling=Script(30, 7, 1))
@@ -235,11 +240,11 @@ def test_gauges_say_how_things_stand_and_reasons_add_up_to_who_waits() -> None:
     assert samples(metrics.text())["waiting_by_reason", "new"] == 1
 
 
-def test_an_embedding_counts_as_a_prompt_and_not_as_generation() -> None:
+def test_an_embedding_counts_as_prompt_and_not_as_generation() -> None:
     engine, _ = engine_of("headway", 0)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
-    asked = Params(max_tokens=1, pooling="last", sampling=Script(1, 7, 1))
-    engine.add("a", range(9), asked)
+    params = Params(max_tokens=1, pooling="last", sampling=Script(1, 7, 1))
+    engine.add("a", range(9), params)
     engine.run()
     found = samples(metrics.text())
     for name in (
@@ -260,11 +265,11 @@ def test_an_embedding_counts_as_a_prompt_and_not_as_generation() -> None:
     )
     snapshot = metrics.snapshot()
     assert snapshot["totals"]["output_tokens"] == 0
-    assert "embedding" in snapshot["decisions"][-1]["words"]
-    assert not (metrics._lives.open or metrics._lives._fresh)
+    assert "embedding" in snapshot["decisions"][-1]["text"]
+    assert not (metrics._timeline.open or metrics._timeline._last_token)
 
 
-def test_the_same_names_under_another_prefix() -> None:
+def test_another_prefix_has_the_same_names() -> None:
     metrics, _, _ = run("headway", 0, 0)
     ours, theirs = metrics.text(), metrics.text("vllm")
     names = [set(samples(ours)), set(samples(theirs, "vllm"))]
@@ -274,43 +279,45 @@ def test_the_same_names_under_another_prefix() -> None:
         assert re.search(rf'^headway:{name}\w*{{.*engine="0".*model_name="tiny"', ours, re.M), name
 
 
-def test_a_weighted_observation_is_many_single_ones() -> None:
-    singly, at_once, chance = Histogram(BETWEEN), Histogram(BETWEEN), random.Random(0)
+def test_a_weighted_observation_equals_single_observations() -> None:
+    singly, at_once, chance = Histogram(ITL_BUCKETS), Histogram(ITL_BUCKETS), random.Random(0)
     for _ in range(200):
-        value, count = chance.choice([*BETWEEN, chance.expovariate(1)]), chance.randrange(1, 9)
+        value, count = chance.choice([*ITL_BUCKETS, chance.expovariate(1)]), chance.randrange(1, 9)
         at_once.observe(value, count)
         for _ in range(count):
             singly.observe(value)
     assert at_once.counts == singly.counts and at_once.total == pytest.approx(singly.total)
 
 
-def test_a_value_on_a_bound_belongs_below_it() -> None:
+def test_a_value_equal_to_a_bound_is_in_the_bucket_below() -> None:
     histogram = Histogram((0.5, 1))
     for value in (0.5, 0.75, 1, 1.25):
         histogram.observe(value)
     assert histogram.buckets() == [("0.5", 1), ("1.0", 3), ("+Inf", 4)]
 
 
-def test_the_loop_answers_for_its_metrics() -> None:
+def test_the_loop_answers_metrics_queries() -> None:
     engine, _ = engine_of("headway", 0)
-    heard: list[FromLoop] = []
-    loop = EngineLoop(engine, heard.extend)
+    received: list[FromLoop] = []
+    loop = EngineLoop(engine, received.extend)
     ServerMetrics(loop, "tiny")
     loop.post([Query(0, "metrics", "vllm"), Query(1, "metrics"), Query(2, "snapshot")])
     loop._read()
     loop._flush()
-    texts = [message.value for message in heard if isinstance(message, QueryResult)]
+    texts = [message.value for message in received if isinstance(message, QueryResult)]
     assert texts[0].startswith("# HELP vllm:") and texts[1].startswith("# HELP headway:")
-    assert json.loads(json.dumps(texts[2]))["num_running"] == 0
+    assert json.loads(json.dumps(texts[2]))["running"]["count"] == 0
 
 
-def test_a_metric_that_fails_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_in_the_metrics_does_not_stop_the_engine(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     engine, _ = engine_of("headway", 0)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
-    metrics.numbers.histograms.clear()
+    metrics.values.histograms.clear()
     (request,) = engine.add("a", [1, 2, 3], Params(max_tokens=3, sampling=Script(3, 7, 1)))
     engine.run()
-    assert request.is_finished and "a step was not counted" in caplog.text
+    assert request.is_finished and "metrics" in caplog.text
 
 
 def test_a_refused_request_is_not_counted() -> None:
@@ -318,10 +325,10 @@ def test_a_refused_request_is_not_counted() -> None:
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
     with pytest.raises(RequestError):
         engine.add("a", [], Params())
-    assert not metrics._lives.open
+    assert not metrics._timeline.open
 
 
-def test_every_metric_is_explained_and_on_the_dashboard() -> None:
+def test_every_metric_is_documented_and_on_the_dashboard() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     board = json.loads((ROOT / "docs" / "grafana.json").read_text(encoding="utf-8"))
     queries = " ".join(t["expr"] for panel in board["panels"] for t in panel.get("targets", ()))

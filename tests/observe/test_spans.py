@@ -1,4 +1,4 @@
-"""Laws of spans: they follow a request from arrival to end, under the trace that it came with."""
+"""Spans cover each request from arrival to end, within the trace context of the request."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from headway.engine.loop import EngineLoop
 from headway.engine.messages import Submit
 from headway.errors import ConfigError
 from headway.observe.spans import Spans, _make_provider, _within, check_installed, install
-from headway.server.http.trace_context import TraceContext, traceparent_of
+from headway.server.http.middleware import TraceContextMiddleware, traceparent_of
 from tests.cli.test_cli_generate import options_of, save_tiny
-from tests.observe.test_live import asked, made
+from tests.support.gated import gated_engine, scripted
 from tests.support.processes import serving
 from tests.support.served import on_loop, server
 
@@ -36,7 +36,7 @@ HEADER = f"00-{TRACE}-{PARENT}-01"
 
 
 class Receiver:
-    """A collector that takes OTLP over HTTP and keeps the spans."""
+    """A collector that accepts OTLP over HTTP and keeps the spans."""
 
     def __init__(self) -> None:
         self.requests: list[ExportTraceServiceRequest] = []
@@ -51,7 +51,7 @@ class Receiver:
                 self.end_headers()
 
             def log_message(self, *_: object) -> None:
-                """Quietly."""
+                """Log nothing."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
@@ -88,19 +88,19 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
 
 
-def test_a_server_exports_spans_as_documented(tiny: list[str], receiver: Receiver) -> None:
+def test_a_server_exports_spans(tiny: list[str], receiver: Receiver) -> None:
     environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.url}
     options = (*tiny, "--spans", "--engine-process")
     with serving(*options, environment=environment) as (process, said):
         found = re.search(r"at (http://127.0.0.1:\d+)", said)
         assert found, said
         body = {"prompt": "abc", "max_tokens": 5, "ignore_eos": True, "temperature": 0}
-        for header in (HEADER, "nonsense"):
+        for header in (HEADER, "invalid"):
             answer = httpx.post(
                 f"{found[1]}/v1/completions", json=body, headers={"traceparent": header}, timeout=20
             )
             assert answer.status_code == 200, answer.text
-        process.send_signal(signal.SIGTERM)  # flushes what no batch has sent yet
+        process.send_signal(signal.SIGTERM)  # exports the last batch
         _, rest = process.communicate(timeout=20)
         assert process.returncode == 0 and "Traceback" not in rest, rest
     assert receiver.resource()["service.name"] == "headway"
@@ -125,7 +125,7 @@ def check_exported(spans: list[Any], model: str) -> None:
     assert 0 < found["gen_ai.latency.time_to_first_token"].double_value <= seconds
 
 
-def test_the_service_has_the_name_that_the_environment_gives_it(
+def test_the_service_name_comes_from_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, given in (("headway", None), ("chat", "chat")):
@@ -136,35 +136,35 @@ def test_the_service_has_the_name_that_the_environment_gives_it(
         provider.shutdown()
 
 
-def test_a_provider_that_the_program_has_set_is_used_and_left_alone(
+def test_the_tracer_provider_of_the_program_is_used_and_not_shut_down(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
-    engine, _ = made()
+    engine, _ = gated_engine()
     stop = install(EngineLoop(engine, lambda _: None), "tiny")
     for id in "ab":
-        engine.add(id, [1] * 9, asked())
+        engine.add(id, [1] * 9, scripted())
         engine.run()
-        stop()  # the second request is traced too: the provider is not ours to shut down
+        stop()  # the provider stays open, so the second request is traced too
     assert [s.name for s in memory.get_finished_spans()].count("llm_request") == 2
 
 
-def test_an_unreachable_collector_does_not_hold_up_the_end() -> None:
-    begun = time.monotonic()
+def test_an_unreachable_collector_does_not_delay_shutdown() -> None:
+    started = time.monotonic()
     _within(0.05, lambda: time.sleep(5))
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - started < 3
 
 
 @on_loop
-async def test_a_trace_context_comes_with_its_request_and_no_other() -> None:
+async def test_a_trace_context_belongs_to_its_request_only() -> None:
     async with server() as s:
         seen: list[str] = []
         s.port.loop.on_submit.append(lambda message, _: seen.append(message.traceparent))
-        transport = httpx.ASGITransport(TraceContext(s.app))
+        transport = httpx.ASGITransport(TraceContextMiddleware(s.app))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            for headers in ({"traceparent": HEADER}, {}, {"traceparent": "nonsense"}):
+            for headers in ({"traceparent": HEADER}, {}, {"traceparent": "invalid"}):
                 for stream in (False, True):
                     body = {"prompt": ["ab", "cd"], "stream": stream}
                     answer = await client.post("/v1/completions", json=body, headers=headers)
@@ -173,23 +173,23 @@ async def test_a_trace_context_comes_with_its_request_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])
-def test_spans_of_a_request_follow_one_another_from_arrival_to_end(async_scheduling: int) -> None:
-    engine, gate = made(num_blocks=12, max_num_seqs=4)
+def test_child_spans_cover_a_request_without_overlap(async_scheduling: int) -> None:
+    engine, gate = gated_engine(num_blocks=12, max_num_seqs=4)
     engine.async_scheduling = async_scheduling
     memory, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(memory))
     spans = Spans(engine, provider.get_tracer("test"), "tiny")
     engine.observers.append(spans)
     for id in "abcd":
-        requests = engine.add(id, [ord(id)] * 9, asked(20))
-        spans.expect(Submit(id, [], asked(20), HEADER if id == "a" else ""), requests)
+        requests = engine.add(id, [ord(id)] * 9, scripted(20))
+        spans.expect(Submit(id, [], scripted(20), HEADER if id == "a" else ""), requests)
     engine.step()
     engine.abort("d")
     engine.run()
     gate.num_faults = 1
-    engine.add("e", [1] * 9, asked(20))
+    engine.add("e", [1] * 9, scripted(20))
     engine.run()
-    assert not spans._phases and not spans._parents
+    assert not spans._timeline.open and not spans._parents
     found = memory.get_finished_spans()
     wholes = {str(attribute(s, "gen_ai.request.id")): s for s in found if s.name == "llm_request"}
     assert set(wholes) == set("abcde")
@@ -205,7 +205,7 @@ def attribute(span: ReadableSpan, name: str) -> object:
 
 
 def check_parts(whole: ReadableSpan, parts: list[ReadableSpan]) -> None:
-    """Parts follow one another from the beginning of the whole to its end."""
+    """The parts start with the whole, do not overlap, and end with it."""
     assert parts[0].name == "queue" and parts[0].start_time == whole.start_time
     for before, after in pairwise(parts):
         assert before.start_time is not None and before.end_time is not None
@@ -218,7 +218,7 @@ def check_parts(whole: ReadableSpan, parts: list[ReadableSpan]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "is_taken"),
+    ("header", "is_valid"),
     [
         (HEADER, True),
         (HEADER.replace("00-4", "cc-4") + "-more", True),
@@ -232,13 +232,15 @@ def check_parts(whole: ReadableSpan, parts: list[ReadableSpan]) -> None:
         ("", False),
     ],
 )
-def test_a_malformed_traceparent_is_ignored(header: str, is_taken: bool) -> None:
+def test_a_malformed_traceparent_is_ignored(header: str, is_valid: bool) -> None:
     scope = {"headers": [(b"traceparent", header.encode())]}
-    assert traceparent_of(scope) == (header if is_taken else "")
+    assert traceparent_of(scope) == (header if is_valid else "")
     assert traceparent_of({"headers": [(b"traceparent", HEADER.encode())] * 2}) == ""
 
 
-def test_missing_packages_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_for_missing_packages_names_the_pip_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check_installed()
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
     with pytest.raises(ConfigError, match=r"pip install 'headway\[otel\]'"):

@@ -1,4 +1,4 @@
-"""Laws of the metrics: what is counted from trace lines is what a per-token log would say."""
+"""SimulationResult statistics equal the numbers of a log of every token, from reports and from trace lines."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
-from headway.lab.simulate import Run, simulate
+from headway.lab.simulate import SimulationResult, simulate
 from headway.lab.summary import Summary, fairness, summarize
-from headway.lab.workload.jobs import Job, TokenSpace
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.observe.timeline import PERCENTILES, Life, Metrics, percentiles
-from headway.observe.trace import read_trace
+from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
+from headway.observe.timeline import RequestTimes, Timeline, record_of
+from headway.observe.trace import Line, describe_step, read_trace
+from headway.observe.trace_reader import TraceReader
 from headway.plan import StepReport
 from headway.request import Request
 from headway.scheduler import PRESETS, preset
@@ -33,14 +35,14 @@ each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 
 
 class Log:
-    """Every token with its time, and every position computed; knows nothing of trace lines."""
+    """Records the time of every token and every computed position, straight from the reports."""
 
     def __init__(self) -> None:
         self.times: dict[Request, list[float]] = defaultdict(list)
         self.ends: dict[Request, float] = {}
         self.admitted: dict[Request, float] = {}
         self.totals: Counter[str] = Counter()
-        self._reached: Counter[Request] = Counter()  # most tokens that were ever in the cache
+        self._reached: Counter[Request] = Counter()  # maximum number of tokens in the KV cache
 
     def __call__(self, report: StepReport) -> None:
         plan = report.plan
@@ -65,7 +67,7 @@ class Log:
             self.totals["computed"] += plan.num_steps
         self.totals["preempted"] += len(plan.events.preempted)
         self.totals["deferred"] += len(plan.deferred)
-        self.totals["late"] += sum(not plan.tokens_kept.get(r, 1) for r in plan.decodes)
+        self.totals["dropped"] += sum(not plan.tokens_kept.get(r, 1) for r in plan.decodes)
 
     def gaps(self) -> list[float]:
         return sorted(b - a for times in self.times.values() for a, b in pairwise(times))
@@ -73,20 +75,20 @@ class Log:
 
 def run(
     name: str, async_scheduling: int, seed: int = 0, workload: str = WORKLOAD, **changes: Any
-) -> tuple[Run, Log]:
+) -> tuple[SimulationResult, Log]:
     log = Log()
     config = preset(name, **{**SMALL, **changes})
-    jobs = parse_synthetic(workload.format(seed)).jobs()
+    jobs = parse_synthetic(workload.format(seed)).generate()
     return simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[log]), log
 
 
 def nearest(values: list[float], percent: float) -> float:
-    """The smallest value that at least so many percent do not exceed."""
+    """The smallest value that at least `percent` percent of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(percent / 100 * len(values)) - 1)] if values else 0.0
 
 
 def check(summary: Summary, log: Log) -> None:
-    """Everything that the log knows too."""
+    """Compare a summary with the log."""
     ttft = percentiles(times[0] - r.arrival for r, times in log.times.items())
     assert summary["ttft"] == pytest.approx(ttft)
     gaps = log.gaps()
@@ -110,14 +112,14 @@ def check(summary: Summary, log: Log) -> None:
         log.totals["recomputed"] / log.totals["computed"]
     )
     assert summary["cache_hit_ratio"] == pytest.approx(log.totals["cached"] / log.totals["prompt"])
-    late = [r for r, t in log.ends.items() if r.params.deadline is not None]
-    assert summary["deadlines"] == len(late)
-    assert summary["deadline_misses"] == sum(log.ends[r] > (r.params.deadline or 0.0) for r in late)
+    timed = [r for r in log.ends if r.params.deadline is not None]
+    assert summary["deadlines"] == len(timed)
+    assert summary["deadline_misses"] == sum(log.ends[r] > (r.params.deadline or 0) for r in timed)
 
 
 @each_scheduling
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_is_counted_right(name: str, async_scheduling: int) -> None:
+def test_the_summary_equals_the_log_for_every_preset(name: str, async_scheduling: int) -> None:
     for seed in range(2):
         result, log = run(name, async_scheduling, seed)
         check(summarize(result.metrics), log)
@@ -125,7 +127,7 @@ def test_every_preset_is_counted_right(name: str, async_scheduling: int) -> None
 
 @each_scheduling
 @pytest.mark.parametrize("swap", ["recompute", "swap"])
-def test_preempted_requests_are_counted_right(swap: str, async_scheduling: int) -> None:
+def test_the_summary_equals_the_log_with_preemptions(swap: str, async_scheduling: int) -> None:
     for seed in range(3):
         result, log = run(
             "vllm_v1", async_scheduling, seed, num_blocks=30, swap=swap, num_host_blocks=30
@@ -138,7 +140,7 @@ def test_preempted_requests_are_counted_right(swap: str, async_scheduling: int) 
 
 
 @each_scheduling
-def test_preemptions_for_priority_are_counted_right(async_scheduling: int) -> None:
+def test_the_summary_equals_the_log_with_priority_preemptions(async_scheduling: int) -> None:
     result, log = run(
         "headway", async_scheduling, queue="priority(preempts=True)", headroom="watermark(0.0)"
     )
@@ -149,7 +151,7 @@ def test_preemptions_for_priority_are_counted_right(async_scheduling: int) -> No
 
 @each_scheduling
 @pytest.mark.parametrize("num_scheduler_steps", [2, 5])
-def test_multi_step_decodes_are_counted_right(
+def test_the_summary_equals_the_log_with_multi_step_decodes(
     num_scheduler_steps: int, async_scheduling: int
 ) -> None:
     calm = (
@@ -164,7 +166,7 @@ def test_multi_step_decodes_are_counted_right(
 
 
 @each_scheduling
-def test_deferred_decodes_are_counted_right(async_scheduling: int) -> None:
+def test_the_summary_equals_the_log_with_deferred_decodes(async_scheduling: int) -> None:
     for seed in range(3):
         result, log = run(
             "minivllm",
@@ -179,7 +181,9 @@ def test_deferred_decodes_are_counted_right(async_scheduling: int) -> None:
 
 
 @each_scheduling
-def test_decodes_deferred_and_preempted_are_counted_right(async_scheduling: int) -> None:
+def test_the_summary_equals_the_log_with_deferred_and_preempted_decodes(
+    async_scheduling: int,
+) -> None:
     short = "requests=20,prompt=uniform(3,8),output=uniform(20,40),max_tokens=40,seed={}"
     changes = {"max_num_batched_tokens": 3, "num_blocks": 16, "chunk": "split_any"}
     for seed in range(4):
@@ -188,80 +192,129 @@ def test_decodes_deferred_and_preempted_are_counted_right(async_scheduling: int)
         check(summarize(result.metrics), log)
 
 
-def test_stops_seen_one_step_late_add_no_token() -> None:
+def test_a_token_sampled_after_the_stop_is_not_counted() -> None:
     result, log = run("vllm_v1", 1, num_blocks=400)
-    assert log.totals["late"] > 5
+    assert log.totals["dropped"] > 5
     check(summarize(result.metrics), log)
 
 
-def test_a_prompt_that_stalls_the_decodes_is_seen_between_tokens() -> None:
+def test_a_prompt_that_delays_decodes_raises_the_time_between_tokens() -> None:
     prompts = TokenSpace()
     jobs = [
-        Job(id="a", pieces=(prompts.take(8),), num_output=30, max_tokens=30),
-        Job(id="b", pieces=(prompts.take(9000),), num_output=2, max_tokens=2, arrival=0.01),
+        WorkloadRequest(id="a", pieces=(prompts.take(8),), num_output=30, max_tokens=30),
+        WorkloadRequest(
+            id="b", pieces=(prompts.take(9000),), num_output=2, max_tokens=2, arrival=0.01
+        ),
     ]
     log = Log()
     config = preset("nano_vllm", max_num_batched_tokens=1000, max_num_seqs=4)
     summary = summarize(simulate(jobs, config, PROFILE, observers=[log]).metrics)
     check(summary, log)
-    stall = 9 * PROFILE.prefill_seconds(1000)  # and more: later chunks read what was stored
+    stall = 9 * PROFILE.prefill_seconds(1000)  # a lower bound: later chunks also read earlier ones
     assert summary["time_between_tokens"]["p99"] > stall
     assert summary["time_between_tokens"]["p50"] < stall / 9
 
 
-# One run, two ways to count it.
+# Live reports and trace lines.
 
 
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
-def test_a_file_gives_the_numbers_that_were_counted_live(
+def test_a_trace_file_gives_the_same_numbers_as_the_live_run(
     name: str, async_scheduling: int, tmp_path: Path
 ) -> None:
     file = tmp_path / "a.jsonl"
     with file.open("w", encoding="utf-8") as out:
-        jobs = parse_synthetic(WORKLOAD.format(7)).jobs()
+        jobs = parse_synthetic(WORKLOAD.format(7)).generate()
         live = simulate(
             jobs, preset(name, **SMALL), PROFILE, async_scheduling=async_scheduling, trace=out
         ).metrics
     first, *steps = read_trace(file)
-    metrics = Metrics(first)
+    stats = RunStats(first)
     for line in steps:
-        metrics.add(line)
-    assert summarize(metrics) == summarize(live)
+        stats.add(line)
+    assert summarize(stats) == summarize(live)
     assert json.loads(json.dumps(summarize(live))) == summarize(live)
-    assert metrics.config == live.config
+    assert stats.config == live.config
+
+
+@each_scheduling
+@pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
+def test_reports_and_lines_give_the_same_step_statistics(name: str, async_scheduling: int) -> None:
+    live, from_trace, reader = Timeline[Request](), Timeline[RequestTimes](), TraceReader()
+    phases: Counter[str] = Counter()
+
+    def compare(report: StepReport) -> None:
+        line: Line = json.loads(json.dumps(describe_step(report)))
+        mine, other = live.follow(record_of(report)), from_trace.follow(reader.read(line))
+        for field in ("now", "num_computed", "num_prompt", "num_output", "num_admitted", "num_hit"):
+            assert getattr(mine, field) == getattr(other, field), field
+        assert mine.firsts == other.firsts and sorted(mine.gaps) == sorted(other.gaps)
+        for (_, one), (_, two) in zip(mine.finished, other.finished, strict=True):
+            assert one.phases == two.phases and one.num_recomputed == two.num_recomputed
+            assert [phase.name for phase in one.phases[:2]] == ["queued", "prefill"]
+            assert [phase.start for phase in one.phases] == sorted(p.start for p in one.phases)
+            phases.update(phase.name for phase in one.phases)
+
+    tight = {"num_blocks": 30, "num_host_blocks": 20, "swap": "swap", "headroom": "watermark(0.0)"}
+    config = preset(name, **{**SMALL, **tight})
+    jobs = parse_synthetic(WORKLOAD.format(3)).generate()
+    simulate(jobs, config, PROFILE, async_scheduling=async_scheduling, observers=[compare])
+    assert not live.open and not from_trace.open
+    assert set(phases) >= {"queued", "prefill", "decode", "swapped"}
+
+
+def test_an_id_reused_in_the_line_that_reports_its_abort_is_two_requests() -> None:
+    step = {"start": 0.0, "running": 1, "waiting": 0, "free": 9, "decodes": 0}
+    request = {"id": "a", "arrival": 0.0, "prompt": [1, 2], "max_tokens": 4}
+    chunk = {"admitted": [["a", 0, 0, 0]], "chunks": [["a", 0, 2, 1]]}
+    abort = {"id": "a", "finish_reason": "abort", "output": [5]}
+    stop = {"id": "a", "finish_reason": "stop", "output": [6, 7]}
+    stats = RunStats({"config": {}})
+    stats.add({**step, "step": 0, "t": 0.0, "end": 1.0, "added": [request], **chunk})
+    later = {"added": [{**request, "arrival": 1.0}], "aborted": [["a", 0]], "finished": [abort]}
+    stats.add({**step, "step": 1, "t": 1.0, "end": 2.0, **later, **chunk})
+    stats.add({**step, "step": 2, "t": 2.0, "end": 3.0, "decodes": 1, "finished": [stop]})
+    first, second = stats.requests
+    assert (first.finish_reason, first.finished, first.num_output) == ("abort", 2.0, 1)
+    assert (second.finish_reason, second.first_token, second.num_output) == ("stop", 2.0, 2)
 
 
 # Fairness, deadlines, percentiles.
 
 
-def test_equal_clients_served_equally_are_fair() -> None:
+def test_equal_service_gives_fairness_1() -> None:
     space = TokenSpace()
     jobs = [
-        Job(id=str(i), pieces=(space.take(20),), num_output=9, max_tokens=9, client=f"c{i % 4}")
+        WorkloadRequest(
+            id=str(i), pieces=(space.take(20),), num_output=9, max_tokens=9, client=f"c{i % 4}"
+        )
         for i in range(16)
     ]
     summary = summarize(simulate(jobs, preset(max_num_seqs=16), PROFILE).metrics)
     assert summary["clients"] == 4 and summary["fairness"] == pytest.approx(1.0)
 
 
-def life(client: str, admitted: float, finished: float, arrival: float = 0.0) -> Life:
-    return Life(arrival, client, None, 50, admitted, admitted, finished, 50, "stop")
+def times(client: str, admitted: float, finished: float) -> RequestTimes:
+    return RequestTimes(
+        "a", 0.0, 50, client, admitted=admitted, first_token=admitted, finished=finished,
+        finish_reason="stop", num_output=50,
+    )  # fmt: skip
 
 
-def test_where_nobody_queues_everybody_is_treated_alike() -> None:
+def test_fairness_is_1_if_no_client_has_to_queue() -> None:
     assert fairness([]) == 1.0
-    assert fairness([life("a", 0.0, 1.0), life("b", 0.0, 50.0)]) == 1.0
+    assert fairness([times("a", 0.0, 1.0), times("b", 0.0, 50.0)]) == 1.0
 
 
-def test_fairness_is_jains_index_of_what_clients_get_while_they_queue() -> None:
-    # Both queue for 10 s. Meanwhile a is served 100 tokens and b 100: equal.
-    a, b = life("a", 0.0, 10.0), life("b", 0.0, 10.0)
-    queued = [life("a", 10.0, 20.0), life("b", 10.0, 20.0)]
+def test_fairness_is_jains_index_of_the_service_while_clients_queue() -> None:
+    # Both clients queue for 10 s and receive 100 tokens in that time.
+    a, b = times("a", 0.0, 10.0), times("b", 0.0, 10.0)
+    queued = [times("a", 10.0, 20.0), times("b", 10.0, 20.0)]
     assert fairness([a, b, *queued]) == pytest.approx(1.0)
-    # Now b gets nothing of its 10 s, or half of what a gets.
+    # Client b receives nothing, or half of what client a receives.
     assert fairness([a, *queued]) == pytest.approx(0.5)
-    assert fairness([a, life("b", 0.0, 20.0), *queued]) == pytest.approx(1.5**2 / (2 * 1.25))
+    assert fairness([a, times("b", 0.0, 20.0), *queued]) == pytest.approx(1.5**2 / (2 * 1.25))
 
 
 def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
@@ -269,7 +322,7 @@ def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
     fair, fcfs = (
         summarize(
             simulate(
-                parse_synthetic(text).jobs(),
+                parse_synthetic(text).generate(),
                 preset("vllm_v1", queue=queue, num_blocks=400, max_num_seqs=16),
                 load_profile("llama3.1-8b-a100-80gb"),
             ).metrics
@@ -279,9 +332,11 @@ def test_a_fair_queue_is_fairer_than_first_come_first_served() -> None:
     assert fair["fairness"] > fcfs["fairness"] + 0.1
 
 
-def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
-    def job(id: str, deadline: float | None) -> Job:
-        return Job(id=id, pieces=(space.take(20),), num_output=9, max_tokens=9, deadline=deadline)
+def test_a_deadline_is_missed_if_the_request_finishes_after_it() -> None:
+    def job(id: str, deadline: float | None) -> WorkloadRequest:
+        return WorkloadRequest(
+            id=id, pieces=(space.take(20),), num_output=9, max_tokens=9, deadline=deadline
+        )
 
     space = TokenSpace()
     jobs = [job("none", None), job("soon", 1e-6), job("late", 1e6)]
@@ -290,24 +345,26 @@ def test_a_missed_deadline_is_one_that_the_end_came_after() -> None:
 
 
 @each_scheduling
-def test_whoever_has_an_id_that_comes_back_is_counted_too(async_scheduling: int) -> None:
+def test_requests_that_reuse_an_id_are_counted_separately(async_scheduling: int) -> None:
     jobs = [
-        Job(id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count)
+        WorkloadRequest(
+            id="a", arrival=float(count), pieces=(range(8),), num_output=count, max_tokens=count
+        )
         for count in (2, 3, 4, 5)
     ]
     run = simulate(jobs, preset(**SMALL), PROFILE, async_scheduling=async_scheduling)
-    assert sorted(life.num_output for life in run.metrics.lives.values()) == [2, 3, 4, 5]
+    assert sorted(each.num_output for each in run.metrics.requests) == [2, 3, 4, 5]
     assert summarize(run.metrics)["requests"] == 4
 
 
-def test_percentiles_lie_where_they_should() -> None:
+def test_percentiles_have_the_expected_values() -> None:
     marks = percentiles(float(i) for i in range(101))
     assert marks == pytest.approx({"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0})
     assert percentiles([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
     assert percentiles([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0}
 
 
-def test_a_run_of_nothing_is_all_zeros() -> None:
+def test_a_run_without_requests_gives_zeros() -> None:
     summary = summarize(simulate([], preset(), PROFILE, trace=io.StringIO()).metrics)
     assert summary["requests"] == summary["steps"] == summary["seconds"] == 0
     assert summary["fairness"] == 1.0 and summary["time_between_tokens"]["p99"] == 0.0

@@ -1,4 +1,4 @@
-"""Laws of the trace: what is written is read back, and every waiting request is accounted for."""
+"""A trace reads back as it was written, and each step gives a reason for every waiting request."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from headway.observe.trace import (
     describe_request,
     describe_step,
     header,
+    num_packed,
+    pack_tokens,
     read_trace,
     request_of,
-    runs,
-    unruns,
+    unpack_tokens,
 )
 from headway.plan import Plan, StepEvents, StepReport, StepResult
 from headway.request import Params, Request
@@ -42,14 +43,15 @@ WORKLOAD = (
     "prefix=2x16@0.5,n=2,clients=3,priorities=2,slack=uniform(0.01,0.2),seed=5"
 )
 SMALL = {
-    "block_size": 4, "num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 64, "num_host_blocks": 20,
+    "block_size": 4, "num_blocks": 40, "max_num_seqs": 6, "max_num_batched_tokens": 64,
+    "num_host_blocks": 20,
 }  # fmt: skip
 
 
 def record(name: str = "headway", async_scheduling: int = 0, **changes: Any) -> str:
-    """The trace of a small crowded run."""
+    """The trace of a small run with many waiting requests."""
     file, config = io.StringIO(), preset(name, **{**SMALL, **changes})
-    jobs = parse_synthetic(WORKLOAD).jobs()
+    jobs = parse_synthetic(WORKLOAD).generate()
     simulate(
         jobs, config, load_profile("qwen3-0.6b-h200"), async_scheduling=async_scheduling, trace=file
     )
@@ -68,26 +70,28 @@ def spread(pieces: list[tuple[int, int, int]]) -> array[int]:
 
 
 @given(st.lists(RUN, max_size=8))
-def test_runs_of_tokens_are_read_back(pieces: list[tuple[int, int, int]]) -> None:
+def test_runs_of_tokens_survive_packing(pieces: list[tuple[int, int, int]]) -> None:
     tokens = spread(pieces)
-    assert unruns(json.loads(json.dumps(runs(tokens)))) == tokens
+    packed = json.loads(json.dumps(pack_tokens(tokens)))
+    assert unpack_tokens(packed) == tokens and num_packed(packed) == len(tokens)
 
 
 @given(st.lists(TOKENS, max_size=30) | st.lists(st.integers(0, 3), max_size=30))
-def test_any_tokens_are_read_back(tokens: list[int]) -> None:
-    assert unruns(json.loads(json.dumps(runs(array("i", tokens))))).tolist() == tokens
+def test_any_tokens_survive_packing(tokens: list[int]) -> None:
+    packed = json.loads(json.dumps(pack_tokens(array("i", tokens))))
+    assert unpack_tokens(packed).tolist() == tokens and num_packed(packed) == len(tokens)
 
 
-def test_the_largest_and_the_smallest_ids_do_not_wrap_into_a_run() -> None:
+def test_the_largest_and_smallest_ids_do_not_form_a_run() -> None:
     for tokens in ([-(1 << 31), (1 << 31) - 1, -(1 << 31)], [(1 << 31) - 1, -(1 << 31), 0, 1, 2]):
-        assert unruns(runs(array("i", tokens))).tolist() == tokens
+        assert unpack_tokens(pack_tokens(array("i", tokens))).tolist() == tokens
 
 
-def test_long_runs_are_short_to_write() -> None:
-    assert runs(array("i", range(100, 5000))) == [[100, 4900, 1]]
-    assert runs(array("i", [7] * 5000)) == [[7, 5000, 0]]
-    assert runs(array("i", [1, 2, 9, 9, 9, 4, 5, 6])) == [1, 2, [9, 3, 0], [4, 3, 1]]
-    assert runs(array("i")) == []
+def test_a_long_run_is_one_entry() -> None:
+    assert pack_tokens(array("i", range(100, 5000))) == [[100, 4900, 1]]
+    assert pack_tokens(array("i", [7] * 5000)) == [[7, 5000, 0]]
+    assert pack_tokens(array("i", [1, 2, 9, 9, 9, 4, 5, 6])) == [1, 2, [9, 3, 0], [4, 3, 1]]
+    assert pack_tokens(array("i")) == []
 
 
 # Requests.
@@ -109,12 +113,12 @@ PARAMS = st.builds(
 
 
 @given(PARAMS, st.lists(TOKENS, min_size=1, max_size=9), st.floats(0, 1e6), st.booleans())
-def test_a_request_described_asks_for_the_same_again(
+def test_a_described_request_reads_back_as_the_same_request(
     params: Params, prompt: list[int], arrival: float, has_parent: bool
 ) -> None:
-    parent = Request("lead", prompt, params, arrival=arrival)
+    parent = Request("parent", prompt, params, arrival=arrival)
     request = Request("r", prompt, params, arrival=arrival, parent=parent if has_parent else None)
-    again = request_of(json.loads(json.dumps(describe_request(request))), {"lead": parent})
+    again = request_of(json.loads(json.dumps(describe_request(request))), {"parent": parent})
     assert (again.id, again.prompt, again.arrival) == (request.id, request.prompt, arrival)
     assert again.stops == request.stops and again.parent is request.parent
     for field in (
@@ -127,7 +131,7 @@ def test_a_request_described_asks_for_the_same_again(
 # Files.
 
 
-def test_what_the_writer_writes_is_what_the_reader_reads(tmp_path: Path) -> None:
+def test_the_reader_returns_what_the_writer_wrote(tmp_path: Path) -> None:
     config, file = preset(), tmp_path / "a.jsonl"
     requests = [Request(str(i), [1, 2, 3, i], Params()) for i in range(3)]
     reports = [
@@ -148,7 +152,7 @@ def test_what_the_writer_writes_is_what_the_reader_reads(tmp_path: Path) -> None
     assert steps == json.loads(json.dumps([describe_step(report) for report in reports]))
 
 
-HEADER = '{"headway_trace":1,"config":{},"async_scheduling":0}\n'
+HEADER = '{"headway_trace":2,"config":{},"async_scheduling":0}\n'
 STEP = '{"step":0,"t":0,"start":0,"end":0,"running":0,"waiting":0,"free":0,"decodes":0}\n'
 
 
@@ -158,16 +162,17 @@ BAD_FILES = {
     "[1]\n": "1: not a Headway trace",
     '{"step":0}\n': "1: not a Headway trace",
     '{"headway_trace":99}\n': "1: trace version 99",
+    '{"headway_trace":1,"config":{},"async_scheduling":0}\n': "1: trace version 1",
     HEADER + '{"step":0\n': "2: not JSON",
     HEADER + '{"a":0}\n': "2: not a step",
     HEADER + STEP + "7\n": "3: not a step",
     HEADER + "\n": "2: not JSON",
-    '{"headway_trace":1}\n': "1: the header needs",
+    '{"headway_trace":2}\n': "1: the header needs",
 }
 
 
 @pytest.mark.parametrize("text", BAD_FILES)
-def test_a_malformed_file_names_itself_and_the_line(tmp_path: Path, text: str) -> None:
+def test_the_error_for_a_malformed_file_names_file_and_line(tmp_path: Path, text: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(text, encoding="utf-8")
     problem = BAD_FILES[text]
@@ -177,15 +182,22 @@ def test_a_malformed_file_names_itself_and_the_line(tmp_path: Path, text: str) -
     assert problem is None or f"{file}:{problem}" in str(caught.value)
 
 
-def test_a_file_that_is_not_text_is_refused_with_its_name(tmp_path: Path) -> None:
+def test_the_error_for_an_older_version_gives_both_versions_and_the_remedy(tmp_path: Path) -> None:
+    file = tmp_path / "old.jsonl"
+    file.write_text(HEADER.replace(":2,", ":1,"), encoding="utf-8")
+    with pytest.raises(FormatError, match=r"version 1 .*version 2; record .* again"):
+        list(read_trace(file))
+
+
+def test_the_error_for_a_binary_file_names_it(tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
-    file.write_bytes(b'{"headway_trace":1}\n\xff\xfe\x00\n')
+    file.write_bytes(b'{"headway_trace":2}\n\xff\xfe\x00\n')
     with pytest.raises(FormatError, match=r"bad\.jsonl"):
         list(read_trace(file))
 
 
 @pytest.mark.parametrize("name", ["missing.jsonl", "."])
-def test_a_file_that_cannot_be_opened_is_refused_with_its_name(tmp_path: Path, name: str) -> None:
+def test_the_error_for_an_unreadable_file_names_it(tmp_path: Path, name: str) -> None:
     with pytest.raises(FormatError) as caught:
         list(read_trace(tmp_path / name))
     assert str(tmp_path) in str(caught.value)
@@ -196,22 +208,22 @@ def test_a_file_that_cannot_be_opened_is_refused_with_its_name(tmp_path: Path, n
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_waiting_request_is_accounted_for_in_every_step(
+def test_every_step_gives_a_reason_for_every_waiting_request(
     name: str, async_scheduling: int
 ) -> None:
     num_waiting = 0
     for line in lines_of(record(name, async_scheduling, queue="fcfs(2)", swap="swap"))[1:]:
         blocked = line.get("blocked", [])
         assert len({b[0] for b in blocked}) == len(blocked)
-        behind = line.get("behind", ["", 0])[1]
-        assert len(blocked) + behind == line["waiting"], line
+        num_rest = line.get("not_considered", ["", 0])[1]
+        assert len(blocked) + num_rest == line["waiting"], line
         assert all(need > have >= 0 for _, _, need, have in blocked)
         num_waiting += line["waiting"]
     assert num_waiting
 
 
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
-def test_a_trace_tells_everyones_story(name: str) -> None:
+def test_a_trace_contains_every_request_from_arrival_to_end(name: str) -> None:
     first, *steps = lines_of(record(name, headroom="watermark(0.0)"))
     assert [line["step"] for line in steps] == list(range(len(steps)))
     added = [asked["id"] for line in steps for asked in line.get("added", ())]
@@ -228,7 +240,7 @@ def test_a_trace_tells_everyones_story(name: str) -> None:
 
 @settings(max_examples=30)
 @given(st.dictionaries(st.sampled_from(["t", "start", "end", "step", "free", "x"]), st.integers()))
-def test_decisions_leave_out_times_and_nothing_else(line: Line) -> None:
+def test_decisions_leave_out_only_times(line: Line) -> None:
     kept = decisions(line)
     assert set(line) - set(kept) == set(line) & TIMES == set(line) & {"t", "start", "end"}
     assert all(kept[key] == line[key] for key in kept)

@@ -1,9 +1,10 @@
-"""What the documents say is so: commands run, shown output is real, tables equal the code.
+"""The documents are true: commands run, shown output is real, tables equal the code.
 
-A code block marked `console` holds commands, each after "$ ", and may show what they print; "..."
-stands for any lines left out. A block marked `python` is run; a `text` block right after it is what
-it prints. After a change that is meant, `python -m tests.project.test_docs` writes what is shown anew; of
-blocks with "..." it only says that they no longer match.
+A code block marked `console` holds commands, each after "$ ", and may show their output; "..."
+stands for any omitted lines. A block marked `python` is run; a `text` block directly after it is its
+output. A comment `<!-- runs if: module.Name -->` before a `python` block skips it where that name
+does not exist. After an intended change, `python -m tests.project.test_docs` writes the output again;
+for blocks with "..." it only reports that they no longer match.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import io
 import json
 import os
+import pydoc
 import re
 import shlex
 import subprocess
@@ -30,10 +32,10 @@ from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
 from headway.lab.summary import summarize
-from headway.lab.workload.rows import OWN
-from headway.lab.workload.synthetic import WORDS
+from headway.lab.workload import synthetic
+from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.plan import (
     Admission,
     Blocked,
@@ -62,9 +64,9 @@ PIECE = re.compile(
 
 
 class Shown(NamedTuple):
-    """Text in a document that a program prints, and what it prints now."""
+    """Output shown in a document, and the real output."""
 
-    start: int  # of the text in the document
+    start: int  # position of the text in the document
     text: str
     real: str
 
@@ -74,7 +76,7 @@ def read(name: str) -> str:
 
 
 def is_like(shown: str, real: str) -> bool:
-    """Equal but for spaces at line ends, and for what "..." stands for."""
+    """Whether both are equal, except for spaces at line ends and lines omitted by "..."."""
     lines = [re.escape(line.rstrip()) for line in shown.strip("\n").split("\n")]
     pattern = "\n".join("(?:.*\n)*?.*" if line == r"\.\.\." else line for line in lines)
     plain = "\n".join(line.rstrip() for line in real.strip("\n").split("\n"))
@@ -82,7 +84,7 @@ def is_like(shown: str, real: str) -> bool:
 
 
 def commands(body: str) -> Iterator[tuple[str, int, str]]:
-    """Every command of a console block, where its output begins, and the output shown."""
+    """Every command of a console block, the position of its output, and the output shown."""
     for match in re.finditer(r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", body, re.MULTILINE):
         yield match[1].replace("\\\n", " "), match.start(2), match[2]
 
@@ -95,7 +97,7 @@ def run_headway(arguments: list[str]) -> str:
 
 
 def run_command(command: str) -> str | None:
-    """What a command prints; None if it is one that is not run here."""
+    """The output of a command; None for a command that is not run here."""
     program, *arguments = shlex.split(command)
     if program == "headway":
         return run_headway(arguments)
@@ -104,9 +106,7 @@ def run_command(command: str) -> str | None:
     if program == "python" and arguments[0].startswith("examples/"):
         example = [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
         return subprocess.run(example, check=True, capture_output=True, text=True).stdout
-    assert program in ("make", "python", "git", "cd"), (
-        f"not a command that is known here: {command}"
-    )
+    assert program in ("make", "python", "git", "cd"), f"unknown command: {command}"
     return None
 
 
@@ -118,19 +118,19 @@ def run_python(source: str) -> str:
 
 
 def noted(note: str) -> str:
-    """What a comment before a block says the block shows."""
+    """The content that a comment before a block declares."""
     kind, _, rest = note.partition(": ")
-    if kind == "trace lines":  # of the one trace file that commands before it wrote
+    if kind == "trace lines":  # of the only trace file that earlier commands wrote
         (file,) = Path().glob("*.trace.jsonl")
         lines = file.read_text(encoding="utf-8").splitlines()
         return "\n".join(broken(lines[int(number) - 1]) for number in rest.split()) + "\n"
-    assert kind == "profile", f"an unknown note: {note}"
+    assert kind == "profile", f"unknown note: {note}"
     profile = json.loads((FOLDER / f"{rest}.json").read_text(encoding="utf-8"))
     return json.dumps({**profile, "description": "..."}, indent=2) + "\n"
 
 
 def broken(line: str) -> str:
-    """One line of JSON, broken between fields so that it fits a page."""
+    """One line of JSON, broken between fields to fit the width."""
     lines = [""]
     for part in re.split(r"(?<=,)(?=[\"\[{])", line):
         if len(lines[-1]) + len(part) > WIDTH:
@@ -140,9 +140,9 @@ def broken(line: str) -> str:
 
 
 def shown_in(document: str) -> list[Shown]:
-    """Everything a document shows as printed; runs all its commands and programs, in order."""
+    """All output shown in a document; runs its commands and programs in order."""
     found: list[Shown] = []
-    printed: tuple[int, str] | None = None  # where the latest python block ended, and its output
+    printed: tuple[int, str] | None = None  # end of the latest python block, and its output
     for match in PIECE.finditer(document):
         kind, body, start = match["kind"], match["body"], match.start("body")
         if match["note"] and kind == "json":
@@ -153,32 +153,34 @@ def shown_in(document: str) -> list[Shown]:
                 if real is not None and text.strip():
                     found.append(Shown(start + place, text, real))
         elif kind == "python":
-            printed = (match.end(), run_python(body))
+            note = (match["note"] or "").removeprefix("runs if: ")
+            can_run = not note or pydoc.locate(note) is not None
+            printed = (match.end(), run_python(body)) if can_run else None
         elif kind == "text" and printed and not document[printed[0] : match.start()].strip():
             found.append(Shown(start, body, printed[1]))
     return found
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder for what commands write, and a terminal of known width."""
+def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty current folder, and a terminal of known width."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("scratch_folder")
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_shown_is_what_is_printed(name: str) -> None:
+def test_shown_output_is_real(name: str) -> None:
     for shown in shown_in(read(name)):
         assert is_like(shown.text, shown.real), (
-            f"{name} shows\n{shown.text}\nbut it is\n{shown.real}\n"
-            "If the change is meant, run: python -m tests.project.test_docs"
+            f"{name} shows\n{shown.text}\nbut the output is\n{shown.real}\n"
+            "If the change is intended, run: python -m tests.project.test_docs"
         )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_command_in_a_sentence_can_be_given(name: str) -> None:
+def test_commands_in_sentences_are_valid(name: str) -> None:
     group = typer.main.get_command(app)
     for words in re.findall(r"`headway ((?!\.)[a-z][^`]*)`", read(name)):
         context = group.make_context("headway", shlex.split(words), resilient_parsing=False)
@@ -192,10 +194,10 @@ def test_every_command_in_a_sentence_can_be_given(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_links_lead_somewhere(name: str) -> None:
+def test_links_have_targets(name: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", read(name)):
         path, _, heading = target.partition("#")
-        assert "://" not in target, f"{name}: {target} is not a part of this repository"
+        assert "://" not in target, f"{name}: {target} is outside this repository"
         file = (ROOT / name).parent / path if path else ROOT / name
         assert file.exists(), f"{name}: {target} does not exist"
         if heading:
@@ -220,7 +222,7 @@ def test_files_named_in_documents_exist() -> None:
 
 
 def rows_after(document: str, mark: str) -> list[list[str]]:
-    """The cells of the first table after a mark, with its header."""
+    """The header and the cells of the first table after a mark."""
     table = document[document.index(mark) :].split("\n|", 1)[1].split("\n\n")[0]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.split("\n")]
     return [cells[0], *cells[2:]]
@@ -229,7 +231,7 @@ def rows_after(document: str, mark: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     "kind", ["recipe queue chunk victim", "headroom swap max_num_seqs max_num_batched_tokens"]
 )
-def test_the_presets_in_the_tables_are_the_presets(kind: str) -> None:
+def test_preset_tables_equal_the_presets(kind: str) -> None:
     header, *rows = rows_after(read("docs/policies.md"), f"<!-- presets: {kind} -->")
     assert header == ["preset", *kind.split()]
     assert [row[0] for row in rows] == list(PRESETS)
@@ -239,47 +241,47 @@ def test_the_presets_in_the_tables_are_the_presets(kind: str) -> None:
             assert getattr(preset(name), field) == wanted, f"{name}: {field}"
 
 
-def test_what_presets_share_is_told() -> None:
-    told = dict(re.findall(r"`(\w+)` (\d+)", read("docs/policies.md").replace("\n", " ")))
+def test_numbers_shared_by_presets_are_documented() -> None:
+    documented = dict(re.findall(r"`(\w+)` (\d+)", read("docs/policies.md").replace("\n", " ")))
     for name in set(NUMBERS) - {"max_num_seqs", "max_num_batched_tokens"}:
-        assert {getattr(preset(p), name) for p in PRESETS} == {int(told[name])}, name
+        assert {getattr(preset(p), name) for p in PRESETS} == {int(documented[name])}, name
 
 
-def test_every_ready_made_policy_is_described_with_its_numbers() -> None:
+def test_every_policy_is_documented_with_its_numbers() -> None:
     document = read("docs/policies.md")
     for policy in (*PARTS, *(p for group in SLOTS.values() for p in group)):
         found = re.search(rf"`{policy.__name__}(\([^`]*\))?`", document)
         assert found, policy.__name__
         numbers = [f.name for f in fields(policy)] if isinstance(policy, type) else []
-        told = re.findall(r"(\w+)=", found[1] or "")
-        assert sorted(told) == sorted(numbers), policy.__name__
+        documented = re.findall(r"(\w+)=", found[1] or "")
+        assert sorted(documented) == sorted(numbers), policy.__name__
 
 
 @pytest.mark.parametrize("protocol", [SchedulerView, StepActions, QueueRule])
-def test_all_that_a_policy_may_see_is_described(protocol: Any) -> None:
+def test_every_member_of_a_policy_interface_is_documented(protocol: Any) -> None:
     members = {name for name in vars(protocol) if not name.startswith("_")}
     rows = rows_after(read("docs/policies.md"), f"`{protocol.__name__}` is")
     assert {n for row in rows[1:] for n in re.findall(r"`(\w+)", row[0])} == members
 
 
-def test_every_reason_for_waiting_is_described() -> None:
+def test_every_reason_for_waiting_is_documented() -> None:
     rows = rows_after(read("docs/policies.md"), "## Waiting, and why")
     assert {row[0].strip("`") for row in rows[1:]} == set(get_args(Reason))
 
 
-def test_every_state_is_described() -> None:
+def test_every_state_is_documented() -> None:
     for state in State:
         assert state.name in read("docs/architecture.md")
 
 
 def full_line() -> dict[str, Any]:
-    """A step in which everything happens that a trace can tell."""
+    """A trace line with every key."""
     params = Params(
         min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
         reads_cache=False, pooling="mean",
     )  # fmt: skip
     request = Request("r", [1], params, parent=Request("parent", [1], params))
-    request.finish_reason, request.stop_token, request.error = "error", 1, "it failed"
+    request.finish_reason, request.stop_token, request.error = "error", 1, "step failed"
     for field in fields(request.history):
         setattr(request.history, field.name, 1)
     plan = Plan(
@@ -302,7 +304,7 @@ def full_line() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("part", ["header", "step", "added", "finished"])
-def test_every_field_of_a_trace_is_described(part: str) -> None:
+def test_every_key_of_a_trace_is_documented(part: str) -> None:
     step = full_line()
     heading, line = {
         "header": ("## The header", trace.header(preset(), 0)),
@@ -315,27 +317,27 @@ def test_every_field_of_a_trace_is_described(part: str) -> None:
     assert {name for cell in cells for name in re.findall(r"`(\w+)`", cell)} == set(line)
 
 
-def test_every_word_of_a_synthetic_workload_is_described() -> None:
+def test_every_key_of_a_synthetic_workload_is_documented() -> None:
     rows = rows_after(read("docs/simulator.md"), "### Synthetic text")
-    assert sorted(row[0].strip("`") for row in rows[1:]) == sorted(WORDS)
+    assert sorted(row[0].strip("`") for row in rows[1:]) == sorted(synthetic.FIELDS)
 
 
-def test_every_field_of_a_workload_and_of_a_profile_is_described() -> None:
+def test_every_field_of_workloads_and_profiles_is_documented() -> None:
     document = read("docs/simulator.md")
-    names = [*OWN, *(f.name for f in fields(Profile) if f.name not in ("model", "machine"))]
+    names = [*FIELDS, *(f.name for f in fields(Profile) if f.name not in ("model", "machine"))]
     names += [f"model.{f.name}" for f in fields(Model)]
     names += [f"machine.{f.name}" for f in fields(Machine)]
     assert [name for name in names if f"`{name}`" not in document] == []
 
 
-def test_every_key_of_a_summary_is_described() -> None:
-    summary = summarize(Metrics(trace.header(preset(), 0)))
+def test_every_key_of_a_summary_is_documented() -> None:
+    summary = summarize(RunStats(trace.header(preset(), 0)))
     document = read("docs/simulator.md")
     assert [key for key in summary if f"`{key}`" not in document] == []
 
 
 def rewrite(path: Path) -> None:
-    """Put what is printed now into a document."""
+    """Write the real output into a document."""
     document = path.read_text(encoding="utf-8")
     for shown in reversed(shown_in(document)):
         if is_like(shown.text, shown.real):

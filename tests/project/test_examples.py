@@ -28,7 +28,7 @@ def test_every_example_runs(path: Path) -> None:
     assert run(path).strip()
 
 
-def test_own_policies_change_what_happens() -> None:
+def test_each_example_policy_changes_the_schedule() -> None:
     lines = run(ROOT / "examples" / "own_policy.py").splitlines()
     assert len({line.split(maxsplit=1)[1] for line in lines}) == len(lines) == 4
 
@@ -37,7 +37,7 @@ def test_own_policies_change_what_happens() -> None:
     ("slot", "name"),
     [("--victim", "longest_to_go"), ("--headroom", "a_block_each"), ("--queue", "small_first")],
 )
-def test_own_policies_can_be_named_on_the_command_line(
+def test_user_policies_can_be_named_on_the_command_line(
     slot: str, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     workload = "requests=10,prompt=uniform(100,600),output=uniform(50,400)"
@@ -47,7 +47,7 @@ def test_own_policies_can_be_named_on_the_command_line(
     assert "10 of 10 completed" in capsys.readouterr().out
 
 
-def test_the_embedded_scheduler_gives_the_text_that_no_cache_gives() -> None:
+def test_the_embedded_scheduler_gives_the_same_text_as_without_a_cache() -> None:
     lines = run(ROOT / "examples" / "embed_scheduler.py").splitlines()
     assert any(line.endswith("preempted") for line in lines)
     assert any(line.endswith("8 cached") for line in lines)

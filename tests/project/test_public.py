@@ -1,7 +1,7 @@
 """The public surface, frozen: names that users, scripts and files rely on.
 
-A test here that fails means that somebody's code, script or file breaks: change on purpose, in the
-same commit as the CHANGELOG line that says so.
+A failing test here means that a user's code, script or file breaks. Change it on purpose, in the same
+commit as the CHANGELOG line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from headway import errors
 from headway.cli.main import app
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.simulate import simulate
-from headway.lab.workload.synthetic import WORDS, parse_synthetic
+from headway.lab.workload.synthetic import FIELDS, parse_synthetic
 from headway.observe.trace import VERSION, Line
 from headway.request import Params, State
 from headway.scheduler import PRESETS, preset
@@ -85,21 +85,21 @@ SAMPLING_FLAGS = {
 COMMANDS = {
     "run": {"--max-tokens", "--json", *MODEL_FLAGS},
     "generate": {
-        "prompt", "--file", "--out", "--json", "--ignore-eos", "--samples", "-n", "--logprobs",
+        "prompt", "--file", "--out", "--json", "--ignore-eos", "--n", "-n", "--logprobs",
         *MODEL_FLAGS, *SAMPLING_FLAGS,
     },
     "chat": {"--system", *MODEL_FLAGS, *SAMPLING_FLAGS},
     "serve": {
         "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
-        "--api-workers", "--engine-process",
-        "--api-key", "--api-key-file", "--cors-origin", "--allowed-host", "--grace", "--watchdog",
+        "--api-server-count", "--engine-process", "--no-engine-process",
+        "--api-key", "--api-key-file", "--allowed-origins", "--allowed-host", "--grace", "--watchdog",
         "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
         "--timeout", "--stall-timeout", "--timeout-head", "--timeout-keep-alive",
         "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
     },
     "top": {"url", "--api-key", "--every", "--once"},
     "bench throughput": {
-        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset", "--json",
+        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path", "--json",
         *MODEL_FLAGS,
     },
     "bench latency": {
@@ -107,8 +107,8 @@ COMMANDS = {
         "--seed", "--json", *MODEL_FLAGS,
     },
     "bench serve": {
-        "--url", "--model", "--api-key", "--timeout", "--prompts", "--vocab-size", "--temperature",
-        "--seed", "--num-prompts", "--input-len", "--output-len", "--rate", "--concurrency",
+        "--base-url", "--model", "--api-key", "--timeout", "--prompts", "--vocab-size", "--temperature",
+        "--seed", "--num-prompts", "--input-len", "--output-len", "--request-rate", "--max-concurrency",
         "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
         "--json",
     },
@@ -132,30 +132,33 @@ ENDPOINTS = {
 }  # fmt: skip
 STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
-    "admitted", "chunks", "decodes", "context", "grown", "dropped", "deferred", "copied_out",
-    "copied_in", "blocked", "behind", "finished", "steps", "in_flight", "interrupted", "early",
+    "admitted", "chunks", "decodes", "decode_context", "new_blocks", "dropped", "deferred",
+    "copied_out", "copied_in", "blocked", "not_considered", "finished", "num_steps", "in_flight",
+    "aborted_in_flight", "num_early",
 }  # fmt: skip
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {
     "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
-    "salt", "stops", "parent", "reads_cache", "pooling",
+    "salt", "stop_ids", "parent", "reads_cache", "pooling",
 }  # fmt: skip
-END_KEYS = {"id", "reason", "output", "cached", "recomputed", "preemptions", "stop", "error"}
+END_KEYS = {
+    "id", "finish_reason", "output", "cached", "recomputed", "preemptions", "stop_token", "error",
+}  # fmt: skip
 
 
-def test_the_package_exports_what_it_did() -> None:
+def test_the_exports_of_the_package() -> None:
     assert set(headway.__all__) == EXPORTS
     assert all(hasattr(headway, name) for name in EXPORTS)
 
 
-def test_presets_slots_policies_and_numbers_have_their_names() -> None:
+def test_the_names_of_presets_slots_policies_and_numbers() -> None:
     assert list(PRESETS) == PRESET_NAMES
     assert {name: [p.__name__ for p in group] for name, group in SLOTS.items()} == POLICIES
     assert [part.__name__ for part in PARTS] == ["limit", "learned"]
     assert list(NUMBERS) == NUMBER_NAMES
 
 
-def test_every_ready_made_policy_says_what_it_does_in_one_line() -> None:
+def test_every_policy_has_a_one_line_description() -> None:
     for group in (*SLOTS.values(), PARTS):
         for policy in group:
             first = (policy.__doc__ or "").strip().split("\n")[0]
@@ -165,16 +168,16 @@ def test_every_ready_made_policy_says_what_it_does_in_one_line() -> None:
             )
 
 
-def test_a_request_is_asked_for_with_the_same_words() -> None:
+def test_the_parameters_of_a_request() -> None:
     assert [field.name for field in fields(Params)] == PARAM_NAMES
     assert {s.value for s in State} == {"waiting", "prefill", "decoding", "swapped", "finished"}
 
 
-def test_a_model_is_asked_for_with_the_same_words() -> None:
+def test_the_arguments_of_llm() -> None:
     assert list(inspect.signature(headway.LLM).parameters) == LLM_NAMES
 
 
-def test_the_offline_api_has_its_methods() -> None:
+def test_the_methods_of_llm() -> None:
     methods = {name for name in vars(headway.LLM) if not name.startswith("_")}
     assert methods == {
         "generate", "chat", "embed", "stream", "chat_tokens", "reset_cache", "close",
@@ -182,7 +185,7 @@ def test_the_offline_api_has_its_methods() -> None:
     assert list(inspect.signature(headway.LLM.embed).parameters) == ["self", "prompts", "pooling"]
 
 
-def test_the_server_has_its_endpoints() -> None:
+def test_the_endpoints_of_the_server() -> None:
     async def paths() -> set[str]:
         async with server() as here:
             methods = here.app.openapi()["paths"].items()
@@ -191,7 +194,7 @@ def test_the_server_has_its_endpoints() -> None:
     assert asyncio.run(paths()) == ENDPOINTS
 
 
-def test_the_tree_of_errors_stands() -> None:
+def test_the_tree_of_errors() -> None:
     found = {
         name: [base.__name__ for base in kind.__bases__]
         for name, kind in inspect.getmembers(errors, inspect.isclass)
@@ -201,33 +204,36 @@ def test_the_tree_of_errors_stands() -> None:
     assert all(name in (errors.__doc__ or "") for name in ERRORS)
 
 
-def test_commands_have_their_flags() -> None:
+def test_the_flags_of_every_command() -> None:
     assert flags_of("", typer.main.get_command(app)) == COMMANDS
 
 
 def flags_of(name: str, command: Any) -> dict[str, set[str]]:
-    """The flags of a command, or of all commands below a group."""
+    """The flags of a command, or of all commands of a group."""
     if not hasattr(command, "commands"):
-        return {name.strip(): {o for p in command.params for o in p.opts} - {"--help"}}
+        return {
+            name.strip(): {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+            - {"--help"}
+        }
     inner = (flags_of(f"{name} {each}", sub) for each, sub in command.commands.items())
     return {key: flags for found in inner for key, flags in found.items()}
 
 
 def test_a_synthetic_workload_is_written_with_the_same_words() -> None:
-    assert list(WORDS) == [
+    assert list(FIELDS) == [
         "requests", "arrivals", "prompt", "output", "max_tokens", "prefix", "clients", "skew",
         "priorities", "slack", "n", "seed",
     ]  # fmt: skip
 
 
-def test_profiles_have_their_names() -> None:
+def test_the_names_of_profiles() -> None:
     assert known_profiles() == [
         "llama3-70b-4xa100", "llama3.1-8b-a100-80gb", "qwen3-0.6b-h200", "qwen3-0.6b-h200-headway",
     ]  # fmt: skip
 
 
 def strained() -> list[Line]:
-    """Traces in which everything happens that has a key."""
+    """Lines of traces in which every kind of event happens."""
     text = (
         "requests=24,arrivals=poisson(400),prompt=uniform(5,60),output=uniform(2,30),"
         "max_tokens=30,prefix=2x16@0.5,clients=2,priorities=2,slack=uniform(0.1,1),n=2"
@@ -247,27 +253,29 @@ def strained() -> list[Line]:
     for config in runs:
         file = io.StringIO()
         profile = load_profile("qwen3-0.6b-h200")
-        simulate(parse_synthetic(text).jobs(), config, profile, async_scheduling=1, trace=file)
+        simulate(parse_synthetic(text).generate(), config, profile, async_scheduling=1, trace=file)
         lines += map(json.loads, file.getvalue().splitlines())
     return lines
 
 
-def test_a_trace_is_written_with_the_same_keys() -> None:
+def test_the_keys_of_a_trace() -> None:
     lines = strained()
     heads = [line for line in lines if "headway_trace" in line]
     steps = [line for line in lines if "headway_trace" not in line]
-    assert VERSION == 1 and all(line["headway_trace"] == 1 for line in heads)
+    assert VERSION == 2 and all(line["headway_trace"] == 2 for line in heads)
     assert all(
         set(line) == {"headway_trace", "config", "async_scheduling", "profile"} for line in heads
     )
     assert all(set(line) >= ALWAYS for line in steps)
     seen = set().union(*steps)
-    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {"aborted", "interrupted", "early"}, (
-        STEP_KEYS ^ seen
-    )
+    assert seen <= STEP_KEYS and STEP_KEYS - seen <= {
+        "aborted",
+        "aborted_in_flight",
+        "num_early",
+    }, STEP_KEYS ^ seen
     asked = set().union(*(a for line in steps for a in line.get("added", ())))
     assert {"id", "arrival", "prompt", "max_tokens"} <= asked <= REQUEST_KEYS
     ended = set().union(*(e for line in steps for e in line.get("finished", ())))
-    assert {"id", "reason", "output", "recomputed", "stop"} <= ended <= END_KEYS
+    assert {"id", "finish_reason", "output", "recomputed", "stop_token"} <= ended <= END_KEYS
     kinds = {b[1] for line in steps for b in line.get("blocked", ())}
-    assert kinds <= {"max_num_seqs", "token_budget", "blocks", "headroom", "order", "back_off"}
+    assert kinds <= {"token_budget", "blocks", "headroom", "order", "back_off", "just_preempted"}

@@ -20,7 +20,7 @@ from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandl
 from headway.lab.cost import load_profile
 from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.observe.trace import TraceWriter, describe_step, header
 from headway.plan import Plan
 from headway.request import Params, Request
@@ -32,7 +32,7 @@ each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
 QUEUES = ("fcfs", "fcfs(3)", "priority(preempts=True, max_preemptions=9)", "shortest_first", "fair")
 
 
-def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], Metrics, Log]:
+def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], RunStats, Log]:
     """Random requests and aborts with a small cache; returns the trace, the metrics, the log."""
     rng = Random(seed)
     config = preset(
@@ -43,7 +43,7 @@ def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], 
     )  # fmt: skip
     clock, file, log = VirtualClock(), io.StringIO(), Log()
     executor = SimulatedExecutor(clock, PROFILE.step_seconds, 0.0003)
-    metrics = Metrics(header(config, async_scheduling))
+    metrics = RunStats(header(config, async_scheduling))
     writer = TraceWriter(file, config, async_scheduling)
     engine = Engine(
         Scheduler(config),

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.executor.simulated import SimulatedExecutor
-from headway.lab.bench import Span
-from headway.lab.loadgen.requests import at_rate, random_jobs
+from headway.lab.loadgen.requests import LengthRange, random_requests, with_poisson_arrivals
 from headway.lab.replay import check_replay
-from headway.lab.workload.jobs import Job
+from headway.lab.workload.request import WorkloadRequest
 from headway.observe.trace import TraceWriter
 from headway.plan import Plan, StepReport
 from headway.request import Params, Request
@@ -157,7 +156,7 @@ def test_rows_are_reserved_for_clients_that_have_few(max_num_seqs: int) -> None:
     driver.steps(4)
     plan = driver.step()
     assert plan.events.num_running == max_num_seqs - num_reserved
-    assert plan.blocked[0][1:] == ("max_num_seqs", num_reserved + 1, num_reserved)
+    assert plan.blocked[0][1:] == ("reserved_rows", num_reserved + 1, num_reserved)
     for number in range(num_reserved):
         driver.add(f"s{number}", 4, 50, client="small")
     assert len(driver.step().admitted) == num_reserved
@@ -254,7 +253,7 @@ def test_every_law_of_the_scheduler_holds_while_requests_overtake(async_scheduli
             for old in partial & scheduler.running.keys()
             for request in new
         )
-        seen["reserved rows"] += any(blocked.reason == "max_num_seqs" for blocked in plan.blocked)
+        seen["reserved rows"] += any(blocked.reason == "reserved_rows" for blocked in plan.blocked)
         partial.clear()
         partial.update(scheduler.state.prefilling)
 
@@ -268,22 +267,27 @@ def test_every_law_of_the_scheduler_holds_while_requests_overtake(async_scheduli
 # Times to first token, in simulated time.
 
 RATE, TIMES, NUM_SMALL = 1.0, 20, 50
-LIKE_SMALL, LONG_PROMPTS = (Span(200, 300), Span(8, 24)), (Span(2000, 4000), Span(8, 24))
-LONG_OUTPUTS = (Span(200, 300), Span(200, 300))
+LIKE_SMALL, LONG_PROMPTS = (
+    (LengthRange(200, 300), LengthRange(8, 24)),
+    (LengthRange(2000, 4000), LengthRange(8, 24)),
+)
+LONG_OUTPUTS = (LengthRange(200, 300), LengthRange(200, 300))
 
 
-def jobs_of(heavy: tuple[Span, Span] | None) -> list[Job]:
+def jobs_of(heavy: tuple[LengthRange, LengthRange] | None) -> list[WorkloadRequest]:
     """Jobs of the small client, and of a heavy one that starts earlier and sends 20 times as many."""
-    own = at_rate(random_jobs(NUM_SMALL, *LIKE_SMALL, seed=0), RATE, seed=0)
+    own = with_poisson_arrivals(random_requests(NUM_SMALL, *LIKE_SMALL, seed=0), RATE, seed=0)
     jobs = [replace(j, id=f"s{j.id}", client="small", arrival=j.arrival + 5) for j in own]
     if heavy:
         count = int(TIMES * RATE * jobs[-1].arrival)
-        others = at_rate(random_jobs(count, *heavy, seed=1), TIMES * RATE, seed=1)
+        others = with_poisson_arrivals(random_requests(count, *heavy, seed=1), TIMES * RATE, seed=1)
         jobs += [replace(job, id=f"h{job.id}", client="heavy") for job in others]
     return sorted(jobs, key=lambda job: job.arrival)
 
 
-def small_p90(queue: str, heavy: tuple[Span, Span] | None, trace: io.StringIO | None = None) -> Any:
+def small_p90(
+    queue: str, heavy: tuple[LengthRange, LengthRange] | None, trace: io.StringIO | None = None
+) -> Any:
     """The small client's p90 time to first token; steps take as long as on two CPU cores."""
     config = preset(queue=queue, num_blocks=3000, max_num_batched_tokens=64, max_num_seqs=32)
     clock, firsts, jobs = VirtualClock(), dict[str, float](), jobs_of(heavy)
@@ -311,7 +315,7 @@ def small_p90(queue: str, heavy: tuple[Span, Span] | None, trace: io.StringIO | 
 
 @pytest.mark.parametrize("heavy", [LIKE_SMALL, LONG_PROMPTS, LONG_OUTPUTS])
 def test_a_client_with_20_times_the_requests_at_most_doubles_the_time_to_first_token(
-    heavy: tuple[Span, Span],
+    heavy: tuple[LengthRange, LengthRange],
 ) -> None:
     alone = small_p90("fair", None)
     assert small_p90("fair", heavy) <= 2 * alone

@@ -15,7 +15,7 @@ import pytest
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
-from headway.lab.workload.jobs import ENDS, Job
+from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import Plan, StepReport
 from headway.request import Params, Request
@@ -29,7 +29,7 @@ CHAT = "prompt=lognormal(200,1.0,16,1000),output=lognormal(120,0.8,4,600)"
 LONG = "prompt=lognormal(200,1.0,16,1000),output=lognormal(700,0.4,300,2000)"
 
 
-class OpenEnded(Job):
+class OpenEnded(WorkloadRequest):
     """A job that does not set max_tokens."""
 
     __slots__ = ()
@@ -38,13 +38,13 @@ class OpenEnded(Job):
         return replace(super().params(start), max_tokens=None, eos_ids=ENDS)
 
 
-def chats(text: str) -> list[Job]:
+def chats(text: str) -> list[WorkloadRequest]:
     return [
         OpenEnded(
             id=job.id, arrival=job.arrival, pieces=job.pieces, num_output=job.num_output,
             max_tokens=MAX_MODEL_LEN,
         )
-        for job in parse_synthetic(text).jobs()
+        for job in parse_synthetic(text).generate()
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The APIs beyond completions: /v1/responses, /v1/messages, and fields that vLLM's users know."""
+"""The Responses API, the Messages API, and vLLM's additional fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ANTHROPIC_TOOL = {"name": "f", "description": "d", "input_schema": SCHEMA}
 
 
 def named_events(response: httpx.Response) -> list[dict[str, Any]]:
-    """Events, each of which must have its type as its name."""
+    """The events of a stream; each must be named by its type."""
     assert response.status_code == 200, response.text
     found = []
     for block in response.text.removesuffix("\n\n").split("\n\n"):
@@ -41,7 +41,7 @@ def anthropic(**more: Any) -> dict[str, Any]:
 
 
 @on_loop
-async def test_a_response_has_the_text_and_the_usage() -> None:
+async def test_a_response_has_text_and_usage() -> None:
     async with server() as here:
         body = (await here.post(RESPONSES, input="hello", instructions="Be brief.")).json()
         assert (body["object"], body["status"], body["model"]) == ("response", "completed", MODEL)
@@ -57,7 +57,7 @@ async def test_a_response_has_the_text_and_the_usage() -> None:
 
 
 @on_loop
-async def test_a_streamed_response_adds_up_to_the_whole_one() -> None:
+async def test_a_streamed_response_equals_the_complete_one() -> None:
     async with server() as here:
         whole = (await here.post(RESPONSES, input="hello")).json()
         events = named_events(await here.post(RESPONSES, input="hello", stream=True))
@@ -79,7 +79,7 @@ async def test_a_streamed_response_adds_up_to_the_whole_one() -> None:
 
 
 @on_loop
-async def test_a_response_calls_functions_whole_and_streamed() -> None:
+async def test_a_response_has_function_calls_complete_and_streamed() -> None:
     async with server(template=TOOL_TEMPLATE) as here:
         here.executor.says = b"Well. " + CALL
         body = (await here.post(RESPONSES, input="?", tools=[FLAT_TOOL])).json()
@@ -95,7 +95,7 @@ async def test_a_response_calls_functions_whole_and_streamed() -> None:
 
 
 @on_loop
-async def test_items_of_an_input_become_the_conversation() -> None:
+async def test_input_items_become_messages() -> None:
     async with server(template=CHAT_TEMPLATE) as here:
         items = [
             {"role": "developer", "content": "s"},
@@ -131,7 +131,7 @@ async def test_items_of_an_input_become_the_conversation() -> None:
     ],
 )
 @on_loop
-async def test_what_a_response_cannot_be_made_of_is_named(fields: Any, param: str) -> None:
+async def test_wrong_and_unsupported_response_fields_are_named(fields: Any, param: str) -> None:
     async with server() as here:
         for stream in (False, True):
             response = await here.post(RESPONSES, **fields, stream=stream)
@@ -141,7 +141,7 @@ async def test_what_a_response_cannot_be_made_of_is_named(fields: Any, param: st
 
 
 @on_loop
-async def test_the_form_of_a_response_reaches_the_engine() -> None:
+async def test_text_format_reaches_the_engine() -> None:
     async with server() as here:
         wanted = {"type": "json_schema", "name": "n", "schema": SCHEMA}
         response = await here.post(RESPONSES, input="a", text={"format": wanted})
@@ -150,7 +150,7 @@ async def test_the_form_of_a_response_reaches_the_engine() -> None:
 
 
 @on_loop
-async def test_a_response_that_fails_in_the_stream_ends_with_an_error() -> None:
+async def test_a_failed_response_stream_ends_with_an_error_event() -> None:
     async with server() as here:
         here.executor.num_free_steps = 3
         asked = asyncio.create_task(here.post(RESPONSES, input="a", stream=True))
@@ -166,7 +166,7 @@ async def test_a_response_that_fails_in_the_stream_ends_with_an_error() -> None:
 
 
 @on_loop
-async def test_a_message_is_answered_in_anthropics_shape() -> None:
+async def test_a_message_has_anthropics_format() -> None:
     async with server() as here:
         body = (await here.post(MESSAGES, **anthropic(system="Be brief."))).json()
         assert (body["type"], body["role"], body["model"]) == ("message", "assistant", MODEL)
@@ -183,7 +183,7 @@ async def test_a_message_is_answered_in_anthropics_shape() -> None:
 
 
 @on_loop
-async def test_a_streamed_message_adds_up_to_the_whole_one() -> None:
+async def test_a_streamed_message_equals_the_complete_one() -> None:
     async with server(template=TOOL_TEMPLATE) as here:
         here.executor.says = b"Well. " + CALL
         asked = anthropic(tools=[ANTHROPIC_TOOL])
@@ -206,7 +206,7 @@ async def test_a_streamed_message_adds_up_to_the_whole_one() -> None:
 
 
 @on_loop
-async def test_blocks_of_messages_become_the_conversation() -> None:
+async def test_content_blocks_become_messages() -> None:
     async with server(template=CHAT_TEMPLATE) as here:
         talk = [
             {"role": "user", "content": [{"type": "text", "text": "q"}]},
@@ -226,7 +226,7 @@ async def test_blocks_of_messages_become_the_conversation() -> None:
 
 
 @on_loop
-async def test_an_assistants_last_turn_is_continued() -> None:
+async def test_a_final_assistant_message_is_continued() -> None:
     async with server() as here:
         talk = [*HELLO, {"role": "assistant", "content": "Sure"}]
         body = (await here.post(MESSAGES, **anthropic(messages=talk))).json()
@@ -234,7 +234,7 @@ async def test_an_assistants_last_turn_is_continued() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "kind", "words"),
+    ("fields", "status", "kind", "expected"),
     [
         ({"max_tokens": None}, 400, "invalid_request_error", "max_tokens"),
         ({"temperature": 2}, 400, "invalid_request_error", "temperature"),
@@ -253,8 +253,8 @@ async def test_an_assistants_last_turn_is_continued() -> None:
     ],
 )  # fmt: skip
 @on_loop
-async def test_wrong_messages_get_anthropics_error(
-    fields: Any, status: int, kind: str, words: str
+async def test_wrong_messages_requests_get_anthropics_error_format(
+    fields: Any, status: int, kind: str, expected: str
 ) -> None:
     async with server() as here:
         for stream in (False, True):
@@ -262,11 +262,11 @@ async def test_wrong_messages_get_anthropics_error(
             assert response.status_code == status, response.text
             body = response.json()
             assert body["type"] == "error" and body["error"]["type"] == kind
-            assert words in body["error"]["message"]
+            assert expected in body["error"]["message"]
 
 
 @on_loop
-async def test_middleware_and_framework_errors_have_the_shape_of_their_api() -> None:
+async def test_middleware_and_framework_errors_have_the_format_of_their_api() -> None:
     async with server(api_keys=("k",)) as here:
         body = (await here.post(MESSAGES, **anthropic())).json()
         assert body["error"]["type"] == "authentication_error"
@@ -276,7 +276,7 @@ async def test_middleware_and_framework_errors_have_the_shape_of_their_api() -> 
 
 
 @on_loop
-async def test_choices_of_tools_mean_what_anthropic_says() -> None:
+async def test_anthropics_tool_choice_is_converted() -> None:
     async with server(template=TOOL_TEMPLATE) as here:
         here.executor.says = CALL
         for choice, is_forced in (("auto", False), ("any", True), ("tool", True)):
@@ -288,11 +288,11 @@ async def test_choices_of_tools_mean_what_anthropic_says() -> None:
         assert (await here.post(MESSAGES, **none)).json()["content"][0]["type"] == "text"
 
 
-# Fields that vLLM's users know.
+# Fields of vLLM's server.
 
 
 @on_loop
-async def test_token_ids_are_returned_whole_and_streamed() -> None:
+async def test_token_ids_are_returned_complete_and_streamed() -> None:
     async with server() as here:
         body = (await here.post(CHAT, messages=HELLO, return_token_ids=True)).json()
         assert bytes(body["prompt_token_ids"]) == b"u:hello;a:"
@@ -314,7 +314,7 @@ async def test_token_ids_are_returned_whole_and_streamed() -> None:
 
 
 @on_loop
-async def test_prompt_logprobs_have_vllms_shape() -> None:
+async def test_prompt_logprobs_have_vllms_format() -> None:
     async with server() as here:
         body = (await here.post(CHAT, messages=HELLO, prompt_logprobs=1)).json()
         found = body["prompt_logprobs"]
@@ -332,7 +332,7 @@ async def test_prompt_logprobs_have_vllms_shape() -> None:
 
 
 @on_loop
-async def test_tokens_of_logprobs_may_be_ids() -> None:
+async def test_logprobs_can_show_token_ids() -> None:
     async with server() as here:
         asked = {"logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
         body = (await here.post(CHAT, messages=HELLO, **asked)).json()
@@ -355,7 +355,7 @@ async def test_a_final_message_is_continued() -> None:
 
 
 @on_loop
-async def test_an_assistants_empty_content_beside_calls_is_fine() -> None:
+async def test_an_assistant_message_with_calls_may_have_empty_content() -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "c", "content": "7"}]  # fmt: skip
@@ -367,7 +367,7 @@ async def test_an_assistants_empty_content_beside_calls_is_fine() -> None:
 
 
 @on_loop
-async def test_a_prompt_is_truncated_on_request_and_its_usage_says_so() -> None:
+async def test_truncate_prompt_tokens_truncates_prompt_and_usage() -> None:
     async with server() as here:
         done = await here.complete(prompt="abcdef", truncate_prompt_tokens=2)
         assert done["choices"][0]["text"] == "EF" and done["usage"]["prompt_tokens"] == 2
@@ -387,7 +387,7 @@ async def test_a_prompt_is_truncated_on_request_and_its_usage_says_so() -> None:
     ],
 )
 @on_loop
-async def test_fields_that_would_change_the_answer_are_refused(
+async def test_unsupported_fields_that_change_the_output_are_refused(
     field: str, value: Any, harmless: Any
 ) -> None:
     async with server() as here:
@@ -398,7 +398,7 @@ async def test_fields_that_would_change_the_answer_are_refused(
 
 
 @on_loop
-async def test_older_names_of_structured_outputs_are_known() -> None:
+async def test_guided_fields_are_accepted() -> None:
     async with server() as here:
         response = await here.post(CHAT, messages=HELLO, guided_choice="yes")
         assert response.status_code == 400 and response.json()["error"]["param"] == "guided_choice"
@@ -409,7 +409,7 @@ async def test_older_names_of_structured_outputs_are_known() -> None:
 
 
 @on_loop
-async def test_every_chunk_may_carry_the_usage_so_far() -> None:
+async def test_every_chunk_can_contain_the_usage_so_far() -> None:
     async with server() as here:
         options = {"include_usage": True, "continuous_usage_stats": True}
         for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "abc"})):
@@ -420,7 +420,7 @@ async def test_every_chunk_may_carry_the_usage_so_far() -> None:
 
 
 @on_loop
-async def test_answers_carry_a_fingerprint_and_ping_and_docs_answer() -> None:
+async def test_fingerprint_ping_and_docs() -> None:
     async with server() as here:
         body = (await here.post(CHAT, messages=HELLO)).json()
         assert body["system_fingerprint"] == here.app.state.context.fingerprint
@@ -436,7 +436,7 @@ async def test_answers_carry_a_fingerprint_and_ping_and_docs_answer() -> None:
 
 
 @on_loop
-async def test_limits_of_max_tokens_are_the_same_whatever_the_value() -> None:
+async def test_max_tokens_limits_are_the_same_for_all_fields() -> None:
     async with server() as here:
         for path, asked in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "abc"})):
             texts = []

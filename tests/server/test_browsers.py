@@ -1,4 +1,4 @@
-"""Who may call: browsers' pages by origin and host, and clients by either form of a key."""
+"""Access control: Host and Origin headers of browsers, and both forms of API keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from headway.cli.options.serve import ServeOptions
+from headway.server.http.middleware import SecurityMiddleware
 from headway.server.http.origins import host_name
-from headway.server.http.security import Guard
 from headway.server.settings import Settings
 from tests.server.test_http import CHAT, COMPLETIONS, HELLO, error
 from tests.support.served import on_loop, server
@@ -28,7 +28,7 @@ LOCAL: dict[str, Any] = {"allowed_hosts": ("localhost", "127.0.0.1", "::1", "tes
 
 
 def preflight(origin: str, headers: str) -> dict[str, str]:
-    """What a browser asks before a page's request."""
+    """The headers of a CORS preflight request."""
     return {
         "origin": origin, "access-control-request-method": "POST",
         "access-control-request-headers": headers,
@@ -37,7 +37,7 @@ def preflight(origin: str, headers: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("headers", [OPENAI_HEADERS, ANTHROPIC_HEADERS])
 @on_loop
-async def test_allowed_pages_may_send_all_headers_of_the_sdks(headers: str) -> None:
+async def test_allowed_pages_may_send_any_header(headers: str) -> None:
     async with server(allowed_origins=(PAGE,), api_keys=("k",)) as here:
         response = await here.client.options(CHAT, headers=preflight(PAGE, headers))
         assert response.status_code == 200
@@ -51,7 +51,7 @@ async def test_allowed_pages_may_send_all_headers_of_the_sdks(headers: str) -> N
 
 
 @on_loop
-async def test_allowed_pages_may_read_the_request_id_and_when_to_retry() -> None:
+async def test_allowed_pages_may_read_request_id_and_retry_after() -> None:
     async with server(allowed_origins=(PAGE,)) as here:
         response = await here.client.get("/version", headers={"origin": PAGE})
         exposed = response.headers["access-control-expose-headers"].lower()
@@ -67,7 +67,7 @@ async def test_allowed_pages_may_read_the_request_id_and_when_to_retry() -> None
     ],
 )  # fmt: skip
 @on_loop
-async def test_a_server_on_this_machine_knows_its_names(host: str, is_ours: bool) -> None:
+async def test_a_loopback_server_checks_the_host_header(host: str, is_ours: bool) -> None:
     async with server(**LOCAL) as here:
         for path in ("/", "/health", "/v1/models"):
             response = await here.client.get(path, headers={"host": host})
@@ -111,7 +111,7 @@ OWN = (
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)
 @on_loop
-async def test_foreign_pages_may_have_no_effect(headers: dict[str, str]) -> None:
+async def test_foreign_pages_may_not_send_unsafe_requests(headers: dict[str, str]) -> None:
     async with server(allowed_origins=(PAGE,)) as here:
         assert error(await here.client.post("/reset_prefix_cache", headers=headers), 403)
         body: dict[str, Any] = {"messages": HELLO}
@@ -122,7 +122,7 @@ async def test_foreign_pages_may_have_no_effect(headers: dict[str, str]) -> None
 
 @pytest.mark.parametrize("headers", OWN, ids=str)
 @on_loop
-async def test_own_and_allowed_pages_and_programs_may_call(headers: dict[str, str]) -> None:
+async def test_own_pages_allowed_pages_and_programs_may_call(headers: dict[str, str]) -> None:
     async with server(allowed_origins=(PAGE,)) as here:
         for path, body in (("/reset_prefix_cache", None), (CHAT, {"messages": HELLO})):
             response = await here.client.post(path, json=body, headers=headers)
@@ -130,7 +130,7 @@ async def test_own_and_allowed_pages_and_programs_may_call(headers: dict[str, st
 
 
 @on_loop
-async def test_with_a_key_or_all_origins_allowed_no_origin_is_refused() -> None:
+async def test_with_a_key_or_any_origin_allowed_no_origin_is_refused() -> None:
     async with server(api_keys=("k",)) as here:
         headers = {"origin": "http://evil.example", "authorization": "Bearer k"}
         response = await here.client.post("/reset_prefix_cache", headers=headers)
@@ -153,16 +153,14 @@ async def test_with_a_key_or_all_origins_allowed_no_origin_is_refused() -> None:
     ],
 )
 @on_loop
-async def test_a_key_may_come_as_anthropics_clients_send_it(
-    headers: dict[str, str], is_right: bool
-) -> None:
+async def test_a_key_may_be_sent_as_x_api_key(headers: dict[str, str], is_right: bool) -> None:
     async with server(api_keys=("first", "second")) as here:
         response = await here.client.get("/v1/models", headers=headers)
         assert response.status_code == (200 if is_right else 401)
 
 
 @on_loop
-async def test_a_body_that_drips_is_the_last_on_its_connection() -> None:
+async def test_a_slow_body_closes_its_connection() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         pytest.fail("the body is not complete")
 
@@ -176,5 +174,5 @@ async def test_a_body_that_drips_is_the_last_on_its_connection() -> None:
         sent.append(message)
 
     scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
-    await Guard(app, Settings(body_timeout=0.05))(scope, receive, send)  # type: ignore[arg-type]
+    await SecurityMiddleware(app, Settings(body_timeout=0.05))(scope, receive, send)  # type: ignore[arg-type]
     assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]

@@ -1,4 +1,4 @@
-"""OpenAI's and Anthropic's own clients against the server, over a real socket, with the bundled model."""
+"""OpenAI's and Anthropic's Python clients against the server, with the bundled model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from headway.engine.loop import Limits
 from headway.lab.loadgen import report as serve_report
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model, send
-from headway.lab.loadgen.requests import Wording
-from headway.lab.workload.files import read_jobs
+from headway.lab.loadgen.requests import RequestFormat
+from headway.lab.workload.files import read_workload
 from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.openai.embeddings import EmbeddingRequest
@@ -60,7 +60,7 @@ WEATHER: Any = {
 
 
 class Serving:
-    """The app on a port of this machine, run by uvicorn on a thread."""
+    """The app on a local port, run by uvicorn on a thread."""
 
     def __init__(self, llm: LLM) -> None:
         self._llm = llm
@@ -81,7 +81,7 @@ class Serving:
         engine = AsyncEngine(self._llm.engine, Limits(max_waiting=200))
         await engine.start()
         context = Context(
-            engine=engine, asking=self._llm.asking, model_name=NAME,
+            engine=engine, input_processor=self._llm.asking, model_name=NAME,
             max_model_len=self._llm.config.max_model_len, tool_call_parser="hermes",
         )  # fmt: skip
         config = uvicorn.Config(create_app(context), port=0, log_level="error", ws="none")
@@ -103,14 +103,14 @@ def llm(smollm2: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def alone(llm: LLM) -> str:
-    """What the model says to PROMPT without any server."""
+    """The offline output for PROMPT."""
     (result,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))
     return result.text
 
 
 @pytest.fixture(scope="module")
 def embedded(llm: LLM) -> list[list[float]]:
-    """The embeddings of two prompts without any server."""
+    """The offline embeddings of two prompts."""
     vectors = [result.embedding for result in llm.embed([PROMPT, "A cup of tea"])]
     return [vector.tolist() for vector in vectors if vector is not None]
 
@@ -118,7 +118,7 @@ def embedded(llm: LLM) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def url(
     llm: LLM, alone: object, embedded: object
-) -> Iterator[str]:  # these first: a served engine has its thread
+) -> Iterator[str]:  # compute offline results first: a served engine runs on its own thread
     with Serving(llm) as url:
         yield url
 
@@ -129,18 +129,18 @@ def client(url: str) -> Iterator[Any]:
         yield client
 
 
-def test_models_name_the_model(client: Any) -> None:
+def test_the_model_list_names_the_model(client: Any) -> None:
     assert [model.id for model in client.models.list()] == [NAME]
 
 
-def test_a_completion_is_what_the_engine_says_alone(client: Any, alone: str) -> None:
+def test_a_completion_equals_the_offline_output(client: Any, alone: str) -> None:
     answer = client.completions.create(prompt=PROMPT, max_tokens=8, **GREEDY)
     assert answer.choices[0].text == alone and answer.choices[0].finish_reason == "length"
     assert answer.usage.completion_tokens == 8
     assert answer.usage.total_tokens == 8 + answer.usage.prompt_tokens
 
 
-def test_streamed_pieces_make_the_same_completion(client: Any, alone: str) -> None:
+def test_a_streamed_completion_equals_the_complete_one(client: Any, alone: str) -> None:
     stream = client.completions.create(
         prompt=PROMPT, max_tokens=8, stream=True, stream_options={"include_usage": True}, **GREEDY
     )
@@ -151,14 +151,14 @@ def test_streamed_pieces_make_the_same_completion(client: Any, alone: str) -> No
     assert len({c.id for c in chunks}) == 1
 
 
-def test_token_ids_and_batches_are_prompts_too(llm: LLM, client: Any, alone: str) -> None:
+def test_prompts_can_be_token_ids_and_batches(llm: LLM, client: Any, alone: str) -> None:
     ids = llm.asking.tokens(PROMPT)
     answer = client.completions.create(prompt=[ids, ids], max_tokens=8, **GREEDY)
     assert [choice.text for choice in answer.choices] == [alone] * 2
     assert [choice.index for choice in answer.choices] == [0, 1]
 
 
-def test_a_chat_is_answered_whole_and_streamed_alike(client: Any) -> None:
+def test_a_chat_is_the_same_complete_and_streamed(client: Any) -> None:
     whole = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
     assert whole.choices[0].message.role == "assistant" and whole.choices[0].message.content
     stream = client.chat.completions.create(
@@ -169,10 +169,10 @@ def test_a_chat_is_answered_whole_and_streamed_alike(client: Any) -> None:
     assert "".join(delta.content or "" for delta in deltas) == whole.choices[0].message.content
 
 
-def test_embeddings_are_those_of_the_engine_alone(
+def test_embeddings_equal_the_offline_ones(
     llm: LLM, client: Any, embedded: list[list[float]]
 ) -> None:
-    """To the bit, as base64, which the client asks for unless told otherwise, and as numbers."""
+    """Bit for bit, as base64, the client's default, and as numbers."""
     asked = [PROMPT, "A cup of tea"]
     for form in ({}, {"encoding_format": "float"}):
         answer = client.embeddings.create(model=NAME, input=asked, **form)
@@ -187,7 +187,7 @@ def test_embeddings_are_those_of_the_engine_alone(
     assert math.isclose(math.hypot(*last.data[0].embedding), 1, abs_tol=1e-6)
 
 
-def test_the_stream_helper_of_the_client_reads_ours(client: Any) -> None:
+def test_the_clients_stream_helper_works(client: Any) -> None:
     with client.chat.completions.stream(
         messages=TALK, max_completion_tokens=60, stop=["."], **GREEDY
     ) as stream:
@@ -196,7 +196,7 @@ def test_the_stream_helper_of_the_client_reads_ours(client: Any) -> None:
     assert final.choices[0].message.content and final.choices[0].finish_reason == "stop"
 
 
-def test_logprobs_have_openais_shapes(client: Any) -> None:
+def test_logprobs_have_openais_formats(client: Any) -> None:
     plain = client.completions.create(prompt=PROMPT, max_tokens=3, logprobs=2, **GREEDY)
     columns = plain.choices[0].logprobs
     assert len(columns.tokens) == len(columns.token_logprobs) == len(columns.text_offset) == 3
@@ -213,7 +213,7 @@ def test_logprobs_have_openais_shapes(client: Any) -> None:
         assert bytes(token.bytes).decode("utf-8", "replace") == token.token
 
 
-def test_n_gives_so_many_choices_and_a_seed_the_same_ones(client: Any) -> None:
+def test_n_gives_n_choices_and_a_seed_repeats_them(client: Any) -> None:
     def ask() -> list[str]:
         answer = client.chat.completions.create(
             model=NAME, messages=TALK, n=3, seed=5, temperature=1.5, max_completion_tokens=8
@@ -232,9 +232,9 @@ def test_a_stop_string_ends_the_text_before_it(client: Any, alone: str) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_the_clients_own_errors_are_raised(client: Any) -> None:
+def test_the_client_raises_its_own_error_classes(client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match=NAME):
-        client.completions.create(model="nobody", prompt="x")
+        client.completions.create(model="unknown-model", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
         client.completions.create(model=NAME, prompt="x", temperature=-1)
     assert caught.value.param == "temperature"
@@ -245,7 +245,7 @@ def test_the_clients_own_errors_are_raised(client: Any) -> None:
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_stream_left_early_leaves_nothing_behind(client: Any, llm: LLM) -> None:
+def test_a_stream_closed_early_ends_its_request(client: Any, llm: LLM) -> None:
     with client.completions.create(prompt=PROMPT, max_tokens=400, stream=True,
                                    extra_body={"ignore_eos": True}, **GREEDY) as stream:  # fmt: skip
         next(iter(stream))
@@ -257,7 +257,7 @@ def test_a_stream_left_early_leaves_nothing_behind(client: Any, llm: LLM) -> Non
     assert not llm.engine.has_work
 
 
-def test_the_asynchronous_client_runs_many_at_once(url: str, alone: str) -> None:
+def test_the_async_client_runs_many_requests_at_once(url: str, alone: str) -> None:
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
             asks = (client.completions.create(prompt=PROMPT, max_tokens=8, **GREEDY)
@@ -267,7 +267,7 @@ def test_the_asynchronous_client_runs_many_at_once(url: str, alone: str) -> None
     assert asyncio.run(ask_all()) == [alone] * 4
 
 
-def test_an_answer_follows_its_json_schema(client: Any) -> None:
+def test_output_satisfies_its_json_schema(client: Any) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     answer = client.chat.completions.create(
         messages=TALK, max_completion_tokens=60, response_format=wanted, **GREEDY
@@ -276,7 +276,7 @@ def test_an_answer_follows_its_json_schema(client: Any) -> None:
     assert set(value) == {"name", "age"} and value["age"] in (1, 2, 3) and len(value["name"]) <= 8
 
 
-def test_an_answer_may_be_any_json_object(client: Any) -> None:
+def test_output_can_be_any_json_object(client: Any) -> None:
     answer = client.chat.completions.create(
         messages=TALK, max_completion_tokens=80, response_format={"type": "json_object"}, **GREEDY
     )
@@ -290,7 +290,7 @@ ROME: list[Any] = [{"role": "user", "content": "What is the weather in Rome?"}]
 CITY: Any = WEATHER["function"]["parameters"]
 
 
-def test_tools_are_called_by_a_model_whose_template_has_none(client: Any) -> None:
+def test_a_model_without_tools_in_its_template_calls_tools(client: Any) -> None:
     asked: Any = {
         "messages": ROME, "tools": [WEATHER], "tool_choice": "required", "max_tokens": 60, **GREEDY,
         "parallel_tool_calls": False,
@@ -313,7 +313,7 @@ def test_tools_are_called_by_a_model_whose_template_has_none(client: Any) -> Non
     assert again.choices[0].message.content
 
 
-def test_responses_are_answered_whole_streamed_and_in_a_form(client: Any) -> None:
+def test_responses_complete_streamed_and_structured(client: Any) -> None:
     asked: Any = {"model": NAME, "input": TALK, "temperature": 0, "max_output_tokens": 6}
     whole = client.responses.create(**asked)
     chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
@@ -357,7 +357,7 @@ def claude(url: str) -> Iterator[Any]:
         yield client
 
 
-def test_anthropics_client_reads_messages_whole_and_streamed(client: Any, claude: Any) -> None:
+def test_anthropics_client_reads_messages_complete_and_streamed(client: Any, claude: Any) -> None:
     asked: Any = {"model": NAME, "messages": TALK, "max_tokens": 6, "extra_body": {"top_k": 1}}
     whole = claude.messages.create(**asked)
     chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
@@ -373,7 +373,7 @@ def test_anthropics_client_reads_messages_whole_and_streamed(client: Any, claude
         claude.messages.create(**{**asked, "model": "other"})
 
 
-def test_anthropics_client_gets_tools_called(claude: Any) -> None:
+def test_anthropics_client_gets_tool_calls(claude: Any) -> None:
     asked: Any = {
         "model": NAME, "messages": ROME, "max_tokens": 60, "extra_body": {"top_k": 1},
         "tools": [{"name": "get_weather", "input_schema": CITY}],
@@ -392,28 +392,31 @@ def test_anthropics_client_gets_tools_called(claude: Any) -> None:
     assert again.content[0].text
 
 
-def test_anthropics_client_gets_json_of_a_schema(claude: Any) -> None:
+def test_anthropics_client_gets_json_that_satisfies_a_schema(claude: Any) -> None:
     form: Any = {"format": {"type": "json_schema", "schema": CITY}}
     answer = claude.messages.create(model=NAME, messages=ROME, max_tokens=60, output_config=form)
     assert set(json.loads(answer.content[0].text)) == {"city"}
 
 
-def test_a_mooncake_trace_is_replayed(url: str, tmp_path: Path) -> None:
+def test_bench_serve_replays_a_mooncake_trace(url: str, tmp_path: Path) -> None:
     file = tmp_path / "mooncake.jsonl"
     lines = [{"timestamp": 50 * i, "input_length": 520, "output_length": 3, "hash_ids": [7, 8 + i]}
              for i in range(3)]  # fmt: skip
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     address = Address.parse(url)
-    load = send(address, Wording(model=find_model(address)), read_jobs(file), timeout=60)
-    result = serve_report.report(load.outcomes, load.most_open)
+    load = send(address, RequestFormat(model=find_model(address)), read_workload(file), timeout=60)
+    result = serve_report.report(load.outcomes, load.max_concurrency)
     assert (result["completed"], result["errors"]) == (3, {})
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 520, 9)
 
 
-def test_the_document_names_every_field_path_and_limit(llm: LLM) -> None:
+def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     document = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     context = Context(
-        engine=AsyncEngine(llm.engine), asking=llm.asking, model_name=NAME, max_model_len=100
+        engine=AsyncEngine(llm.engine),
+        input_processor=llm.asking,
+        model_name=NAME,
+        max_model_len=100,
     )
     schema = create_app(context).openapi()
     models = (

@@ -1,4 +1,4 @@
-"""Connections: what a client may send is bounded, what it does not read is not heaped up."""
+"""Connections: limits on the request head, and bounded buffering for slow readers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import httpx
 import pytest
 
 from headway.engine.async_engine import AsyncEngine
-from headway.server.http.connection import MAX_HEAD_BYTES, outlet_of
+from headway.server.http.connection import MAX_HEAD_BYTES, chunk_writer_of
 from tests.server.test_faults import Listening, listening
 from tests.support.processes import Server
 from tests.support.scripted import make_engine
 from tests.support.served import on_loop
 
 PIECE = b"a" * 16384
-FAR = 64  # pieces: a megabyte
+FAR = 64  # parts; one megabyte in total
 CHUNKED = b"POST / HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n"
 ASKED = b'{"id": "a", "prompt": [1, 2, 3], "num_output": 2}'
 
@@ -35,7 +35,7 @@ def connected(here: Server) -> socket.socket:
 
 
 def answer(connection: socket.socket) -> bytes:
-    """All that comes until the other end closes."""
+    """All data until the server closes the connection."""
     said = b""
     while piece := connection.recv(65536):
         said += piece
@@ -51,7 +51,7 @@ def answer(connection: socket.socket) -> bytes:
     ],
     ids=["line", "header", "trailer"],
 )
-def test_a_head_without_an_end_is_refused_with_its_limit(here: Server, begin: bytes) -> None:
+def test_an_endless_head_is_refused_with_the_limit(here: Server, begin: bytes) -> None:
     with connected(here) as connection:
         connection.sendall(begin)
         num_sent = 0
@@ -64,7 +64,7 @@ def test_a_head_without_an_end_is_refused_with_its_limit(here: Server, begin: by
     assert here.is_serving()
 
 
-def test_many_headers_are_as_much_as_a_long_one(here: Server) -> None:
+def test_many_short_headers_count_like_a_long_one(here: Server) -> None:
     with connected(here) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n")
         for number in range(FAR):
@@ -74,8 +74,8 @@ def test_many_headers_are_as_much_as_a_long_one(here: Server) -> None:
         assert number < FAR - 1 and answer(connection).startswith(b"HTTP/1.1 400")
 
 
-def test_a_body_in_tiny_chunks_may_be_as_long_as_any(here: Server) -> None:
-    body = ASKED + b" " * (MAX_HEAD_BYTES // 2)  # each byte brings five of framing
+def test_a_body_may_consist_of_tiny_chunks(here: Server) -> None:
+    body = ASKED + b" " * (MAX_HEAD_BYTES // 2)  # each byte has five bytes of framing
     with connected(here) as connection:
         connection.sendall(CHUNKED + b"Connection: close\r\n\r\n")
         connection.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
@@ -83,7 +83,7 @@ def test_a_body_in_tiny_chunks_may_be_as_long_as_any(here: Server) -> None:
     assert said.startswith(b"HTTP/1.1 200") and b'"end": "stop"' in said
 
 
-def test_a_request_may_begin_in_the_same_bytes_as_a_long_body_ends(here: Server) -> None:
+def test_a_request_may_start_in_the_packet_that_ends_a_long_body(here: Server) -> None:
     body = ASKED + b" " * (3 * MAX_HEAD_BYTES)
     head = b"POST / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n" % len(body)
     with connected(here) as connection:
@@ -95,31 +95,31 @@ def test_a_request_may_begin_in_the_same_bytes_as_a_long_body_ends(here: Server)
 
 
 class Flood:
-    """Writes to its outlet while it is open; the rest in ASGI's way."""
+    """Writes to the chunk writer while it is open, and the rest through ASGI."""
 
-    def __init__(self, engine: AsyncEngine, facts: Any) -> None:
+    def __init__(self, engine: AsyncEngine, model_info: Any) -> None:
         self.num_written = 0
-        self.was_open: list[bool] = []  # before, at the beginning, after the end
+        self.was_open: list[bool] = []  # before the start, at the start, after the end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        outlet = outlet_of(scope)
-        if outlet is None:  # of the server's beginning and end
+        writer = chunk_writer_of(scope)
+        if writer is None:  # lifespan messages
             return
-        self.was_open.append(outlet.is_open)
+        self.was_open.append(writer.is_open)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        self.was_open.append(outlet.is_open)
-        while outlet.is_open and self.num_written < 4 * FAR:
-            outlet.write(b"")  # as a chunk it would end the response
-            outlet.write(PIECE)
+        self.was_open.append(writer.is_open)
+        while writer.is_open and self.num_written < 4 * FAR:
+            writer.write(b"")  # an empty chunk would end the response
+            writer.write(PIECE)
             self.num_written += 1
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"rest", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
-        self.was_open.append(outlet.is_open)
+        self.was_open.append(writer.is_open)
 
 
 async def flooded(server: Listening, app: Flood) -> socket.socket:
-    """A connection whose client has asked and reads nothing, once nothing more fits in."""
+    """A connection whose client does not read, once all buffers are full."""
     port = server.client.base_url.port
     with socket.socket() as small:
         small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -133,11 +133,11 @@ async def flooded(server: Listening, app: Flood) -> socket.socket:
 
 
 @on_loop
-async def test_an_outlet_closes_before_much_is_heaped_up_and_all_arrives() -> None:
+async def test_a_chunk_writer_closes_before_much_is_buffered() -> None:
     apps: list[Flood] = []
 
-    def make(engine: AsyncEngine, facts: Any) -> Flood:
-        apps.append(Flood(engine, facts))
+    def make(engine: AsyncEngine, model_info: Any) -> Flood:
+        apps.append(Flood(engine, model_info))
         return apps[0]
 
     async with listening(make_engine(), make, {}) as server:
@@ -152,7 +152,7 @@ async def test_an_outlet_closes_before_much_is_heaped_up_and_all_arrives() -> No
 
 
 @on_loop
-async def test_an_outlet_closes_when_its_client_leaves() -> None:
+async def test_a_chunk_writer_closes_when_the_client_disconnects() -> None:
     async with listening(make_engine(), Leaver, {}) as server:
         with pytest.raises(httpx.ReadTimeout):
             await server.client.get("/", timeout=0.2)
@@ -160,18 +160,18 @@ async def test_an_outlet_closes_when_its_client_leaves() -> None:
 
 
 class Leaver:
-    """Waits with its answer until its client has left."""
+    """Responds only after its client has disconnected."""
 
     has_closed: asyncio.Event
 
-    def __init__(self, engine: AsyncEngine, facts: Any) -> None:
+    def __init__(self, engine: AsyncEngine, model_info: Any) -> None:
         Leaver.has_closed = asyncio.Event()
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        outlet = outlet_of(scope)
-        if outlet is None:
+        writer = chunk_writer_of(scope)
+        if writer is None:
             return
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        while outlet.is_open:
+        while writer.is_open:
             await asyncio.sleep(0.01)
         self.has_closed.set()

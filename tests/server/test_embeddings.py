@@ -1,4 +1,4 @@
-"""POST /v1/embeddings from the client's side: OpenAI's shape, honest errors, nothing left behind."""
+"""POST /v1/embeddings: OpenAI's format, errors, and cancellation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headway import Engine, Params, Scheduler, preset
 from headway.engine.input_processor import embedding_params
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.messages import FromLoop, Submit, Tokens, Update
-from headway.server.process.ipc import Frames, frame
+from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error
 from tests.support.served import HIDDEN_SIZE, MODEL, Capitals, Server, embedding, on_loop, server
 
@@ -22,7 +22,7 @@ PATH = "/v1/embeddings"
 
 
 async def embed(here: Server, **fields: Any) -> dict[str, Any]:
-    """The body of an answer; must succeed."""
+    """The response body of a successful request."""
     response = await here.post(PATH, **fields)
     assert response.status_code == 200, response.text
     body: dict[str, Any] = response.json()
@@ -38,7 +38,7 @@ def expected(text: str, pooling: str = "mean") -> list[float]:
     "given", ["hello", list(b"hello"), ["hello"], [list(b"hello")]], ids=["a", "b", "c", "d"]
 )
 @on_loop
-async def test_an_input_is_text_or_tokens_alone_or_listed(given: Any) -> None:
+async def test_an_input_is_text_or_tokens_or_a_list_of_either(given: Any) -> None:
     async with server() as here:
         body = await embed(here, input=given, model=MODEL)
         data = [{"object": "embedding", "index": 0, "embedding": expected("hello")}]
@@ -47,7 +47,7 @@ async def test_an_input_is_text_or_tokens_alone_or_listed(given: Any) -> None:
 
 
 @on_loop
-async def test_vectors_come_in_the_order_of_the_inputs_in_either_form() -> None:
+async def test_vectors_are_in_input_order_in_both_formats() -> None:
     async with server() as here:
         texts = ["x" * length + "ab" for length in (90, 1, 40, 7)]
         body = await embed(here, input=texts, encoding_format="float", dimensions=HIDDEN_SIZE)
@@ -64,7 +64,7 @@ async def test_vectors_come_in_the_order_of_the_inputs_in_either_form() -> None:
 
 
 @on_loop
-async def test_what_the_client_says_of_queue_and_cache_reaches_the_engine() -> None:
+async def test_scheduling_fields_reach_the_engine() -> None:
     async with server() as here:
         here.executor.gate.clear()
         fields = {"user": "me", "priority": -3, "cache_salt": "pepper", "deadline": 50.0}
@@ -114,7 +114,7 @@ async def test_a_wrong_field_is_a_400_that_names_it() -> None:
 
 
 @on_loop
-async def test_an_input_that_is_too_long_is_refused_and_not_cut() -> None:
+async def test_an_input_that_is_too_long_is_refused_not_truncated() -> None:
     async with server(max_model_len=64) as here:
         found = error(await here.post(PATH, input=["ok", "x" * 64]), 400)
         assert (found["code"], found["param"]) == ("context_length_exceeded", "input")
@@ -124,7 +124,7 @@ async def test_an_input_that_is_too_long_is_refused_and_not_cut() -> None:
 
 
 @on_loop
-async def test_overload_faults_and_timeouts_are_as_elsewhere() -> None:
+async def test_overload_faults_and_timeouts_have_their_statuses() -> None:
     async with server(limits=Limits(max_per_client=1), request_timeout=0.2) as here:
         response = await here.post(PATH, input=["abc"] * 3, user="me")
         assert error(response, 429)["code"] == "overloaded"
@@ -141,7 +141,7 @@ async def test_overload_faults_and_timeouts_are_as_elsewhere() -> None:
 
 
 @on_loop
-async def test_a_client_that_leaves_ends_its_requests() -> None:
+async def test_a_disconnect_cancels_the_requests() -> None:
     async with server(max_model_len=4096) as here:
         here.executor.gate.clear()
         body = json.dumps({"input": ["x" * 2000, "y" * 3000, "z"]}).encode()
@@ -154,7 +154,7 @@ async def test_a_client_that_leaves_ends_its_requests() -> None:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            raise AssertionError("nothing is left to be sent to")
+            raise AssertionError("nothing may be sent after a disconnect")
 
         scope = {
             "type": "http", "method": "POST", "path": PATH, "raw_path": PATH.encode(),
@@ -165,14 +165,14 @@ async def test_a_client_that_leaves_ends_its_requests() -> None:
         while here.engine.num_open < 3 or not here.port.loop.engine.scheduler.running:
             await asyncio.sleep(0.001)
         gone.set()
-        done, _ = await asyncio.wait({calling}, timeout=2)  # though no step ends meanwhile
+        done, _ = await asyncio.wait({calling}, timeout=2)  # although no step ends meanwhile
         assert done and not here.engine.num_open
         here.executor.gate.set()
         await here.settled()
 
 
 @on_loop
-async def test_completions_run_beside_embeddings() -> None:
+async def test_completions_run_together_with_embeddings() -> None:
     async with server(max_model_len=4096) as here:
         texts = ["hello", "x" * 900, "abc"]
         asked = [here.complete(prompt=text, max_tokens=1000) for text in texts]
@@ -183,7 +183,7 @@ async def test_completions_run_beside_embeddings() -> None:
         assert [item["embedding"] for item in one["data"]] == [expected(text) for text in texts]
 
 
-def test_a_step_with_an_embedding_sends_the_tokens_of_others_in_one_message() -> None:
+def test_a_step_with_an_embedding_sends_other_tokens_in_one_message() -> None:
     sent: list[list[FromLoop]] = []
     config = preset("headway", max_model_len=64, num_blocks=64, block_size=16)
     loop = EngineLoop(Engine(Scheduler(config), Capitals()), sent.append)
@@ -199,5 +199,5 @@ def test_a_step_with_an_embedding_sends_the_tokens_of_others_in_one_message() ->
     assert isinstance(tokens, Tokens) and sorted(tokens.ids) == ["a", "b"]
     assert isinstance(update, Update) and update.id == "vector" and update.end is not None
     assert update.embedding is not None
-    ((copied,),) = Frames().feed(frame([update]))  # as it goes to another process
+    ((copied,),) = FrameDecoder().feed(frame([update]))  # as sent to another process
     assert np.array_equal(copied.embedding, update.embedding) and copied.end == update.end

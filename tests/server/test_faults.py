@@ -1,4 +1,4 @@
-"""What may go wrong around a server, done to it: every stream ends properly, and the rest goes on."""
+"""Injected faults: every stream ends with an error or [DONE], and other requests continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.observe.trace import TraceWriter, read_trace
-from headway.server.process.serve import Recipe, bind, serve_http
+from headway.server.process.serve import ServerFactory, bind, serve_http
 from headway.server.process.shutdown import GracefulServer
 from headway.text.tokenizer import Tokenizer
 from tests.engine.test_async_engine import within
@@ -37,14 +37,14 @@ each_layout = pytest.mark.parametrize("num_workers", [0, 2])
 
 @dataclass
 class Listening:
-    """A server in this process, at a real port."""
+    """A server in this process with a real port."""
 
     client: httpx.AsyncClient
     engine: Engine
     http: GracefulServer
 
     async def streams(self, count: int) -> list[asyncio.Task[list[dict[str, Any]]]]:
-        """Some long streams that have all begun."""
+        """Long streams that have all started."""
         begun: list[str] = []
         asked = [events(self.client, "abc" * 500, begun) for _ in range(count)]
         tasks = [asyncio.create_task(each) for each in asked]
@@ -53,7 +53,7 @@ class Listening:
         return tasks
 
     async def capitals(self, prompt: str) -> str:
-        """A whole completion; must succeed."""
+        """The text of a successful completion."""
         asked = {"prompt": prompt, "max_tokens": 3000}
         response = await self.client.post("/v1/completions", json=asked)
         assert response.status_code == 200, response.text
@@ -61,7 +61,7 @@ class Listening:
 
 
 async def events(client: httpx.AsyncClient, prompt: str, begun: list[str]) -> list[dict[str, Any]]:
-    """What a stream says; whatever happens, it says that it is over. Notes when it has begun."""
+    """The events of a stream, which must be terminated; signals when it has started."""
     asked = {"prompt": prompt, "max_tokens": 3000, "stream": True}
     lines: list[str] = []
     async with client.stream("POST", "/v1/completions", json=asked) as response:
@@ -70,7 +70,7 @@ async def events(client: httpx.AsyncClient, prompt: str, begun: list[str]) -> li
                 begun.append(line)
             lines += [line] if line else []
     if not lines[0].startswith("data: "):
-        return [json.loads(line) for line in lines]  # refused before it began
+        return [json.loads(line) for line in lines]  # refused before the first event
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
@@ -80,21 +80,21 @@ def text_of(said: list[dict[str, Any]]) -> str:
 
 
 def reason_of(said: list[dict[str, Any]]) -> str:
-    """How a stream ended: OpenAI's finish reason, or the error's code."""
+    """The finish reason of a stream, or the code of its error."""
     last = said[-1]
     return str(last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"])
 
 
 @asynccontextmanager
-async def listening(engine: Engine, app: Any, facts: Any) -> AsyncIterator[Listening]:
-    """Serve an engine from this event loop; at the end it stops as on a signal."""
-    recipe = Recipe(make_engine=lambda: None, make_app=app, grace=5.0)  # type: ignore[arg-type,return-value]
+async def listening(engine: Engine, app: Any, model_info: Any) -> AsyncIterator[Listening]:
+    """Serve an engine from this event loop; at the end, stop it like a signal would."""
+    factory = ServerFactory(make_engine=lambda: None, make_app=app, grace=5.0)  # type: ignore[arg-type,return-value]
     bound, started = bind("127.0.0.1", 0), asyncio.Event()
     url = "http://{}:{}".format(*bound.getsockname())
     servers: list[GracefulServer] = []
     work = serve_http(
-        recipe, AsyncEngine(ThreadPort(engine)), lambda: facts, bound,
-        ready=lambda _: started.set(), begin=servers.append,
+        factory, AsyncEngine(ThreadPort(engine)), lambda: model_info, bound,
+        ready=lambda _: started.set(), on_start=servers.append,
     )  # fmt: skip
     task = asyncio.create_task(work)
     await started.wait()
@@ -108,18 +108,18 @@ async def listening(engine: Engine, app: Any, facts: Any) -> AsyncIterator[Liste
 async def capitals(
     seconds: float = 0.0, tokenizer: Tokenizer | None = None
 ) -> AsyncIterator[Listening]:
-    """The real app over an engine that answers in capitals."""
+    """The app over an engine whose output is the prompt in capitals."""
     served = letters_served(seconds)
-    asking: InputProcessor = served.facts
+    processor: InputProcessor = served.model_info
     if tokenizer is not None:
-        asking = replace(asking, tokenizer=tokenizer)
-    async with listening(served.engine, letters_app, asking) as server:
+        processor = replace(processor, tokenizer=tokenizer)
+    async with listening(served.engine, letters_app, processor) as server:
         yield server
 
 
-def test_when_the_engine_dies_mid_stream_every_stream_says_so() -> None:
+def test_every_stream_reports_that_the_engine_has_stopped() -> None:
     def broken() -> None:
-        raise RuntimeError("what no step survives")
+        raise RuntimeError("fatal fault")
 
     async def live() -> None:
         async with capitals(SLOW) as server:
@@ -127,16 +127,16 @@ def test_when_the_engine_dies_mid_stream_every_stream_says_so() -> None:
             server.engine.step = broken  # type: ignore[method-assign]
             for said in await asyncio.gather(*streams):
                 assert 0 < len(text_of(said)) < 1500 and "ABC".startswith(text_of(said)[:3])
-                assert "what no step survives" in said[-1]["error"]["message"]
+                assert "fatal fault" in said[-1]["error"]["message"]
             response = await server.client.post("/v1/completions", json={"prompt": "a"})
             assert response.status_code == 503
             health = await server.client.get("/health")
-            assert health.status_code == 503 and "no step survives" in health.text
+            assert health.status_code == 503 and "fatal fault" in health.text
 
     within(live())
 
 
-def test_a_step_that_fails_ends_its_own_and_later_ones_work() -> None:
+def test_a_failed_step_ends_its_requests_and_later_ones_work() -> None:
     async def live() -> None:
         async with capitals(SLOW) as server:
             streams = await server.streams(4)
@@ -151,8 +151,8 @@ def test_a_step_that_fails_ends_its_own_and_later_ones_work() -> None:
     within(live())
 
 
-def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
-    letters = letters_served(0.0).facts.tokenizer
+def test_a_tokenizer_failure_fails_only_its_request() -> None:
+    letters = letters_served(0.0).model_info.tokenizer
 
     class Delicate(Tokenizer):
         def encode(
@@ -180,7 +180,7 @@ def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
     within(live())
 
 
-def test_a_client_that_stops_reading_holds_up_nobody_and_little_memory() -> None:
+def test_a_client_that_stops_reading_delays_no_other_and_uses_little_memory() -> None:
     async def live() -> None:
         engine = make_engine(num_blocks=3_000, max_model_len=10_000, max_num_batched_tokens=256)
         async with listening(engine, MiniApp, {}) as server:
@@ -190,12 +190,12 @@ def test_a_client_that_stops_reading_holds_up_nobody_and_little_memory() -> None
             )
             head = f"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: {len(asked)}\r\n\r\n"
             stuck = socket.create_connection(("127.0.0.1", port))
-            stuck.sendall((head + asked).encode())  # and never reads the 36 MB that come back
+            stuck.sendall((head + asked).encode())  # never reads the 36 MB of the response
             for number in range(10):
                 body = {"id": f"{number}", "prompt": [1], "num_output": 50}
                 lines = (await server.client.post("/", json=body)).text.splitlines()
                 assert json.loads(lines[-1])["end"] == "stop"
-            while engine.has_work:  # its tokens wait, as numbers, for somebody to read them
+            while engine.has_work:  # unread tokens are kept as integers
                 await asyncio.sleep(0.01)
             transports = [c.transport for c in server.http.server_state.connections]
             assert max(t.get_write_buffer_size() for t in transports) < 1_000_000
@@ -208,7 +208,7 @@ def test_a_client_that_stops_reading_holds_up_nobody_and_little_memory() -> None
 
 
 class SmallDisk(io.StringIO):
-    """A file on a disk with room for a few lines."""
+    """A file on a disk with space for a few lines."""
 
     num_refused = 0
 
@@ -219,7 +219,7 @@ class SmallDisk(io.StringIO):
         return super().write(text)
 
 
-def test_a_full_disk_ends_the_trace_with_one_warning_and_no_request(
+def test_a_full_disk_ends_the_trace_with_one_warning_and_fails_no_request(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     disk = SmallDisk()
@@ -240,13 +240,13 @@ def test_a_full_disk_ends_the_trace_with_one_warning_and_no_request(
     assert len(lines) > 5 and all(json.loads(line) for line in lines)
 
 
-# Signals, to processes of their own.
+# Signals to separate processes.
 
 
 async def load(
     server: Server, lengths: list[int], signals: tuple[int, ...] = ()
 ) -> list[list[dict[str, Any]]]:
-    """Streams of so many letters; once all have begun, the server is sent the signals."""
+    """Open streams of the given lengths, and send the signals once all have started."""
     begun: list[str] = []
     async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
         asked = [events(client, "a" * length, begun) for length in lengths]
@@ -255,15 +255,15 @@ async def load(
             await asyncio.sleep(0.005)
         for number in signals:
             server.process.send_signal(number)
-            await asyncio.sleep(0.3)  # so that the second is not taken for the first
+            await asyncio.sleep(0.3)  # so that the two signals are not merged
         if signals == (signal.SIGTERM,):
-            with pytest.raises(httpx.ConnectError):  # nothing new is taken
+            with pytest.raises(httpx.ConnectError):  # new connections are refused
                 await asyncio.to_thread(httpx.get, server.url)
         return await streams
 
 
 @each_layout
-def test_sigterm_lets_what_runs_finish_and_gives_the_rest_an_end(num_workers: int) -> None:
+def test_sigterm_lets_requests_finish_and_cancels_the_rest(num_workers: int) -> None:
     with Server(num_workers=num_workers, seconds=0.004, grace=2.5, is_real=True) as server:
         ends = within(load(server, [100] * 8 + [2000] * 8, (signal.SIGTERM,)), 20)
         assert server.process.wait(10) == 0
@@ -273,9 +273,9 @@ def test_sigterm_lets_what_runs_finish_and_gives_the_rest_an_end(num_workers: in
     assert all(set(text_of(said)) == {"A"} for said in ends[8:])
 
 
-def test_an_idle_server_ends_soon_and_without_an_error() -> None:
+def test_an_idle_server_exits_soon_without_errors() -> None:
     with Server(is_real=True) as server:
-        with httpx.Client() as client:  # a connection that is kept open and idle
+        with httpx.Client() as client:  # an idle keep-alive connection
             assert client.get(server.url + "health").is_success
             begun = time.monotonic()
             assert server.end(signal.SIGINT) == 0
@@ -283,17 +283,17 @@ def test_an_idle_server_ends_soon_and_without_an_error() -> None:
 
 
 @each_layout
-def test_a_second_signal_ends_it_at_once(num_workers: int) -> None:
+def test_a_second_signal_exits_at_once(num_workers: int) -> None:
     with Server(num_workers=num_workers, seconds=0.005, grace=60, is_real=True) as server:
         with pytest.raises(httpx.HTTPError):
             within(load(server, [2000], (signal.SIGTERM, signal.SIGTERM)))
         assert server.process.wait(2) == 128 + signal.SIGTERM
 
 
-def test_after_a_kill_the_port_comes_back_at_once_and_the_trace_is_whole(tmp_path: Path) -> None:
+def test_after_a_kill_the_port_is_free_and_the_trace_is_complete(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     with Server(seconds=SLOW, is_real=True, trace=str(trace)) as server:
-        with pytest.raises(httpx.HTTPError):  # cut off, which no client takes for an end
+        with pytest.raises(httpx.HTTPError):  # without an end, which clients treat as an error
             within(load(server, [1000] * 8, (signal.SIGKILL,)))
         server.process.wait(5)
         header, *steps = read_trace(trace)

@@ -1,4 +1,4 @@
-"""Structured output over HTTP: what is wrong with a grammar is the client's to hear, as a 400."""
+"""Structured output over HTTP: an invalid grammar is a 400 error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
-# Passes every check: the dead end comes after more choices than are tried ahead.
+# Passes every check: the dead end is further away than the checks look.
 LATE = 'start: ("a" | "b"){40} NEVER\nNEVER: /[^\\s\\S]/\n'
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
@@ -38,12 +38,14 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 @asynccontextmanager
 async def serving(llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
-    """The whole server over a tiny model, without sockets."""
+    """The app over a tiny model, without sockets."""
     assert llm.tokenizer is not None
     llm.tokenizer.chat_template = TOOL_TEMPLATE + "{{ messages[0].content }}"
     engine = AsyncEngine(llm.engine)
     await engine.start()
-    context = Context(engine=engine, asking=llm.asking, model_name="tiny", max_model_len=512)
+    context = Context(
+        engine=engine, input_processor=llm.asking, model_name="tiny", max_model_len=512
+    )
     transport = httpx.ASGITransport(app=create_app(context))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -68,7 +70,7 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @on_loop
-async def test_a_grammar_that_cannot_be_followed_is_a_400(llm: LLM, is_stream: bool) -> None:
+async def test_an_invalid_grammar_is_a_400(llm: LLM, is_stream: bool) -> None:
     async with serving(llm) as client:
         for path, body, param in MISTAKES:
             response = await client.post(path, json={**body, "stream": is_stream})
@@ -79,7 +81,7 @@ async def test_a_grammar_that_cannot_be_followed_is_a_400(llm: LLM, is_stream: b
 
 
 @on_loop
-async def test_thousands_of_choices_are_fine(llm: LLM) -> None:
+async def test_a_grammar_may_have_thousands_of_choices(llm: LLM) -> None:
     texts = [f"item {number}" for number in range(2010)]
     async with serving(llm) as client:
         body = asked(structured_outputs={"choice": texts})
@@ -90,7 +92,7 @@ async def test_thousands_of_choices_are_fine(llm: LLM) -> None:
 
 
 @on_loop
-async def test_what_breaks_in_the_middle_is_the_clients_too(llm: LLM) -> None:
+async def test_a_grammar_that_fails_during_generation_is_a_400(llm: LLM) -> None:
     body = asked(structured_outputs={"grammar": LATE})
     expected = ("invalid_request_error", "structured_outputs", "grammar_failed")
     async with serving(llm) as client:
@@ -99,7 +101,7 @@ async def test_what_breaks_in_the_middle_is_the_clients_too(llm: LLM) -> None:
         error = whole.json()["error"]
         assert (error["type"], error["param"], error["code"]) == expected
         stream = await client.post(COMPLETIONS, json={**body, "stream": True})
-        assert stream.status_code == 200  # text went out before
+        assert stream.status_code == 200  # after the first text
         *chunks, last, done = stream.text.strip().split("\n\n")
         assert done == "data: [DONE]" and chunks
         error = json.loads(last.removeprefix("data: "))["error"]
@@ -135,7 +137,7 @@ LOOSE = {"type": "json_schema", "json_schema": {"schema": OBJECT}}
     ],
 )
 @on_loop
-async def test_objects_are_closed_where_it_is_asked_for(
+async def test_objects_are_closed_if_requested(
     is_default: bool, form: dict[str, Any], is_closed: bool
 ) -> None:
     async with letters_server(disable_additional_properties=is_default) as here:
@@ -149,7 +151,7 @@ async def test_objects_are_closed_where_it_is_asked_for(
 
 
 @on_loop
-async def test_closing_is_no_form_by_itself() -> None:
+async def test_disable_additional_properties_alone_is_refused() -> None:
     async with letters_server() as here:
         form = {"disable_additional_properties": True}
         response = await here.post(COMPLETIONS, prompt="abc", structured_outputs=form)
@@ -157,19 +159,19 @@ async def test_closing_is_no_form_by_itself() -> None:
         assert response.json()["error"]["param"] == "structured_outputs"
 
 
-def test_closing_is_off_unless_it_is_set() -> None:
+def test_objects_are_open_by_default() -> None:
     assert not Settings().disable_additional_properties
 
 
 @pytest.fixture(autouse=True)
 def fresh(llm: LLM) -> Iterator[None]:
-    """An engine's loop ends with its AsyncEngine; the next test takes the engine again."""
+    """Reset the engine: its loop ends with its AsyncEngine, and the next test reuses it."""
     observers = list(llm.engine.observers)
     yield
     llm.engine.observers[:] = observers
 
 
-def test_offline_a_grammar_that_breaks_is_an_error_of_its_sample(llm: LLM) -> None:
+def test_offline_a_failed_grammar_is_an_error_of_its_sample(llm: LLM) -> None:
     from headway import Grammar, SamplingParams
 
     (result,) = llm.generate("The", SamplingParams(grammar=Grammar.lark(LATE), max_tokens=120))

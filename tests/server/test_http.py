@@ -1,4 +1,4 @@
-"""The HTTP endpoints, from the client's side: OpenAI's shapes, honest errors, nothing left behind."""
+"""The HTTP endpoints: OpenAI's formats, errors, cancellation and access control."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headway import VirtualClock
 from headway.engine.loop import Limits
 from headway.engine.messages import Cancel, Submit
 from headway.errors import ConfigError
-from headway.server.generation.conversation import Answer
+from headway.server.generation.conversation import OutputParser
 from headway.server.generation.runs import Delta
 from headway.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from headway.server.settings import Settings, read_api_keys
@@ -30,14 +30,14 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """All events but the end, which must be there."""
+    """All events before the [DONE] event, which must be the last."""
     lines = response.text.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
 def error(response: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of a response with this status, which must have OpenAI's shape."""
+    """The error of a response, which must have this status and OpenAI's format."""
     assert response.status_code == status, response.text
     found: dict[str, Any] = response.json()["error"]
     assert set(found) == {"message", "type", "param", "code"} and found["message"]
@@ -51,7 +51,7 @@ def error(response: httpx.Response, status: int) -> dict[str, Any]:
     "prompt", ["hello", list(b"hello"), ["hello"], [list(b"hello")]], ids=["a", "b", "c", "d"]
 )
 @on_loop
-async def test_a_prompt_is_text_or_tokens_alone_or_listed(prompt: Any) -> None:
+async def test_a_prompt_is_text_or_tokens_or_a_list_of_either(prompt: Any) -> None:
     async with server() as here:
         body = await here.complete(prompt=prompt, model=MODEL)
         (choice,) = body["choices"]
@@ -65,7 +65,7 @@ async def test_a_prompt_is_text_or_tokens_alone_or_listed(prompt: Any) -> None:
 
 
 @on_loop
-async def test_choices_come_prompt_by_prompt_and_usage_counts_them_all() -> None:
+async def test_choices_are_in_prompt_order_and_usage_counts_them_all() -> None:
     async with server() as here:
         body = await here.complete(prompt=["abc", "wxyz"], n=2)
         assert [choice["text"] for choice in body["choices"]] == ["ABC", "BC", "WXYZ", "XYZ"]
@@ -76,7 +76,7 @@ async def test_choices_come_prompt_by_prompt_and_usage_counts_them_all() -> None
 
 @pytest.mark.parametrize("more", [{}, {"n": 2}, {"logprobs": 2}, {"echo": True, "logprobs": 0}])
 @on_loop
-async def test_a_stream_says_what_the_whole_answer_says(more: dict[str, Any]) -> None:
+async def test_a_streamed_completion_equals_the_complete_one(more: dict[str, Any]) -> None:
     async with server() as here:
         asked = {"prompt": ["hello", "héé €"], "stop": ["LO", "€"], **more}
         whole = await here.complete(**asked)
@@ -100,7 +100,7 @@ async def test_a_stream_says_what_the_whole_answer_says(more: dict[str, Any]) ->
 
 
 @on_loop
-async def test_a_stop_string_ends_the_text_and_the_count_of_tokens() -> None:
+async def test_a_stop_string_ends_text_and_token_count() -> None:
     async with server() as here:
         body = await here.complete(prompt="abcdefgh", stop="DE")
         assert body["choices"][0]["text"] == "ABC" and body["usage"]["completion_tokens"] == 5
@@ -117,7 +117,7 @@ async def test_a_stop_string_ends_the_text_and_the_count_of_tokens() -> None:
 
 
 @on_loop
-async def test_the_engine_is_told_of_a_stop_string_at_once() -> None:
+async def test_a_stop_string_cancels_the_sample_at_once() -> None:
     async with server() as here:
         seen = spied(here)
         here.executor.num_free_steps = 5
@@ -131,7 +131,7 @@ async def test_the_engine_is_told_of_a_stop_string_at_once() -> None:
 
 
 @on_loop
-async def test_logprobs_have_the_legacy_columns_and_cover_exactly_the_text() -> None:
+async def test_completion_logprobs_are_columns_that_cover_the_text() -> None:
     async with server() as here:
         body = await here.complete(prompt="abc", logprobs=2, echo=True)
         (choice,) = body["choices"]
@@ -149,7 +149,7 @@ async def test_logprobs_have_the_legacy_columns_and_cover_exactly_the_text() -> 
 
 
 @on_loop
-async def test_a_prompt_seen_before_counts_as_cached() -> None:
+async def test_a_repeated_prompt_counts_as_cached() -> None:
     async with server() as here:
         prompt = "x" * 64
         await here.complete(prompt=prompt, max_tokens=1)
@@ -165,7 +165,7 @@ async def test_a_prompt_seen_before_counts_as_cached() -> None:
 
 
 @on_loop
-async def test_a_chat_is_answered_by_the_template_whole_and_streamed() -> None:
+async def test_a_chat_uses_the_template_complete_and_streamed() -> None:
     async with server() as here:
         parts = [{"type": "text", "text": "hello"}]
         asked = {"messages": [{"role": "user", "content": parts}], "user": "me", "priority": 3}
@@ -186,7 +186,7 @@ async def test_a_chat_is_answered_by_the_template_whole_and_streamed() -> None:
 
 
 @on_loop
-async def test_chat_logprobs_have_one_object_for_each_visible_token() -> None:
+async def test_chat_logprobs_have_one_object_per_visible_token() -> None:
     async with server() as here:
         asked = {"messages": HELLO, "logprobs": True, "top_logprobs": 2}
         body = (await here.post(CHAT, **asked)).json()
@@ -238,7 +238,7 @@ async def test_every_field_reaches_the_engine() -> None:
     ],
 )
 @on_loop
-async def test_the_form_of_an_answer_reaches_the_engine(
+async def test_structured_output_reaches_the_engine(
     field: str, value: dict[str, Any], kind: str | None
 ) -> None:
     async with server() as here:
@@ -251,7 +251,7 @@ async def test_the_form_of_an_answer_reaches_the_engine(
 
 
 @on_loop
-async def test_tool_calls_are_taken_out_of_the_text_whole_and_streamed() -> None:
+async def test_tool_calls_are_parsed_complete_and_streamed() -> None:
     async with server(template=TOOL_TEMPLATE) as here:
         call = b'<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
         here.executor.says = b"Well. " + call + call
@@ -269,10 +269,10 @@ async def test_tool_calls_are_taken_out_of_the_text_whole_and_streamed() -> None
             parts = [each["function"] for each in streamed if each["index"] == index]
             assert parts[0]["name"] == "f" and all("name" not in part for part in parts[1:])
             assert "".join(part["arguments"] for part in parts) == function["arguments"]
-            assert len(parts) > 2, "arguments come as they are generated"
+            assert len(parts) > 2, "arguments are streamed"
         assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        answer = Answer(tool_use(TOOL_TEMPLATE, [TOOL]).parser())  # type: ignore[union-attr]
-        pieces = answer.pieces(Delta(0, (call + call).decode(), finish_reason="stop"))
+        parser = OutputParser(tool_use(TOOL_TEMPLATE, [TOOL]).parser())  # type: ignore[union-attr]
+        pieces = parser.push(Delta(0, (call + call).decode(), finish_reason="stop"))
         numbers = [piece.number for piece in pieces if isinstance(piece, CallDelta)]
         assert numbers == sorted(numbers) and set(numbers) == {0, 1}
         seen = spied(here)
@@ -280,7 +280,7 @@ async def test_tool_calls_are_taken_out_of_the_text_whole_and_streamed() -> None
         assert seen[0].params.sampling.grammar is not None
 
 
-# What a client can do wrong.
+# Client errors.
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     (COMPLETIONS, {}, "prompt"),
@@ -345,7 +345,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @on_loop
-async def test_whatever_is_wrong_is_a_400_that_names_the_field_streamed_or_not() -> None:
+async def test_a_wrong_field_is_a_400_that_names_it_with_and_without_stream() -> None:
     async with server() as here:
         for path, fields, param in WRONG:
             for more in ({}, {"stream": True}):
@@ -371,7 +371,7 @@ VALUES = st.recursive(
 
 
 def bodies(request: type[BaseModel], start: dict[str, Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Bodies with a few fields of any value; the rest is fine, so that they are read."""
+    """Valid bodies in which a few fields have arbitrary values."""
     fields = st.sampled_from(sorted(request.model_fields))
     return st.dictionaries(fields, VALUES, max_size=3).map(lambda wrong: {**start, **wrong})
 
@@ -383,7 +383,7 @@ def bodies(request: type[BaseModel], start: dict[str, Any]) -> st.SearchStrategy
     | st.tuples(st.just("/tokenize"), bodies(TokenizeRequest, {"prompt": "abc"}))
 )
 @on_loop
-async def test_no_body_at_all_is_the_servers_fault(asked: tuple[str, dict[str, Any]]) -> None:
+async def test_no_body_causes_a_server_error(asked: tuple[str, dict[str, Any]]) -> None:
     async with server() as here:
         content, kind = json.dumps(asked[1]).encode(), {"content-type": "application/json"}
         response = await here.client.post(asked[0], content=content, headers=kind)
@@ -394,8 +394,8 @@ async def test_no_body_at_all_is_the_servers_fault(asked: tuple[str, dict[str, A
 
 
 @on_loop
-async def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
-    """On a GPU such a token would end the process: it has no row in the embedding."""
+async def test_text_with_a_token_beyond_the_vocabulary_is_refused() -> None:
+    """On a GPU, such a token would crash the process: it has no row in the embedding."""
     async with server(vocab_size=ord("~")) as here:
         said = [{"role": "user", "content": "a~b"}]
         for path, body in ((COMPLETIONS, {"prompt": "a~b"}), (CHAT, {"messages": said})):
@@ -405,7 +405,7 @@ async def test_text_with_a_token_that_the_model_lacks_is_refused() -> None:
 
 
 @on_loop
-async def test_a_prompt_too_long_is_told_the_limit() -> None:
+async def test_an_error_for_a_long_prompt_names_the_limit() -> None:
     async with server(max_model_len=64) as here:
         found = error(await here.post(COMPLETIONS, prompt="x" * 64), 400)
         assert found["code"] == "context_length_exceeded" and "64" in found["message"]
@@ -431,9 +431,7 @@ async def test_a_prompt_too_long_is_told_the_limit() -> None:
     ],
 )
 @on_loop
-async def test_a_body_that_cannot_be_read_is_the_clients_fault(
-    content: bytes, kind: str, status: int
-) -> None:
+async def test_an_unreadable_body_is_a_client_error(content: bytes, kind: str, status: int) -> None:
     async with server(max_body_bytes=1000 if status == 413 else 1 << 20) as here:
         for path in (COMPLETIONS, CHAT, "/tokenize"):
             headers = {"content-type": kind}
@@ -441,7 +439,7 @@ async def test_a_body_that_cannot_be_read_is_the_clients_fault(
 
 
 @on_loop
-async def test_a_body_without_a_length_is_measured_as_it_comes() -> None:
+async def test_a_body_without_content_length_is_limited() -> None:
     async def flood() -> Any:
         for _ in range(100):
             yield b" " * 100
@@ -453,7 +451,7 @@ async def test_a_body_without_a_length_is_measured_as_it_comes() -> None:
 
 
 @on_loop
-async def test_a_body_that_never_arrives_is_not_waited_for() -> None:
+async def test_a_body_that_does_not_arrive_times_out() -> None:
     async def drip() -> Any:
         yield b"{"
         await asyncio.Event().wait()
@@ -465,7 +463,7 @@ async def test_a_body_that_never_arrives_is_not_waited_for() -> None:
 
 
 @on_loop
-async def test_unknown_models_paths_and_methods_are_named() -> None:
+async def test_unknown_models_paths_and_methods_are_errors() -> None:
     async with server() as here:
         for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
             found = error(await here.post(path, model="gpt", **fields), 404)
@@ -474,11 +472,11 @@ async def test_unknown_models_paths_and_methods_are_named() -> None:
         error(await here.client.get(COMPLETIONS), 405)
 
 
-# Load, time, faults.
+# Load, timeouts and faults.
 
 
 @on_loop
-async def test_a_full_queue_is_a_429_with_a_time_to_come_back() -> None:
+async def test_a_full_queue_is_a_429_with_retry_after() -> None:
     async with server(limits=Limits(max_per_client=1)) as here:
         here.executor.gate.clear()
         first = asyncio.create_task(here.complete(prompt="abc", user="me"))
@@ -496,9 +494,7 @@ async def test_a_full_queue_is_a_429_with_a_time_to_come_back() -> None:
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize("stream", [False, True])
 @on_loop
-async def test_a_failed_step_ends_requests_properly_and_the_next_is_fine(
-    path: str, stream: bool
-) -> None:
+async def test_a_failed_step_is_a_500_and_the_next_request_works(path: str, stream: bool) -> None:
     async with server() as here:
         asked = {"prompt": "abc"} if path == COMPLETIONS else {"messages": HELLO}
         here.executor.fault = RuntimeError("out of luck")
@@ -508,7 +504,7 @@ async def test_a_failed_step_ends_requests_properly_and_the_next_is_fine(
 
 
 @on_loop
-async def test_an_error_in_the_middle_of_a_stream_is_an_event_and_then_the_end() -> None:
+async def test_an_error_in_a_stream_is_an_event_followed_by_done() -> None:
     async with server() as here:
         sent: list[Any] = []
         here.executor.num_free_steps = 2
@@ -530,7 +526,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_an_event_and_then_the_end()
 
 @pytest.mark.parametrize("fields", [{}, {"stream": True}, {"stream": True, "n": 3}])
 @on_loop
-async def test_a_client_that_leaves_ends_its_requests(fields: dict[str, Any]) -> None:
+async def test_a_disconnect_cancels_the_requests(fields: dict[str, Any]) -> None:
     async with server(max_model_len=4096) as here:
         gone = asyncio.Event()
         prompt = ["x" * 2000, "y" * 2000]
@@ -540,14 +536,14 @@ async def test_a_client_that_leaves_ends_its_requests(fields: dict[str, Any]) ->
             await asyncio.sleep(0.001)
         here.executor.gate.clear()
         gone.set()
-        done, _ = await asyncio.wait({calling}, timeout=2)  # though no step ends meanwhile
+        done, _ = await asyncio.wait({calling}, timeout=2)  # although no step ends meanwhile
         assert done
         here.executor.gate.set()
         await here.settled()
 
 
 @on_loop
-async def test_a_client_that_stops_reading_ends_its_request() -> None:
+async def test_a_client_that_stops_reading_is_disconnected() -> None:
     async with server(max_model_len=4096, stall_timeout=0.05) as here:
 
         async def never(message: Any) -> None:
@@ -560,7 +556,7 @@ async def test_a_client_that_stops_reading_ends_its_request() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @on_loop
-async def test_a_request_out_of_time_is_a_504_and_gone(stream: bool) -> None:
+async def test_a_request_that_times_out_is_a_504_and_is_cancelled(stream: bool) -> None:
     async with server(request_timeout=0.05) as here:
         here.executor.gate.clear()
         found = error(await here.post(COMPLETIONS, prompt="abc", stream=stream), 504)
@@ -570,7 +566,7 @@ async def test_a_request_out_of_time_is_a_504_and_gone(stream: bool) -> None:
 
 
 @on_loop
-async def test_an_engine_that_has_ended_is_a_503_everywhere() -> None:
+async def test_a_stopped_engine_is_a_503_on_all_endpoints() -> None:
     async with server() as here:
         here.port.loop.stop()
         while here.engine.gone is None:
@@ -584,7 +580,7 @@ async def test_an_engine_that_has_ended_is_a_503_everywhere() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @on_loop
-async def test_a_server_that_shuts_down_says_so_to_those_inside_and_outside(stream: bool) -> None:
+async def test_shutdown_is_a_503_for_open_and_new_requests(stream: bool) -> None:
     async with server() as here:
         here.executor.gate.clear()
         inside = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", stream=stream))
@@ -595,16 +591,16 @@ async def test_a_server_that_shuts_down_says_so_to_those_inside_and_outside(stre
         assert error(outside, 503)["code"] == "shutting_down" and outside.headers["retry-after"]
         here.executor.gate.set()
         ended = await inside
-        if stream and ended.status_code == 200:  # a step was under way: its token comes first
+        if stream and ended.status_code == 200:  # the running step sends its token first
             assert events(ended)[-1]["error"]["code"] == "shutting_down"
         else:
             assert error(ended, 503)["code"] == "shutting_down"
 
 
 @on_loop
-async def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
+async def test_a_tokenizer_failure_fails_only_its_request() -> None:
     async with server() as here:
-        tokenizer = here.app.state.context.asking.tokenizer
+        tokenizer = here.app.state.context.input_processor.tokenizer
         encode = tokenizer.encode
 
         def fails(text: str, **options: Any) -> list[int]:
@@ -620,7 +616,7 @@ async def test_a_tokenizer_that_fails_on_one_request_fails_only_that() -> None:
         assert (await here.complete(prompt="good"))["choices"][0]["text"] == "GOOD"
 
 
-# What the server tells of itself, and to whom.
+# Information about the server, and access to it.
 
 
 @on_loop
@@ -640,9 +636,9 @@ async def test_models_version_load_metrics_and_health() -> None:
 
 
 @on_loop
-async def test_tokens_go_there_and_back() -> None:
+async def test_detokenize_inverts_tokenize() -> None:
     async with server() as here:
-        for text in ("héllo <end> €", "x" * 10_000, ""):  # one of them on a thread
+        for text in ("héllo <end> €", "x" * 10_000, ""):  # one of them is tokenized on a thread
             body = (await here.post("/tokenize", prompt=text, return_token_strs=True)).json()
             assert body["count"] == len(body["tokens"]) == len(body["token_strs"])
             assert (await here.post("/detokenize", tokens=body["tokens"])).json()["prompt"] == text
@@ -651,7 +647,7 @@ async def test_tokens_go_there_and_back() -> None:
 
 
 @on_loop
-async def test_a_key_is_asked_for_everywhere_but_where_nothing_is_told() -> None:
+async def test_all_but_open_paths_need_a_key() -> None:
     async with server(api_keys=("first", "second")) as here:
         for path in ("/v1/models", "/metrics", "/load", "/openapi.json"):
             for wrong in ({}, {"authorization": "Bearer firs"}, {"authorization": "Basic first"}):
@@ -663,7 +659,7 @@ async def test_a_key_is_asked_for_everywhere_but_where_nothing_is_told() -> None
         assert "first" not in repr(here.app.state.context.settings)
 
 
-def test_keys_come_from_the_environment_and_a_file(tmp_path: Any) -> None:
+def test_keys_are_read_from_the_environment_and_a_file(tmp_path: Any) -> None:
     path = tmp_path / "keys"
     path.write_text("# ours\none\n\ntwo \n")
     assert read_api_keys(path, {"HEADWAY_API_KEY": "zero"}) == ("zero", "one", "two")
@@ -678,7 +674,7 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path: Any) -> None:
 
 
 @on_loop
-async def test_web_pages_may_call_only_where_allowed() -> None:
+async def test_cors_headers_are_sent_only_to_allowed_origins() -> None:
     asks = {"origin": "http://page", "access-control-request-method": "POST"}
     async with server() as here:
         response = await here.client.get("/version", headers=asks)
@@ -689,7 +685,7 @@ async def test_web_pages_may_call_only_where_allowed() -> None:
 
 
 @on_loop
-async def test_the_schema_lists_every_path_with_its_answers_and_errors() -> None:
+async def test_the_schema_lists_all_paths_with_responses_and_errors() -> None:
     async with server() as here:
         schema = (await here.client.get("/openapi.json")).json()
         assert {
@@ -704,7 +700,7 @@ async def test_the_schema_lists_every_path_with_its_answers_and_errors() -> None
 
 
 def spied(here: Server) -> list[Any]:
-    """All that is sent to the engine from now on."""
+    """A list that collects all messages sent to the engine."""
     seen: list[Any] = []
     send = here.port.send
 
@@ -723,7 +719,7 @@ async def nothing(message: Any) -> None:
 async def call(
     here: Server, fields: dict[str, Any], send: Any, gone: asyncio.Event | None = None
 ) -> None:
-    """One completion as a web server would ask for it, by a client that leaves when `gone`."""
+    """Call the app like an ASGI server does; the client disconnects when `gone` is set."""
     body = json.dumps(fields).encode()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 

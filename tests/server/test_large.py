@@ -1,4 +1,4 @@
-"""One large request must not hold up the others: it is refused early, or done in small parts."""
+"""Large requests do not delay others: they are refused early or processed in small parts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ from headway.engine.input_processor import InputProcessor
 from headway.engine.loop import Limits
 from headway.errors import InvalidRequest, RequestTooLong
 from headway.sampling_params import Sampling, SamplingParams
-from headway.server.generation import limits
-from headway.server.http import json_size
-from headway.server.http.errors import ApiError, to_json
-from headway.server.http.json_body import read_object
-from headway.server.http.json_output import large_to_json
-from headway.server.http.json_size import excess
-from headway.server.http.offload import aside, pause
+from headway.server.generation import request_fields
+from headway.server.http import json_body
+from headway.server.http.errors import ApiError
+from headway.server.http.json_body import json_limit_error, parse_object
+from headway.server.http.json_output import large_to_json, to_json
+from headway.server.http.offload import offload, yield_gil
 from headway.server.openai.protocol import CompletionRequest, DetokenizeRequest
 from headway.text import long_text, tokenizer
 from headway.text.tokenizer import Tokenizer, tokenizer_from_gguf
@@ -65,7 +64,7 @@ relaxed = settings(
 
 @cache
 def made(kind: str, path: Path) -> Tokenizer:
-    """A tokenizer of each kind, always the same one."""
+    """A tokenizer of each kind, made once."""
     if kind == "bundled":
         return bundled(path)
     if kind == "sentencepiece":
@@ -82,7 +81,7 @@ def made(kind: str, path: Path) -> Tokenizer:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every text is long, and is cut wherever it may be."""
+    """Treat every text as long, and cut it wherever possible."""
     monkeypatch.setattr(tokenizer, "SHORT", 0)
     monkeypatch.setattr(long_text, "PIECE", 1)
     monkeypatch.setattr(long_text, "WINDOW", 3)
@@ -97,7 +96,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 @example(text="a <|im_end|> b. une ide\u0301e, <s> x", special=True)
 @example(text="a\u0958. b\u0301. 가.", special=False)
 @example(text="ab <left> c. <right> d word. word words,word", special=False)
-def test_the_tokens_of_the_pieces_are_those_of_the_whole(
+def test_tokens_of_pieces_equal_tokens_of_the_text(
     smollm2: Path, small_pieces: None, kind: str, text: str, special: bool
 ) -> None:
     ours = made(kind, smollm2)
@@ -111,10 +110,10 @@ def test_the_tokens_of_the_pieces_are_those_of_the_whole(
 @relaxed
 @given(text=pieces)
 @example(text="a\u0958.. b\u0301.. 가..")
-def test_every_cut_is_one_of_the_split_before_merging(
+def test_every_cut_is_a_boundary_of_the_pre_tokenizer(
     smollm2: Path, small_pieces: None, kind: str, text: str
 ) -> None:
-    """Whatever the vocabulary: merges never cross a cut of the split."""
+    """Merges never cross such a boundary, with any vocabulary."""
     backend, cutter = made(kind, smollm2)._backend, made(kind, smollm2)._cutter
     assert cutter is not None and backend.pre_tokenizer is not None
 
@@ -135,11 +134,13 @@ def test_ordinary_text_is_cut_into_small_pieces(smollm2: Path, kind: str) -> Non
     assert all(len(piece) < long_text.PIECE + 100 for piece in found)
 
 
-def test_nothing_is_cut_where_the_pieces_could_differ() -> None:
-    assert letters()._cutter is None  # merges may reach over everything
+def test_text_is_not_cut_where_tokens_could_differ() -> None:
+    assert letters()._cutter is None  # merges may cross any position
     assert tokenizer_from_gguf(sentencepiece_metadata())._cutter is None
     backend = tokenizer_from_gguf(byte_level_metadata("qwen2"))._backend
-    backend.add_tokens([AddedToken("idée", normalized=True)])  # found only after NFC
+    backend.add_tokens(
+        [AddedToken("idée", normalized=True)]
+    )  # appears only after NFC normalization
     assert Tokenizer(backend)._cutter is None
 
 
@@ -149,7 +150,7 @@ def test_nothing_is_cut_where_the_pieces_could_differ() -> None:
 @example(text="\x04" * 50)
 @example(text="word   <right>      <left>" + " " * 40)
 @example(text="\u1fbe\u0308\u0301" * 20)
-def test_no_text_has_fewer_tokens_than_its_bound(smollm2: Path, kind: str, text: str) -> None:
+def test_the_lower_bound_on_tokens_holds(smollm2: Path, kind: str, text: str) -> None:
     ours = made(kind, smollm2)
     assert ours._bound is not None
     assert ours._bound.least(text.encode()) <= len(ours.encode(text, special=False))
@@ -158,7 +159,7 @@ def test_no_text_has_fewer_tokens_than_its_bound(smollm2: Path, kind: str, text:
 @pytest.mark.parametrize("kind", KINDS)
 @relaxed
 @given(text=pieces, max_tokens=st.integers(0, 40))
-def test_a_text_is_refused_exactly_if_it_has_more_tokens(
+def test_a_text_is_refused_exactly_if_it_exceeds_the_limit(
     smollm2: Path, small_pieces: None, kind: str, text: str, max_tokens: int
 ) -> None:
     ours = made(kind, smollm2)
@@ -171,23 +172,23 @@ def test_a_text_is_refused_exactly_if_it_has_more_tokens(
         assert max_tokens < caught.value.need <= len(ids) and caught.value.limit == max_tokens
 
 
-def test_a_run_that_cannot_be_cut_is_not_encoded_for_a_request(smollm2: Path) -> None:
+def test_a_long_run_without_cuts_is_refused(smollm2: Path) -> None:
     ours, text = bundled(smollm2), " " * (long_text.MAX_RUN + 10)
     with pytest.raises(InvalidRequest, match=str(long_text.MAX_RUN)):
         ours.encode(text, max_tokens=1 << 20)
-    assert ours.decode(ours.encode(text)) == text  # offline, memory is the caller's own
+    assert ours.decode(ours.encode(text)) == text  # offline, there is no limit
 
 
-def test_a_bound_is_far_above_the_limit_for_a_huge_text(smollm2: Path) -> None:
+def test_the_lower_bound_of_a_huge_text_exceeds_the_limit(smollm2: Path) -> None:
     bound = bundled(smollm2)._bound
     assert bound is not None
     assert bound.least(b"The quick brown fox. " * 50_000) > 8192
-    assert bound.least(b"0123456789" * 1000) == 10_000  # each digit is a token
-    assert bound.least(b"\x04" * 1_000_000) == 0  # the vocabulary does not have it
+    assert bound.least(b"0123456789" * 1000) == 10_000  # every digit is a token
+    assert bound.least(b"\x04" * 1_000_000) == 0  # not in the vocabulary
 
 
 def ticks_during(work: Any) -> int:
-    """How often another thread ran while work was done."""
+    """How often another thread ran while `work` ran."""
     ticks, is_over = [], threading.Event()
 
     def tick() -> None:
@@ -235,62 +236,62 @@ def containers(value: Any) -> Iterator[Any]:
 
 @relaxed
 @given(value=values, window=st.integers(2, 9), most=st.integers(1, 10))
-def test_lists_objects_and_members_are_counted_exactly(
+def test_containers_and_members_are_counted_exactly(
     monkeypatch: pytest.MonkeyPatch, value: Any, window: int, most: int
 ) -> None:
     data = json.dumps(value).encode() + b" " * 100
-    monkeypatch.setattr(json_size, "WINDOW", window)
-    monkeypatch.setattr(json_size, "MAX_CONTAINERS", most)
-    monkeypatch.setattr(json_size, "MAX_MEMBERS", most)
+    monkeypatch.setattr(json_body, "WINDOW", window)
+    monkeypatch.setattr(json_body, "MAX_CONTAINERS", most)
+    monkeypatch.setattr(json_body, "MAX_MEMBERS", most)
     num_containers = len(list(containers(value)))
     num_members = sum(len(each) for each in containers(value) if isinstance(each, dict))
-    assert (excess(data) is None) == (num_containers <= most and num_members <= most)
+    assert (json_limit_error(data) is None) == (num_containers <= most and num_members <= most)
 
 
 @relaxed
 @given(value=values, window=st.integers(2, 9))
-def test_no_text_within_the_limit_of_values_is_refused(
+def test_json_within_the_limit_of_values_is_accepted(
     monkeypatch: pytest.MonkeyPatch, value: Any, window: int
 ) -> None:
     num_values = sum(len(each) for each in containers(value)) + 1
     num_empty = sum(not each for each in containers(value))
-    monkeypatch.setattr(json_size, "WINDOW", window)
-    monkeypatch.setattr(json_size, "MAX_CONTAINERS", 20)  # so that short texts are looked at too
-    monkeypatch.setattr(json_size, "MAX_VALUES", num_values + num_empty)
+    monkeypatch.setattr(json_body, "WINDOW", window)
+    monkeypatch.setattr(json_body, "MAX_CONTAINERS", 20)  # so that short texts are counted too
+    monkeypatch.setattr(json_body, "MAX_VALUES", num_values + num_empty)
     if len(list(containers(value))) <= 20:
-        assert excess(json.dumps(value).encode() + b" " * 100) is None
+        assert json_limit_error(json.dumps(value).encode() + b" " * 100) is None
 
 
 @pytest.mark.parametrize(
     ("body", "limit"),
     [
-        (b'{"prompt": [' + b"[]," * 100_000 + b"[]]}", json_size.MAX_CONTAINERS),
-        (b'{"messages": [' + b'{"role": ""},' * 100_000 + b"{}]}", json_size.MAX_CONTAINERS),
-        (b'{"prompt": [' + b"1," * 600_000 + b"1]}", json_size.MAX_VALUES),
-        (b'{"a": {' + b'"b": 1,' * 100_000 + b'"b": 1}}', json_size.MAX_MEMBERS),
+        (b'{"prompt": [' + b"[]," * 100_000 + b"[]]}", json_body.MAX_CONTAINERS),
+        (b'{"messages": [' + b'{"role": ""},' * 100_000 + b"{}]}", json_body.MAX_CONTAINERS),
+        (b'{"prompt": [' + b"1," * 600_000 + b"1]}", json_body.MAX_VALUES),
+        (b'{"a": {' + b'"b": 1,' * 100_000 + b'"b": 1}}', json_body.MAX_MEMBERS),
     ],
 )
-def test_a_body_of_too_many_values_is_not_even_parsed(body: bytes, limit: int) -> None:
+def test_a_body_with_too_many_values_is_not_parsed(body: bytes, limit: int) -> None:
     with pytest.raises(ApiError, match=str(limit)) as caught:
-        read_object(body)
+        parse_object(body)
     assert caught.value.status == 400
     with pytest.raises(ApiError, match=str(limit)):
-        read_object(body[:-1])  # no JSON, but that is not looked at
+        parse_object(body[:-1])  # not JSON, but it is not parsed
 
 
-def test_brackets_inside_of_a_text_are_no_lists() -> None:
+def test_brackets_inside_strings_are_not_counted() -> None:
     text = '[{"a": 1, \\"b\\": [2]}],' * 50_000
-    assert read_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
+    assert parse_object(json.dumps({"prompt": text}).encode()) == {"prompt": text}
 
 
 @relaxed
 @given(value=values, count=st.integers(30, 70))
-def test_json_in_parts_is_the_same_json(value: Any, count: int) -> None:
+def test_json_encoded_in_parts_is_the_same(value: Any, count: int) -> None:
     for whole in (value, [value] * count, {"a": {"b": [value] * count}, "c": value}):
         assert large_to_json(whole) == to_json(whole)
 
 
-def test_of_many_wrong_items_only_the_first_is_listed() -> None:
+def test_only_the_first_of_many_wrong_items_is_reported() -> None:
     for kind, body in (
         (DetokenizeRequest, {"tokens": ["a"] * 1000}),
         (CompletionRequest, {"prompt": "a", "allowed_token_ids": ["a"] * 1000}),
@@ -302,16 +303,16 @@ def test_of_many_wrong_items_only_the_first_is_listed() -> None:
 
 
 @on_loop
-async def test_only_work_aside_pauses() -> None:
+async def test_only_offloaded_work_pauses() -> None:
     def sliced() -> float:
-        pause()
+        yield_gil()
         time.sleep(0.01)
         begun = time.monotonic()
-        pause()
+        yield_gil()
         return time.monotonic() - begun
 
-    assert await aside(1, sliced) < 0.01
-    assert await aside(10**9, sliced) >= 0.015
+    assert await offload(1, sliced) < 0.01
+    assert await offload(10**9, sliced) >= 0.015
 
 
 # The server.
@@ -328,24 +329,24 @@ LARGE: list[tuple[str, dict[str, Any], str | None, int]] = [  # path, body, fiel
     (COMPLETIONS, {"prompt": ["a", "b" * 10_000]}, "prompt", 256),
     (CHAT, {"messages": [{"role": "user", "content": "a b " * 100_000}]}, "messages", 256),
     (CHAT, long_messages(8193), "messages", 8192),
-    (CHAT, long_messages(20_000), None, json_size.MAX_CONTAINERS),
+    (CHAT, long_messages(20_000), None, json_body.MAX_CONTAINERS),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [
-        {"function": {"name": "f", "arguments": BOMB}}]}]}, "messages", json_size.MAX_CONTAINERS),
-    (COMPLETIONS, {"prompt": "a", "stop": ["x" * 2000] * 5}, "stop", limits.MAX_STOP_CHARACTERS),
-    (COMPLETIONS, {"prompt": "a", "stop": "x" * 9000}, "stop", limits.MAX_STOP_CHARACTERS),
+        {"function": {"name": "f", "arguments": BOMB}}]}]}, "messages", json_body.MAX_CONTAINERS),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x" * 2000] * 5}, "stop", request_fields.MAX_STOP_CHARACTERS),
+    (COMPLETIONS, {"prompt": "a", "stop": "x" * 9000}, "stop", request_fields.MAX_STOP_CHARACTERS),
     (COMPLETIONS, {"prompt": "a", "bad_words": ["x" * 2000] * 5}, "bad_words",
-     limits.MAX_STOP_CHARACTERS),
+     request_fields.MAX_STOP_CHARACTERS),
     (COMPLETIONS, {"prompt": "a", "allowed_token_ids": [1] * 300}, "allowed_token_ids", 260),
     (COMPLETIONS, {"prompt": "a" * 200, "echo": True, "logprobs": 100, "n": 1000}, "logprobs",
-     limits.MAX_ECHOED_LOGPROBS),
-    ("/tokenize", {"prompt": "a b " * 100_000}, "prompt", limits.MAX_LISTED_TOKENS),
+     request_fields.MAX_ECHOED_LOGPROBS),
+    ("/tokenize", {"prompt": "a b " * 100_000}, "prompt", request_fields.MAX_LISTED_TOKENS),
     ("/tokenize", long_messages(8193), "messages", 8192),
-    ("/detokenize", {"tokens": [5] * 300_000}, "tokens", limits.MAX_LISTED_TOKENS),
+    ("/detokenize", {"tokens": [5] * 300_000}, "tokens", request_fields.MAX_LISTED_TOKENS),
 ]  # fmt: skip
 
 
 @on_loop
-async def test_what_is_too_large_is_refused_with_the_field_and_the_limit() -> None:
+async def test_large_fields_are_refused_with_field_and_limit() -> None:
     async with server() as here:
         for path, body, param, limit in LARGE:
             response = await here.post(path, **body)
@@ -358,7 +359,7 @@ async def test_what_is_too_large_is_refused_with_the_field_and_the_limit() -> No
 
 
 @on_loop
-async def test_tokenize_and_detokenize_go_beyond_the_model_s_length() -> None:
+async def test_tokenize_and_detokenize_accept_more_than_the_model_length() -> None:
     text = "Some words, and 12 numbers.\n" * 1000
     async with server() as here:
         body = (await here.post("/tokenize", prompt=text, return_token_strs=True)).json()
@@ -374,7 +375,7 @@ async def echoed(here: Server, **fields: Any) -> dict[str, Any]:
 
 
 @on_loop
-async def test_a_long_echo_is_the_same_as_short_ones() -> None:
+async def test_a_long_echo_equals_short_ones() -> None:
     text = "abc " * 1000
     async with server(max_model_len=5000) as here:
         long = await echoed(here, prompt=text)
@@ -393,15 +394,17 @@ async def test_a_long_echo_is_the_same_as_short_ones() -> None:
 
 @pytest.mark.parametrize("limit", ["max_waiting", "max_per_client"])
 @on_loop
-async def test_more_prompts_than_may_wait_still_run(limit: str) -> None:
+async def test_more_prompts_than_the_queue_holds_still_run(limit: str) -> None:
     prompts = [f"p{number}" for number in range(100)]
     async with server(Limits(**{limit: 10})) as here:
         here.executor.gate.clear()
-        first = asyncio.create_task(here.complete(prompt="first"))  # its step waits at the gate
+        first = asyncio.create_task(
+            here.complete(prompt="first")
+        )  # its step is blocked by the gate
         rest = asyncio.create_task(here.complete(prompt=prompts, user="one"))
         while here.engine.num_open < len(prompts) + 1:
             await asyncio.sleep(0.001)
-        here.executor.gate.set()  # all are read before the next step
+        here.executor.gate.set()  # all are received before the next step
         texts = [each["text"] for each in (await rest)["choices"]]
         assert texts == [each.upper() for each in prompts]
         await first
@@ -409,20 +412,22 @@ async def test_more_prompts_than_may_wait_still_run(limit: str) -> None:
 
 
 @on_loop
-async def test_several_prompts_get_a_429_where_none_of_them_finds_room() -> None:
+async def test_several_prompts_get_a_429_if_none_fits_into_the_queue() -> None:
     async with server(Limits(max_waiting=0)) as here:
         response = await here.post(COMPLETIONS, prompt=["a", "b"])
         assert response.status_code == 429 and "retry-after" in response.headers
         await here.settled()
 
 
-def test_the_params_of_many_prompts_are_read_once() -> None:
-    asking = InputProcessor(tokenizer=letters(), vocab_size=260, hidden_size=8, eos_ids=frozenset())
+def test_params_of_many_prompts_are_validated_once() -> None:
+    processor = InputProcessor(
+        tokenizer=letters(), vocab_size=260, hidden_size=8, eos_ids=frozenset()
+    )
     asked = SamplingParams(allowed_token_ids=range(200), bad_words=["ab"])
-    found = [params.sampling for params in asking.params_of_each(asked, ["a", "b", "c"])]
+    found = [params.sampling for params in processor.params_of_each(asked, ["a", "b", "c"])]
     one, *_ = sampled = [each for each in found if isinstance(each, Sampling)]
     assert len(sampled) == 3 and len({each.seed for each in sampled}) == 3
     assert all(each.allowed_tokens is one.allowed_tokens for each in sampled)
     assert all(each.bad_words is one.bad_words for each in sampled)
-    fixed = asking.params_of_each(SamplingParams(seed=5), ["a", "b"])
-    assert fixed[0] == fixed[1] == asking.params(SamplingParams(seed=5), "c")
+    fixed = processor.params_of_each(SamplingParams(seed=5), ["a", "b"])
+    assert fixed[0] == fixed[1] == processor.params(SamplingParams(seed=5), "c")

@@ -1,4 +1,4 @@
-"""Requests made up from the OpenAPI schema: the server answers all of them as the schema says."""
+"""Random requests generated from the OpenAPI schema get responses that conform to it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def _schema() -> dict[str, Any]:
 
 
 class Listening(uvicorn.Server):
-    """Says when it answers, and where."""
+    """A server that signals when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -52,13 +52,13 @@ async def _serve(begun: Future[Listening]) -> None:
     async with served.server() as server:
         listening = Listening(uvicorn.Config(server.app, port=0, log_level="error", lifespan="off"))
         begun.set_result(listening)
-        await listening._serve()  # not serve(): signals are pytest's
+        await listening._serve()  # not serve(), which would install signal handlers
         await server.settled()
 
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A server on a thread; at the end nothing is open in it, and it has not only refused."""
+    """A server on a thread; at the end no request is open, and some have succeeded."""
     begun: Future[Listening] = Future()
     with ThreadPoolExecutor(1) as thread:
         ended = thread.submit(asyncio.run, _serve(begun))
@@ -70,7 +70,7 @@ def url() -> Iterator[str]:
 
 
 def _make_possible(body: dict[str, Any]) -> None:
-    """Mend what no schema can say, so that some requests get as far as the engine."""
+    """Fix what a schema cannot express, so that some requests reach the engine."""
     for name in [name for name, value in body.items() if value in ("", [], {})]:
         body[name] = FILLED.get(name)
     if isinstance(body.get("model"), str):
@@ -90,7 +90,7 @@ def _make_possible(body: dict[str, Any]) -> None:
 
 @schemathesis.openapi.from_dict(asyncio.run(_schema())).parametrize()  # type: ignore[untyped-decorator]
 @settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_every_answer_is_as_the_schema_says(case: Any, url: str) -> None:
+def test_every_response_conforms_to_the_schema(case: Any, url: str) -> None:
     if isinstance(case.body, dict):
         _make_possible(case.body)
     response = case.call_and_validate(base_url=url, checks=CHECKS, timeout=20)

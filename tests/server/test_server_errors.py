@@ -1,4 +1,4 @@
-"""What a client can send wrong: every answer names the place, what is wrong there, and the limit."""
+"""Error messages name the location in the body, the problem and the limit."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
-from headway.server.http.errors import ApiError, shown
-from headway.server.http.json_body import read_object
+from headway.server.http.errors import ApiError, format_value
+from headway.server.http.json_body import parse_object
 from tests.support.served import MODEL, TOOL_TEMPLATE, VOCAB_SIZE, Server, on_loop, server
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -22,8 +22,8 @@ JSON = {"content-type": "application/json"}
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-async def told(here: Server, path: str, content: bytes, status: int = 400) -> tuple[str, Any]:
-    """The message and the field of an error in OpenAI's shape."""
+async def error_of(here: Server, path: str, content: bytes, status: int = 400) -> tuple[str, Any]:
+    """The message and the field of an error in OpenAI's format."""
     response = await here.client.post(path, content=content, headers=JSON)
     assert response.status_code == status, (content[:200], response.text)
     found = response.json()["error"]
@@ -31,44 +31,45 @@ async def told(here: Server, path: str, content: bytes, status: int = 400) -> tu
     return found["message"], found["param"]
 
 
-# Bodies that cannot be read.
+# Unreadable bodies.
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "expected"),
     [
-        (b"", "is empty"),
-        (b"[1, 2]", "must be a JSON object, not [1, 2]"),
-        (b"null", "must be a JSON object, not null"),
-        (b'"text"', 'must be a JSON object, not "text"'),
-        (b'{"prompt":\n\n "a", "n": }', "expecting value at line 3, column 12 (character 23)"),
-        (b'{"prompt": "a"} x', "extra data at line 1, column 17 (character 16)"),
-        (b'{"prompt": "a\nb"}', "control character at line 1, column 14 (character 13)"),
-        (b"{'prompt': 'a'}", "double quotes at line 1, column 2 (character 1)"),
-        (b'{"prompt":\n"a\xff"}', "not UTF-8 text: 0xff at byte 13 (line 2): invalid start byte"),
-        ('{"prompt": "a"}'.encode("utf-16"), "not UTF-8 text: 0xff at byte 0 (line 1)"),
-        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested over 1000 deep"),
+        (b"", ("empty",)),
+        (b"[1, 2]", ("JSON object", "not [1, 2]")),
+        (b"null", ("JSON object", "not null")),
+        (b'"text"', ("JSON object", 'not "text"')),
+        (b'{"prompt":\n\n "a", "n": }', ("value", "line 3, column 12 (character 23)")),
+        (b'{"prompt": "a"} x', ("extra data", "line 1, column 17 (character 16)")),
+        (b'{"prompt": "a\nb"}', ("control character", "line 1, column 14 (character 13)")),
+        (b"{'prompt': 'a'}", ("double quotes", "line 1, column 2 (character 1)")),
+        (b'{"prompt":\n"a\xff"}', ("UTF-8", "0xff at byte 13 (line 2)", "start byte")),
+        ('{"prompt": "a"}'.encode("utf-16"), ("UTF-8", "0xff at byte 0 (line 1)")),
+        (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", ("nested", "1000")),
     ],
 )
 @on_loop
-async def test_a_body_that_cannot_be_read_says_what_and_where(content: bytes, words: str) -> None:
+async def test_errors_of_unreadable_bodies_name_problem_and_place(
+    content: bytes, expected: tuple[str, ...]
+) -> None:
     async with server() as here:
         for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
-            message, param = await told(here, path, content)
-            assert words in message and message.startswith("the body") and param is None
+            message, param = await error_of(here, path, content)
+            assert all(each in message for each in expected), message
+            assert message.startswith("the body") and param is None
 
 
 @given(st.text(min_size=1, max_size=20), st.binary(min_size=1, max_size=3), st.integers(0, 20))
-def test_any_bytes_that_are_no_text_are_found_at_their_place(
-    text: str, wrong: bytes, place: int
-) -> None:
+def test_invalid_utf8_is_reported_with_its_position(text: str, wrong: bytes, place: int) -> None:
     before = json.dumps({"prompt": text}, ensure_ascii=False).encode("utf-8", "replace")
     content = before[:place] + wrong + before[place:]
     try:
         content.decode()
     except UnicodeDecodeError as error:
         with pytest.raises(ApiError, match=f"0x{content[error.start]:02x} at byte {error.start} "):
-            read_object(content)
+            parse_object(content)
 
 
 @given(
@@ -80,121 +81,122 @@ def test_any_bytes_that_are_no_text_are_found_at_their_place(
 @example(["a", {"b": "x\udfff"}])
 @example({"\ud800": "a"})
 @example("\\ud800 is no escape here")
-def test_half_of_a_surrogate_pair_is_refused_wherever_it_is(value: Any) -> None:
+def test_a_lone_surrogate_is_refused_anywhere(value: Any) -> None:
     body = {"field": value}
     try:
         json.dumps(body, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        with pytest.raises(ApiError, match="half of a surrogate pair") as caught:
-            read_object(json.dumps(body).encode())
+        with pytest.raises(ApiError, match="lone surrogate") as caught:
+            parse_object(json.dumps(body).encode())
         assert "field" in str(caught.value)
     else:
-        assert read_object(json.dumps(body).encode()) == body
+        assert parse_object(json.dumps(body).encode()) == body
 
 
-def test_half_of_a_surrogate_pair_is_told_with_its_place() -> None:
+def test_a_lone_surrogate_is_reported_with_its_location() -> None:
     body = {"messages": [{"role": "user", "content": ["a", "bc\ud83d"]}]}
     with pytest.raises(ApiError) as caught:
-        read_object(json.dumps(body).encode())
-    where, half = "messages[0].content[1]", r"\ud83d, half of a surrogate pair,"
-    assert str(caught.value) == f"{where} holds {half} at character 2; send whole characters"
+        parse_object(json.dumps(body).encode())
+    expected = ("messages[0].content[1] ", "lone surrogate", r"\ud83d", "character 2")
+    assert all(each in str(caught.value) for each in expected)
     assert caught.value.param == "messages"
     for content in (rb'{"a": "\uD800", "b": "\ud800"}', rb'{"a": ["\uDFFF", {"b": "\uD800"}]}'):
-        with pytest.raises(ApiError, match=r"^a(\[0\])? holds"):  # the first of several
-            read_object(content)
+        with pytest.raises(ApiError, match=r"^a(\[0\])? .*surrogate"):  # the first of several
+            parse_object(content)
 
 
-def test_a_number_of_thousands_of_digits_is_beyond_all_limits() -> None:
-    read = read_object(b'{"n": ' + b"9" * 5000 + b', "m": -' + b"9" * 5000 + b', "k": 3}')
+def test_a_number_with_thousands_of_digits_is_out_of_range() -> None:
+    read = parse_object(b'{"n": ' + b"9" * 5000 + b', "m": -' + b"9" * 5000 + b', "k": 3}')
     assert read == {"n": float("inf"), "m": -float("inf"), "k": 3}
 
 
 # Fields.
 
-PLACES: list[tuple[str, dict[str, Any], str]] = [
-    (COMPLETIONS, {"prompt": 3}, "prompt must be a string or a list, not 3"),
-    (COMPLETIONS, {"prompt": None}, "prompt must be a string or a list, not null"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, 'prompt[1] must be an integer, not "a"'),
-    (COMPLETIONS, {"prompt": ["a", None]}, "prompt[1] must be a string, not null"),
-    (COMPLETIONS, {"prompt": [[1], [2, True]]}, "prompt[1][1] must be an integer, not true"),
-    (COMPLETIONS, {"prompt": ["a", ""]}, "prompt[1] has no tokens; at least one is needed"),
+# Path, wrong fields, and what the message must contain: location, value and limit.
+WRONG_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    (COMPLETIONS, {"prompt": 3}, ("prompt", "a string or a list", "3")),
+    (COMPLETIONS, {"prompt": None}, ("prompt", "a string or a list", "null")),
+    (COMPLETIONS, {"prompt": [1, "a"]}, ("prompt[1]", "an integer", '"a"')),
+    (COMPLETIONS, {"prompt": ["a", None]}, ("prompt[1]", "a string", "null")),
+    (COMPLETIONS, {"prompt": [[1], [2, True]]}, ("prompt[1][1] ", "an integer", "true")),
+    (COMPLETIONS, {"prompt": ["a", ""]}, ("prompt[1]", "no tokens")),
     (COMPLETIONS, {"prompt": [[1], [VOCAB_SIZE]]},
-     f"prompt: token id {VOCAB_SIZE} is not a whole number of at least 0 and below {VOCAB_SIZE}"),
-    (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, "make 2500 texts; at most 2048"),
-    (COMPLETIONS, {"n": 1025}, "n must be at most 1024, not 1025"),
-    (COMPLETIONS, {"n": float("inf")}, "n must be an integer, not Infinity"),
-    (COMPLETIONS, {"max_tokens": -1}, "max_tokens must be at least 1, or 0 with echo, not -1"),
-    (COMPLETIONS, {"max_tokens": 257}, "max_tokens must be at most 256, the model's length, not 257"),
-    (COMPLETIONS, {"min_tokens": 10**30}, "min_tokens must be at most 256, the model's length"),
-    (COMPLETIONS, {"logprobs": 101}, "logprobs must be at most 100, not 101"),
-    (COMPLETIONS, {"temperature": float("nan")}, "temperature must be a number, not NaN"),
-    (COMPLETIONS, {"temperature": float("inf")}, "temperature must be at most 1000, not Infinity"),
-    (COMPLETIONS, {"top_p": 0}, "top_p must be above 0, not 0"),
-    (COMPLETIONS, {"stream": "yes"}, 'stream must be true or false, not "yes"'),
-    (COMPLETIONS, {"stop": ["a", 3]}, "stop[1] must be a string, not 3"),
-    (COMPLETIONS, {"stop": ["x"] * 65}, "stop must have at most 64 items, not 65"),
-    (COMPLETIONS, {"stop_token_ids": [5, "a"]}, 'stop_token_ids[1] must be an integer, not "a"'),
+     ("prompt", str(VOCAB_SIZE))),
+    (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, ("2500", "2048")),
+    (COMPLETIONS, {"n": 1025}, ("n ", "1024", "1025")),
+    (COMPLETIONS, {"n": float("inf")}, ("n ", "an integer", "Infinity")),
+    (COMPLETIONS, {"max_tokens": -1}, ("max_tokens ", "at least 1", "0 with echo", "not -1")),
+    (COMPLETIONS, {"max_tokens": 257}, ("max_tokens", "256", "257")),
+    (COMPLETIONS, {"min_tokens": 10**30}, ("min_tokens", "256")),
+    (COMPLETIONS, {"logprobs": 101}, ("logprobs", "100", "101")),
+    (COMPLETIONS, {"temperature": float("nan")}, ("temperature", "a number", "NaN")),
+    (COMPLETIONS, {"temperature": float("inf")}, ("temperature", "1000", "Infinity")),
+    (COMPLETIONS, {"top_p": 0}, ("top_p ", "above 0", "not 0")),
+    (COMPLETIONS, {"stream": "yes"}, ("stream", "true or false", '"yes"')),
+    (COMPLETIONS, {"stop": ["a", 3]}, ("stop[1]", "a string", "3")),
+    (COMPLETIONS, {"stop": ["x"] * 65}, ("stop", "64", "65")),
+    (COMPLETIONS, {"stop_token_ids": [5, "a"]}, ("stop_token_ids[1]", "an integer", '"a"')),
     (COMPLETIONS, {"stop_token_ids": [VOCAB_SIZE]},
-     f"stop_token_ids has token {VOCAB_SIZE}; the model's tokens are 0 to {VOCAB_SIZE - 1}"),
-    (COMPLETIONS, {"logit_bias": {"a": 1}}, 'logit_bias has the key "a"; keys are token ids'),
-    (COMPLETIONS, {"logit_bias": {"5": "x"}}, 'logit_bias.5 must be a number, not "x"'),
+     ("stop_token_ids", str(VOCAB_SIZE - 1))),
+    (COMPLETIONS, {"logit_bias": {"a": 1}}, ("logit_bias", '"a"')),
+    (COMPLETIONS, {"logit_bias": {"5": "x"}}, ("logit_bias.5", "a number", '"x"')),
     (COMPLETIONS, {"logit_bias": {"99999999999": 1}},
-     f"logit_bias has token 99999999999; the model's tokens are 0 to {VOCAB_SIZE - 1}"),
+     ("logit_bias", "99999999999", str(VOCAB_SIZE - 1))),
     (COMPLETIONS, {"logit_bias": {str(n): 0 for n in range(5000)}},
-     "logit_bias must have at most 4096 items, not 5000"),
-    (COMPLETIONS, {"user": "x" * 513}, "user must have at most 512 characters, not 513"),
-    (COMPLETIONS, {"priority": 2**31}, "priority must be at most 2147483647, not 2147483648"),
-    (COMPLETIONS, {"deadline": -1}, "deadline must be at least 0, not -1"),
-    (COMPLETIONS, {"deadline": 1e10}, "deadline must be at most 1000000000, not 10000000000.0"),
-    (COMPLETIONS, {"deadline": float("nan")}, "deadline must be a number, not NaN"),
+     ("logit_bias", "4096", "5000")),
+    (COMPLETIONS, {"user": "x" * 513}, ("user", "512", "513")),
+    (COMPLETIONS, {"priority": 2**31}, ("priority", "2147483647", "2147483648")),
+    (COMPLETIONS, {"deadline": -1}, ("deadline ", "at least 0", "not -1")),
+    (COMPLETIONS, {"deadline": 1e10}, ("deadline", "1000000000", "10000000000.0")),
+    (COMPLETIONS, {"deadline": float("nan")}, ("deadline", "a number", "NaN")),
     (COMPLETIONS, {"stream": True, "stream_options": {"include_usage": 1}},
-     "stream_options.include_usage must be true or false, not 1"),
+     ("stream_options.include_usage", "true or false", "1")),
     (COMPLETIONS, {"response_format": {"type": "xml"}},
-     'response_format.type must be "text", "json_object" or "json_schema", not "xml"'),
-    (COMPLETIONS, {"response_format": {}}, "response_format.type is missing"),
+     ("response_format.type", '"text"', '"json_object"', '"json_schema"', '"xml"')),
+    (COMPLETIONS, {"response_format": {}}, ("response_format.type", "missing")),
     (COMPLETIONS, {"response_format": {"type": "json_schema"}},
-     "response_format.json_schema is missing"),
+     ("response_format.json_schema", "missing")),
     (COMPLETIONS, {"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}},
-     "response_format.json_schema.schema must be an object, not 5"),
+     ("response_format.json_schema.schema", "an object", "5")),
     (COMPLETIONS,
      {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nope"}}}},
-     "response_format: json_schema cannot be used: Invalid type: nope"),
+     ("response_format: json_schema", "nope")),
     (COMPLETIONS, {"structured_outputs": {"choice": ["a", 1]}},
-     "structured_outputs.choice[1] must be a string, not 1"),
+     ("structured_outputs.choice[1]", "a string", "1")),
     (COMPLETIONS, {"structured_outputs": {"json": 5}},
-     "structured_outputs.json must be an object or a string, not 5"),
-    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, "error: unclosed group"),
+     ("structured_outputs.json", "an object or a string", "5")),
+    (COMPLETIONS, {"structured_outputs": {"regex": "("}}, ("structured_outputs: regex", "unclosed group")),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "grammar": "b"}},
-     "exactly one of json, regex, choice, grammar, not 2"),
-    (CHAT, {"messages": []}, "messages must have at least 1 item, not 0"),
-    (CHAT, {"messages": [*HELLO, 5]}, "messages[1] must be an object, not 5"),
+     ("structured_outputs ", "json, regex, choice, grammar", "not 2")),
+    (CHAT, {"messages": []}, ("messages ", "at least 1", "not 0")),
+    (CHAT, {"messages": [*HELLO, 5]}, ("messages[1]", "an object", "5")),
     (CHAT, {"messages": [{"role": "", "content": "a"}]},
-     "messages[0].role must have at least 1 character, not 0"),
-    (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role is missing"),
+     ("messages[0].role ", "at least 1", "not 0")),
+    (CHAT, {"messages": [{"content": "a"}]}, ("messages[0].role ", "missing")),
     (CHAT, {"messages": [*HELLO, {"role": "user", "content": {"a": 1}}]},
-     'messages[1].content must be a string or a list, not {"a": 1}'),
+     ("messages[1].content ", "a string or a list", 'not {"a": 1}')),
     (CHAT, {"messages": [*HELLO * 3, {"role": "user", "content": [
         {"type": "text", "text": "a"}, {"type": "text", "text": 5}]}]},
-     "messages[3].content[1].text must be a string, not 5"),
+     ("messages[3].content[1].text ", "a string", "not 5")),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-     'messages[0].content[0].type must be "text", not "image_url"'),
+     ("messages[0].content[0].type ", '"text"', 'not "image_url"')),
     (CHAT, {"messages": [{"role": "assistant", "tool_calls": [
         {"function": {"name": "f", "arguments": "[" * 5000}}]}]},
-     "messages[0].tool_calls[0].function.arguments is not JSON"),
-    (CHAT, {"max_completion_tokens": 10**9}, "max_completion_tokens must be at most 256"),
-    (CHAT, {"logprobs": True, "top_logprobs": 101}, "top_logprobs must be at most 100, not 101"),
+     ("messages[0].tool_calls[0].function.arguments ", "not JSON")),
+    (CHAT, {"max_completion_tokens": 10**9}, ("max_completion_tokens", "256")),
+    (CHAT, {"logprobs": True, "top_logprobs": 101}, ("top_logprobs", "100", "101")),
     (CHAT, {"tools": [{"type": "function", "function": {"name": "f"}}],
-            "tool_choice": {"function": {"name": ["f"]}}}, "tool_choice names ['f']"),
+            "tool_choice": {"function": {"name": ["f"]}}}, ("tool_choice ", "['f']")),
     (CHAT, {"tool_choice": "required", "tools": [
         {"type": "function", "function": {"name": "f"}},
         {"type": "function", "function": {"name": "g", "parameters": {"type": "nope"}}}]},
-     "tools[1].function.parameters: json_schema cannot be used: Invalid type: nope"),
+     ("tools[1].function.parameters: json_schema", "nope")),
     (CHAT, {"tool_choice": "required", "tools": [
         {"type": "function", "function": {"name": "g", "parameters": {"x-guidance": 5}}}]},
-     "tools[0].function.parameters: json_schema: x-guidance must be an object, not 5"),
-    ("/tokenize", {"prompt": 5}, "prompt must be a string, not 5"),
-    ("/detokenize", {"tokens": [1, "a"]}, 'tokens[1] must be an integer, not "a"'),
-    ("/detokenize", {"tokens": [VOCAB_SIZE]}, f"token ids are from 0 to {VOCAB_SIZE - 1}"),
+     ("tools[0].function.parameters: json_schema: x-guidance", "an object", "not 5")),
+    ("/tokenize", {"prompt": 5}, ("prompt", "a string", "5")),
+    ("/detokenize", {"tokens": [1, "a"]}, ("tokens[1]", "an integer", '"a"')),
+    ("/detokenize", {"tokens": [VOCAB_SIZE]}, ("tokens ", f"0 to {VOCAB_SIZE - 1}", str(VOCAB_SIZE))),
 ]  # fmt: skip
 START: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "a"}, CHAT: {"messages": HELLO}, "/tokenize": {}, "/detokenize": {},
@@ -202,12 +204,12 @@ START: dict[str, dict[str, Any]] = {
 
 
 @on_loop
-async def test_a_wrong_field_is_named_by_its_place_with_its_problem_and_the_limit() -> None:
+async def test_a_wrong_field_is_reported_with_location_problem_and_limit() -> None:
     async with server(template=TOOL_TEMPLATE) as here:
-        for path, wrong, words in PLACES:
+        for path, wrong, expected in WRONG_FIELDS:
             content = json.dumps({**START[path], **wrong}).encode()
-            message, param = await told(here, path, content)
-            assert words in message, (wrong, message)
+            message, param = await error_of(here, path, content)
+            assert all(each in message for each in expected), (wrong, message)
             assert param in message.replace("[", " ").replace(".", " ").replace(":", "").split()
             assert "'cmpl-" not in message and "None" not in message
         await here.settled()
@@ -237,44 +239,44 @@ def leaves(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
     for key, each in inner:
         if isinstance(each, dict | list) and each:
             yield from leaves(each, (*place, key))
-        elif each is not None and key != "id":  # what tools hold is not looked at here
+        elif each is not None and key != "id":  # the content of tools is validated elsewhere
             yield (*place, key)
 
 
 @pytest.mark.parametrize("place", list(leaves(BODY)), ids=str)
 @on_loop
-async def test_whatever_leaf_of_a_body_is_wrong_is_found(place: tuple[str | int, ...]) -> None:
+async def test_any_wrong_leaf_of_a_body_is_located(place: tuple[str | int, ...]) -> None:
     body = deepcopy(BODY)
     at: Any = body
     for part in place[:-1]:
         at = at[part]
-    at[place[-1]] = [[5]]  # fits nothing
+    at[place[-1]] = [[5]]  # wrong for every field
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)[1:]
     async with server() as here:
-        message, param = await told(here, CHAT, json.dumps(body).encode())
+        message, param = await error_of(here, CHAT, json.dumps(body).encode())
         assert message.startswith((f"{name} must ", f"{name}[0] must "))
         assert param == place[0]
 
 
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), st.lists))
 @settings(max_examples=50)
-def test_what_is_shown_of_a_value_is_json_and_short(value: Any) -> None:
+def test_a_value_is_shown_as_short_json(value: Any) -> None:
     whole = json.dumps(value, ensure_ascii=False)
-    assert shown(value) == (whole if len(whole) <= 80 else f"{whole[:80]}...")
+    assert format_value(value) == (whole if len(whole) <= 80 else f"{whole[:80]}...")
 
 
-def test_showing_a_huge_value_looks_only_at_its_beginning() -> None:
+def test_showing_a_huge_value_is_fast() -> None:
     class Endless(list[int]):
         def __iter__(self) -> Iterator[int]:
             yield from range(50)
-            raise AssertionError("nobody needs so much")
+            raise AssertionError("the whole value was read")
 
-    assert shown(Endless([1])).endswith("...")
+    assert format_value(Endless([1])).endswith("...")
 
 
 @pytest.mark.parametrize("kind", [Grammar.regex, Grammar.lark])
-def test_half_of_a_surrogate_pair_is_no_grammar(kind: Any) -> None:
-    with pytest.raises(InvalidRequest, match="half of a surrogate pair"):
+def test_a_grammar_with_a_lone_surrogate_is_refused(kind: Any) -> None:
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
         kind("a\ud800")
 
 
@@ -282,24 +284,24 @@ def test_half_of_a_surrogate_pair_is_no_grammar(kind: Any) -> None:
 
 
 @on_loop
-async def test_wrong_paths_and_methods_are_told_what_there_is() -> None:
+async def test_wrong_paths_and_methods_name_the_right_ones() -> None:
     async with server() as here:
         response = await here.client.get("/v2/nothing")
         assert response.status_code == 404 and "/v2/nothing" in response.json()["error"]["message"]
         response = await here.client.put(COMPLETIONS, json={"prompt": "a"})
         assert response.status_code == 405 and response.headers["allow"] == "POST"
         message = response.json()["error"]["message"]
-        assert message == 'PUT is not for "/v1/completions"; POST is'
+        assert all(each in message for each in ("PUT", "/v1/completions", "POST"))
         response = await here.client.post("/metrics", json={})
         assert (response.status_code, response.headers["allow"]) == (405, "GET")
         response = await here.post(COMPLETIONS, prompt="a", model="gpt-4o")
         assert response.status_code == 404
-        message = f'the model "gpt-4o" does not exist here; models: {MODEL!r}'
-        assert response.json()["error"]["message"] == message
+        message = response.json()["error"]["message"]
+        assert "gpt-4o" in message and MODEL in message
 
 
 @on_loop
-async def test_a_body_that_is_not_plain_json_says_which_header_is_wrong() -> None:
+async def test_a_wrong_body_header_is_named() -> None:
     async with server(max_body_bytes=100) as here:
         wrong = {"Content-Type": "text/plain", "Content-Encoding": "gzip"}
         for name, value in wrong.items():
@@ -308,5 +310,5 @@ async def test_a_body_that_is_not_plain_json_says_which_header_is_wrong() -> Non
             found = response.json()["error"]
             assert (response.status_code, found["param"]) == (415, name)
             assert value in found["message"]
-        message, _ = await told(here, COMPLETIONS, b" " * 101, 413)
+        message, _ = await error_of(here, COMPLETIONS, b" " * 101, 413)
         assert "larger than 100 bytes" in message

@@ -1,4 +1,4 @@
-"""The laws of tool calls: what is asked for is shown, what is said is never lost or made up."""
+"""Tool calls: detection of formats, grammars, and parsing without loss of text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import InvalidRequest
-from headway.grammar.grammar import check
+from headway.grammar.grammar import check_grammar
 from headway.server.toolcalls.choice import format_of, tool_use
 from headway.server.toolcalls.formats import (
     HERMES,
     LLAMA3,
     MISTRAL,
     CallDelta,
+    ParsedOutput,
     ToolCall,
     ToolFormat,
-    gathered,
+    merge_pieces,
 )
 from headway.server.toolcalls.parser import ToolCallParser
 from headway.server.toolcalls.prompt import template_messages, with_tools_described
 from headway.text.chat_template import render_chat
 
-# Templates in the manner of Qwen 2.5, Llama 3.1 and models that know nothing of this.
+# Templates similar to those of Qwen 2.5, Llama 3.1 and models without tools.
 QWEN = """{%- if tools %}<|im_start|>system
 # Tools
 {%- for tool in tools %}
@@ -93,11 +94,16 @@ def tagged(name: str, arguments: Any) -> str:
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
+def parse(parser: ToolCallParser, text: str) -> ParsedOutput:
+    """Parse a complete output."""
+    return merge_pieces([*parser.push(text), *parser.finish()])
+
+
 def in_pieces(found: ToolCallParser, pieces: Sequence[str]) -> tuple[str, list[ToolCall]]:
-    """Texts joined, and calls, of a stream."""
+    """The texts, joined, and the calls of a stream."""
     parts = [part for piece in pieces for part in found.push(piece)] + found.finish()
     texts = "".join(part for part in parts if isinstance(part, str))
-    return texts, gathered(parts).calls
+    return texts, merge_pieces(parts).calls
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -107,7 +113,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
-    """A text with calls in it, and the calls."""
+    """A text that contains calls, and the calls."""
     words = st.text('ab <>/{}"\n;é', max_size=8) | st.sampled_from(["<tool", "<tool_cal", "</"])
     values = st.text(max_size=6) | st.integers() | st.just("</tool_call>") | st.just("<tool_call>")
     arguments = st.dictionaries(st.text('xy"\n', max_size=3), values, max_size=3)
@@ -121,7 +127,7 @@ def answers(draw: st.DrawFn) -> tuple[str, list[tuple[str, Any]]]:
 
 @settings(max_examples=150, deadline=None)
 @given(answer=answers(), cuts=st.lists(st.integers(0, 200), max_size=12))
-def test_calls_are_found_however_a_stream_is_cut(
+def test_calls_are_found_in_any_split_of_a_stream(
     answer: tuple[str, list[tuple[str, Any]]], cuts: list[int]
 ) -> None:
     text, made = answer
@@ -132,19 +138,21 @@ def test_calls_are_found_however_a_stream_is_cut(
     assert [call.id for call in calls] == [f"call_{n}" for n in range(len(made))]
     for call in made:
         text = text.replace(tagged(*call), "", 1)
-    assert "".join(said.split()) == "".join(text.split()), "blanks around calls may go"
+    assert "".join(said.split()) == "".join(text.split()), (
+        "only whitespace around calls may be dropped"
+    )
     assert in_pieces(reader(), list(answer[0])) == (said, calls)
 
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text('ab<>/_{}":, \n', max_size=40), style=st.sampled_from(sorted(FORMATS)))
-def test_an_answer_without_calls_is_passed_on_as_it_is(text: str, style: str) -> None:
+def test_output_without_calls_is_unchanged(text: str, style: str) -> None:
     assert in_pieces(reader(FORMATS[style]), list(text)) == (text, [])
-    whole = reader(FORMATS[style]).parse(text)
+    whole = parse(reader(FORMATS[style]), text)
     assert whole == (text, [])
 
 
-def test_text_is_passed_on_at_once_unless_it_may_begin_a_call() -> None:
+def test_text_is_streamed_at_once_unless_it_may_begin_a_call() -> None:
     stream = reader()
     assert stream.push("Let me see") == ["Let me see"]
     assert stream.push(". \n<tool") == ["."]
@@ -170,36 +178,36 @@ def test_text_is_passed_on_at_once_unless_it_may_begin_a_call() -> None:
         "<tool_call>" + "[" * 100_000 + "</tool_call>",
     ],
 )
-def test_what_looks_like_a_call_and_is_none_stays_text(said: str) -> None:
-    assert reader().parse(said) == (said, [])
-    found = reader().parse(said + " and " + tagged("no-thing", {}))
+def test_text_that_resembles_a_call_stays_text(said: str) -> None:
+    assert parse(reader(), said) == (said, [])
+    found = parse(reader(), said + " and " + tagged("no-thing", {}))
     if said.endswith("</tool_call>"):
         assert found.content == said + " and" and len(found.calls) == 1
 
 
-def test_a_call_that_is_whole_but_not_closed_is_a_call() -> None:
-    found = reader().parse('<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n')
+def test_a_complete_call_without_closing_tag_is_a_call() -> None:
+    found = parse(reader(), '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n')
     assert found.content is None and found.calls[0].arguments == '{"place": "Rome"}'
 
 
-def test_arguments_written_as_a_text_are_taken_as_they_are() -> None:
-    found = reader().parse(tagged("weather", '{"place": "Köln"}'))
+def test_arguments_written_as_a_string_are_unchanged() -> None:
+    found = parse(reader(), tagged("weather", '{"place": "Köln"}'))
     assert found.calls[0].arguments == '{"place": "Köln"}'
 
 
 def test_line_breaks_in_streamed_arguments_are_escaped() -> None:
     said = '<tool_call>{"name": "weather", "arguments": {"place": "a\nb\\"\tc"}}</tool_call>'
-    for found in (reader().parse(said).calls, in_pieces(reader(), list(said))[1]):
+    for found in (parse(reader(), said).calls, in_pieces(reader(), list(said))[1]):
         assert json.loads(found[0].arguments) == {"place": 'a\nb"\tc'}
 
 
-def test_a_call_that_was_cut_keeps_what_was_said_of_its_arguments() -> None:
+def test_a_truncated_call_keeps_its_partial_arguments() -> None:
     said = '<tool_call>{"name": "weather", "arguments": {"place": "Ro'
-    (call,) = reader().parse(said).calls
+    (call,) = parse(reader(), said).calls
     assert call.arguments == '{"place": "Ro'
 
 
-def test_further_members_of_a_call_are_no_text() -> None:
+def test_further_members_of_a_call_are_ignored() -> None:
     call = '{"name": "weather", "arguments": {}, "id": {"a": "}"}}'
     assert in_pieces(reader(), list(f"<tool_call>{call}</tool_call>!"))[0] == "!"
     assert in_pieces(reader(LLAMA3), list(call.replace("arguments", "parameters")))[0] == ""
@@ -218,85 +226,87 @@ def test_further_members_of_a_call_are_no_text() -> None:
         ("[TOOL", "[TOOL", []),
     ],
 )  # fmt: skip
-def test_lists_of_calls_are_read_as_mistral_writes_them(
-    said: str, text: str, names: list[str]
-) -> None:
+def test_mistrals_lists_of_calls_are_parsed(said: str, text: str, names: list[str]) -> None:
     for pieces in ([said], list(said)):
         found, calls = in_pieces(reader(MISTRAL), pieces)
         assert (found, [call.name for call in calls]) == (text, names)
         assert all(json.loads(call.arguments) == {"a": 1} for call in calls)
 
 
-def test_a_forced_list_needs_no_special_token_before_it() -> None:
+def test_a_forced_list_needs_no_special_token() -> None:
     use = tool_use(MISTRALS, TOOLS, "required")
     assert use is not None
     call = '{"name": "weather", "arguments": {"place": "Rome"}}'
     for said in (f"[{call}]", f"[{call}, {call}]"):
         assert accepts(use.grammar, said)
-        found = use.parser().parse(said)
+        found = parse(use.parser(), said)
         assert found.content is None and len(found.calls) == said.count("weather")
 
 
-def test_json_alone_is_a_call_if_it_names_a_tool_and_text_if_not() -> None:
+def test_bare_json_is_a_call_only_if_it_names_a_tool() -> None:
     call = '{"name": "weather", "parameters": {"place": "Oslo"}}'
     for said in (call, f"\n{call}\n", call[:20] + call[20:]):
         said_text, calls = in_pieces(reader(LLAMA3), list(said))
         assert not said_text.strip() and len(calls) == 1
         assert json.loads(calls[0].arguments) == {"place": "Oslo"}
-    assert len(reader(LLAMA3).parse(f"{call}; {call}").calls) == 2
+    assert len(parse(reader(LLAMA3), f"{call}; {call}").calls) == 2
     for text in ('{"name": "Ada", "parameters": {}}', f"Here: {call}", '{"name": "weather"', "{}x"):
         assert in_pieces(reader(LLAMA3), list(text)) == (text, [])
-    after = reader(LLAMA3).parse(f"{call} and more")
+    after = parse(reader(LLAMA3), f"{call} and more")
     assert after.content == " and more" and len(after.calls) == 1
 
 
-def test_a_call_has_the_shape_that_clients_know() -> None:
+def test_a_call_has_openais_format() -> None:
     call = ToolCall("call_1", "weather", "{}")
     function = {"name": "weather", "arguments": "{}"}
     assert call.as_message() == {"id": "call_1", "type": "function", "function": function}
     assert CallDelta(2, "{}", "call_1", "weather").as_chunk() == {"index": 2, **call.as_message()}
     assert CallDelta(2, '"a"').as_chunk() == {"index": 2, "function": {"arguments": '"a"'}}
-    own = ToolCallParser(HERMES, NAMES).parse(tagged("weather", {}) + tagged("weather", {})).calls
+    parser = ToolCallParser(HERMES, NAMES)
+    own = parse(parser, tagged("weather", {}) + tagged("weather", {})).calls
     assert len({call.id for call in own}) == 2 and own[0].id.startswith("call_")
-    (short,) = ToolCallParser(MISTRAL, NAMES).parse('[TOOL_CALLS][{"name": "no-thing"}]').calls
-    assert len(short.id) == 9 and short.id.isalnum(), "what templates of Mistral's models demand"
+    parser = ToolCallParser(MISTRAL, NAMES)
+    (short,) = parse(parser, '[TOOL_CALLS][{"name": "no-thing"}]').calls
+    assert len(short.id) == 9 and short.id.isalnum(), "required by templates of Mistral's models"
 
 
-# What a request asks for.
+# tools and tool_choice.
 
 
-def test_templates_are_told_apart_by_what_they_tell_the_model() -> None:
+def test_the_call_format_is_detected_in_the_template() -> None:
     assert format_of(QWEN) == (HERMES, False) and format_of(LLAMA) == (LLAMA3, False)
     assert format_of(MISTRALS) == (MISTRAL, False)
-    with pytest.raises(InvalidRequest, match=r"does not know any.*--tool-call-parser"):
+    with pytest.raises(InvalidRequest, match=r"tools .*--tool-call-parser"):
         format_of(PLAIN)
-    with pytest.raises(InvalidRequest, match=r"form.*--tool-call-parser"):
+    with pytest.raises(
+        InvalidRequest, match=r"tools .*--tool-call-parser .*hermes, qwen, llama3, mistral"
+    ):
         format_of(XML)
     assert format_of(XML, "hermes") == (HERMES, False) and format_of(PLAIN, "qwen")[1]
-    with pytest.raises(InvalidRequest, match="tools cannot be shown .* no chat template"):
+    with pytest.raises(InvalidRequest, match="tools .* no chat template"):
         format_of(None)
 
 
-def test_tools_that_may_not_be_used_are_not_shown() -> None:
+def test_tool_choice_none_shows_no_tools() -> None:
     for template in (QWEN, LLAMA, PLAIN, None):
         assert tool_use(template, None) is None and tool_use(template, [], "auto") is None
         assert tool_use(template, TOOLS, "none") is None
 
 
-def test_auto_leaves_the_model_free_and_shows_it_the_tools() -> None:
+def test_auto_shows_the_tools_without_a_grammar() -> None:
     for choice in (None, "auto"):
         use = tool_use(QWEN, TOOLS, choice)
         assert use is not None and use.grammar is None
         shown = render_chat(QWEN, [{"role": "user", "content": "?"}], tools=use.tools)
         assert "The weather of a place" in shown and "no-thing" in shown
-        assert use.parser().parse(tagged("weather", {})).calls[0].name == "weather"
+        assert parse(use.parser(), tagged("weather", {})).calls[0].name == "weather"
 
 
 def accepts(grammar: Any, text: str) -> bool:
-    """Whether a text satisfies a grammar from end to end."""
+    """Whether a whole text satisfies a grammar."""
     from llguidance import LLMatcher, LLTokenizer
 
-    check(grammar)
+    check_grammar(grammar)
     matcher = LLMatcher(LLTokenizer("byte"), grammar.source, log_level=0)
     return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and (
         matcher.is_accepting()
@@ -304,7 +314,7 @@ def accepts(grammar: Any, text: str) -> bool:
 
 
 @pytest.mark.parametrize("template", [QWEN, LLAMA])
-def test_required_allows_calls_of_these_tools_and_nothing_else(template: str) -> None:
+def test_required_allows_only_calls_of_the_tools(template: str) -> None:
     pytest.importorskip("llguidance")
     use = tool_use(template, TOOLS, "required")
     assert use is not None
@@ -314,7 +324,7 @@ def test_required_allows_calls_of_these_tools_and_nothing_else(template: str) ->
         return f"{use.format.begin}{written}{use.format.end}"
 
     rome = call("weather", {"place": "Rome", "days": [1, 1]})
-    assert accepts(use.grammar, rome) and use.parser().parse(rome).calls[0].name == "weather"
+    assert accepts(use.grammar, rome) and parse(use.parser(), rome).calls[0].name == "weather"
     assert accepts(use.grammar, call("no-thing", {}))
     for wrong in ("", "Hello", call("other", {}), call("weather", {}), call("no-thing", {"x": 1})):
         assert not accepts(use.grammar, wrong)
@@ -325,7 +335,7 @@ def test_required_allows_calls_of_these_tools_and_nothing_else(template: str) ->
     assert one is not None and not accepts(one.grammar, both) and accepts(one.grammar, rome)
 
 
-def test_strict_tools_have_no_other_properties_than_they_name() -> None:
+def test_strict_tools_allow_only_named_properties() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     strict = {"type": "function", "function": {**tool["function"], "strict": True}}
@@ -347,18 +357,18 @@ def test_a_named_choice_allows_one_call_of_that_tool() -> None:
     assert not accepts(use.grammar, tagged("no-thing", {}) + "\n" + tagged("no-thing", {}))
 
 
-def test_allowed_tools_are_a_part_of_those_that_are_shown() -> None:
+def test_allowed_tools_are_a_subset_of_the_shown_tools() -> None:
     use = tool_use(QWEN, TOOLS, allowed("auto", "no-thing"))
     assert use is not None and use.grammar is None and len(use.tools) == 2
     said = tagged("weather", {}) + tagged("no-thing", {})
-    assert [call.name for call in use.parser().parse(said).calls] == ["no-thing"]
+    assert [call.name for call in parse(use.parser(), said).calls] == ["no-thing"]
     must = tool_use(QWEN, TOOLS, allowed("required", "no-thing"))
     assert must is not None and accepts(must.grammar, tagged("no-thing", {}))
     assert not accepts(must.grammar, tagged("weather", {"place": "Rome"}))
 
 
 @pytest.mark.parametrize("parser", ["hermes", "qwen", "llama3", "mistral"])
-def test_a_template_without_tools_has_them_described(parser: str) -> None:
+def test_a_template_without_tools_gets_a_description(parser: str) -> None:
     use = tool_use(PLAIN, TOOLS, "auto", parser=parser)
     assert use is not None and use.is_described
     talk = [{"role": "user", "content": "?"}]
@@ -369,7 +379,7 @@ def test_a_template_without_tools_has_them_described(parser: str) -> None:
     assert len(described) == 2 and described[0]["content"].startswith("Be brief.\n\n")
 
 
-def test_earlier_calls_reach_a_model_whose_template_leaves_them_out() -> None:
+def test_earlier_calls_are_written_as_text_if_the_template_ignores_them() -> None:
     call = ToolCall("call_1", "weather", '{"place": "Rome"}').as_message()
     talk = [
         {"role": "user", "content": "?"},
@@ -383,37 +393,37 @@ def test_earlier_calls_reach_a_model_whose_template_leaves_them_out() -> None:
 @pytest.mark.parametrize(
     ("tools", "choice", "problem"),
     [
-        (None, "required", "tool_choice is given without tools"),
-        (TOOLS, "always", "tool_choice must be none, auto, required, .*'always'"),
-        (TOOLS, {"type": "allowed_tools"}, "allowed_tools must have a mode"),
+        (None, "required", "tool_choice .*tools"),
+        (TOOLS, "always", "tool_choice .*none, auto, required.*'always'"),
+        (TOOLS, {"type": "allowed_tools"}, "allowed_tools .*mode"),
         (
             TOOLS, {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}},
             "at least 1 tool",
         ),
         (TOOLS, allowed("auto", "x"), "tool_choice names 'x'"),
         (TOOLS, {"type": "function"}, "tool_choice must be"),
-        (TOOLS, {"function": {"name": "x"}}, "tool_choice names 'x', .*: weather, no-thing"),
+        (TOOLS, {"function": {"name": "x"}}, "tool_choice .*'x'.*: weather, no-thing"),
         ([{"type": "search"}], "auto", r"tools\[0\] must be"),
         ([WEATHER, "weather"], None, r"tools\[1\] must be"),
-        ([{"type": "function", "function": {}}], None, r"tools\[0\].function.name .*, not None"),
+        ([{"type": "function", "function": {}}], None, r"tools\[0\].function.name .*None"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "1 to 64 letters"),
-        ([WEATHER, WEATHER], None, r"tools\[1\].function.name 'weather' is there twice"),
+        ([WEATHER, WEATHER], None, r"tools\[1\].function.name 'weather'"),
         (
             [{"type": "function", "function": {"name": "a", "parameters": []}}], None,
-            r"tools\[0\].function.parameters must be a JSON schema",
+            r"tools\[0\].function.parameters ",
         ),
         ("weather", None, "tools must be a list"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused_by_name(tools: Any, choice: Any, problem: str) -> None:
+def test_wrong_tools_and_choices_are_named(tools: Any, choice: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         tool_use(QWEN, tools, choice)
 
 
-# Earlier calls, on their way back to the model.
+# Earlier calls of a conversation.
 
 
-def test_a_template_gets_arguments_as_objects_and_the_rest_as_it_was() -> None:
+def test_a_template_gets_arguments_as_objects() -> None:
     call = ToolCall("call_1", "weather", '{"place": "Rome"}').as_message()
     talk = [
         {"role": "user", "content": "?"},
@@ -423,7 +433,7 @@ def test_a_template_gets_arguments_as_objects_and_the_rest_as_it_was() -> None:
     given_ = template_messages(QWEN, talk)
     assert given_[0] == talk[0] and given_[2] == talk[2]
     assert given_[1]["tool_calls"][0]["function"]["arguments"] == {"place": "Rome"}
-    assert call["function"]["arguments"] == '{"place": "Rome"}', "the caller's own is not changed"
+    assert call["function"]["arguments"] == '{"place": "Rome"}', "the caller's message is unchanged"
     shown = render_chat(QWEN, given_)
     assert tagged("weather", {"place": "Rome"}) in shown
 
@@ -431,12 +441,12 @@ def test_a_template_gets_arguments_as_objects_and_the_rest_as_it_was() -> None:
 @pytest.mark.parametrize(
     ("calls", "problem"),
     [
-        ([{"function": {"name": "f", "arguments": "{"}}], r"tool_calls\[0\].function.arguments is"),
-        ([{"function": {"arguments": "{}"}}], r"messages\[0\].tool_calls\[0\].function must have"),
-        (["f"], r"tool_calls\[0\].function must have"),
-        ("f", r"messages\[0\].tool_calls must be a list"),
+        ([{"function": {"name": "f", "arguments": "{"}}], r"tool_calls\[0\].function.arguments "),
+        ([{"function": {"arguments": "{}"}}], r"messages\[0\].tool_calls\[0\].function "),
+        (["f"], r"tool_calls\[0\].function "),
+        ("f", r"messages\[0\].tool_calls .*list"),
     ],
 )
-def test_earlier_calls_that_make_no_sense_are_refused_by_name(calls: Any, problem: str) -> None:
+def test_wrong_earlier_calls_are_named(calls: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         template_messages(QWEN, [{"role": "assistant", "content": "", "tool_calls": calls}])

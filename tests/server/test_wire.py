@@ -1,7 +1,7 @@
-"""Bytes on the wire: every connection is a sequence of whole responses, whatever is asked.
+"""Bytes on the wire: every connection carries a sequence of complete responses.
 
-Real sockets, read by h11: a client library would hide what does not belong to any response.
-`python -m tests.support.wire.fuzz --conversations 2000` holds more of the conversations tried here.
+Real sockets are read with h11, because a client library would hide stray bytes.
+`python -m tests.support.wire.fuzz --conversations 2000` runs more of these random exchanges.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CALL = (
 
 @pytest.fixture(scope="module")
 def here() -> Iterator[Server]:
-    with Server(recipe="tests.support.wire.server:wire_recipe") as server:
+    with Server(factory="tests.support.wire.server:wire_factory") as server:
         yield server
 
 
@@ -38,7 +38,7 @@ def chat_case(output: str, **fields: object) -> Case:
 
 
 def hold(here: Server, *groups: list[Exchange]) -> list[Exchange]:
-    """Send groups of requests on one connection, and read it to its end."""
+    """Send groups of requests on one connection, and read all responses."""
     conversation = Conversation(here.port, random.Random(0), list(groups))
     conversation._leaves_at = None
     asyncio.run(conversation.hold())
@@ -48,7 +48,7 @@ def hold(here: Server, *groups: list[Exchange]) -> list[Exchange]:
 
 
 def raw(case: Case, *lines: str, version: str = "1.1") -> Exchange:
-    """A request in the plainest form, with further header lines."""
+    """A minimal request with additional header lines."""
     head = [f"{case.method} {case.path} HTTP/{version}", "Host: 127.0.0.1", *lines]
     head += [f"Content-Type: {case.kind}", f"Content-Length: {len(case.body)}", "", ""]
     closes = version == "1.0" or "Connection: close" in lines
@@ -56,14 +56,14 @@ def raw(case: Case, *lines: str, version: str = "1.1") -> Exchange:
     return Exchange(case, whole, version.encode(), closes)
 
 
-def test_random_conversations_are_whole_and_say_what_they_say_alone(here: Server) -> None:
+def test_random_exchanges_get_the_same_responses_as_alone(here: Server) -> None:
     report = asyncio.run(Fuzz(here.port, seed=1).run(120))
     assert not report.problems, report.problems[:3]
     assert report.num_misplaced == 0 and report.num_responses > 200
 
 
 @pytest.mark.parametrize("output", [CALL, f"Well.\n\n{CALL}\n{CALL}", "a <tool_call and no more"])
-def test_text_that_is_held_back_does_not_end_a_stream(here: Server, output: str) -> None:
+def test_held_back_text_does_not_end_a_stream(here: Server, output: str) -> None:
     case = chat_case(output, tools=TOOLS)
     first, second = hold(here, [raw(case)], [raw(chat_case("next"))])
     [choice] = streamed_answer(200, first.body).choices.values()
@@ -91,7 +91,7 @@ def test_http_1_0_gets_no_chunks(here: Server) -> None:
     ],
     ids=["no HTTP", "header", "chunk", "length"],
 )
-def test_a_broken_request_is_refused_after_the_responses_before_it(
+def test_a_malformed_request_is_refused_after_earlier_responses(
     here: Server, broken: bytes
 ) -> None:
     stream = raw(chat_case("a stream of some length"))
@@ -102,7 +102,7 @@ def test_a_broken_request_is_refused_after_the_responses_before_it(
     assert last.status == 400 and answer(400, last.body).rest["error"]["message"]
 
 
-def test_an_offer_of_http_2_is_ignored(here: Server) -> None:
+def test_an_http_2_upgrade_is_ignored(here: Server) -> None:
     offer = (
         "Connection: Upgrade, HTTP2-Settings",
         "Upgrade: h2c",
@@ -115,14 +115,14 @@ def test_an_offer_of_http_2_is_ignored(here: Server) -> None:
     ] * 3
 
 
-def test_a_body_that_breaks_off_is_refused_at_once(here: Server) -> None:
+def test_a_malformed_body_is_refused_at_once(here: Server) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
     [exchange] = hold(here, [Exchange(None, head + b"5\r\nabcde\r\nzz\r\n", closes=True)])
     assert exchange.status == 400
 
 
-def test_the_clients_of_a_pipeline_are_missed_when_they_leave(here: Server) -> None:
-    """uvicorn tells only the latest request of a connection that its client has gone."""
+def test_a_disconnect_cancels_all_pipelined_requests(here: Server) -> None:
+    """uvicorn itself notifies only the latest request of a connection."""
     prompt = SLOWLY + saying("x" * 2000)  # 20 seconds
     long = raw(Case(COMPLETIONS, {"prompt": prompt, "max_tokens": 2000}).streamed())
     conversation = Conversation(here.port, random.Random(0), [[long, long]])
@@ -131,7 +131,7 @@ def test_the_clients_of_a_pipeline_are_missed_when_they_leave(here: Server) -> N
     assert conversation.has_left
     ends_at = time.monotonic() + 5
     while num_open(here) > 0:
-        assert time.monotonic() < ends_at, "the request goes on without its client"
+        assert time.monotonic() < ends_at, "the request continues after the disconnect"
         time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Laws of an engine in a process of its own: workers share it, and none harms another."""
+"""An engine in a separate process: workers share it without affecting each other."""
 
 from __future__ import annotations
 
@@ -20,49 +20,51 @@ from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.engine import Engine
 from headway.engine.loop import Limits
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
-from headway.server.process.engine_service import Service
+from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketPort
 from headway.server.process.serve import bind
-from headway.server.process.workers import SharedSocket
+from headway.server.process.workers import SharedListener
 from tests.engine.test_async_engine import PROMPT, SLOW, read, sayings, wander, within
 from tests.support.drive import check_no_leaks
 from tests.support.processes import Server
 from tests.support.scripted import END, make_engine, script
 
-FACTS = {"model": "none"}
+MODEL_INFO = {"model": "none"}
 
 
 @asynccontextmanager
 async def workers(
     engine: Engine, count: int = 2, limits: Limits | None = None
-) -> AsyncIterator[tuple[Service, list[AsyncEngine]]]:
-    """An engine behind a socket, and some who ask it; at the end nothing is left of anything."""
+) -> AsyncIterator[tuple[EngineService, list[AsyncEngine]]]:
+    """An engine behind a socket and several clients of it; at the end no request may be left."""
     with tempfile.TemporaryDirectory() as folder:
         port = ThreadPort(engine, limits)
-        service = Service(port, FACTS)
+        service = EngineService(port, MODEL_INFO)
         await service.start(path := Path(folder) / "engine")
         async with AsyncExitStack() as stack:
-            asking = [AsyncEngine(SocketPort(path)) for _ in range(count)]
-            for each in asking:
+            engines = [AsyncEngine(SocketPort(path)) for _ in range(count)]
+            for each in engines:
                 await each.start()
                 stack.push_async_callback(each.close)
-            yield service, asking
-            while service.gone is None and (engine.has_work or any(e._left for e in asking)):
+            yield service, engines
+            while service.stopped is None and (engine.has_work or any(e._left for e in engines)):
                 await asyncio.sleep(0.001)
         while service.workers:
             await asyncio.sleep(0.001)
         await service.close()
-    assert not service._asked and all(not each.num_open and not each._left for each in asking)
+    assert not service._queries and all(not each.num_open and not each._left for each in engines)
     if not engine.scheduler.requests:
         check_no_leaks(engine.scheduler)
 
 
-def test_each_worker_reads_its_own_and_the_facts() -> None:
+def test_each_worker_gets_its_own_tokens_and_the_model_info() -> None:
     async def ask() -> None:
-        async with workers(make_engine(), 3) as (_, asking):
-            assert all(isinstance(e.port, SocketPort) and e.port.facts == FACTS for e in asking)
+        async with workers(make_engine(), 3) as (_, engines):
+            assert all(
+                isinstance(e.port, SocketPort) and e.port.model_info == MODEL_INFO for e in engines
+            )
             reading = [
-                read(e, "same id", PROMPT, script(i + 2, i + 1)) for i, e in enumerate(asking)
+                read(e, "same id", PROMPT, script(i + 2, i + 1)) for i, e in enumerate(engines)
             ]
             for i, updates in enumerate(await asyncio.gather(*reading)):
                 assert {update.id for update in updates} == {"same id"}
@@ -72,7 +74,7 @@ def test_each_worker_reads_its_own_and_the_facts() -> None:
     within(ask())
 
 
-def test_questions_are_answered_to_whoever_asked() -> None:
+def test_query_results_go_to_the_worker_that_asked() -> None:
     async def ask() -> None:
         async with workers(make_engine(SLOW)) as (service, (one, other)):
             assert isinstance(service._port, ThreadPort)
@@ -91,7 +93,7 @@ def test_questions_are_answered_to_whoever_asked() -> None:
     within(ask())
 
 
-def test_refusals_cross_the_socket_as_they_were_raised() -> None:
+def test_errors_cross_the_socket_unchanged() -> None:
     async def ask() -> None:
         async with workers(make_engine(SLOW), 2, Limits(max_waiting=0)) as (_, (one, _other)):
             with pytest.raises(Overloaded):
@@ -101,14 +103,14 @@ def test_refusals_cross_the_socket_as_they_were_raised() -> None:
                 await read(other, "long", PROMPT, script(4, max_tokens=5000))
             assert caught.value.need > caught.value.limit > 0
             with pytest.raises(
-                InvalidRequest, match="^request 'wrong' has an empty"
-            ):  # with no prefix in it
+                InvalidRequest, match="^request 'wrong'"
+            ):  # without the worker's prefix
                 await read(other, "wrong", [], script(1))
 
     within(ask())
 
 
-def test_a_worker_that_goes_has_its_requests_cancelled_and_the_others_go_on() -> None:
+def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
     async def ask() -> None:
         inner = make_engine(SLOW)
         async with workers(inner) as (service, (one, other)):
@@ -118,7 +120,7 @@ def test_a_worker_that_goes_has_its_requests_cancelled_and_the_others_go_on() ->
             staying = asyncio.create_task(read(other, "a", PROMPT, script(60)))
             await asyncio.sleep(10 * SLOW)
             assert isinstance(one.port, SocketPort) and one.port._writer is not None
-            one.port._writer.transport.abort()  # as a process that is killed
+            one.port._writer.transport.abort()  # like a killed process
             for answer in await asyncio.gather(*going, return_exceptions=True):
                 assert isinstance(answer, ExecutorError)
             assert len(sayings(await staying)[0][0]) == 60
@@ -129,34 +131,34 @@ def test_a_worker_that_goes_has_its_requests_cancelled_and_the_others_go_on() ->
     within(ask())
 
 
-def test_an_engine_that_dies_is_told_to_all_now_and_later() -> None:
+def test_all_workers_learn_that_the_engine_has_stopped() -> None:
     def broken() -> None:
-        raise RuntimeError("what no step survives")
+        raise RuntimeError("fatal fault")
 
     async def ask() -> None:
         inner = make_engine(SLOW)
-        async with workers(inner, 3) as (_service, asking):
-            reading = [asyncio.create_task(read(e, "a", PROMPT, script(900))) for e in asking]
+        async with workers(inner, 3) as (_service, engines):
+            reading = [asyncio.create_task(read(e, "a", PROMPT, script(900))) for e in engines]
             await asyncio.sleep(10 * SLOW)
             inner.step = broken  # type: ignore[method-assign]
             for answer in await asyncio.gather(*reading, return_exceptions=True):
-                assert isinstance(answer, ExecutorError) and "no step survives" in str(answer)
-            assert isinstance(asking[0].port, SocketPort)
-            late = AsyncEngine(SocketPort(asking[0].port.path))
+                assert isinstance(answer, ExecutorError) and "fatal fault" in str(answer)
+            assert isinstance(engines[0].port, SocketPort)
+            late = AsyncEngine(SocketPort(engines[0].port.path))
             await late.start()
             await asyncio.sleep(0.02)
-            assert late.gone is not None and "no step survives" in late.gone
+            assert late.gone is not None and "fatal fault" in late.gone
             await late.close()
 
     within(ask())
 
 
-def test_without_an_engine_a_port_says_so() -> None:
-    with pytest.raises(ExecutorError, match="no engine answers at /nowhere"):
+def test_a_port_without_an_engine_raises() -> None:
+    with pytest.raises(ExecutorError, match="/nowhere"):
         within(AsyncEngine(SocketPort("/nowhere")).start())
 
 
-def test_a_worker_that_does_not_read_holds_nobody_up() -> None:
+def test_a_worker_that_does_not_read_delays_no_other() -> None:
     async def ask() -> None:
         inner = make_engine(num_blocks=2_000, max_model_len=8_000)
         async with workers(inner) as (_, (stuck, other)):
@@ -176,7 +178,7 @@ def test_a_worker_that_does_not_read_holds_nobody_up() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_in_random_worlds_of_workers_every_request_has_one_answer(seed: int) -> None:
+def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
     rng = random.Random(seed)
 
     async def live() -> list[str]:
@@ -185,9 +187,9 @@ def test_in_random_worlds_of_workers_every_request_has_one_answer(seed: int) -> 
             rng.choice((0.0, 0.0005)), async_scheduling=seed % 2, num_blocks=rng.choice((24, 60)),
             num_scheduler_steps=rng.choice((1, 3)),
         )  # fmt: skip
-        async with workers(inner, 3, limits) as (_, asking):
+        async with workers(inner, 3, limits) as (_, engines):
             rngs = [random.Random(rng.random()) for _ in range(45)]
-            clients = [wander(asking[i % 3], own, f"{i // 3}") for i, own in enumerate(rngs)]
+            clients = [wander(engines[i % 3], own, f"{i // 3}") for i, own in enumerate(rngs)]
             return list(await asyncio.gather(*clients))
 
     outcomes = within(live(), 20)
@@ -197,11 +199,11 @@ def test_in_random_worlds_of_workers_every_request_has_one_answer(seed: int) -> 
 # Real processes.
 
 
-def test_a_port_that_is_taken_is_told_with_what_to_do() -> None:
+def test_an_error_for_a_used_port_says_what_to_do() -> None:
     taken = bind("127.0.0.1", 0)
     taken.listen()
     number = taken.getsockname()[1]
-    with pytest.raises(ConfigError, match=f"127.0.0.1:{number}: Address already in use.*--port"):
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{number}.*--port"):
         bind("127.0.0.1", number)
     taken.close()
     with pytest.raises(ConfigError, match="no.such.host.invalid"):
@@ -210,9 +212,9 @@ def test_a_port_that_is_taken_is_told_with_what_to_do() -> None:
         bind("127.0.0.1", 70_000)
 
 
-def test_a_shared_socket_gives_one_connection_at_a_time() -> None:
+def test_a_shared_listener_accepts_one_connection_per_wakeup() -> None:
     bound = bind("127.0.0.1", 0)
-    with SharedSocket(fileno=bound.detach()) as shared:
+    with SharedListener(fileno=bound.detach()) as shared:
         shared.listen()
         shared.setblocking(False)
         for _ in range(3):
@@ -226,19 +228,19 @@ def test_a_shared_socket_gives_one_connection_at_a_time() -> None:
 
 def is_alive(number: int) -> bool:
     return Path(f"/proc/{number}/cmdline").exists() and bool(
-        Path(f"/proc/{number}/cmdline").read_bytes()  # empty: dead, and not waited for
+        Path(f"/proc/{number}/cmdline").read_bytes()  # empty for a zombie process
     )
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Wait for it; never is a failure."""
+    """Wait for a condition; fail if it does not become true."""
     ends_at = time.monotonic() + 10
     while not is_so():
-        assert time.monotonic() < ends_at, "this should have come"
+        assert time.monotonic() < ends_at, "the condition did not become true"
         time.sleep(0.02)
 
 
-def test_workers_share_a_port_and_a_signal_ends_all_in_order() -> None:
+def test_workers_share_a_port_and_stop_in_order() -> None:
     with Server(num_workers=2, seconds=0.002) as server:
         children = server.children()
         assert len(children) >= 3
@@ -246,13 +248,13 @@ def test_workers_share_a_port_and_a_signal_ends_all_in_order() -> None:
         lines = server.generate("a", 30)
         assert sum(len(line.get("tokens", ())) for line in lines) == 30
         assert lines[-1]["end"] == "stop"
-        for child in children:  # a terminal's Ctrl-C reaches everybody
+        for child in children:  # Ctrl-C in a terminal signals the whole process group
             os.kill(child, signal.SIGINT)
         assert server.end(signal.SIGINT) == 0
         until(lambda: not any(map(is_alive, children)))
 
 
-def test_a_worker_that_dies_is_replaced_and_an_engine_that_dies_is_told() -> None:
+def test_a_dead_worker_is_replaced_and_a_dead_engine_is_reported() -> None:
     with Server(num_workers=1, seconds=0.002) as server:
         first = server.pids()
         os.kill(first["worker"], signal.SIGKILL)
@@ -264,7 +266,7 @@ def test_a_worker_that_dies_is_replaced_and_an_engine_that_dies_is_told() -> Non
         assert server.end() == 1
 
 
-def test_children_do_not_outlive_a_supervisor_that_is_killed() -> None:
+def test_children_do_not_outlive_a_killed_supervisor() -> None:
     with Server(num_workers=2) as server:
         children = [*server.pids().values()]
         server.process.kill()

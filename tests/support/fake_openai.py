@@ -1,10 +1,10 @@
-"""A server that speaks enough of OpenAI's API to be loaded, and misbehaves as its model says.
+"""A server with enough of OpenAI's API for load tests; the model name selects its behaviour.
 
     with FakeServer() as server: server.url, server.asked
 
-Models: "good"; "busy" answers 429; "broken" hangs up in mid-stream, "mute" never answers, "failing"
-sends an error as an event, "garbage" is no HTTP, "odd" sends events that are no objects, "aborting"
-finishes by abort, "closing" hangs up after every answer, "rude" does so without having said so.
+Models: "good"; "busy" returns 429; "broken" disconnects mid-stream; "mute" never responds; "failing"
+sends an error event; "garbage" sends no HTTP; "odd" sends events that are not objects; "aborting"
+finishes with abort; "closing" closes the connection after every response; "rude" does so unannounced.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding
 
 
 class FakeServer:
-    """Runs on a thread of its own; `asked` is what it was sent, in order of arrival."""
+    """Runs on its own thread; `asked` has the received bodies in order of arrival."""
 
     def __init__(self, gap: float = 0.0, model: str = "good", api_key: str | None = None) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -76,7 +76,7 @@ class FakeServer:
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """One exchange; False if the connection is to end."""
+        """Handle one request; return False to close the connection."""
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
         length = int(head.lower().split("content-length:")[1].split("\r\n")[0])
         body = await reader.readexactly(length)
@@ -149,6 +149,6 @@ def _reason(model: str) -> str:
 
 def _length(asked: dict[str, Any]) -> int:
     if "messages" in asked:
-        return len(asked["messages"][0]["content"].split()) + 10  # as a template would add
+        return len(asked["messages"][0]["content"].split()) + 10  # as added by a chat template
     prompt = asked["prompt"]
     return len(prompt.split() if isinstance(prompt, str) else prompt)

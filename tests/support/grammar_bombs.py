@@ -1,8 +1,8 @@
-"""Grammars that are large, contradictory or made to run away, and a program that tries them all.
+"""Grammars that are large, contradictory or explosive, and a program that tries them all.
 
-`python -m tests.support.grammar_bombs` takes each one the way a server does: the checker first, then, if it
-is accepted, a matcher in this process that is followed for some tokens. Prints a line of JSON for
-each. Loads no torch.
+`python -m tests.support.grammar_bombs` tries each one as a server does: the checker first, then, if it
+is accepted, a matcher in this process for some tokens. Prints one line of JSON per grammar.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 
 from headway.errors import InvalidRequest
 from headway.grammar.checker import GrammarChecker
-from headway.grammar.grammar import CHECKER, Grammar, check
-from headway.grammar.sandbox import Vocabulary, make_tokenizer
+from headway.grammar.grammar import CHECKER, Grammar, check_grammar
+from headway.grammar.sandbox import GrammarVocabulary, make_tokenizer
 
 NUM_STEPS = 64
 END = 256
 PIECES = [b"aa", b"aaaa", b'{"', b'": ', b'"}', b"item ", b"<tool_call>", b"the ", "é".encode()]
-VOCABULARY = Vocabulary([*(bytes([n]) for n in range(256)), b"<end>", *PIECES], [END], [END])
+VOCABULARY = GrammarVocabulary([*(bytes([n]) for n in range(256)), b"<end>", *PIECES], [END], [END])
 
 
 def nested(keyword: str, async_scheduling: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def nested(keyword: str, async_scheduling: int) -> dict[str, Any]:
 
 
 def doubled(form: Any, last: str, async_scheduling: int = 60) -> str:
-    """Rules of which each uses the next twice."""
+    """Rules, each of which uses the next one twice."""
     rules = [form(number) for number in range(async_scheduling)]
     return "\n".join([f"start: {last[0]}0", *rules, f"{last[0]}{async_scheduling}: {last[1:]}"])
 
@@ -140,7 +140,7 @@ def schemas() -> dict[str, dict[str, Any]]:
 
 
 def bombs() -> dict[str, Grammar]:
-    """By name; the names of one kind begin with it."""
+    """Grammars by name; a name begins with the kind of the grammar."""
     choices = {
         "10000 items": [f"item {n}" for n in range(10_000)],
         "long items": ["a" * 45_000, "a" * 45_000 + "b"],
@@ -155,7 +155,7 @@ def bombs() -> dict[str, Grammar]:
 
 
 def followed(grammar: Grammar) -> dict[str, Any]:
-    """What it takes to follow an accepted grammar along a random text."""
+    """The cost of following an accepted grammar along a random text."""
     from llguidance import LLMatcher, LLParserLimits
 
     draw, begun = random.Random(1), time.thread_time()
@@ -178,14 +178,14 @@ def followed(grammar: Grammar) -> dict[str, Any]:
 
 
 def tried(grammar: Grammar, checker: GrammarChecker) -> dict[str, Any]:
-    """The verdict on a grammar, and what it takes if it is accepted."""
+    """The verdict on a grammar, and its cost if it is accepted."""
     try:
-        check(grammar)
+        check_grammar(grammar)
     except InvalidRequest as error:
         return {"problem": str(error)}
     problem = checker.problem(grammar)
     found: dict[str, Any] = {"problem": problem}
-    if not problem:  # on a thread, as in an engine: it has less stack than the main thread
+    if not problem:  # on a thread, as in an engine, with a smaller stack than the main thread
         thread = threading.Thread(target=lambda: found.update(followed(grammar)))
         thread.start()
         thread.join()
@@ -199,7 +199,9 @@ def main() -> None:
     checker.close()
     CHECKER.close()
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    own = int(status.split("VmHWM:")[1].split()[0])  # unlike ru_maxrss, not that of its parent
+    own = int(
+        status.split("VmHWM:")[1].split()[0]
+    )  # unlike ru_maxrss, it excludes the parent process
     used = (own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
     print(json.dumps({"name": "memory", "megabytes": [each >> 10 for each in used]}))
 

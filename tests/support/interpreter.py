@@ -1,4 +1,4 @@
-"""Triton's interpreter, made quicker: what it finds out again and again is found out once."""
+"""Makes Triton's interpreter faster by caching what it computes again and again."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 
-def hurry() -> None:
-    """For as long as the process lives; kernels do what they did."""
+def speed_up() -> None:
+    """Patch the interpreter for the rest of the process; kernels give the same results."""
     interpreter, core = (
         sys.modules["triton.runtime.interpreter"],
         sys.modules["triton.language.core"],
@@ -23,9 +23,9 @@ def hurry() -> None:
 
 
 def prepared_once(kind: Any) -> Any:
-    """It prepares its language anew for every call of a function in a kernel.
+    """The interpreter patches its language module for every call of a function in a kernel.
 
-    Once for each function does: what it changed then stays changed.
+    Once per function is enough, because the changes persist.
     """
     prepare, prepared = kind.__call__, set[object]()
 
@@ -39,18 +39,18 @@ def prepared_once(kind: Any) -> Any:
 
 
 def check_overflow(_self: Any, left: Any, right: Any, operation: Any) -> None:
-    """It looks for overflow in every sum and product of integers, by dozens of its own operations,
-    and says nothing if there is some: this takes a few of numpy's, and does."""
+    """The interpreter checks every integer sum and product for overflow, with dozens of its own
+    operations, and does not report it. This takes a few numpy operations, and asserts."""
     kind, name = left.type.scalar, operation.__name__
     if kind.int_bitwidth < 64:
         numbers = (np.asarray(each.handle.data, np.float64) for each in (left, right))
         found = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](*numbers)
         low, high = kind.get_int_min_value(), kind.get_int_max_value()
-        assert low <= found.min() and found.max() <= high, f"{name}: {kind} is too narrow"
+        assert low <= found.min() and found.max() <= high, f"{name}: {kind} overflows"
 
 
 def described_once(core: Any) -> Any:
-    """A block's type: checked, counted and named for every value there is."""
+    """Cache a block type, which is checked, counted and named for every value."""
     describe, known = core.block_type.__init__, dict[Any, dict[str, Any]]()
 
     def init(self: Any, element_ty: Any, shape: Any) -> None:
@@ -65,7 +65,7 @@ def described_once(core: Any) -> Any:
 
 
 def shaped_once(kind: Any) -> Any:
-    """A value's shape and number of elements, which follow from its type."""
+    """Cache a value's shape and number of elements, which follow from its type."""
     shape, known = kind.__init__, dict[str, dict[str, Any]]()
 
     def init(self: Any, handle: Any, type: Any) -> None:
@@ -79,7 +79,7 @@ def shaped_once(kind: Any) -> Any:
 
 
 def looked_up_once(look_up: Any) -> Any:
-    """numpy's type for one of Triton's: a table of eighteen, made for every look into it."""
+    """Cache numpy's type for a Triton type: the table is built again for every lookup."""
     known = dict[str, Any]()
 
     def found(kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The real app over an engine that answers in capitals, each step taking its time."""
+"""The real app over an engine whose output is the prompt in capitals, with slow steps."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from headway.server.app import create_app
 from headway.server.context import Context
 from headway.server.health import Watchdog, watch
 from headway.server.live import router
-from headway.server.process.serve import Recipe, Served
+from headway.server.process.serve import ServedEngine, ServerFactory
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 LONGEST = 4096
 
 
 class SlowCapitals(Capitals):
-    """Takes its time for every step."""
+    """Sleeps in every step."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -36,18 +36,18 @@ class SlowCapitals(Capitals):
         return super().launch(plan)
 
 
-def letters_served(seconds: float, trace: str | None = None) -> Served:
+def letters_served(seconds: float, trace: str | None = None) -> ServedEngine:
     config = preset(
         "headway", max_model_len=LONGEST, num_blocks=8192, block_size=16, max_num_seqs=64
     )
     engine = Engine(Scheduler(config), SlowCapitals(seconds))
     if trace is not None:
         engine.observers.append(TraceWriter(open(trace, "w", 1), config, 0))  # noqa: SIM115
-    asking = InputProcessor(
+    processor = InputProcessor(
         tokenizer=letters(), vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
-    return Served(engine=engine, facts=asking, prepare=observe)
+    return ServedEngine(engine=engine, model_info=processor, prepare=observe)
 
 
 def observe(loop: EngineLoop) -> None:
@@ -55,13 +55,17 @@ def observe(loop: EngineLoop) -> None:
     Watchdog(loop)
 
 
-def letters_app(engine: AsyncEngine, asking: InputProcessor) -> Any:
+def letters_app(engine: AsyncEngine, processor: InputProcessor) -> Any:
     context = Context(
-        engine=engine, asking=asking, model_name=MODEL, max_model_len=LONGEST, health=watch(engine)
+        engine=engine,
+        input_processor=processor,
+        model_name=MODEL,
+        max_model_len=LONGEST,
+        health=watch(engine),
     )
     return create_app(context, [router(context)])
 
 
-def real_recipe(seconds: float, trace: str | None, grace: float) -> Recipe:
+def real_factory(seconds: float, trace: str | None, grace: float) -> ServerFactory:
     make_engine = partial(letters_served, seconds, trace)
-    return Recipe(make_engine=make_engine, make_app=letters_app, grace=grace)
+    return ServerFactory(make_engine=make_engine, make_app=letters_app, grace=grace)

@@ -1,4 +1,4 @@
-"""Servers in processes of their own: start them, ask them, send them signals."""
+"""Servers in separate processes: start them, send requests and signals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAIN = "import sys; from tests.support.scripted import main; main(sys.argv[1])"
 def serving(
     *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`headway serve` on a free port, and the line it says when it serves; killed at the end."""
+    """`headway serve` on a free port, and its first line of output; killed at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", "headway", "serve", "--port", "0", *options],
         stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
@@ -39,7 +39,7 @@ def serving(
 
 
 class Server:
-    """A server process; `with` waits until it serves, and leaves nothing running."""
+    """A server process; `with` waits until it is ready, and kills it at the end."""
 
     def __init__(
         self,
@@ -50,14 +50,14 @@ class Server:
         port: int = 0,
         is_real: bool = False,
         trace: str | None = None,
-        recipe: str | None = None,
+        factory: str | None = None,
         max_descriptors: int | None = None,
         **connections: Any,
     ) -> None:
-        """`recipe` is `module:function`; `connections` are fields of ConnectionSettings."""
+        """`factory` is `module:function`; `connections` are fields of ConnectionSettings."""
         options = {
             "num_workers": num_workers, "seconds": seconds, "grace": grace, "port": port,
-            "is_real": is_real, "trace": trace, "recipe": recipe, "connections": connections,
+            "is_real": is_real, "trace": trace, "factory": factory, "connections": connections,
             "max_descriptors": max_descriptors,
         }  # fmt: skip
         self.process = subprocess.Popen(
@@ -79,12 +79,12 @@ class Server:
         self.process.communicate()
 
     def children(self) -> list[int]:
-        """The processes it has started."""
+        """The ids of its child processes."""
         number = self.process.pid
         return [int(n) for n in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
 
     def pids(self) -> dict[str, int]:
-        """The engine's process, and one that answers."""
+        """The ids of the engine's process and of one worker."""
         found = httpx.get(self.url).json()
         return {name: found[name] for name in ("engine", "worker")}
 
@@ -95,12 +95,12 @@ class Server:
             return False
 
     def generate(self, id: str, num_output: int) -> list[dict[str, Any]]:
-        """All lines of one request to the small app."""
+        """All response lines of one request to the small app."""
         asked = {"id": id, "prompt": [1, 2, 3], "num_output": num_output}
         with httpx.stream("POST", self.url, json=asked, timeout=20) as response:
             return [json.loads(line) for line in response.iter_lines()]
 
     def end(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait; the exit status."""
+        """Send a signal, wait, and return the exit status."""
         self.process.send_signal(number)
         return self.process.wait(20)

@@ -1,7 +1,7 @@
-"""What the tests of real models share: prompts, a reference made by transformers, engines to try.
+"""Shared by the tests of real models: prompts, a reference made by transformers, and engines.
 
-The reference is kept in a file, so that no test needs transformers to know what is right; that it
-is what transformers says is itself a test. `python -m tests.support.real` makes it anew.
+The reference is kept in a file, so that tests do not need transformers; a test compares it with
+transformers. `python -m tests.support.real` writes it again.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from headway import Engine, Params, Scheduler, StepReport
-from headway.executor.cpu import TorchExecutor
+from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import load_hf
 from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend
@@ -33,8 +33,8 @@ from headway.text.tokenizer import Tokenizer
 
 REFERENCE = Path(__file__).with_name("real_reference.json")
 NUM_TOKENS = 64
-TIE = 1e-4  # logits this close may come out in either order
-# (prompt, place in the output, the reference's token, the other) of every such pair.
+TIE = 1e-4  # logits this close may be in either order
+# (prompt, position in the output, the reference's token, the other token) of every such pair.
 TIES: list[tuple[str, int, int, int]] = []
 
 STORY = (
@@ -103,53 +103,58 @@ def prompts() -> dict[str, list[int]]:
     """Every prompt as tokens."""
     own = tokenizer()
     return {
-        name: own.encode(said)
-        if isinstance(said, str)
+        name: own.encode(prompt)
+        if isinstance(prompt, str)
         else own.encode(
-            render_chat(own.chat_template, said, bos=own.bos, eos=own.eos), special=False
+            render_chat(own.chat_template, prompt, bos=own.bos, eos=own.eos), special=False
         )
-        for name, said in PROMPTS.items()
+        for name, prompt in PROMPTS.items()
     }
+
+
+def short_prompts() -> dict[str, list[int]]:
+    """All prompts but the longest, which has a third of all tokens."""
+    return {name: tokens for name, tokens in prompts().items() if len(tokens) < 200}
 
 
 @cache
 def decoder(precision: str = "float32") -> Decoder:
-    """The bundled model, loaded once in a process."""
+    """The bundled model, loaded once per process."""
     checkpoint = open_checkpoint(resolve("smollm2-135m"))
     return Decoder(checkpoint, choose_backend(checkpoint.config, precision))
 
 
 @cache
 def reference() -> dict[str, list[int]]:
-    """The tokens that follow each prompt, greedily."""
+    """The greedy tokens after each prompt."""
     found: dict[str, list[int]] = json.loads(REFERENCE.read_text(encoding="utf-8"))
     return found
 
 
 def unlike_reference(found: dict[str, Sequence[int]]) -> list[tuple[str, int, int, int]]:
-    """(prompt, place, reference, found) where outputs first differ, but for the named ties."""
-    partings = []
+    """(prompt, position, reference, found) where outputs first differ, except for known ties."""
+    differences = []
     for name, tokens in found.items():
         assert len(tokens) <= NUM_TOKENS, "the reference is no longer than this"
         pairs = enumerate(zip(reference()[name], tokens, strict=False))
-        parting = next(((name, place, *pair) for place, pair in pairs if pair[0] != pair[1]), None)
-        if parting is not None and parting not in TIES:
-            partings.append(parting)
-    return partings
+        first = next(((name, place, *pair) for place, pair in pairs if pair[0] != pair[1]), None)
+        if first is not None and first not in TIES:
+            differences.append(first)
+    return differences
 
 
-# Our engine over a decoder that is there already.
+# Our engine with a loaded decoder.
 
 
 @dataclass
 class Seen:
-    """An observer: what a run went through."""
+    """An observer that counts what happened in a run."""
 
     num_recomputed: int = 0  # preemptions
     num_swapped: int = 0
     num_copied: list[int] = field(default_factory=lambda: [0, 0])  # blocks out, blocks in
-    num_cached: int = 0  # prompt tokens found in the cache by newcomers
-    num_full_hits: int = 0  # prompts found from end to end
+    num_cached: int = 0  # prompt tokens of new requests that were cached
+    num_full_hits: int = 0  # prompts that were fully cached
     most_decodes: int = 0
     longest_chunk: int = 0
     num_steps: int = 0
@@ -168,14 +173,14 @@ class Seen:
 
 
 class Trial:
-    """A decoder under one configuration; asked for greedy continuations as often as one likes."""
+    """A decoder with one configuration, which generates greedily any number of times."""
 
     def __init__(
         self, model: Decoder, preset: str = "headway", *, async_scheduling: int = 0, **settings: Any
     ) -> None:
         itemsize = model.backend.kv_blocks(model.config, 0, 1).element_size()
         self.config = fit(model.config, itemsize, preset, "400MiB", settings)
-        executor = TorchExecutor(model, self.config)
+        executor = CpuExecutor(model, self.config)
         self.seen = Seen()
         self.engine = Engine(
             Scheduler(self.config),
@@ -187,7 +192,7 @@ class Trial:
     def ask(
         self, prompts: dict[str, list[int]], num_tokens: int = NUM_TOKENS, **params: Any
     ) -> dict[str, list[list[int]]]:
-        """The tokens after each prompt: a list for each of its samples."""
+        """The tokens after each prompt: one list per sample."""
         asked = {
             name: self.engine.add(name, tokens, Params(max_tokens=num_tokens, **params))
             for name, tokens in prompts.items()
@@ -200,28 +205,30 @@ class Trial:
     def ask_one(
         self, prompts: dict[str, list[int]], num_tokens: int = NUM_TOKENS
     ) -> dict[str, Any]:
-        """As `ask`, of one sample each."""
+        """Like `ask`, with one sample each."""
         return {name: outputs[0] for name, outputs in self.ask(prompts, num_tokens).items()}
 
     def check_empty(self) -> None:
-        """Whatever was held has been given back."""
+        """All blocks and requests have been released."""
         scheduler = self.engine.scheduler
         assert not scheduler.requests and not self.engine.has_work
         assert scheduler.num_free == scheduler.config.num_blocks
         assert scheduler.kv.host.num_free == self.config.num_host_blocks
 
 
-# One forward pass made by hand.
+# Single forward passes.
 
 
 def blocks_for(model: Decoder, num_tokens: int, block_size: int = 16) -> Tensor:
-    """Blocks for so many tokens, full of what no arithmetic survives if it is read."""
+    """Blocks for `num_tokens`, filled with NaN so that reading them by mistake is noticed."""
     num_blocks = -(-num_tokens // block_size)
     return model.backend.kv_blocks(model.config, num_blocks, block_size).fill_(math.nan)
 
 
-def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_size: int) -> Batch:
-    """A pass over parts of sequences: (tokens to compute, their first place, blocks)."""
+def batch_of(
+    parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_size: int
+) -> ForwardBatch:
+    """A pass over parts of sequences: (tokens to compute, their first position, blocks)."""
     parts = list(parts)
     places = [range(first, first + len(tokens)) for tokens, first, _ in parts]
     slots = [
@@ -232,7 +239,7 @@ def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_si
     starts = torch.tensor([0, *(len(tokens) for tokens, _, _ in parts)]).cumsum(0)
     width = max(len(blocks) for _, _, blocks in parts)
     tables = [[*blocks, *[0] * (width - len(blocks))] for _, _, blocks in parts]
-    return Batch(
+    return ForwardBatch(
         tokens_t=torch.tensor([t for tokens, _, _ in parts for t in tokens]),
         positions_t=torch.tensor([place for where in places for place in where]),
         slots_t=torch.tensor(slots),
@@ -243,22 +250,22 @@ def batch_of(parts: Iterable[tuple[Sequence[int], int, Sequence[int]]], block_si
     )
 
 
-def whole(tokens: Sequence[int], block_size: int = 16) -> Batch:
-    """A pass over all of one sequence, which has the first blocks."""
+def whole(tokens: Sequence[int], block_size: int = 16) -> ForwardBatch:
+    """A pass over one whole sequence, which has the first blocks."""
     return batch_of([(tokens, 0, range(-(-len(tokens) // block_size)))], block_size)
 
 
 @torch.inference_mode()
 def logits_of(model: Decoder, tokens: Sequence[int]) -> Tensor:
-    """Logits at every place of one sequence, computed in one pass."""
+    """Logits at every position of one sequence, computed in one pass."""
     return model.logits(model.forward(whole(tokens), blocks_for(model, len(tokens))))
 
 
-# A tiny model with a tokenizer, for what does not depend on the model's size.
+# A tiny model with a tokenizer, for tests in which the model's size does not matter.
 
 
 def write_tiny(folder: Path, **numbers: Any) -> Path:
-    """A random model that says random words: a folder as transformers saves one."""
+    """Write a random model to a folder, as transformers saves one."""
     from safetensors.torch import save_file
     from tokenizers import Tokenizer as Backend
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -289,15 +296,15 @@ def write_tiny(folder: Path, **numbers: Any) -> Path:
     return folder
 
 
-# transformers over the same file.
+# transformers with the same file.
 
 
 @cache
 def transformers_model() -> Any:
     """The bundled model as transformers reads the same file, in float32.
 
-    As `AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)`, which would read the whole
-    file a second time for its config and asks for another package.
+    Like `AutoModelForCausalLM.from_pretrained(folder, gguf_file=name)`, which would read the whole
+    file a second time for its config and needs another package.
     """
     transformers = pytest.importorskip("transformers")
     loading = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
@@ -308,12 +315,12 @@ def transformers_model() -> Any:
         rope_parameters={"rope_type": "default", "rope_theta": 100000.0}, rms_norm_eps=1e-5,
         tie_word_embeddings=True, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
-    with torch.device("meta"):  # weights come from the file
+    with torch.device("meta"):  # the weights are loaded from the file below
         model = transformers.LlamaForCausalLM(config)
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config)
     with pytest.MonkeyPatch.context() as patch:
-        # A table of names for every module, and a view of the file for every piece of the
-        # tokenizer: both would take longer than all weights.
+        # A table of names for every module, and a mapping of the file for every tokenizer field,
+        # would take longer than loading all weights.
         patch.setattr(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
         patch.setattr(np, "memmap", lambda path, mode: np.fromfile(path, dtype=np.uint8))
         read = loading.load_gguf_checkpoint(
@@ -321,23 +328,23 @@ def transformers_model() -> Any:
         )
     own = config.to_dict() | {"rope_theta": 100000.0, "_model_name_or_path": ...}
     unlike = {k: v for k, v in read["config"].items() if own.get(k, v) not in (v, ...)}
-    assert unlike.keys() <= {"rms_norm_eps", "pad_token_id"}, f"the file says {unlike}"
+    assert unlike.keys() <= {"rms_norm_eps", "pad_token_id"}, f"the file has {unlike}"
     missing, unknown = model.load_state_dict(read["tensors"], strict=False, assign=True)
-    assert (missing, unknown) == (["lm_head.weight"], []), "the head is the embedding"
+    assert (missing, unknown) == (["lm_head.weight"], []), "the head is tied to the embedding"
     model.tie_weights()
     return model.float().eval()
 
 
 @torch.inference_mode()
 def transformers_logits(model: Any, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
-    """Logits at each place of the output, given all that comes before it."""
+    """Logits at each position of the output, given all tokens before it."""
     tokens = torch.tensor([[*prompt, *output]])
     logits: Tensor = model(tokens[:, :-1], logits_to_keep=len(output)).logits[0]
     return logits
 
 
 def write_reference() -> None:
-    """Keep what transformers says: our engine proposes, and wherever it is wrong is put right."""
+    """Write transformers' greedy tokens: our engine proposes them; differences are corrected."""
     model, trial, found = transformers_model(), Trial(decoder()), dict[str, list[int]]()
     for name, prompt in prompts().items():
         output: list[int] = []

@@ -25,7 +25,7 @@ from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan
 from headway.request import Params
 from headway.scheduler import Scheduler, preset
-from headway.server.process.serve import Recipe, Served, bind, serve_here
+from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
 from headway.server.process.workers import Supervisor
 from headway.server.settings import ConnectionSettings
 
@@ -76,9 +76,11 @@ class Breaking:
 # A server's halves.
 
 
-def served(seconds: float = 0.0, limits: Limits | None = None, **changes: Any) -> Served:
+def served(seconds: float = 0.0, limits: Limits | None = None, **changes: Any) -> ServedEngine:
     engine = make_engine(seconds, **changes)
-    return Served(engine=engine, facts={"model": "none"}, limits=limits, prepare=answer_pid)
+    return ServedEngine(
+        engine=engine, model_info={"model": "none"}, limits=limits, prepare=answer_pid
+    )
 
 
 def answer_pid(loop: EngineLoop) -> None:
@@ -127,24 +129,24 @@ async def _line(send: Send, value: Any) -> None:
     await send({"type": "http.response.body", "body": line, "more_body": True})
 
 
-def mini_served(seconds: float) -> Served:
+def mini_served(seconds: float) -> ServedEngine:
     return served(seconds, max_num_seqs=64, max_num_batched_tokens=256, num_blocks=20_000)
 
 
 def main(given: str) -> None:
     """Serve in this process, or with 1 worker and more in several; prints the port."""
     options = json.loads(given)
-    recipe = Recipe(
+    factory = ServerFactory(
         make_engine=partial(mini_served, options["seconds"]), make_app=MiniApp,
         grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
     )  # fmt: skip
     if options["is_real"]:
-        from tests.support.lettered import real_recipe
+        from tests.support.lettered import real_factory
 
-        recipe = real_recipe(options["seconds"], options["trace"], options["grace"])
-    if options["recipe"]:
-        module, _, name = options["recipe"].partition(":")
-        recipe = getattr(import_module(module), name)(options)
+        factory = real_factory(options["seconds"], options["trace"], options["grace"])
+    if options["factory"]:
+        module, _, name = options["factory"].partition(":")
+        factory = getattr(import_module(module), name)(options)
     if options["max_descriptors"]:
         setrlimit(RLIMIT_NOFILE, (options["max_descriptors"],) * 2)
     bound = bind("127.0.0.1", options["port"])
@@ -154,5 +156,5 @@ def main(given: str) -> None:
         print(number, flush=True)
 
     if options["num_workers"]:
-        sys.exit(Supervisor(recipe, bound, options["num_workers"]).run(ready))
-    sys.exit(serve_here(recipe, bound, ready))
+        sys.exit(Supervisor(factory, bound, options["num_workers"]).run(ready))
+    sys.exit(serve_single_process(factory, bound, ready))

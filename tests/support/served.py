@@ -1,4 +1,4 @@
-"""A server without a model: letters are tokens, and the answer is the prompt in capitals.
+"""A server without a model: bytes are tokens, and the output is the prompt in capitals.
 
 Runs the real engine, loop and app in one event loop, without sockets.
 """
@@ -43,7 +43,7 @@ TOOL_TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
     '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>?'
 )
-CHAT_TEMPLATE = (  # writes calls, too
+CHAT_TEMPLATE = (  # also renders calls
     "{% for message in messages %}{{ message.role }}:{{ message.content or '' }}"
     "{% for call in message.tool_calls or [] %}"
     "[{{ call.function.name }} {{ call.function.arguments | tojson }}]{% endfor %};{% endfor %}"
@@ -53,7 +53,7 @@ MODEL = "letters"
 
 
 def letters(template: str = TEMPLATE) -> Tokenizer:
-    """Each byte is the token of its own number; 256 and 257 begin and end a message."""
+    """A tokenizer: each byte is a token; 256 and 257 begin and end a message."""
     backend = Backend(models.BPE(vocab=dict(ALPHABET), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -62,7 +62,7 @@ def letters(template: str = TEMPLATE) -> Tokenizer:
 
 
 def capitals(request: Request, place: int) -> int:
-    """The prompt's letters in capitals, then the end; sample 1 begins at the second, and so on."""
+    """The prompt in capitals, then the end; sample k starts at letter k."""
     number = place - request.num_prompt + request.sample
     if number >= request.num_prompt:
         return END
@@ -71,7 +71,7 @@ def capitals(request: Request, place: int) -> int:
 
 @dataclass
 class Scores:
-    """As the torch executor's: a made-up logprob for every token that was asked for."""
+    """Like the torch executor's results: a made-up logprob for every requested token."""
 
     logprobs: dict[Request, list[TokenLogprobs]] = field(default_factory=dict)
     prompt: dict[Request, list[tuple[int, TokenLogprobs]]] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class Scores:
 
 
 def embedding(prompt: Sequence[int], pooling: str) -> Embedding:
-    """How often each letter, modulo the size, occurs in a prompt or is its last one; length 1."""
+    """A unit vector of letter counts, modulo HIDDEN_SIZE, over all tokens or the last one."""
     pooled = prompt if pooling == "mean" else prompt[-1:]
     counts = np.bincount(np.array(pooled) % HIDDEN_SIZE, minlength=HIDDEN_SIZE)
     return (counts / np.linalg.norm(counts)).astype(np.float32)
@@ -91,14 +91,14 @@ def score(token: int, num_top: int) -> TokenLogprobs:
 
 
 class Capitals:
-    """An executor; `gate` holds up every step while it is closed, `fault` makes the next one fail."""
+    """An executor; `gate` blocks every step while it is closed, `fault` makes the next step fail."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.gate.set()
         self.fault: Exception | None = None
-        self.says: bytes | None = None  # whatever it is asked
-        self.num_free_steps: int | None = None  # steps until the gate closes by itself
+        self.says: bytes | None = None  # a fixed output for all requests
+        self.num_free_steps: int | None = None  # steps until the gate closes
 
     def launch(self, plan: Plan) -> Capitals:
         if self.num_free_steps is not None:
@@ -151,7 +151,7 @@ class Capitals:
 
 @dataclass
 class Server:
-    """A running server, its client, and what is behind it."""
+    """A running server with its client, engine and executor."""
 
     client: httpx.AsyncClient
     app: FastAPI
@@ -163,14 +163,14 @@ class Server:
         return await self.client.post(path, json=fields)
 
     async def complete(self, **fields: Any) -> dict[str, Any]:
-        """A completion's body; must succeed."""
+        """The response body of a successful completion."""
         response = await self.post("/v1/completions", **fields)
         assert response.status_code == 200, response.text
         body: dict[str, Any] = response.json()
         return body
 
     async def settled(self) -> None:
-        """Wait until nothing is open anywhere; a leak makes this fail."""
+        """Wait until no request is open; times out if one leaks."""
         scheduler = self.port.loop.engine.scheduler
         async with asyncio.timeout(5):
             while self.engine.num_open or not scheduler.is_idle:
@@ -192,12 +192,12 @@ async def server(
     port = ThreadPort(Engine(Scheduler(config), executor), limits)
     port.loop.answers["metrics"] = lambda prefix: f"# {prefix}\n"
     engine = AsyncEngine(port)
-    asking = InputProcessor(
+    processor = InputProcessor(
         tokenizer=letters(template), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
     context = Context(
-        engine=engine, asking=asking, model_name=MODEL, max_model_len=max_model_len,
+        engine=engine, input_processor=processor, model_name=MODEL, max_model_len=max_model_len,
         settings=Settings(**settings), fingerprint="fp_test",
     )  # fmt: skip
     await engine.start()
@@ -210,7 +210,7 @@ async def server(
 
 
 def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """An async test as one that pytest calls, with an event loop of its own."""
+    """Run an async test in its own event loop, with a timeout."""
 
     @functools.wraps(test)
     def run(*args: Any, **names: Any) -> None:

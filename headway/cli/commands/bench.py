@@ -1,4 +1,4 @@
-"""`headway bench`: how fast a model runs here, in the words of `vllm bench`."""
+"""`headway bench`: measure speed, with the options and result keys of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from headway.cli.commands import bench_serve
 from headway.cli.options import prompts
-from headway.cli.options.common import Json, progress_bar
-from headway.cli.options.model import ModelOptions, spread
+from headway.cli.options.common import Json, progress_bar, spread
+from headway.cli.options.model import ModelOptions
+from headway.cli.options.replaced import Command
 from headway.cli.view import live
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
-from headway.lab import bench
+from headway.lab.loadgen import report
+from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
 from headway.observe.trace import header
 from headway.sampling_params import SamplingParams
 
@@ -29,65 +30,67 @@ if TYPE_CHECKING:
     from headway.llm import LLM
 
 app = typer.Typer(
-    help="Measure throughput, latency or a server; results are named as `vllm bench` names them.",
+    help="Measure throughput, latency or a server. Result keys are those of `vllm bench`.",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
-NumPrompts = Annotated[int, typer.Option(help="Requests, all given at once.", min=1)]
+NumPrompts = Annotated[int, typer.Option(help="Number of requests, all submitted at once.", min=1)]
 InputLen = Annotated[str, typer.Option(help="Prompt tokens: 128, or a range such as 100-1024.")]
 OutputLen = Annotated[str, typer.Option(help="Output tokens: 64, or a range such as 16-256.")]
-Seed = Annotated[int, typer.Option(help="For the same prompts again.")]
-Dataset = Annotated[
+Seed = Annotated[int, typer.Option(help="Random seed of the prompts.")]
+DatasetPath = Annotated[
     Path | None,
     typer.Option(
-        help="Prompts from a file, as `headway generate --file` reads it, instead of random ones; "
-        "a line's max_tokens wins over --output-len."
+        help="File with prompts, in the format of `headway generate --file`, instead of random "
+        "prompts. max_tokens of a line overrides --output-len."
     ),
 ]
-BatchSize = Annotated[int, typer.Option(help="Requests at once.", min=1)]
-Iters = Annotated[int, typer.Option(help="Batches that are measured.", min=1)]
-Warmup = Annotated[int, typer.Option(help="Batches before that, which are not.", min=0)]
+BatchSize = Annotated[int, typer.Option(help="Requests per batch.", min=1)]
+Iters = Annotated[int, typer.Option(help="Number of measured batches.", min=1)]
+Warmup = Annotated[int, typer.Option(help="Number of warm-up batches, not measured.", min=0)]
 Work = tuple[list[str | list[int]], list[SamplingParams]]
-app.command("serve")(bench_serve.serve_command)
+app.command("serve", cls=Command)(bench_serve.serve_command)
 
 
-@app.command("throughput")
+@app.command("throughput", cls=Command)
 @spread
 def throughput_command(
     num_prompts: NumPrompts = 32,
     input_len: InputLen = "128",
     output_len: OutputLen = "64",
     seed: Seed = 0,
-    dataset: Dataset = None,
+    dataset_path: DatasetPath = None,
     json_: Json = False,
     *,
     model: ModelOptions,
 ) -> None:
-    """Many requests at once: tokens and requests a second, and what each request waited.
+    """Measure tokens and requests per second, and latencies, of many requests at once.
 
-    Prompts are random tokens, so no prefix is shared; outputs have their full length.
+    Prompts are random tokens, so they share no prefix; outputs have their full length.
     """
-    lengths = bench.parse_span("input-len", input_len), bench.parse_span("output-len", output_len)
+    inputs = parse_length_range("input-len", input_len)
+    outputs = parse_length_range("output-len", output_len)
     source = random.Random(seed)
     with model.load() as llm:
-        if dataset is None:
-            work = _random_work(llm, source, num_prompts, *lengths)
+        if dataset_path is None:
+            work = _random_work(llm, source, num_prompts, inputs, outputs)
         else:
-            work = _read_work(llm, dataset, num_prompts, source, lengths[1])
-        _answer(llm, _random_work(llm, source, 1, bench.Span(8, 8), bench.Span(2, 2)))  # warm
+            work = _read_work(llm, dataset_path, num_prompts, source, outputs)
+        warm_up = _random_work(llm, source, 1, LengthRange(8, 8), LengthRange(2, 2))
+        _run(llm, warm_up)
         metrics = live.measure(llm)
         with gc_freeze(), live.bar(llm, "throughput", len(work[0])):
-            begun = time.perf_counter()
-            _answer(llm, work)
-            seconds = time.perf_counter() - begun
-        result = bench.throughput(metrics, seconds)
+            start = time.perf_counter()
+            _run(llm, work)
+            seconds = time.perf_counter() - start
+        result = report.throughput(metrics, seconds)
     if json_:
         print(json.dumps({**_setting(llm, model), **result}, indent=2))
     else:
         _show_throughput(result)
 
 
-@app.command("latency")
+@app.command("latency", cls=Command)
 @spread
 def latency_command(
     batch_size: BatchSize = 8,
@@ -100,23 +103,23 @@ def latency_command(
     *,
     model: ModelOptions,
 ) -> None:
-    """One batch after the other: how long a batch takes.
+    """Measure the time of a batch, one batch after the other.
 
-    Every batch has new random prompts, so the prefix cache does not help.
+    Every batch has new random prompts, so the prefix cache has no effect.
     """
     source, seconds = random.Random(seed), list[float]()
-    spans = bench.Span(input_len, input_len), bench.Span(output_len, output_len)
+    lengths = LengthRange(input_len, input_len), LengthRange(output_len, output_len)
     with (
         model.load() as llm,
         progress_bar("latency", num_iters_warmup + num_iters) as advance,
     ):
         for _ in range(num_iters_warmup + num_iters):
-            work = _random_work(llm, source, batch_size, *spans)
-            begun = time.perf_counter()
-            _answer(llm, work)
-            seconds.append(time.perf_counter() - begun)
+            work = _random_work(llm, source, batch_size, *lengths)
+            start = time.perf_counter()
+            _run(llm, work)
+            seconds.append(time.perf_counter() - start)
             advance(1)
-    result = bench.latency(seconds[num_iters_warmup:])
+    result = report.latency(seconds[num_iters_warmup:])
     if json_:
         print(json.dumps({**_setting(llm, model), **result}, indent=2))
     else:
@@ -124,19 +127,19 @@ def latency_command(
 
 
 def _random_work(
-    llm: LLM, source: random.Random, count: int, inputs: bench.Span, outputs: bench.Span
+    llm: LLM, source: random.Random, count: int, inputs: LengthRange, outputs: LengthRange
 ) -> Work:
-    most = min(llm.config.max_model_len, llm.config.num_blocks * llm.config.block_size + 1)
-    if inputs.high + outputs.high > most:
+    limit = min(llm.config.max_model_len, llm.config.num_blocks * llm.config.block_size + 1)
+    if inputs.high + outputs.high > limit:
         raise ConfigError(
-            f"{inputs.high} input and {outputs.high} output tokens are too long: model and KV "
-            f"cache have room for {most}; lower --input-len or --output-len"
+            f"{inputs.high} input and {outputs.high} output tokens exceed the limit of {limit} "
+            "tokens (model length and KV cache); lower --input-len or --output-len"
         )
     vocab_size = llm.loaded.decoder.config.vocab_size
-    asked: list[str | list[int]] = [
-        bench.random_prompt(source, inputs.draw(source), vocab_size) for _ in range(count)
+    contents: list[str | list[int]] = [
+        random_prompt(source, inputs.draw(source), vocab_size) for _ in range(count)
     ]
-    return asked, [_params(source, outputs.draw(source)) for _ in range(count)]
+    return contents, [_params(source, outputs.draw(source)) for _ in range(count)]
 
 
 def _params(source: random.Random, num_output: int) -> SamplingParams:
@@ -144,26 +147,27 @@ def _params(source: random.Random, num_output: int) -> SamplingParams:
 
 
 def _read_work(
-    llm: LLM, file: Path, count: int, source: random.Random, outputs: bench.Span
+    llm: LLM, file: Path, count: int, source: random.Random, outputs: LengthRange
 ) -> Work:
-    """The first prompts of a file; a benchmark of half of them is none, so any error ends it."""
-    unset = SamplingParams(max_tokens=None)
-    asks = prompts.gather((), file, unset)[:count]
-    prompts.readable(llm, asks)
-    broken = next((ask.error for ask in asks if ask.error), None)
-    if broken is not None:
-        raise InvalidRequest(broken)
+    """The first prompts of a file; InvalidRequest if one of them is invalid."""
+    entries = prompts.read_prompts((), file, SamplingParams(max_tokens=None))[:count]
+    prompts.apply_chat_template(llm, entries)
+    error = next((entry.error for entry in entries if entry.error), None)
+    if error is not None:
+        raise InvalidRequest(error)
     params = [
         replace(
-            ask.params, max_tokens=ask.params.max_tokens or outputs.draw(source), ignore_eos=True
+            entry.params,
+            max_tokens=entry.params.max_tokens or outputs.draw(source),
+            ignore_eos=True,
         )
-        for ask in asks
+        for entry in entries
     ]
-    return [ask.content for ask in asks], params
+    return [entry.content for entry in entries], params
 
 
-def _answer(llm: LLM, work: Work) -> None:
-    """All of it; the first error ends the benchmark."""
+def _run(llm: LLM, work: Work) -> None:
+    """Generate all outputs; the first error ends the benchmark."""
     for result in llm.generate(*work):
         if result.error is not None:
             raise result.error
@@ -173,10 +177,10 @@ def _answer(llm: LLM, work: Work) -> None:
 
 
 def _setting(llm: LLM, model: ModelOptions) -> dict[str, Any]:
-    """What was measured."""
+    """The model and the configuration that were measured."""
     named = {
         "model": model.model,
-        "precision": llm.loaded.precision,
+        "dtype": llm.loaded.precision,
         "load_format": model.load_format,
     }
     return named | {"config": header(llm.config, llm.engine.async_scheduling)["config"]}
@@ -188,28 +192,18 @@ def _show_throughput(result: dict[str, Any]) -> None:
         f"\n[bold]{result['num_requests']:,} requests[/], {result['total_input_tokens']:,} prompt "
         f"and {result['total_output_tokens']:,} output tokens in {result['elapsed_time']:.1f} s\n"
         f"[bold]{result['output_throughput']:,.1f} output tokens/s[/], "
-        f"{result['tokens_per_second']:,.1f} tokens/s with the prompts, "
+        f"{result['tokens_per_second']:,.1f} tokens/s including prompts, "
         f"{result['requests_per_second']:,.2f} requests/s\n",
         highlight=False,
     )
-    table = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("milliseconds", "mean", "median", "p99"):
-        table.add_column(column, justify="left" if column == "milliseconds" else "right")
-    names = {
-        "ttft": "time to first token", "tpot": "time per output token after it",
-        "itl": "time between two tokens", "e2el": "end to end",
-    }  # fmt: skip
-    for key, name in names.items():
-        marks = (result[f"{mark}_{key}_ms"] for mark in bench.MARKS)
-        table.add_row(name, *(f"{mark:,.1f}" for mark in marks))
-    console.print(table)
+    console.print(bench_serve.latency_table(result, tuple(report.ENGINE_STATISTICS)))
 
 
 def _show_latency(result: dict[str, Any], num_tokens: int) -> None:
     seconds: Sequence[float] = result["latencies"]
     marks = ", ".join(f"p{mark} {value:.3f}" for mark, value in result["percentiles"].items())
     Console().print(
-        f"\n[bold]{result['avg_latency']:.3f} s a batch[/] on average over {len(seconds)}, "
+        f"\n[bold]{result['avg_latency']:.3f} s per batch[/] (mean of {len(seconds)}), "
         f"{num_tokens / result['avg_latency']:,.1f} output tokens/s\nseconds: {marks}",
         highlight=False,
     )

@@ -1,4 +1,4 @@
-"""`headway bench serve`: load on a running server, in the words of `vllm bench serve`."""
+"""`headway bench serve`: load a running server, with the options and result keys of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -13,28 +13,30 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headway.cli.options.common import Json, progress_bar
-from headway.cli.options.loadgen import AskOptions, LoadgenOptions, Run
-from headway.cli.options.model import check_writable, spread
+from headway.cli.options.common import Json, check_writable, progress_bar, spread
+from headway.cli.options.loadgen import LoadgenOptions, LoadSpec, TargetOptions
 from headway.errors import ConfigError
 from headway.lab import plots
-from headway.lab.loadgen import report as serve_report
-from headway.lab.loadgen.load import Load, send
-from headway.lab.loadgen.requests import Wording
-from headway.lab.workload.jobs import Job
+from headway.lab.loadgen import report
+from headway.lab.loadgen.load import LoadGenerator, send
+from headway.lab.loadgen.requests import RequestFormat
+from headway.lab.workload.request import WorkloadRequest
 
-PICTURES = (".png", ".svg", ".pdf")
-SHOWN = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+IMAGES = (".png", ".svg", ".pdf")
+PLOTTED = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
+MAX_SEND_DELAY = 100  # ms; a larger p99 gives a warning
 Goodput = Annotated[
     str | None,
-    typer.Option(help="Count the requests a second within these ms: ttft:500,tpot:50,e2el:9000."),
+    typer.Option(
+        help="Count requests per second that meet these limits in ms: ttft:500,tpot:50,e2el:9000."
+    ),
 ]
 PlotFile = Annotated[
     str | None,
     typer.Option(
         "--plot",
-        help="Draw the latencies: .png, .svg or .pdf by matplotlib, .txt as text, - here. One load: "
-        "the share within a time; several: median and p99 of each.",
+        help="Plot latencies to a file: .png, .svg or .pdf (needs matplotlib) or .txt; - prints. One "
+        "load gives its distribution, several give median and p99 of each.",
     ),
 ]
 
@@ -45,70 +47,75 @@ def serve_command(
     plot: PlotFile = None,
     json_: Json = False,
     *,
-    asking: AskOptions,
+    target: TargetOptions,
     load: LoadgenOptions,
 ) -> None:
-    """Load on a running server: streaming requests, their latencies and rates.
+    """Send streaming requests to a running server and measure latencies and rates.
 
-    A request is sent when it is due, however slow the server is. One that is not counted goes first,
-    to see that the server answers. Outputs have their full length if it knows ignore_eos.
+    A request is sent at its arrival time, even if the server is slow. One warm-up request is sent
+    first and not counted. Outputs have their full length if the server supports ignore_eos.
     """
-    limits = serve_report.parse_goodput(goodput) if goodput else {}
+    limits = report.parse_goodput(goodput) if goodput else {}
     _check_plot(plot)
-    runs = load.runs(asking.seed)
-    wording = asking.wording()
-    _warm(asking, wording, runs[0].jobs[0])
-    loads = [_measure(asking, wording, run, number) for number, run in enumerate(runs)]
+    specs = load.loads(target.seed)
+    request_format = target.request_format()
+    _warm_up(target, request_format, specs[0].requests[0])
+    loads = [_measure(target, request_format, spec, place) for place, spec in enumerate(specs)]
     results = [
-        _describe(run, wording) | serve_report.report(load.outcomes, load.most_open, limits)
-        for run, load in zip(runs, loads, strict=True)
+        _describe(spec, request_format) | report.report(load.outcomes, load.max_concurrency, limits)
+        for spec, load in zip(specs, loads, strict=True)
     ]
     if json_:
         print(json.dumps(results[0] if len(results) == 1 else {"runs": results}, indent=2))
     else:
         _show(results, loads)
     if plot is not None:
-        _draw(plot, runs, loads, results)
+        _draw(plot, specs, loads, results)
     if not any(result["completed"] for result in results):
         raise typer.Exit(1)
 
 
-def _measure(asking: AskOptions, wording: Wording, run: Run, number: int) -> Load:
-    """One load; prompts of its own, else it would find those of the one before cached."""
-    wording = replace(wording, seed=wording.seed + number)
-    with progress_bar(run.title, len(run.jobs)) as advance:
+def _measure(
+    target: TargetOptions, request_format: RequestFormat, spec: LoadSpec, place: int
+) -> LoadGenerator:
+    """Run one load with its own prompts, which the server has not cached in an earlier load."""
+    request_format = replace(request_format, seed=request_format.seed + place)
+    with progress_bar(spec.title, len(spec.requests)) as advance:
         return send(
-            asking.address, wording, run.jobs, concurrency=run.concurrency,
-            timeout=asking.timeout, api_key=asking.api_key, tell=lambda: advance(1),
+            target.address, request_format, spec.requests, concurrency=spec.concurrency,
+            timeout=target.timeout, api_key=target.api_key, on_done=lambda: advance(1),
         )  # fmt: skip
 
 
-def _warm(asking: AskOptions, wording: Wording, job: Job) -> None:
-    """A first request; ConfigError with the server's own words if it fails."""
-    wording = replace(wording, seed=wording.seed + (1 << 32))  # a prompt that is not used again
-    job = replace(job, arrival=0.0, num_output=min(2, job.num_output))
+def _warm_up(
+    target: TargetOptions, request_format: RequestFormat, request: WorkloadRequest
+) -> None:
+    """Send one request; ConfigError with the server's message if it fails."""
+    unused_seed = request_format.seed + (1 << 32)
+    request_format = replace(request_format, seed=unused_seed)
+    request = replace(request, arrival=0.0, num_output=min(2, request.num_output))
     (outcome,) = send(
-        asking.address, wording, [job], timeout=asking.timeout, api_key=asking.api_key
+        target.address, request_format, [request], timeout=target.timeout, api_key=target.api_key
     ).outcomes
     if outcome.error is not None:
         raise ConfigError(
-            f"the server at {asking.url} failed a first request: {outcome.error} {outcome.detail}"
+            f"the warm-up request to {target.base_url} failed: {outcome.error} {outcome.detail}"
         )
 
 
-def _describe(run: Run, wording: Wording) -> dict[str, Any]:
-    """What was asked, with vLLM's keys."""
-    rate = "inf" if run.rate is not None and math.isinf(run.rate) else run.rate
+def _describe(spec: LoadSpec, request_format: RequestFormat) -> dict[str, Any]:
+    """The load, with vLLM's keys."""
+    rate = "inf" if spec.rate is not None and math.isinf(spec.rate) else spec.rate
     return {
-        "backend": "openai-chat" if wording.kind == "chat" else "openai",
-        "model_id": wording.model,
-        "num_prompts": len(run.jobs),
-        "request_rate": rate,  # None: of a trace, or whatever the concurrency gives
-        "max_concurrency": run.concurrency,
+        "backend": "openai-chat" if request_format.kind == "chat" else "openai",
+        "model_id": request_format.model,
+        "num_prompts": len(spec.requests),
+        "request_rate": rate,  # None for a trace or a closed loop
+        "max_concurrency": spec.concurrency,
     }
 
 
-def _show(results: Sequence[dict[str, Any]], loads: Sequence[Load]) -> None:
+def _show(results: Sequence[dict[str, Any]], loads: Sequence[LoadGenerator]) -> None:
     console = Console()
     if len(results) > 1:
         _show_sweep(console, results)
@@ -118,9 +125,12 @@ def _show(results: Sequence[dict[str, Any]], loads: Sequence[Load]) -> None:
         for kind, count in result["errors"].items():
             detail = next(o.detail for o in load.outcomes if o.error == kind)
             console.print(f"{count:,} x {kind}: {detail[:300]}", style="red", markup=False)
-        if (late := result["p99_send_delay_ms"]) > 100:
-            console.print(f"requests left up to {late:,.0f} ms late: this machine sends no faster",
-                          style="yellow")  # fmt: skip
+        if (delay := result["p99_send_delay_ms"]) > MAX_SEND_DELAY:
+            console.print(
+                f"warning: requests were sent up to {delay:,.0f} ms late; this machine is too slow "
+                "for the load",
+                style="yellow",
+            )
 
 
 def _show_one(console: Console, result: dict[str, Any]) -> None:
@@ -129,20 +139,24 @@ def _show_one(console: Console, result: dict[str, Any]) -> None:
         f"\n[bold]{result['completed']:,} requests[/] completed and {result['failed']:,} failed in "
         f"{result['duration']:.1f} s; {result['total_input_tokens']:,} prompt and "
         f"{result['total_output_tokens']:,} output tokens, at most "
-        f"{result['max_concurrent_requests']:,} requests at once\n"
+        f"{result['max_concurrent_requests']:,} concurrent requests\n"
         f"[bold]{result['output_throughput']:,.1f} output tokens/s[/], "
         f"{result['request_throughput']:,.2f} requests/s"
-        + ("" if good is None else f", {good:,.2f} requests/s within the objectives")
+        + ("" if good is None else f", goodput {good:,.2f} requests/s")
         + "\n",
         highlight=False,
     )
+    console.print(latency_table(result, ("mean", "median", "p90", "p99")))
+
+
+def latency_table(result: dict[str, Any], statistics: Sequence[str]) -> Table:
+    """The latencies of a report in milliseconds, a row each."""
     table = Table(header_style="bold", box=None, pad_edge=False)
-    marks = ("mean", "median", "p90", "p99")
-    for column in ("milliseconds", *marks):
+    for column in ("milliseconds", *statistics):
         table.add_column(column, justify="left" if column == "milliseconds" else "right")
-    for key, name in serve_report.NAMES.items():
-        table.add_row(name, *(f"{result[f'{mark}_{key}_ms']:,.1f}" for mark in marks))
-    console.print(table)
+    for key, name in report.LATENCIES.items():
+        table.add_row(name, *(f"{result[f'{each}_{key}_ms']:,.1f}" for each in statistics))
+    return table
 
 
 def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
@@ -155,7 +169,8 @@ def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
         del columns["good/s"]
     table = Table(header_style="bold", box=None, pad_edge=False)
     key = "request_rate" if results[0]["max_concurrency"] is None else "max_concurrency"
-    for title in ("rate" if key == "request_rate" else "at once", "done", "failed", *columns):
+    first = "rate" if key == "request_rate" else "concurrency"
+    for title in (first, "done", "failed", *columns):
         table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         cells = (f"{result[name]:,.{'0' if title == 'tok/s' else '1'}f}"
@@ -165,31 +180,34 @@ def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_plot(plot: str | None) -> None:
-    """ConfigError for a name that says no format, before any load."""
-    if plot not in (None, "-") and Path(plot or "").suffix not in (*PICTURES, ".txt"):
-        raise ConfigError(f"plot must end in {', '.join(PICTURES)} or .txt, or be -: {plot!r}")
+    """ConfigError for an unknown suffix or an unwritable file, before any load."""
+    if plot not in (None, "-") and Path(plot or "").suffix not in (*IMAGES, ".txt"):
+        raise ConfigError(f"plot must end in {', '.join(IMAGES)} or .txt, or be -, not {plot!r}")
     if plot is not None and _is_file(plot):
         check_writable(Path(plot))
 
 
 def _is_file(plot: str) -> bool:
-    """Text to a file always can be; a picture only where matplotlib is."""
+    """Whether the plot is written to a file: text always, an image only with matplotlib."""
     return plot.endswith(".txt") or (plot != "-" and plots.has_matplotlib())
 
 
 def _draw(
-    plot: str, runs: Sequence[Run], loads: Sequence[Load], results: Sequence[dict[str, Any]]
+    plot: str,
+    specs: Sequence[LoadSpec],
+    loads: Sequence[LoadGenerator],
+    results: Sequence[dict[str, Any]],
 ) -> None:
-    """To the file; on the screen if it is -, or if a picture cannot be made here."""
-    if len(runs) == 1:
-        times = serve_report.times_of(loads[0].outcomes)
-        drawn = plots.shares("latency", {"TTFT": times["ttft"], "ITL": times["itl"]})
+    """Write the plot to its file, or print it for - and where matplotlib is missing."""
+    if len(specs) == 1:
+        times = report.times_of(loads[0].outcomes)
+        drawn = plots.distribution("latency", {"TTFT": times["ttft"], "ITL": times["itl"]})
     else:
-        is_rate = runs[0].rate is not None
+        is_rate = specs[0].rate is not None
         points = [
-            (float(r.rate or r.concurrency or 0), x) for r, x in zip(runs, results, strict=True)
+            (float(s.rate or s.concurrency or 0), x) for s, x in zip(specs, results, strict=True)
         ]
-        drawn = plots.marks("latency", "requests/s" if is_rate else "at once", points, SHOWN)
+        drawn = plots.sweep("latency", "requests/s" if is_rate else "concurrency", points, PLOTTED)
     console = Console(stderr=True)
     if _is_file(plot):
         path = Path(plot)
@@ -202,5 +220,6 @@ def _draw(
     console.print(plots.text(drawn), markup=False, highlight=False)
     if plot != "-":
         console.print(
-            f"no {plot}: matplotlib is not installed; pip install 'headway[lab]'", markup=False
+            f"{plot} was not written: matplotlib is not installed; pip install 'headway[lab]'",
+            markup=False,
         )

@@ -1,6 +1,6 @@
-"""`headway chat`: talk to a model in the terminal, answers as they are generated.
+"""`headway chat`: chat with a model in the terminal, with streamed answers.
 
-Reads lines: typed ones, or a pipe's. Ctrl-C ends an answer, Ctrl-D the chat.
+Reads lines from the terminal or a pipe. Ctrl-C ends an answer, Ctrl-D the chat.
 """
 
 from __future__ import annotations
@@ -17,53 +17,54 @@ from typing import Annotated
 import typer
 from rich.cells import cell_len
 
-from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions, spread
+from headway.cli.options.common import spread
+from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
 from headway.cli.view import live
-from headway.cli.view.talk import Talk
+from headway.cli.view.talk import Conversation
 
-System = Annotated[str, typer.Option(help="The system message.", show_default="the model's own")]
+System = Annotated[str, typer.Option(help="System message.", show_default="the model's own")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingOptions):
-    """A chat is livelier than a completion."""
+    """Sampling options with defaults for chats."""
 
     max_tokens: Annotated[
-        int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
+        int, typer.Option(help="Maximum number of tokens of an answer.", rich_help_panel=SAMPLING)
     ] = 512
     temperature: Annotated[
-        float, typer.Option(help="0: always the likeliest answer.", rich_help_panel=SAMPLING)
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING)
     ] = 0.7
 
 
 @spread
 def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOptions) -> None:
-    """Talk to a model. Commands: /reset, /system, /stats, /help, /exit."""
+    """Chat with a model. Commands: /reset, /system, /stats, /help, /exit."""
     params = sampling.params()
     with model.load() as llm:
-        talk = Talk(llm, params, system)
-        talk.check()
+        conversation = Conversation(llm, params, system)
+        conversation.check()
         write = Writer(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
         if sys.stdin.isatty():
             with suppress(ImportError):
-                import readline  # noqa: F401  # lines can be edited, earlier ones come back
+                import readline  # noqa: F401  # enables line editing and history
             write(
-                f"{Path(llm.model_name).name}, {llm.config.max_model_len:,} tokens of room. "
-                "/help lists the commands, Ctrl-D leaves.\n"
+                f"{Path(llm.model_name).name}, at most {llm.config.max_model_len:,} tokens. "
+                "/help lists the commands, Ctrl-D exits.\n"
             )
         for line in _lines():
-            if not talk.take(line, write):
+            if not conversation.take(line, write):
                 break
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line, until it ends; a line given up with Ctrl-C is left out."""
+    """Input lines without empty ones; Ctrl-C discards a line."""
     mark = "\n> " if sys.stdin.isatty() else ""
     while True:
         try:
             line = input(mark)
         except KeyboardInterrupt:
-            print("\n(Ctrl-D or /exit leaves)")
+            print("\n(press Ctrl-D or type /exit to exit)")
         except EOFError:
             print(end="\n" if mark else "")
             return
@@ -72,11 +73,11 @@ def _lines() -> Iterator[str]:
                 yield line.strip()
 
 
-LONGEST_HELD = 24  # columns: some languages write without blanks
+MAX_HELD = 24  # columns; some languages do not separate words
 
 
 class Writer:
-    """Writes to stdout at once; at a width, whole words only, the latest held until it is over."""
+    """Writes to stdout. With a width, wraps lines between words and holds back an incomplete word."""
 
     def __init__(self, width: int | None) -> None:
         self._width = width
@@ -89,13 +90,13 @@ class Writer:
             print(text, end="", flush=True)
             return
         *words, self._held = re.split(r"(?<=\s)", self._held + text)
-        if cell_len(self._held) > LONGEST_HELD:
+        if cell_len(self._held) > MAX_HELD:
             words, self._held = [*words, self._held], ""
         for word in words:
             self._put(word, self._width)
 
     def _put(self, word: str, width: int) -> None:
-        """A word and the blank behind it, on a new line where it would not fit."""
+        """Print a word and the space after it, on a new line if it does not fit."""
         if self._column and self._column + cell_len(word.rstrip()) > width:
             print()
             self._column = 0

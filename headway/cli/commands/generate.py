@@ -1,4 +1,4 @@
-"""`headway generate`: prompts in, texts out; many at a time."""
+"""`headway generate`: complete prompts in one batch."""
 
 from __future__ import annotations
 
@@ -15,38 +15,33 @@ from rich.console import Console
 from rich.text import Text
 
 from headway.cli.options import prompts
-from headway.cli.options.model import (
-    SAMPLING,
-    ModelOptions,
-    SamplingOptions,
-    check_writable,
-    spread,
-)
-from headway.cli.options.prompts import Ask
+from headway.cli.options.common import check_writable, spread
+from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
+from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live
 from headway.errors import InvalidRequest
 
-if TYPE_CHECKING:  # these need packages that a base installation does without
+if TYPE_CHECKING:  # these need optional packages
     from headway.engine.outputs import Result, Sample
     from headway.llm import LLM
 
-Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts.")]
+Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts to complete.")]
 File = Annotated[
     Path | None,
     typer.Option(
-        help="More prompts: a .jsonl file, an object per line with prompt, prompt_token_ids or "
-        "messages, and any of id and the sampling fields (max_tokens, temperature, seed, ...); "
-        "any other file, a prompt per line, empty lines left out; '-' is stdin, as JSON if its "
-        "first line begins with '{'."
+        help="File with prompts. A .jsonl file has an object per line with prompt, prompt_token_ids "
+        "or messages, and optionally id and sampling fields (max_tokens, temperature, seed, ...). "
+        "Any other file has a prompt per line; empty lines are skipped. '-' is stdin, read as JSON "
+        "if its first line begins with '{'."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Write JSON lines here, as --json prints them.")]
+Out = Annotated[Path | None, typer.Option(help="Write the JSON lines of --json to this file.")]
 Json = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print JSON lines, one per prompt as soon as it is done, so not in the prompts' "
-        "order: 'index' is the prompt's place, 'id' is its id in the file.",
+        help="Print a JSON line for each prompt as soon as it is done. 'index' is the position of "
+        "the prompt, 'id' its id in the file.",
     ),
 ]
 Row = dict[str, Any]
@@ -54,18 +49,23 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(SamplingOptions):
-    """What only completions can be asked for."""
+    """Sampling options that `headway chat` does not have."""
 
     ignore_eos: Annotated[
         bool,
-        typer.Option("--ignore-eos", help="Go on to the full length.", rich_help_panel=SAMPLING),
+        typer.Option(
+            "--ignore-eos", help="Continue after the end token.", rich_help_panel=SAMPLING
+        ),
     ] = False
-    samples: Annotated[
-        int, typer.Option("--samples", "-n", help="Texts per prompt.", rich_help_panel=SAMPLING)
+    n: Annotated[
+        int, typer.Option("--n", "-n", help="Outputs per prompt.", rich_help_panel=SAMPLING)
     ] = 1
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With so many alternatives per token.", rich_help_panel=SAMPLING),
+        typer.Option(
+            help="Return log probabilities, with N alternatives per token.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = None
 
 
@@ -79,13 +79,13 @@ def generate_command(
     model: ModelOptions,
     sampling: GenerateOptions,
 ) -> None:
-    """Complete prompts: from the command line, from a file, or from stdin.
+    """Complete prompts from the command line, a file or stdin.
 
-    A prompt that fails does not stop the others; the exit code is 1 if any did.
+    A failed prompt does not stop the others; the exit code is 1 if any prompt failed.
     """
-    asks = prompts.gather(prompt or (), file, sampling.params())
+    asks = prompts.read_prompts(prompt or (), file, sampling.params())
     if not asks:
-        raise InvalidRequest("nothing to do: give a prompt, or a file of prompts with --file")
+        raise InvalidRequest("no prompts: give a prompt, or a file with --file")
     if out is not None:
         check_writable(out)
     with out.open("w", encoding="utf-8") if out else nullcontext() as output:
@@ -100,14 +100,14 @@ def generate_command(
 
 
 def _run(
-    asks: list[Ask], model: ModelOptions, emit: Callable[[Row], None] | None
+    asks: list[PromptEntry], model: ModelOptions, emit: Callable[[Row], None] | None
 ) -> tuple[float, dict[int, Result]]:
-    """Answer all that can be; seconds it took, and results by the prompts' places."""
+    """Run all valid prompts; returns the seconds it took, and the results by index."""
     results: dict[int, Result] = {}
     seconds = 0.0
     if not all(ask.error for ask in asks):
         with model.load() as llm:
-            ready = prompts.readable(llm, asks)
+            ready = prompts.apply_chat_template(llm, asks)
             begun = time.perf_counter()
             results = answer(llm, ready, lambda *both: emit(row(*both)) if emit else None)
             seconds = time.perf_counter() - begun
@@ -121,15 +121,15 @@ def _run(
 
 
 def answer(
-    llm: LLM, asks: Sequence[Ask], on_finish: Callable[[Ask, Result], None]
+    llm: LLM, asks: Sequence[PromptEntry], on_finish: Callable[[PromptEntry, Result], None]
 ) -> dict[int, Result]:
-    """Results by the prompts' places; what is refused has its reason in the prompt instead."""
+    """The results by index; a rejected prompt has its error set instead."""
 
     def finish(result: Result) -> None:
         ask = asks[int(result.id)]  # a new LLM numbers its prompts from 0
         broken = next((sample.error for sample in result.samples if sample.error), None)
         if broken is not None:
-            ask.refuse(broken)
+            ask.fail(broken)
         on_finish(ask, result)
 
     given = [ask.params for ask in asks]
@@ -137,13 +137,13 @@ def answer(
         results = llm.generate([ask.content for ask in asks], given, on_finish=finish)
     for ask, result in zip(asks, results, strict=True):
         if result.error is not None:
-            ask.refuse(result.error)
+            ask.fail(result.error)
     pairs = zip(asks, results, strict=True)
     return {ask.index: result for ask, result in pairs if result.error is None}
 
 
-def row(ask: Ask, result: Result | None = None) -> Row:
-    """One line of output. Times are seconds since the prompt was given."""
+def row(ask: PromptEntry, result: Result | None = None) -> Row:
+    """One line of output. Times are seconds since the prompt was submitted."""
     line: Row = {"index": ask.index, "id": ask.id, "error": ask.error}
     if result is None:
         return line
@@ -164,23 +164,23 @@ def _described(sample: Sample) -> Row:
 
 
 def _writer(output: IO[str] | None) -> Callable[[Row], None]:
-    """Writes a line at once, so that whoever reads along need not wait; None is stdout."""
+    """A function that writes and flushes a line; None is stdout."""
     return lambda line: print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
 
 
-def _show(asks: Sequence[Ask], results: dict[int, Result]) -> None:
-    """Prompts dim, completions bold, in the prompts' order."""
+def _show(asks: Sequence[PromptEntry], results: dict[int, Result]) -> None:
+    """Print prompts dim and completions bold, in the order of the prompts."""
     console = Console()
     for ask in asks:
         for sample in results[ask.index].samples if ask.index in results else ():
-            # Token ids and messages have no text that the completion would go on from.
+            # Token ids and messages have no text that the completion continues.
             gap = "" if results[ask.index].prompt is not None else "\n"
             text = Text.assemble((ask.shown + gap, "dim"), (live.safe(sample.text), "bold"), "\n")
             _print(console, text)
 
 
 def _print(console: Console, text: Text) -> None:
-    """Broken into lines for people; whoever reads a pipe breaks them as they like."""
+    """Wrap lines only on a terminal."""
     console.print(text, soft_wrap=not console.is_terminal)
 
 

@@ -1,19 +1,136 @@
-"""`headway presets` and `headway profiles`: what there is to choose from."""
+"""`headway models`, `headway presets` and `headway profiles`: lists of names to choose from."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
-from headway.cli.options.common import Json
+from headway.cli.options.common import Json, progress_bar
+from headway.cli.options.packages import install
+from headway.errors import ModelError
 from headway.lab.cost import known_profiles, load_profile
+from headway.model.registry import ModelEntry, list_models, resolve
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, describe, preset
+
+Fetch = Annotated[str | None, typer.Option(help="Download this model into the cache first.")]
+
+
+def models_command(fetch: Fetch = None, json_: Json = False) -> None:
+    """List bundled and cached models, the GPUs, and which --quantization is fastest on this CPU."""
+    if fetch is not None:
+        with progress_bar(f"fetching {fetch}", 1) as advance:
+            resolve(fetch, progress=fractions(advance))
+    models, machine = list_models(), _machine()
+    if json_:
+        print(json.dumps({"models": [_row(m) for m in models], "machine": machine}, indent=2))
+        return
+    console = Console()
+    console.print(_table(models))
+    console.print(
+        "[dim]--model also takes a model folder, a .gguf file or a Hugging Face id (org/name).[/]\n"
+    )
+    _print_machine(console, machine)
+
+
+def fractions(advance: Callable[[float], None]) -> Callable[[int, int], None]:
+    """A callback for bytes done and in total that advances a progress bar from 0 to 1."""
+    shown = 0.0
+
+    def update(done: int, total: int) -> None:
+        nonlocal shown
+        advance(done / total - shown)
+        shown = done / total
+
+    return update
+
+
+def _machine() -> dict[str, Any]:
+    """The GPUs, and how fast the CPU computes one layer of the default model."""
+    try:
+        from headway.model.devices import gpus, why_no_cuda
+        from headway.model.precision import fastest, num_threads, probe, why_not_native
+        from headway.model.weights.checkpoint import open_checkpoint
+    except ModuleNotFoundError as error:
+        return {"error": f"{error.name} is not installed: {install('torch')}"}
+    default = next((m.path for m in list_models() if m.path is not None), None)
+    found: dict[str, Any] = {"threads": num_threads(), "native_kernels": why_not_native() or "yes"}
+    found |= {"cuda": why_no_cuda() or "yes", "gpus": [asdict(gpu) for gpu in gpus()]}
+    if default is None:
+        return found | {"error": "no model is downloaded yet: try --fetch smollm2-135m"}
+    try:
+        speeds = probe(open_checkpoint(default).config)
+    except ModelError as error:
+        return found | {"error": str(error)}
+    layers = {
+        speed.precision: {
+            "one_row_ms": speed.one * 1e3,
+            "many_rows_ms": None if speed.many is None else speed.many * 1e3,
+        }
+        for speed in speeds
+    }
+    return found | {"fastest": fastest(speeds), "layer": layers}
+
+
+def _print_machine(console: Console, machine: dict[str, Any]) -> None:
+    if "layer" in machine:
+        title = f"Time of one layer on this CPU, {machine['threads']} threads"
+        table = Table(title=title, header_style="bold")
+        for column in ("dtype", "1 row", "32 rows"):
+            table.add_column(column, justify="left" if column == "dtype" else "right")
+        for name, times in machine["layer"].items():
+            shown = [times["one_row_ms"], times["many_rows_ms"]]
+            cells = ["[dim]too slow[/]" if t is None else f"{t:,.3f} ms" for t in shown]
+            table.add_row(
+                f"[bold]{name}[/] (fastest)" if name == machine["fastest"] else name, *cells
+            )
+        console.print(table)
+    for gpu in machine.get("gpus", ()):
+        memory = f"{gpu['num_bytes'] / 2**30:.1f} GiB"
+        console.print(f"GPU {gpu['device']}: {escape(gpu['name'])}, {memory}", highlight=False)
+    if machine.get("cuda", "yes") != "yes":
+        console.print(f"No GPU is used: {escape(machine['cuda'])}")
+    if machine.get("native_kernels", "yes") != "yes":
+        console.print(f"Native kernels are not used: {escape(machine['native_kernels'])}")
+    if "error" in machine:
+        console.print(f"[dim]{escape(machine['error'])}[/]")
+
+
+def _row(model: ModelEntry) -> dict[str, Any]:
+    return {
+        "name": model.name,
+        "origin": model.origin,
+        "is_fetched": model.path is not None,
+        "num_bytes": model.num_bytes,
+        "licence": model.licence,
+        "path": None if model.path is None else str(model.path),
+        "description": model.description,
+    }
+
+
+def _table(models: list[ModelEntry]) -> Table:
+    table = Table(title="Models", header_style="bold", show_lines=True)
+    for column in ("name", "origin", "size", "licence", "path", "description"):
+        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+    for model in models:
+        size = f"{model.num_bytes / 1e6:,.0f} MB"
+        path = "[dim]downloaded on first use[/]" if model.path is None else escape(str(model.path))
+        licence = escape(model.licence)
+        table.add_row(
+            escape(model.name), model.origin, size, licence, path, escape(model.description)
+        )
+    return table
 
 
 def presets_command(json_: Json = False) -> None:
-    """Every preset as its six slots and its numbers."""
+    """List the scheduler presets with their policies and numbers, and all policies."""
     described = {name: describe(preset(name)) for name in PRESETS}
     if json_:
         print(json.dumps(described, indent=2))
@@ -23,19 +140,20 @@ def presets_command(json_: Json = False) -> None:
         shown = {**config, **PRESETS[name]}
         slots = ", ".join(f"{slot} [cyan]{shown[slot]}[/]" for slot in SLOTS)
         numbers = ", ".join(f"{number} {shown[number]}" for number in NUMBERS)
-        console.print(f"[bold]{name}[/]\n  {slots}\n  [dim]{numbers}[/]", highlight=False)
+        console.print(f"[bold]{name}[/]")
+        console.print(Padding(f"{slots}\n[dim]{numbers}[/]", (0, 0, 0, 2)), highlight=False)
     console.print()
-    ready = Table(title="Ready-made policies", header_style="bold", box=None)
-    for column in ("slot", "policy", "what it does"):
-        ready.add_column(column)
+    table = Table(title="Policies", header_style="bold", box=None)
+    for column in ("slot", "policy", "description"):
+        table.add_column(column)
     for slot, policies in SLOTS.items():
         for policy in policies:
-            ready.add_row(slot, policy.__name__, (policy.__doc__ or "").strip().split("\n")[0])
-    console.print(ready)
+            table.add_row(slot, policy.__name__, (policy.__doc__ or "").strip().split("\n")[0])
+    console.print(table)
 
 
 def profiles_command(json_: Json = False) -> None:
-    """Every ready-made profile: a model on a machine."""
+    """List the bundled profiles: a model on a machine, for the simulator."""
     profiles = [load_profile(name) for name in known_profiles()]
     if json_:
         print(json.dumps({p.name: {"kv_tokens": p.kv_tokens} for p in profiles}, indent=2))

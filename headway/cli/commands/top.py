@@ -1,7 +1,4 @@
-"""`headway top`: a running server at a glance, in the terminal. Reads GET /live again and again.
-
-How a snapshot is drawn is in top_view.py.
-"""
+"""`headway top`: shows a running server in the terminal. It polls GET /live."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.client import HTTPException
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -19,18 +16,21 @@ import typer
 from rich.console import Console
 from rich.live import Live
 
-from headway.cli.view.top import Snapshot, picture
+from headway.cli.view.top import picture
 from headway.errors import ConfigError
 
-PATIENCE = 5.0  # seconds for an answer
-RETRY = 0.25  # seconds between two attempts
+if TYPE_CHECKING:
+    from headway.observe.snapshot import Snapshot
 
-Url = Annotated[str, typer.Argument(help="Where the server is.")]
+TIMEOUT = 5.0  # seconds
+RETRY_SECONDS = 0.25
+
+Url = Annotated[str, typer.Argument(help="URL of the server.")]
 ApiKey = Annotated[
-    str | None, typer.Option(envvar="HEADWAY_API_KEY", help="If the server wants one.")
+    str | None, typer.Option(envvar="HEADWAY_API_KEY", help="API key, if the server requires one.")
 ]
-Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")]
-Once = Annotated[bool, typer.Option("--once", help="Look once, print, end.")]
+Every = Annotated[float, typer.Option(min=0.1, help="Seconds between two updates.")]
+Once = Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")]
 
 
 def top_command(
@@ -39,9 +39,9 @@ def top_command(
     every: Every = 0.5,
     once: Once = False,
 ) -> None:
-    """Watch a running server: queues, blocks, rates, latest decisions. q ends it."""
+    """Watch a running server: requests, KV blocks, rates, latest decisions. Press q to quit."""
     console = Console()
-    snapshot = first_look(url, api_key)
+    snapshot = first_snapshot(url, api_key)
     if once or not console.is_terminal:
         console.print(picture(snapshot, console.width, console.height))
         return
@@ -50,82 +50,86 @@ def top_command(
         def show(snapshot: Snapshot, problem: str) -> None:
             live.update(picture(snapshot, console.width, console.height, problem), refresh=True)
 
-        follow(snapshot, lambda: look(url, api_key), show, lambda: pressed(every))
+        follow(snapshot, lambda: get_snapshot(url, api_key), show, lambda: pressed(every))
 
 
 def follow(
     snapshot: Snapshot,
-    ask: Callable[[], Snapshot],
+    get: Callable[[], Snapshot],
     show: Callable[[Snapshot, str], None],
-    is_over: Callable[[], bool | None],
+    is_done: Callable[[], bool | None],
 ) -> None:
-    """Show snapshots until the user ends it; without an answer, show the problem and ask again."""
+    """Show snapshots until the user quits. If the server does not respond, show the problem."""
     problem = ""
     while True:
         show(snapshot, problem)
-        if is_over():
+        if is_done():
             return
         try:
-            snapshot, problem = ask(), ""
+            snapshot, problem = get(), ""
         except ConfigError as error:
             problem = str(error)
 
 
-def first_look(url: str, api_key: str | None, patience: float = PATIENCE) -> Snapshot:
-    """The first snapshot; a server that is busy or not up yet is asked again until patience ends."""
-    ends_at = time.monotonic() + patience
+def first_snapshot(url: str, api_key: str | None, timeout: float = TIMEOUT) -> Snapshot:
+    """The first snapshot. Retry until the timeout while the server is busy or not yet started."""
+    ends_at = time.monotonic() + timeout
     while True:
         try:
-            return look(url, api_key)
-        except NoAnswer:
+            return get_snapshot(url, api_key)
+        except NoResponse:
             if time.monotonic() >= ends_at:
                 raise
-        time.sleep(RETRY)
+        time.sleep(RETRY_SECONDS)
 
 
-class NoAnswer(ConfigError):
-    """The server did not answer, or is busy: asking again may help."""
+class NoResponse(ConfigError):
+    """The server did not respond, or is busy. A retry may help."""
 
 
-def look(url: str, api_key: str | None) -> Snapshot:
-    """The server's snapshot; ConfigError that says why there is none."""
+def get_snapshot(url: str, api_key: str | None) -> Snapshot:
+    """The server's snapshot. ConfigError gives the reason if the server sends none."""
     base = url if "://" in url else f"http://{url}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urlopen(Request(f"{base.rstrip('/')}/live", headers=headers), timeout=PATIENCE) as got:
+        with urlopen(Request(f"{base.rstrip('/')}/live", headers=headers), timeout=TIMEOUT) as got:
             snapshot = json.load(got)
     except HTTPError as error:
-        kind = NoAnswer if error.code == 503 else ConfigError
-        raise kind(_refusal(base, error)) from None
+        kind = NoResponse if error.code == 503 else ConfigError
+        raise kind(_problem(base, error)) from None
     except ValueError as error:
-        raise ConfigError(f"no Headway server answers at {base}: {error}") from None
+        raise ConfigError(f"{base} is not a Headway server: {error}") from None
     except (HTTPException, OSError) as error:  # URLError is an OSError
         reason = getattr(error, "reason", error) or type(error).__name__
-        raise NoAnswer(f"no Headway server answers at {base}: {reason}") from None
+        raise NoResponse(f"cannot reach a Headway server at {base}: {reason}") from None
     if not isinstance(snapshot, dict) or "decisions" not in snapshot:
-        raise ConfigError(f"what answers at {base} is no Headway server")
+        raise ConfigError(f"{base} is not a Headway server: GET /live returned no snapshot")
     return snapshot
 
 
-def _refusal(base: str, error: HTTPError) -> str:
+def _problem(base: str, error: HTTPError) -> str:
     if error.code == 401:
-        return f"{base} wants an API key: give --api-key or set HEADWAY_API_KEY"
+        return f"{base} requires an API key; use --api-key or set HEADWAY_API_KEY"
     try:
-        return f"{base} answers: {json.load(error)['error']['message']}"
+        return f"{base}: {json.load(error)['error']['message']}"
     except (ValueError, KeyError, TypeError):
-        return f"{base} answers {error.code} to GET /live: is it a Headway server?"
+        return f"GET {base}/live returned status {error.code}; check that it is a Headway server"
 
 
 @contextmanager
 def keys() -> Iterator[Any]:
-    """A function that waits so many seconds and says whether q (or Ctrl-C) was pressed."""
+    """A function that waits for the given seconds and returns whether q or Ctrl-C was pressed."""
     try:
         import select
         import termios
         import tty
 
         before = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError, ValueError):  # no terminal to read from, or no such thing here
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+    ):  # stdin is not a terminal, or the platform has no termios
         yield lambda wait: time.sleep(wait)
         return
 

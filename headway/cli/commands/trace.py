@@ -1,4 +1,4 @@
-"""`headway trace`: what is in a recorded run, and how two of them differ."""
+"""`headway trace`: summarize a recorded run, export it, replay it, or compare it with another."""
 
 from __future__ import annotations
 
@@ -13,30 +13,32 @@ from rich.markup import escape
 from headway.cli.view import render
 from headway.errors import ConfigError, FormatError, HeadwayError
 from headway.lab.diff import diff
-from headway.lab.doctor import examine
 from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
 from headway.observe.perfetto import to_perfetto
-from headway.observe.timeline import Metrics
+from headway.observe.run_stats import RunStats
 from headway.observe.trace import read_trace
 
 
 def trace_command(
-    file: Annotated[Path, typer.Argument(help="A trace written with --trace-out.")],
+    file: Annotated[Path, typer.Argument(help="Trace file, written with --trace-out.")],
     perfetto: Annotated[
-        Path | None, typer.Option(help="Write it for ui.perfetto.dev to this file.")
+        Path | None, typer.Option(help="Export the trace for ui.perfetto.dev to this file.")
     ] = None,
     diff_with: Annotated[
-        Path | None, typer.Option("--diff", help="Another trace: where do they part, and why?")
+        Path | None,
+        typer.Option(
+            "--diff", help="Show the first different decision between this trace and FILE."
+        ),
     ] = None,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Decide everything anew and check that it agrees.")
+        bool, typer.Option("--replay", help="Repeat all decisions and check that they are equal.")
     ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Summarize a trace file, export it, replay it, or compare it with another."""
     if sum(map(bool, (perfetto, diff_with, replay))) > 1:
-        raise ConfigError("choose one of --perfetto, --diff and --replay")
+        raise ConfigError("--perfetto, --diff and --replay cannot be combined; give one of them")
     try:
         if perfetto:
             _export(file, perfetto, json_)
@@ -44,14 +46,14 @@ def trace_command(
             _diff(file, diff_with, json_)
         elif replay:
             num_steps = check_replay(read_trace(file))
-            text = f"{num_steps} steps decided anew: every decision is the recorded one"
+            text = f"{num_steps} steps replayed; all decisions are equal"
             print(json.dumps({"equal_steps": num_steps}) if json_ else text)
         else:
             _summarize(file, json_)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         if isinstance(error, HeadwayError):
             raise
-        problem = f"not a whole Headway trace: {type(error).__name__} {error}"
+        problem = f"not a complete Headway trace: {type(error).__name__} {error}"
         raise FormatError(file, None, problem) from None
 
 
@@ -61,35 +63,28 @@ def _export(file: Path, target: Path, as_json: bool) -> None:
         target.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     except OSError as error:
         raise FormatError(target, None, f"cannot be written: {error.strerror}") from None
-    text = f"{len(events)} events written to {target}; open it in ui.perfetto.dev"
+    text = f"{len(events)} events written to {target}; open the file in ui.perfetto.dev"
     print(json.dumps({"events": len(events)}) if as_json else text)
 
 
 def _diff(file: Path, other: Path, as_json: bool) -> None:
     names = (file.name, other.name) if file.name != other.name else ("left", "right")
-    parting = diff(read_trace(file), read_trace(other), names)
+    found = diff(read_trace(file), read_trace(other), names)
     if as_json:
-        print(json.dumps(parting._asdict()))
+        print(json.dumps(found._asdict()))
         return
-    where = "take the same decisions" if parting.step is None else f"part at step {parting.step}"
+    where = "have equal decisions" if found.step is None else f"differ from step {found.step} on"
     console = Console()
     console.print(f"[bold]{escape(names[0])} and {escape(names[1])} {where}[/]")
-    for line in parting.lines:
+    for line in found.lines:
         console.print(f"  {line}", highlight=False, markup=False)
 
 
 def _summarize(file: Path, as_json: bool) -> None:
     lines = read_trace(file)
-    metrics = Metrics(next(lines))
+    metrics = RunStats(next(lines))
     for line in lines:
         metrics.add(line)
-    summary = summarize(metrics)
-    findings = examine(summary, metrics.config)
-    if as_json:
-        doctor = [finding._asdict() for finding in findings]
-        print(json.dumps({"config": metrics.config, **summary, "doctor": doctor}, indent=2))
-        return
-    console = Console()
-    console.print(render.settings(metrics.config))
-    console.print(render.report(file.name, summary))
-    render.print_findings(console, findings)
+    if not as_json:
+        Console().print(render.settings(metrics.config))
+    render.print_run(file.name, summarize(metrics), metrics.config, as_json=as_json)

@@ -1,1 +1,1 @@
-"""Command-line options that commands share."""
+"""Command-line options that several commands share."""

@@ -1,12 +1,18 @@
-"""Options that several commands share, and how they become a workload, a profile and a config."""
+"""Options that several commands share, and the workload and config that they describe.
+
+Options that belong together are one dataclass; `spread` lets a command take them as one argument.
+"""
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
@@ -19,9 +25,10 @@ from rich.progress import (
 )
 
 from headway.config import Config
+from headway.errors import FormatError
 from headway.lab.cost import Profile
-from headway.lab.workload.files import adjust, read_jobs
-from headway.lab.workload.jobs import MAX_TOKENS, Job
+from headway.lab.workload.files import adjust, read_workload
+from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler.policies import recompute
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, preset
@@ -33,88 +40,163 @@ DEFAULT_WORKLOAD = (
 )
 
 
+SLOT_HELP = {
+    "recipe": "How a step combines prompts and decodes",
+    "queue": "Order of waiting requests",
+    "chunk": "How prompts are split over steps",
+    "headroom": "KV blocks that must stay free at an admission",
+    "victim": "Which request is preempted first",
+    "swap": "Whether a preempted request is swapped or recomputed",
+}
+
+
 def _slot(name: str) -> Any:
     known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
     return typer.Option(
-        help=f"{known}, or module:function.", rich_help_panel=SCHEDULER, show_default="preset's"
+        help=f"{SLOT_HELP[name]}: {known}, or module:function.",
+        rich_help_panel=SCHEDULER,
+        show_default="from the preset",
     )
 
 
-def _number(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=SCHEDULER, show_default="preset's")
+def _number(text: str, default: str = "from the preset") -> Any:
+    return typer.Option(help=text, rich_help_panel=SCHEDULER, show_default=default)
 
 
 Workload = Annotated[
     str,
     typer.Argument(
-        help="A trace file (Azure .csv, Mooncake .jsonl, Headway .jsonl) or a synthetic workload, "
+        help="Workload file (Azure .csv, Mooncake .jsonl, Headway .jsonl) or synthetic workload, "
         "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
     ),
 ]
-Limit = Annotated[
-    int | None, typer.Option(help="Only the first so many requests.", rich_help_panel=WORKLOAD)
+ProfileName = Annotated[
+    str, typer.Option("--profile", help="Name of a bundled profile, or a .json file.")
 ]
-Speed = Annotated[
-    float, typer.Option(help="Arrivals so many times as fast.", rich_help_panel=WORKLOAD)
-]
-AllowedTokens = Annotated[
-    int | None,
-    typer.Option(
-        help="max_tokens of requests in a trace file that does not say: above the real output, "
-        "the scheduler does not know when they end.",
-        rich_help_panel=WORKLOAD,
-        show_default="the real output",
-        min=1,
-        max=MAX_TOKENS,
-    ),
-]
-ProfileName = Annotated[str, typer.Option("--profile", help="A profile's name or a .json file.")]
 Preset = Annotated[
-    str, typer.Option("--preset", help=f"{', '.join(PRESETS)}.", rich_help_panel=SCHEDULER)
-]
-Recipe = Annotated[str | None, _slot("recipe")]
-Queue = Annotated[str | None, _slot("queue")]
-Chunk = Annotated[str | None, _slot("chunk")]
-Headroom = Annotated[str | None, _slot("headroom")]
-Victim = Annotated[str | None, _slot("victim")]
-Swap = Annotated[str | None, _slot("swap")]
-MaxNumSeqs = Annotated[int | None, _number("Seats: requests that run at once.")]
-MaxNumBatchedTokens = Annotated[int | None, _number("Tokens computed by one step.")]
-NumSchedulerSteps = Annotated[int | None, _number("Decode steps per plan while nobody waits.")]
-BlockSize = Annotated[int | None, _number("Tokens in a KV block.")]
-NumBlocks = Annotated[
-    int | None,
+    str,
     typer.Option(
-        help="KV blocks on the device.", rich_help_panel=SCHEDULER, show_default="what fits"
+        "--preset", help=f"Scheduler preset: {', '.join(PRESETS)}.", rich_help_panel=SCHEDULER
     ),
 ]
-NumHostBlocks = Annotated[int | None, _number("KV blocks on the host, for swap.")]
-MaxModelLen = Annotated[int | None, _number("Longest prompt and output together.")]
+MAX_NUM_SEQS = "Maximum number of running requests."
+MAX_NUM_BATCHED_TOKENS = "Maximum number of tokens computed in one step."
+MAX_MODEL_LEN = "Maximum number of tokens of a request, prompt and output together."
+ASYNC_SCHEDULING = "Schedule the next step while the current one runs."
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 AsyncScheduling = Annotated[
     bool,
     typer.Option(
         "--async-scheduling/--no-async-scheduling",
-        help="Plan the next step while one runs.",
+        help=ASYNC_SCHEDULING,
         rich_help_panel=SCHEDULER,
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
-def load_workload(text: str, limit: int | None, speed: float, max_tokens: int | None) -> list[Job]:
-    """Jobs from a file, or from a synthetic workload's text."""
+@dataclass(frozen=True, kw_only=True)
+class SchedulerOptions:
+    """The policies and numbers of a scheduler; None keeps the preset's value."""
+
+    recipe: Annotated[str | None, _slot("recipe")] = None
+    queue: Annotated[str | None, _slot("queue")] = None
+    chunk: Annotated[str | None, _slot("chunk")] = None
+    headroom: Annotated[str | None, _slot("headroom")] = None
+    victim: Annotated[str | None, _slot("victim")] = None
+    swap: Annotated[str | None, _slot("swap")] = None
+    max_num_seqs: Annotated[int | None, _number(MAX_NUM_SEQS)] = None
+    max_num_batched_tokens: Annotated[int | None, _number(MAX_NUM_BATCHED_TOKENS)] = None
+    num_scheduler_steps: Annotated[
+        int | None, _number("Decode steps per plan while no request waits.")
+    ] = None
+    block_size: Annotated[int | None, _number("Tokens in a KV cache block.")] = None
+    num_blocks: Annotated[
+        int | None, _number("KV cache blocks on the device.", default="as many as fit")
+    ] = None
+    num_host_blocks: Annotated[
+        int | None, _number("KV cache blocks in host memory, for swapping.")
+    ] = None
+    max_model_len: Annotated[int | None, _number(MAX_MODEL_LEN)] = None
+
+    def changes(self) -> dict[str, Any]:
+        """The values that differ from the preset."""
+        given = {name: getattr(self, name) for name in (*SLOTS, *NUMBERS)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkloadOptions:
+    """How the requests of a workload are selected and changed."""
+
+    limit: Annotated[
+        int | None, typer.Option(help="Use only the first N requests.", rich_help_panel=WORKLOAD)
+    ] = None
+    speed: Annotated[
+        float, typer.Option(help="Divide arrival times by this factor.", rich_help_panel=WORKLOAD)
+    ] = 1.0
+    allowed_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="max_tokens of requests whose workload file has none. A value above the real "
+            "output hides from the scheduler when a request ends.",
+            rich_help_panel=WORKLOAD,
+            show_default="the real output",
+            min=1,
+            max=MAX_TOKENS,
+        ),
+    ] = None
+
+    def load(self, workload: str) -> list[WorkloadRequest]:
+        """The requests of a file or of a synthetic workload."""
+        return load_workload(workload, self.limit, self.speed, self.allowed_tokens)
+
+
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the dataclass parameters of a command by one option for each of their fields."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    taken = inspect.signature(command).parameters.values()
+    shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
+    of_groups = [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default,
+            annotation=get_type_hints(group, include_extras=True)[f.name],
+        )
+        for group in groups.values()
+        for f in fields(group)
+    ]  # fmt: skip
+    # The scheduler's options are many; --help shows them last.
+    of_groups.sort(key=lambda p: p.annotation.__metadata__[0].rich_help_panel == SCHEDULER)
+    shown += of_groups
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
+        command(**given)
+
+    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
+
+
+def load_workload(
+    text: str, limit: int | None, speed: float, max_tokens: int | None
+) -> list[WorkloadRequest]:
+    """The requests of a file or of a synthetic workload."""
     if "=" in text and not Path(text).exists():
-        return adjust(parse_synthetic(text).jobs(), limit, speed)
-    return read_jobs(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
+        return adjust(parse_synthetic(text).generate(), limit, speed)
+    return read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
 
 
 def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
-    """A preset with what the command line changes; as many blocks as the profile has room for.
+    """A preset with the changes of the command line.
 
-    Where the swap rule may use the host, as many there, unless told otherwise.
+    Without --num-blocks it has as many blocks as the profile's KV cache. If the swap rule uses host
+    memory, it has as many host blocks as device blocks by default.
     """
-    see_own_policies()
-    changes = {k: v for k, v in changes.items() if v is not None and k in (*SLOTS, *NUMBERS)}
+    import_from_working_directory()
+    changes = dict(changes)
     config = preset(name, **changes)
     if "num_blocks" not in changes:
         changes["num_blocks"] = profile.num_blocks(config.block_size)
@@ -123,15 +205,29 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     return preset(name, **changes)
 
 
-def see_own_policies() -> None:
-    """module:function policies live where the user is."""
+def import_from_working_directory() -> None:
+    """Let module:function policies be found in the working directory."""
     if "" not in sys.path:
         sys.path.insert(0, "")
 
 
+def check_writable(path: Path) -> None:
+    """FormatError if a file cannot be written; better now than after a long run.
+
+    An existing file keeps its content; a new one is not left behind.
+    """
+    is_new = not path.exists()
+    try:
+        path.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
+    if is_new:
+        path.unlink()
+
+
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Any]:
-    """A bar on stderr, gone when it is done; yields a function that advances it."""
+    """A progress bar on stderr, removed at the end; yields a function that advances it."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip

@@ -1,61 +1,31 @@
-"""Options of the commands that run a model, and how they become an LLM and sampling params.
+"""Options of the commands that run a model, and the LLM and sampling parameters they describe.
 
-Options that belong together are one dataclass; `spread` lets a command take them as one argument.
-Imports nothing of the model before one is asked for: the simulator's commands stay light.
+Imports the model code only when a model is loaded, so that the simulator's commands start quickly.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from headway.cli.options import common as options
+from headway.cli.options.common import check_writable
 from headway.cli.options.packages import check_extras
-from headway.errors import FormatError
 from headway.sampling_params import SamplingParams
-from headway.scheduler.presets import NUMBERS, SLOTS
 
 if TYPE_CHECKING:
     from headway.llm import LLM
 
 MODEL, SAMPLING = "Model", "Sampling"
-GPUS_SEATS, GPUS_TOKENS = "64; on a GPU the preset's", "512; on a GPU the preset's"
-RENAMED = {"samples": "n"}  # options with a name of their own
-
-
-def spread(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters of a dataclass type are given as their fields, an option each."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
-    taken = inspect.signature(command).parameters.values()
-    shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
-    for group in groups.values():
-        kinds = get_type_hints(group, include_extras=True)
-        shown += [
-            inspect.Parameter(
-                f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name]
-            )
-            for f in fields(group)
-        ]
-
-    @wraps(command)
-    def run(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{f.name: given.pop(f.name) for f in fields(group)})
-        command(**given)
-
-    run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
-    return run
+MODEL_HELP = "Bundled model name, model folder, .gguf file or Hugging Face id."
+KV_MEMORY_DEFAULT = "a fraction of the free memory"
 
 
 def _model(text: str, *names: str, **more: Any) -> Any:
@@ -70,88 +40,87 @@ def _scheduler(text: str, **more: Any) -> Any:
     return typer.Option(help=text, rich_help_panel=options.SCHEDULER, **more)
 
 
-Device = Annotated[str, _model("auto: a GPU if one can be used; cpu, cuda, cuda:1.")]
+Device = Annotated[
+    str, _model("cpu, cuda, cuda:1, or auto: a GPU if there is one, otherwise the CPU.")
+]
 Dtype = Annotated[
-    str, _model("auto (bfloat16 on a GPU, float32 on a CPU), float32, bfloat16 or float16.")
+    str,
+    _model("float32, bfloat16, float16, or auto: bfloat16 on a GPU, float32 on a CPU."),
 ]
 Quantization = Annotated[
     str,
     _model(
-        "none; on a CPU also int8 (8-bit products of the file's quantized weights), or auto: "
-        "whichever is fastest here."
+        "none, int8 (CPU only: 8-bit matrix products with the file's quantized weights), or auto: "
+        "the fastest on this CPU."
     ),
 ]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """Which model, how it computes, and how it is scheduled."""
+class ModelOptions(options.SchedulerOptions):
+    """The model, its execution, and the scheduler."""
 
     model: Annotated[
         str,
-        _model("A bundled name, a model's folder, a .gguf file or a hub id.", "--model", "-m"),
+        _model(MODEL_HELP, "--model", "-m"),
     ] = "smollm2-135m"
     device: Device = "auto"
     dtype: Dtype = "auto"
     quantization: Quantization = "none"
     load_format: Annotated[
-        str, _model("auto, safetensors, gguf, or dummy: random weights, a config.json is enough.")
+        str,
+        _model(
+            "auto, safetensors, gguf, or dummy: random weights, which needs only a config.json."
+        ),
     ] = "auto"
     kv_cache_dtype: Annotated[
-        str, _model("auto: as the model computes; fp8: half of that, GPU only.")
+        str, _model("auto: the model's dtype; fp8: half the size, GPU only.")
     ] = "auto"
     attention: Annotated[
-        str, _model("Of a GPU: triton; flashinfer or flash-attn if installed.")
+        str,
+        _model("Attention kernels on a GPU: triton; or flashinfer or flash-attn if installed."),
     ] = "triton"
     kv_memory: Annotated[
         str | None,
-        _model("Memory for keys and values, e.g. 2GiB.", show_default="a share of what is free"),
+        _model("Memory of the KV cache, e.g. 2GiB.", show_default=KV_MEMORY_DEFAULT),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, _model("Share of a GPU's memory that may be in use, by all there is in it.")
+        float,
+        _model("Fraction of GPU memory that may be used, including other processes."),
     ] = 0.9
-    threads: Annotated[int | None, _model("CPU threads.", show_default="torch's choice")] = None
+    threads: Annotated[int | None, _model("CPU threads.", show_default="chosen by torch")] = None
     trace_out: Annotated[
-        Path | None, _model("Write every decision to this file; see `headway trace`.")
+        Path | None, _model("Write a trace of all decisions to this file; see `headway trace`.")
     ] = None
     preset: options.Preset = "headway"
     async_scheduling: Annotated[
         bool | None,
         typer.Option(
             "--async-scheduling/--no-async-scheduling",
-            help="Plan the next step while one runs.",
+            help=options.ASYNC_SCHEDULING,
             rich_help_panel=options.SCHEDULER,
-            show_default="on for a GPU",
+            show_default="on with a GPU",
         ),
     ] = None
-    recipe: options.Recipe = None
-    queue: options.Queue = None
-    chunk: options.Chunk = None
-    headroom: options.Headroom = None
-    victim: options.Victim = None
-    swap: options.Swap = None
     max_num_seqs: Annotated[
-        int | None, _scheduler("Seats: requests that run at once.", show_default=GPUS_SEATS)
+        int | None,
+        _scheduler(options.MAX_NUM_SEQS, show_default="64; on a GPU from the preset"),
     ] = None
     max_num_batched_tokens: Annotated[
-        int | None, _scheduler("Tokens computed by one step.", show_default=GPUS_TOKENS)
+        int | None,
+        _scheduler(options.MAX_NUM_BATCHED_TOKENS, show_default="512; on a GPU from the preset"),
     ] = None
-    num_scheduler_steps: options.NumSchedulerSteps = None
-    block_size: options.BlockSize = None
-    num_blocks: options.NumBlocks = None
-    num_host_blocks: options.NumHostBlocks = None
     max_model_len: Annotated[
         int | None,
-        _scheduler("Longest prompt and output together.", show_default="the model's"),
+        _scheduler(options.MAX_MODEL_LEN, show_default="the model's limit"),
     ] = None
 
     def load(self, **defaults: Any) -> LLM:
-        """The model, ready to run; `defaults` are scheduler settings that no option changed."""
-        options.see_own_policies()
+        """Load the model; `defaults` are scheduler settings for options that are not given."""
+        options.import_from_working_directory()
         if self.trace_out is not None:
             check_writable(self.trace_out)
-        given = {name: getattr(self, name) for name in (*SLOTS, *NUMBERS)}
-        settings = defaults | {name: value for name, value in given.items() if value is not None}
+        settings = defaults | self.changes()
         with _loading_bar() as progress:
             return _llm_class()(
                 self.model, device=self.device, dtype=self.dtype,
@@ -165,33 +134,30 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingOptions:
-    """How tokens are chosen, and when a text ends."""
+    """How tokens are sampled, and when the output ends."""
 
-    max_tokens: Annotated[int, _sampling("Longest output, in tokens.")] = 128
-    temperature: Annotated[float, _sampling("0 takes the most probable token.")] = 0.0
-    top_p: Annotated[float, _sampling("Only the likeliest tokens of this summed probability.")] = 1
-    top_k: Annotated[int, _sampling("Only so many of the likeliest tokens; 0: all.")] = 0
-    min_p: Annotated[float, _sampling("Only tokens of this share of the best one's chance.")] = 0
-    repetition_penalty: Annotated[float, _sampling("Above 1, what was there is less likely.")] = 1
-    seed: Annotated[int | None, _sampling("For the same text again.", show_default="random")] = None
-    stop: Annotated[list[str] | None, _sampling("A text that ends it. May be repeated.")] = None
+    max_tokens: Annotated[int, _sampling("Maximum number of output tokens.")] = 128
+    temperature: Annotated[float, _sampling("Sampling temperature; 0 is greedy.")] = 0.0
+    top_p: Annotated[
+        float, _sampling("Sample from the most probable tokens up to this total probability.")
+    ] = 1
+    top_k: Annotated[int, _sampling("Sample from the K most probable tokens; 0: all.")] = 0
+    min_p: Annotated[
+        float, _sampling("Minimum probability relative to the most probable token.")
+    ] = 0
+    repetition_penalty: Annotated[
+        float, _sampling("Above 1, repeated tokens are less probable.")
+    ] = 1
+    seed: Annotated[int | None, _sampling("Random seed.", show_default="random")] = None
+    stop: Annotated[list[str] | None, _sampling("Stop string. May be repeated.")] = None
 
     def params(self) -> SamplingParams:
-        """The same, as a request carries it; InvalidRequest for what makes no sense."""
-        given = {RENAMED.get(f.name, f.name): getattr(self, f.name) for f in fields(self)}
-        return SamplingParams(**given)
-
-
-def check_writable(path: Path) -> None:
-    """FormatError if a file cannot be written: better now than after the run."""
-    try:
-        path.open("w", encoding="utf-8").close()
-    except OSError as error:
-        raise FormatError(path, None, f"cannot be written: {error.strerror}") from None
+        """The sampling parameters of a request; InvalidRequest for an invalid value."""
+        return SamplingParams(**{f.name: getattr(self, f.name) for f in fields(self)})
 
 
 def resolved(dtype: str, quantization: str, device: str) -> str:
-    """The precision that these options mean on a device, as text."""
+    """The name of the precision that these options select on a device."""
     check_extras("running a model", "torch")
     from headway.model import devices, precision
 
@@ -207,7 +173,7 @@ def _llm_class() -> type[LLM]:
 
 @contextmanager
 def _loading_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, gone when the model is there; yields what is told how far it has come."""
+    """A progress bar on stderr, removed when the model is loaded; yields a function to update it."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn()
     is_hidden = not console.is_terminal

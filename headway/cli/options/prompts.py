@@ -1,6 +1,6 @@
-"""Prompts from the command line and from files: plain text, or JSON lines with their own params.
+"""Prompts from the command line and from files: plain text, or JSON lines with their own parameters.
 
-A line that cannot be read becomes a prompt with an error, so that the others go on.
+An invalid line becomes a prompt with an error; the other lines are processed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PARAMS = tuple(field.name for field in fields(SamplingParams))
 
 
 @dataclass(slots=True, kw_only=True)
-class Ask:
-    """One prompt: a text, token ids, or messages; or why it cannot be asked."""
+class PromptEntry:
+    """One prompt: text, token ids or messages, with its parameters or its error."""
 
     index: int = 0
     id: str = ""
@@ -36,49 +36,51 @@ class Ask:
 
     @property
     def shown(self) -> str:
-        """The prompt for people to read."""
+        """The prompt as text for the terminal."""
         if self.messages:
             return str(self.messages[-1]["content"])
         return self.content if isinstance(self.content, str) else f"{len(self.content)} tokens"
 
-    def refuse(self, problem: object) -> None:
-        """It cannot be asked, or was not answered."""
+    def fail(self, problem: object) -> None:
+        """Set the error, with file and line."""
         self.error = f"{self.where}: {problem}" if self.where else str(problem)
 
 
-def gather(prompts: Iterable[str], file: Path | None, params: SamplingParams) -> list[Ask]:
-    """All prompts, numbered: the command line's, then the file's."""
-    asks = [Ask(content=text, params=params) for text in prompts]
+def read_prompts(
+    prompts: Iterable[str], file: Path | None, params: SamplingParams
+) -> list[PromptEntry]:
+    """All prompts, numbered: first those of the command line, then those of the file."""
+    entries = [PromptEntry(content=text, params=params) for text in prompts]
     if file is not None:
-        asks += _read(file, params)
-    for index, ask in enumerate(asks):
-        ask.index, ask.id = index, ask.id or str(index)
-    return asks
+        entries += _read(file, params)
+    for index, entry in enumerate(entries):
+        entry.index, entry.id = index, entry.id or str(index)
+    return entries
 
 
-def readable(llm: LLM, asks: Iterable[Ask]) -> list[Ask]:
-    """Those that can be given to the model; messages become tokens by the model's template."""
-    for ask in asks:
-        if ask.messages is not None:
+def apply_chat_template(llm: LLM, entries: Iterable[PromptEntry]) -> list[PromptEntry]:
+    """The prompts without errors; messages become token ids by the model's chat template."""
+    for entry in entries:
+        if entry.messages is not None:
             try:
-                ask.content = llm.chat_tokens(ask.messages)
+                entry.content = llm.chat_tokens(entry.messages)
             except HeadwayError as error:
-                ask.refuse(error)
-    return [ask for ask in asks if ask.error is None]
+                entry.fail(error)
+    return [entry for entry in entries if entry.error is None]
 
 
-def _read(file: Path, params: SamplingParams) -> Iterator[Ask]:
+def _read(file: Path, params: SamplingParams) -> Iterator[PromptEntry]:
     name = "stdin" if str(file) == "-" else str(file)
     lines = [(i, line) for i, line in enumerate(_lines(file, name), start=1) if line.strip()]
     if not lines:
-        raise FormatError(name, None, "there are no prompts in it")
+        raise FormatError(name, None, "the file contains no prompts")
     is_json = file.suffix == ".jsonl" or (name == "stdin" and lines[0][1].lstrip()[0] == "{")
     for number, line in lines:
         where = f"{name}:{number}"
         if is_json:
             yield _parse(line, where, params)
         else:
-            yield Ask(where=where, content=line, params=params)
+            yield PromptEntry(where=where, content=line, params=params)
 
 
 def _lines(file: Path, name: str) -> list[str]:
@@ -91,43 +93,43 @@ def _lines(file: Path, name: str) -> list[str]:
     return [line.removesuffix("\r") for line in text.split("\n")]
 
 
-def _parse(line: str, where: str, params: SamplingParams) -> Ask:
-    ask = Ask(where=where, params=params)
+def _parse(line: str, where: str, params: SamplingParams) -> PromptEntry:
+    entry = PromptEntry(where=where, params=params)
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("not a JSON object")
-        _fill(ask, row)
+        _fill(entry, row)
     except json.JSONDecodeError as error:
-        ask.refuse(f"not JSON: {error}")
+        entry.fail(f"not JSON: {error}")
     except ValueError as error:
-        ask.refuse(error)
-    return ask
+        entry.fail(error)
+    return entry
 
 
-def _fill(ask: Ask, row: dict[str, Any]) -> None:
-    """What a line says; ValueError (of which InvalidRequest is one) if it makes no sense."""
-    ask.id = str(row.pop("id", ""))
+def _fill(entry: PromptEntry, row: dict[str, Any]) -> None:
+    """Set prompt and parameters from a line; ValueError (also InvalidRequest) if it is invalid."""
+    entry.id = str(row.pop("id", ""))
     found = [name for name in CONTENTS if name in row]
     if len(found) != 1:
         has = " and ".join(found) or "none"
-        raise ValueError(f"it needs one of {', '.join(CONTENTS)}, and has {has}")
+        raise ValueError(f"a line needs exactly one of {', '.join(CONTENTS)}, found {has}")
     [name] = found
     content = row.pop(name)
     kind: Any = str if name == "prompt" else list
     if not isinstance(content, kind):
-        wanted = "a text" if kind is str else "a list"
+        wanted = "a string" if kind is str else "a list"
         raise ValueError(f"{name} must be {wanted}, not {content!r}")
     if name == "messages":
-        ask.messages = content
+        entry.messages = content
     else:
-        ask.content = content
+        entry.content = content
     unknown = next((key for key in row if key not in PARAMS), None)
     if unknown is not None:
-        raise ValueError(f"unknown field {unknown!r}; there are {', '.join((*CONTENTS, *PARAMS))}")
-    if isinstance(row.get("logit_bias"), dict):  # JSON has no numbers as keys
+        raise ValueError(f"unknown field {unknown!r}; known: {', '.join((*CONTENTS, *PARAMS))}")
+    if isinstance(row.get("logit_bias"), dict):  # JSON keys are strings
         row["logit_bias"] = {_token(key): value for key, value in row["logit_bias"].items()}
-    ask.params = replace(ask.params, **row)
+    entry.params = replace(entry.params, **row)
 
 
 def _token(key: str) -> int:

@@ -1,4 +1,4 @@
-"""The options of `headway serve`, and how they become the server's settings and limits."""
+"""The options of `headway serve`, and the server's settings and limits that they describe."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from headway.engine.loop import Limits
 from headway.errors import ConfigError
+from headway.lab.checks import one_of
 
 if TYPE_CHECKING:
     from headway.server.settings import ConnectionSettings, Settings
@@ -33,118 +34,129 @@ def _logs(text: str, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """Where it listens, who may ask, how much may wait, what is logged."""
+    """Address, access, limits and logging of the server."""
 
-    host: Annotated[str, _server("Address; 0.0.0.0 lets other machines in.")] = "127.0.0.1"
-    port: Annotated[int, _server("0 takes any that is free.", min=0, max=65535)] = 8000
+    host: Annotated[str, _server("Address to listen on; 0.0.0.0 accepts other machines.")] = (
+        "127.0.0.1"
+    )
+    port: Annotated[int, _server("Port to listen on; 0 chooses a free one.", min=0, max=65535)] = (
+        8000
+    )
     served_model_name: Annotated[
-        str | None, _server("What clients call the model.", show_default="as it was given")
+        str | None, _server("Model name in the API.", show_default="as given")
     ] = None
     chat_template: Annotated[
         Path | None,
-        _server("File with a Jinja chat template to use.", show_default="the model's own"),
+        _server("File with a Jinja chat template.", show_default="the model's own"),
     ] = None
     tool_call_parser: Annotated[
         str,
         _server(
-            f"Format of tool calls: {', '.join(PARSERS)}. Any but auto also describes tools in the "
-            "system message if the chat template has no place for them."
+            f"Format of tool calls: {', '.join(PARSERS)}. Unless it is auto, the system message "
+            "describes the tools if the chat template does not."
         ),
     ] = "auto"
-    api_workers: Annotated[int, _server("Processes that answer HTTP.", min=1)] = 1
+    api_server_count: Annotated[
+        int, _server("Number of processes that handle HTTP requests.", min=1)
+    ] = 1
     engine_process: Annotated[
         bool | None,
         _server(
-            "The engine in a process of its own.", "--engine-process/--no-engine-process",
-            show_default="on a GPU, or with several workers",
+            "Run the engine in a separate process.", "--engine-process/--no-engine-process",
+            show_default="on a GPU or with several API servers",
         ),
     ] = None  # fmt: skip
     api_key: Annotated[
         list[str] | None,
-        _server("A key that clients must send. Also HEADWAY_API_KEY. May be repeated."),
+        _server("API key that clients must send. Also HEADWAY_API_KEY. May be repeated."),
     ] = None
-    api_key_file: Annotated[Path | None, _server("Keys, one in each line.")] = None
-    cors_origin: Annotated[
+    api_key_file: Annotated[Path | None, _server("File with API keys, one per line.")] = None
+    allowed_origins: Annotated[
         list[str] | None,
-        _server("A web page's origin that may call it. May be repeated.", show_default="none"),
+        _server(
+            "Origin of web pages that may use the API (CORS). May be repeated.", show_default="none"
+        ),
     ] = None
     allowed_host: Annotated[
         list[str] | None,
         _server(
-            "Accepted in the Host header; '*' accepts any. May be repeated.",
-            show_default="names of this machine on a loopback address without a key, else any",
+            "Accepted Host header; '*' accepts any. May be repeated.",
+            show_default="local names on a loopback address without API key, otherwise any",
         ),
     ] = None
     grace: Annotated[
-        float, _server("Seconds for open requests after a signal to stop.", min=0.0)
+        float, _server("Seconds that open requests get to finish after SIGTERM or Ctrl-C.", min=0.0)
     ] = 30.0
     watchdog: Annotated[
-        float, _server("Seconds without progress, while work waits, until /health fails.", min=0.1)
+        float,
+        _server("Seconds without progress, with work to do, after which /health fails.", min=0.1),
     ] = 30.0
     metrics_prefix: Annotated[
-        str, _server("Of the metrics' names; vllm makes its dashboards work.")
+        str, _server("Metric name prefix. Use 'vllm' for existing vLLM dashboards.")
     ] = "headway"
     disable_additional_properties: Annotated[
         bool,
         _server(
-            "Allow objects of a JSON schema only the properties that it names, unless it says "
-            "otherwise.",
+            "Treat additionalProperties of JSON schemas as false where a schema does not set it.",
             "--disable-additional-properties",
         ),
     ] = False
     spans: Annotated[
-        bool, _server("Export OpenTelemetry spans of every request, as OTEL_* say.", "--spans")
+        bool, _server("Export OpenTelemetry spans, configured by OTEL_* variables.", "--spans")
     ] = False
-    max_waiting: Annotated[int, _limit("Requests that may wait; more get a 429.", min=1)] = 1024
-    max_waiting_tokens: Annotated[int, _limit("Tokens that may wait.", min=1)] = 1 << 20
+    max_waiting: Annotated[
+        int, _limit("Maximum number of waiting requests; more get a 429.", min=1)
+    ] = 1024
+    max_waiting_tokens: Annotated[
+        int, _limit("Maximum number of waiting prompt tokens; more get a 429.", min=1)
+    ] = 1 << 20
     max_per_client: Annotated[
-        int | None, _limit("Open requests of one `user`.", show_default=NONE, min=1)
+        int | None, _limit("Maximum number of open requests per `user`.", show_default=NONE, min=1)
     ] = None
     timeout: Annotated[
-        float | None, _limit("Seconds for a whole request.", show_default=NONE, min=0.001)
+        float | None, _limit("Seconds for a complete request.", show_default=NONE, min=0.001)
     ] = None
     stall_timeout: Annotated[
-        float, _limit("Seconds for a client to take what it is sent.", min=0.001)
+        float, _limit("Seconds for a client to accept data that was sent to it.", min=0.001)
     ] = 60.0
     timeout_head: Annotated[
-        float, _limit("Seconds for the head of a request to arrive.", min=0.001)
+        float, _limit("Seconds for the headers of a request to arrive.", min=0.001)
     ] = 10.0
     timeout_keep_alive: Annotated[
-        float, _limit("Seconds for which an idle connection is kept.", min=0.001)
+        float, _limit("Seconds until an idle connection is closed.", min=0.001)
     ] = 75.0
     max_connections: Annotated[
         int | None,
         _limit(
-            "Connections of one API process; more get a 503.",
-            show_default="from the limit of open files", min=1,
+            "Maximum number of connections per API server; more get a 503.",
+            show_default="derived from the limit of open files", min=1,
         ),
     ] = None  # fmt: skip
     max_connections_per_address: Annotated[
-        int | None, _limit("Connections from one IP address.", show_default=NONE, min=1)
+        int | None,
+        _limit("Maximum number of connections per IP address.", show_default=NONE, min=1),
     ] = None
-    max_body: Annotated[int, _limit("Bytes of a request's body.", min=1)] = 16 << 20
-    log_format: Annotated[str, _logs("human or json.")] = "human"
-    log_level: Annotated[str, _logs("debug, info, warning or error.")] = "info"
+    max_body: Annotated[int, _limit("Maximum size of a request body, in bytes.", min=1)] = 16 << 20
+    log_format: Annotated[str, _logs("Log format: human or json.")] = "human"
+    log_level: Annotated[str, _logs("Log level: debug, info, warning or error.")] = "info"
 
     def __post_init__(self) -> None:
-        if self.engine_process is False and self.api_workers > 1:
+        if self.engine_process is False and self.api_server_count > 1:
             raise ConfigError(
-                f"--api-workers {self.api_workers} needs the engine in a process of its own; leave "
-                "out --no-engine-process"
+                f"--api-server-count {self.api_server_count} needs the engine in a separate process; "
+                "remove --no-engine-process"
             )
-        for name, known in (
-            ("log_format", ("human", "json")),
-            ("log_level", ("debug", "info", "warning", "error")),
-            ("tool_call_parser", PARSERS),
-        ):
-            if getattr(self, name) not in known:
-                wanted = f"{', '.join(known)}, not {getattr(self, name)!r}"
-                raise ConfigError(f"--{name.replace('_', '-')} must be one of {wanted}")
+        one_of("--log-format", self.log_format, ("human", "json"))
+        one_of("--log-level", self.log_level, ("debug", "info", "warning", "error"))
+        one_of("--tool-call-parser", self.tool_call_parser, PARSERS)
 
     def has_engine_process(self, device: str) -> bool:
-        """Unless told otherwise: on a GPU, whose short steps would wait for whoever answers HTTP."""
-        if self.engine_process is not None or self.api_workers > 1:
-            return self.engine_process or self.api_workers > 1
+        """Whether the engine runs in a separate process.
+
+        By default it does on a GPU, where HTTP handling would delay the short steps.
+        """
+        if self.engine_process is not None or self.api_server_count > 1:
+            return self.engine_process or self.api_server_count > 1
         if device != "auto":
             return device != "cpu"
         from headway.model.devices import why_no_cuda
@@ -158,7 +170,7 @@ class ServeOptions:
         )  # fmt: skip
 
     def settings(self) -> Settings:
-        """What the endpoints go by; ConfigError for keys that cannot be read or sent."""
+        """The settings of the endpoints; ConfigError for API keys that cannot be read or sent."""
         from headway.server.http.origins import default_allowed_hosts
         from headway.server.settings import Settings, read_api_keys
 
@@ -167,13 +179,13 @@ class ServeOptions:
         return Settings(
             request_timeout=self.timeout, stall_timeout=self.stall_timeout,
             max_body_bytes=self.max_body, metrics_prefix=self.metrics_prefix,
-            allowed_origins=tuple(self.cors_origin or ()), api_keys=keys,
+            allowed_origins=tuple(self.allowed_origins or ()), api_keys=keys,
             allowed_hosts=tuple(self.allowed_host or hosts),
             disable_additional_properties=self.disable_additional_properties,
         )  # fmt: skip
 
     def connections(self) -> ConnectionSettings:
-        """Limits and timeouts of connections."""
+        """The limits and timeouts of connections."""
         from headway.server.settings import ConnectionSettings
 
         return ConnectionSettings(

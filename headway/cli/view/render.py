@@ -1,22 +1,47 @@
-"""Summaries as tables for a terminal."""
+"""Summaries and profiles as tables for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
-from headway.lab.doctor import Finding
+from headway.lab.calibration import HeldOutError
+from headway.lab.cost import Machine, Profile
+from headway.lab.doctor import Finding, examine
 from headway.lab.summary import Summary
 
 MAX_LISTED = 5
+MAX_ERROR = 0.2  # a larger error of a profile gives a warning
+
+
+def print_run(
+    title: str,
+    summary: Summary,
+    config: dict[str, Any],
+    rejected: Sequence[tuple[str, str]] = (),
+    *,
+    as_json: bool,
+) -> None:
+    """Print the report of a run with the doctor's findings, as tables or as one JSON object."""
+    findings = examine(summary, config)
+    if as_json:
+        doctor = [finding._asdict() for finding in findings]
+        print(json.dumps({"config": config, **summary, "doctor": doctor}, indent=2))
+        return
+    console = Console()
+    console.print(report(title, summary))
+    _print_rejected(console, rejected)
+    _print_findings(console, findings)
 
 
 def report(title: str, summary: Summary) -> Group:
-    """One run: throughput, latencies, what the scheduler did."""
+    """One run: throughput, latencies, scheduler statistics."""
     latencies = Table(header_style="bold", box=None, pad_edge=False)
     for column in ("", "mean", "p50", "p90", "p99"):
         latencies.add_column(column, justify="left" if not column else "right")
@@ -27,10 +52,7 @@ def report(title: str, summary: Summary) -> Group:
     for key, name in names.items():
         values = (summary[key][mark] for mark in ("mean", "p50", "p90", "p99"))
         latencies.add_row(name, *map(seconds, values))
-    facts = Table(show_header=False, box=None, pad_edge=False)
-    for name, value in _facts(summary):
-        facts.add_row(name, value)
-    return Group(f"\n[bold]{escape(title)}[/]", facts, "", latencies)
+    return Group(f"\n[bold]{escape(title)}[/]", _pairs(_facts(summary)), "", latencies)
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
@@ -44,11 +66,14 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
             f"{summary['requests_per_second']:,.2f} requests/s, "
             f"{summary['output_tokens_per_second']:,.0f} output tokens/s",
         ),
-        ("seats per step", f"{step['seats']:.1f} ({step['seats_share']:.1%})"),
+        (
+            "running per step",
+            f"{step['running']:.1f} ({step['running_share']:.1%} of max_num_seqs)",
+        ),
         (
             "tokens per step",
             f"{step['tokens']:,.0f} ({step['tokens_share']:.1%} of the budget), "
-            f"{step['prefill_share']:.0%} of them prefill",
+            f"{step['prefill_share']:.0%} prefill",
         ),
         (
             "preemptions",
@@ -57,22 +82,31 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ),
         (
             "recomputed",
-            f"{summary['recomputed_tokens']:,} tokens, tax {summary['recompute_tax']:.2%}",
+            f"{summary['recomputed_tokens']:,} tokens ({summary['recompute_tax']:.2%} of all "
+            "computed)",
         ),
         ("swapped blocks", f"{swapped['out']:,} out, {swapped['in']:,} in"),
         ("prefix cache", f"{summary['cache_hit_ratio']:.1%} of prompt tokens hit"),
-        ("waited for", ", ".join(f"{k} ({v:,} steps)" for k, v in reasons.items()) or "nothing"),
+        ("waited for", ", ".join(f"{k} ({v:,} steps)" for k, v in reasons.items()) or "-"),
     ]
     if summary["clients"] > 1:
         facts.append(("fairness", f"{summary['fairness']:.3f} over {summary['clients']} clients"))
     if summary["deadlines"]:
-        missed, asked = summary["deadline_misses"], summary["deadlines"]
-        facts.append(("deadlines", f"{missed:,} of {asked:,} missed"))
+        missed, total = summary["deadline_misses"], summary["deadlines"]
+        facts.append(("deadlines", f"{missed:,} of {total:,} missed"))
     return facts
 
 
+def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
+    """A table of names and values."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
 def _pair(times: dict[str, float]) -> str:
-    """p50 and p99 in the unit of the larger."""
+    """p50 and p99 in the unit of p99."""
     low, high = times["p50"], times["p99"]
     unit, scale = ("s", 1.0) if high >= 1 else ("ms", 1e3)
     return f"{low * scale:.1f} / {high * scale:.1f} {unit}"
@@ -85,16 +119,16 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "TTFT p50/p99": lambda s: _pair(s["ttft"]),
     "between tokens": lambda s: _pair(s["time_between_tokens"]),
     "preempt": lambda s: f"{s['preemptions']:,}",
-    "redone": lambda s: f"{s['recomputed_tokens']:,}",
+    "recomp": lambda s: f"{s['recomputed_tokens']:,}",
     "hits": lambda s: f"{s['cache_hit_ratio']:.0%}",
     "unfair": lambda s: f"{1 - s['fairness']:.0%}",
     "late": lambda s: f"{s['deadline_misses']:,}",
-    "refused": lambda s: f"{s['rejected']:,}",
+    "rejected": lambda s: f"{s['rejected']:,}",
 }
 
 
 def comparison(title: str, summaries: dict[str, Summary]) -> Group:
-    """Several runs, a row each; columns that are zero for everybody are left out."""
+    """Several runs, a row each, without the columns that are zero in all rows."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("scheduler", style="bold", no_wrap=True)
     shown = {
@@ -113,30 +147,82 @@ def settings(config: dict[str, Any]) -> str:
     return "  ".join(f"[dim]{key}[/] {escape(str(value))}" for key, value in config.items())
 
 
-def print_findings(console: Console, findings: list[Finding]) -> None:
-    """The doctor's lines."""
+def _print_findings(console: Console, findings: list[Finding]) -> None:
     if not findings:
-        console.print("\n[green]The doctor finds nothing wrong.[/]")
+        console.print("\n[green]The doctor found no problems.[/]")
         return
-    console.print("\n[bold]The doctor says[/]")
+    console.print("\n[bold]The doctor found[/]")
     for finding in findings:
-        console.print(f"  [yellow]symptom[/]  {finding.symptom}", highlight=False)
-        console.print(f"  [dim]cause[/]    {finding.cause}", highlight=False)
-        console.print(f"  [green]remedy[/]   {finding.remedy}\n", highlight=False)
+        table = Table.grid(padding=(0, 0, 0, 2))
+        table.add_row("[yellow]symptom[/]", escape(finding.symptom))
+        table.add_row("[dim]cause[/]", escape(finding.cause))
+        table.add_row("[green]remedy[/]", escape(finding.remedy))
+        console.print(table, "", highlight=False)
 
 
-def print_rejected(console: Console, rejected: list[tuple[str, str]]) -> None:
-    """Requests refused at the door, the first few with their reasons."""
+def _print_rejected(console: Console, rejected: Sequence[tuple[str, str]]) -> None:
+    """The number of rejected requests, and the reasons of the first few."""
     if rejected:
-        console.print(f"\n[red]{len(rejected)} requests were refused[/]")
+        console.print(f"\n[red]{len(rejected)} requests were rejected[/]")
         for _, reason in rejected[:MAX_LISTED]:
             console.print(f"  {reason}", highlight=False, markup=False)
 
 
 def seconds(value: float) -> str:
-    """A time as people read it."""
+    """A time with a fitting unit."""
     if value >= 100:
         return f"{value:,.0f} s"
     if value >= 1:
         return f"{value:.1f} s"
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
+
+
+def print_profile(profile: Profile, error: HeldOutError, out: Path) -> None:
+    """The numbers of a new profile, its error, and the next command."""
+    console = Console()
+    console.print(f"\n[bold]{escape(profile.name)}[/]", highlight=False)
+    console.print(_pairs(_machine(profile.machine)))
+    console.print("\n[bold]Error on a held-out run[/]")
+    console.print(_pairs([
+        ("step time", f"{error.median:.1%} (median), {error.p90:.1%} (p90)"),
+        ("sum of all steps", f"{error.total:+.1%}"),
+        ("simulated duration", f"{error.simulated:+.1%}"),
+        ("simulated time to first token, p50", f"{error.ttft:+.1%}"),
+    ]))  # fmt: skip
+    console.print(
+        f"\nWritten to {escape(str(out))}. Next: "
+        f"[bold]headway simulate --profile {escape(str(out))}[/]",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+
+
+def _machine(machine: Machine) -> list[tuple[str, str]]:
+    copies = f"{machine.copy_bandwidth / 1e9:,.2f} GB/s, plus {_short(machine.copy_seconds)} each"
+    return [
+        ("memory bandwidth", f"{machine.bandwidth / 1e9:,.2f} GB/s"),
+        ("arithmetic", f"{machine.flops / 1e9:,.1f} GFLOP/s"),
+        ("overlap of the two", f"{machine.overlap:.0%} of the shorter"),
+        ("fixed time per forward pass", _short(machine.fixed_seconds)),
+        ("minimum attention time", _short(machine.attention_seconds)),
+        ("scheduling between steps", _short(machine.host_seconds)),
+        ("copies between device and host", copies),
+    ]
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1e3:,.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} µs"
+
+
+def warn_of_profile(error: HeldOutError, undetermined: Sequence[str]) -> None:
+    """Print warnings on stderr: rates that are not determined, and a large error."""
+    warnings = list(undetermined)
+    worst = max(error.median, abs(error.total), abs(error.simulated))
+    if worst > MAX_ERROR:
+        warnings.append(
+            f"the profile's error on a held-out run is {worst:.0%}; profile again while no other "
+            "program uses this machine"
+        )
+    for warning in warnings:
+        Console(stderr=True).print(
+            f"[yellow]warning:[/] {warning}", highlight=False, soft_wrap=True
+        )

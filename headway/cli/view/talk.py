@@ -1,6 +1,6 @@
-"""A conversation with a model: answers, commands, statistics. What chat.py reads and shows.
+"""A conversation with a model: answers, commands and statistics of `headway chat`.
 
-Knows no terminal: whoever calls it gives it lines, and a function to write with.
+Knows no terminal: the caller passes lines and a function that writes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cli.view import live
 from headway.errors import HeadwayError, RequestTooLong
-from headway.observe.timeline import Life
+from headway.observe.timeline import RequestTimes
 from headway.plan import StepReport
 from headway.sampling_params import SamplingParams
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from headway.llm import LLM
 
 HELP = """\
-/reset        forget the conversation, keep the system message
-/system TEXT  set the system message; without a text, show it
-/stats        tokens, speed, cache and scheduler
-/help         this
-/exit         leave, as Ctrl-D does; Ctrl-C ends an answer"""
+/reset        start a new conversation, keep the system message
+/system TEXT  set the system message; without TEXT, show it
+/stats        show statistics of tokens, speed, cache and scheduler
+/help         show this help
+/exit         exit, like Ctrl-D; Ctrl-C ends an answer"""
 Write = Callable[[str], None]
 
 
-class Talk:
-    """A conversation with a model, and what it took."""
+class Conversation:
+    """A conversation with a model, and its statistics."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
         self.llm = llm
@@ -38,38 +38,38 @@ class Talk:
         self.system = system
         self.messages: list[dict[str, Any]] = []
         self.metrics = live.measure(llm)
-        self.num_cached = 0  # of the latest prompt
+        self.num_cached = 0  # tokens of the latest prompt
 
     def check(self) -> None:
-        """Raise whatever keeps this model from chatting, before anything is typed."""
+        """Raise an error if the model cannot chat, for example without a chat template."""
         self._prompt([{"role": "user", "content": "?"}])
 
     def take(self, line: str, write: Write) -> bool:
-        """Obey a command or answer a message; False to leave."""
+        """Run a command or answer a message; returns False to exit."""
         if not line.startswith("/"):
             self.answer(line, write)
             return True
         command, _, text = line.partition(" ")
         if command == "/exit":
             return False
-        write(self._obey(command, text.strip()) + "\n")
+        write(self._command(command, text.strip()) + "\n")
         return True
 
-    def _obey(self, command: str, text: str) -> str:
+    def _command(self, command: str, text: str) -> str:
         if command == "/reset":
             self.messages.clear()
-            return "(a new conversation)"
+            return "(new conversation)"
         if command == "/system":
             if text:
                 self.system = text
-                return "(the system message holds from the next answer on)"
-            return self.system or "(no system message but the model's own)"
+                return "(the system message applies from the next answer on)"
+            return self.system or "(no system message except the model's own)"
         if command == "/stats":
             return self.stats()
-        return HELP if command == "/help" else f"{command} is no command:\n{HELP}"
+        return HELP if command == "/help" else f"unknown command {command}:\n{HELP}"
 
     def answer(self, text: str, write: Write) -> None:
-        """Stream an answer. What was refused, or never begun, leaves no trace in the talk."""
+        """Stream an answer. A message that is rejected or gets no answer is not kept."""
         messages = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
@@ -82,11 +82,11 @@ class Talk:
         except KeyboardInterrupt:
             write(" (stopped)\n")
             return
-        note = {"abort": " (stopped)", "error": " (the model failed)"}.get(reason or "", "")
+        note = {"abort": " (stopped)", "error": " (generation failed)"}.get(reason or "", "")
         if reason == "length":
             is_full = allowed == room
-            limit = "the model's length is reached: /reset begins anew" if is_full else "cut off"
-            note = f" ({limit} after {allowed} tokens)"
+            limit = "model length reached, /reset starts again:" if is_full else "limit reached:"
+            note = f" ({limit} {allowed} tokens)"
         write(f"{note}\n")
         if said:
             self.messages = [*messages, {"role": "assistant", "content": said}]
@@ -96,13 +96,13 @@ class Talk:
         return self.llm.chat_tokens([*system, *messages])
 
     def _fit(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
-        """The prompt, and how many tokens the answer may have; RequestTooLong if there are none."""
+        """The prompt, and the maximum length of the answer; RequestTooLong if there is no room."""
         prompt, config = self._prompt(messages), self.llm.config
         most = min(config.max_model_len, config.num_blocks * config.block_size + 1)
         if len(prompt) >= most:
             raise RequestTooLong(
-                f"the conversation has {len(prompt):,} tokens and there is room for {most:,}, "
-                "the answer included: /reset begins a new one",
+                f"the conversation has {len(prompt):,} tokens (limit {most:,} including the answer); "
+                "/reset starts a new one",
                 need=len(prompt) + 1,
                 limit=most,
             )
@@ -121,41 +121,41 @@ class Talk:
         return said, reason
 
     def stats(self) -> str:
-        """What the chat took so far, in a few lines."""
-        lives, totals = list(self.metrics.lives.values()), self.metrics.totals
-        if not lives:
-            return "(nothing has been answered yet)"
+        """Statistics of the chat, a line each."""
+        requests, totals = self.metrics.requests, self.metrics.totals
+        if not requests:
+            return "(no answers yet)"
         scheduler = self.llm.engine.scheduler
         num_held = scheduler.config.num_blocks - scheduler.num_free
         num_said = len(self._prompt(self.messages)) if self.messages else 0
         lines = {
-            "last answer": self._last(lives[-1]),
+            "last answer": self._last(requests[-1]),
             "conversation": f"{num_said:,} of {self.llm.config.max_model_len:,} tokens",
-            "in all": f"{len(lives)} answers, {totals['output_tokens']:,} tokens; "
+            "total": f"{len(requests)} answers, {totals['output_tokens']:,} tokens; "
             f"{totals['cached_tokens']:,} of {totals['prompt_tokens']:,} prompt tokens cached",
-            "KV cache": f"{num_held} of {scheduler.config.num_blocks:,} blocks held, "
-            f"{len(scheduler.kv.pool.index.block_of):,} prefix blocks known",
+            "KV cache": f"{num_held} of {scheduler.config.num_blocks:,} blocks used, "
+            f"{len(scheduler.kv.pool.index.block_of):,} blocks in the prefix cache",
             "scheduler": f"{len(self.metrics.steps['running']):,} steps, "
             f"{totals['swaps'] + totals['recomputes']} preemptions, "
             f"{totals['recomputed_tokens']} tokens recomputed",
         }
         return "\n".join(f"{name:14}{text}" for name, text in lines.items())
 
-    def _last(self, life: Life) -> str:
+    def _last(self, life: RequestTimes) -> str:
         if life.first_token < 0:
-            return "stopped before its first token"
+            return "stopped before the first token"
         rate = (life.num_output - 1) / max(1e-9, life.finished - life.first_token)
         return (
-            f"{life.num_output} tokens, the first after {life.first_token - life.arrival:.2f} s, "
-            f"then {rate:.1f} a second; {self.num_cached} of {life.num_prompt} prompt tokens cached"
+            f"{life.num_output} tokens, first token after {life.first_token - life.arrival:.2f} s, "
+            f"then {rate:.1f} tokens/s; {self.num_cached} of {life.num_prompt} prompt tokens cached"
         )
 
 
 @contextmanager
 def stopped_by_interrupt(llm: LLM) -> Iterator[None]:
-    """Ctrl-C ends what runs at the end of its step: nothing is left half done, the cache stays.
+    """Let Ctrl-C abort the running request at the end of its step, which keeps the cache intact.
 
-    A second one does not wait for that.
+    A second Ctrl-C raises KeyboardInterrupt at once.
     """
     num_interrupts = 0
 

@@ -1,42 +1,44 @@
-"""A snapshot of a running server as lines for a terminal of any size. Asks no server."""
+"""Draws a snapshot of a running server for a terminal of any size."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from headway.cli.view.live import meter, safe
+from headway.cli.view.live import DECISION_STYLES, meter, safe
 from headway.cli.view.render import seconds
 
-Snapshot = dict[str, Any]
+if TYPE_CHECKING:
+    from headway.observe.snapshot import Snapshot
+
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR, MIN_ROWS, OTHER_LINES = 40, 3, 16
-ALL_LINES = 24  # of a terminal, below which lines of less interest are left out
+ALL_LINES = 24  # a terminal with fewer lines shows only the main ones
 LONG_ID = re.compile("(?:(?:chat)?cmpl-)?([0-9a-f]{8})[0-9a-f]{8,}")
-STYLES = {
-    "waiting": "dim", "waits": "dim", "prefill": "yellow", "seated": "yellow", "decoding": "cyan",
-    "swapped": "magenta", "preempted": "magenta", "ended": "green",
-}  # fmt: skip
+STATE_STYLES = {"waiting": "dim", "prefill": "yellow", "decoding": "cyan", "swapped": "magenta"}
 
 
 def picture(s: Snapshot, width: int, height: int, problem: str = "") -> RenderableType:
     """A snapshot as lines for a terminal of this size."""
     room = max(MIN_ROWS, (height - OTHER_LINES) // 3)
     lines = [*_head(s, width, height, problem), *_bars(s, width, height)]
-    lines += ["", _table(f"{s['num_running']} running", s["running"][:room], RUNNING, width)]
-    if s["num_waiting"]:
-        lines += ["", _table(f"{s['num_waiting']} waiting", s["waiting"][:room], WAITING, width)]
+    running, waiting = s["running"], s["waiting"]
+    title = f"{running['count']} running"
+    lines += ["", _table(title, running["requests"][:room], RUNNING, width)]
+    if waiting["count"]:
+        title = f"{waiting['count']} waiting"
+        lines += ["", _table(title, waiting["requests"][:room], WAITING, width)]
     lines.append("")
-    for said in s["decisions"][::-1][:room]:
-        step = f"{said['step']:>7,}  " if said["step"] >= 0 else " " * 9
+    for decision in s["decisions"][::-1][:room]:
+        step = f"{decision['step']:>7,}  " if decision["step"] >= 0 else " " * 9
         line = Text(step, "dim", no_wrap=True, overflow="ellipsis")
-        lines.append(line.append(safe(short(said["words"])), STYLES[said["kind"]]))
+        lines.append(line.append(safe(short(decision["text"])), DECISION_STYLES[decision["kind"]]))
     return Group(*lines)
 
 
@@ -45,7 +47,7 @@ def _head(s: Snapshot, width: int, height: int, problem: str) -> Iterator[Render
     yield Text(safe(s["model"]), "bold").append(about, "not bold")
     yield _rates(s, width)
     if height >= ALL_LINES:
-        yield _ends(s)
+        yield _failures(s)
     if age := _age(s):
         yield Text(age, "yellow", no_wrap=True, overflow="ellipsis")
     if problem or s["fault"]:
@@ -53,54 +55,55 @@ def _head(s: Snapshot, width: int, height: int, problem: str) -> Iterator[Render
 
 
 def _bars(s: Snapshot, width: int, height: int) -> Iterator[RenderableType]:
-    blocks, seats, history = s["blocks"], s["seats"], s["history"]
-    yield _bar("seats", seats["taken"], seats["limit"], width)
-    yield _bar("KV blocks", blocks["held"], blocks["total"], width)
+    blocks, running, history = s["kv_blocks"], s["running"], s["history"]
+    yield _bar("running", running["count"], running["limit"], width)
+    yield _bar("KV blocks", blocks["used"], blocks["total"], width)
     if blocks["host_total"]:
-        yield _bar("host", blocks["host_held"], blocks["host_total"], width)
+        yield _bar("host", blocks["host_used"], blocks["host_total"], width)
     yield _spark("tokens/s", history["output_tokens"], width, "{:,.0f}".format)
     if height >= ALL_LINES:
-        yield _spark("between", [v or 0.0 for v in history["itl"]], width, seconds)
+        yield _spark("ITL", [v or 0.0 for v in history["itl"]], width, seconds)
 
 
 def short(text: str) -> str:
-    """With the first letters of long ids, which tell them apart."""
+    """Shorten long ids to their first characters."""
     return LONG_ID.sub(r"\1", text)
 
 
 def _rates(s: Snapshot, width: int) -> Text:
-    """As many as fit in a line, the most telling first."""
-    rates, minute = s["rates"], s["minute"]
+    """As many rates as fit in a line, the most important first."""
+    rates, minute = s["rates"], s["last_minute"]
     line = Text(f"{rates['output_tokens']:,.0f} tokens/s", "bold cyan")
     more = [f"first token {seconds(rates['ttft'])}"] if rates["ttft"] else []
-    more += [f"between tokens {seconds(rates['itl'])}"] if rates["itl"] else []
+    more += [f"inter-token latency {seconds(rates['itl'])}"] if rates["itl"] else []
     more += [f"{rates['requests']:,.1f} requests/s"]
     if minute["prefix_cache_hit_rate"] is not None:
         more.append(f"cache hits {minute['prefix_cache_hit_rate']:.0%}")
     more += [f"{rates['preemptions']:,.1f} preemptions/s"]
-    for words in [*more, f"{rates['prompt_tokens']:,.0f} prompt tokens/s"]:
-        if len(line) + len(words) + 3 <= width:
-            line.append(f"   {words}", "not bold default")
+    for part in [*more, f"{rates['prompt_tokens']:,.0f} prompt tokens/s"]:
+        if len(line) + len(part) + 3 <= width:
+            line.append(f"   {part}", "not bold default")
     return line
 
 
-def _ends(s: Snapshot) -> Text:
+def _failures(s: Snapshot) -> Text:
     """Errors and aborts of the last minute and since the start."""
-    minute, totals = s["minute"], s["totals"]
-    words = (
+    minute, totals = s["last_minute"], s["totals"]
+    text = (
         f"last minute {minute['errors']:,} errors, {minute['aborts']:,} aborts;"
         f" since start {totals['errors']:,}, {totals['aborts']:,}"
     )
-    return Text(words, "bold red" if minute["errors"] else "dim", no_wrap=True, overflow="ellipsis")
+    return Text(text, "bold red" if minute["errors"] else "dim", no_wrap=True, overflow="ellipsis")
 
 
 def _age(s: Snapshot) -> str:
-    """How old the picture is, once that is worth a word."""
+    """The age of the snapshot, if it is at least one second."""
     if s["age"] < 1:
         return ""
     step = s["step_seconds"]
     running = "" if step is None else f", step running for {seconds(step)}"
-    received = f"; {s['num_new']:,} requests received since" if s["num_new"] else ""
+    num_new = s["waiting"]["new"]
+    received = f"; {num_new:,} requests received since" if num_new else ""
     return f"as of {seconds(s['age'])} ago{running}{received}"
 
 
@@ -110,31 +113,31 @@ def _bar(name: str, part: int, whole: int, width: int) -> Text:
 
 
 def _spark(name: str, values: list[float], width: int, show: Callable[[float], str]) -> Text:
-    """The last seconds, as many as fit, and the most there was in one of them."""
-    most = max([*values, 1e-9])
-    peak = f"  at most {show(most)}" if most > 1e-9 else ""
-    shown = values[-max(1, width - 11 - len(peak)) :]
-    sparks = "".join(SPARKS[round(value / most * (len(SPARKS) - 1))] for value in shown)
-    return Text(f"{name:<11}", "dim", no_wrap=True).append(sparks, "not dim cyan").append(peak)
+    """The last seconds, as many as fit, and the maximum."""
+    peak = max([*values, 1e-9])
+    label = f"  max {show(peak)}" if peak > 1e-9 else ""
+    shown = values[-max(1, width - 11 - len(label)) :]
+    sparks = "".join(SPARKS[round(value / peak * (len(SPARKS) - 1))] for value in shown)
+    return Text(f"{name:<11}", "dim", no_wrap=True).append(sparks, "not dim cyan").append(label)
 
 
 RUNNING = {
     "client": lambda r: r["client"],
     "state": lambda r: r["state"],
-    "prompt": lambda r: f"{r['computed']:,}/{r['prompt']:,}",
-    "output": lambda r: f"{r['output']:,}/{r['most']:,}",
+    "prompt": lambda r: f"{r['computed_prompt_tokens']:,}/{r['prompt_tokens']:,}",
+    "output": lambda r: f"{r['output_tokens']:,}/{r['max_output_tokens']:,}",
     "blocks": lambda r: f"{r['blocks']:,}",
     "age": lambda r: seconds(r["age"]),
 }
 WAITING = {
     "client": lambda r: r["client"],
-    "tokens": lambda r: f"{r['prompt'] + r['output']:,}",
+    "tokens": lambda r: f"{r['prompt_tokens'] + r['output_tokens']:,}",
     "age": lambda r: seconds(r["age"]),
-    "why": lambda r: r["reason"],
+    "why": lambda r: r["why"],
 }
-WORDS = ("client", "state", "why")  # the other columns are numbers
-FIRST_TO_GO = ("blocks", "state", "client", "tokens")  # of columns, where there is no room
-MIN_WIDTHS = {"client": 12, "why": 24}  # what may be cut, and to how much of it
+TEXT_COLUMNS = ("client", "state", "why")  # the others are numbers, aligned right
+OPTIONAL_COLUMNS = ("blocks", "state", "client", "tokens")  # left out first on a narrow terminal
+MIN_WIDTHS = {"client": 12, "why": 24}  # columns that may be cut, and their minimum widths
 
 
 def _table(
@@ -148,19 +151,19 @@ def _table(
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     widths = _widths(wants, width)
     for name, column_width in widths.items():
-        side: Any = "left" if name == title or name in WORDS else "right"
+        side: Any = "left" if name == title or name in TEXT_COLUMNS else "right"
         table.add_column(name, no_wrap=True, width=column_width, justify=side)
     for place, row in enumerate(rows):
         cells = [Text(texts[name][place], overflow="ellipsis") for name in widths]
-        cells[0].style = STYLES[row["state"]]
+        cells[0].style = STATE_STYLES[row["state"]]
         table.add_row(*cells)
     return table
 
 
 def _widths(wants: dict[str, int], width: int) -> dict[str, int]:
-    """The columns that fit side by side, and how wide they may be."""
+    """The columns that fit next to each other, and their widths."""
     least = {name: min(want, MIN_WIDTHS.get(name, want)) for name, want in wants.items()}
-    for name in FIRST_TO_GO:
+    for name in OPTIONAL_COLUMNS:
         if sum(least.values()) + 2 * len(least) - 2 > width:
             least.pop(name, None)
     spare = width - sum(least.values()) - 2 * len(least) + 2

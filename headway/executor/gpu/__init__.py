@@ -1,1 +1,1 @@
-"""Run plans on a GPU."""
+"""The GPU executor."""

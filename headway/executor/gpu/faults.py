@@ -1,8 +1,8 @@
-"""What an error of a device means: for the steps that come after it, and in words.
+"""Decides whether a device is usable after an error, and explains the error.
 
-Some errors end with the call that raised them: memory ran out, a launch was refused. Others stay for
-as long as the process lives: once a kernel went astray, every call fails, and what it says is not
-about that call. A probe tells the two apart, and the first reason is kept.
+Some errors end with the call that raised them: the device ran out of memory, or a launch was
+rejected. Others make the CUDA context unusable: after an illegal memory access every call fails,
+with a message about some other call. A probe tells the two apart, and the first reason is kept.
 """
 
 from __future__ import annotations
@@ -19,44 +19,47 @@ ADVICE = "lower --gpu-memory-utilization, --max-num-batched-tokens or --max-num-
 
 
 class Faults:
-    """Knows whether a device can still be used."""
+    """Tracks whether a device is usable."""
 
-    def __init__(self, probe: Callable[[], None], forget: Callable[[], None]) -> None:
-        self.probe = probe  # waits until the device is idle; raises if nothing works any more
-        self._forget = forget  # what was being told to the device
-        self._lost: str | None = None  # why nothing works any more
+    def __init__(self, probe: Callable[[], None], discard: Callable[[], None]) -> None:
+        self.probe = probe  # waits until the device is idle; raises if it is unusable
+        self._discard = discard  # drops the state of an interrupted launch
+        self._unusable_reason: str | None = None  # why the context is unusable
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around work on the device: an error leaves it as if the work had not been begun.
+        """Guard work on the device: after an error, act as if the work had not been started.
 
-        ExecutorError at once if the device was lost before: it would fail for some other reason.
+        Raise ExecutorError at once if the context is already unusable: the work would fail with
+        an unrelated message.
         """
-        if self._lost:
-            raise ExecutorError(self._lost)
+        if self._unusable_reason:
+            raise ExecutorError(self._unusable_reason)
         try:
             yield
         except Exception as error:
-            self._forget()
+            self._discard()
             self._explain(error)
             raise
-        except BaseException:  # a key press: nothing is wrong with the device
-            self._forget()
+        except BaseException:  # such as KeyboardInterrupt: the device is fine
+            self._discard()
             raise
 
     def _explain(self, error: Exception) -> None:
-        """ExecutorError in better words than the error's own, where there are any."""
+        """Raise an ExecutorError if it can say more than the error itself."""
         try:
             self.probe()
         except Exception:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            self._lost = f"the device is lost to this process ({reason}): start the program again"
-            raise ExecutorError(self._lost) from error
+            self._unusable_reason = (
+                f"the CUDA context is unusable after this error: {reason}; restart the process"
+            )
+            raise ExecutorError(self._unusable_reason) from error
         if is_out_of_memory(error):
-            said = shortened(str(error))
-            raise ExecutorError(f"a step ran out of memory: {said}; {ADVICE}") from error
+            detail = shortened(str(error))
+            raise ExecutorError(f"out of GPU memory in a step: {detail}; {ADVICE}") from error
 
 
-def idle(device: torch.device) -> Callable[[], None]:
-    """A probe: waits for all that the device was given."""
+def idle_probe(device: torch.device) -> Callable[[], None]:
+    """Return a probe that waits for all work of the device."""
     return lambda: torch.cuda.synchronize(device) if device.type == "cuda" else None

@@ -1,7 +1,7 @@
-"""Work captured as CUDA graphs, one for each size of it.
+"""CUDA graphs of one function, one graph for each size of its work.
 
-All of one kind share a pool of memory, since only one runs at a time. On other devices the work is
-done as it is.
+The graphs share one memory pool, because only one of them runs at a time. On other devices the
+function runs directly.
 """
 
 from __future__ import annotations
@@ -13,40 +13,40 @@ from typing import Any, Protocol
 
 import torch
 
-Size = tuple[int, ...]
-Step = Callable[..., None]  # takes the numbers of a size
-BROKEN: list[torch.cuda.CUDAGraph] = []  # captures that failed, for as long as the process lives
+GraphKey = tuple[int, ...]
+StepFunction = Callable[..., None]  # takes the numbers of a graph key
+FAILED_CAPTURES: list[torch.cuda.CUDAGraph] = []  # failed captures, kept until the process ends
 
 
 def padded_rows(num_rows: int) -> int:
-    """Rows of the graph that a batch runs in: a few empty ones cost less than many graphs."""
-    for most, step in ((8, 1), (16, 4), (64, 8), (256, 16), (512, 32)):
-        if num_rows <= most:
+    """Rows of the graph that runs a batch: a few padding rows cost less than more graphs."""
+    for limit, step in ((8, 1), (16, 4), (64, 8), (256, 16), (512, 32)):
+        if num_rows <= limit:
             return -(-num_rows // step) * step
     return -(-num_rows // 64) * 64
 
 
-class Tape(Protocol):
-    """What takes down launches, as torch's CUDAGraph does."""
+class CapturableGraph(Protocol):
+    """An object that captures launches, such as torch's CUDAGraph."""
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None: ...
     def capture_end(self) -> None: ...
 
 
-def record(tape: Tape, pool: Any, work: Callable[[], None]) -> None:
-    """Capture what `work` launches. If that fails the capture is over too, or nothing could run.
+def capture_into(graph: CapturableGraph, pool: Any, work: Callable[[], None]) -> None:
+    """Capture the launches of `work`. The capture also ends if `work` fails.
 
-    Nothing is collected meanwhile: a graph of somebody else that is freed would break it off.
+    Garbage collection is off meanwhile: freeing another graph would invalidate the capture.
     """
     was_collecting = gc.isenabled()
     gc.disable()
     try:
-        tape.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         work()
-        tape.capture_end()
+        graph.capture_end()
     except BaseException:
-        with suppress(Exception):  # a call that no capture allows has broken it off already
-            tape.capture_end()
+        with suppress(Exception):  # a forbidden call has already ended the capture
+            graph.capture_end()
         raise
     finally:
         if was_collecting:
@@ -54,48 +54,50 @@ def record(tape: Tape, pool: Any, work: Callable[[], None]) -> None:
 
 
 class Graphs:
-    """Runs a step, from its graph where there is one."""
+    """Runs a function, from its CUDA graph if one was captured."""
 
-    def __init__(self, step: Step, device: torch.device, most: int | None = None) -> None:
-        """At most so many are kept: those used last."""
-        self._step, self._most = step, most
+    def __init__(
+        self, step: StepFunction, device: torch.device, max_graphs: int | None = None
+    ) -> None:
+        """Keep at most `max_graphs` graphs, the most recently used ones."""
+        self._step, self._max_graphs = step, max_graphs
         self._is_cuda = device.type == "cuda"
-        self._graphs: dict[Size, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._stream = torch.cuda.Stream() if self._is_cuda else None  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def __contains__(self, size: Size) -> bool:
-        return size in self._graphs
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._graphs
 
-    def __iter__(self) -> Iterator[Size]:
+    def __iter__(self) -> Iterator[GraphKey]:
         return iter(self._graphs)
 
-    def run(self, size: Size) -> None:
-        graph = self._graphs.pop(size, None)
+    def run(self, key: GraphKey) -> None:
+        graph = self._graphs.pop(key, None)
         if graph is None:
-            self._step(*size)
+            self._step(*key)
         else:
             graph.replay()
-            self._graphs[size] = graph  # the last one again; one that cannot be replayed is gone
+            self._graphs[key] = graph  # now the most recent; a graph that fails is dropped
 
-    def capture(self, size: Size) -> None:
-        """Without running it. It must have run before, or its kernels would not be there."""
+    def capture(self, key: GraphKey) -> None:
+        """Capture without running. The function must have run before, so its kernels are loaded."""
         if self._stream is None:
             return
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):
-                record(graph, self._pool, lambda: self._step(*size))
+                capture_into(graph, self._pool, lambda: self._step(*key))
         except BaseException:
-            # If the driver broke it off, torch takes the pool for one that is still captured into,
-            # and looks at the graph whenever memory is asked for: it must stay.
+            # If the driver ended the capture, torch still treats the pool as being captured into
+            # and accesses the graph at every allocation, so the graph must stay alive.
             self._pool = torch.cuda.graph_pool_handle()
-            BROKEN.append(graph)
+            FAILED_CAPTURES.append(graph)
             raise
-        self._graphs[size] = graph
-        if self._most is not None and len(self._graphs) > self._most:
+        self._graphs[key] = graph
+        if self._max_graphs is not None and len(self._graphs) > self._max_graphs:
             del self._graphs[next(iter(self._graphs))]

@@ -1,10 +1,10 @@
-"""How many KV blocks fit on a GPU beside the weights: found by trying the largest step there can be.
+"""Finds how many KV blocks fit on a GPU beside the weights, by running the largest step.
 
-A step of `max_num_batched_tokens` prompt tokens is run, and all seats are sampled with logprobs and edited
-logits, the most that sampling takes. What that takes at its peak stays free. So does a reserve: as
-much as the largest steps that are captured take, decodes and mixed passes, since graphs keep memory
-of their own; what the executor keeps; blocks on their way to the host and back; and a fixed room for
-what torch does not count.
+The step has `max_num_batched_tokens` prompt tokens, and samples `max_num_seqs` rows with logprobs
+and edited logits, which is the most memory that sampling takes. Its peak stays free, and so does a
+reserve for: the largest captured steps (decodes and mixed passes), because graphs keep memory of
+their own; the executor's buffers; the staging buffers for swapping; and a fixed amount that torch
+does not count.
 """
 
 from __future__ import annotations
@@ -16,73 +16,77 @@ from torch import Tensor
 
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.executor.extra import SLICE
 from headway.executor.gpu.graphs import padded_rows
-from headway.executor.gpu.mixed_pass import MAX_GRAPHS, most_rows
-from headway.executor.gpu.swap import AT_ONCE
-from headway.executor.sampling.sampler import prompt_logprobs
-from headway.model.batch import Batch
+from headway.executor.gpu.mixed_pass import MAX_GRAPHS, max_captured_rows
+from headway.executor.gpu.swap import MAX_STAGED_BLOCKS
+from headway.executor.sampling.logprobs import SLICE, compute_logprobs
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.model.devices import explaining, size
-from headway.model.kernels.splits import SHARINGS
+from headway.model.devices import explain_out_of_memory, size
+from headway.model.kernels.splits import SPLIT_COUNTS
 
-UNCOUNTED = 256 * 2**20  # bytes the driver takes later: kernels, a workspace
-GRAPH = 40 * 2**10  # bytes the driver takes for a layer of a captured graph
+DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
+GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
 ADVICE = (
-    "raise --gpu-memory-utilization (1 is all of it), lower --max-num-batched-tokens or --max-num-seqs, "
-    "or take a smaller --dtype"
+    "raise --gpu-memory-utilization (1 is all of it), lower --max-num-batched-tokens or "
+    "--max-num-seqs, or use a smaller --dtype"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Bytes of a GPU, and what takes them."""
+    """Bytes of GPU memory by use."""
 
     total: int
     weights: int
-    others: int  # in use besides: by the driver, by torch and by other programs
-    step: int  # the most that one step adds
+    others: int  # used by the driver, by torch and by other processes
+    step: int  # peak of one step
     reserve: int  # for graphs, swapping and the driver
     block: int
 
 
 def num_blocks_in(budget: Budget, utilization: float) -> int:
-    """Blocks that fit into this share of the memory; ConfigError if not even one does."""
+    """Blocks that fit into this fraction of GPU memory; ConfigError if not even one fits."""
     have = int(budget.total * utilization)
     need = budget.weights + budget.others + budget.step + budget.reserve
     if have < need + budget.block:
         missing = need + budget.block - have
         raise ConfigError(
-            f"the model needs at least {size(need + budget.block)} of the GPU's memory (weights "
+            f"not enough GPU memory: the model needs at least {size(need + budget.block)} (weights "
             f"{size(budget.weights)}, others {size(budget.others)}, one step {size(budget.step)}, "
-            f"reserve {size(budget.reserve)}, one KV block {size(budget.block)}), and a "
-            f"share of {utilization:g} of {size(budget.total)} is {size(have)}: "
-            f"{size(missing)} too little; {ADVICE}"
+            f"reserve {size(budget.reserve)}, one KV block {size(budget.block)}), but "
+            f"{utilization:g} of {size(budget.total)} is {size(have)}, {size(missing)} too little; "
+            f"{ADVICE}"
         )
     return (have - need) // budget.block
 
 
 def num_blocks_for(decoder: Decoder, config: Config, utilization: float) -> int:
-    """Blocks that fit beside everything else, into this share of the GPU's memory."""
-    tried = f"a step of {config.max_num_batched_tokens} tokens does not fit on the GPU beside the weights"
-    with explaining(tried, ADVICE):
+    """Blocks that fit into this fraction of GPU memory beside everything else."""
+    num_tokens = config.max_num_batched_tokens
+    tried = f"a step of {num_tokens} tokens does not fit in GPU memory beside the weights"
+    with explain_out_of_memory(tried, ADVICE):
         return num_blocks_in(measure(decoder, config), utilization)
 
 
 def measure(decoder: Decoder, config: Config) -> Budget:
-    """What a loaded model takes on its GPU, besides the blocks."""
+    """Measure the GPU memory that a loaded model needs besides its KV blocks."""
     device = decoder.norm.device
     blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size)
-    _peak(decoder, config, config.max_num_batched_tokens, blocks)  # what the first step loads stays
+    # The first step loads kernels and a workspace, which stay allocated.
+    _peak(decoder, config, config.max_num_batched_tokens, blocks)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     step = _peak(decoder, config, config.max_num_batched_tokens, blocks)
-    captured = config.max_num_seqs, most_rows(config.max_num_seqs, config.max_num_batched_tokens)
+    captured = (
+        config.max_num_seqs,
+        max_captured_rows(config.max_num_seqs, config.max_num_batched_tokens),
+    )
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
-    reserve += UNCOUNTED + graph_bytes(decoder.config.num_layers, config.max_num_seqs)
-    reserve += kept_bytes(decoder, config)
-    reserve += 2 * min(AT_ONCE, config.num_host_blocks) * blocks.nbytes
-    torch.cuda.empty_cache()  # the blocks will be one piece
+    reserve += DRIVER_BYTES + graph_bytes(decoder.config.num_layers, config.max_num_seqs)
+    reserve += buffer_bytes(decoder, config)
+    reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
+    torch.cuda.empty_cache()  # the KV blocks will be one allocation
     return Budget(
         total=total,
         weights=decoder.num_bytes,
@@ -93,22 +97,22 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     )
 
 
-def graph_bytes(num_layers: int, num_seats: int) -> int:
-    """The driver's copies of all graphs there may be; decodes may have one for each way to share."""
-    num_decodes = len({padded_rows(count) for count in range(1, num_seats + 1)})
-    return GRAPH * num_layers * (MAX_GRAPHS + len(SHARINGS) * num_decodes)
+def graph_bytes(num_layers: int, num_rows: int) -> int:
+    """Driver memory of all graphs; decodes may have one graph per number of splits."""
+    num_decodes = len({padded_rows(count) for count in range(1, num_rows + 1)})
+    return GRAPH_LAYER_BYTES * num_layers * (MAX_GRAPHS + len(SPLIT_COUNTS) * num_decodes)
 
 
-def kept_bytes(decoder: Decoder, config: Config) -> int:
-    """What an executor keeps: hidden states of a captured pass, and block tables."""
+def buffer_bytes(decoder: Decoder, config: Config) -> int:
+    """Bytes of the executor's buffers: hidden states of a captured pass, and block tables."""
     row = decoder.config.hidden_size * decoder.norm.element_size()
     table = 4 * -(-config.max_model_len // config.block_size)
-    hidden = most_rows(config.max_num_seqs, config.max_num_batched_tokens) * row
+    hidden = max_captured_rows(config.max_num_seqs, config.max_num_batched_tokens) * row
     return hidden + (config.max_num_seqs + 1) * table
 
 
 def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> int:
-    """Bytes by which a step's memory grows, as torch takes it from the GPU: in large pieces."""
+    """Bytes by which a step grows the memory that torch has reserved."""
     device = blocks.device
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -120,21 +124,21 @@ def _peak(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> 
 
 @torch.inference_mode()
 def run_step(decoder: Decoder, config: Config, num_tokens: int, blocks: Tensor) -> None:
-    """One pass over prompts of so many tokens, and all that can be asked of every seat's logits."""
-    batch = prompts(config, num_tokens, blocks.device)
+    """Run prompts of `num_tokens` in total, then every operation on the logits of all rows."""
+    batch = prompt_batch(config, num_tokens, blocks.device)
     hidden = decoder.forward(batch, blocks)
     logits = decoder.logits(hidden[batch.sampled_n])
     edited = logits.to(torch.float32, copy=True)
-    prompt_logprobs(logits[batch.sampled_n], edited.argmax(-1), 1)
+    compute_logprobs(logits[batch.sampled_n], edited.argmax(-1), 1)
 
 
-def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
-    """Prompts of so many tokens in all, none too long. All lie in one block: nobody reads them."""
+def prompt_batch(config: Config, num_tokens: int, device: torch.device) -> ForwardBatch:
+    """Prompts of `num_tokens` in total, none longer than the model allows, all in one block."""
     longest = min(num_tokens, config.max_model_len)
     starts = torch.tensor([*range(0, num_tokens, longest), num_tokens], dtype=torch.int32)
     lengths, width = starts.diff(), -(-longest // config.block_size)
     positions = torch.arange(num_tokens, device=device) % longest
-    return Batch(
+    return ForwardBatch(
         tokens_t=torch.zeros_like(positions),
         positions_t=positions,
         slots_t=positions % config.block_size,
@@ -142,6 +146,6 @@ def prompts(config: Config, num_tokens: int, device: torch.device) -> Batch:
         starts_s=starts.to(device),
         ends_s=lengths.to(device),
         sampled_n=torch.arange(min(max(config.max_num_seqs, SLICE), num_tokens), device=device),
-        seats_s=torch.zeros(len(lengths), dtype=torch.int32, device=device),
+        row_ids_s=torch.zeros(len(lengths), dtype=torch.int32, device=device),
         longest=longest,
     )

@@ -1,10 +1,10 @@
-"""One pass over decodes and pieces of prompts.
+"""Runs one pass over decodes and prompt chunks.
 
-For a small pass the device would wait for the host, which launches hundreds of kernels for it. So
-its size is rounded up, with rows of nobody, and when the same size comes again it is captured,
-which takes no longer than to launch it: from then on one launch does. Until it is worth a capture,
-a very small pass runs in the graph of a larger one. A large pass keeps the device busy for as long
-as the host needs.
+The host launches hundreds of kernels per pass, so in a small pass the device would wait for the
+host. A small pass is therefore padded to a rounded size. When the same size comes again, it is
+captured as a CUDA graph, which takes no longer than launching it; from then on it is one launch.
+Until a capture is worth its cost, a very small pass runs in the graph of a larger one. A large pass
+keeps the device busy while the host launches.
 """
 
 from __future__ import annotations
@@ -21,196 +21,207 @@ from torch import Tensor
 from headway.executor.gpu.graphs import Graphs
 from headway.executor.gpu.row_state import DeviceRowState, upload
 from headway.executor.row_table import RowTable
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.rows import start
-from headway.model.kernels.splits import MANY, SHARINGS, num_splits_of
+from headway.model.kernels.splits import MANY, SPLIT_COUNTS, choose_num_splits
 from headway.plan import Chunk, Rows
 
-MAX_TOKENS = 8192  # that are captured
+MAX_CAPTURED_TOKENS = 8192  # of a captured pass
 MAX_GRAPHS = 192
-# Sizes are rounded up to multiples of these: so few more rows take hardly longer. But attention of
-# few decodes is shared by more programs, and they may be long.
+# Sizes are rounded up to multiples of these, because a few more rows take hardly longer. A pass
+# with few decodes is rounded less: their attention is split further, and they may be long.
 MIN_DECODES, MIN_TOKENS, FEW_DECODES = 32, 64, 8
-# Of one layer: seconds that it takes the host to launch or capture its kernels, and operations that
-# a device does in a second, by bytes of a number; of an H200 and its host, and roughly.
-CAPTURE, RATES = 0.7e-3, {2: 4e14, 4: 4e13}
+# For one layer: seconds that the host takes to launch or capture its kernels, and the device's
+# operations per second by bytes per number. Approximate figures of an H200 and its host.
+CAPTURE_SECONDS, FLOPS = 0.7e-3, {2: 4e14, 4: 4e13}
 
 
-class Size(NamedTuple):
-    """What decides which kernels run."""
+class PassSize(NamedTuple):
+    """The size of a pass; it decides which kernels run."""
 
     decodes: int
-    tokens: int  # of prompts
+    tokens: int  # prompt tokens
     chunks: int
-    sharing: int = 1  # see Batch
+    num_splits: int = 1  # see ForwardBatch.num_splits
 
     @property
     def num_rows(self) -> int:
         return self.decodes + self.tokens
 
-    def holds(self, other: Size) -> bool:
-        """Whether what has the other size could run in this one, with more rows of nobody.
+    def holds(self, other: PassSize) -> bool:
+        """Whether a pass of the other size can run in this one, with more padding.
 
-        Not with more decodes: their number decides how attention is cut, and theirs may be long.
+        The number of decodes must be equal: it decides how attention is split.
         """
-        is_alike = (self.decodes, self.sharing) == (other.decodes, other.sharing)
+        is_alike = (self.decodes, self.num_splits) == (other.decodes, other.num_splits)
         return is_alike and self.tokens >= other.tokens > 0 and self.chunks >= other.chunks
 
 
-class Inputs(NamedTuple):
-    """What a pass reads that the host must send. Decodes come first."""
+class PassInputs(NamedTuple):
+    """The inputs of a pass that the host sends. Decodes come first."""
 
     longs: Tensor  # int64 [3, T]: tokens, positions, slots
-    ints: Tensor  # int32 [3, S + 1]: seats; of chunks, where they start and how long they are then
+    ints: Tensor  # int32 [3, S + 1]: row ids; starts of the chunks; ends of the chunks
 
     @staticmethod
-    def room(size: Size, device: torch.device) -> Inputs:
+    def allocate(size: PassSize, device: torch.device) -> PassInputs:
         longs = torch.zeros((3, size.decodes + size.tokens), dtype=torch.int64, device=device)
         width = size.decodes + size.chunks + 1
-        return Inputs(longs, torch.zeros((3, width), dtype=torch.int32, device=device))
+        return PassInputs(longs, torch.zeros((3, width), dtype=torch.int32, device=device))
 
-    def of(self, size: Size) -> Inputs:
-        """The part that a pass of this size reads."""
+    def view_for(self, size: PassSize) -> PassInputs:
+        """The part of the buffers that a pass of this size reads."""
         num_tokens, num_sequences = size.decodes + size.tokens, size.decodes + size.chunks
-        return Inputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
+        return PassInputs(self.longs[:, :num_tokens], self.ints[:, : num_sequences + 1])
 
 
-class Found(NamedTuple):
-    """Hidden states, in which prompts follow decodes and those who fill up."""
+class PassOutput(NamedTuple):
+    """Hidden states of a pass: decodes, padding, then chunks."""
 
     hidden: Tensor
-    sampled_n: Tensor  # rows whose logits are wanted: decodes, then chunks that are the last
+    sampled_n: Tensor  # rows to sample: decodes, then last chunks
     first: int  # row of the first chunk
 
 
 class MixedPass:
-    """Runs them, and keeps the graphs of those that came again."""
+    """Runs mixed passes, and keeps the graphs of sizes that came more than once."""
 
     def __init__(
         self,
         decoder: Decoder,
         blocks: Tensor,
         rows: RowTable,
-        seats: DeviceRowState,
-        max_tokens: int,
+        state: DeviceRowState,
+        max_num_batched_tokens: int,
     ) -> None:
-        self.decoder, self._blocks, self._rows, self._seats = decoder, blocks, rows, seats
-        num_seats, self._most_tokens = len(rows.lengths), min(max_tokens, MAX_TOKENS)
-        self._largest = rounded_up(Size(num_seats, self._most_tokens, num_seats))
-        self._room = Inputs.room(self._largest, blocks.device)
-        width = decoder.config.hidden_size
-        self._hidden = decoder.norm.new_empty((most_rows(num_seats, max_tokens), width))
+        self.decoder, self._blocks, self._rows, self._state = decoder, blocks, rows, state
+        num_rows = len(rows.lengths)
+        self._max_tokens = min(max_num_batched_tokens, MAX_CAPTURED_TOKENS)
+        self._largest = round_up_size(PassSize(num_rows, self._max_tokens, num_rows))
+        self._inputs = PassInputs.allocate(self._largest, blocks.device)
+        max_rows = max_captured_rows(num_rows, max_num_batched_tokens)
+        self._hidden = decoder.norm.new_empty((max_rows, decoder.config.hidden_size))
         self.graphs = Graphs(self._step, blocks.device, MAX_GRAPHS)
-        self._seen: set[Size] = set()
-        self._is_full = False  # there is no memory for more graphs
-        self._worth = worth_a_capture(decoder)
-        self._lost: Counter[Size] = Counter()  # rows of nobody in larger graphs
+        self._seen: set[PassSize] = set()
+        self._is_out_of_memory = False  # no memory is left for more graphs
+        self._capture_cost = capture_cost_in_rows(decoder)
+        self._padding_cost: Counter[PassSize] = Counter()  # padding rows computed, by size
 
     def warm_up(self) -> None:
-        """Run passes of nobody, so that their kernels are there.
+        """Run passes of padding only, so that their kernels are loaded.
 
-        The largest is captured: all that come later find room in what it was given.
+        The largest pass is captured, so that later captures find enough memory in the pool.
         """
-        if self.decoder.backend.fills_up:
+        if self.decoder.backend.supports_padding:
             self.try_sizes()
-            with self._room_for_graphs():
+            with self._tolerate_no_memory():
                 self.graphs.capture(self._largest)
                 self.graphs.run(self._largest)
 
     def try_sizes(self) -> None:
-        """A pass of nobody for all kernels that will be needed; the largest is the last."""
-        if not self.decoder.backend.fills_up:
+        """Run a pass of padding for each combination of kernels; the largest comes last."""
+        if not self.decoder.backend.supports_padding:
             return
-        num_seats, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
-        for decodes in sorted({rounded_decodes(count) for count in range(num_seats + 1)}):
-            for sharing in SHARINGS if decodes * num_heads >= MANY else SHARINGS[:1]:
-                self._try(Size(decodes, MIN_TOKENS, 1, sharing))
+        num_rows, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
+        for decodes in sorted({round_up_decodes(count) for count in range(num_rows + 1)}):
+            for num_splits in SPLIT_COUNTS if decodes * num_heads >= MANY else SPLIT_COUNTS[:1]:
+                self._try(PassSize(decodes, MIN_TOKENS, 1, num_splits))
                 if decodes:
-                    self._try(Size(decodes, 0, 0, sharing))
+                    self._try(PassSize(decodes, 0, 0, num_splits))
         self._try(self._largest)
 
-    def _try(self, size: Size) -> None:
-        self._send(np.zeros(0, dtype=np.intp), [], size, self._room.of(size))
+    def _try(self, size: PassSize) -> None:
+        self._send(np.zeros(0, dtype=np.intp), [], size, self._inputs.view_for(size))
         self._step(*size)
 
-    def run(self, rows: Rows, chunks: list[Chunk]) -> Found:
-        """All rows decode, all chunks are computed; lengths of seats move on."""
+    def run(self, rows: Rows, chunks: list[Chunk]) -> PassOutput:
+        """Run all decodes and chunks, and advance the rows' lengths on the device."""
         num_tokens = sum(each.end - each.start for each in chunks)
-        size = Size(len(rows), num_tokens, len(chunks))
-        fits = size.decodes + size.tokens <= self._most_tokens
-        is_small = fits and self.decoder.backend.fills_up
+        size = PassSize(len(rows), num_tokens, len(chunks))
+        fits = size.decodes + size.tokens <= self._max_tokens
+        is_small = fits and self.decoder.backend.supports_padding
         if is_small:
-            size = rounded_up(size)
+            size = round_up_size(size)
         num_heads, lengths = self.decoder.config.num_kv_heads, self._rows.lengths[rows]
-        size = size._replace(sharing=num_splits_of(size.decodes * num_heads, lengths, num_heads))
+        size = size._replace(
+            num_splits=choose_num_splits(size.decodes * num_heads, lengths, num_heads)
+        )
         if is_small:
-            size = self._fitting(size)
-        inputs = self._room.of(size) if is_small else Inputs.room(size, self._blocks.device)
+            size = self._choose_size(size)
+        inputs = (
+            self._inputs.view_for(size)
+            if is_small
+            else PassInputs.allocate(size, self._blocks.device)
+        )
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
-            return Found(self._forward(size, inputs), sampled, size.decodes)
+            return PassOutput(self._forward(size, inputs), sampled, size.decodes)
         self._run(size)
-        return Found(self._hidden[: size.num_rows], sampled, size.decodes)
+        return PassOutput(self._hidden[: size.num_rows], sampled, size.decodes)
 
-    def _fitting(self, size: Size) -> Size:
-        """Its own size, or that of a larger graph while less is lost by that than by a capture.
+    def _choose_size(self, size: PassSize) -> PassSize:
+        """Return the pass's own size, or that of a larger graph while padding costs less.
 
-        So few rows that a capture would pay only after ages are not counted.
+        Padding that a capture could hardly ever pay back is not counted.
         """
         if size in self.graphs:
             return size
-        captured = [each for each in self.graphs if isinstance(each, Size) and each.holds(size)]
-        larger = [each for each in captured if each.num_rows < self._worth / 2]
+        captured = [each for each in self.graphs if isinstance(each, PassSize) and each.holds(size)]
+        larger = [each for each in captured if each.num_rows < self._capture_cost / 2]
         if not larger:
             return size
-        least = min(larger, key=lambda each: each.num_rows)
-        extra = least.num_rows - size.num_rows
-        if extra > self._worth / 64:
-            self._lost[size] += extra
-        return least if self._is_full or self._lost[size] < self._worth else size
+        smallest = min(larger, key=lambda each: each.num_rows)
+        extra = smallest.num_rows - size.num_rows
+        if extra > self._capture_cost / 64:
+            self._padding_cost[size] += extra
+        return (
+            smallest
+            if self._is_out_of_memory or self._padding_cost[size] < self._capture_cost
+            else size
+        )
 
     @contextmanager
     def in_own_graphs(self) -> Iterator[None]:
-        """Meanwhile nothing runs in a larger graph: for whoever measures."""
-        worth, self._worth = self._worth, 0.0
+        """Run nothing in a larger graph meanwhile, so that measurements are exact."""
+        cost, self._capture_cost = self._capture_cost, 0.0
         try:
             yield
         finally:
-            self._worth = worth
+            self._capture_cost = cost
 
-    def _run(self, size: Size) -> None:
-        if size in self._seen and size not in self.graphs and not self._is_full:
-            with self._room_for_graphs():
+    def _run(self, size: PassSize) -> None:
+        if size in self._seen and size not in self.graphs and not self._is_out_of_memory:
+            with self._tolerate_no_memory():
                 self.graphs.capture(size)
                 self.graphs.run(size)
-                del self._lost[size]  # it may be thrown away and come again
+                del self._padding_cost[size]  # the graph may be evicted and the size may come again
                 return
         self.graphs.run(size)
         self._seen.add(size)
 
     @contextmanager
-    def _room_for_graphs(self) -> Iterator[None]:
-        """Around a capture: without memory for it, all goes on and nothing more is captured."""
+    def _tolerate_no_memory(self) -> Iterator[None]:
+        """Guard a capture: if it runs out of memory, go on without further captures."""
         try:
             yield
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            self._is_full = True
+            self._is_out_of_memory = True
 
-    def _send(self, rows: Rows, chunks: list[Chunk], size: Size, inputs: Inputs) -> Tensor:
-        """Fill the inputs but for what decodes read from their seats; the rows to be sampled."""
-        batch, spare = self._rows.batch(rows[:0], chunks), self._seats.spare
+    def _send(self, rows: Rows, chunks: list[Chunk], size: PassSize, inputs: PassInputs) -> Tensor:
+        """Send all inputs except those that decodes read from their rows; return rows to sample."""
+        batch, spare = self._rows.batch(rows[:0], chunks), self._state.spare
         columns = (batch.tokens_t, batch.positions_t, batch.slots_t)
         longs = np.zeros((3, size.tokens), dtype=np.int64)
-        longs[2] = -1  # rows of nobody are stored nowhere
+        longs[2] = -1  # padding is not stored
         for row, column in zip(longs, columns, strict=True):
             row[: len(column)] = column
         count, last = size.decodes, size.decodes + len(batch.tokens_t)
         ints = np.zeros(inputs.ints.shape, dtype=np.int32)
-        ints[0], ints[1] = spare, last  # a chunk of nobody has no rows
+        ints[0], ints[1] = spare, last  # a padding chunk has no rows
         ints[0, : len(rows)] = rows
         ints[0, count : count + len(chunks)] = [chunk.request.row for chunk in chunks]
         ints[1, : len(chunks) + 1] = batch.starts_s.numpy() + count
@@ -222,55 +233,56 @@ class MixedPass:
         return sent[longs.size :]
 
     def _step(self, *numbers: int) -> None:
-        size = Size(*numbers)
-        hidden = self._forward(size, self._room.of(size))
+        size = PassSize(*numbers)
+        hidden = self._forward(size, self._inputs.view_for(size))
         self._hidden[: len(hidden)] = hidden
 
-    def _forward(self, size: Size, inputs: Inputs) -> Tensor:
+    def _forward(self, size: PassSize, inputs: PassInputs) -> Tensor:
         tokens, positions, slots = inputs.longs
-        seats_s, starts_s, ends_s = inputs.ints
-        count, seats = size.decodes, self._seats.tensors
+        row_ids_s, starts_s, ends_s = inputs.ints
+        count, state = size.decodes, self._state.tensors
         start(
-            seats_s[:count], seats, self._rows.block_size,
+            row_ids_s[:count], state, self._rows.block_size,
             tokens[:count], positions[:count], slots[:count],
         )  # fmt: skip
-        batch = Batch(
-            tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=seats.tables,
-            seats_s=seats_s[:-1], starts_s=starts_s[: size.chunks + 1],
+        batch = ForwardBatch(
+            tokens_t=tokens, positions_t=positions, slots_t=slots, tables_sw=state.tables,
+            row_ids_s=row_ids_s[:-1], starts_s=starts_s[: size.chunks + 1],
             ends_s=ends_s[: size.chunks], sampled_n=starts_s, num_decodes=count,
-            sharing=size.sharing, longest=size.tokens,
+            num_splits=size.num_splits, longest=size.tokens,
         )  # fmt: skip
         return self.decoder.forward(batch, self._blocks)
 
 
-def worth_a_capture(decoder: Decoder) -> float:
-    """Rows that a device computes in the time of a capture."""
+def capture_cost_in_rows(decoder: Decoder) -> float:
+    """How many rows the device computes in the time of one capture."""
     width = decoder.norm.element_size()
-    return CAPTURE * decoder.config.num_layers * RATES[width] / (2 * decoder.num_bytes / width)
+    row_flops = 2 * decoder.num_bytes / width
+    return CAPTURE_SECONDS * decoder.config.num_layers * FLOPS[width] / row_flops
 
 
-def most_rows(num_seats: int, max_tokens: int) -> int:
-    """Of a pass that is captured."""
-    largest = rounded_up(Size(num_seats, min(max_tokens, MAX_TOKENS), 1))
+def max_captured_rows(num_rows: int, max_num_batched_tokens: int) -> int:
+    """The maximum number of rows of a captured pass."""
+    largest = round_up_size(PassSize(num_rows, min(max_num_batched_tokens, MAX_CAPTURED_TOKENS), 1))
     return largest.decodes + largest.tokens
 
 
-def rounded_up(size: Size) -> Size:
-    """A little larger, so that few sizes come often. A chunk of nobody costs next to nothing."""
-    return Size(
-        rounded_decodes(size.decodes),
-        rounded(size.tokens, MIN_TOKENS, 8),
+def round_up_size(size: PassSize) -> PassSize:
+    """Round a size up, so that few sizes occur. A padding chunk costs almost nothing."""
+    return PassSize(
+        round_up_decodes(size.decodes),
+        round_up(size.tokens, MIN_TOKENS, 8),
         4 ** -(-(size.chunks - 1).bit_length() // 2) if size.chunks else 0,
-        size.sharing,
+        size.num_splits,
     )
 
 
-def rounded_decodes(count: int) -> int:
-    return rounded(count, FEW_DECODES if count <= FEW_DECODES else MIN_DECODES, 2)
+def round_up_decodes(count: int) -> int:
+    return round_up(count, FEW_DECODES if count <= FEW_DECODES else MIN_DECODES, 2)
 
 
-def rounded(count: int, least: int, num_steps: int) -> int:
-    """To a multiple of `least`, or to one of so many sizes between a power of 2 and the next."""
+def round_up(count: int, least: int, num_steps: int) -> int:
+    """Round up to a multiple of `least`, or to one of `num_steps` sizes per power of 2."""
     power = 1 << max(count - 1, 0).bit_length()
     step = max(least, power // (2 * num_steps))
     return -(-count // step) * step

@@ -1,8 +1,8 @@
-"""The rows as a device keeps them, in one buffer of 32-bit words that is changed by patches.
+"""The rows' state on the device, in one buffer of 32-bit words that the host updates by patches.
 
-Holds for every seat its block table, its lengths, its latest token and how its tokens are drawn.
-The host sends what changed since the last plan, one pair of (word, value) for each; a steady
-decode sends nothing. One seat more than there are requests is for rows that only fill a batch up.
+It holds the block table, lengths, last token and sampling settings of every row. The host sends
+one (word, value) pair for each change since the last plan; a steady decode sends nothing. One
+extra row belongs to no request: padding rows of a batch use it.
 """
 
 from __future__ import annotations
@@ -12,73 +12,73 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from headway.executor.sampling.draw import Seats
+from headway.executor.sampling.draw import SamplingSettings
+from headway.model.kernels.logit_thresholds import SamplingTensors
 from headway.model.kernels.rows import RowTensors
-from headway.model.kernels.sampling import Columns
 
 COLUMNS = ("lengths", "limits", "last", "num_generated", "temperature", "top_k", "top_p", "min_p")
 Words = npt.NDArray[np.int32]
 
 
 class DeviceRowState:
-    """The words, and views of them."""
+    """The buffer, and tensors that are views of it."""
 
-    def __init__(self, num_seats: int, table_width: int, device: torch.device) -> None:
-        self.num_seats = num_seats + 1
+    def __init__(self, num_rows: int, table_width: int, device: torch.device) -> None:
+        self.num_rows = num_rows + 1
         self.width = table_width
         self._starts: dict[str, int] = {}
-        start = 2 * self.num_seats  # seeds come first: they are 64 bits wide
+        start = 2 * self.num_rows  # seeds come first: they have 64 bits
         for name in COLUMNS:
             self._starts[name] = start
-            start += self.num_seats
+            start += self.num_rows
         self._table = start
         self.words = torch.zeros(
-            start + self.num_seats * table_width, dtype=torch.int32, device=device
+            start + self.num_rows * table_width, dtype=torch.int32, device=device
         )
         self._places: list[npt.NDArray[np.int64]] = []
         self._values: list[Words] = []
         column = {name: self._column(name) for name in COLUMNS}
         floats = {name: column[name].view(torch.float32) for name in COLUMNS[4:] if name != "top_k"}
         self.tensors = RowTensors(
-            tables=self.words[self._table :].view(self.num_seats, table_width),
+            tables=self.words[self._table :].view(self.num_rows, table_width),
             lengths=column["lengths"],
             limits=column["limits"],
             last=column["last"],
             num_generated=column["num_generated"],
         )
-        self.columns = Columns(
+        self.sampling = SamplingTensors(
             temperature=floats["temperature"],
             top_k=column["top_k"],
             top_p=floats["top_p"],
             min_p=floats["min_p"],
-            seed=self.words[: 2 * self.num_seats].view(torch.int64),
+            seed=self.words[: 2 * self.num_rows].view(torch.int64),
             num_generated=column["num_generated"],
         )
 
     @property
     def spare(self) -> int:
-        """The seat of rows that fill a batch up: it stores nothing."""
-        return self.num_seats - 1
+        """The row that padding uses; its keys and values are not stored."""
+        return self.num_rows - 1
 
     def _column(self, name: str) -> Tensor:
-        return self.words[self._starts[name] : self._starts[name] + self.num_seats]
+        return self.words[self._starts[name] : self._starts[name] + self.num_rows]
 
-    def set_length(self, seat: int, length: int) -> None:
-        self._put(self._starts["lengths"] + seat, [length])
+    def set_length(self, row: int, length: int) -> None:
+        self._put(self._starts["lengths"] + row, [length])
 
-    def set_blocks(self, seat: int, first: int, blocks: list[int]) -> None:
-        self._put(self._table + seat * self.width + first, blocks)
+    def set_blocks(self, row: int, first: int, blocks: list[int]) -> None:
+        self._put(self._table + row * self.width + first, blocks)
 
-    def set_limit(self, seat: int, limit: int) -> None:
-        self._put(self._starts["limits"] + seat, [limit])
+    def set_limit(self, row: int, limit: int) -> None:
+        self._put(self._starts["limits"] + row, [limit])
 
-    def set_sampling(self, seat: int, sampling: Seats) -> None:
-        """`sampling` is the seat's row of the sampler's columns."""
-        self._put(2 * seat, np.array([sampling["seed"]], dtype=np.uint64).view(np.int32))
+    def set_sampling(self, row: int, settings: SamplingSettings) -> None:
+        """`settings` is the row's entry in the sampler's settings."""
+        self._put(2 * row, np.array([settings["seed"]], dtype=np.uint64).view(np.int32))
         for name, kind in (("temperature", "f4"), ("top_k", "i4"), ("top_p", "f4"), ("min_p", "f4"),
                            ("num_generated", "i4")):  # fmt: skip
-            value = np.array([sampling[name]]).astype(kind).view(np.int32)
-            self._put(self._starts[name] + seat, value)
+            value = np.array([settings[name]]).astype(kind).view(np.int32)
+            self._put(self._starts[name] + row, value)
 
     def _put(self, first: int, values: list[int] | Words) -> None:
         if len(values):
@@ -86,16 +86,16 @@ class DeviceRowState:
             self._values.append(np.asarray(values, dtype=np.int32))
 
     def drop(self) -> None:
-        """Forget what was put and not sent."""
+        """Discard changes that were not sent."""
         self._places, self._values = [], []
 
     def send(self) -> None:
-        """Apply what was put since the last time, after all that the device was given before."""
+        """Apply the changes since the last call, after all work that was launched before."""
         if not self._places:
             return
         places, values = np.concatenate(self._places), np.concatenate(self._values)
         self._places, self._values = [], []
-        if len(np.unique(places)) < len(places):  # the latest of two for a word is meant
+        if len(np.unique(places)) < len(places):  # keep only the latest value of a word
             last = len(places) - 1 - np.unique(places[::-1], return_index=True)[1]
             places, values = places[last], values[last]
         device = self.words.device
@@ -103,7 +103,7 @@ class DeviceRowState:
 
 
 def upload(array: npt.NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array on the device, without waiting for it to arrive."""
+    """Copy an array to the device without waiting for the copy."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cpu":
         return tensor

@@ -1,10 +1,10 @@
-"""Blocks on their way between device and host, beside the computing.
+"""Copies KV blocks between device and host, concurrently with computing.
 
-What leaves is first set aside on the device, which takes microseconds; then its block may be
-written again, and the slow copy to the host runs on a stream of its own. What returns is fetched
-on that stream too, while earlier steps still run, and put into its blocks when they are done.
-There are two rooms for what is set aside, used by turns. Whoever needs one that is still read from
-waits for that on the device.
+Blocks that leave are first copied to a staging buffer on the device, which takes microseconds.
+Their blocks can then be overwritten, while the slow copy to the host runs on its own stream.
+Blocks that return are fetched on that stream too, while earlier steps still run, and copied to
+their place after these steps. Two staging buffers take turns. If a buffer is still being read, the
+next use of it waits on the device, not on the host.
 """
 
 from __future__ import annotations
@@ -20,111 +20,114 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.executor.gpu.row_state import upload
 from headway.model.devices import size
-from headway.model.kernels.blocks import put_back, set_aside
+from headway.model.kernels.blocks import gather_blocks, scatter_blocks
 from headway.plan import Copy, Plan
 
-AT_ONCE = 128  # blocks set aside together
-PORTABLE = 1  # CUDA's word for memory that is pinned for all devices, and unpinned from any
+MAX_STAGED_BLOCKS = 128  # blocks in a staging buffer
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
 
 @dataclass(slots=True, eq=False)
-class Room:
-    """Blocks that are on their way."""
+class StagingBuffer:
+    """Device memory for blocks between device and host."""
 
     blocks: Tensor
-    left: torch.cuda.Event | None = None  # when they had been read
+    reusable: torch.cuda.Event | None = None  # recorded when the buffer can be reused
 
 
 class Swapper:
-    """The host's blocks, and the stream that carries blocks to them and back."""
+    """The host blocks, and the stream that copies blocks to and from them."""
 
     def __init__(self, device_blocks: Tensor, num_host_blocks: int) -> None:
         self.device_blocks = device_blocks
         self.is_cuda = device_blocks.is_cuda
         shape = device_blocks.shape[1:]
         self.host_blocks = torch.empty((num_host_blocks, *shape), dtype=device_blocks.dtype)
-        most = min(AT_ONCE, num_host_blocks)
-        self._rooms = [Room(device_blocks.new_empty((most, *shape))) for _ in "ab"]
+        max_staged = min(MAX_STAGED_BLOCKS, num_host_blocks)
+        self._buffers = [StagingBuffer(device_blocks.new_empty((max_staged, *shape))) for _ in "ab"]
         self._stream = torch.cuda.Stream() if self.is_cuda else None  # type: ignore[no-untyped-call]
         if self._stream is not None and num_host_blocks:
             _pin(self.host_blocks)
             finalize(self, _unpin, self.host_blocks, self._stream).atexit = False
 
     def run(self, plan: Plan) -> None:
-        """Start a plan's copies; what the device is given after this sees their outcome."""
-        for copies, carry in ((plan.copies_out, self._out), (plan.copies_in, self._in)):
-            for first in range(0, len(copies), AT_ONCE):
-                carry(copies[first : first + AT_ONCE])
+        """Start a plan's copies. Work launched later on this stream sees their result."""
+        for copies, copy_blocks in (
+            (plan.copies_out, self._swap_out),
+            (plan.copies_in, self._swap_in),
+        ):
+            for first in range(0, len(copies), MAX_STAGED_BLOCKS):
+                copy_blocks(copies[first : first + MAX_STAGED_BLOCKS])
 
     def finish(self) -> None:
-        """Wait until what left is on the host; a plan is done without it."""
+        """Wait until all copies to the host are done; a plan's result does not wait for them."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _out(self, copies: list[Copy]) -> None:
-        room, numbers = self._next_room(), self._numbers([copy.source for copy in copies])
-        self._wait_for(room)
-        set_aside(self.device_blocks, numbers, room.blocks)
+    def _swap_out(self, copies: list[Copy]) -> None:
+        buffer, numbers = self._next_buffer(), self._block_numbers([copy.source for copy in copies])
+        self._wait_for(buffer)
+        gather_blocks(self.device_blocks, numbers, buffer.blocks)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        with self._beside():
-            for copy, block in zip(copies, room.blocks, strict=False):
+        with self._on_copy_stream():
+            for copy, block in zip(copies, buffer.blocks, strict=False):
                 self.host_blocks[copy.target].copy_(block, non_blocking=True)
-            self._leave(room)
+            self._mark_reusable(buffer)
 
-    def _in(self, copies: list[Copy]) -> None:
-        room, numbers = self._next_room(), self._numbers([copy.target for copy in copies])
-        with self._beside():
-            self._wait_for(room)
-            for copy, block in zip(copies, room.blocks, strict=False):
+    def _swap_in(self, copies: list[Copy]) -> None:
+        buffer, numbers = self._next_buffer(), self._block_numbers([copy.target for copy in copies])
+        with self._on_copy_stream():
+            self._wait_for(buffer)
+            for copy, block in zip(copies, buffer.blocks, strict=False):
                 block.copy_(self.host_blocks[copy.source], non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
-        put_back(room.blocks, numbers, self.device_blocks)
-        self._leave(room)
+        scatter_blocks(buffer.blocks, numbers, self.device_blocks)
+        self._mark_reusable(buffer)
 
-    def _numbers(self, blocks: list[int]) -> Tensor:
+    def _block_numbers(self, blocks: list[int]) -> Tensor:
         return upload(np.array(blocks), self.device_blocks.device)
 
-    def _beside(self) -> AbstractContextManager[object]:
-        """On the stream of copies; without one, everything is done in order anyway."""
+    def _on_copy_stream(self) -> AbstractContextManager[object]:
+        """Use the copy stream. Without CUDA, everything runs in order."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _next_room(self) -> Room:
-        self._rooms.reverse()
-        return self._rooms[0]
+    def _next_buffer(self) -> StagingBuffer:
+        self._buffers.reverse()
+        return self._buffers[0]
 
-    def _wait_for(self, room: Room) -> None:
-        """Before what the current stream is given next: until the room can be used again."""
-        if room.left is not None:
-            torch.cuda.current_stream().wait_event(room.left)
+    def _wait_for(self, buffer: StagingBuffer) -> None:
+        """Make the current stream wait until the buffer can be reused."""
+        if buffer.reusable is not None:
+            torch.cuda.current_stream().wait_event(buffer.reusable)
 
-    def _leave(self, room: Room) -> None:
-        """The current stream has nothing more to do with the room."""
+    def _mark_reusable(self, buffer: StagingBuffer) -> None:
+        """Mark the buffer as reusable after the current stream's work so far."""
         if self.is_cuda:
-            room.left = torch.cuda.current_stream().record_event()
+            buffer.reusable = torch.cuda.current_stream().record_event()
 
 
 def _pin(blocks: Tensor) -> None:
-    """Let the device reach them by itself.
+    """Pin the blocks, so that the device can copy them directly.
 
-    They are written first, by all threads: to pin memory that is not there yet takes one thread
-    several times as long. Memory that torch pins would be rounded up to a power of two besides.
+    They are written first, by all threads: pinning pages that are not mapped yet takes one thread
+    several times as long. torch's own pinned memory would be rounded up to a power of two.
     """
     blocks.view(torch.uint8).zero_()
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     status = cudart.cudaHostRegister(blocks.data_ptr(), blocks.nbytes, PORTABLE)
     if status != cudart.cudaError.success:
-        with suppress(RuntimeError):  # whatever is launched next is told of the error, once
+        with suppress(RuntimeError):  # the next CUDA call reports this error; discard it
             torch.zeros(1, device="cuda")
         raise ConfigError(
-            f"{size(blocks.nbytes)} of the host's memory for swapped blocks cannot be pinned "
-            f"({cudart.cudaGetErrorString(status)}): lower --num-host-blocks"
+            f"cannot pin {size(blocks.nbytes)} of host memory for swapped blocks "
+            f"({cudart.cudaGetErrorString(status)}); lower --num-host-blocks"
         )
 
 
 def _unpin(blocks: Tensor, stream: torch.cuda.Stream) -> None:
-    """Before the memory is given back, and after the last copy; a lost device cannot be asked."""
+    """Unpin the memory after the last copy; the stream of a lost device raises, which is fine."""
     with suppress(RuntimeError):
         stream.synchronize()
     torch.cuda.cudart().cudaHostUnregister(blocks.data_ptr())  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""How long this device takes to copy blocks to the host and back, and to compute tokens again.
+"""Measures how long this device takes to swap blocks and to recompute tokens.
 
-Measured with plans of its own, before anybody is seated: what lies in the blocks is lost. Knows
-plans and blocks, no policies; whether to swap is for whoever asks to decide.
+It runs its own plans before any request is admitted, and overwrites KV blocks. It knows plans and
+blocks, but no policies: the caller decides whether swapping is cheaper.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from headway.executor.base import Executor
 from headway.plan import Admission, Chunk, Copy, Plan
 from headway.request import Params, Request
 
-Numbers = npt.NDArray[np.float64]
-MAX_TOKENS, MAX_COPIED = 32768, 16384  # computed again, and copied: to see what grows how
-FEW_TRIES, MAX_TRIES = 4, 8
-LONG_ENOUGH = 0.5  # seconds of a try; two such do, if they are alike
-ALIKE = 0.9  # a try that takes at least so much of the best before it brings nothing new
+FloatArray = npt.NDArray[np.float64]
+MAX_RECOMPUTED, MAX_COPIED = 32768, 16384  # recomputed and copied tokens, at most
+MIN_TRIES, MAX_TRIES = 4, 8
+LONG_ENOUGH = 0.5  # seconds; two attempts this long are enough if their times are similar
+SIMILAR = 0.9  # attempts stop when one takes at least this fraction of the best so far
 
 
 class Timed(Executor, Protocol):
@@ -33,51 +33,51 @@ class Timed(Executor, Protocol):
     def now(self) -> Callable[[], float]: ...
 
 
-class SwapTimes(NamedTuple):
-    """What swapping and computing again take, in the words of the swap rule `cheaper`. Seconds."""
+class SwapCost(NamedTuple):
+    """Costs of swapping and recomputing, as the swap rule `cheaper` takes them. In seconds."""
 
-    copy: float  # one token, one way
-    compute: float  # one token
-    start: float  # a copy, whatever its size
-    pair: float  # one token, for each that is before it
-
-
-def measured(executor: Timed, config: Config) -> SwapTimes:
-    """Times of this executor; the config must have host blocks."""
-    copy, start = _copying(executor, config)
-    compute, pair, hidden = _computing(executor, config)
-    return SwapTimes(copy=copy, compute=compute, start=start + hidden / 2, pair=pair)
+    copy: float  # per token, one way
+    compute: float  # per token
+    start: float  # per copy, whatever its size
+    pair: float  # per token and earlier token (attention)
 
 
-def _copying(executor: Timed, config: Config) -> list[float]:
-    """Seconds of one token, and of a copy."""
+def measured(executor: Timed, config: Config) -> SwapCost:
+    """Measure this executor; the config must have host blocks."""
+    copy, start = _measure_copy(executor, config)
+    compute, pair, hidden = _measure_compute(executor, config)
+    return SwapCost(copy=copy, compute=compute, start=start + hidden / 2, pair=pair)
+
+
+def _measure_copy(executor: Timed, config: Config) -> list[float]:
+    """Seconds per token, and per copy."""
     most = max(1, MAX_COPIED // config.block_size)
     sizes = _spread(min(config.num_blocks, config.num_host_blocks, most))
     seconds = [swap_seconds(executor, size) / 2 for size in sizes]
     tokens = np.array(sizes) * config.block_size
-    return _fitted(np.stack([np.ones(len(sizes)), 1 / tokens]), np.array(seconds) / tokens)
+    return _fit_nonnegative(np.stack([np.ones(len(sizes)), 1 / tokens]), np.array(seconds) / tokens)
 
 
-def _computing(executor: Timed, config: Config) -> list[float]:
-    """Seconds of one token, of one token and one before it, and what a pass of one token hides.
+def _measure_compute(executor: Timed, config: Config) -> list[float]:
+    """Seconds per token, per pair of tokens, and the time that a pass of one token hides.
 
-    A swapped request computes its last token when it is back, in a pass that has its fixed time
-    and reads all weights. What that pass could have computed besides is not lost by swapping.
+    A swapped request computes its last token after it returns, in a pass that has a fixed cost
+    and reads all weights. Other work in that pass is not delayed by swapping.
     """
-    most = min(config.max_model_len, config.num_blocks * config.block_size, MAX_TOKENS)
+    most = min(config.max_model_len, config.num_blocks * config.block_size, MAX_RECOMPUTED)
     lengths = np.array(_spread(most))
     saved = [
         recompute_seconds(executor, config, length) - resume_seconds(executor, config, length)
         for length in lengths.tolist()
     ]
     parts = np.stack([np.ones(len(lengths)), lengths / 2, -1 / lengths])
-    return _fitted(parts, np.array(saved) / lengths)
+    return _fit_nonnegative(parts, np.array(saved) / lengths)
 
 
 def swap_seconds(executor: Timed, num_blocks: int) -> float:
-    """So many blocks to the host and back, which leaves them as they are; alone on the device."""
+    """Seconds to copy `num_blocks` to the host and back on an idle device; keeps their content."""
     copies = [Copy(block, block) for block in range(num_blocks)]
-    return _least(
+    return _best_time(
         lambda: (
             _seconds(executor, [Plan(0, copies_out=copies)])
             + _seconds(executor, [Plan(0, copies_in=copies)])
@@ -86,7 +86,7 @@ def swap_seconds(executor: Timed, num_blocks: int) -> float:
 
 
 def recompute_seconds(executor: Timed, config: Config, num_tokens: int) -> float:
-    """A prompt of so many tokens, in pieces as the scheduler cuts them; alone on the device."""
+    """Seconds to prefill `num_tokens` in the scheduler's chunks, on an idle device."""
     pieces, start = list[tuple[int, int]](), 0
     while start < num_tokens:
         most = min(num_tokens - start, config.max_num_batched_tokens)
@@ -97,12 +97,12 @@ def recompute_seconds(executor: Timed, config: Config, num_tokens: int) -> float
 
 
 def resume_seconds(executor: Timed, config: Config, num_tokens: int) -> float:
-    """The last of so many tokens, as for a request that is back from the host."""
+    """Seconds to compute the last of `num_tokens`, as for a request that was swapped in."""
     return _prefill_seconds(executor, config, num_tokens, [(num_tokens - 1, num_tokens)])
 
 
 def finish(executor: Executor) -> None:
-    """Wait for copies to the host, which an executor may leave behind when a plan is done."""
+    """Wait for copies to the host, which may continue after a plan has run."""
     if swapper := getattr(executor, "swapper", None):
         swapper.finish()
 
@@ -110,7 +110,7 @@ def finish(executor: Executor) -> None:
 def _prefill_seconds(
     executor: Timed, config: Config, num_tokens: int, pieces: Sequence[tuple[int, int]]
 ) -> float:
-    """Pieces [start, end) of one prompt, a plan each; nothing is sampled."""
+    """Prefill the chunks [start, end) of one prompt, one plan each, without sampling."""
     request = Request("probe", [place % 32 for place in range(num_tokens)], Params())
     request.row, request.limit = 0, num_tokens + 1
     request.kv.blocks = list(range(-(-num_tokens // config.block_size)))
@@ -118,27 +118,27 @@ def _prefill_seconds(
     plans[0].admitted = [Admission(request, pieces[0][0], 0, False)]
     mixed = getattr(executor, "mixed", None)
     with mixed.in_own_graphs() if mixed else nullcontext():
-        return _least(lambda: _seconds(executor, plans))
+        return _best_time(lambda: _seconds(executor, plans))
 
 
-def _least(measure: Callable[[], float]) -> float:
-    """The best of a few tries: what else happens on a machine only ever adds.
+def _best_time(measure: Callable[[], float]) -> float:
+    """Return the best of several attempts, because other load only adds time.
 
-    The first may compile what it needs and the second capture it, so tries go on while they get
-    better.
+    The first attempt may compile kernels and the second may capture a graph, so attempts go on
+    while they improve.
     """
     found = [measure()]
     while len(found) < MAX_TRIES:
         best = min(found)
         found.append(measure())
-        is_enough = len(found) >= FEW_TRIES or found[-1] >= LONG_ENOUGH
-        if is_enough and found[-1] >= ALIKE * best:
+        is_enough = len(found) >= MIN_TRIES or found[-1] >= LONG_ENOUGH
+        if is_enough and found[-1] >= SIMILAR * best:
             break
     return min(found)
 
 
 def _seconds(executor: Timed, plans: Sequence[Plan]) -> float:
-    """From the first launch until all of it is done, on the host too."""
+    """Seconds from the first launch until all plans and their copies are done."""
     begun = executor.now()
     for handle in [executor.launch(plan) for plan in plans]:
         handle.wait()
@@ -147,14 +147,14 @@ def _seconds(executor: Timed, plans: Sequence[Plan]) -> float:
 
 
 def _spread(most: int) -> list[int]:
-    """Sizes up to `most`, a few times apart."""
+    """Sizes up to `most`, spaced by factors of 2 to 4."""
     return sorted({max(1, most // share) for share in (64, 16, 4, 2, 1)})
 
 
-def _fitted(parts: Numbers, wholes: Numbers) -> list[float]:
-    """How often to take each part so that they add up to the wholes as nearly as can be.
+def _fit_nonnegative(parts: FloatArray, wholes: FloatArray) -> list[float]:
+    """Non-negative least squares: coefficients of `parts` that best add up to `wholes`.
 
-    Never less than 0 times: of all ways to leave some out, the nearest that needs no less.
+    Tries every subset of the parts and keeps the best fit without negative coefficients.
     """
     best, least = np.zeros(len(parts)), float(np.sum(wholes**2))
     for chosen in product((False, True), repeat=len(parts)):

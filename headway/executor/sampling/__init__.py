@@ -1,1 +1,1 @@
-"""Choose tokens from logits: sampling, grammars, log probabilities."""
+"""Sampling: from logits to tokens, with grammars and log probabilities."""

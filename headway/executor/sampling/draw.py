@@ -1,12 +1,11 @@
-"""From logits to tokens: the greatest, or one drawn by chance. Holds no state.
+"""Draws tokens from logits: the most probable one, or a random one. Holds no state.
 
-A row's token is the same in any company. Chance is a number per request and place: a hash of
-(seed, index of the token), never a generator that rows share. Probabilities become integers, whose
-sum does not depend on the order of adding, and every other operation is a row's own. So a token
-depends on its logits, its seed and its index, and not on the row, the batch or the device's way
-of adding.
+A row's token does not depend on the other rows. Its random number is a hash of (seed, index of the
+token), not the output of a shared generator. Probabilities become integers, whose sum does not
+depend on the order of addition, and every other operation uses one row only. A token therefore
+depends on its logits, seed and index, and not on its row, its batch or the device.
 
-Shapes: n rows of a batch, v tokens of the vocabulary, k best of them, 1 number for each row.
+Shapes: n rows of a batch, v tokens of the vocabulary, k most probable tokens, 1 number per row.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from headway.sampling_params import COLDEST
 
-Seats = npt.NDArray[Any]  # of dtype SEAT
-SEAT = np.dtype(
+SamplingSettings = npt.NDArray[Any]  # of dtype SETTINGS_DTYPE
+SETTINGS_DTYPE = np.dtype(
     [
         ("temperature", "f4"),
         ("top_k", "i8"),  # 0: off
@@ -30,33 +29,33 @@ SEAT = np.dtype(
         ("seed", "u8"),
         ("num_generated", "u8"),
         ("num_logprobs", "i8"),  # -1: none
-        ("has_edits", "?"),
+        ("has_processor", "?"),
     ]
 )
-WEIGHT = 2.0**40  # of probability 1: exact in float32, and sums of it fit in an int64
-CACHED = 400_000  # logits that a CPU works on at once; three times as fast as ones that spill
-FIRST_TOP = 64  # most probable tokens to look at first for top_p
+WEIGHT = 2.0**40  # integer weight of probability 1: exact in float32, and sums fit in an int64
+CACHED = 400_000  # logits that fit in a CPU's cache; three times as fast as larger pieces
+FIRST_TOP = 64  # number of most probable tokens that top_p looks at first
 TOP_GROWTH = 8
 
 
-def choose(logits_nv: Tensor, seats: Seats) -> Tensor:
-    """The most probable token of a greedy row, a drawn one of any other. [n] int64."""
-    is_greedy = seats["temperature"] < COLDEST
+def choose(logits_nv: Tensor, settings: SamplingSettings) -> Tensor:
+    """Choose the most probable token of a greedy row, and draw one for any other row. [n] int64."""
+    is_greedy = settings["temperature"] < COLDEST
     if is_greedy.all():
         return _argmax(logits_nv)
     if not is_greedy.any():
-        return _draw(logits_nv, seats)
-    chosen_n = torch.empty(len(seats), dtype=torch.int64, device=logits_nv.device)
+        return _draw(logits_nv, settings)
+    chosen_n = torch.empty(len(settings), dtype=torch.int64, device=logits_nv.device)
     greedy, random = (index(np.flatnonzero(mask), chosen_n) for mask in (is_greedy, ~is_greedy))
     chosen_n[greedy] = _argmax(logits_nv[greedy])
-    chosen_n[random] = _draw(logits_nv[random], seats[~is_greedy])
+    chosen_n[random] = _draw(logits_nv[random], settings[~is_greedy])
     return chosen_n
 
 
 def uniforms(
     seeds: npt.NDArray[np.uint64], places: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float64]:
-    """A number in [0, 1) for each seed and place: two rounds of splitmix64's mixing."""
+    """A random number in [0, 1) for each seed and index: two rounds of splitmix64's mixing."""
     golden = np.uint64(0x9E3779B97F4A7C15)
     mixed = _mix(_mix(seeds + golden) + (places + np.uint64(1)) * golden)
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -69,81 +68,81 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _argmax(logits_nv: Tensor) -> Tensor:
-    """The first of the greatest of each row."""
-    if logits_nv.device.type == "cpu":  # numpy takes a tenth of the time there
+    """The first token with the highest logit of each row."""
+    if logits_nv.device.type == "cpu":  # numpy is ten times as fast as torch here
         return torch.from_numpy(logits_nv.detach().numpy().argmax(-1))
     return logits_nv.argmax(-1)
 
 
-def _draw(logits_nv: Tensor, seats: Seats) -> Tensor:
-    chance = uniforms(seats["seed"], seats["num_generated"])
-    chosen_n = torch.empty(len(seats), dtype=torch.int64, device=logits_nv.device)
+def _draw(logits_nv: Tensor, settings: SamplingSettings) -> Tensor:
+    chance = uniforms(settings["seed"], settings["num_generated"])
+    chosen_n = torch.empty(len(settings), dtype=torch.int64, device=logits_nv.device)
     for part in parts(logits_nv):
-        heat_n1 = _column(seats["temperature"][part], logits_nv)
+        heat_n1 = _column(settings["temperature"][part], logits_nv)
         probs_nv = (logits_nv[part] / heat_n1).softmax(-1)
-        chosen_n[part] = _draw_part(probs_nv, seats[part], _column(chance[part], logits_nv))
+        chosen_n[part] = _draw_part(probs_nv, settings[part], _column(chance[part], logits_nv))
     return chosen_n
 
 
-def _draw_part(probs_nv: Tensor, seats: Seats, chance_n1: Tensor) -> Tensor:
-    is_cut = (seats["top_k"] > 0) | (seats["top_p"] < 1) | (seats["min_p"] > 0)
+def _draw_part(probs_nv: Tensor, settings: SamplingSettings, chance_n1: Tensor) -> Tensor:
+    is_cut = (settings["top_k"] > 0) | (settings["top_p"] < 1) | (settings["min_p"] > 0)
     if is_cut.all():
-        return _draw_cut(probs_nv, seats, chance_n1)
+        return _draw_cut(probs_nv, settings, chance_n1)
     chosen_n = pick(_weights(probs_nv), chance_n1)[:, 0]
     if is_cut.any():
         at = index(np.flatnonzero(is_cut), probs_nv)
-        chosen_n[at] = _draw_cut(probs_nv[at], seats[is_cut], chance_n1[at])
+        chosen_n[at] = _draw_cut(probs_nv[at], settings[is_cut], chance_n1[at])
     return chosen_n
 
 
-def _draw_cut(probs_nv: Tensor, seats: Seats, chance_n1: Tensor) -> Tensor:
-    """Draw from rows of which top_k, top_p or min_p keep some tokens, which sit at the top."""
-    chosen_n = torch.empty(len(seats), dtype=torch.int64, device=probs_nv.device)
-    num_top, left = max(FIRST_TOP, int(seats["top_k"].max()) + 1), np.arange(len(seats))
+def _draw_cut(probs_nv: Tensor, settings: SamplingSettings, chance_n1: Tensor) -> Tensor:
+    """Draw from rows that top_k, top_p or min_p restrict to their most probable tokens."""
+    chosen_n = torch.empty(len(settings), dtype=torch.int64, device=probs_nv.device)
+    num_top, left = max(FIRST_TOP, int(settings["top_k"].max()) + 1), np.arange(len(settings))
     while left.size:
         at = index(left, probs_nv)
         best_nk, tokens_nk = probs_nv[at].topk(min(num_top, probs_nv.shape[-1]), -1)
-        weights_nk, is_whole_n = _kept(best_nk, seats[left])
+        weights_nk, is_whole_n = _kept(best_nk, settings[left])
         if num_top >= probs_nv.shape[-1]:
             is_whole_n.fill_(True)
-        tokens_nk, order_nk = tokens_nk.sort(-1)  # that of equals is the algorithm's, so undo it
+        tokens_nk, order_nk = tokens_nk.sort(-1)  # topk's order of equal tokens is not defined
         places_n1 = pick(weights_nk.gather(1, order_nk), chance_n1[at])
         chosen_n[at[is_whole_n]] = tokens_nk.gather(1, places_n1)[is_whole_n, 0]
         left, num_top = left[~is_whole_n.cpu().numpy()], num_top * TOP_GROWTH
     return chosen_n
 
 
-def _kept(best_nk: Tensor, seats: Seats) -> tuple[Tensor, Tensor]:
-    """Weights of what min_p and top_k keep, and top_p of that; and whether that is all in sight.
+def _kept(best_nk: Tensor, settings: SamplingSettings) -> tuple[Tensor, Tensor]:
+    """Weights of the tokens that min_p, top_k and then top_p keep, and whether k covers them all.
 
-    Tokens as probable as the least probable one that is kept are kept too.
+    Tokens as probable as the least probable kept token are kept too.
     """
-    top_k_n1, top_p_n1 = _column(seats["top_k"], best_nk), _column(seats["top_p"], best_nk)
+    top_k_n1, top_p_n1 = _column(settings["top_k"], best_nk), _column(settings["top_p"], best_nk)
     kth_n1 = best_nk.gather(1, (top_k_n1 - 1).clamp_(min=0)) * (top_k_n1 > 0)
-    floors_n1 = torch.maximum(best_nk[:, :1] * _column(seats["min_p"], best_nk), kth_n1)
-    weights_nk = _weights(best_nk).masked_fill_(best_nk < floors_n1, 0)
+    thresholds_n1 = torch.maximum(best_nk[:, :1] * _column(settings["min_p"], best_nk), kth_n1)
+    weights_nk = _weights(best_nk).masked_fill_(best_nk < thresholds_n1, 0)
     reach_nk = weights_nk.cumsum(-1)
-    # With top_p alone the whole is known, and the far end of it need not be in sight.
-    has_floor_n1 = _column((seats["top_k"] > 0) | (seats["min_p"] > 0), best_nk)
-    is_whole_n1 = ~has_floor_n1 | (weights_nk[:, -1:] == 0)
-    totals_n1 = torch.where(has_floor_n1, reach_nk[:, -1:], int(WEIGHT))
+    # With top_p alone the total is known, so the tokens beyond the k best are not needed.
+    has_threshold_n1 = _column((settings["top_k"] > 0) | (settings["min_p"] > 0), best_nk)
+    is_whole_n1 = ~has_threshold_n1 | (weights_nk[:, -1:] == 0)
+    totals_n1 = torch.where(has_threshold_n1, reach_nk[:, -1:], int(WEIGHT))
     ends_n1 = torch.searchsorted(reach_nk, (totals_n1 * top_p_n1).long())
-    floors_n1 = best_nk.gather(1, ends_n1.clamp_(max=best_nk.shape[-1] - 1))
-    weights_nk.masked_fill_(best_nk < floors_n1, 0)
+    thresholds_n1 = best_nk.gather(1, ends_n1.clamp_(max=best_nk.shape[-1] - 1))
+    weights_nk.masked_fill_(best_nk < thresholds_n1, 0)
     return weights_nk, (is_whole_n1 & (weights_nk[:, -1:] == 0))[:, 0]
 
 
 def pick(weights: Tensor, chance_n1: Tensor) -> Tensor:
-    """The place in each row at which the sum of weights first exceeds that share of it. [n, 1]"""
+    """The first index in each row at which the cumulative weight exceeds its share. [n, 1]"""
     reach = weights.cumsum_(-1)
-    # Less than the total, even rounded: that is whole and far from 2**53; chance <= 1 - 2**-53.
+    # Below the total even after rounding: the total is far below 2**53, and chance <= 1 - 2**-53.
     targets_n1 = (chance_n1 * reach[:, -1:]).long()
     places_n1 = torch.searchsorted(reach, targets_n1, right=True)
-    return places_n1.clamp_(max=weights.shape[-1] - 1)  # past the end only if logits were NaN
+    return places_n1.clamp_(max=weights.shape[-1] - 1)  # beyond the end only if logits were NaN
 
 
 def _weights(probs: Tensor) -> Tensor:
-    """Probabilities as integers, which add up the same in any order."""
+    """Probabilities as integers, whose sum does not depend on the order of addition."""
     return (probs * WEIGHT).long()
 
 
@@ -152,12 +151,12 @@ def _column(numbers: npt.NDArray[Any], like: Tensor) -> Tensor:
 
 
 def index(numbers: npt.NDArray[np.intp], like: Tensor) -> Tensor:
-    """Row numbers as an index of tensors on a device."""
+    """Row numbers as an index tensor on the device of `like`."""
     return torch.from_numpy(numbers).to(like.device)
 
 
 def parts(logits_nv: Tensor) -> list[slice]:
-    """Cuts of the rows that fit a CPU's cache; other devices take all at once."""
+    """Slices of rows that fit in a CPU's cache; on other devices, one slice."""
     num_rows, vocab_size = logits_nv.shape
     size = max(1, CACHED // vocab_size) if logits_nv.device.type == "cpu" else max(1, num_rows)
     return [slice(start, start + size) for start in range(0, num_rows, size)]

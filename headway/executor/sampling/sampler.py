@@ -1,10 +1,10 @@
-"""Chooses the next token of every seated request, and remembers what later ones need of it.
+"""Chooses the next token of every running request, and keeps the state that later tokens need.
 
-Plain requests are handled in bulk by the columns of `seats`; those with masks, biases or penalties
-have `Edits` besides, made row by row, and those with a grammar a matcher (grammar.py). How a token
-is drawn from logits is in logits.py.
+Most requests are sampled together, by their row in the `settings` array. A request with masks,
+biases or penalties also has a `LogitsProcessor`, and one with a grammar has a matcher (grammar.py).
+draw.py draws tokens from logits.
 
-Shapes: n rows of a batch, t places of a prompt, v tokens of the vocabulary.
+Shapes: n rows of a batch, v tokens of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from headway.errors import InvalidRequest
-from headway.executor.sampling.draw import SEAT, Seats, choose, index, parts
+from headway.executor.sampling.draw import SETTINGS_DTYPE, SamplingSettings, choose, index
 from headway.executor.sampling.grammar import Grammars
+from headway.executor.sampling.logprobs import compute_logprobs
 from headway.plan import Rows
 from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs
@@ -28,7 +29,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 class Sampler:
-    """The choosing of tokens for requests that are seated in rows."""
+    """Chooses tokens for the requests that have a row."""
 
     def __init__(
         self,
@@ -37,31 +38,31 @@ class Sampler:
         device: str | torch.device = "cpu",
         choose: Callable[[Tensor, Rows], Tensor] | None = None,
     ) -> None:
-        """`choose` draws the tokens of rows from logits [n, v], if the device has its own way."""
+        """`choose` draws the tokens of rows from logits [n, v]; None for draw.py."""
         self.vocab_size = vocab_size
-        self._choose = choose or self._choose_by_seat
+        self._choose = choose or self._choose_by_settings
         self.device = torch.device(device)
-        self.seats: Seats = np.zeros(num_rows, dtype=SEAT)
-        self.edits: dict[int, Edits] = {}  # by row, of those that have any
+        self.settings: SamplingSettings = np.zeros(num_rows, dtype=SETTINGS_DTYPE)
+        self.processors: dict[int, LogitsProcessor] = {}  # by row, of the requests that need one
         self.grammars = Grammars(vocab_size)
         self.logprobs: dict[int, TokenLogprobs] = {}
 
-    def seat(self, row: int, request: Request, tokens: Sequence[int]) -> None:
-        """Give a row to a request of which `tokens`, prompt and output, are known."""
+    def add_request(self, row: int, request: Request, tokens: Sequence[int]) -> None:
+        """Assign a row to a request whose known `tokens` are its prompt and output so far."""
         sampling = request.params.sampling
         if sampling is None:
             sampling = GREEDY
         if not isinstance(sampling, Sampling):
             raise InvalidRequest(
-                f"request {request.id!r}: sampling must be a Sampling or None, not {sampling!r}"
+                f"request {request.id!r}: sampling is {sampling!r}; it must be a Sampling or None"
             )
         num_generated = len(tokens) - request.num_prompt
-        self.edits.pop(row, None)
-        edits = Edits(request, sampling, tokens, self.vocab_size, self.device)
-        if not edits.are_over(num_generated):
-            self.edits[row] = edits
-        self.grammars.seat(row, request, sampling, tokens[request.num_prompt :])
-        self.seats[row] = (
+        self.processors.pop(row, None)
+        processor = LogitsProcessor(request, sampling, tokens, self.vocab_size, self.device)
+        if not processor.is_done(num_generated):
+            self.processors[row] = processor
+        self.grammars.add_request(row, request, sampling, tokens[request.num_prompt :])
+        self.settings[row] = (
             sampling.temperature,
             sampling.top_k if 0 < sampling.top_k < self.vocab_size else 0,
             sampling.top_p,
@@ -69,76 +70,59 @@ class Sampler:
             (sampling.seed + request.sample) % 2**64,
             num_generated,
             -1 if sampling.logprobs is None else sampling.logprobs,
-            row in self.edits,
+            row in self.processors,
         )
 
     def sample(self, logits_nv: Tensor, rows: Rows) -> Tensor:
-        """The next token of each row, taken note of as generated. [n] int64."""
-        seats = self.seats[rows]
-        edited = np.flatnonzero(seats["has_edits"])
+        """Choose the next token of each row and record it as generated. [n] int64."""
+        settings = self.settings[rows]
+        edited = np.flatnonzero(settings["has_processor"])
         choice_nv = logits_nv
         if edited.size:
             choice_nv = logits_nv.to(torch.float32, copy=True)
             for at, row in zip(edited.tolist(), rows[edited].tolist(), strict=True):
-                self.edits[row].apply(choice_nv[at], int(seats["num_generated"][at]))
+                self.processors[row].apply(choice_nv[at], int(settings["num_generated"][at]))
             self.grammars.mask(choice_nv, logits_nv, rows)
         chosen_n = self._choose(choice_nv, rows).long()
-        self.seats["num_generated"][rows] += 1
+        self.settings["num_generated"][rows] += 1
         if edited.size:
             self._remember(rows[edited], chosen_n[index(edited, chosen_n)])
-        self._keep_logprobs(logits_nv, chosen_n, rows, seats["num_logprobs"])
+        self._store_logprobs(logits_nv, chosen_n, rows, settings["num_logprobs"])
         return chosen_n
 
-    def _choose_by_seat(self, logits_nv: Tensor, rows: Rows) -> Tensor:
-        return choose(logits_nv.float(), self.seats[rows])
+    def _choose_by_settings(self, logits_nv: Tensor, rows: Rows) -> Tensor:
+        return choose(logits_nv.float(), self.settings[rows])
 
     def needs_host(self, row: int) -> bool:
-        """Whether the next token of a row cannot be drawn from its logits and seat alone."""
-        return bool(self.seats["has_edits"][row] or self.seats["num_logprobs"][row] >= 0)
+        """Whether the next token needs more than the row's logits and settings."""
+        return bool(self.settings["has_processor"][row] or self.settings["num_logprobs"][row] >= 0)
 
     def take_logprobs(self) -> dict[int, TokenLogprobs]:
-        """Of the latest call, by row, for the rows that want them."""
+        """Return and clear the logprobs of the latest call, by row, of rows that want them."""
         taken, self.logprobs = self.logprobs, {}
         return taken
 
     def _remember(self, rows: Rows, chosen: Tensor) -> None:
         for row, token in zip(rows.tolist(), chosen.tolist(), strict=True):
-            self.edits[row].remember(token)
+            self.processors[row].remember(token)
             self.grammars.remember(row, token)
-            if self.edits[row].are_over(int(self.seats["num_generated"][row])):
-                del self.edits[row]
-                self.seats["has_edits"][row] = False
+            if self.processors[row].is_done(int(self.settings["num_generated"][row])):
+                del self.processors[row]
+                self.settings["has_processor"][row] = False
 
-    def _keep_logprobs(
+    def _store_logprobs(
         self, logits_nv: Tensor, chosen_n: Tensor, rows: Rows, num_logprobs: npt.NDArray[np.int64]
     ) -> None:
         self.logprobs = {}
         for num_top in np.unique(num_logprobs[num_logprobs >= 0]).tolist():
             wanting = np.flatnonzero(num_logprobs == num_top)
             at = index(wanting, chosen_n)
-            found = prompt_logprobs(logits_nv[at], chosen_n[at], num_top)
+            found = compute_logprobs(logits_nv[at], chosen_n[at], num_top)
             self.logprobs.update(zip(rows[wanting].tolist(), found, strict=True))
 
 
-def prompt_logprobs(logits_tv: Tensor, targets_t: Tensor, num_top: int) -> list[TokenLogprobs]:
-    """Of each target under its row of raw logits, with its `num_top` best alternatives."""
-    found: list[TokenLogprobs] = []
-    for part in parts(logits_tv):
-        logprobs = logits_tv[part].float().log_softmax(-1)
-        own = logprobs.gather(1, targets_t[part, None])
-        ranks = (logprobs > own).sum(-1) + 1
-        values, ids = logprobs.topk(min(num_top, logprobs.shape[-1]), -1)
-        tops = (
-            list(zip(*pair, strict=True))
-            for pair in zip(ids.tolist(), values.tolist(), strict=True)
-        )
-        columns = (targets_t[part].tolist(), own[:, 0].tolist(), ranks.tolist(), tops)
-        found += map(TokenLogprobs, *columns)
-    return found
-
-
-class Edits:
-    """The edits of one seated request, with what it must remember of its output for them."""
+class LogitsProcessor:
+    """Edits the logits of one request, and keeps the parts of its output that this needs."""
 
     __slots__ = ("allowed", "bad_words", "counts", "min_tokens", "prompt", "sampling", "stops", "tail")  # fmt: skip
 
@@ -152,7 +136,7 @@ class Edits:
     ) -> None:
         self.sampling = sampling
         self.min_tokens = request.params.min_tokens
-        # What the model cannot say needs no mask, and has no place in the logits.
+        # Tokens outside the vocabulary need no mask and have no logit.
         self.stops = frozenset(token for token in request.stops if 0 <= token < vocab_size)
         self.bad_words = [word for word in sampling.bad_words if max(word) < vocab_size]
         self.allowed = _ids(sampling.allowed_tokens or ()).to(device)
@@ -160,19 +144,19 @@ class Edits:
         self.prompt = _ids(set(prompt) if sampling.has_penalties else ()).to(device)
         self.counts = Counter(output)
         longest = max((len(word) for word in self.bad_words), default=1)
-        self.tail = deque(output, maxlen=longest - 1)  # the end of the output
+        self.tail = deque(output, maxlen=longest - 1)  # the last tokens of the output
 
     def remember(self, token: int) -> None:
-        """Take note of a token that was generated."""
+        """Record a generated token."""
         self.counts[token] += 1
         self.tail.append(token)
 
-    def are_over(self, num_generated: int) -> bool:
-        """True if no later token will need an edit."""
+    def is_done(self, num_generated: int) -> bool:
+        """Whether no later token needs an edit."""
         return not self.sampling.edits_logits and num_generated >= self.min_tokens
 
     def apply(self, logits_v: Tensor, num_generated: int) -> None:
-        """Edit the logits of the next token, in place and in vLLM's order."""
+        """Edit the logits of the next token in place, in vLLM's order."""
         device = logits_v.device
         if self.sampling.allowed_tokens is not None:
             kept = logits_v[self.allowed]
@@ -188,8 +172,8 @@ class Edits:
     def _banned(self, num_generated: int, vocab_size: int) -> set[int]:
         """Tokens that must not come next.
 
-        A request may ban all it allows. Rather than fail it, a ban that would leave no token at
-        all is dropped for this one: bad words first, and stop tokens before min_tokens after them.
+        A request may ban every token that it allows. A ban that would leave no token is dropped
+        for this step: bad words first, then stop tokens before min_tokens.
         """
         stops = self.stops if num_generated < self.min_tokens else frozenset()
         banned: set[int] = set()
@@ -201,7 +185,7 @@ class Edits:
         return banned
 
     def _word_ends(self) -> set[int]:
-        """Last tokens of the bad words of which the output, not the prompt, ends with the rest."""
+        """Last tokens of the bad words whose other tokens end the output; prompts do not count."""
         tail = tuple(self.tail)
         ends = set()
         for *start, last in self.bad_words:
@@ -213,7 +197,7 @@ class Edits:
         sampling, device = self.sampling, logits_v.device
         output, counts = _ids(self.counts).to(device), _numbers(self.counts.values()).to(device)
         if sampling.repetition_penalty != 1.0:
-            seen = torch.cat((self.prompt, output))  # twice in it: written twice, alike
+            seen = torch.cat((self.prompt, output))  # a duplicate is written twice, the same value
             values, penalty = logits_v[seen], sampling.repetition_penalty
             logits_v[seen] = torch.where(values > 0, values / penalty, values * penalty)
         logits_v[output] -= sampling.frequency_penalty * counts

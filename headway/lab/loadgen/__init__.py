@@ -1,1 +1,1 @@
-"""A load generator for OpenAI-compatible servers."""
+"""Load generation: benchmark requests to a server, and reports of benchmarks."""

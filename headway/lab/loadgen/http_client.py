@@ -1,7 +1,7 @@
-"""An HTTP/1.1 client for load: many open streams, a few microseconds for each event.
+"""An HTTP/1.1 client for load tests: many open streams, a few microseconds per event.
 
-Connections are kept open and used again. What of a response arrives is handed on at once. Knows
-nothing of models. Redirects and proxies are left out.
+Connections are kept alive and reused. Bytes of a response are passed on as they arrive. Knows
+nothing of models; does not support redirects and proxies.
 """
 
 from __future__ import annotations
@@ -17,46 +17,48 @@ from headway.errors import ConfigError
 from headway.lab.loadgen.http_stream import ConnectionLost, ResponseReader
 
 CONNECT_SECONDS = 10.0
-Receive = Callable[[bytes], None]  # a piece of a successful response's body
+Receive = Callable[[bytes], None]  # called with pieces of the body of a successful response
 
 
-class Reply(NamedTuple):
-    """A whole response; the body of a successful one has gone to whoever received it."""
+class HttpResponse(NamedTuple):
+    """A complete response; the body is empty if it was passed to a `Receive` callback."""
 
     status: int
     body: bytes
 
 
-class Connection(asyncio.Protocol):
-    """One connection: a request at a time, its response as it comes."""
+class ClientConnection(asyncio.Protocol):
+    """One connection, which carries one request at a time."""
 
     def __init__(self) -> None:
-        self.is_used = False  # it has carried a request before
+        self.is_used = False  # it has carried a request
         self.is_lost = False
         self._transport: asyncio.Transport | None = None
         self._reader = ResponseReader()
         self._receive: Receive | None = None
-        self._reply: asyncio.Future[Reply] | None = None
+        self._response: asyncio.Future[HttpResponse] | None = None
         self._body: list[bytes] = []
 
     @property
     def is_free(self) -> bool:
-        return not self.is_lost and self._reply is None
+        return not self.is_lost and self._response is None
 
-    async def send(self, request: bytes, receive: Receive | None) -> Reply:
-        """The response; of a successful one, the body goes to `receive` where there is one."""
-        assert self._transport is not None and self._reply is None, "connected, and free"
+    async def send(self, request: bytes, receive: Receive | None) -> HttpResponse:
+        """Send a request and return the response; with `receive`, pass on the body of a 200."""
+        assert self._transport is not None and self._response is None, (
+            "send needs a connected and free connection"
+        )
         self._reader, self._receive, self._body = ResponseReader(), receive, []
-        reply: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._reply = reply
+        response: asyncio.Future[HttpResponse] = asyncio.get_running_loop().create_future()
+        self._response = response
         self._transport.write(request)
         try:
-            return await reply
+            return await response
         except asyncio.CancelledError:
-            self.close()  # what is still to come would be taken for the next response
+            self.close()  # the rest of this response would be read as the next one
             raise
         finally:
-            self._reply, self.is_used = None, True
+            self._response, self.is_used = None, True
 
     def close(self) -> None:
         self.is_lost = True
@@ -65,7 +67,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def has_begun(self) -> bool:
-        """Something of the response has come."""
+        """Whether a part of the response has arrived."""
         return self._reader.status is not None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -73,8 +75,8 @@ class Connection(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._reply is None or self._reply.done():
-            self.close()  # nobody asked
+        if self._response is None or self._response.done():
+            self.close()  # data without a request
             return
         reader = self._reader
         try:
@@ -84,57 +86,59 @@ class Connection(asyncio.Protocol):
                     self._receive(body)
             elif body:
                 self._body.append(body)
-        except Exception as error:  # of the bytes, or of who reads them
-            self._reply.set_exception(error)
+        except Exception as error:  # invalid bytes, or an error of the receiver
+            self._response.set_exception(error)
             self.close()
             return
         if reader.is_done:
             self._finish()
 
     def _finish(self) -> None:
-        assert self._reply is not None and self._reader.status is not None
+        assert self._response is not None and self._reader.status is not None
         if not self._reader.stays_open:
             self.close()
-        self._reply.set_result(Reply(self._reader.status, b"".join(self._body)))
+        self._response.set_result(HttpResponse(self._reader.status, b"".join(self._body)))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_lost = True
-        if self._reply is None or self._reply.done():
+        if self._response is None or self._response.done():
             return
         try:
             self._reader.end()
         except ConnectionLost as lost:
-            self._reply.set_exception(lost)
+            self._response.set_exception(lost)
         else:
             self._finish()
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a server is, as a URL says it."""
+    """The address of a server."""
 
     host: str
     port: int
-    path: str  # before /v1; mostly empty
+    path: str  # in front of /v1; usually empty
     is_secure: bool
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """http://host:port or https://; a path in front of /v1 is kept. ConfigError if it is none."""
+        """Parse http://host:port or https://...; a path in front of /v1 is kept. ConfigError if invalid."""
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
             port = parts.port
         except ValueError:
-            raise ConfigError(f"url must be such as http://127.0.0.1:8000, not {url!r}") from None
+            raise ConfigError(
+                f"the URL must look like http://127.0.0.1:8000, not {url!r}"
+            ) from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"url must be such as http://127.0.0.1:8000, not {url!r}")
+            raise ConfigError(f"the URL must look like http://127.0.0.1:8000, not {url!r}")
         is_secure = parts.scheme == "https"
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, port or (443 if is_secure else 80), path, is_secure)
 
 
 class Client:
-    """Requests to one server. Connections are opened as needed and used again."""
+    """Sends requests to one server. Connections are opened on demand and reused."""
 
     def __init__(self, address: Address, api_key: str | None = None) -> None:
         self.address = address
@@ -142,13 +146,13 @@ class Client:
         if api_key is not None:
             lines.append(f"Authorization: Bearer {api_key}")
         self._fields = "\r\n".join(lines)
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
 
-    async def get(self, path: str) -> Reply:
+    async def get(self, path: str) -> HttpResponse:
         return await self._exchange(self._request("GET", path, b""), None)
 
-    async def post(self, path: str, body: bytes, receive: Receive | None = None) -> Reply:
-        """Send JSON; ConnectionLost, BadResponse, OSError or TimeoutError if no response comes."""
+    async def post(self, path: str, body: bytes, receive: Receive | None = None) -> HttpResponse:
+        """Send JSON. Raises ConnectionLost, BadResponse, OSError or TimeoutError without a response."""
         return await self._exchange(self._request("POST", path, body), receive)
 
     def close(self) -> None:
@@ -162,7 +166,7 @@ class Client:
         )
         return head.encode("latin-1") + body
 
-    async def _exchange(self, request: bytes, receive: Receive | None) -> Reply:
+    async def _exchange(self, request: bytes, receive: Receive | None) -> HttpResponse:
         while True:
             connection = self._take() or await self._connect()
             is_used = connection.is_used
@@ -170,22 +174,22 @@ class Client:
                 return await connection.send(request, receive)
             except ConnectionLost:
                 if not is_used or connection.has_begun:
-                    raise  # else the server closed it for idleness as the request was sent
+                    raise  # otherwise the server closed an idle connection: retry with another one
             finally:
                 if connection.is_free:
                     self._idle.append(connection)
 
-    def _take(self) -> Connection | None:
+    def _take(self) -> ClientConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_free:
                 return connection
         return None
 
-    async def _connect(self) -> Connection:
+    async def _connect(self) -> ClientConnection:
         secure = ssl.create_default_context() if self.address.is_secure else None
         async with asyncio.timeout(CONNECT_SECONDS):
             _, connection = await asyncio.get_running_loop().create_connection(
-                Connection, self.address.host, self.address.port, ssl=secure
+                ClientConnection, self.address.host, self.address.port, ssl=secure
             )
         return connection

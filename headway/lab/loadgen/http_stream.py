@@ -1,14 +1,14 @@
-"""Bytes of an HTTP/1.1 response as its body, and a body as server-sent events.
+"""Parsers of HTTP/1.1 responses and of server-sent events.
 
-However the network has cut the bytes, what comes out is the same. Knows no sockets. Compression is
-left out, as nobody asks for it.
+The result does not depend on how the network splits the bytes. Knows no sockets. Does not support
+compression, which the client does not request.
 """
 
 from __future__ import annotations
 
 
 class BadResponse(Exception):
-    """What came is no HTTP/1.1 response."""
+    """The bytes are not an HTTP/1.1 response."""
 
 
 class ConnectionLost(Exception):
@@ -16,15 +16,17 @@ class ConnectionLost(Exception):
 
 
 class ResponseReader:
-    """One response from pieces of bytes; `feed` returns what they add to its body."""
+    """Parses one response; `feed` takes bytes and returns the part of the body in them."""
 
     def __init__(self) -> None:
         self.status: int | None = None
         self.is_done = False
-        self.stays_open = True  # the connection can be used again
+        self.stays_open = True  # the connection can be reused
         self._buffer = bytearray()
         self._is_chunked = False
-        self._left: int | None = 0  # bytes of the body or chunk; None: until the connection ends
+        self._left: int | None = (
+            0  # bytes left of the body or chunk; None: until the connection ends
+        )
 
     def feed(self, data: bytes) -> bytes:
         self._buffer += data
@@ -33,7 +35,7 @@ class ResponseReader:
         return self._read_chunks() if self._is_chunked else self._read_plain()
 
     def end(self) -> None:
-        """The connection has ended; ConnectionLost if the response had not."""
+        """Note the end of the connection; ConnectionLost if the response is incomplete."""
         if self.status is None or self._is_chunked or self._left is not None:
             raise ConnectionLost("the connection ended before the response did")
         self.is_done = True
@@ -47,7 +49,7 @@ class ResponseReader:
         if not words[0].startswith("HTTP/1.") or len(words) < 2 or not words[1].isdigit():
             raise BadResponse(f"not an HTTP/1.1 response: {first[:80]!r}")
         del self._buffer[: end + 4]
-        if words[1].startswith("1"):  # 100 Continue and the like: the real one follows
+        if words[1].startswith("1"):  # such as 100 Continue: the final response follows
             return self._read_head()
         fields = {name.strip().lower(): text.strip() for name, _, text in
                   (line.partition(":") for line in lines)}  # fmt: skip
@@ -69,7 +71,7 @@ class ResponseReader:
         return taken
 
     def _read_chunks(self) -> bytes:
-        """Chunks are: the size in hex, the bytes, an empty line; a size of 0 ends them."""
+        """A chunk is its size in hex, its bytes and a line end; a size of 0 ends the body."""
         buffer, body = self._buffer, b""
         while not self.is_done:
             if not self._left:
@@ -77,11 +79,11 @@ class ResponseReader:
                 if end < 0:
                     break
                 size = _whole(buffer[:end].decode("latin-1").partition(";")[0], 16)
-                if size == 0:  # then maybe trailers, then an empty line
+                if size == 0:  # followed by optional trailers and an empty line
                     self.is_done = b"\r\n\r\n" in buffer
                     break
                 del buffer[: end + 2]
-                self._left = size + 2  # with the line end after it
+                self._left = size + 2  # with its line end
             if len(buffer) < self._left:
                 break
             body += buffer[: self._left - 2]
@@ -96,12 +98,12 @@ def _whole(text: str, base: int) -> int:
     except ValueError:
         number = -1
     if number < 0:
-        raise BadResponse(f"not a length: {text[:40]!r}")
+        raise BadResponse(f"invalid length: {text[:40]!r}")
     return number
 
 
 class EventReader:
-    """Server-sent events from pieces of a body: the data of each, once it is whole."""
+    """Parses server-sent events; `feed` returns the data of every completed event."""
 
     def __init__(self) -> None:
         self._rest = b""

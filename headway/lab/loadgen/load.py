@@ -1,8 +1,8 @@
-"""A load generator: jobs sent to a server, each at its time or as many at once as told.
+"""The load generator: send a workload to a server and record what happens to every request.
 
-Open loop: a request is sent when it is due, however slow the server is, so that queues show as
-they would to real users. Closed loop: a new one when another ends. Every request ends: with its
-last token, an error by kind, or its timeout. Counts nothing together; `serve_report` does.
+Open loop: a request is sent at its arrival time, even if the server is slow, so that queues build up
+as with real users. Closed loop: a new request is sent when another one ends. Every request ends with
+its last token, an error or a timeout. report.py summarizes the outcomes.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from time import perf_counter
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.lab.loadgen.http_client import Address, Client, Reply
+from headway.lab.loadgen.http_client import Address, Client, HttpResponse
 from headway.lab.loadgen.http_stream import BadResponse, ConnectionLost, EventReader
-from headway.lab.loadgen.requests import Wording
-from headway.lab.workload.jobs import Job
+from headway.lab.loadgen.requests import RequestFormat
+from headway.lab.workload.request import WorkloadRequest
 
 GOOD_ENDS = ("stop", "length", "tool_calls")
-Tell = Callable[[], object]  # a request has ended
+OnDone = Callable[[], object]  # called when a request has ended
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are seconds on one clock."""
+    """The result of one request. Times are seconds on one clock."""
 
-    due: float  # when it was to be sent
+    due: float  # scheduled sending time
     sent: float = 0.0
-    first: float = 0.0  # the first token; 0.0: none came
+    first: float = 0.0  # arrival of the first token; 0.0 without one
     last: float = 0.0
     gaps: array[float] = field(default_factory=lambda: array("d"))  # between pieces of text
     num_input: int = 0
     num_output: int = 0
-    error: str | None = None  # its kind, few words
+    error: str | None = None  # kind of error, a few words
     detail: str = ""
 
     @property
@@ -44,12 +44,12 @@ class Outcome:
         return len(self.gaps) + (self.first > 0)
 
 
-class Reading:
-    """Follows one streamed response and notes when each token came."""
+class StreamRecorder:
+    """Reads one streamed response and records when its tokens arrive."""
 
     def __init__(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        self.is_done = False  # [DONE] has come
+        self.is_done = False  # [DONE] has arrived
         self._events = EventReader()
         self._usage: dict[str, Any] | None = None
         self._ends: list[str] = []
@@ -66,14 +66,14 @@ class Reading:
         if event.get("usage"):
             self._usage = event["usage"]
         if event.get("error"):
-            self.outcome.error, self.outcome.detail = "error in stream", _words(event["error"])
+            self.outcome.error, self.outcome.detail = "error in stream", _message(event["error"])
         for choice in event.get("choices") or ():
             if end := choice.get("finish_reason"):
                 self._ends.append(end)
             if _has_token(choice):
-                self._note(now)
+                self._record(now)
 
-    def _note(self, now: float) -> None:
+    def _record(self, now: float) -> None:
         outcome = self.outcome
         if outcome.first:
             outcome.gaps.append(now - outcome.last)
@@ -81,80 +81,80 @@ class Reading:
             outcome.first = now
         outcome.last = now
 
-    def settle(self, num_input: int) -> None:
-        """The response is over: count its tokens, and say if it broke off."""
+    def finish(self, num_input: int) -> None:
+        """Count the tokens of the complete response, and set an error if it is incomplete."""
         outcome, usage = self.outcome, self._usage or {}
         outcome.num_input = usage.get("prompt_tokens", num_input)
         outcome.num_output = usage.get("completion_tokens", outcome.num_pieces)
         if outcome.error is None and not (self.is_done and self._ends):
-            outcome.error = "stream broke off"
+            outcome.error = "incomplete stream"
         bad = [end for end in self._ends if end not in GOOD_ENDS]
         if outcome.error is None and bad:
             outcome.error = f"finished by {bad[0]}"
 
 
 def _has_token(choice: dict[str, Any]) -> bool:
-    """A piece of text; not a chat's first line with the role, nor a bare finish reason."""
+    """Whether a choice has text; a chat's first event has only the role, the last only its end."""
     delta = choice.get("delta")
     if delta is None:
         return bool(choice.get("text")) or choice.get("finish_reason") is None
     return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
 
 
-class Load:
-    """Sends jobs to one server and keeps what became of each."""
+class LoadGenerator:
+    """Sends requests to one server and keeps the outcome of each."""
 
-    def __init__(self, client: Client, wording: Wording, timeout: float, tell: Tell) -> None:
+    def __init__(
+        self, client: Client, request_format: RequestFormat, timeout: float, on_done: OnDone
+    ) -> None:
         self.outcomes: list[Outcome] = []
-        self.most_open = 0
-        self._client, self._wording = client, wording
-        self._timeout, self._tell = timeout, tell
+        self.max_concurrency = 0  # highest number of open requests
+        self._client, self._format = client, request_format
+        self._timeout, self._on_done = timeout, on_done
         self._num_open = 0
 
-    async def open_loop(self, jobs: Sequence[Job]) -> None:
-        """Each job at its arrival, counted from now."""
+    async def open_loop(self, requests: Sequence[WorkloadRequest]) -> None:
+        """Send each request at its arrival time, counted from now."""
         start, tasks = perf_counter(), []
-        for job in sorted(jobs, key=lambda job: job.arrival):
-            await asyncio.sleep(max(0.0, start + job.arrival - perf_counter()))
-            tasks.append(asyncio.create_task(self.ask(job, start + job.arrival)))
+        for request in sorted(requests, key=lambda request: request.arrival):
+            await asyncio.sleep(max(0.0, start + request.arrival - perf_counter()))
+            tasks.append(asyncio.create_task(self.send(request, start + request.arrival)))
         await asyncio.gather(*tasks)
 
-    async def closed_loop(self, jobs: Sequence[Job], concurrency: int) -> None:
-        """So many at once, until all are done."""
-        left = iter(jobs)
+    async def closed_loop(self, requests: Sequence[WorkloadRequest], concurrency: int) -> None:
+        """Keep `concurrency` requests open until all are done."""
+        left = iter(requests)
 
-        async def one_after_another(left: Iterator[Job]) -> None:
-            for job in left:
-                await self.ask(job, perf_counter())
+        async def send_in_turn(left: Iterator[WorkloadRequest]) -> None:
+            for request in left:
+                await self.send(request, perf_counter())
 
-        await asyncio.gather(*(one_after_another(left) for _ in range(concurrency)))
+        await asyncio.gather(*(send_in_turn(left) for _ in range(concurrency)))
 
-    async def ask(self, job: Job, due: float) -> None:
-        """One request, to its end."""
+    async def send(self, request: WorkloadRequest, due: float) -> None:
+        """Send one request and wait until it ends."""
         outcome = Outcome(due)
-        reading, body = Reading(outcome), self._wording.body(job)
+        recorder, body = StreamRecorder(outcome), self._format.body(request)
         self.outcomes.append(outcome)
         self._num_open += 1
-        self.most_open = max(self.most_open, self._num_open)
+        self.max_concurrency = max(self.max_concurrency, self._num_open)
         outcome.sent = perf_counter()
         try:
             async with asyncio.timeout(self._timeout):
-                reply = await self._client.post(self._wording.path, body, reading.receive)
-            if reply.status == 200:
-                reading.settle(job.num_prompt)
+                response = await self._client.post(self._format.path, body, recorder.receive)
+            if response.status == 200:
+                recorder.finish(request.num_prompt)
             else:
-                outcome.error, outcome.detail = f"HTTP {reply.status}", _body(reply)
-        except (
-            Exception
-        ) as error:  # whatever a server may send: it is counted, and the load goes on
+                outcome.error, outcome.detail = f"HTTP {response.status}", _body(response)
+        except Exception as error:  # a server may send anything: count the error and continue
             outcome.error, outcome.detail = _kind(error), str(error)
         finally:
             self._num_open -= 1
-            self._tell()
+            self._on_done()
 
 
 def _kind(error: Exception) -> str:
-    """Few words, the same for all errors of a kind."""
+    """The kind of an error in a few words, for counting."""
     if isinstance(error, TimeoutError):
         return "timeout"
     if isinstance(error, ConnectionRefusedError):
@@ -164,64 +164,64 @@ def _kind(error: Exception) -> str:
     return "cannot connect" if isinstance(error, OSError) else "bad response"
 
 
-def _body(reply: Reply) -> str:
-    """The message of an error's body, or its beginning if it is none of OpenAI's."""
+def _body(response: HttpResponse) -> str:
+    """The message of an OpenAI error, or the beginning of any other body."""
     try:
-        return _words(json.loads(reply.body)["error"])
+        return _message(json.loads(response.body)["error"])
     except (ValueError, KeyError, TypeError):
-        return reply.body[:500].decode("utf-8", "replace")
+        return response.body[:500].decode("utf-8", "replace")
 
 
-def _words(error: Any) -> str:
+def _message(error: Any) -> str:
     return str(error.get("message", error) if isinstance(error, dict) else error)
 
 
 async def first_model(client: Client, timeout: float = 10.0) -> str:
-    """The name of the model that a server has; ConfigError if it cannot be asked."""
+    """The name of the first model of a server; ConfigError if it cannot be read."""
     where = f"http{'s' * client.address.is_secure}://{client.address.host}:{client.address.port}"
     try:
         async with asyncio.timeout(timeout):
-            reply = await client.get("/v1/models")
+            response = await client.get("/v1/models")
     except (OSError, ConnectionLost, BadResponse) as error:
         raise ConfigError(
-            f"url: no server answers at {where} ({_kind(error)}); start one with `headway serve`"
+            f"no server at {where} ({_kind(error)}); start one with `headway serve` or set --base-url"
         ) from None
-    return _model_of(reply, where)
+    return _model_of(response, where)
 
 
-def _model_of(reply: Reply, where: str) -> str:
-    if reply.status in (401, 403):
+def _model_of(response: HttpResponse, where: str) -> str:
+    if response.status in (401, 403):
         raise ConfigError(
-            f"api-key: the server at {where} does not accept it (HTTP {reply.status})"
+            f"the server at {where} rejects the API key (HTTP {response.status}); set --api-key"
         )
     try:
-        return str(json.loads(reply.body)["data"][0]["id"])
+        return str(json.loads(response.body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError):
         raise ConfigError(
-            f"url: {where}/v1/models names no model (HTTP {reply.status}); give --model"
+            f"{where}/v1/models lists no model (HTTP {response.status}); set --model"
         ) from None
 
 
 def send(
     address: Address,
-    wording: Wording,
-    jobs: Sequence[Job],
+    request_format: RequestFormat,
+    requests: Sequence[WorkloadRequest],
     *,
     concurrency: int | None = None,
     timeout: float = 600.0,
     api_key: str | None = None,
-    tell: Tell = lambda: None,
-) -> Load:
-    """All jobs, by their arrivals or, where a concurrency is given, so many at once."""
+    on_done: OnDone = lambda: None,
+) -> LoadGenerator:
+    """Send all requests: at their arrival times, or in a closed loop of that concurrency."""
 
-    async def run() -> Load:
+    async def run() -> LoadGenerator:
         client = Client(address, api_key)
-        load = Load(client, wording, timeout, tell)
+        load = LoadGenerator(client, request_format, timeout, on_done)
         try:
             if concurrency is None:
-                await load.open_loop(jobs)
+                await load.open_loop(requests)
             else:
-                await load.closed_loop(jobs, concurrency)
+                await load.closed_loop(requests, concurrency)
         finally:
             client.close()
         return load
@@ -230,7 +230,7 @@ def send(
 
 
 def find_model(address: Address, api_key: str | None = None) -> str:
-    """The name of the first model that the server has."""
+    """The name of the server's first model."""
 
     async def run() -> str:
         client = Client(address, api_key)

@@ -1,7 +1,7 @@
-"""What a load on a server came to, in the words of `vllm bench serve`.
+"""Benchmark reports with the keys of `vllm bench throughput`, `latency` and `serve`.
 
-Latencies are those of requests that completed, in milliseconds; ITL is the time between two pieces
-of a stream, as a client sees it. Knows no server and no clock.
+Latencies are milliseconds, of requests that completed. For a server, ITL is the time between two
+pieces of a stream, as a client sees it. Knows no server, no model and no clock.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ import numpy.typing as npt
 
 from headway.errors import ConfigError
 from headway.lab.loadgen.load import Outcome
+from headway.observe.run_stats import RunStats, percentiles
+from headway.observe.timeline import RequestTimes
 
-Times = Mapping[str, npt.NDArray[np.float64]]  # milliseconds, by NAMES
-NAMES = {
-    "ttft": "time to first token", "tpot": "time per output token after it",
-    "itl": "time between two tokens", "e2el": "end to end",
+Times = Mapping[str, npt.NDArray[np.float64]]  # milliseconds, by keys of LATENCIES
+LATENCIES = {
+    "ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency",
+    "e2el": "end-to-end latency",
 }  # fmt: skip
-MARKS = ("mean", "median", "std", "p90", "p99")
-OBJECTIVES = ("ttft", "tpot", "e2el")  # what a single request can be held to
+STATISTICS = ("mean", "median", "std", "p90", "p99")
+ENGINE_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}  # and their keys in RunStats
+PERCENTAGES = (10, 25, 50, 75, 90, 99)
+OBJECTIVES = ("ttft", "tpot", "e2el")  # latencies that a single request has
 
 
 def parse_goodput(text: str) -> dict[str, float]:
-    """Milliseconds by name, from such as ttft:500,tpot:50; ConfigError for anything else."""
+    """Parse objectives in milliseconds such as ttft:500,tpot:50; ConfigError if invalid."""
     limits = {}
     for part in re.split(r"[,\s]+", text.strip()):
         name, _, number = part.partition(":")
         if name not in OBJECTIVES or not re.fullmatch(r"\d+(\.\d*)?", number) or not float(number):
             raise ConfigError(
-                f"goodput must be such as ttft:500,tpot:50 (milliseconds; {', '.join(OBJECTIVES)}), "
+                f"goodput must look like ttft:500,tpot:50 (milliseconds; {', '.join(OBJECTIVES)}), "
                 f"not {text!r}"
             )
         limits[name] = float(number)
@@ -41,9 +45,9 @@ def parse_goodput(text: str) -> dict[str, float]:
 
 
 def times_of(outcomes: Sequence[Outcome]) -> Times:
-    """The latencies of requests that completed; all but itl have one for each of them.
+    """The latencies of completed requests; all but itl have one value per request.
 
-    A request of one token has no tpot: it is given as nan.
+    The tpot of a request with one token is nan.
     """
     done = [outcome for outcome in outcomes if outcome.error is None]
     gaps = [np.frombuffer(outcome.gaps) for outcome in done if outcome.gaps]
@@ -62,9 +66,9 @@ def _milliseconds(seconds: list[float]) -> npt.NDArray[np.float64]:
 
 
 def report(
-    outcomes: Sequence[Outcome], most_open: int, goodput: Mapping[str, float] | None = None
+    outcomes: Sequence[Outcome], max_concurrency: int, goodput: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Counts, rates and latencies of one load, with vLLM's keys."""
+    """Counts, rates and latencies of one load on a server."""
     times = times_of(outcomes)
     done = [outcome for outcome in outcomes if outcome.error is None]
     num_input, num_output = sum(o.num_input for o in done), sum(o.num_output for o in done)
@@ -80,34 +84,83 @@ def report(
         "request_goodput": good,
         "output_throughput": num_output / seconds,
         "total_token_throughput": (num_input + num_output) / seconds,
-        "max_concurrent_requests": most_open,
-        "p99_send_delay_ms": _mark(_milliseconds([o.sent - o.due for o in outcomes]), "p99"),
+        "max_concurrent_requests": max_concurrency,
+        "p99_send_delay_ms": _statistic(_milliseconds([o.sent - o.due for o in outcomes]), "p99"),
         "errors": dict(Counter(o.error for o in outcomes if o.error is not None).most_common()),
     }
     return result | {
-        f"{mark}_{name}_ms": _mark(times[name], mark) for name in NAMES for mark in MARKS
+        f"{name}_{key}_ms": _statistic(times[key], name) for key in LATENCIES for name in STATISTICS
     }
 
 
 def duration(outcomes: Sequence[Outcome]) -> float:
-    """Seconds from the first request to the last token; never 0, as it divides."""
+    """Seconds from the first request to the last token; never 0, because it is a divisor."""
     ends = [outcome.last or outcome.sent for outcome in outcomes]
     return max(1e-9, max(ends) - min(o.sent for o in outcomes)) if outcomes else 1e-9
 
 
 def num_good(times: Times, limits: Mapping[str, float]) -> int:
-    """Requests that met every objective; one that a request has no value for is met."""
-    fine = np.ones(len(times["ttft"]), dtype=bool)
+    """Requests that meet every objective; a request without a value meets it."""
+    is_good = np.ones(len(times["ttft"]), dtype=bool)
     for name, limit in limits.items():
-        fine &= ~(times[name] > limit)
-    return int(fine.sum())
+        is_good &= ~(times[name] > limit)
+    return int(is_good.sum())
 
 
-def _mark(values: npt.NDArray[np.float64], mark: str) -> float:
-    """0.0 where there are none, as in vLLM."""
+def _statistic(values: npt.NDArray[np.float64], name: str) -> float:
+    """0.0 without values, as in vLLM."""
     values = values[~np.isnan(values)]
     if not len(values):
         return 0.0
-    if mark in ("mean", "std"):
-        return float(values.mean() if mark == "mean" else values.std())
-    return float(np.percentile(values, 50 if mark == "median" else float(mark[1:])))
+    if name in ("mean", "std"):
+        return float(values.mean() if name == "mean" else values.std())
+    return float(np.percentile(values, 50 if name == "median" else float(name[1:])))
+
+
+def throughput(metrics: RunStats, seconds: float) -> dict[str, Any]:
+    """Counts, rates and latencies of an offline run that took `seconds`."""
+    requests = metrics.requests
+    num_input, num_output = metrics.totals["prompt_tokens"], metrics.totals["output_tokens"]
+    num_tokens = num_input + num_output
+    result = {
+        "elapsed_time": seconds,
+        "num_requests": len(requests),
+        "total_num_tokens": num_tokens,
+        "requests_per_second": len(requests) / seconds,
+        "tokens_per_second": num_tokens / seconds,
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(requests) / seconds,
+        "output_throughput": num_output / seconds,
+        "total_token_throughput": num_tokens / seconds,
+    }
+    return result | _latencies(metrics, requests)
+
+
+def _latencies(metrics: RunStats, requests: Sequence[RequestTimes]) -> dict[str, float]:
+    gaps = {"mean": metrics.mean_gap()} | {f"p{p}": metrics.gap_percentile(p) for p in (50, 99)}
+    times = {
+        "ttft": percentiles(request.first_token - request.arrival for request in requests),
+        "tpot": percentiles(
+            (request.finished - request.first_token) / (request.num_output - 1)
+            for request in requests
+            if request.num_output > 1
+        ),
+        "itl": gaps,
+        "e2el": percentiles(request.finished - request.arrival for request in requests),
+    }
+    return {
+        f"{name}_{key}_ms": values[ours] * 1e3
+        for key, values in times.items()
+        for name, ours in ENGINE_STATISTICS.items()
+    }
+
+
+def latency(seconds: Sequence[float]) -> dict[str, Any]:
+    """Mean and percentiles of the durations of batches."""
+    values = np.percentile(seconds, PERCENTAGES).tolist()
+    return {
+        "avg_latency": float(np.mean(seconds)),
+        "latencies": list(seconds),
+        "percentiles": dict(zip(map(str, PERCENTAGES), values, strict=True)),
+    }

@@ -1,7 +1,7 @@
-"""Jobs as requests to an OpenAI-compatible server, and random jobs to ask it with.
+"""Benchmark requests: random lengths and prompts, arrivals, and the JSON that a server receives.
 
-A job's made-up token ids become ids of a real vocabulary, or words: equal ones stay equal, so a
-trace's shared prefixes are shared on the server too. Sends nothing.
+The generated token ids of a workload are mapped to ids of a real vocabulary, or to words. Equal ids
+stay equal, so prefixes that a trace shares are shared on the server too. Sends nothing.
 """
 
 from __future__ import annotations
@@ -9,66 +9,89 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from headway.errors import ConfigError
-from headway.lab.bench import Span
-from headway.lab.workload.jobs import FIRST_TOKEN, Job, Pieces, TokenSpace
+from headway.lab.checks import number, one_of, whole_number
+from headway.lab.workload.request import FIRST_TOKEN, Pieces, TokenSpace, WorkloadRequest
 
-KINDS = {
+PATHS = {
     "ids": "/v1/completions",  # prompts as token ids: lengths are exact
     "text": "/v1/completions",
     "chat": "/v1/chat/completions",
 }
 FIRST_PLAIN = 256  # vocabularies begin with special tokens and bytes
-SOME_WORDS = (
+COMMON_WORDS = (
     "time year people way day man thing woman life child view school state family student group "
     "country problem hand part place case week company system program question work government "
     "number night point home water room mother area money story fact month lot right study book "
     "eye job word business issue side kind head house service friend father power hour game line"
 )
-WORDS = SOME_WORDS.split()
+WORDS = COMMON_WORDS.split()
+
+
+class LengthRange(NamedTuple):
+    """Lengths in [low, high], uniformly distributed."""
+
+    low: int
+    high: int
+
+    def draw(self, source: random.Random) -> int:
+        return source.randint(self.low, self.high)
+
+
+def parse_length_range(name: str, text: str) -> LengthRange:
+    """Parse 128 or 100-1024; ConfigError for anything else."""
+    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
+    lengths = LengthRange(int(match[1]), int(match[2] or match[1])) if match else LengthRange(0, 0)
+    if not 1 <= lengths.low <= lengths.high:
+        raise ConfigError(
+            f"{name} must be a length such as 128 or a range such as 100-1024, not {text!r}"
+        )
+    return lengths
+
+
+def random_prompt(source: random.Random, length: int, vocab_size: int) -> list[int]:
+    """Tokens drawn uniformly from the vocabulary, so that prompts share no block."""
+    return [source.randrange(vocab_size) for _ in range(length)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wording:
-    """How a job is put to a server."""
+class RequestFormat:
+    """How a request of a workload is sent to a server."""
 
     model: str
-    kind: str = "ids"  # one of KINDS
-    vocab_size: int = 32_000  # ids are below it; nearly every model has so many
+    kind: str = "ids"  # one of PATHS
+    vocab_size: int = 32_000  # ids are below it; nearly every vocabulary is at least this large
     temperature: float = 0.0
-    seed: int = 0  # another seed, other prompts: what the server has cached is of no use
+    seed: int = 0  # another seed gives other prompts, which the server has not cached
 
     def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise ConfigError(f"prompts must be one of {', '.join(KINDS)}, not {self.kind!r}")
-        if self.vocab_size <= FIRST_PLAIN:
-            raise ConfigError(f"vocab_size must be above {FIRST_PLAIN}, not {self.vocab_size}")
-
-    def of_model(self, model: str) -> Wording:
-        return replace(self, model=model)
+        one_of("prompts", self.kind, PATHS)
+        whole_number("vocab_size", self.vocab_size, FIRST_PLAIN + 1)
 
     @property
     def path(self) -> str:
-        return KINDS[self.kind]
+        return PATHS[self.kind]
 
-    def body(self, job: Job) -> bytes:
-        """The request's JSON: streamed, of exactly the job's output length, with usage."""
-        asked: dict[str, Any] = {"model": self.model, **self._prompt(self.tokens(job))}
-        asked |= {
-            "max_tokens": job.num_output, "ignore_eos": True, "temperature": self.temperature,
+    def body(self, request: WorkloadRequest) -> bytes:
+        """The JSON body: streamed, with usage, and with exactly the request's output length."""
+        fields: dict[str, Any] = {"model": self.model, **self._prompt(self.tokens(request))}
+        fields |= {
+            "max_tokens": request.num_output, "ignore_eos": True, "temperature": self.temperature,
             "stream": True, "stream_options": {"include_usage": True},
         }  # fmt: skip
-        given = {"user": job.client, "priority": job.priority, "n": job.n if job.n > 1 else 0}
-        asked |= {name: value for name, value in given.items() if value}
-        if job.deadline is not None:  # seconds from when it is sent, which is its arrival
-            asked["deadline"] = max(0.0, job.deadline - job.arrival)
-        return json.dumps(asked, separators=(",", ":")).encode()
+        n = request.n if request.n > 1 else 0
+        optional = {"user": request.client, "priority": request.priority, "n": n}
+        fields |= {name: value for name, value in optional.items() if value}
+        if request.deadline is not None:  # seconds from sending, which is the arrival
+            fields["deadline"] = max(0.0, request.deadline - request.arrival)
+        return json.dumps(fields, separators=(",", ":")).encode()
 
     def _prompt(self, tokens: list[int]) -> dict[str, Any]:
         if self.kind == "ids":
@@ -78,9 +101,9 @@ class Wording:
             return {"prompt": text}
         return {"messages": [{"role": "user", "content": text}]}
 
-    def tokens(self, job: Job) -> list[int]:
-        """The job's prompt in the server's vocabulary; ids of a real one are left as they are."""
-        ids = np.frombuffer(job.prompt(), dtype=np.intc).astype(np.uint64)
+    def tokens(self, request: WorkloadRequest) -> list[int]:
+        """The prompt in the server's vocabulary; ids below FIRST_TOKEN are kept."""
+        ids = np.frombuffer(request.prompt(), dtype=np.intc).astype(np.uint64)
         mixed = (ids + np.uint64(self.seed * 0x9E3779B97F4A7C15 % 2**64)) * np.uint64(
             0xBF58476D1CE4E5B9
         )
@@ -89,39 +112,44 @@ class Wording:
         return real
 
 
-def random_jobs(count: int, inputs: Span, outputs: Span, seed: int) -> list[Job]:
-    """Jobs that arrive together and share nothing."""
+def random_requests(
+    count: int, inputs: LengthRange, outputs: LengthRange, seed: int
+) -> list[WorkloadRequest]:
+    """Requests that arrive together and share no prefix."""
     source, space = random.Random(seed), TokenSpace()
-    jobs = []
-    for number in range(count):
+    requests = []
+    for place in range(count):
         length, num_output = inputs.draw(source), outputs.draw(source)
-        jobs.append(
-            Job(id=str(number), pieces=(space.take(length),), num_output=num_output,
-                max_tokens=num_output)
+        requests.append(
+            WorkloadRequest(id=str(place), pieces=(space.take(length),), num_output=num_output,
+                            max_tokens=num_output)
         )  # fmt: skip
-    return jobs
+    return requests
 
 
-def at_rate(jobs: Sequence[Job], rate: float, seed: int) -> list[Job]:
-    """The same jobs, arriving as a Poisson process of so many a second; inf: all at once."""
-    if not rate > 0:
-        raise ConfigError(f"rate must be above 0 requests a second, or inf, not {rate}")
-    if math.isinf(rate):
-        return [replace(job, arrival=0.0) for job in jobs]
+def with_poisson_arrivals(
+    requests: Sequence[WorkloadRequest], rate: float, seed: int
+) -> list[WorkloadRequest]:
+    """The requests with Poisson arrivals of `rate` per second; with inf, all at once."""
+    if math.isinf(rate) and rate > 0:
+        return [replace(request, arrival=0.0) for request in requests]
+    number("request-rate", rate, above=0)
     source, now, moved = random.Random(seed), 0.0, []
-    for job in jobs:
-        moved.append(replace(job, arrival=now))
+    for request in requests:
+        moved.append(replace(request, arrival=now))
         now += source.expovariate(rate)
     return moved
 
 
-def cut(job: Job, max_input: int | None, max_output: int | None) -> Job:
-    """The job with no more prompt and output than that: the beginning of what it was."""
+def truncate(
+    request: WorkloadRequest, max_input: int | None, max_output: int | None
+) -> WorkloadRequest:
+    """The request with at most this many prompt and output tokens."""
     pieces: list[Any] = []
-    left = job.num_prompt if max_input is None else max_input
-    for piece in job.pieces:
+    left = request.num_prompt if max_input is None else max_input
+    for piece in request.pieces:
         pieces += [piece[:left]] if left > 0 else []
         left -= len(piece)
-    output = min(job.num_output, max_output or job.num_output)
+    output = min(request.num_output, max_output or request.num_output)
     kept: Pieces = tuple(pieces)
-    return replace(job, pieces=kept, num_output=output, max_tokens=output)
+    return replace(request, pieces=kept, num_output=output, max_tokens=output)

@@ -1,7 +1,7 @@
-"""The lines of a workload file as rows of named values; every complaint names file and line.
+"""The lines of a workload file as rows of named values. Every error names the file and the line.
 
-Knows the syntax of CSV and JSON lines and what the public traces call their fields; what a row
-means is the business of workloads.py.
+Knows the syntax of CSV and JSON lines and the field names of the public traces; files.py turns rows
+into requests.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from headway.errors import FormatError
-from headway.lab.workload.jobs import MAX_TOKENS
+from headway.lab.checks import number, whole_number
+from headway.lab.workload.request import MAX_TOKENS
 
 MAX_SECONDS = 1e15
 T = TypeVar("T")
@@ -24,14 +25,15 @@ ALIASES = {
     "client_id": "client", "timestamp": "arrival", "input_length": "prompt",
     "output_length": "output",
 }  # fmt: skip
-OWN = (
+FIELDS = (
     "arrival", "prompt", "output", "max_tokens", "prefix", "prefix_tokens", "client", "priority",
     "deadline", "n", "id",
 )  # fmt: skip
+REQUIRED = FIELDS[:3]
 
 
 class Row:
-    """One line by our field names; knows what the file calls them. Raises ValueError sentences."""
+    """One line by Headway's field names. A bad value raises ValueError with the file's own name."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self._values = {ALIASES.get(name, name): value for name, value in values.items()}
@@ -42,29 +44,30 @@ class Row:
 
     def get(self, key: str) -> Any:
         if key not in self._values:
-            raise ValueError(f"there is no field {_spellings(key)}")
+            raise ValueError(f"missing field {_spellings(key)}")
         return self._values[key]
 
-    def whole(self, key: str, least: int, default: int | None = None) -> int:
-        """A whole number in [least, MAX_TOKENS]."""
+    def whole(
+        self, key: str, low: int, high: int = MAX_TOKENS, *, default: int | None = None
+    ) -> int:
+        """A whole number in [low, high]."""
         if default is not None and key not in self:
             return default
-        return whole(self.get(key), self._names[key], least, MAX_TOKENS)
+        return whole_number(self._names.get(key, key), self.get(key), low, high)
 
     def seconds(self, key: str) -> float:
         value, name = self.get(key), self._names[key]
         if isinstance(value, timedelta):
             return value.total_seconds()
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (is_number and 0 <= value < MAX_SECONDS):
-            raise ValueError(f"{name} must be a number from 0 up, not {value!r}")
+        number(name, value, low=0, high=MAX_SECONDS)
         return value / 1000 if name == "timestamp" else float(value)
 
     def text(self, key: str, default: str | None = None) -> str:
+        """A string; an integer is accepted as its digits."""
         value = self.get(key) if default is None else self._values.get(key, default)
         is_text = isinstance(value, str | int) and not isinstance(value, bool)
         if not is_text:
-            raise ValueError(f"{self._names[key]} must be a text, not {value!r}")
+            raise ValueError(f"{self._names[key]} must be a string, not {value!r}")
         return str(value)
 
     def hashes(self) -> list[int | str]:
@@ -74,12 +77,12 @@ class Row:
         return values
 
     def refuse_unknown(self) -> None:
-        for key in sorted(self._values.keys() - set(OWN)):
-            raise ValueError(f"unknown field {self._names[key]!r}; known: {', '.join(OWN)}")
+        for key in sorted(self._values.keys() - set(FIELDS)):
+            raise ValueError(f"unknown field {self._names[key]!r}; known: {', '.join(FIELDS)}")
 
 
 class Lines:
-    """The lines of a file, and the number of the one read last."""
+    """The lines of a file, and the number of the line that was read last."""
 
     def __init__(self, file: Iterable[str]) -> None:
         self._file = iter(file)
@@ -94,11 +97,12 @@ class Lines:
         return line
 
 
-def each(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
-    """What `make` makes of every row; whatever is wrong becomes a FormatError with the line."""
-    rows_of = KINDS.get(path.suffix.lower())
+def read_rows(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
+    """The results of `make` for every row; an error becomes a FormatError with file and line."""
+    rows_of = FORMATS.get(path.suffix.lower())
     if rows_of is None:
-        raise FormatError(path, None, f"unknown kind of workload file; known: {', '.join(KINDS)}")
+        known = ", ".join(FORMATS)
+        raise FormatError(path, None, f"unknown workload file type; known: {known}")
     try:
         file = path.open(encoding="utf-8-sig", newline="")
     except OSError as error:
@@ -117,7 +121,7 @@ def each(path: Path, make: Callable[[Row], T]) -> Iterator[T]:
 def _csv_rows(lines: Lines) -> Iterator[Row]:
     reader = csv.reader(lines, strict=True)
     header = [name.strip() for name in next(reader, [])]
-    for key in ("arrival", "prompt", "output"):
+    for key in REQUIRED:
         if not any(ALIASES.get(name, name) == key for name in header):
             raise ValueError(f"the header has no column {_spellings(key)}")
     start: datetime | None = None
@@ -125,7 +129,7 @@ def _csv_rows(lines: Lines) -> Iterator[Row]:
         if not cells:
             continue
         if len(cells) != len(header):
-            raise ValueError(f"{len(header)} columns expected, but there are {len(cells)}")
+            raise ValueError(f"expected {len(header)} columns, found {len(cells)}")
         values: dict[str, Any] = dict(zip(header, cells, strict=True))
         if "TIMESTAMP" in values:
             date = _date(values["TIMESTAMP"])
@@ -142,8 +146,8 @@ def _date(text: str) -> datetime:
 
 
 def _number(name: str, value: Any) -> Any:
-    """The number a cell holds; as it is if it holds none or if the column is not of numbers."""
-    if ALIASES.get(name, name) not in ("arrival", "prompt", "output"):
+    """The number in a cell of a numeric column; any other cell unchanged."""
+    if ALIASES.get(name, name) not in REQUIRED:
         return value
     for kind in (int, float):
         try:
@@ -170,19 +174,9 @@ def _json_rows(lines: Lines) -> Iterator[Row]:
         yield row
 
 
-KINDS: dict[str, Callable[[Lines], Iterator[Row]]] = {".csv": _csv_rows, ".jsonl": _json_rows}
+FORMATS: dict[str, Callable[[Lines], Iterator[Row]]] = {".csv": _csv_rows, ".jsonl": _json_rows}
 
 
 def _spellings(key: str) -> str:
-    """A field's name and what else it may be called."""
+    """A field's name and its aliases."""
     return " or ".join([key, *(name for name, known in ALIASES.items() if known == key)])
-
-
-def whole(value: Any, name: str, least: int, most: int) -> int:
-    """`value`, if it is a whole number in [least, most]; ValueError with a sentence if not."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole:
-        raise ValueError(f"{name} must be a whole number, not {value!r}")
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
-    return int(value)

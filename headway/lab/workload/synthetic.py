@@ -1,18 +1,18 @@
-"""Workloads out of distributions: arrivals, lengths, shared prefixes, clients. Knows no files.
+"""Synthetic workloads: arrivals, lengths, shared prefixes and clients drawn from distributions.
 
-Text form, words in any order and all optional:
-    requests=256          how many
+Text form, fields in any order and all optional:
+    requests=256          number of requests
     arrivals=at_once      or poisson(rate), uniform(rate), bursty(rate,cv): gamma gaps; per second
     prompt=fixed(512)     or 512, uniform(lo,hi), lognormal(mean,sigma,lo,hi), or a mix of them by
     output=fixed(128)     weight: 0.9*uniform(10,200)+0.1*fixed(4000)
-    max_tokens=1024       what users allow, and the most that is generated; `output` unless given
-    prefix=4x512@0.5      4 prefixes of 512 tokens before the prompts of half of the requests
-    clients=8             and skew=even, zipf(exponent) or heavy(share of the first client)
-    priorities=3          levels, drawn evenly
+    max_tokens=1024       the limit of every request; outputs are cut to it; default: the output
+    prefix=4x512@0.5      4 prefixes of 512 tokens, in front of half of the prompts
+    clients=8             with skew=even, zipf(exponent) or heavy(share of the first client)
+    priorities=3          levels, drawn uniformly
     slack=uniform(1.0,5)  seconds from arrival to deadline
     n=1, seed=0           samples of each prompt, and the seed
-uniform(lo,hi) of two whole numbers draws whole numbers, both ends included; a length below 1 is 1.
-Every word has its own random stream: changing one leaves what the others draw as it was.
+uniform(lo,hi) of two whole numbers draws whole numbers including both ends; a length below 1 is 1.
+Every field has its own random stream: changing one does not change what the others draw.
 """
 
 from __future__ import annotations
@@ -26,50 +26,53 @@ from random import Random
 from typing import Any
 
 from headway.errors import ConfigError
-from headway.lab.workload.jobs import MAX_TOKENS, Job, Pieces, TokenSpace, join
+from headway.lab.checks import number, whole_number
+from headway.lab.workload.request import MAX_TOKENS, Pieces, TokenSpace, WorkloadRequest, join
 
-Draw = Callable[[Random], float]
-Weights = Callable[[int], list[float]]  # of so many clients
+Distribution = Callable[[Random], float]
+Weights = Callable[[int], list[float]]  # of that number of clients
 
 
-def fixed(value: float) -> Draw:
+def fixed(value: float) -> Distribution:
     return lambda _: value
 
 
-def uniform(low: float, high: float) -> Draw:
+def uniform(low: float, high: float) -> Distribution:
     if not low <= high:
-        raise ConfigError(f"uniform({low},{high}): the first number must not be the larger")
+        raise ConfigError(f"uniform({low},{high}): the first number must not exceed the second")
     if isinstance(low, int) and isinstance(high, int):
         return lambda random: random.randint(low, high)
     return lambda random: random.uniform(low, high)
 
 
-def lognormal(mean: float, sigma: float, low: float = 1, high: float = 32_768) -> Draw:
-    """`mean` is that of the whole distribution, before it is clipped to [low, high]."""
-    if sigma > 10 or low > high:
-        raise ConfigError(f"lognormal: sigma ({sigma}) is above 10, or {low} above {high}")
-    centre = math.log(_positive("mean", mean)) - sigma * sigma / 2
+def lognormal(mean: float, sigma: float, low: float = 1, high: float = 32_768) -> Distribution:
+    """`mean` is the mean of the whole distribution, before it is clipped to [low, high]."""
+    number("mean of lognormal", mean, above=0)
+    number("sigma of lognormal", sigma, low=0, high=10)
+    if low > high:
+        raise ConfigError(f"lognormal: the lower limit {low} exceeds the upper limit {high}")
+    centre = math.log(mean) - sigma * sigma / 2
     return lambda random: min(max(random.lognormvariate(centre, sigma), low), high)
 
 
-def mix(parts: list[tuple[float, Draw]]) -> Draw:
-    weights = [_positive("the weight of a part", weight) for weight, _ in parts]
+def mix(parts: list[tuple[float, Distribution]]) -> Distribution:
+    weights = [number("the weight of a part", weight, above=0) for weight, _ in parts]
     return lambda random: random.choices(parts, weights)[0][1](random)
 
 
-def poisson(rate: float) -> Draw:
-    """Gaps between arrivals, in seconds; so are `steady` and `bursty`."""
-    _positive("rate", rate)
+def poisson(rate: float) -> Distribution:
+    """Gaps between arrivals, in seconds, as for `steady` and `bursty`."""
+    number("rate", rate, above=0)
     return lambda random: random.expovariate(rate)
 
 
-def steady(rate: float) -> Draw:
-    return fixed(1 / _positive("rate", rate))
+def steady(rate: float) -> Distribution:
+    return fixed(1 / number("rate", rate, above=0))
 
 
-def bursty(rate: float, cv: float) -> Draw:
-    """Gamma gaps with a coefficient of variation: 1 is Poisson, more comes in bursts."""
-    shape, mean = _positive("cv", cv) ** -2, 1 / _positive("rate", rate)
+def bursty(rate: float, cv: float) -> Distribution:
+    """Gamma gaps with a coefficient of variation: 1 is Poisson, more is burstier."""
+    shape, mean = number("cv", cv, above=0) ** -2, 1 / number("rate", rate, above=0)
     return lambda random: random.gammavariate(shape, mean / shape)
 
 
@@ -80,14 +83,8 @@ def zipf(exponent: float) -> Weights:
 def heavy(share: float) -> Weights:
     """The first client sends `share` of the requests, the others the rest in equal parts."""
     if not 0 < share < 1:
-        raise ConfigError(f"heavy({share}): a share is between 0 and 1")
+        raise ConfigError(f"the share of heavy must be above 0 and below 1, not {share}")
     return lambda clients: [share] + [(1 - share) / max(1, clients - 1)] * (clients - 1)
-
-
-def _positive(name: str, value: float) -> float:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{name} must be a number above 0, not {value}")
-    return value
 
 
 AT_ONCE, PROMPT, OUTPUT, EVEN = fixed(0), fixed(512), fixed(128), zipf(0)
@@ -95,14 +92,14 @@ AT_ONCE, PROMPT, OUTPUT, EVEN = fixed(0), fixed(512), fixed(128), zipf(0)
 
 @dataclass(frozen=True)
 class Prefixes:
-    """`number` prefixes of `tokens` each; a request starts with one with chance `share`."""
+    """`count` prefixes of `tokens` each; a request has one with probability `share`."""
 
-    number: int = 0
+    count: int = 0
     tokens: int = 0
     share: float = 1.0
 
 
-MOST = {
+LIMITS = {
     "requests": 10_000_000, "max_tokens": MAX_TOKENS, "clients": 1_000_000,
     "priorities": 1_000_000, "n": 1024,
 }  # fmt: skip
@@ -110,41 +107,38 @@ MOST = {
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """A workload described; `jobs()` makes it, the same every time."""
+    """A description of a workload; `generate` makes its requests, the same every time."""
 
     requests: int = 256
-    arrivals: Draw = AT_ONCE
-    prompt: Draw = PROMPT
-    output: Draw = OUTPUT
+    arrivals: Distribution = AT_ONCE
+    prompt: Distribution = PROMPT
+    output: Distribution = OUTPUT
     max_tokens: int | None = None
     prefix: Prefixes = Prefixes()
     clients: int = 1
     skew: Weights = EVEN
     priorities: int = 1
-    slack: Draw | None = None
+    slack: Distribution | None = None
     n: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("requests", "max_tokens", "clients", "priorities", "n"):
-            value = getattr(self, name)
-            if value is not None and not 1 <= value <= MOST[name]:
-                raise ConfigError(
-                    f"{name} must be at least 1 and at most {MOST[name]:,}, not {value}"
-                )
+        for name, limit in LIMITS.items():
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, 1, limit)
 
-    def jobs(self) -> list[Job]:
-        """The jobs, in order of arrival; the first comes at 0."""
+    def generate(self) -> list[WorkloadRequest]:
+        """The requests in order of arrival; the first one arrives at 0."""
         space = TokenSpace()
         random = {field.name: Random(f"{self.seed} {field.name}") for field in fields(self)}
         weights, names = self.skew(self.clients), [f"client-{i}" for i in range(self.clients)]
-        jobs: list[Job] = []
+        requests: list[WorkloadRequest] = []
         arrival = 0.0
         for place in range(self.requests):
             output = min(_length(self.output(random["output"])), self.max_tokens or MAX_TOKENS)
             client = random["clients"].choices(names, weights)[0]
             slack = self.slack(random["slack"]) if self.slack else None
-            jobs.append(Job(
+            requests.append(WorkloadRequest(
                 id=str(place), arrival=arrival, pieces=self._pieces(random, space),
                 num_output=output, max_tokens=self.max_tokens or output,
                 client=client if self.clients > 1 else "", n=self.n,
@@ -152,14 +146,14 @@ class Synthetic:
                 deadline=None if slack is None else arrival + slack,
             ))  # fmt: skip
             arrival += max(0.0, self.arrivals(random["arrivals"]))
-        return jobs
+        return requests
 
     def _pieces(self, random: dict[str, Random], space: TokenSpace) -> Pieces:
         own = space.take(_length(self.prompt(random["prompt"])))
-        if not self.prefix.number:
+        if not self.prefix.count:
             return (own,)
         draw = random["prefix"]
-        is_shared, which = draw.random() < self.prefix.share, draw.randrange(self.prefix.number)
+        is_shared, which = draw.random() < self.prefix.share, draw.randrange(self.prefix.count)
         return join([*(space.shared(which, self.prefix.tokens) if is_shared else []), own])
 
 
@@ -167,32 +161,32 @@ def _length(drawn: float) -> int:
     return min(max(1, round(drawn)), MAX_TOKENS)
 
 
-Kinds = dict[str, Callable[..., Any]]
-DRAWS: Kinds = {"fixed": fixed, "uniform": uniform, "lognormal": lognormal}
-ARRIVALS: Kinds = {
+Functions = dict[str, Callable[..., Any]]
+DISTRIBUTIONS: Functions = {"fixed": fixed, "uniform": uniform, "lognormal": lognormal}
+ARRIVALS: Functions = {
     "at_once": partial(fixed, 0), "poisson": poisson, "uniform": steady, "bursty": bursty,
 }  # fmt: skip
-SKEWS: Kinds = {"even": partial(zipf, 0), "zipf": zipf, "heavy": heavy}
+SKEWS: Functions = {"even": partial(zipf, 0), "zipf": zipf, "heavy": heavy}
 
 
 def parse_synthetic(text: str) -> Synthetic:
-    """The workload a text describes; ConfigError with the known words if it describes none."""
-    words: dict[str, Any] = {}
-    for word in re.split(r",(?![^()]*\))", text):  # commas outside brackets
-        key, _, value = (part.strip() for part in word.partition("="))
-        if key in words:
+    """The workload that a text describes; ConfigError with the known fields if it is invalid."""
+    values: dict[str, Any] = {}
+    for part in re.split(r",(?![^()]*\))", text):  # commas outside parentheses
+        key, _, value = (piece.strip() for piece in part.partition("="))
+        if key in values:
             raise ConfigError(f"synthetic workload: {key} is given twice")
-        if key in WORDS and value:
-            words[key] = WORDS[key](value)
-        elif word.strip():
-            known = ", ".join(WORDS)
-            raise ConfigError(f"synthetic workload: unknown word {word.strip()!r}; known: {known}")
-    return Synthetic(**words)
+        if key in FIELDS and value:
+            values[key] = FIELDS[key](value)
+        elif part.strip():
+            known = ", ".join(FIELDS)
+            raise ConfigError(f"synthetic workload: unknown field {part.strip()!r}; known: {known}")
+    return Synthetic(**values)
 
 
 def _number(text: str) -> float:
     if not re.fullmatch(r"\s*[0-9]{1,15}(\.[0-9]*)?\s*", text):
-        raise ConfigError(f"synthetic workload: {text!r} is not a number from 0 up")
+        raise ConfigError(f"synthetic workload: {text!r} is not a number of at least 0")
     return float(text) if "." in text else int(text)
 
 
@@ -202,57 +196,61 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _called(kinds: Kinds, text: str) -> Any:
-    """What `name(number,...)` stands for."""
+def _call(functions: Functions, text: str) -> Any:
+    """The result of `name(number,...)`."""
     match = re.fullmatch(r"(\w+)(?:\((.*)\))?", text.strip())
-    if match is None or match[1] not in kinds:
-        known = ", ".join(kinds)
-        raise ConfigError(f"synthetic workload: {text!r} is not known; known: {known}")
+    if match is None or match[1] not in functions:
+        known = ", ".join(functions)
+        raise ConfigError(f"synthetic workload: unknown function {text!r}; known: {known}")
     numbers = [_number(part) for part in match[2].split(",")] if match[2] else []
     try:
-        return kinds[match[1]](*numbers)
+        return functions[match[1]](*numbers)
     except TypeError:
         raise ConfigError(f"synthetic workload: {text!r} has too few or too many numbers") from None
 
 
-def _draw(text: str) -> Draw:
+def _distribution(text: str) -> Distribution:
     if re.fullmatch(r"[0-9.]+", text):
         return fixed(_number(text))
     if "*" not in text:
-        return _called(DRAWS, text)  # type: ignore[no-any-return]
+        return _call(DISTRIBUTIONS, text)  # type: ignore[no-any-return]
     parts = [part.partition("*") for part in text.split("+")]
-    return mix([(_number(weight), _called(DRAWS, draw)) for weight, _, draw in parts])
+    return mix([(_number(weight), _call(DISTRIBUTIONS, inner)) for weight, _, inner in parts])
 
 
 def _prefixes(text: str) -> Prefixes:
-    match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})(?:@(0?\.[0-9]+|1))?", text)
+    match = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})(?:@([0-9]*\.?[0-9]+))?", text)
     if match is None:
-        raise ConfigError(f"synthetic workload: prefix is like 4x512 or 4x512@0.5, not {text!r}")
-    return Prefixes(int(match[1]), min(int(match[2]), MAX_TOKENS), float(match[3] or 1))
+        raise ConfigError(
+            f"synthetic workload: prefix must look like 4x512 or 4x512@0.5, not {text!r}"
+        )
+    share = number("the share of requests with a prefix", float(match[3] or 1), above=0, high=1)
+    return Prefixes(int(match[1]), min(int(match[2]), MAX_TOKENS), share)
 
 
-WORDS: dict[str, Callable[[str], Any]] = {
-    "requests": _whole, "arrivals": partial(_called, ARRIVALS), "prompt": _draw, "output": _draw,
-    "max_tokens": _whole, "prefix": _prefixes, "clients": _whole, "skew": partial(_called, SKEWS),
-    "priorities": _whole, "slack": _draw, "n": _whole, "seed": _whole,
+FIELDS: dict[str, Callable[[str], Any]] = {
+    "requests": _whole, "arrivals": partial(_call, ARRIVALS), "prompt": _distribution,
+    "output": _distribution, "max_tokens": _whole, "prefix": _prefixes, "clients": _whole,
+    "skew": partial(_call, SKEWS), "priorities": _whole, "slack": _distribution, "n": _whole,
+    "seed": _whole,
 }  # fmt: skip
 
 
-def field_workload(unknown_lengths: bool = False) -> list[Job]:
-    """The benchmark of the field: 256 requests at once, input and output each 100 to 1024 tokens.
+def nano_vllm_workload(unknown_lengths: bool = False) -> list[WorkloadRequest]:
+    """nano-vLLM's benchmark: 256 requests at once, input and output each 100 to 1024 tokens.
 
-    Lengths are those that nano-vLLM's bench draws after seed(0). With `unknown_lengths` the same is
-    generated, but every user allows 1024 tokens: the end token comes at random below that.
+    The lengths are those that its benchmark draws after seed(0). With `unknown_lengths` the outputs
+    are the same, but max_tokens is 1024 for all: the scheduler does not know where they end.
     """
     random, space = Random(0), TokenSpace()
     prompts: list[range] = []
     for _ in range(256):
         prompts.append(space.take(random.randint(100, 1024)))
         for _ in prompts[-1]:
-            random.randint(0, 10_000)  # the bench draws a token here
+            random.randint(0, 10_000)  # nano-vLLM draws a token here
     outputs = [random.randint(100, 1024) for _ in prompts]
     return [
-        Job(
+        WorkloadRequest(
             id=str(place), pieces=(prompt,), num_output=output,
             max_tokens=1024 if unknown_lengths else output,
         )

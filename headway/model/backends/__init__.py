@@ -1,1 +1,1 @@
-"""Implementations of the decoder's arithmetic: plain torch, C for CPUs, Triton for GPUs."""
+"""Backends, which do the decoder's arithmetic: plain torch, C for CPUs, Triton for GPUs."""

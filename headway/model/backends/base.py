@@ -1,7 +1,7 @@
-"""What a decoder asks of the machine it runs on. Answers: plain.py (torch), native/ (C), gpu.py.
+"""The interface between the decoder and a backend: plain.py (torch), native/ (C) or gpu.py.
 
-A backend keeps weights in the layout it likes and multiplies by them. A `Pass` takes one batch through
-the layers: it is made once for a forward pass and asked once for every layer.
+A backend stores weights in its own layout and multiplies by them. A `ForwardPass` takes one batch
+through the layers: it is created once per forward pass and called once per layer.
 
 Shapes: T tokens, K inputs, N outputs, H query heads, G key-value heads, D head size, B blocks,
 L layers, P positions in a block.
@@ -15,23 +15,23 @@ from typing import Protocol
 
 from torch import Tensor
 
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
 
 
 class Weight(Protocol):
-    """A matrix [N, K] with its bias, as some backend stores it."""
+    """A matrix [N, K] with its bias, in a backend's own layout."""
 
     @property
     def num_bytes(self) -> int: ...
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows as float tensors: the embedding of tokens."""
+        """Rows as float tensors: the embeddings of tokens."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layer:
+class LayerWeights:
     """The weights of one layer."""
 
     input_norm: Tensor
@@ -44,47 +44,47 @@ class Layer:
     down: Weight
 
 
-class Pass(Protocol):
-    """One batch on its way through the layers."""
+class ForwardPass(Protocol):
+    """Takes one batch through the layers."""
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
-        """Hidden states [T, hidden] after a layer; may be done in place."""
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        """Return the hidden states [T, hidden] after a layer; may change x in place."""
         ...
 
 
 class Attention(Protocol):
-    """What of a layer depends on the batch, for backends that go through it step by step."""
+    """The parts of a layer that depend on the batch, for backends that run a layer in steps."""
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
-        """Normalize (if asked) and rotate q and k in place, store k and v in their slots."""
+        """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
         ...
 
     def attention(self, layer: int, qkv: Tensor) -> Tensor:
-        """[T, H * D]: every token over all tokens of its sequence up to itself."""
+        """[T, H * D]: every token attends to all tokens of its sequence up to itself."""
         ...
 
 
 class Backend(Protocol):
-    """Weights, the products with them, and what lies between the products."""
+    """Stores weights, multiplies by them, and runs the operations between the products."""
 
     name: str
-    looks_up_turns: bool  # wants cosine and sine [positions, D / 2], not [T, D / 2] of a batch
-    fills_up: bool  # takes rows of nobody in a pass, which may then be captured
+    uses_rope_table: bool  # takes cosine and sine of all positions, not of the batch's tokens
+    supports_padding: bool  # accepts padding rows, so that a pass can be captured
 
-    def prepared(self, layer: Layer) -> Layer:
-        """A layer as the backend likes it, once it is whole."""
+    def prepared(self, layer: LayerWeights) -> LayerWeights:
+        """Convert a complete layer to the backend's form."""
         ...
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> Weight:
-        """Matrices of the checkpoint, one below the other; names are without `.weight`."""
+        """Read matrices, stacked along the outputs; names are without `.weight`."""
         ...
 
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor: ...
     def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
     def add_linear(self, residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
-        """residual + x w; may be done in place."""
+        """residual + x w; may change `residual` in place."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
@@ -93,18 +93,18 @@ class Backend(Protocol):
         ...
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
-        """[B, L, 2, G, P, D], not initialized: a block is one piece of memory, all layers of it."""
+        """[B, L, 2, G, P, D], not initialized; a block with all its layers is contiguous."""
         ...
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass: ...
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> ForwardPass: ...
 
 
-def step_through(
-    ops: Backend, attention: Attention, number: int, layer: Layer, x: Tensor, epsilon: float
+def run_layer(
+    ops: Backend, attention: Attention, number: int, layer: LayerWeights, x: Tensor, epsilon: float
 ) -> Tensor:
-    """A layer, one operation after the other."""
+    """Run a layer, one operation after the other."""
     qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
     attention.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
     x = ops.add_linear(x, attention.attention(number, qkv), layer.output)

@@ -1,10 +1,10 @@
-"""The decoder's arithmetic on a GPU: our kernels, and the library's products where rows are many.
+"""The decoder's arithmetic on a GPU: our Triton kernels, and cuBLAS for products of many rows.
 
-A batch of few rows, all of them decodes, takes five launches a layer. Norm weights are multiplied
-into the matrices that follow them when the model is loaded, so that a norm is one number for each
-row; gates and ups lie side by side, so that a tile of outputs has both.
+A batch of few rows that are all decodes takes five launches per layer. Norm weights are multiplied
+into the matrices that follow them when the model is loaded, so that a norm is one factor per row.
+Gate and up rows are interleaved, so that a tile of outputs contains both.
 
-Shapes as in backend.py.
+Shapes as in base.py.
 """
 
 from __future__ import annotations
@@ -17,63 +17,71 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.errors import ConfigError
-from headway.model.backends.base import Layer, Pass, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.backends.plain import PlainBackend, PlainWeight
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.kernels.activation import silu_multiply
-from headway.model.kernels.decode import Turn, decode_attention
+from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.linear import linear, num_squares, row_squares
 from headway.model.kernels.norm import rms_norm
 from headway.model.kernels.prefill import prefill_attention
 from headway.model.kernels.rotary import rotate_and_store
 
-FEW_ROWS = 256  # up to here reading a matrix is what a product waits for
+FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 
 
 class AttentionKernels(Protocol):
-    """Who attends, once keys and values of this pass are in the cache; q and out are [T, H, D]."""
+    """Attention, after this pass's keys and values are in the cache; q and out are [T, H, D]."""
 
-    fuses: bool  # batches of decodes alone are our own: there, rotation and store are in attention
-    fills_up: bool  # takes sequences of no rows, and rows of no sequence, and asks nothing back
-    page: int  # positions of a block must be a multiple of it
+    fuses_decode: bool  # batches of decodes only use our fused kernel instead of this one
+    supports_padding: bool  # accepts padding and empty sequences; does not wait for the device
+    block_multiple: int  # the block size must be a multiple of it
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
-        """The rows of the batch's decodes, which come first."""
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
+        """Compute the rows of the batch's decodes, which come first."""
         ...
 
-    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
-        """The rows after them; layers come in order, from 0 on."""
+    def prefill(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
+        """Compute the rows after the decodes; called for layers in order, from 0."""
         ...
 
 
-class OwnKernels:
-    """Ours."""
+class TritonAttention:
+    """Our Triton kernels."""
 
-    fuses, fills_up, page = True, True, 1
+    fuses_decode, supports_padding, block_multiple = True, True, 1
 
-    def decode(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
+    def decode(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
         count = batch.num_decodes
-        assert batch.seats_s is not None
+        assert batch.row_ids_s is not None
         decode_attention(
             q[:count], out[:count], num_heads=q.shape[1], blocks=blocks, layer=layer,
-            tables=batch.tables_sw, seats_s=batch.seats_s[:count],
-            positions_s=batch.positions_t[:count], sharing=batch.sharing,
+            tables=batch.tables_sw, row_ids_s=batch.row_ids_s[:count],
+            positions_s=batch.positions_t[:count], num_splits=batch.num_splits,
         )  # fmt: skip
 
-    def prefill(self, layer: int, q: Tensor, out: Tensor, batch: Batch, blocks: Tensor) -> None:
-        assert batch.seats_s is not None
+    def prefill(
+        self, layer: int, q: Tensor, out: Tensor, batch: ForwardBatch, blocks: Tensor
+    ) -> None:
+        assert batch.row_ids_s is not None
         prefill_attention(
             q, out, blocks=blocks, layer=layer, tables=batch.tables_sw,
-            seats_s=batch.seats_s[batch.num_decodes :], starts_s=batch.starts_s,
+            row_ids_s=batch.row_ids_s[batch.num_decodes :], starts_s=batch.starts_s,
             ends_s=batch.ends_s, longest=batch.longest,
         )  # fmt: skip
 
 
 class GpuBackend(PlainBackend):
-    """Weights as torch keeps them, but for the norms in them; keys and values may be narrower."""
+    """torch weights with the norms multiplied in; the KV cache may have a narrower type."""
 
-    looks_up_turns = True
+    uses_rope_table = True
 
     def __init__(
         self,
@@ -84,96 +92,104 @@ class GpuBackend(PlainBackend):
     ) -> None:
         super().__init__(dtype, device)
         self.kv_dtype = kv_dtype or dtype
-        self.attention = attention or OwnKernels()
-        self.fills_up = self.attention.fills_up
+        self.attention = attention or TritonAttention()
+        self.supports_padding = self.attention.supports_padding
         self.name = f"gpu {dtype}".replace("torch.", "")
 
-    def prepared(self, layer: Layer) -> Layer:
+    def prepared(self, layer: LayerWeights) -> LayerWeights:
         ones = torch.ones_like(layer.input_norm)
         return replace(
             layer,
             input_norm=ones,
             post_norm=ones,
             qkv=_scaled(layer.qkv, layer.input_norm),
-            gate_up=_paired(_scaled(layer.gate_up, layer.post_norm)),
+            gate_up=_interleaved(_scaled(layer.gate_up, layer.post_norm)),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return rms_norm(x, weight, epsilon)
 
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
-        if num_blocks and block_size % self.attention.page:
+        if num_blocks and block_size % self.attention.block_multiple:
             raise ConfigError(
-                f"this attention needs a block size that is a multiple of {self.attention.page}, "
-                f"not {block_size}: give --block-size {self.attention.page} or --attention triton"
+                f"block_size is {block_size}; this attention needs a multiple of "
+                f"{self.attention.block_multiple}: use --block-size {self.attention.block_multiple} or "
+                "--attention triton"
             )
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
-        # Not empty: rows of nobody may read a block that was never written.
+        # Zeros, not empty: padding rows may read a block that was never written.
         return torch.zeros((num_blocks, *shape), dtype=self.kv_dtype, device=self.device)
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass:
-        are_few = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
-        if are_few and self.attention.fuses:
-            return NarrowPass(config, batch, blocks, cosine, sine)
-        return WidePass(config, batch, blocks, (cosine, sine), self.attention)
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> ForwardPass:
+        is_small = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
+        if is_small and self.attention.fuses_decode:
+            return FusedDecodePass(config, batch, blocks, cosine, sine)
+        return UnfusedPass(config, batch, blocks, (cosine, sine), self.attention)
 
 
 def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
-    """norm(x) * n times W is norm(x) times W with its columns multiplied by n."""
+    """(norm(x) * n) W equals norm(x) W' where W' has its columns multiplied by n."""
     assert isinstance(weight, PlainWeight)
-    for rows in torch.split(weight.matrix, 4096):  # a few at a time: float32 copies are large
+    for rows in torch.split(weight.matrix, 4096):  # in parts: float32 copies are large
         rows.copy_(rows.float() * norm.float())
     return weight
 
 
-def _paired(weight: PlainWeight) -> PlainWeight:
-    """Rows of gates and ups by turns."""
+def _interleaved(weight: PlainWeight) -> PlainWeight:
+    """Interleave the rows of gate and up."""
 
-    def woven(stacked: Tensor) -> Tensor:
+    def interleaved(stacked: Tensor) -> Tensor:
         return torch.stack(stacked.chunk(2), dim=1).flatten(0, 1)
 
-    return PlainWeight(woven(weight.matrix), None if weight.bias is None else woven(weight.bias))
+    return PlainWeight(
+        interleaved(weight.matrix), None if weight.bias is None else interleaved(weight.bias)
+    )
 
 
-class NarrowPass:
-    """Decodes alone, and few of them."""
+class FusedDecodePass:
+    """A batch of decodes only, with few rows: fused kernels."""
 
     def __init__(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine_pd: Tensor, sine_pd: Tensor
+        self,
+        config: ModelConfig,
+        batch: ForwardBatch,
+        blocks: Tensor,
+        cosine_pd: Tensor,
+        sine_pd: Tensor,
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
-        self._turns = cosine_pd, sine_pd
+        self._rope = cosine_pd, sine_pd
         self._squares: Tensor | None = None
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
         if self._squares is None and len(x) > 1:
             self._squares = row_squares(x)
         qkv = _multiply(x, layer.qkv, epsilon=epsilon, squares_mj=self._squares)
-        seen = self._attention(number, layer, qkv)
-        self._add(x, seen, layer.output)
+        attended = self._attention(number, layer, qkv)
+        self._add(x, attended, layer.output)
         inner = _multiply(
             x, layer.gate_up, epsilon=epsilon, squares_mj=self._squares, is_gated=True
         )
         self._add(x, inner, layer.down)
         return x
 
-    def _attention(self, number: int, layer: Layer, qkv: Tensor) -> Tensor:
+    def _attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
         batch, config = self._batch, self._config
-        assert batch.seats_s is not None
+        assert batch.row_ids_s is not None
         out = qkv.new_empty((len(qkv), config.num_heads * config.head_dim))
         decode_attention(
             qkv, out, num_heads=config.num_heads, blocks=self._blocks, layer=number,
-            tables=batch.tables_sw, seats_s=batch.seats_s, positions_s=batch.positions_t,
-            slots_s=batch.slots_t, sharing=batch.sharing,
-            turn=Turn(layer.q_norm, layer.k_norm, config.norm_eps, *self._turns),
+            tables=batch.tables_sw, row_ids_s=batch.row_ids_s, positions_s=batch.positions_t,
+            slots_s=batch.slots_t, num_splits=batch.num_splits,
+            transform=HeadTransform(layer.q_norm, layer.k_norm, config.norm_eps, *self._rope),
         )  # fmt: skip
         return out
 
     def _add(self, x: Tensor, inner: Tensor, weight: Weight) -> None:
-        """x += inner w, in place, and the squares of it for the norm that follows."""
+        """x += inner w, in place; also computes the squares for the next norm."""
         assert isinstance(weight, PlainWeight)
         if len(x) > 1:
             num_outputs, num_inputs = weight.matrix.shape
@@ -187,36 +203,36 @@ def _multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
     return linear(x, weight.matrix, bias_n=weight.bias, **options)  # type: ignore[arg-type]
 
 
-class WidePass:
-    """Any batch: decodes first, then pieces of prompts."""
+class UnfusedPass:
+    """Any batch: decodes first, then prompt chunks."""
 
     def __init__(
         self,
         config: ModelConfig,
-        batch: Batch,
+        batch: ForwardBatch,
         blocks: Tensor,
-        turns_pd: tuple[Tensor, Tensor],
+        rope_pd: tuple[Tensor, Tensor],
         kernels: AttentionKernels,
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
-        self._turns, self._kernels = turns_pd, kernels
-        self._seen: Tensor | None = None  # [T, H, D], zero where nobody writes
+        self._rope, self._kernels = rope_pd, kernels
+        self._attended: Tensor | None = None  # [T, H, D], zero in padding rows
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         epsilon = self._config.norm_eps
-        if self._seen is None:
-            self._seen = x.new_zeros((len(x), self._config.num_heads, self._config.head_dim))
-        qkv = _wide(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
+        if self._attended is None:
+            self._attended = x.new_zeros((len(x), self._config.num_heads, self._config.head_dim))
+        qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
         rotate_and_store(
             qkv, num_heads=self._config.num_heads, num_kv_heads=self._config.num_kv_heads,
-            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=epsilon, cosine_pd=self._turns[0],
-            sine_pd=self._turns[1], positions_t=self._batch.positions_t,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=epsilon, cosine_pd=self._rope[0],
+            sine_pd=self._rope[1], positions_t=self._batch.positions_t,
             slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
         )  # fmt: skip
-        self._attend(number, qkv, self._seen)
-        _wide_add(x, self._seen.flatten(1), layer.output)
-        inner = _wide(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        _wide_add(x, silu_multiply(inner), layer.down)
+        self._attend(number, qkv, self._attended)
+        _add_linear(x, self._attended.flatten(1), layer.output)
+        inner = _linear(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
+        _add_linear(x, silu_multiply(inner), layer.down)
         return x
 
     def _attend(self, number: int, qkv: Tensor, out: Tensor) -> None:
@@ -229,12 +245,12 @@ class WidePass:
             self._kernels.prefill(number, q, out, batch, self._blocks)
 
 
-def _wide(x: Tensor, weight: Weight) -> Tensor:
+def _linear(x: Tensor, weight: Weight) -> Tensor:
     assert isinstance(weight, PlainWeight)
     return F.linear(x, weight.matrix, weight.bias)
 
 
-def _wide_add(x: Tensor, inner: Tensor, weight: Weight) -> None:
+def _add_linear(x: Tensor, inner: Tensor, weight: Weight) -> None:
     """x += inner w, in place."""
     assert isinstance(weight, PlainWeight)
     x.addmm_(inner, weight.matrix.t())

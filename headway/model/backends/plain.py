@@ -1,7 +1,7 @@
-"""The decoder's arithmetic in plain torch: the reference, and what runs where no kernel does.
+"""The decoder's arithmetic in plain torch: the reference, and the fallback without kernels.
 
-Works on any device and float type. Attention takes the sequences one by one: no padding, and no
-more memory than the longest of them needs.
+Works on any device and with any float type. Attention computes one sequence at a time: no padding,
+and no more memory than the longest sequence needs.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headway.model.backends.base import Layer, Pass, Weight, step_through
-from headway.model.batch import Batch
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight, run_layer
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)
 class PlainWeight:
-    """A matrix as torch likes it."""
+    """A matrix in torch's layout."""
 
     matrix: Tensor  # [N, K]
     bias: Tensor | None
@@ -35,9 +35,9 @@ class PlainWeight:
 
 
 class PlainBackend:
-    """torch's own operations, in one float type."""
+    """torch's operations, in one float type."""
 
-    looks_up_turns = fills_up = False
+    uses_rope_table = supports_padding = False
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype = dtype
@@ -58,7 +58,7 @@ class PlainBackend:
             return checkpoint.read(names[0]).to(self.device, self.dtype).contiguous()
         return torch.cat([checkpoint.read(n).to(self.device, self.dtype) for n in names])
 
-    def prepared(self, layer: Layer) -> Layer:
+    def prepared(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
@@ -69,7 +69,7 @@ class PlainBackend:
         return residual + self.linear(x, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = x.float()  # as the models were trained: the mean in float32, then rounded
+        wide = x.float()  # as the models were trained: mean in float32, then rounded
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         return weight * wide.to(x.dtype)
 
@@ -82,19 +82,19 @@ class PlainBackend:
         return torch.empty((num_blocks, *shape), dtype=self.dtype, device=self.device)
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass:
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> ForwardPass:
         return PlainPass(self, config, batch, blocks, cosine.to(self.dtype), sine.to(self.dtype))
 
 
 class PlainPass:
-    """One batch: attention takes its sequences one by one."""
+    """One batch; attention computes one sequence at a time."""
 
     def __init__(
         self,
         backend: PlainBackend,
         config: ModelConfig,
-        batch: Batch,
+        batch: ForwardBatch,
         blocks: Tensor,
         cosine_td: Tensor,
         sine_td: Tensor,
@@ -102,30 +102,32 @@ class PlainPass:
         self._backend = backend
         self._config = config
         self._blocks = blocks
-        tables = batch.tables_sw if batch.seats_s is None else batch.tables_sw[batch.seats_s.long()]
+        tables = (
+            batch.tables_sw if batch.row_ids_s is None else batch.tables_sw[batch.row_ids_s.long()]
+        )
         self._tables = tables.long()
         self._starts, self._ends = batch.starts_s.tolist(), batch.ends_s.tolist()
         self._cosine, self._sine = cosine_td[:, None], sine_td[:, None]
         stored = batch.slots_t >= 0
         self._rows = stored.nonzero().squeeze(1)
         slots = batch.slots_t[self._rows]
-        self._homes = slots // blocks.shape[4], slots % blocks.shape[4]
+        self._slots = slots // blocks.shape[4], slots % blocks.shape[4]
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
-        return step_through(self._backend, self, number, layer, x, self._config.norm_eps)
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        return run_layer(self._backend, self, number, layer, x, self._config.norm_eps)
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
         q_thd, k_tgd, v_tgd = self._split(qkv)
         for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
-            turned = (
+            normed = (
                 heads
                 if norm is None
                 else self._backend.rms_norm(heads, norm, self._config.norm_eps)
             )
-            heads.copy_(self._rotated(turned))
-        block, offset = self._homes
+            heads.copy_(self._rotated(normed))
+        block, offset = self._slots
         self._blocks[block, layer, 0, :, offset] = k_tgd[self._rows]
         self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]
 

@@ -1,5 +1,5 @@
-"""The decoder's arithmetic on a GPU, as Triton kernels: a small file for each family of them.
+"""The decoder's arithmetic on a GPU as Triton kernels, one file for each kind of operation.
 
-Each file has a twin of the same name in `twins/`: the same functions in plain torch, which say what
-is right. Nothing here is imported before a GPU is asked for, since Triton may not be installed.
+tests/model/kernels/reference/ has the same functions in plain torch, which define the correct
+results. Nothing here is imported before a GPU is used, because Triton may not be installed.
 """

@@ -1,6 +1,7 @@
-"""The gate between a decoder's two inner products: silu of one number of a pair times the other.
+"""The gated activation of an MLP: silu of the first number of each pair, times the second.
 
-Gate and up of a pair lie side by side. Knows rows, not layers. silu is rounded to the rows' type before the product, as torch does it.
+Gate and up of a pair are adjacent. Knows rows, not layers. silu is rounded to the rows' type before
+the product, as in torch.
 
 Legend: T rows, N pairs in a row.
 """
@@ -23,7 +24,7 @@ def _silu_multiply(
     out_tn, x_t2n, x_stride,
     WIDTH: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """PIECE pairs of one row, which PIECES programs share."""
+    """PIECE pairs of one row; PIECES programs compute a row."""
     row = (tl.program_id(0) // PIECES).to(tl.int64)
     column = (tl.program_id(0) % PIECES) * PIECE + tl.arange(0, PIECE)
     is_here = column < WIDTH
@@ -36,9 +37,9 @@ def _silu_multiply(
 
 
 def silu_multiply(x_t2n: Tensor) -> Tensor:
-    """silu of the first of every pair, times the second: [T, N]."""
+    """silu of the first number of every pair, times the second: [T, N]."""
     num_rows, width = x_t2n.shape[0], x_t2n.shape[1] // 2
-    assert x_t2n.stride(1) == 1, "the numbers of a row lie side by side"
+    assert x_t2n.stride(1) == 1, "a row must be contiguous"
     out_tn = torch.empty((num_rows, width), dtype=x_t2n.dtype, device=x_t2n.device)
     if num_rows == 0:
         return out_tn

@@ -1,6 +1,6 @@
-"""Whole blocks moved within a device: some of many set aside side by side, or put back.
+"""Copies whole blocks within a device: selected blocks to a contiguous buffer, and back.
 
-Knows rows of words and their numbers, not what lies in them; copies to the host are not made here.
+Knows rows of words and their indices, not their content; copies to the host are made elsewhere.
 
 Legend: B blocks, n of them, W words of 32 bits in one.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headway.model.kernels.launch import ceil_div, launched
 
-PIECE = 4096  # words that a program moves
+PIECE = 4096  # words that a program copies
 
 
 @launched
@@ -34,14 +34,14 @@ def _move(
     tl.store(to + target.to(tl.int64) * num_words + word, moved, mask=is_here)
 
 
-def set_aside(blocks: Tensor, numbers_n: Tensor, aside: Tensor) -> None:
-    """Copy the blocks of these numbers (int64) to the first of `aside`, in this order."""
-    _launch(aside, blocks, None, numbers_n)
+def gather_blocks(blocks: Tensor, numbers_n: Tensor, staging: Tensor) -> None:
+    """Copy the blocks with these numbers (int64) to the start of `staging`, in this order."""
+    _launch(staging, blocks, None, numbers_n)
 
 
-def put_back(aside: Tensor, numbers_n: Tensor, blocks: Tensor) -> None:
-    """Copy the first of `aside` to the blocks of these numbers, of which none comes twice."""
-    _launch(blocks, aside, numbers_n, None)
+def scatter_blocks(staging: Tensor, numbers_n: Tensor, blocks: Tensor) -> None:
+    """Copy the first blocks of `staging` to the blocks with these numbers, which must differ."""
+    _launch(blocks, staging, numbers_n, None)
 
 
 def _launch(
@@ -61,5 +61,5 @@ def _launch(
 
 
 def _words(blocks: Tensor) -> Tensor:
-    """Blocks as rows of 32-bit words: keys and values of an even number make whole ones."""
+    """Blocks as rows of 32-bit words; the number of keys and values is always even."""
     return blocks.flatten(1).view(torch.int32)

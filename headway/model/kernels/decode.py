@@ -1,11 +1,11 @@
-"""Attention of one new token for each of many sequences, over their blocks.
+"""Attention of one new token per sequence, for many sequences, over their blocks.
 
 The same launch normalizes and rotates the new token's queries and key, and stores its key and
-value, unless that was done before. A program takes one sequence, one key-value head and all query
-heads of it, so each key is read once. Where sequences are few or long, several programs share one
-of them, and a second, small kernel joins what they found.
+value, unless this was done before. A program computes one sequence, one key-value head and all its
+query heads, so that each key is read once. If sequences are few or long, several programs split a
+sequence, and a second, small kernel combines their results.
 
-Shapes: S sequences, H query heads, G key-value heads, D head size, C parts of a sequence; blocks
+Shapes: S sequences, H query heads, G key-value heads, D head size, C splits of a sequence; blocks
 are [B, L, 2, G, P, D], tables [R, W].
 """
 
@@ -21,41 +21,45 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import (
-    ROUNDED_ALIKE,
+    NO_FP_FUSION,
     begin,
     launch_options,
     launched,
     power_of_2,
 )
-from headway.model.kernels.splits import Cut, split_for
+from headway.model.kernels.splits import DecodeSplit, split_for
 
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Parts:
-    """Where the programs that share a sequence leave what they found."""
+class PartialAttention:
+    """The partial results of the programs that split a sequence."""
 
     sums: Tensor  # [S, H, C, D] float32
-    tops: Tensor  # [S, H, C] float32: the greatest score, to base 2
-    weights: Tensor  # [S, H, C] float32: of exp2(score - top), summed
+    tops: Tensor  # [S, H, C] float32: the maximum score, to base 2
+    weights: Tensor  # [S, H, C] float32: the sum of exp2(score - top)
 
     @staticmethod
-    def room(shape: tuple[int, int, int], head_dim: int, device: torch.device) -> Parts:
-        """For S sequences, H heads and C parts."""
+    def allocate(
+        shape: tuple[int, int, int], head_dim: int, device: torch.device
+    ) -> PartialAttention:
+        """Allocate for S sequences, H heads and C splits."""
         sums = torch.empty((*shape, head_dim), dtype=torch.float32, device=device)
-        return Parts(sums, *(torch.empty(shape, dtype=torch.float32, device=device) for _ in "tw"))
+        return PartialAttention(
+            sums, *(torch.empty(shape, dtype=torch.float32, device=device) for _ in "tw")
+        )
 
 
 @triton.jit
 def _weighted(x, norm, is_inside, dtype: tl.constexpr):
-    """A norm's rounding and weight, as torch does it."""
+    """Round to the type and multiply by the norm's weight, as in torch."""
     weight = tl.load(norm, mask=is_inside, other=0.0).to(tl.float32)
     return (x.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
 
 @triton.jit
-def _turned(
+def _rotated(
     place, norm, cosine, sine, d, is_inside, epsilon, D: tl.constexpr, HAS_NORM: tl.constexpr
 ):
     """Heads [.., D] at `place`, normalized and rotated, rounded; d, cosine and sine are [1, D]."""
@@ -73,9 +77,9 @@ def _turned(
 
 @triton.jit
 def _numbers(table, at, end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """In which blocks the tile from position `at` on lies; one number, if none can lie in two.
+    """The block numbers of the tile at position `at`; one number if no tile spans two blocks.
 
-    Tiles follow each other from position 0 on, whoever begins where.
+    Tiles are aligned to position 0, whichever position a program starts at.
     """
     place = at if BLOCK_SIZE % TILE == 0 else at + tl.arange(0, TILE)
     return tl.load(table + place // BLOCK_SIZE, mask=place < end, other=0)
@@ -86,21 +90,21 @@ def _over_cache(
     q, keys, values, table, numbers, top, weight, total, start, end, d, scale, block_stride,
     D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Positions [start, end), added to the greatest score, the weights and the weighted values.
+    """Add positions [start, end) to the maximum score, the weights and the weighted values.
 
-    `numbers`: in which blocks the first of them lie. Keys are read beyond the end as well, of this
-    block or of block 0, but their scores are not taken: to skip them would take longer.
+    `numbers` are the block numbers of the first tile. Keys beyond the end are read as well, from
+    this block or block 0, but their scores are masked: skipping them would be slower.
     """
     p = tl.arange(0, TILE)
     for at in range(start, end, TILE):
         is_cached = (p < end - at)[:, None]
-        if BLOCK_SIZE % TILE == 0:  # side by side: little arithmetic
+        if BLOCK_SIZE % TILE == 0:  # contiguous: little arithmetic
             home = numbers.to(tl.int64) * block_stride + (at % BLOCK_SIZE) * D
             inside = p[:, None] * D + d
         else:
             home = (numbers.to(tl.int64) * block_stride + ((at + p) % BLOCK_SIZE) * D)[:, None]
             inside = d
-        # A tile ahead: keys can be asked for early only if it is known where they are.
+        # One tile ahead: key loads can start early only if their block numbers are known.
         numbers = _numbers(table, at + TILE, end, BLOCK_SIZE, TILE)
         if d.shape[1] == D:
             k = tl.load(keys + home + inside)
@@ -121,37 +125,41 @@ def _over_cache(
 
 
 @triton.jit
-def _share(num_cached, PARTS: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr):
-    """Positions that each program of a sequence takes."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_cached, PARTS), TILE) * TILE, LEAST)
+def _positions_per_split(
+    num_cached, SPLITS: tl.constexpr, MIN_POSITIONS: tl.constexpr, TILE: tl.constexpr
+):
+    """Positions per program of a sequence."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_cached, SPLITS), TILE) * TILE, MIN_POSITIONS)
 
 
 @launched
 @triton.jit(do_not_specialize=["layer"])
 def _attend(
     qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_s, slots_s,
-    blocks, tables, seats_s, out, sums, tops, weights,
+    blocks, tables, row_ids_s, out, sums, tops, weights,
     layer, epsilon, scale, qkv_stride, out_stride, block_stride, layer_stride, table_width,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr, HEADS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr, MIN_POSITIONS: tl.constexpr,
     IS_NEW: tl.constexpr, HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """A part of one sequence, with one key-value head; the first part has the new token too.
+    """One split of one sequence and one key-value head; split 0 also has the new token.
 
-    Where tokens and blocks are was known before the kernel before this one began: that is read
-    while it still runs.
+    Positions and block tables were final before the previous kernel started, so they are read while
+    it still runs.
     """
     group: tl.constexpr = H // G
-    part, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split_id, kv_head, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     position = tl.load(positions_s + sequence).to(tl.int32)
     num_cached = position if IS_NEW else position + 1
-    share = _share(num_cached, PARTS, LEAST, TILE) if PARTS > 1 else num_cached
-    start = part * share
-    end = tl.minimum(num_cached, start + share)
-    table = tables + tl.load(seats_s + sequence).to(tl.int64) * table_width
+    num_positions = (
+        _positions_per_split(num_cached, SPLITS, MIN_POSITIONS, TILE) if SPLITS > 1 else num_cached
+    )
+    start = split_id * num_positions
+    end = tl.minimum(num_cached, start + num_positions)
+    table = tables + tl.load(row_ids_s + sequence).to(tl.int64) * table_width
     numbers = _numbers(table, start, end, BLOCK_SIZE, TILE)
     begin(CHAINED)
-    if (part > 0) & (start >= num_cached):
+    if (split_id > 0) & (start >= num_cached):
         return
     head = tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, D_ROOM)[None, :]
@@ -164,13 +172,13 @@ def _attend(
     weight = tl.zeros((HEADS,), tl.float32)
     total = tl.zeros((HEADS, D_ROOM), tl.float32)
     if IS_NEW:
-        turn = position * (D // 2) + tl.where(d < D // 2, d, d - D // 2)
-        cosine = tl.load(cosine_pd + turn, mask=d < D, other=0.0)
-        sine = tl.load(sine_pd + turn, mask=d < D, other=0.0)
-        q = _turned(q_place, q_norm, cosine, sine, d, is_head, epsilon, D, HAS_NORM)
-        if part == 0:
+        transform = position * (D // 2) + tl.where(d < D // 2, d, d - D // 2)
+        cosine = tl.load(cosine_pd + transform, mask=d < D, other=0.0)
+        sine = tl.load(sine_pd + transform, mask=d < D, other=0.0)
+        q = _rotated(q_place, q_norm, cosine, sine, d, is_head, epsilon, D, HAS_NORM)
+        if split_id == 0:
             k_place = row + (H + kv_head) * D + tl.zeros((1, 1), tl.int32)
-            k_new = _turned(k_place, k_norm, cosine, sine, d, d < D, epsilon, D, HAS_NORM)
+            k_new = _rotated(k_place, k_norm, cosine, sine, d, d < D, epsilon, D, HAS_NORM)
             k_new = k_new.to(blocks.dtype.element_ty)
             v_new = tl.load(row + (H + G + kv_head) * D + d, mask=d < D, other=0.0)
             v_new = v_new.to(blocks.dtype.element_ty)
@@ -179,7 +187,7 @@ def _attend(
                 home = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * D + d
                 tl.store(keys + home, k_new, mask=d < D)
                 tl.store(values + home, v_new, mask=d < D)
-            # The new token is the first that is seen, as it will be read from the cache later on.
+            # The new token comes first, rounded as it will be read from the cache later.
             top = tl.sum(q.to(tl.float32) * k_new.to(q.dtype).to(tl.float32), 1) * scale
             weight += 1.0
             total += v_new.to(q.dtype).to(tl.float32)
@@ -189,12 +197,12 @@ def _attend(
         q, keys, values, table, numbers, top, weight, total,
         start, end, d, scale, block_stride, D, BLOCK_SIZE, TILE,
     )  # fmt: skip
-    if PARTS == 1:
+    if SPLITS == 1:
         home = out + sequence.to(tl.int64) * out_stride + (kv_head * group + head) * D + d
         tl.store(home, (total / weight[:, None]).to(out.dtype.element_ty), mask=is_head)
     else:
         is_here = tl.arange(0, HEADS) < group
-        place = (sequence * H + kv_head * group + tl.arange(0, HEADS)) * PARTS + part
+        place = (sequence * H + kv_head * group + tl.arange(0, HEADS)) * SPLITS + split_id
         tl.store(sums + place[:, None] * D + d, total, mask=is_head)
         tl.store(tops + place, top, mask=is_here)
         tl.store(weights + place, weight, mask=is_here)
@@ -204,21 +212,23 @@ def _attend(
 @triton.jit
 def _join(
     out, sums, tops, weights, positions_s, out_stride,
-    D: tl.constexpr, D_ROOM: tl.constexpr, PARTS: tl.constexpr, LEAST: tl.constexpr,
+    D: tl.constexpr, D_ROOM: tl.constexpr, SPLITS: tl.constexpr, MIN_POSITIONS: tl.constexpr,
     TILE: tl.constexpr, IS_NEW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """All parts of one sequence and query head."""
+    """Combine all splits of one sequence and query head."""
     head, sequence = tl.program_id(0), tl.program_id(1)
     position = tl.load(positions_s + sequence).to(tl.int32)
     begin(CHAINED)
     num_cached = position if IS_NEW else position + 1
-    num_parts = tl.maximum(tl.cdiv(num_cached, _share(num_cached, PARTS, LEAST, TILE)), 1)
-    c, d = tl.arange(0, PARTS), tl.arange(0, D_ROOM)
-    place = (sequence * tl.num_programs(0) + head) * PARTS + c
-    tops_c = tl.load(tops + place, mask=c < num_parts, other=-float("inf"))
-    weights_c = tl.load(weights + place, mask=c < num_parts, other=0.0)
+    num_splits = tl.maximum(
+        tl.cdiv(num_cached, _positions_per_split(num_cached, SPLITS, MIN_POSITIONS, TILE)), 1
+    )
+    c, d = tl.arange(0, SPLITS), tl.arange(0, D_ROOM)
+    place = (sequence * tl.num_programs(0) + head) * SPLITS + c
+    tops_c = tl.load(tops + place, mask=c < num_splits, other=-float("inf"))
+    weights_c = tl.load(weights + place, mask=c < num_splits, other=0.0)
     shares = tl.exp2(tops_c - tl.max(tops_c, 0))
-    is_inside = (c[:, None] < num_parts) & (d[None, :] < D)
+    is_inside = (c[:, None] < num_splits) & (d[None, :] < D)
     found = tl.load(sums + place[:, None] * D + d[None, :], mask=is_inside, other=0.0)
     total = tl.sum(found * shares[:, None], 0) / tl.sum(weights_c * shares, 0)
     home = sequence.to(tl.int64) * out_stride + head * D + d
@@ -226,8 +236,8 @@ def _join(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """What turns a new token's heads into what attention takes; norms: both, or neither."""
+class HeadTransform:
+    """The norms and rotation of a new token's heads; either both norms are given or neither."""
 
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
@@ -244,43 +254,49 @@ def decode_attention(
     blocks: Tensor,
     layer: int,
     tables: Tensor,
-    seats_s: Tensor,
+    row_ids_s: Tensor,
     positions_s: Tensor,
     slots_s: Tensor | None = None,
-    turn: Turn | None = None,
-    sharing: int = 1,
-    cut: Cut | None = None,
+    transform: HeadTransform | None = None,
+    num_splits: int = 1,
+    split: DecodeSplit | None = None,
 ) -> None:
     """Write [S, H * D] to `out`: each sequence's token at `positions_s` over all up to itself.
 
-    With `turn` the token is new: see above; `slots_s` says where it is stored, negative: nowhere,
-    but it always sees itself. Without, queries and cache are ready. `sharing` decides how the work
-    is cut, and so the speed: see cuts.num_splits_of.
+    With `transform` the token is new: it is rotated, and stored in `slots_s` (negative: not stored,
+    but the token always sees itself). Without, queries and cache are ready. `num_splits` changes
+    only how the work is split, and so the speed: see splits.choose_num_splits.
     """
     _, _, _, num_kv_heads, block_size, head_dim = blocks.shape
-    num_sequences = len(seats_s)
+    num_sequences = len(row_ids_s)
     if not num_sequences:
         return
-    dim_room, is_new = power_of_2(head_dim), turn is not None
-    room, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
-    cut = cut or split_for(num_sequences * num_kv_heads, sharing, room, row_bytes)
-    assert cut.least % cut.tile == 0, "a program begins where a tile does"
-    parts: tuple[Tensor | None, ...] = (None, None, None)
-    if cut.parts > 1:
-        left = Parts.room((num_sequences, num_heads, cut.parts), head_dim, blocks.device)
-        parts = (left.sums, left.tops, left.weights)
-    norms = (turn.q_norm, turn.k_norm, turn.cosine_pd, turn.sine_pd) if turn else (None,) * 4
+    dim_room, is_new = power_of_2(head_dim), transform is not None
+    max_positions, row_bytes = tables.shape[1] * block_size, dim_room * blocks.element_size()
+    split = split or split_for(num_sequences * num_kv_heads, num_splits, max_positions, row_bytes)
+    assert split.min_positions % split.tile == 0, "a program must start at the start of a tile"
+    partials: tuple[Tensor | None, ...] = (None, None, None)
+    if split.num_splits > 1:
+        partial = PartialAttention.allocate(
+            (num_sequences, num_heads, split.num_splits), head_dim, blocks.device
+        )
+        partials = (partial.sums, partial.tops, partial.weights)
+    inputs: tuple[Tensor | None, ...] = (None, None, None, None)
+    if transform is not None:
+        inputs = (transform.q_norm, transform.k_norm, transform.cosine_pd, transform.sine_pd)
+    has_norm, epsilon = inputs[0] is not None, transform.epsilon if transform else 0.0
     heads_room = max(16, power_of_2(num_heads // num_kv_heads))
-    _attend[(cut.parts, num_kv_heads, num_sequences)](
-        qkv, *norms, positions_s, slots_s, blocks, tables, seats_s, out, *parts,
-        layer, turn.epsilon if turn else 0.0, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),
+    _attend[(split.num_splits, num_kv_heads, num_sequences)](
+        qkv, *inputs, positions_s, slots_s, blocks, tables, row_ids_s, out, *partials,
+        layer, epsilon, head_dim**-0.5 * LOG2_E, qkv.stride(0), out.stride(0),
         blocks.stride(0), blocks.stride(1), tables.shape[1],
         num_heads, num_kv_heads, head_dim, dim_room, heads_room, block_size,
-        cut.tile, cut.parts, cut.least, is_new, turn is not None and turn.q_norm is not None,
-        **launch_options(cut.warps, cut.stages), **ROUNDED_ALIKE,
+        split.tile, split.num_splits, split.min_positions, is_new, has_norm,
+        **launch_options(split.warps, split.stages), **NO_FP_FUSION,
     )  # fmt: skip
-    if cut.parts > 1:
+    if split.num_splits > 1:
         _join[(num_heads, num_sequences)](
-            out, *parts, positions_s, out.stride(0), head_dim, dim_room,
-            cut.parts, cut.least, cut.tile, is_new, **launch_options(2, 1), **ROUNDED_ALIKE,
+            out, *partials, positions_s, out.stride(0), head_dim, dim_room,
+            split.num_splits, split.min_positions, split.tile, is_new,
+            **launch_options(2, 1), **NO_FP_FUSION,
         )  # fmt: skip

@@ -1,11 +1,11 @@
-"""How kernels are compiled and launched: many at a time, and chained, where the device can.
+"""Compiles and launches kernels, in parallel and with programmatic dependent launch if possible.
 
-A chained kernel may be on the device while the one before it still runs; `begin` waits until that
-one is done and all it wrote can be seen. Every kernel in a chain begins so, in every program, or
-the one after it could run ahead of the one before it.
+A chained kernel may start while the previous one still runs. `begin` waits until the previous
+kernel is done and its writes are visible. Every kernel in a chain must call it in every program;
+otherwise the kernel after it could run before the one before it has ended.
 
-Kernels are compiled when they are first launched, one after the other. Whoever knows what will be
-launched has it compiled before, several at a time: see `compile_all`.
+Triton compiles a kernel at its first launch, one after the other. `compile_all` compiles builds
+launches ahead, several at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -26,14 +26,14 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-# For kernels in which several threads hold one sum, and one of them stores it. If a product were
-# fused with an addition in some of them and not in others, it were chance what is stored.
-ROUNDED_ALIKE = {"enable_fp_fusion": False}
+# For kernels in which several threads compute the same sum and one of them stores it. If only some
+# of the threads fused a product with an addition, the stored value would vary from run to run.
+NO_FP_FUSION = {"enable_fp_fusion": False}
 
 
 @triton.jit
 def begin(CHAINED: tl.constexpr):
-    """Let the kernel after this one come on to the device, and wait for the one before it."""
+    """Let the next kernel start, and wait for the previous one."""
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -41,14 +41,14 @@ def begin(CHAINED: tl.constexpr):
 
 @cache
 def can_chain() -> bool:
-    """Whether the device starts a kernel while another ends: NVIDIA's, from Hopper on."""
+    """Whether the device supports dependent launch: NVIDIA GPUs from Hopper on."""
     if not torch.cuda.is_available() or torch.version.hip:
         return False
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
 def launch_options(num_warps: int, num_stages: int) -> dict[str, Any]:
-    """The keywords of a launch."""
+    """The keyword arguments of a launch."""
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "CHAINED": False}
     if can_chain():
         options |= {"CHAINED": True, "launch_pdl": True}
@@ -56,7 +56,7 @@ def launch_options(num_warps: int, num_stages: int) -> dict[str, Any]:
 
 
 def power_of_2(count: int) -> int:
-    """The least that is not less. Triton's own takes the host as long as a tenth of a launch."""
+    """The smallest power of 2 that is at least `count`; much faster than Triton's function."""
     return 1 << max(count - 1, 0).bit_length()
 
 
@@ -65,7 +65,7 @@ def ceil_div(count: int, size: int) -> int:
 
 
 class launched:
-    """A decorator of kernels, above triton.jit's: what is launched may be only compiled."""
+    """Decorator above triton.jit: inside `compile_all`, a launch only compiles the kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -83,40 +83,40 @@ COPIES: ContextVar[dict[launched, Any] | None] = ContextVar("copies", default=No
 
 
 def compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
-    """Compile what `work` launches, several kernels at a time, and launch nothing.
+    """Compile the kernels that `work` launches, several at a time, without running them.
 
-    An older Triton cannot; then everything is compiled when it is launched.
+    Does nothing with an older Triton, which compiles each kernel at its first launch.
     """
     if hasattr(triton, "AsyncCompileMode"):
-        copy_context().run(_compile_all, work, progress)  # whatever happens, nothing stays set
+        copy_context().run(_compile_all, work, progress)  # restores COPIES in any case
 
 
 def _compile_all(work: Callable[[], None], progress: Callable[[int, int], None]) -> None:
-    """Copies of the kernels are compiled: nobody else meets one that is not done or never will be."""
+    """Compile private copies, so that other threads never see an unfinished kernel."""
     copies: dict[launched, Any] = {}
     COPIES.set(copies)
-    threads = Threads(min(16, _num_processors()))
+    threads = TrackingThreadPool(min(16, _num_processors()))
     try:
         with triton.AsyncCompileMode(threads):
             work()
-            for num_done, _ in enumerate(as_completed(threads.given), start=1):
-                progress(num_done, len(threads.given))
+            for num_done, _ in enumerate(as_completed(threads.tasks), start=1):
+                progress(num_done, len(threads.tasks))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
         for original, copied in copies.items():
-            _hand_over(copied, original.kernel)
+            _merge_builds(copied, original.kernel)
 
 
 def _copied(kernel: Any) -> Any:
-    """With builds of its own, where kernels are built at all and not interpreted."""
+    """Copy a kernel with its own table of builds, unless kernels are interpreted."""
     copied = copy(kernel)
     if isinstance(kernel, triton.JITFunction):
-        known = {device: (dict(found), *rest) for device, (found, *rest) in _builds(kernel)}
-        copied.device_caches = defaultdict(copied.create_binder, known)
+        builds = {device: (dict(found), *rest) for device, (found, *rest) in _builds(kernel)}
+        copied.device_caches = defaultdict(copied.create_binder, builds)
     return copied
 
 
-def _hand_over(copied: Any, kernel: Any) -> None:
+def _merge_builds(copied: Any, kernel: Any) -> None:
     if isinstance(kernel, triton.JITFunction):
         for device, (found, *_) in _builds(copied):
             done = {key: build for key, build in found.items() if isinstance(build, CompiledKernel)}
@@ -124,24 +124,24 @@ def _hand_over(copied: Any, kernel: Any) -> None:
 
 
 def _builds(kernel: Any) -> list[tuple[int, Any]]:
-    """Of every device: those that Triton keeps, by what it tells them apart by, and more."""
+    """Triton's caches by device; the first element of each maps launch keys to builds."""
     return list(kernel.device_caches.items())
 
 
 def _num_processors() -> int:
-    """That this process may use, where the system can tell."""
+    """The number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-class Threads(ThreadPoolExecutor):
-    """Keeps what it was given."""
+class TrackingThreadPool(ThreadPoolExecutor):
+    """A thread pool that keeps a list of its tasks."""
 
     def __init__(self, num_threads: int) -> None:
         super().__init__(num_threads)
-        self.given: list[Future[Any]] = []
+        self.tasks: list[Future[Any]] = []
 
     def submit(self, *task: Any, **options: Any) -> Future[Any]:
-        self.given.append(super().submit(*task, **options))
-        return self.given[-1]
+        self.tasks.append(super().submit(*task, **options))
+        return self.tasks[-1]

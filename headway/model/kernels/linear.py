@@ -1,9 +1,9 @@
-"""Products of few rows with a big matrix, with what comes before and after them in the same launch.
+"""Products of few rows with a large matrix, fused with the operations before and after them.
 
-For decoding: so few rows that reading the matrix is all the time there is. Before the product: an
-RMS norm of the rows, which is one number for each, so their sum of squares is all it needs. After
-it: a bias, silu of one half times the other, or the residual it is added to. Prefills, whose
-products are bound by arithmetic, do better with a library's. Knows no layer and no norm's weight.
+For decoding, where reading the matrix takes most of the time. Before the product: an RMS norm,
+which is one factor per row and needs only the row's sum of squares. After it: a bias, a gated
+activation (silu of one number times the other), or the sum with a residual. Prefills are limited by
+arithmetic; cuBLAS is faster there. Knows no layers and no norm weights.
 
 Shapes: M rows, N outputs, K inputs, J parts of a sum of squares.
 """
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import (
-    ROUNDED_ALIKE,
+    NO_FP_FUSION,
     begin,
     ceil_div,
     launch_options,
@@ -30,7 +30,7 @@ from headway.model.kernels.tiles import Tile, tile_for
 
 @triton.jit
 def _paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
-    """Gates and ups side by side, each pair become one output: silu(gate) * up."""
+    """Gate and up are adjacent; each pair becomes one output: silu(gate) * up."""
     gate, up = tl.split(tl.reshape(total_mn, (ROWS, OUTPUTS // 2, 2)))
     return gate * tl.sigmoid(gate) * up
 
@@ -59,7 +59,7 @@ def _sliced_product(
     x_mk, weight_nk, near_m, near_n, k, x_stride, K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
-    """The same, but warps sum different inputs of the same outputs at the same time."""
+    """Like `_product`, but the warps sum different inputs of the same outputs concurrently."""
     SLICE: tl.constexpr = K // SLICES
     s = tl.arange(0, SLICES) * SLICE
     x = x_mk + s[:, None, None] + near_m[None, :, None] * x_stride + k[None, None, :]
@@ -82,18 +82,18 @@ def _linear(
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, SLICES: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile; tiles of the same outputs follow each other, so the matrix is read once."""
+    """One tile; tiles of the same outputs are consecutive, so that the matrix is read once."""
     num_row_tiles = tl.cdiv(num_rows, ROWS)
     row_tile, output_tile = tl.program_id(0) % num_row_tiles, tl.program_id(0) // num_row_tiles
     m = row_tile * ROWS + tl.arange(0, ROWS)
     n = output_tile * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, INPUTS)
     is_row, is_output = m < num_rows, n < num_outputs
-    # What is beyond the last row reads some other row: if all read the same one, they would wait
-    # for each other.
+    # Rows beyond the last one read different rows: if all of them read the same row, they would
+    # wait for each other.
     near_m, near_n = m % num_rows, tl.where(is_output, n, 0).to(tl.int64)
     begin(CHAINED)
-    # What is needed after the product is asked for before it, so that nobody waits for it then.
+    # Loads for the epilogue start before the product, so that nothing waits for them later.
     width: tl.constexpr = OUTPUTS // 2 if IS_GATED else OUTPUTS
     place_n = output_tile * width + tl.arange(0, width)
     place = near_m[:, None] * out_stride + place_n[None, :]
@@ -141,7 +141,7 @@ def _vector(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row; no matrix units. The first part of the matrix is asked for before x is there."""
+    """One row, without matrix units. The first load of the matrix starts before x is ready."""
     row = tl.program_id(1)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, INPUTS)
@@ -190,21 +190,21 @@ def linear(
     squares_out_mj: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x weight^T, in this order: over the root mean square of x if `epsilon` is given; plus bias;
-    gated: pairs of outputs become silu(first) * second; plus residual, which may be `out_mn`.
+    """x weight^T, in this order: divided by the root mean square of x if `epsilon` is given; plus
+    bias; if gated, pairs of outputs become silu(first) * second; plus residual (may be `out_mn`).
 
-    With more than one row, the squares for a norm come from whoever made x, in `squares_mj`, and
-    the squares of the output are left in `squares_out_mj`: in any number of parts.
+    With more than one row, `squares_mj` must contain the sums of squares of x for the norm, and
+    `squares_out_mj` receives those of the output, both in any number of parts.
     """
     num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
     if out_mn is None:
         out_mn = x_mk.new_empty((num_rows, num_outputs // 2 if is_gated else num_outputs))
     if not num_rows:
         return out_mn
-    assert x_mk.stride(1) == 1 and weight_nk.is_contiguous(), "a row's inputs lie side by side"
+    assert x_mk.stride(1) == 1 and weight_nk.is_contiguous(), "rows must be contiguous"
     strides = (x_mk.stride(0), out_mn.stride(0))
     is_alike = residual_mn is None or num_rows == 1 or residual_mn.stride(0) == strides[1]
-    assert is_alike, "a residual's rows lie as far apart as the output's"
+    assert is_alike, "the residual must have the output's stride"
     tile = tile or tile_for(num_rows, num_outputs, num_inputs, x_mk.dtype)
     num_tiles = ceil_div(num_outputs, tile.outputs)
     flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
@@ -216,19 +216,19 @@ def linear(
         )  # fmt: skip
         return out_mn
     assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
-    assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "a part a tile"
+    assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "one per tile"
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
     _linear[(num_tiles * ceil_div(num_rows, tile.rows),)](
         x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
         power_of_2(num_parts), *flags, squares_out_mj is not None,
-        tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **ROUNDED_ALIKE,
+        tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **NO_FP_FUSION,
     )  # fmt: skip
     return out_mn
 
 
 def num_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-    """Parts in which a product of this shape leaves the squares of its output."""
+    """The number of parts in which a product of this shape writes the squares of its output."""
     return -(-num_outputs // tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
 
 
@@ -243,10 +243,10 @@ def _row_squares(x_mk, out_m, x_stride, K: tl.constexpr, ROOM: tl.constexpr, CHA
 
 
 def row_squares(x_mk: Tensor) -> Tensor:
-    """[M, 1] float32: the sum of squares of every row, for a `linear` that takes their norm."""
+    """[M, 1] float32: the sum of squares of every row, for a `linear` with a norm."""
     num_rows, width = x_mk.shape
     out = torch.empty((num_rows, 1), dtype=torch.float32, device=x_mk.device)
     if num_rows:
-        room, options = power_of_2(width), launch_options(4, 1) | ROUNDED_ALIKE
+        room, options = power_of_2(width), launch_options(4, 1) | NO_FP_FUSION
         _row_squares[(num_rows,)](x_mk, out, x_mk.stride(0), width, room, **options)
     return out

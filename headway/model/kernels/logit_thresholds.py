@@ -1,59 +1,73 @@
-"""How low a row may go: the least logit that min_p, top_k and top_p keep, without sorting the row.
+"""Finds the smallest logit of a row that min_p, top_k and top_p keep, without sorting the row.
 
-A floor is found by bisection. The few best logits stay in registers: the four greatest of each
-column, if the row is laid out in lines of so many columns. As long as the floor is above all fourth
-ones, no other logit matters, and the row is read once, or twice for its mass; else once for every
-step. Sums are taken in an order that the vocabulary's size decides. Does not know what is drawn.
+The threshold is found by bisection. The largest logits stay in registers: the four largest of each
+column, if the row is divided into lines of COLUMNS logits. While the threshold is above the fourth
+largest of every column, no other logit matters, and the row is read once, or twice for its mass;
+otherwise once per bisection step. The order of sums depends only on the vocabulary size. Knows
+nothing about drawing.
 
-Legend: n rows, v tokens of the vocabulary; a row has a seat, and a seat its place in the columns.
+Legend: n rows of a batch, v tokens of the vocabulary; a row id indexes the settings.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from headway.model.kernels.launch import ceil_div, launched, power_of_2
-from headway.model.kernels.reference.logit_thresholds import Columns
 from headway.sampling_params import COLDEST
 
 COLD, LOG2E = tl.constexpr(COLDEST), tl.constexpr(1.4426950408889634)
-INFINITY, LEAST = tl.constexpr(float("inf")), tl.constexpr(2.0**-126)
-STAGES = tl.constexpr(4)  # lines of a row on their way while one is looked at
+INFINITY, TINY = tl.constexpr(float("inf")), tl.constexpr(2.0**-126)
+STAGES = tl.constexpr(4)  # lines of a row that are loaded ahead
 MAX_COLUMNS = 4096
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingTensors:
+    """The sampling settings of all rows: device tensors with one number per row id."""
+
+    temperature: Tensor  # float32; below COLDEST: greedy
+    top_k: Tensor  # int32; 0: off
+    top_p: Tensor  # float32; 1: off
+    min_p: Tensor  # float32; 0: off
+    seed: Tensor  # int64
+    num_generated: Tensor  # int32: the index of the token to draw
+
+
 @triton.jit
-def _numbers(line, column, size):
-    """A stretch of logits, -inf past the size. NaN never is at least or more than anything."""
+def _load_logits(line, column, size):
+    """Logits as float32, -inf beyond the size. Comparisons with NaN are false."""
     return tl.load(line + column, mask=column < size, other=-INFINITY).to(tl.float32)
 
 
 @triton.jit
-def _image(number):
-    """An integer for a float, in the same order."""
+def _ordered_int(number):
+    """Map a float to an integer with the same order."""
     bits = number.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
-def _number(image):
-    """The float of an image."""
-    bits = image.to(tl.int32)
+def _float_of(ordered):
+    """The float of an ordered integer."""
+    bits = ordered.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _summits(line, vocab_size, COLUMNS: tl.constexpr):
-    """The four greatest logits of each column, if the row is laid out in lines of so many."""
+def _top4(line, vocab_size, COLUMNS: tl.constexpr):
+    """The four largest logits of each column, if the row is divided into lines of COLUMNS."""
     column = tl.arange(0, COLUMNS)
     first = tl.full([COLUMNS], -INFINITY, tl.float32)
     second, third, fourth = first, first, first
     for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
-        x = tl.maximum(_numbers(line, start + column, vocab_size), -INFINITY)  # NaN is not greater
+        x = tl.maximum(_load_logits(line, start + column, vocab_size), -INFINITY)  # NaN: -inf
         first, x = tl.maximum(first, x), tl.minimum(first, x)
         second, x = tl.maximum(second, x), tl.minimum(second, x)
         third, x = tl.maximum(third, x), tl.minimum(third, x)
@@ -63,7 +77,7 @@ def _summits(line, vocab_size, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _tally(x, pivot, weights, above, below, best, scale, MASS: tl.constexpr):
-    """Add numbers to the mass or count from a pivot up, the least there, the greatest below."""
+    """Update the mass or count of x >= pivot, the smallest of these, and the largest below."""
     is_above = x >= pivot
     weights += tl.where(is_above, tl.exp2((x - best) * scale) if MASS else 1.0, 0.0)
     above = tl.minimum(above, tl.where(is_above, x, INFINITY))
@@ -71,43 +85,43 @@ def _tally(x, pivot, weights, above, below, best, scale, MASS: tl.constexpr):
 
 
 @triton.jit
-def _reach(view, pivot, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tally of a row; if near, of its summits alone, which are in registers."""
-    line, vocab_size, summits, best, _, scale = view
+def _tally_row(view, pivot, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The tally of a row, or, if NEAR, only of its largest logits in registers."""
+    line, vocab_size, top4, best, _, scale = view
     weights = tl.zeros([COLUMNS], tl.float32)
     above = tl.full([COLUMNS], INFINITY, tl.float32)
     below = tl.full([COLUMNS], -INFINITY, tl.float32)
     if NEAR:
         for rank in tl.static_range(4):
-            x = summits[rank]
+            x = top4[rank]
             weights, above, below = _tally(x, pivot, weights, above, below, best, scale, MASS)
     else:
         for start in tl.range(0, vocab_size, COLUMNS, num_stages=STAGES):
-            x = _numbers(line, start + tl.arange(0, COLUMNS), vocab_size)
+            x = _load_logits(line, start + tl.arange(0, COLUMNS), vocab_size)
             weights, above, below = _tally(x, pivot, weights, above, below, best, scale, MASS)
     return tl.sum(weights), tl.min(above), tl.max(below)
 
 
 @triton.jit
 def _search(view, low, high, target, NEAR: tl.constexpr, MASS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The greatest logit from which up they reach the target; `low` if none does. As images."""
+    """The largest logit from which the sum reaches the target, or `low`. As ordered integers."""
     while low < high:
         pivot = high - (high - low) // 2
-        weight, above, below = _reach(view, _number(pivot), NEAR, MASS, COLUMNS)
-        # On to the next logit there is, but past the pivot whatever they are, or it might not end.
+        weight, above, below = _tally_row(view, _float_of(pivot), NEAR, MASS, COLUMNS)
+        # Move to the next existing logit, but always past the pivot, so that the loop ends.
         if weight >= target:
-            low = tl.maximum(pivot, tl.minimum(_image(above), high))
+            low = tl.maximum(pivot, tl.minimum(_ordered_int(above), high))
         else:
-            high = tl.minimum(pivot - 1, tl.maximum(_image(below), low))
+            high = tl.minimum(pivot - 1, tl.maximum(_ordered_int(below), low))
     return low
 
 
 @triton.jit
 def _find(view, low, target, MASS: tl.constexpr, COLUMNS: tl.constexpr):
-    """As `_search`: first where the summits are all there is, then further down in the row."""
+    """Like `_search`: first in the range that the registers cover, then in the whole row."""
     _, _, _, best, hidden, _ = view
     start = tl.maximum(low, hidden)
-    found = _search(view, start, _image(best), target, True, MASS, COLUMNS)
+    found = _search(view, start, _ordered_int(best), target, True, MASS, COLUMNS)
     if (found == start) & (low < hidden):
         found = _search(view, low, hidden, target, False, MASS, COLUMNS)
     return found
@@ -115,63 +129,69 @@ def _find(view, low, target, MASS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _mass(view, low, COLUMNS: tl.constexpr):
-    """The mass of a row from an image up."""
+    """The mass of a row's logits from an ordered integer up."""
     _, _, _, _, hidden, _ = view
     if low > hidden:
-        total, _, _ = _reach(view, _number(low), True, True, COLUMNS)
+        total, _, _ = _tally_row(view, _float_of(low), True, True, COLUMNS)
     else:
-        total, _, _ = _reach(view, _number(low), False, True, COLUMNS)
+        total, _, _ = _tally_row(view, _float_of(low), False, True, COLUMNS)
     return total
 
 
 @triton.jit
-def _floor(line, vocab_size, heat, top_k, top_p, min_p, COLUMNS: tl.constexpr):
-    """The least logit that min_p and top_k keep, and top_p of what is left."""
-    summits = _summits(line, vocab_size, COLUMNS)
-    best = tl.max(summits[0])
-    hidden = _image(tl.max(summits[3]))  # above it no column has logits but its summits
-    view = (line, vocab_size, summits, best, hidden, LOG2E / heat)
-    low = _image(tl.where(min_p > 0, best + heat * tl.log(tl.maximum(min_p, LEAST)), -INFINITY))
+def _threshold(line, vocab_size, temp, top_k, top_p, min_p, COLUMNS: tl.constexpr):
+    """The smallest logit that min_p and top_k keep, and then top_p of what is left."""
+    top4 = _top4(line, vocab_size, COLUMNS)
+    best = tl.max(top4[0])
+    hidden = _ordered_int(tl.max(top4[3]))  # above it, all logits of a column are in registers
+    view = (line, vocab_size, top4, best, hidden, LOG2E / temp)
+    low = _ordered_int(
+        tl.where(min_p > 0, best + temp * tl.log(tl.maximum(min_p, TINY)), -INFINITY)
+    )
     if top_k > 0:
         low = _find(view, low, top_k, False, COLUMNS)
     if top_p < 1:
         total = _mass(view, low, COLUMNS)
-        # Even if all logits were as low as this, they would weigh too little to be kept.
-        low = tl.maximum(low, _image(best + heat * tl.log((1 - top_p) / vocab_size)))
+        # Even if all logits were this low, their mass would be too small to be kept.
+        low = tl.maximum(low, _ordered_int(best + temp * tl.log((1 - top_p) / vocab_size)))
         low = _find(view, low, top_p * total, True, COLUMNS)
-    return _number(low)
+    return _float_of(low)
 
 
 @launched
 @triton.jit
-def _floor_kernel(
-    floors_n, logits_nv, seats_n, temperature, top_k, top_p, min_p, vocab_size, stride,
+def _threshold_kernel(
+    thresholds_n, logits_nv, row_ids_n, temperature, top_k, top_p, min_p, vocab_size, stride,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The floor of one row, below which no logit is drawn: -inf if nothing is cut away."""
+    """The threshold of one row: smaller logits are not drawn; -inf if nothing is excluded."""
     row = tl.program_id(0).to(tl.int64)
-    seat = tl.load(seats_n + row)
-    heat = tl.load(temperature + seat)
-    num_best, share, ratio = tl.load(top_k + seat), tl.load(top_p + seat), tl.load(min_p + seat)
+    row_id = tl.load(row_ids_n + row)
+    temp = tl.load(temperature + row_id)
+    num_best, share, ratio = (
+        tl.load(top_k + row_id),
+        tl.load(top_p + row_id),
+        tl.load(min_p + row_id),
+    )
     num_best = tl.where(num_best < vocab_size, num_best, 0)
-    floor = tl.full((), -INFINITY, tl.float32)
-    if (heat >= COLD) & ((num_best > 0) | (share < 1) | (ratio > 0)):
+    threshold = tl.full((), -INFINITY, tl.float32)
+    if (temp >= COLD) & ((num_best > 0) | (share < 1) | (ratio > 0)):
         line = logits_nv + row * stride
-        floor = _floor(line, vocab_size, heat, num_best, share, ratio, COLUMNS)
-    tl.store(floors_n + row, floor)
+        threshold = _threshold(line, vocab_size, temp, num_best, share, ratio, COLUMNS)
+    tl.store(thresholds_n + row, threshold)
 
 
 def find_logit_thresholds(
-    logits_nv: Tensor, seats_n: Tensor, columns: Columns, floors_n: Tensor
+    logits_nv: Tensor, row_ids_n: Tensor, settings: SamplingTensors, thresholds_n: Tensor
 ) -> None:
-    """The floor of each row for its seat, as float32: -inf if all may be drawn, or it is greedy."""
+    """Write the float32 threshold of each row; -inf if it is greedy or has no restriction."""
     num_rows, vocab_size = logits_nv.shape
     if num_rows == 0:
         return
-    assert logits_nv.stride(1) == 1 or vocab_size == 1, "the logits of a row lie side by side"
+    assert logits_nv.stride(1) == 1 or vocab_size == 1, "a row must be contiguous"
     num_columns = min(MAX_COLUMNS, power_of_2(ceil_div(vocab_size, 16)))
-    _floor_kernel[(num_rows,)](
-        floors_n, logits_nv, seats_n, columns.temperature, columns.top_k, columns.top_p,
-        columns.min_p, vocab_size, logits_nv.stride(0),
+    _threshold_kernel[(num_rows,)](
+        thresholds_n, logits_nv, row_ids_n, settings.temperature, settings.top_k, settings.top_p,
+        settings.min_p, vocab_size, logits_nv.stride(0),
         COLUMNS=num_columns, num_warps=max(1, num_columns // 256),
     )  # fmt: skip

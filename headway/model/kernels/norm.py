@@ -1,9 +1,9 @@
-"""RMS norms, alone and after an addition: one program for each row, which it reads once.
+"""RMS norm, alone and after an addition: one program per row, which reads the row once.
 
-Knows rows and a weight, not what they mean to a model. A sum is rounded to the rows' type before its
-norm is taken, and the norm before it is weighted: the roundings of torch and of transformers.
+Knows rows and a weight, not the model. The sum is rounded to the rows' type before its norm is
+computed, and the norm before it is multiplied by the weight, as in torch and transformers.
 
-Legend: T rows, K numbers in a row; any K whose row a program can hold.
+Legend: T rows, K numbers in a row; any K whose row fits in a program.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -24,7 +24,7 @@ def _rms_norm(
     out_tk, x_tk, update_tk, weight_k, x_stride, update_stride, epsilon,
     WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One row; where `update` is None, nothing is added to it."""
+    """One row; if `update_tk` is None, nothing is added."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     is_here = column < WIDTH
@@ -49,14 +49,14 @@ def rms_norm(x_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
 
 
 def add_rms_norm(x_tk: Tensor, update_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
-    """Add an update to x in place; return the norm of the sum as x now holds it."""
-    assert update_tk.shape == x_tk.shape and update_tk.stride(1) == 1, "an update is like x"
+    """Add an update to x in place, and return the norm of the rounded sum."""
+    assert update_tk.shape == x_tk.shape and update_tk.stride(1) == 1, "update must match x"
     return _normed(x_tk, update_tk, weight_k, epsilon)
 
 
 def _normed(x_tk: Tensor, update_tk: Tensor | None, weight_k: Tensor, epsilon: float) -> Tensor:
     num_rows, width = x_tk.shape
-    assert x_tk.stride(1) == 1, "the numbers of a row lie side by side"
+    assert x_tk.stride(1) == 1, "a row must be contiguous"
     out_tk = torch.empty((num_rows, width), dtype=x_tk.dtype, device=x_tk.device)
     if num_rows == 0:
         return out_tk
@@ -70,5 +70,5 @@ def _normed(x_tk: Tensor, update_tk: Tensor | None, weight_k: Tensor, epsilon: f
 
 
 def _num_warps(padded: int) -> int:
-    """A thread holds 16 numbers: two wide loads in flight, and the sum over a row stays short."""
+    """A thread holds 16 numbers: two wide loads in flight, and a short sum over the row."""
     return min(max(padded // 512, 1), 16)

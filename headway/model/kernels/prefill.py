@@ -1,14 +1,14 @@
-"""Attention of many new tokens a sequence, over the paged cache: ragged, causal, grouped heads.
+"""Attention of many new tokens per sequence over the paged cache: ragged, causal, grouped heads.
 
-The keys and values of every token, this pass's own included, are in the cache before it runs.
-It does not know where queries come from, how blocks are given out, or what comes after.
+The keys and values of every token, including those of this pass, are in the cache before it runs.
+It does not know where queries come from, how blocks are allocated, or what follows.
 
 A tile is `tile_rows` queries of one sequence and one key-value head against `tile_keys` positions
-at a time. Its rows are the (token, query head) pairs of the group in that order, so keys and
+at a time. Its rows are the (token, query head) pairs of the group in that order, so that keys and
 values are read once for the whole group, and a group of 3 or 7 wastes nothing.
 
 Legend: T tokens, H query heads, G key-value heads, group = H / G, D head size, S sequences,
-B blocks, L layers, P positions in a block, R seats, W blocks of the longest table.
+B blocks, L layers, P positions in a block, R rows of the tables, W blocks in a row of the tables.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -27,8 +27,8 @@ from headway.model.kernels.launch import begin, launch_options, launched, power_
 LOG2_E = 1.4426950408889634
 
 
-class Shape(NamedTuple):
-    """How a tile is cut, and how many warps and loads in flight it is given."""
+class PrefillTile(NamedTuple):
+    """The size of a tile, and its number of warps and pipeline stages."""
 
     tile_rows: int
     tile_keys: int
@@ -36,14 +36,14 @@ class Shape(NamedTuple):
     num_stages: int
 
 
-def shape_of(head_dim: int, dtype: torch.dtype, num_rows: int) -> Shape:
-    """The tile for queries of this head size and type; num_rows: (token, head) pairs, at most."""
+def prefill_tile(head_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillTile:
+    """The tile for this head size and type; `num_rows` is the maximum of (token, head) pairs."""
     is_wide = head_dim > 128
-    if dtype == torch.float32:  # no tensor cores at full precision: what fits the registers
-        return Shape(16 if num_rows <= 16 or is_wide else 32, 32, 8 if is_wide else 4, 2)
-    if num_rows <= 16:  # a few tokens: memory is the limit, not arithmetic
-        return Shape(16, 32 if is_wide else 64, 4, 3)
-    return Shape(64, 32, 4, 2) if is_wide else Shape(64, 64, 4, 3)
+    if dtype == torch.float32:  # no tensor cores at full precision: registers are the limit
+        return PrefillTile(16 if num_rows <= 16 or is_wide else 32, 32, 8 if is_wide else 4, 2)
+    if num_rows <= 16:  # few tokens: memory is the limit, not arithmetic
+        return PrefillTile(16, 32 if is_wide else 64, 4, 3)
+    return PrefillTile(64, 32, 4, 2) if is_wide else PrefillTile(64, 64, 4, 3)
 
 
 def prefill_attention(
@@ -53,28 +53,28 @@ def prefill_attention(
     blocks: Tensor,
     layer: int,
     tables: Tensor,
-    seats_s: Tensor,
+    row_ids_s: Tensor,
     starts_s: Tensor,
     ends_s: Tensor,
     longest: int,
 ) -> None:
-    """Write to out_thd what each query finds among the tokens up to its own.
+    """Write to out_thd the attention of each query over the tokens up to its own.
 
     Sequence s has the rows [starts_s[s], starts_s[s + 1]), the last of its ends_s[s] tokens, and
-    row seats_s[s] of tables; none has more rows than longest. Rows before the first sequence and
-    after the last are left as they are.
+    row row_ids_s[s] of the tables. No sequence has more than `longest` rows. Rows before the first
+    sequence and after the last are not written.
     """
     (num_tokens, num_heads, head_dim), num_sequences = q_thd.shape, len(ends_s)
     if num_tokens == 0 or num_sequences == 0:
         return
     kv_heads, block_size = blocks.shape[3:5]
     group = num_heads // kv_heads
-    shape = shape_of(head_dim, q_thd.dtype, longest * group)
-    assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "rows lie end to end"
-    assert blocks.is_contiguous(), "the offsets in a block follow from its shape"
+    shape = prefill_tile(head_dim, q_thd.dtype, longest * group)
+    assert q_thd.stride(2) == out_thd.stride(2) == tables.stride(1) == 1, "must be contiguous"
+    assert blocks.is_contiguous(), "offsets in a block are computed from its shape"
     num_slots = num_tokens * group // shape.tile_rows + num_sequences  # enough: see _sequence_at
     _prefill[(num_slots * kv_heads,)](
-        q_thd, out_thd, blocks, tables, seats_s, starts_s, ends_s,
+        q_thd, out_thd, blocks, tables, row_ids_s, starts_s, ends_s,
         layer, num_sequences, head_dim**-0.5 * LOG2_E,
         q_thd.stride(0), q_thd.stride(1), out_thd.stride(0), out_thd.stride(1),
         tables.stride(0), blocks.stride(0), block_size,
@@ -83,26 +83,26 @@ def prefill_attention(
     )  # fmt: skip
 
 
-# Not specialized: one build serves every layer and every number of sequences.
+# Not specialized, so that one build serves every layer and every number of sequences.
 @launched
 @triton.jit(do_not_specialize=["layer", "num_sequences"])
 def _prefill(
-    q, out, blocks, tables, seats_s, starts_s, ends_s,
+    q, out, blocks, tables, row_ids_s, starts_s, ends_s,
     layer, num_sequences, scale,
     q_token_stride, q_head_stride, out_token_stride, out_head_stride, table_stride,
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One tile: ROWS queries of one sequence and key-value head, all the keys they see."""
+    """One tile: ROWS queries of one sequence and key-value head, over all keys that they see."""
     begin(CHAINED)
     slot, kv_head = tl.program_id(0) // G, tl.program_id(0) % G
     sequence = _sequence_at(slot, starts_s, num_sequences, GROUP, ROWS)
     start, num_cached = tl.load(starts_s + sequence), tl.load(ends_s + sequence)
-    seat = tl.load(seats_s + sequence).to(tl.int64)
+    row_id = tl.load(row_ids_s + sequence).to(tl.int64)
     num_tokens = tl.load(starts_s + sequence + 1) - start
-    turn = slot - ((start - tl.load(starts_s)) * GROUP // ROWS + sequence)
-    tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - turn  # the last sees the most: it goes first
+    order = slot - ((start - tl.load(starts_s)) * GROUP // ROWS + sequence)
+    tile = tl.cdiv(num_tokens * GROUP, ROWS) - 1 - order  # the last tile sees the most: it is first
     if tile < 0:
         return
 
@@ -114,11 +114,11 @@ def _prefill(
     query = tl.load(q + q_at[:, None] + d, mask=is_held, other=0.0)
 
     num_earlier = num_cached - num_tokens
-    all_see = num_earlier + tile * ROWS // GROUP + 1  # positions that even the first row sees
+    all_see = num_earlier + tile * ROWS // GROUP + 1  # positions that all rows of the tile see
     end = tl.minimum(num_cached, num_earlier + (tile * ROWS + ROWS - 1) // GROUP + 1)
     keys = blocks + (layer.to(tl.int64) * 2 * G + kv_head) * BLOCK_SIZE * D
     found = _attend(
-        query, num_earlier + row // GROUP, keys, tables + seat * table_stride, all_see, end,
+        query, num_earlier + row // GROUP, keys, tables + row_id * table_stride, all_see, end,
         scale, BLOCK_STRIDE, BLOCK_SIZE, G, D, D_ROOM, ROWS, KEYS,
     )  # fmt: skip
     out_at = token * out_token_stride + head * out_head_stride
@@ -127,11 +127,11 @@ def _prefill(
 
 @triton.jit
 def _sequence_at(slot, starts_s, num_sequences, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The sequence whose tiles this slot is among.
+    """The sequence to which a slot belongs.
 
-    Sequence s, which begins r rows after the first one, begins at slot r * GROUP // ROWS + s. Up to
-    the next one's beginning there are at least as many slots as s has tiles, and how many there are
-    in all is known to the host.
+    Sequence s, which starts r rows after the first one, starts at slot r * GROUP // ROWS + s. Up to
+    the start of the next sequence there are at least as many slots as s has tiles, and the host
+    knows the total number of slots.
     """
     sequence, origin = -1, tl.load(starts_s)
     for base in range(0, num_sequences, 256):
@@ -148,7 +148,7 @@ def _attend(
     BLOCK_STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     G: tl.constexpr, D: tl.constexpr, D_ROOM: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """What queries find among positions [0, end), each up to its own; all see the first `all_see`."""
+    """Attention over positions [0, end), each query up to its own; all see `all_see` of them."""
     d = tl.arange(0, D_ROOM)[None, :]
     top = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -160,7 +160,7 @@ def _attend(
         place = keys + (block.to(tl.int64) * BLOCK_STRIDE + offset * D)[:, None] + d
         left = end - tile * KEYS
         is_key = (lane < left)[:, None] if D == D_ROOM else (lane < left)[:, None] & (d < D)
-        # The next tile's blocks are read a tile ahead, or each load would wait for its address.
+        # Load the next tile's block numbers one tile ahead, or its key loads would wait for them.
         index, offset = _home(tile + 1, lane, BLOCK_SIZE, KEYS)
         block = tl.load(table + index, mask=lane < left - KEYS, other=0)
         key = tl.load(place, mask=is_key, other=0.0).to(query.dtype)
@@ -168,7 +168,7 @@ def _attend(
         if (tile + 1) * KEYS > all_see:
             seen = lane[None, :] <= (position - tile * KEYS)[:, None]
             score = tl.where(seen, score, -float("inf"))
-        new_top = tl.maximum(top, tl.max(score, 1) * scale)  # finite: position 0 is seen by all
+        new_top = tl.maximum(top, tl.max(score, 1) * scale)  # finite: all rows see position 0
         weight = tl.exp2(score * scale - new_top[:, None])
         fade = tl.exp2(top - new_top)
         total = total * fade + tl.sum(weight, 1)
@@ -181,8 +181,8 @@ def _attend(
 
 @triton.jit
 def _home(tile, lane, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Where in its table, and where in that block, each position of a tile lies."""
-    if KEYS % BLOCK_SIZE == 0:  # then only the first changes from tile to tile
+    """The index in the table, and the offset in that block, of each position of a tile."""
+    if KEYS % BLOCK_SIZE == 0:  # then only the index changes from tile to tile
         index = tile * (KEYS // BLOCK_SIZE) + lane // BLOCK_SIZE
         offset = lane % BLOCK_SIZE
     else:

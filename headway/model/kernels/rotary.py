@@ -1,14 +1,14 @@
-"""Head norms, rotary positions and the store of keys and values: one launch over fresh q, k and v.
+"""Head norms, rotary embeddings and the store of keys and values: one launch over q, k and v.
 
-A program takes a few heads of one token. Queries and keys are normalized if the model has weights for
-that, turned, and written back; keys and values also go to the token's slot in the cache. Knows slots,
-not sequences or tables, and not how the tables of cosines came about.
+A program computes a few heads of one token. Queries and keys are normalized (if the model has norm
+weights), rotated and written back; keys and values are also stored in the token's cache slot. Knows
+slots, not sequences or block tables, and not how the cosine tables were made.
 
-Rounding: a norm as in norm.py, then the rotation in float32, rounded once. What the cache holds is
-that rounded value, cast to the cache's type; too large for eight bits, it is the largest there is.
+Rounding: the norm as in norm.py, then the rotation in float32, rounded once. The cache holds that
+rounded value, cast to the cache's type; a value too large for 8 bits saturates.
 
-Legend: T tokens, H query heads, G key-value heads, D head size, B blocks, L layers, P positions in a
-block, p rows of the rotary tables; in the kernel h heads of a program, d half a head.
+Legend: T tokens, H query heads, G key-value heads, D head size, B blocks, L layers, P positions in
+a block, p rows of the rotary tables; in the kernel h heads of a program, d half a head.
 """
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
@@ -21,12 +21,12 @@ from torch import Tensor
 
 from headway.model.kernels.launch import ceil_div, launched, power_of_2
 
-PIECE = 16  # heads of a program: the rotary tables are then a small part of what it reads
+PIECE = 16  # heads per program, so that the rotary tables are a small part of what it reads
 
 
 @triton.jit
 def _normed(x_hd, scale_h, is_meant_h, weight, HALF: tl.constexpr, dtype: tl.constexpr):
-    """Half of each head, scaled and weighted if it is meant; the other heads as they are."""
+    """Half of each head, scaled and weighted if `is_meant_h`; other heads are unchanged."""
     pair_d = tl.arange(0, x_hd.shape[1])
     weight_d = tl.load(weight + pair_d, mask=pair_d < HALF, other=0.0).to(tl.float32)
     scaled_hd = (x_hd * scale_h[:, None]).to(dtype).to(tl.float32)
@@ -35,14 +35,14 @@ def _normed(x_hd, scale_h, is_meant_h, weight, HALF: tl.constexpr, dtype: tl.con
 
 
 @launched
-@triton.jit(do_not_specialize=["layer"])  # one program for all layers
+@triton.jit(do_not_specialize=["layer"])  # one build for all layers
 def _rotate_and_store(
     qkv, q_norm, k_norm, cosine_pd, sine_pd, positions_t, slots_t, blocks,
     qkv_stride, num_layers, layer, epsilon,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, HALF: tl.constexpr,
     PADDED: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
-    """PIECE heads of one token, of its H + 2 G; a norm that is None is not taken."""
+    """PIECE of the H + 2 G heads of one token; a norm that is None is skipped."""
     dtype = qkv.dtype.element_ty
     num_pieces: tl.constexpr = (H + 2 * G + PIECE - 1) // PIECE
     token = (tl.program_id(0) // num_pieces).to(tl.int64)
@@ -51,7 +51,7 @@ def _rotate_and_store(
     is_pair_d = pair_d < HALF
     is_here_hd = (head_h < H + 2 * G)[:, None] & is_pair_d[None, :]
 
-    # All that does not wait for the position is asked for before what does.
+    # Loads that do not depend on the position are issued before those that do.
     position = tl.load(positions_t + token).to(tl.int64)
     slot = tl.load(slots_t + token).to(tl.int64)
     at_hd = qkv + token * qkv_stride + head_h[:, None] * (2 * HALF) + pair_d[None, :]
@@ -78,7 +78,7 @@ def _rotate_and_store(
     tl.store(at_hd + HALF, b_hd, mask=is_turned_hd)
 
     if slot >= 0:
-        # In a block, as in a row, values follow keys: one count from the first key serves both.
+        # In a block, as in a row, values follow keys, so one offset from the first key serves both.
         row_h = (slot // P * num_layers + layer) * (2 * G) + (head_h - H)
         home_hd = blocks + ((row_h * P + slot % P) * (2 * HALF))[:, None] + pair_d[None, :]
         is_stored_hd = is_here_hd & (head_h >= H)[:, None]
@@ -101,13 +101,13 @@ def rotate_and_store(
     blocks: Tensor,  # [B, L, 2, G, P, D]
     layer: int,
 ) -> None:
-    """Normalize (if asked) and rotate q and k in place, store k and v in their slots."""
+    """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
     if len(qkv) == 0:
         return
     _, num_layers, _, _, block_size, head_size = blocks.shape
-    assert qkv.stride(1) == 1, "the heads of a token lie side by side"
-    assert blocks.is_contiguous(), "a block is one piece of memory"
-    assert cosine_pd.is_contiguous() and sine_pd.is_contiguous(), "tables are read by rows"
+    assert qkv.stride(1) == 1, "a token's heads must be contiguous"
+    assert blocks.is_contiguous(), "blocks must be contiguous"
+    assert cosine_pd.is_contiguous() and sine_pd.is_contiguous(), "tables must be contiguous"
     padded = power_of_2(head_size // 2)
     num_pieces = ceil_div(num_heads + 2 * num_kv_heads, PIECE)
     _rotate_and_store[(len(qkv) * num_pieces,)](

@@ -1,4 +1,4 @@
-"""How attention of decodes is cut into programs. Knows lengths and counts, no kernel."""
+"""How decode attention is split into programs. Knows lengths and counts, but no kernel."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import numpy.typing as npt
 
 from headway.model.kernels.launch import ceil_div, power_of_2
 
-MANY = 1000  # programs that need no sharing to keep the device busy until most are done
-SHARINGS = (1, 4, 8)  # programs that share a long sequence, where there are as many as that
-LONG = 1300  # positions of a sequence, on average, from which on it pays that four share each
+MANY = 1000  # programs that keep the device busy without splitting sequences
+SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
+LONG = 1300  # mean positions per sequence above which four programs per sequence are faster
 BUSY = 140  # programs that still keep the device busy
-WORTH = 1000  # positions by which the longest must be ahead before it pays that eight share it
+WORTH = 1000  # lead of the longest sequences above which eight programs per sequence are faster
 
 
-class Cut(NamedTuple):
-    """How the work is cut: programs that share a sequence at most, and what each of them takes."""
+class DecodeSplit(NamedTuple):
+    """How the work is split: the programs per sequence, and the work of each."""
 
-    parts: int
-    least: int  # positions for a program, unless the sequence has fewer; whole tiles
+    num_splits: int
+    min_positions: int  # minimum positions per program, a multiple of `tile`
     tile: int  # positions at a time
     warps: int
     stages: int
 
 
-def num_splits_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
-    """How many programs should share a long sequence, if one for each and every head are many.
+def choose_num_splits(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
+    """Programs per long sequence, if one program per sequence and head makes many programs.
 
-    All that fit on the device advance alike. So when too few are left to keep it busy, each has yet
-    to read what it is longer than the last one that ended; and if they end together, those that did
-    not fit are left, with all that they have to read.
+    All programs on the device advance at the same rate. When too few are left to keep it busy, each
+    still has to read its lead over the last one that ended. If they end together, the programs that
+    did not fit on the device are left, with all their positions.
     """
     if num_programs < MANY or not len(lengths):
         return 1
@@ -41,21 +41,23 @@ def num_splits_of(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_head
     return 4 if lengths.mean() > LONG else 1
 
 
-def split_for(num_programs: int, sharing: int, room: int, row_bytes: int) -> Cut:
-    """For so many programs if none were shared, and sequences of up to `room` positions.
+def split_for(
+    num_programs: int, num_splits: int, max_positions: int, row_bytes: int
+) -> DecodeSplit:
+    """The split for `num_programs` (before splitting) and sequences of up to `max_positions`.
 
-    Found by trying on an H200.
+    Measured on an H200.
 
-    Many: one for each sequence, longest first, or as many as `sharing` says.
-    Few: as many as fill the device, but none with next to nothing to do.
+    With many programs: one per sequence, longest first, or `num_splits` per sequence.
+    With few: enough to fill the device, but none with almost nothing to do.
     """
-    depth = max(1, row_bytes // 256)  # wide rows need fewer on their way
+    depth = max(1, row_bytes // 256)  # wide rows need fewer loads in flight
     if num_programs >= MANY:
-        least = 64 * sharing  # as good as any: 256 positions where four share, 512 where eight do
-        return Cut(sharing, least, 16, 1, max(2, 4 // depth))
-    least = 128 if num_programs > 32 else 64
+        min_positions = 64 * num_splits  # 256 for four programs and 512 for eight were best
+        return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
+    min_positions = 128 if num_programs > 32 else 64
     wanted = max(4, min(1056 // num_programs, 64))
-    parts = power_of_2(min(wanted, ceil_div(room, least)))
+    num_splits = power_of_2(min(wanted, ceil_div(max_positions, min_positions)))
     if num_programs > 32:
-        return Cut(parts, least, 16, 1, max(2, 4 // depth))
-    return Cut(parts, least, max(16, 64 // depth), 4, 2)
+        return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
+    return DecodeSplit(num_splits, min_positions, max(16, 64 // depth), 4, 2)

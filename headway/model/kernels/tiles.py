@@ -1,4 +1,4 @@
-"""How products of few rows are cut into tiles. Knows shapes and the device's limits, no kernel."""
+"""How products of few rows are divided into tiles. Knows shapes and device limits, no kernel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Tile(NamedTuple):
-    """How a product is cut: what a program takes, and in how many slices it sums the inputs."""
+    """The part of a product that a program computes, and the slices in which it sums the inputs."""
 
     rows: int
     outputs: int
@@ -28,9 +28,9 @@ def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtyp
 def tile_within(
     limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype
 ) -> Tile:
-    """About one tile for each multiprocessor, and as many stages as its memory holds.
+    """About one tile per multiprocessor, with as many stages as fit in its shared memory.
 
-    Found by trying on an H200, with bfloat16.
+    Measured on an H200 with bfloat16.
     """
     if num_rows == 1:
         return Tile(1, 4, 512, 1, 1, 1) if num_inputs <= 1024 else Tile(1, 4, 2048, 1, 4, 1)
@@ -57,7 +57,7 @@ def tile_within(
 
 @cache
 def device_limits() -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory that a program's tiles may have."""
+    """The number of multiprocessors, and bytes of shared memory for a program's tiles."""
     if not torch.cuda.is_available():
         return 132, 200 * 1024
     found = torch.cuda.get_device_properties()

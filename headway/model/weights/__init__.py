@@ -1,1 +1,1 @@
-"""Read a model's weights from safetensors and GGUF files."""
+"""Weights: safetensors and GGUF files, and random weights for benchmarks."""

@@ -1,6 +1,6 @@
-"""A model's weights by their Hugging Face names, whatever file they lie in, one at a time.
+"""A model's weights by Hugging Face name, whatever file they are in, one tensor at a time.
 
-Opening checks a file from end to end of its header; reading one tensor never brings in another.
+Opening a file checks its whole header. Reading a tensor does not load any other.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, load_hf, read_json
 from headway.model.weights.gguf_checkpoint import GgufCheckpoint
-from headway.model.weights.tensors import Expected, Groups
+from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
 
 __all__ = [
-    "Checkpoint", "DummyCheckpoint", "GgufCheckpoint", "Groups", "SafetensorsCheckpoint",
+    "Checkpoint", "DummyCheckpoint", "GgufCheckpoint", "QuantizedMatrix", "SafetensorsCheckpoint",
     "open_checkpoint",
 ]  # fmt: skip
 
@@ -27,31 +27,31 @@ INDEX = "model.safetensors.index.json"
 
 
 class Checkpoint(Protocol):
-    """Weights that can be asked for by name; ModelError for a tensor that is missing or wrong."""
+    """Weights by name; ModelError for a tensor that is missing or has the wrong shape."""
 
     config: ModelConfig
     path: Path | None
 
     def has(self, name: str) -> bool:
-        """Whether the model has this tensor and the file holds it."""
+        """Whether the model has this tensor and the file contains it."""
         ...
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor in the type it is stored in; float32 where it is stored in groups."""
+        """The tensor in its stored type; float32 if it is quantized."""
         ...
 
-    def read_groups(self, name: str) -> Groups | None:
-        """The tensor as it is stored in groups; None if it is stored in another way."""
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
+        """The tensor in its quantized form; None if it is not quantized."""
         ...
 
 
 class SafetensorsCheckpoint:
-    """A folder's safetensors: one file, or the shards that an index names."""
+    """The safetensors of a folder: one file, or the shards of an index."""
 
     def __init__(self, folder: Path) -> None:
         self.path: Path | None = folder
         self.config = load_hf(folder)
-        self._expected = Expected(self.config, folder)
+        self._expected = ExpectedTensors(self.config, folder)
         self._files: dict[str, Any] = {}  # by the tensor's name in the file
         for file in _safetensors_files(folder):
             opened = _open_safetensors(file)
@@ -64,32 +64,32 @@ class SafetensorsCheckpoint:
         stored = self._stored(name)
         entry = self._files[stored].get_slice(stored) if stored in self._files else None
         self._expected.check(name, None if entry is None else entry.get_shape())
-        assert entry is not None, "a missing tensor was refused above"
+        assert entry is not None, "check raises for a missing tensor"
         if entry.get_dtype() not in FLOATS:
             raise ModelError(
-                f"{self.path}: tensor {name} is stored as {entry.get_dtype()}; "
-                f"supported are {', '.join(FLOATS)}"
+                f"{self.path}: tensor {name} has type {entry.get_dtype()}; "
+                f"supported: {', '.join(FLOATS)}"
             )
         tensor: torch.Tensor = self._files[stored].get_tensor(stored)
         return tensor
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         return None
 
     def _stored(self, name: str) -> str:
-        """The name in the file: a model saved without its head has no leading `model.`."""
+        """The name in the file: a model saved without its head has no `model.` prefix."""
         return name if name in self._files else name.removeprefix("model.")
 
 
 class DummyCheckpoint:
-    """Random weights, the same on every run of a kind of device: for measuring without the model."""
+    """Random weights for benchmarks; the same on every run on the same type of device."""
 
     def __init__(self, config: ModelConfig, device: torch.device | str = "cpu") -> None:
-        """`device` is where they are made: on a GPU, billions of them take seconds."""
+        """`device` creates the weights: a GPU takes seconds for billions of them."""
         self.config = config
         self.path: Path | None = None
         self._device = torch.device(device)
-        self._expected = Expected(config, None)
+        self._expected = ExpectedTensors(config, None)
 
     def has(self, name: str) -> bool:
         return name in self._expected.shapes
@@ -101,15 +101,15 @@ class DummyCheckpoint:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator)
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         return None
 
 
 def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
-    """The weights at a folder or file; dummy needs no more than a config.json or GGUF header."""
+    """Open the weights of a folder or file; dummy needs only a config.json or a GGUF header."""
     if load_format not in LOAD_FORMATS:
         formats = ", ".join(LOAD_FORMATS)
-        raise ModelError(f"load format {load_format!r} is unknown; there are {formats}")
+        raise ModelError(f"unknown load format {load_format!r}; use one of {formats}")
     if not path.exists():
         raise ModelError(f"{path}: no such file or folder")
     if load_format == "dummy" and (path.name == "config.json" or (path / "config.json").exists()):
@@ -118,28 +118,28 @@ def open_checkpoint(path: Path, load_format: str = "auto") -> Checkpoint:
         if (path / "config.json").exists() and _safetensors_files(path):
             return SafetensorsCheckpoint(path)
         if load_format == "safetensors":
-            raise ModelError(f"{path}: is no folder with config.json and *.safetensors")
+            raise ModelError(f"{path} is not a folder with config.json and *.safetensors")
     opened = GgufCheckpoint(_gguf_file(path, load_format))
     return DummyCheckpoint(opened.config) if load_format == "dummy" else opened
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights; one file counts before an index, as in transformers."""
+    """The safetensors files of a folder; a single file is used before an index."""
     single, index = folder / "model.safetensors", folder / INDEX
     if single.exists():
         return [single]
     if not index.exists():
         found = sorted(folder.glob("*.safetensors"))
         if len(found) > 1:
-            raise ModelError(f"{folder}: {len(found)} safetensors files, but no {INDEX}")
+            raise ModelError(f"{folder} has {len(found)} safetensors files but no {INDEX}")
         return found
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(s, str) for s in shards.values()):
-        raise ModelError(f"{index}: has no weight_map from tensors to files")
+        raise ModelError(f"{index} has no weight_map from tensor names to files")
     files = [folder / shard for shard in sorted(set(shards.values()))]
     for file in files:
         if not file.exists():
-            raise ModelError(f"{file}: is named by {INDEX} but does not exist")
+            raise ModelError(f"{file} does not exist, but {INDEX} lists it")
     return files
 
 
@@ -149,21 +149,21 @@ def _open_safetensors(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file}: not a sound safetensors file: {error}") from error
+        raise ModelError(f"{file}: not a valid safetensors file: {error}") from error
 
 
 def _gguf_file(path: Path, load_format: str) -> Path:
-    """The one GGUF file that a path means."""
+    """The GGUF file of a path; ModelError unless there is exactly one."""
     if path.is_file():
         if path.suffix == ".gguf":
             return path
-        raise ModelError(f"{path}: give a .gguf file, or the folder that holds config.json")
+        raise ModelError(f"{path}: use a .gguf file, or the folder that contains config.json")
     found = sorted(path.glob("*.gguf"))
     if len(found) == 1:
         return found[0]
     if found:
         names = ", ".join(file.name for file in found)
-        raise ModelError(f"{path}: holds {len(found)} GGUF files ({names}); give one of them")
+        raise ModelError(f"{path} contains {len(found)} GGUF files ({names}); choose one of them")
     wanted = {"gguf": "a .gguf file", "dummy": "config.json or a .gguf file"}
     needs = wanted.get(load_format, "config.json with *.safetensors, or a .gguf file")
-    raise ModelError(f"{path}: no model here; looked for {needs}")
+    raise ModelError(f"{path} contains no model; expected {needs}")

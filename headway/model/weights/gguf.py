@@ -1,7 +1,7 @@
-"""Reads a GGUF file: its metadata, where each tensor lies, and tensors that are stored in groups.
+"""Reads a GGUF file: its metadata, the location of each tensor, and quantized tensors.
 
-Bounds are checked before anything is read, so that a cut or foreign file is told apart from a
-sound one in milliseconds. Knows the format, not what a model does with it.
+Bounds are checked before anything is read, so that a truncated or foreign file is detected in
+milliseconds. Knows the format, not the model.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from headway.errors import ModelError
 
 MAGIC, VERSIONS, ALIGNMENT, MAX_DIMENSIONS = b"GGUF", (2, 3), 32, 4
 STRING, ARRAY = 8, 9
-CHUNK = 1 << 20  # numbers expanded at once
-GROUP_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # 32 numbers each
+CHUNK = 1 << 20  # numbers dequantized at once
+GROUP_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # per 32 numbers
 NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<b1", 10: "<u8",
     11: "<i8", 12: "<f8",
@@ -29,10 +29,10 @@ NUMBERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorPlace:
-    """Where one tensor lies; shape is rows first, offset counts from the start of the file."""
+class TensorInfo:
+    """The location of a tensor; shape is rows first, offset is from the start of the file."""
 
-    kind: int  # ggml's number of the type
+    kind: int  # ggml's type number
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
@@ -40,31 +40,31 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """All that a GGUF file says before its tensors' numbers."""
+    """Everything in a GGUF file before the tensors' data."""
 
     metadata: dict[str, Any]
-    tensors: dict[str, TensorPlace]
+    tensors: dict[str, TensorInfo]
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """Every key with its plain Python value; ModelError if the file is cut or not GGUF."""
+    """All metadata as plain Python values; ModelError if the file is truncated or not GGUF."""
     return read_header(path).metadata
 
 
 def read_header(path: Path) -> Header:
-    """Metadata and tensor places, all of them inside the file; ModelError otherwise."""
+    """Metadata and tensor locations, all checked to be inside the file; ModelError otherwise."""
     try:
         return _parse(_Cursor(np.memmap(path, dtype=np.uint8, mode="r").data))
     except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error}") from error
+        raise ModelError(f"{path}: cannot read this file: {error}") from error
     except ImportError as error:
         raise ModelError(f"{path}: GGUF files need the gguf package: {error}") from error
-    except ValueError as error:  # also what numpy says of an empty file, and of bad UTF-8
-        raise ModelError(f"{path}: not a sound GGUF file: {error}") from error
+    except ValueError as error:  # numpy also raises it for an empty file, Python for bad UTF-8
+        raise ModelError(f"{path}: not a valid GGUF file: {error}") from error
 
 
 class _Cursor:
-    """Reads forwards through the file's bytes, and never past their end."""
+    """Reads forwards through the file's bytes, never beyond their end."""
 
     def __init__(self, data: memoryview) -> None:
         self.data = data
@@ -72,7 +72,7 @@ class _Cursor:
 
     def take(self, num_bytes: int) -> memoryview:
         if num_bytes > len(self.data) - self.at:
-            raise ValueError(f"it is cut: it ends at byte {len(self.data)}, inside its header")
+            raise ValueError(f"truncated: the file ends at byte {len(self.data)}, in its header")
         self.at += num_bytes
         return self.data[self.at - num_bytes : self.at]
 
@@ -87,7 +87,7 @@ class _Cursor:
 
     def numbers(self, kind: int, count: int) -> list[Any]:
         if kind not in NUMBERS:
-            raise ValueError(f"a value at byte {self.at} is of unknown type {kind}")
+            raise ValueError(f"the value at byte {self.at} has the unknown type {kind}")
         dtype = np.dtype(NUMBERS[kind])
         values: list[Any] = np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
         return values
@@ -106,30 +106,30 @@ class _Cursor:
 
 def _parse(cursor: _Cursor) -> Header:
     if bytes(cursor.take(4)) != MAGIC:
-        raise ValueError(f"it does not begin with {MAGIC.decode()}")
+        raise ValueError(f"it does not start with {MAGIC.decode()}")
     version = cursor.u32()
     if version not in VERSIONS:
-        raise ValueError(f"version {version} is not supported; supported are {VERSIONS}")
+        raise ValueError(f"version {version} is not supported; supported: {VERSIONS}")
     num_tensors, num_keys = cursor.u64(), cursor.u64()
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
-            raise ValueError(f"{key} is given twice")
+            raise ValueError(f"the key {key} occurs twice")
         metadata[key] = cursor.value()
-    relative = dict(_tensor_places(cursor, num_tensors))
+    relative = dict(_tensor_infos(cursor, num_tensors))
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"general.alignment is {alignment!r}")
+        raise ValueError(f"general.alignment is {alignment!r}; it must be a positive integer")
     start = -(-cursor.at // alignment) * alignment
-    tensors = {name: _moved(cursor, name, place, start) for name, place in relative.items()}
+    tensors = {name: _absolute(cursor, name, info, start) for name, info in relative.items()}
     if len(tensors) != num_tensors:
-        raise ValueError("a tensor is named twice")
+        raise ValueError("two tensors have the same name")
     return Header(metadata=metadata, tensors=tensors)
 
 
-def _tensor_places(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorPlace]]:
-    """Each tensor with its size; offsets still count from the first tensor's byte."""
+def _tensor_infos(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorInfo]]:
+    """Read each tensor's location; offsets are still relative to the first tensor."""
     from gguf.constants import GGML_QUANT_SIZES
 
     sizes = {int(kind): size for kind, size in GGML_QUANT_SIZES.items()}
@@ -142,57 +142,57 @@ def _tensor_places(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorPla
             raise ValueError(f"tensor {name} of shape {list(shape)} is empty")
         kind, offset = cursor.u32(), cursor.u64()
         if kind not in sizes:
-            raise ValueError(f"tensor {name} is of unknown type {kind}")
+            raise ValueError(f"tensor {name} has the unknown type {kind}")
         group, group_bytes = sizes[kind]
         if shape[-1] % group:
-            raise ValueError(f"tensor {name}: a row of {shape[-1]} is not in groups of {group}")
+            raise ValueError(f"tensor {name}: a row of {shape[-1]} is not a multiple of {group}")
         num_bytes = math.prod(shape) // group * group_bytes
-        yield name, TensorPlace(kind=kind, shape=shape, offset=offset, num_bytes=num_bytes)
+        yield name, TensorInfo(kind=kind, shape=shape, offset=offset, num_bytes=num_bytes)
 
 
-def _moved(cursor: _Cursor, name: str, place: TensorPlace, start: int) -> TensorPlace:
-    """The place counted from the start of the file; refused where it runs past its end."""
-    end, size = start + place.offset + place.num_bytes, len(cursor.data)
+def _absolute(cursor: _Cursor, name: str, info: TensorInfo, start: int) -> TensorInfo:
+    """The location relative to the start of the file; ValueError if it is beyond its end."""
+    end, size = start + info.offset + info.num_bytes, len(cursor.data)
     if end > size:
-        raise ValueError(f"it is cut: tensor {name} ends at byte {end}, the file at {size}")
-    return replace(place, offset=start + place.offset)
+        raise ValueError(f"truncated: tensor {name} ends at byte {end}, the file at byte {size}")
+    return replace(info, offset=start + info.offset)
 
 
-def read_bytes(path: Path, place: TensorPlace) -> NDArray[np.uint8]:
-    """A tensor's stored bytes, a row of it in each row; mapped, not yet read."""
-    rows = math.prod(place.shape[:-1])
-    shape = (rows, place.num_bytes // rows)
-    return np.memmap(path, dtype=np.uint8, mode="r", offset=place.offset, shape=shape)
+def read_bytes(path: Path, info: TensorInfo) -> NDArray[np.uint8]:
+    """A tensor's stored bytes, one row per row; memory-mapped, not read yet."""
+    rows = math.prod(info.shape[:-1])
+    shape = (rows, info.num_bytes // rows)
+    return np.memmap(path, dtype=np.uint8, mode="r", offset=info.offset, shape=shape)
 
 
-@np.errstate(all="ignore")  # a damaged file may have scales that are no numbers: see who calls
-def dequantize(path: Path, place: TensorPlace) -> NDArray[np.float32]:
-    """A tensor's numbers; NotImplementedError for a type that the gguf package cannot expand."""
+@np.errstate(all="ignore")  # a damaged file may have NaN scales; the caller checks the result
+def dequantize(path: Path, info: TensorInfo) -> NDArray[np.float32]:
+    """A tensor's numbers; NotImplementedError for a type that the gguf package does not support."""
     from gguf import GGMLQuantizationType, quants
 
-    stored, kind = read_bytes(path, place), GGMLQuantizationType(place.kind)
-    values = np.empty((len(stored), place.shape[-1]), dtype=np.float32)
-    step = max(1, CHUNK // place.shape[-1])  # by rows, so that no second copy comes to be
+    stored, kind = read_bytes(path, info), GGMLQuantizationType(info.kind)
+    values = np.empty((len(stored), info.shape[-1]), dtype=np.float32)
+    step = max(1, CHUNK // info.shape[-1])  # rows at a time, to avoid a second full copy
     for start in range(0, len(stored), step):
         rows = np.array(stored[start : start + step])
         values[start : start + step] = quants.dequantize(rows, kind)
-    return values.reshape(place.shape)
+    return values.reshape(info.shape)
 
 
 @np.errstate(all="ignore")
 def unpack_groups(
     stored: NDArray[np.uint8], kind: str
 ) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
-    """Whole numbers q [rows, columns], and scale and minimum of each 32 of them in a row.
+    """Integers q [rows, columns], and the scale and minimum of each group of 32 in a row.
 
-    Layout of a group: float16 scale, float16 minimum (kinds _1), four bytes of fifth bits
-    (kinds 5_), then the low four bits, first half of the group in the low nibbles; or 32 bytes.
+    Layout of a group: float16 scale; float16 minimum (kinds _1); four bytes of fifth bits (kinds
+    5_); then the low four bits, the first half of the group in the low nibbles, or 32 bytes (Q8_0).
     """
     rows = len(stored)
     groups = np.array(stored).reshape(rows, -1, GROUP_BYTES[kind])
     scale = groups[..., 0:2].copy().view(np.float16)[..., 0].astype(np.float32)
     if kind == "Q8_0":
-        q = groups[..., 2:] ^ np.uint8(128)  # a signed byte plus 128
+        q = groups[..., 2:] ^ np.uint8(128)  # signed byte plus 128
         return q.reshape(rows, -1), scale, scale * np.float32(-128)
     low = groups[..., -16:]
     q = np.concatenate((low & np.uint8(15), low >> np.uint8(4)), axis=-1)

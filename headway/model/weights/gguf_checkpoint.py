@@ -1,4 +1,4 @@
-"""Weights of a GGUF file under Hugging Face names and in Hugging Face order of rows."""
+"""Weights of a GGUF file, with Hugging Face names and Hugging Face order of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_gguf
 from headway.model.weights import gguf
-from headway.model.weights.tensors import Expected, Groups
+from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
 
 GROUP_BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8}
 GGUF_TOP = {
@@ -37,42 +37,42 @@ GGUF_LAYER = {
 
 
 class GgufCheckpoint:
-    """A GGUF file under Hugging Face names and in Hugging Face order of rows."""
+    """A GGUF file, with Hugging Face names and Hugging Face order of rows."""
 
     def __init__(self, path: Path) -> None:
         self.path: Path | None = path
         self._file = path
         header = gguf.read_header(path)
-        self._places = header.tensors
+        self._infos = header.tensors
         self.config = _gguf_config(path, header)
-        self._expected = Expected(self.config, path)
+        self._expected = ExpectedTensors(self.config, path)
 
     def has(self, name: str) -> bool:
-        return name in self._expected.shapes and gguf_name(name) in self._places
+        return name in self._expected.shapes and gguf_name(name) in self._infos
 
     def read(self, name: str) -> torch.Tensor:
-        values = _dequantize(self._file, name, self._place(name))
+        values = _dequantize(self._file, name, self._info(name))
         return torch.from_numpy(self._in_order(name, values))
 
-    def read_groups(self, name: str) -> Groups | None:
+    def read_groups(self, name: str) -> QuantizedMatrix | None:
         from gguf import GGMLQuantizationType
 
-        place = self._place(name)
-        kind = GGMLQuantizationType(place.kind).name
+        info = self._info(name)
+        kind = GGMLQuantizationType(info.kind).name
         if kind not in GROUP_BITS:
             return None
-        parts = gguf.unpack_groups(gguf.read_bytes(self._file, place), kind)
+        parts = gguf.unpack_groups(gguf.read_bytes(self._file, info), kind)
         _check_numbers(self._file, name, *parts[1:])
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
-        return Groups(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
+        return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
 
-    def _place(self, name: str) -> gguf.TensorPlace:
-        place = self._places.get(gguf_name(name))
-        self._expected.check(name, None if place is None else place.shape)
-        return self._places[gguf_name(name)]
+    def _info(self, name: str) -> gguf.TensorInfo:
+        info = self._infos.get(gguf_name(name))
+        self._expected.check(name, None if info is None else info.shape)
+        return self._infos[gguf_name(name)]
 
     def _in_order(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        """Undo llama.cpp's order, in which the two halves of a Llama head are interleaved."""
+        """Undo llama.cpp's row order, which interleaves the two halves of each Llama head."""
         found = re.search(r"\.(q|k)_proj\.", name)
         if self.config.architecture != "llama" or found is None:
             return rows
@@ -82,7 +82,7 @@ class GgufCheckpoint:
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls the tensor with this Hugging Face name."""
+    """llama.cpp's name of the tensor with this Hugging Face name."""
     base, _, ending = name.rpartition(".")
     if base in GGUF_TOP:
         return f"{GGUF_TOP[base]}.{ending}"
@@ -93,22 +93,22 @@ def gguf_name(name: str) -> str:
 def _gguf_config(path: Path, header: gguf.Header) -> ModelConfig:
     num_parts = header.metadata.get("split.count")
     if isinstance(num_parts, int) and num_parts > 1:
-        raise ModelError(f"{path}: is one part of a split file; join the parts with gguf-split")
-    place, divisors = header.tensors.get("rope_freqs.weight"), None
-    if place is not None:
-        divisors = tuple(_dequantize(path, "rope_freqs.weight", place).ravel().tolist())
+        raise ModelError(f"{path} is one part of a split file; join the parts with gguf-split")
+    info, divisors = header.tensors.get("rope_freqs.weight"), None
+    if info is not None:
+        divisors = tuple(_dequantize(path, "rope_freqs.weight", info).ravel().tolist())
     return from_gguf(header.metadata, str(path), tensors=header.tensors, divisors=divisors)
 
 
-def _dequantize(path: Path, name: str, place: gguf.TensorPlace) -> NDArray[np.float32]:
+def _dequantize(path: Path, name: str, info: gguf.TensorInfo) -> NDArray[np.float32]:
     try:
-        values = gguf.dequantize(path, place)
+        values = gguf.dequantize(path, info)
     except NotImplementedError as error:
-        raise ModelError(f"{path}: tensor {name} cannot be expanded: {error}") from error
+        raise ModelError(f"{path}: cannot dequantize tensor {name}: {error}") from error
     _check_numbers(path, name, values)
     return values
 
 
 def _check_numbers(path: Path, name: str, *arrays: NDArray[np.float32]) -> None:
     if not all(np.isfinite((values.min(), values.max())).all() for values in arrays):
-        raise ModelError(f"{path}: tensor {name} holds what is no number: the file is damaged")
+        raise ModelError(f"{path}: tensor {name} contains NaN or infinity: the file is damaged")

@@ -1,4 +1,4 @@
-"""The tensors a model is made of: which a config calls for, and how one looks in groups."""
+"""The tensors of a model: the shapes that its config requires, and the quantized format."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from headway.model.config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Groups:
-    """A matrix as whole numbers: w = scale * q + minimum in groups of 32 along a row."""
+class QuantizedMatrix:
+    """A quantized matrix: w = scale * q + minimum, in groups of 32 numbers along a row."""
 
     q: torch.Tensor  # uint8 [out, in]
     scale: torch.Tensor  # float32 [out, in / 32]
     minimum: torch.Tensor  # float32 [out, in / 32]
-    bits: int  # 4, 5 or 8: q is below 2 ** bits
+    bits: int  # 4, 5 or 8: q < 2 ** bits
 
 
-class Expected:
-    """What a config calls for; says what is wrong with what a file holds."""
+class ExpectedTensors:
+    """The tensors that a config requires; checks a file's tensors against them."""
 
     def __init__(self, config: ModelConfig, path: Path | None) -> None:
         self.architecture = config.architecture
@@ -31,7 +31,7 @@ class Expected:
         self.shapes = config.shapes()
 
     def check(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
-        """The tensor's shape; ModelError if the file has none (None) or another one."""
+        """Return the tensor's shape; ModelError if the file's tensor is missing or differs."""
         if name not in self.shapes:
             raise ModelError(f"{self.path}: this {self.architecture} model has no tensor {name}")
         if found is None:
@@ -39,6 +39,6 @@ class Expected:
         if tuple(found) != self.shapes[name]:
             raise ModelError(
                 f"{self.path}: tensor {name} has shape {list(found)}; "
-                f"the config says {list(self.shapes[name])}"
+                f"the config requires {list(self.shapes[name])}"
             )
         return self.shapes[name]

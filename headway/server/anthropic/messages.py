@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's API."""
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -8,77 +8,84 @@ from contextlib import aclosing
 from typing import Any
 
 from headway.errors import InvalidRequest
-from headway.server.anthropic.messages_input import (
-    RENAMED,
+from headway.server.anthropic.protocol import (
+    FIELD_NAMES,
     CountRequest,
     MessagesRequest,
     chat_request,
 )
 from headway.server.context import Context
-from headway.server.generation.conversation import Conversation, open_conversation, template_options
-from headway.server.generation.request_fields import chat_tokens_of, check_model
-from headway.server.generation.runs import Delta, Outlet, Straight
-from headway.server.generation.stream import Events, Watched, Whole, named_event
-from headway.server.http.errors import ApiError, api_error, renamed
+from headway.server.generation.conversation import Conversation, open_conversation
+from headway.server.generation.prompts import chat_tokens_of, template_options
+from headway.server.generation.request_fields import check_model
+from headway.server.generation.runs import Delta, Straight
+from headway.server.generation.stream import (
+    CancellableResponse,
+    CompleteResponse,
+    EventStreamResponse,
+    named_event,
+)
+from headway.server.http.connection import ChunkWriter
+from headway.server.http.errors import ApiError, api_error, rename_param
 from headway.server.toolcalls.choice import tool_use
-from headway.server.toolcalls.formats import Piece, gathered
+from headway.server.toolcalls.formats import OutputPiece, merge_pieces
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-def messages(context: Context, body: MessagesRequest) -> Watched:
-    """The answer to one request, streamed or whole."""
+def messages(context: Context, body: MessagesRequest) -> CancellableResponse:
+    """The response to one request, streamed or complete."""
     if body.stream:
-        return MessageEvents(context, lambda outlet: _events(context, body, outlet))
-    return Whole(context, lambda: _answer(context, body))
+        return MessageEventStream(context, lambda writer: _events(context, body, writer))
+    return CompleteResponse(context, lambda: _response(context, body))
 
 
 async def count_tokens(context: Context, body: CountRequest) -> dict[str, int]:
-    """The number of tokens that a conversation has for this model."""
+    """The number of tokens of a conversation."""
     check_model(context, body.model)
     chat = chat_request(body)
-    template = context.asking.need_tokenizer().chat_template
+    template = context.input_processor.need_tokenizer().chat_template
     use = tool_use(template, chat.tools, chat.tool_choice, parser=context.tool_call_parser)
     tokens = await chat_tokens_of(context, chat.messages, use, template_options(chat, use))
     return {"input_tokens": len(tokens)}
 
 
-class MessageEvents(Events):
-    """Events that are named; `message_stop` is the last."""
+class MessageEventStream(EventStreamResponse):
+    """Named events; the last one is `message_stop`."""
 
-    last = b""
+    last_event = b""
 
-    def failed(self, failure: ApiError) -> bytes:
+    def error_event(self, failure: ApiError) -> bytes:
         return named_event(failure.anthropic_body)
 
 
-class Message:
-    """One message in the making, as events."""
+class MessageBuilder:
+    """Builds one message object and its events."""
 
-    def __init__(self, context: Context, opened: Conversation) -> None:
-        self._context, self._opened = context, opened
-        self._answer = opened.answers[0]
+    def __init__(self, context: Context, conversation: Conversation) -> None:
+        self._context, self._conversation = context, conversation
+        self._parser = conversation.parsers[0]
         self._num_blocks = 0
-        self._open: str | None = None  # the kind of the block that grows
+        self._open: str | None = None  # the type of the open content block
 
     def value(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
-        """The message; `reason` is why the answer ended, None while it goes on."""
+        """The message object; `reason` is the finish reason, None while generation continues."""
         return {
-            "id": self._opened.id, "type": "message", "role": "assistant",
+            "id": self._conversation.id, "type": "message", "role": "assistant",
             "model": self._context.model_name, "content": content, **self._stop(reason),
             "usage": self._usage(),
         }  # fmt: skip
 
     def push(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of what the answer gained."""
-        events = [event for piece in self._answer.pieces(delta) for event in self._grow(piece)]
+        """The events of a delta."""
+        events = [event for piece in self._parser.push(delta) for event in self._extend(piece)]
         if delta.finish_reason is not None:
-            reason = self._answer.finish_reason(delta.finish_reason)
-            ended = {"type": "message_delta", "delta": self._stop(reason), "usage": self._usage()}
-            events += [*self._close(), ended, {"type": "message_stop"}]
+            reason = self._parser.finish_reason(delta.finish_reason)
+            last = {"type": "message_delta", "delta": self._stop(reason), "usage": self._usage()}
+            events += [*self._close(), last, {"type": "message_stop"}]
         return events
 
-    def _grow(self, piece: Piece) -> list[dict[str, Any]]:
+    def _extend(self, piece: OutputPiece) -> list[dict[str, Any]]:
         if isinstance(piece, str):
             events = [] if self._open == "text" else self._begin({"type": "text", "text": ""})
             return [*events, self._delta({"type": "text_delta", "text": piece})]
@@ -113,15 +120,15 @@ class Message:
         return {"type": "content_block_delta", "index": self._num_blocks - 1, "delta": delta}
 
     def _stop(self, reason: str | None) -> dict[str, Any]:
-        """Why the answer ended, in Anthropic's words."""
-        stop_string = self._opened.run.samples[0].stop_string
+        """The finish reason in the terms of Anthropic's API."""
+        stop_string = self._conversation.run.samples[0].stop_string
         if reason == "stop" and stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
         return {"stop_reason": STOP_REASONS.get(reason or ""), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        """Tokens; Anthropic's input tokens leave out those found in the cache."""
-        run = self._opened.run
+        """Token counts; Anthropic's input tokens exclude cached ones."""
+        run = self._conversation.run
         return {
             "input_tokens": len(run.prompt) - run.num_cached, "output_tokens": run.num_generated,
             "cache_creation_input_tokens": 0, "cache_read_input_tokens": run.num_cached,
@@ -133,42 +140,43 @@ async def _open(context: Context, body: MessagesRequest, *, is_live: bool) -> Co
         chat = chat_request(body)
         return await open_conversation(context, chat, id_prefix="msg", is_live=is_live)
     except (ApiError, InvalidRequest) as error:
-        raise renamed(api_error(error), RENAMED) from error
+        raise rename_param(api_error(error), FIELD_NAMES) from error
 
 
-async def _answer(context: Context, body: MessagesRequest) -> dict[str, Any]:
-    opened = await _open(context, body, is_live=False)
-    (delta,) = await opened.all_deltas()
-    answer = opened.answers[0]
-    parsed = gathered(answer.pieces(delta))
+async def _response(context: Context, body: MessagesRequest) -> dict[str, Any]:
+    conversation = await _open(context, body, is_live=False)
+    (delta,) = await conversation.all_deltas()
+    parser = conversation.parsers[0]
+    parsed = merge_pieces(parser.push(delta))
     content: list[dict[str, Any]] = []
     if parsed.content:
         content.append({"type": "text", "text": parsed.content})
     for call in parsed.calls:
         block = {"type": "tool_use", "id": call.id, "name": call.name}
         content.append({**block, "input": _object(call.arguments)})
-    return Message(context, opened).value(content, answer.finish_reason(delta.finish_reason))
+    builder = MessageBuilder(context, conversation)
+    return builder.value(content, parser.finish_reason(delta.finish_reason))
 
 
 async def _events(
-    context: Context, body: MessagesRequest, outlet: Outlet | None
+    context: Context, body: MessagesRequest, writer: ChunkWriter | None
 ) -> AsyncGenerator[bytes, None]:
-    opened = await _open(context, body, is_live=True)
-    message = Message(context, opened)
-    before = named_event({"type": "message_start", "message": message.value([], None)})
+    conversation = await _open(context, body, is_live=True)
+    builder = MessageBuilder(context, conversation)
+    first = named_event({"type": "message_start", "message": builder.value([], None)})
 
-    def form(deltas: list[Delta]) -> bytes:
-        return b"".join(named_event(event) for delta in deltas for event in message.push(delta))
+    def encode(deltas: list[Delta]) -> bytes:
+        return b"".join(named_event(event) for delta in deltas for event in builder.push(delta))
 
-    straight = Straight(outlet, form) if outlet else None
-    async with aclosing(opened.run.deltas(straight)) as news:
-        async for deltas in news:
-            yield before + form(deltas)
-            before = b""
+    straight = Straight(writer, encode) if writer else None
+    async with aclosing(conversation.run.deltas(straight)) as batches:
+        async for deltas in batches:
+            yield first + encode(deltas)
+            first = b""
 
 
 def _object(arguments: str) -> Any:
-    """Arguments as an object; a call that was cut has none that can be read."""
+    """Tool arguments as an object; empty if they are incomplete or not an object."""
     try:
         found = json.loads(arguments)
     except ValueError:

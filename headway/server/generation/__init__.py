@@ -1,1 +1,1 @@
-"""What all generation endpoints share: request fields, streams, stop strings, log probabilities."""
+"""Code shared by all generation endpoints: request fields, prompts, streams and logprobs."""

@@ -1,4 +1,4 @@
-"""Log probabilities in OpenAI's two shapes: columns for completions, one object a token for chats."""
+"""Log probabilities in the formats of completions (columns), chats (objects) and vLLM's prompts."""
 
 from __future__ import annotations
 
@@ -6,42 +6,42 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headway.sampling_params import TokenLogprobs
-from headway.server.http.offload import pause
+from headway.server.http.offload import yield_gil
 from headway.text.detokenizer import Detokenizer
 from headway.text.tokenizer import Tokenizer
 
-NAMES = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
-LEAST = -9999.0  # JSON has no infinity
+COLUMNS = ("text_offset", "token_logprobs", "tokens", "top_logprobs")
+MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
-def chat_shape(
+def chat_logprobs(
     tokenizer: Tokenizer, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """What a chat's choice has under `logprobs`."""
+    """The member `logprobs` of a chat choice."""
     return {"content": token_entries(tokenizer, scores, as_ids=as_ids), "refusal": None}
 
 
 def token_entries(
     tokenizer: Tokenizer, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
-    """One entry for each token, with its alternatives; `as_ids` writes tokens as ids."""
+    """One object per token, with its alternatives; `as_ids` writes tokens as ids."""
     entries = []
     for score in scores:
         top = [_token(tokenizer, *each, as_ids) for each in score.top]
         token = _token(tokenizer, score.token, score.logprob, as_ids)
         entries.append({**token, "top_logprobs": top})
-        pause()
+        yield_gil()
     return entries
 
 
-def prompt_shape(
+def prompt_logprobs_of(
     tokenizer: Tokenizer, num_tokens: int, scores: Mapping[int, TokenLogprobs]
 ) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`: for each place a map from token ids; the first has none."""
+    """vLLM's `prompt_logprobs`: a map by token id for each position; None for the first."""
     found: list[dict[str, Any] | None] = []
     for place in range(num_tokens):
         found.append(None if place not in scores else _ranked(tokenizer, scores[place]))
-        pause()
+        yield_gil()
     return found
 
 
@@ -50,7 +50,8 @@ def _ranked(tokenizer: Tokenizer, score: TokenLogprobs) -> dict[str, Any]:
     found[score.token] = (score.logprob, score.rank)
     return {
         str(token): {
-            "logprob": max(logprob, LEAST), "rank": rank, "decoded_token": tokenizer.piece(token)
+            "logprob": max(logprob, MIN_LOGPROB), "rank": rank,
+            "decoded_token": tokenizer.piece(token),
         }
         for token, (logprob, rank) in found.items()
     }  # fmt: skip
@@ -58,12 +59,12 @@ def _ranked(tokenizer: Tokenizer, score: TokenLogprobs) -> dict[str, Any]:
 
 def _token(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> dict[str, Any]:
     spelled = tokenizer.spell(token).spelled
-    text = f"token_id:{token}" if as_ids else spelled.decode("utf-8", "replace")
-    return {"token": text, "logprob": max(logprob, LEAST), "bytes": list(spelled)}
+    text = _id_text(token) if as_ids else spelled.decode("utf-8", "replace")
+    return {"token": text, "logprob": max(logprob, MIN_LOGPROB), "bytes": list(spelled)}
 
 
-class Columns:
-    """A completion's logprobs; knows where in the text the next token begins."""
+class CompletionLogprobsBuilder:
+    """Builds the `logprobs` of a completion choice; tracks the text offset of the next token."""
 
     def __init__(
         self,
@@ -73,30 +74,30 @@ class Columns:
         skip_special: bool = True,
         as_ids: bool = False,
     ) -> None:
-        self._piece = _id_of if as_ids else tokenizer.piece
+        self._piece = _id_text if as_ids else tokenizer.piece
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._offset = start
 
-    def shape(self, scores: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
-        """What a choice has under `logprobs` for these tokens; a first token has no score."""
-        columns: dict[str, Any] = {name: [] for name in NAMES}
+    def push(self, scores: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
+        """The member `logprobs` for these tokens; the first token of a prompt has no score."""
+        columns: dict[str, Any] = {name: [] for name in COLUMNS}
         offsets, logprobs, tokens, tops = columns.values()
         for token, score in scores:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token]))
-            logprobs.append(max(score.logprob, LEAST) if score else None)
+            logprobs.append(max(score.logprob, MIN_LOGPROB) if score else None)
             tokens.append(self._piece(token))
             tops.append(self._top(score) if score else None)
-            pause()
+            yield_gil()
         return columns
 
     def _top(self, score: TokenLogprobs) -> dict[str, float]:
-        """The best ones and the token itself, which may not be among them."""
+        """The alternatives and the token itself, which may not be among them."""
         found: dict[str, float] = {}
         for token, logprob in (*score.top, (score.token, score.logprob)):
-            found.setdefault(self._piece(token), max(logprob, LEAST))
+            found.setdefault(self._piece(token), max(logprob, MIN_LOGPROB))
         return found
 
 
-def _id_of(token: int) -> str:
+def _id_text(token: int) -> str:
     return f"token_id:{token}"

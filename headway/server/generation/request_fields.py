@@ -1,187 +1,163 @@
-"""From a request's body to what the engine is asked: prompts as tokens, fields as SamplingParams.
+"""Validates the fields of generation requests and turns them into SamplingParams.
 
-Refuses here, with the field's name, what the engine need not even see.
+Fields of other servers that would change the output, but are not supported, are refused. Fields
+that change nothing, such as `store`, are accepted and ignored. Sizes are limited where the work
+grows with them and the model's length does not bound them; the limits are far above practical use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
-from headway.engine.input_processor import Prompt
-from headway.errors import InvalidRequest, ModelError, RequestTooLong
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
-from headway.server.generation.limits import check_sizes, max_listed_tokens
-from headway.server.generation.unsupported import check_supported
-from headway.server.http.errors import ApiError, refused, shown
-from headway.server.http.offload import SHORT, aside
-from headway.server.openai.protocol import ChatMessage, GenerationFields
-from headway.server.toolcalls.choice import ToolUse
-from headway.server.toolcalls.formats import HERMES
-from headway.server.toolcalls.prompt import template_messages
+from headway.server.http.errors import ApiError, field_error, format_value
+from headway.server.openai.protocol import GenerationFields
 
-MAX_DIGITS = 18  # of a token id; what is too large for the model is told its limit
+MAX_ID_DIGITS = 18  # of a token id; the engine refuses ids beyond the vocabulary
+MAX_STOP_CHARACTERS = 8192  # of all stop strings together, and of all bad words
+MAX_LISTED_TOKENS = 1 << 18  # of /tokenize and /detokenize; the model's length if that is larger
+MAX_ECHOED_LOGPROBS = 1 << 22  # entries for prompt tokens in all choices of a response
 SAME_NAME = (
     "n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty",
     "presence_penalty", "repetition_penalty", "stop", "stop_token_ids", "ignore_eos", "bad_words",
     "include_stop_str_in_output", "skip_special_tokens", "allowed_token_ids", "priority",
 )  # fmt: skip
-PER_MESSAGE = 40  # characters that take as long as what each message costs
 OTHER_NAME = {"user": "client", "cache_salt": "salt"}
 
 
+class UnsupportedField(NamedTuple):
+    """A field that is refused, except for the `accepted` values, which change nothing."""
+
+    accepted: tuple[Any, ...] = ()
+    advice: str = "leave it out"
+
+
+USE_TOOLS = "use tools and tool_choice"
+TEXT_ONLY = "the model reads and writes text only"
+UNSUPPORTED_FIELDS: dict[str, UnsupportedField] = {
+    "audio": UnsupportedField(advice=TEXT_ONLY),
+    "chat_template": UnsupportedField(advice="start the server with --chat-template"),
+    "echo": UnsupportedField((False,), "send the prompt to /v1/completions"),
+    "function_call": UnsupportedField(("none",), USE_TOOLS),
+    "functions": UnsupportedField(([],), USE_TOOLS),
+    "guided_whitespace_pattern": UnsupportedField(advice="use x-guidance in the schema"),
+    "kv_transfer_params": UnsupportedField(),
+    "length_penalty": UnsupportedField((1, 1.0)),
+    "logits_processors": UnsupportedField(([],), "use logit_bias, bad_words or structured_outputs"),
+    "mm_processor_kwargs": UnsupportedField(advice=TEXT_ONLY),
+    "modalities": UnsupportedField((["text"],), TEXT_ONLY),
+    "spaces_between_special_tokens": UnsupportedField((True,)),
+    "structural_tag": UnsupportedField(advice="use structured_outputs"),
+    "use_beam_search": UnsupportedField((False,), "use n and temperature"),
+    "web_search_options": UnsupportedField(),
+}
+
+
 def check_model(context: Context, name: str | None) -> None:
-    """404 for a model that is not served here."""
+    """ApiError 404 if the model is not the served one."""
     if name is not None and name != context.model_name:
-        problem = f"the model {shown(name)} does not exist here; models: {context.model_name!r}"
+        problem = f"model {format_value(name)} is not served; available: {context.model_name!r}"
         raise ApiError(404, problem, param="model", code="model_not_found")
 
 
-async def sampling(
+async def sampling_params_of(
     context: Context, body: GenerationFields, *, max_tokens: int | None, **more: Any
 ) -> SamplingParams:
-    """The fields as the engine takes them; InvalidRequest or ApiError names the one it cannot."""
-    if body.model_extra:
-        check_supported(body.model_extra)
-    asked = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
-    for name, ours in OTHER_NAME.items():
-        if (value := getattr(body, name)) is not None:
-            asked[ours] = value
+    """The fields as SamplingParams; InvalidRequest or ApiError names the first wrong field."""
+    check_supported(body.model_extra or {})
+    params = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
+    for field, name in OTHER_NAME.items():
+        if (value := getattr(body, field)) is not None:
+            params[name] = value
     if body.logit_bias:
-        asked["logit_bias"] = _biases(body.logit_bias)
+        params["logit_bias"] = _biases(body.logit_bias)
     if body.deadline is not None:
-        asked["deadline"] = await deadline_of(context, body.deadline)
+        params["deadline"] = await deadline_of(context, body.deadline)
     check_salt(body.cache_salt)
     if body.stream_options is not None and not body.stream:
-        raise refused("stream_options", "is only for requests with stream: true")
+        raise field_error("stream_options", "is allowed only with stream: true")
     if body.prompt_logprobs is not None and body.stream:
-        raise refused("prompt_logprobs", "is only for requests without stream")
+        raise field_error("prompt_logprobs", "is not supported with stream: true")
     _check_lengths(context, body)
-    check_sizes(context, body)
-    return SamplingParams(max_tokens=max_tokens, **asked, **more)
+    _check_sizes(context, body)
+    return SamplingParams(max_tokens=max_tokens, **params, **more)
+
+
+def check_supported(extra: Mapping[str, Any]) -> None:
+    """ApiError for the first unsupported field that would change the output."""
+    for name, value in extra.items():
+        field = UNSUPPORTED_FIELDS.get(name)
+        if field is not None and value is not None and value not in field.accepted:
+            raise field_error(name, f"{format_value(value)} is not supported; {field.advice}")
 
 
 async def deadline_of(context: Context, seconds: float | None) -> float | None:
-    """A client's seconds from now, on the engine's clock."""
+    """A deadline in seconds from now as a time on the engine's clock."""
     return None if seconds is None else await context.engine.ask("now") + seconds
 
 
 def check_salt(salt: str | None) -> None:
+    """ApiError if a cache salt contains unprintable characters."""
     if salt and not salt.isprintable():
-        raise refused("cache_salt", f"must be printable text, not {shown(salt)}")
-
-
-def _check_lengths(context: Context, body: GenerationFields) -> None:
-    """Refuse what no prompt could have; what is too much for this one ends as `length`."""
-    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
-        value, most = getattr(body, name, None), context.max_model_len
-        if value is not None and value > most:
-            raise refused(name, f"must be at most {most}, the model's length, not {shown(value)}")
+        raise field_error("cache_salt", f"must be printable text, not {format_value(salt)}")
 
 
 def check_num_choices(context: Context, num_prompts: int, n: int) -> None:
-    most = context.settings.max_choices
-    if num_prompts * n > most:
-        problem = f"{num_prompts} prompts with n {n} make {num_prompts * n} texts; at most {most}"
-        raise ApiError(400, f"prompt: {problem}", param="prompt" if num_prompts > 1 else "n")
+    """ApiError if prompts times `n` exceeds the server's limit."""
+    limit = context.settings.max_choices
+    if num_prompts * n > limit:
+        total = f"{num_prompts} prompts with n {n} make {num_prompts * n} choices"
+        param = "prompt" if num_prompts > 1 else "n"
+        raise ApiError(400, f"prompt: {total} (limit {limit})", param=param)
 
 
-def prompts_of(
-    prompt: str | list[str] | list[int] | list[list[int]], field: str = "prompt"
-) -> list[Prompt]:
-    """One prompt or several, whichever way they are written in this field."""
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise refused(field, "is empty; at least one token is needed")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
+def check_echoed_logprobs(num_tokens: int, logprobs: int | None, field: str = "logprobs") -> None:
+    """ApiError if the log probabilities of `num_tokens` prompt tokens would take too much memory.
+
+    `num_tokens` counts the prompt tokens of all choices.
+    """
+    num_entries = num_tokens * ((logprobs or 0) + 1)
+    if logprobs is not None and num_entries > MAX_ECHOED_LOGPROBS:
+        problem = f"gives {num_entries} entries for the prompt (limit {MAX_ECHOED_LOGPROBS})"
+        raise field_error(field, f"{problem}; request fewer logprobs or send fewer prompts")
 
 
-async def tokens_of(
-    context: Context,
-    prompts: Sequence[Prompt],
-    field: str = "prompt",
-    *,
-    max_tokens: int | None = None,
-    special: bool = True,
-) -> list[list[int]]:
-    """The tokens of each prompt of this field; at most `max_tokens`, or the model's length."""
-    most = context.max_model_len if max_tokens is None else max_tokens
-
-    def tokens_of_each() -> list[list[int]]:
-        return [context.asking.tokens(prompt, most, special=special) for prompt in prompts]
-
-    with naming(field):
-        tokens = await aside(sum(map(len, prompts)), tokens_of_each)
-    empty = next((number for number, each in enumerate(tokens) if not each), None)
-    if empty is not None:
-        which = f"[{empty}]" if len(tokens) > 1 else ""
-        problem = f"{field}{which} has no tokens; at least one is needed"
-        raise ApiError(400, problem, param=field)
-    return tokens
+def max_listed_tokens(context: Context) -> int:
+    """The largest number of token ids that /tokenize returns and /detokenize accepts."""
+    return max(context.max_model_len, MAX_LISTED_TOKENS)
 
 
-async def chat_tokens_of(
-    context: Context,
-    messages: Sequence[ChatMessage],
-    use: ToolUse | None,
-    options: Mapping[str, Any],
-    max_tokens: int | None = None,
-) -> list[int]:
-    """A conversation's tokens; at most `max_tokens`, or the model's length."""
-    most = context.max_model_len if max_tokens is None else max_tokens
-
-    def tokens() -> list[int]:
-        given = [message.model_dump(exclude_unset=True) for message in messages]
-        template = context.asking.need_tokenizer().chat_template
-        plain = template_messages(template, given, use.format if use else HERMES)
-        if use is not None:
-            plain = list(use.messages(plain))
-        return context.asking.chat_tokens(plain, most, **options)
-
-    with naming("messages"):
-        return await aside(sum(map(_size, messages)), tokens)
+def _check_lengths(context: Context, body: GenerationFields) -> None:
+    """ApiError for a number of tokens that is above the model's length for any prompt."""
+    limit = context.max_model_len
+    for name in ("max_tokens", "max_completion_tokens", "min_tokens"):
+        value = getattr(body, name, None)
+        if value is not None and value > limit:
+            problem = f"must be at most {limit}, the model's length, not {format_value(value)}"
+            raise field_error(name, problem)
 
 
-def _size(message: ChatMessage) -> int:
-    """About what rendering a message costs, in characters."""
-    content = message.content or ""
-    size = len(content) if isinstance(content, str) else sum(len(part.text) for part in content)
-    others = [message.tool_calls, *(message.model_extra or {}).values()]
-    size += sum(len(each) if isinstance(each, str) else SHORT for each in others if each)
-    return PER_MESSAGE + size
-
-
-def most_tokens(context: Context, body: GenerationFields) -> int | None:
-    """Tokens that a prompt may have before it is truncated; None: the model's length."""
-    return None if body.truncate_prompt_tokens is None else max_listed_tokens(context)
-
-
-def truncated(tokens: list[int], body: GenerationFields) -> list[int]:
-    """The last tokens of a prompt, as many as `truncate_prompt_tokens` keeps."""
-    return tokens if body.truncate_prompt_tokens is None else tokens[-body.truncate_prompt_tokens :]
-
-
-@contextmanager
-def naming(param: str) -> Iterator[None]:
-    """Whatever is wrong in here is wrong with this field, and the message says so."""
-    try:
-        yield
-    except RequestTooLong as error:
-        code = "context_length_exceeded"
-        raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
-    except (InvalidRequest, ModelError) as error:
-        words = str(error) if str(error).startswith(param) else f"{param}: {error}"
-        raise ApiError(400, words, param=param) from error
+def _check_sizes(context: Context, body: GenerationFields) -> None:
+    """ApiError for lists and texts whose total length is above the limit."""
+    for name in ("stop", "bad_words"):
+        value = getattr(body, name)
+        if not value:
+            continue
+        size = len(value) if isinstance(value, str) else sum(map(len, value))
+        if size > MAX_STOP_CHARACTERS:
+            problem = f"must have at most {MAX_STOP_CHARACTERS} characters in total, not {size}"
+            raise field_error(name, problem)
+    allowed, limit = body.allowed_token_ids, context.input_processor.vocab_size
+    if allowed and len(allowed) > limit:
+        problem = f"must have at most {limit} items, the vocabulary size, not {len(allowed)}"
+        raise field_error("allowed_token_ids", problem)
 
 
 def _biases(biases: Mapping[str, float]) -> dict[int, float]:
     for token in biases:
-        if not token.isascii() or not token.isdecimal() or len(token) > MAX_DIGITS:
-            whole = "whole numbers written as strings"
-            raise refused("logit_bias", f"has the key {shown(token)}; keys are token ids, {whole}")
+        if not token.isascii() or not token.isdecimal() or len(token) > MAX_ID_DIGITS:
+            problem = f'has the key {format_value(token)}; keys must be token ids, such as "42"'
+            raise field_error("logit_bias", problem)
     return {int(token): bias for token, bias in biases.items()}

@@ -1,25 +1,28 @@
-"""Structured output: what a body asks of the answer's form, as a grammar."""
+"""Structured output: turns `response_format` and `structured_outputs` into a grammar."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from headway.grammar.grammar import Grammar, check, is_known
-from headway.server.generation.request_fields import naming
-from headway.server.generation.unsupported import GUIDED, guided
-from headway.server.http.errors import ApiError, refused
+from headway.grammar.grammar import Grammar, check_grammar, is_checked
+from headway.server.http.errors import ApiError, attribute_errors_to, field_error
 from headway.server.openai.protocol import GenerationFields, ResponseFormat, StructuredOutputs
 from headway.server.settings import Settings
 
-# One thread: however much there is to read, it takes one core from everybody else at most.
-READER = ThreadPoolExecutor(1, "grammars")
-FORMS: dict[str, Callable[[Any], Grammar]] = {
+# One thread, so that checking grammars takes at most one core from the rest of the server.
+CHECKS = ThreadPoolExecutor(1, "grammars")
+# vLLM's older fields, and the members of structured_outputs that replace them.
+GUIDED_FIELDS = {
+    "guided_json": "json", "guided_regex": "regex", "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}  # fmt: skip
+CONSTRUCTORS: dict[str, Callable[[Any], Grammar]] = {
     "json": Grammar.json_schema,
     "regex": Grammar.regex,
     "choice": Grammar.choice,
@@ -28,65 +31,70 @@ FORMS: dict[str, Callable[[Any], Grammar]] = {
 
 
 async def grammar_of(body: GenerationFields, settings: Settings) -> Grammar | None:
-    """The grammar of an answer; None: any text."""
-    closes = settings.disable_additional_properties  # a request can turn it on, not off
-    wanted, also = body.response_format, body.structured_outputs
-    if also is None and (older := guided(body.model_extra)):
-        also = _validated(older)
-    param = "response_format" if also is None else "structured_outputs"
-    with naming(param):
-        grammar = None if wanted is None else _from_format(wanted, closes)
-        if also is not None:
+    """The grammar of a request's output; None: any text. ApiError if the grammar is invalid."""
+    closes = settings.disable_additional_properties  # a request can turn this on, not off
+    format, outputs = body.response_format, body.structured_outputs
+    if outputs is None:
+        outputs = _guided_outputs(body.model_extra or {})
+    param = "response_format" if outputs is None else "structured_outputs"
+    with attribute_errors_to(param):
+        grammar = None if format is None else _from_format(format, closes)
+        if outputs is not None:
             if grammar is not None:
-                raise refused(param, "and response_format: only one may be given")
-            grammar = _from_outputs(also, closes)
+                raise field_error(param, "and response_format exclude each other; send only one")
+            grammar = _from_outputs(outputs, closes)
         if grammar is not None:
             grammar = replace(grammar, param=param)
-            await checked(grammar, lambda: check(grammar))
+            await check_in_thread(grammar, lambda: check_grammar(grammar))
     return grammar
 
 
-def _validated(given: dict[str, Any]) -> StructuredOutputs:
-    """vLLM's older fields, `guided_json` and so on, as `structured_outputs`."""
+def _guided_outputs(extra: Mapping[str, Any]) -> StructuredOutputs | None:
+    """vLLM's older fields, `guided_json` and so on, as `structured_outputs`; None if absent."""
+    given = {new: extra[old] for old, new in GUIDED_FIELDS.items() if extra.get(old) is not None}
+    if not given:
+        return None
     try:
         return StructuredOutputs.model_validate(given)
     except ValidationError as error:
-        name = next(old for old, new in GUIDED.items() if new == error.errors()[0]["loc"][0])
-        raise refused(name, f"is wrong: {error.errors()[0]['msg']}") from None
+        first = error.errors()[0]
+        name = next(old for old, new in GUIDED_FIELDS.items() if new == first["loc"][0])
+        raise field_error(name, f"is invalid: {first['msg']}") from None
 
 
-async def checked(grammar: Grammar, check: Callable[[], None]) -> None:
-    """Check a grammar, aside if it is not known: reading one may take a while."""
-    if is_known(grammar):
+async def check_in_thread(grammar: Grammar, check: Callable[[], None]) -> None:
+    """Run `check`, on another thread unless the verdict on the grammar is cached."""
+    if is_checked(grammar):
         return check()
-    return await asyncio.get_running_loop().run_in_executor(READER, check)
+    return await asyncio.get_running_loop().run_in_executor(CHECKS, check)
 
 
 def grammar_error(grammar: Grammar | None, problem: str, code: str | None = None) -> ApiError:
-    """A 400 that names the field that the grammar of a request came in."""
+    """A 400 error for the field that the grammar came from."""
     param = (grammar.param if grammar is not None else None) or "tools"
     return ApiError(400, f"{param}: {problem}", param=param, code=code)
 
 
-def _from_format(wanted: ResponseFormat, closes: bool) -> Grammar | None:
-    if wanted.type == "text":
+def _from_format(format: ResponseFormat, closes: bool) -> Grammar | None:
+    if format.type == "text":
         return None
-    if wanted.type == "json_object":
+    if format.type == "json_object":
         return Grammar.json_object()
-    if wanted.json_schema is None:
+    if format.json_schema is None:
         problem = "response_format.json_schema is missing; the type json_schema needs it"
         raise ApiError(400, problem, param="response_format")
-    closes = closes or bool(wanted.json_schema.strict)
-    return Grammar.json_schema(wanted.json_schema.schema_, disable_additional_properties=closes)
+    closes = closes or bool(format.json_schema.strict)
+    return Grammar.json_schema(format.json_schema.schema_, disable_additional_properties=closes)
 
 
-def _from_outputs(wanted: StructuredOutputs, closes: bool) -> Grammar:
-    given = wanted.model_dump(by_alias=True, exclude_none=True)
+def _from_outputs(outputs: StructuredOutputs, closes: bool) -> Grammar:
+    given = outputs.model_dump(by_alias=True, exclude_none=True)
     closes = given.pop("disable_additional_properties", False) or closes
     if len(given) != 1:
-        names = ", ".join(FORMS)
-        raise refused("structured_outputs", f"must have exactly one of {names}, not {len(given)}")
+        names = ", ".join(CONSTRUCTORS)
+        problem = f"must have exactly one of {names}, not {len(given)}"
+        raise field_error("structured_outputs", problem)
     ((name, value),) = given.items()
     if name == "json":
         return Grammar.json_schema(value, disable_additional_properties=closes)
-    return FORMS[name](value)
+    return CONSTRUCTORS[name](value)

@@ -21,7 +21,7 @@ from headway.server.context import Context
 from headway.server.generation.response_format import grammar_error
 from headway.server.generation.samples import Sample
 from headway.server.http.errors import ApiError
-from headway.server.http.trace_context import TRACEPARENT
+from headway.server.http.middleware import TRACEPARENT
 
 AT_ONCE = 32  # prompts that are opened or sent between two looks at other streams
 NO_SCORES: list[TokenLogprobs] = []
@@ -81,7 +81,7 @@ class Run:
         self.field = field
         self.prompt = prompt
         self.asked = asked
-        self.params = context.asking.params(asked, id) if params is None else params
+        self.params = context.input_processor.params(asked, id) if params is None else params
         self.samples = [
             Sample(context, asked, self.params.stops, is_live) for _ in range(asked.n)
         ]  # fmt: skip

@@ -18,7 +18,7 @@ class Sample:
     def __init__(
         self, context: Context, asked: SamplingParams, hidden: frozenset[int], is_live: bool
     ) -> None:
-        tokenizer = context.asking.tokenizer
+        tokenizer = context.input_processor.tokenizer
         self.stream: TextStream | None = None  # None: the model has no tokenizer here
         if tokenizer is not None:
             self.stream = TextStream(

@@ -1,8 +1,8 @@
-"""HTTP/1 connections: uvicorn's with httptools, with limits, timeouts and a direct way to write.
+"""HTTP/1 connections: uvicorn's httptools protocol with limits, timeouts and direct chunk writes.
 
-httptools is written in C: a streamed token costs a tenth less than with h11, a short request a
-fifth. It bounds neither the size of a head nor the time a client takes for it; this module does.
-Direct writes skip ASGI: docs/decisions/0013-direct-chunk-writes.md says why, and what guards them.
+httptools is written in C: a streamed token costs 10% less than with h11, a short request 20% less.
+It limits neither the size of a request head nor the time for it; this module does both. Direct
+chunk writes bypass ASGI; docs/decisions/0013-direct-chunk-writes.md gives reasons and safeguards.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from headway.server.http.connections import ConnectionTable
-from headway.server.http.errors import ApiError, to_json
+from headway.server.http.connection_table import ConnectionTable
+from headway.server.http.errors import ApiError
+from headway.server.http.json_output import to_json
 
-NAME, OUTLET = "headway", "outlet"  # among a scope's extensions
-MAX_HEAD_BYTES = 64 << 10  # bytes that end no head and are no part of a body
-# A header that this server ignores, and that makes httptools drop the request's body. Java's client
-# offers HTTP/2 this way. The name in its place is as long, as the body must keep its length.
+EXTENSION, WRITER = "headway", "chunk_writer"  # keys in a scope's extensions
+MAX_HEAD_BYTES = 64 << 10
+# httptools drops the body of a request with an Upgrade header, which this server ignores and which
+# Java's client sends to offer HTTP/2. The replacement has the same length, so lengths still match.
 UPGRADE = re.compile(rb"(?<=\r\n)upgrade(?=[ \t]*:)", re.IGNORECASE)
-LINGER = 2.0  # seconds in which a refused client can still send what it had begun to send
+LINGER = 2.0  # seconds for which a refused client may continue to send
 
 
-class Outlet:
-    """Writes chunks of a response at once, past ASGI, while no ASGI message is under way."""
+class ChunkWriter:
+    """Writes response chunks directly to the transport while no ASGI message is being sent."""
 
     __slots__ = ("_response",)
 
@@ -38,7 +39,7 @@ class Outlet:
 
     @property
     def is_open(self) -> bool:
-        """True while the response is sent in chunks, is incomplete, and its client reads it."""
+        """True while the response is chunked and incomplete and the client reads it."""
         response = self._response
         return response.chunked_encoding is True and not (
             response.flow.write_paused
@@ -48,53 +49,54 @@ class Outlet:
         )
 
     def write(self, body: bytes) -> None:
-        """Write one chunk, only while the outlet is open. An empty one would end the response."""
+        """Write one chunk; call only while `is_open`. An empty chunk would end the response."""
         if body:
             self._response.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
 
 
-def outlet_of(scope: Scope) -> Outlet | None:
-    """The outlet of a request's connection; None under another server than ours."""
-    found: Outlet | None = scope.get("extensions", {}).get(NAME, {}).get(OUTLET)
-    return found
+def chunk_writer_of(scope: Scope) -> ChunkWriter | None:
+    """The chunk writer of a request's connection; None if another ASGI server runs the app."""
+    writer: ChunkWriter | None = scope.get("extensions", {}).get(EXTENSION, {}).get(WRITER)
+    return writer
 
 
 class UnchunkedResponse(RequestResponseCycle):
-    """A response to HTTP/1.0, which has no chunks: the end of the connection ends the body."""
+    """A response to HTTP/1.0, which has no chunks: closing the connection ends the body."""
 
-    _is_sized = True  # has a Content-Length
+    _has_length = True  # the response has a Content-Length
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", ())}
-            self._is_sized = b"content-length" in names
-            if not self._is_sized:
+            self._has_length = b"content-length" in names
+            if not self._has_length:
                 self.chunked_encoding = False
-        elif not self._is_sized:  # let each piece be as long as it is
+        elif not self._has_length:  # uvicorn checks the body's length; accept any
             self.expected_content_length = len(message.get("body", b""))
         await super().send(message)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One client's connection.
 
-    Refusals that the app never sees (a head that is too long, too slow or not HTTP; too many
-    connections) are sent after the responses that are still open, and close the connection.
+    Some requests are refused before the app sees them: a head that is too long, too slow or not
+    HTTP, or too many connections. The error is sent after the responses that are still open, and
+    the connection is closed.
     """
 
     def __init__(self, *arguments: Any, table: ConnectionTable, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.timeout_keep_alive = table.settings.keep_alive_timeout  # type: ignore[assignment]
         self._table = table
-        self._open: deque[RequestResponseCycle] = deque()  # incomplete ones; the first one runs
-        self._part = ""  # of the message being read: head or body
+        self._open: deque[RequestResponseCycle] = deque()  # incomplete responses; the first runs
+        self._part = ""  # the part of a request being read: head or body
         self._deadline = math.inf  # on the loop's clock; infinite while a response is open
-        self._refusal: ApiError | None = None  # to be sent once no response is open
-        self._is_ended = False  # the last response is written; what still comes is dropped
-        self._num_held, self._has_moved = 0, False  # bytes since the parser's latest callback
+        self._refusal: ApiError | None = None  # sent once no response is open
+        self._is_ended = False  # the last response is written; further input is dropped
+        self._num_held, self._has_progress = 0, False  # bytes since the parser's latest callback
         self._unsent, self._unsent_since = -1, 0.0  # bytes of a connection that is closing
 
-    # What the transport calls.
+    # Called by the transport.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -105,7 +107,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._table.release(self)
-        for response in self._open:  # uvicorn tells only the latest of a pipeline
+        for response in self._open:  # uvicorn notifies only the latest of a pipeline
             _disconnect(response)
         super().connection_lost(exc)
 
@@ -114,40 +116,40 @@ class Connection(HttpToolsProtocol):
             return
         if self._part != "body" and b"pgrade" in data:
             data = UPGRADE.sub(b"ignored", data)
-        self._has_moved = False
+        self._has_progress = False
         super().data_received(data)
-        self._num_held = 0 if self._has_moved else self._num_held + len(data)
+        self._num_held = 0 if self._has_progress else self._num_held + len(data)
         if self._num_held > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the head is longer than the limit of {MAX_HEAD_BYTES} bytes")
-        if not self._open:  # the first byte of a message starts the clock, later ones do not
+            self.send_400_response(f"the request head is longer than {MAX_HEAD_BYTES} bytes")
+        if not self._open:  # only the first byte of a request sets the deadline
             within = self._table.settings.head_timeout
             self._deadline = min(self._deadline, self.loop.time() + within)
 
-    # What the parser calls.
+    # Called by the parser.
 
     def on_message_begin(self) -> None:
-        self._has_moved, self._part = True, "head"
+        self._has_progress, self._part = True, "head"
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        self._has_moved = True
+        self._has_progress = True
         super().on_headers_complete()
         self._part, self._deadline = "body", math.inf
         self._open.append(self.cycle)
-        if self.scope["http_version"] == "1.0":  # its app has not run yet
+        if self.scope["http_version"] == "1.0":  # the app has not been called yet
             self.cycle.__class__ = UnchunkedResponse
             self.cycle.waiting_for_100_continue = False
-        self.scope["extensions"] = {NAME: {OUTLET: Outlet(self.cycle)}}
+        self.scope["extensions"] = {EXTENSION: {WRITER: ChunkWriter(self.cycle)}}
 
     def on_body(self, body: bytes) -> None:
-        self._has_moved = True
+        self._has_progress = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._has_moved, self._part = True, ""
+        self._has_progress, self._part = True, ""
         super().on_message_complete()
 
-    # What a response calls when it is complete, and the table once in a while.
+    # Called by a complete response, and periodically by the connection table.
 
     def on_response_complete(self) -> None:
         if self._open and self._open[0].response_complete:
@@ -157,11 +159,11 @@ class Connection(HttpToolsProtocol):
             return
         if self._refusal is not None:
             self._end(self._refusal)
-        elif self._part:  # of the next message, or of a body that the app did not read
+        elif self._part:  # of the next request, or of a body that the app did not read
             self._deadline = self.loop.time() + self._table.settings.head_timeout
 
     def expire(self, now: float) -> None:
-        """Close the connection if its client takes too long for its request or its response."""
+        """Close the connection if the client is too slow to send a request or to read a response."""
         if self.transport.is_closing():
             self._expire_unsent(now)
         elif now < self._deadline:
@@ -170,12 +172,13 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
         elif self._part == "head":
             limit = f"{self._table.settings.head_timeout:g} seconds"
-            self._refuse(ApiError(408, f"the head did not arrive within {limit}", code="timeout"))
+            problem = f"the request head did not arrive within {limit}"
+            self._refuse(ApiError(408, problem, code="timeout"))
         else:
             self.transport.close()
 
     def _expire_unsent(self, now: float) -> None:
-        """A closing connection stays open until all is sent: abort it when nothing moves."""
+        """Abort a closing connection whose client has stopped reading."""
         unsent = self.transport.get_write_buffer_size()
         if unsent != self._unsent:
             self._unsent, self._unsent_since = unsent, now
@@ -188,10 +191,10 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Send an error in place of the message being read, after what is open, and close."""
+        """Send an error for the request being read, after open responses, and close."""
         if self._part == "body":
             if not self._open or self._open[-1] is not self.cycle:
-                return self.transport.close()  # it has been answered already
+                return self.transport.close()  # the request already has its response
             broken = self._open.pop()
             _disconnect(broken)
             if self.pipeline and self.pipeline[0][0] is broken:
@@ -207,8 +210,8 @@ class Connection(HttpToolsProtocol):
     def _end(self, error: ApiError) -> None:
         """Write the connection's last response.
 
-        To close at once would reset the connection while the client still sends, and the client
-        might never read the response.
+        Closing immediately would reset the connection while the client still sends, and the client
+        might not read the response.
         """
         self._is_ended = True
         self._unset_keepalive_if_required()
@@ -221,13 +224,13 @@ class Connection(HttpToolsProtocol):
 
 
 def _disconnect(response: RequestResponseCycle) -> None:
-    """Tell a response's app that its client has gone."""
+    """Signal the app of a response that its client has disconnected."""
     response.disconnected = True
     response.message_event.set()
 
 
 def raw_response(error: ApiError) -> bytes:
-    """A whole response that closes its connection, for clients that no app answers."""
+    """A complete response that closes the connection, for requests that reach no app."""
     body = to_json(error.body)
     headers = {
         **error.headers, "Content-Type": "application/json", "Content-Length": str(len(body)),

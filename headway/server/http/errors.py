@@ -1,6 +1,6 @@
-"""What went wrong, as OpenAI's clients expect to be told: a status, and a body that names the field.
+"""API errors: an HTTP status and a body in the format of OpenAI's or Anthropic's API.
 
-Knows which of our exceptions are the client's fault, and nothing of endpoints.
+Maps the package's exceptions to statuses. Knows no endpoints.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.responses import Response
@@ -21,24 +22,31 @@ from headway.errors import (
     Overloaded,
     PolicyError,
     RequestError,
+    RequestTooLong,
 )
+from headway.server.http.json_output import to_json
 
 log = logging.getLogger("headway.server")
-LONGEST_SHOWN = 80  # characters of a wrong value
-JSON = json.JSONEncoder(ensure_ascii=False, default=repr)
-OWN_ID = re.compile(r"request '[^']*': ")  # clients know no such ids
+MAX_SHOWN_CHARACTERS = 80  # of a wrong value in a message
+ENCODER = json.JSONEncoder(ensure_ascii=False, default=repr)
+REQUEST_ID_PREFIX = re.compile(r"request '[^']*': ")  # internal ids mean nothing to clients
 FIELD = re.compile(r"([a-z][a-z_]*)(?=[\s:\[.])")
 ANTHROPIC_PATH = "/v1/messages"
-ANTHROPIC_KINDS = {
+OPENAI_TYPES = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    429: "rate_limit_error", 503: "service_unavailable_error", 504: "timeout_error",
+}  # fmt: skip
+ANTHROPIC_TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
     504: "timeout_error",
 }  # fmt: skip
-NO_FIELDS = frozenset({"request", "the", "this", "client", "text", "a", "an"})
+# First words of messages that name no field.
+NOT_FIELDS = frozenset({"request", "the", "this", "client", "text", "a", "an"})
 
 
 class ApiError(Exception):
-    """An answer that is no answer: status, and what OpenAI's error body holds."""
+    """An error response: HTTP status, message, and the members of OpenAI's error body."""
 
     def __init__(
         self,
@@ -57,58 +65,63 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        error = {"message": str(self), "type": _kind(self.status), "param": self.param}
-        return {"error": {**error, "code": self.code}}
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = OPENAI_TYPES.get(self.status, default)
+        error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
 
     @property
     def anthropic_body(self) -> dict[str, Any]:
-        """The body as Anthropic's API has it."""
-        kind = ANTHROPIC_KINDS.get(self.status, "api_error")
-        if kind == "api_error" and self.status < 500:
-            kind = "invalid_request_error"
+        """The body in the format of Anthropic's API."""
+        default = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = ANTHROPIC_TYPES.get(self.status, default)
         return {"type": "error", "error": {"type": kind, "message": str(self)}}
 
-    @property
-    def response(self) -> Response:
-        return self.response_at("/")
-
     def response_at(self, path: str) -> Response:
-        """The error in the shape of the API that has this path."""
+        """The response in the format of the API that serves `path`."""
         body = self.anthropic_body if path.startswith(ANTHROPIC_PATH) else self.body
         return Response(to_json(body), self.status, self.headers, "application/json")
 
 
-def to_json(value: Any) -> bytes:
-    """ASCII only: half of a surrogate pair, which a client may have sent, has no UTF-8."""
-    return json.dumps(value, separators=(",", ":")).encode("ascii")
-
-
-def refused(param: str, problem: str, code: str | None = None) -> ApiError:
-    """A 400 for one field."""
+def field_error(param: str, problem: str, code: str | None = None) -> ApiError:
+    """A 400 error for one field; the message is the field's name followed by `problem`."""
     return ApiError(400, f"{param} {problem}", param=param, code=code)
 
 
-def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """An error whose field has another name in the API that it is reported by."""
+@contextmanager
+def attribute_errors_to(param: str) -> Iterator[None]:
+    """Turn errors raised inside into 400 errors for the field `param`."""
+    try:
+        yield
+    except RequestTooLong as error:
+        code = "context_length_exceeded"
+        raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
+    except (InvalidRequest, ModelError) as error:
+        message = str(error) if str(error).startswith(param) else f"{param}: {error}"
+        raise ApiError(400, message, param=param) from error
+
+
+def rename_param(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """The error with its field renamed, for an API that uses another name for the field."""
     name = names.get(error.param or "")
     if name is None:
         return error
-    words = str(error).replace(str(error.param), name, 1)
-    return ApiError(error.status, words, param=name, code=error.code, headers=error.headers)
+    message = str(error).replace(str(error.param), name, 1)
+    return ApiError(error.status, message, param=name, code=error.code, headers=error.headers)
 
 
-def shown(value: object) -> str:
-    """A wrong value as JSON writes it, as much of it as a message needs."""
+def format_value(value: object) -> str:
+    """A wrong value as JSON, cut to MAX_SHOWN_CHARACTERS."""
     text = ""
-    for piece in JSON.iterencode(value):  # piece by piece: it may be a million times as long
-        text += piece[: LONGEST_SHOWN + 1]
-        if len(text) > LONGEST_SHOWN:
-            return f"{text[:LONGEST_SHOWN]}..."
+    for piece in ENCODER.iterencode(value):  # the whole value may be many megabytes long
+        text += piece[: MAX_SHOWN_CHARACTERS + 1]
+        if len(text) > MAX_SHOWN_CHARACTERS:
+            return f"{text[:MAX_SHOWN_CHARACTERS]}..."
     return text
 
 
 def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
-    """Any exception as an answer; what nobody thought of is a 500, and logged."""
+    """Map an exception to an error response. Unknown exceptions are logged and become a 500."""
     match error:
         case ApiError():
             return error
@@ -117,40 +130,29 @@ def api_error(error: Exception, *, is_closing: bool = False) -> ApiError:
         case Overloaded():
             wait = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
             return ApiError(429, str(error), code="overloaded", headers=wait)
-        case InvalidRequest() | RequestError():
-            words = OWN_ID.sub("", str(error), count=1)
-            return ApiError(400, words, param=_field_of(words))
-        case ModelError():  # the model cannot do what was asked, such as chat without a template
+        case RequestError():
+            message = REQUEST_ID_PREFIX.sub("", str(error), count=1)
+            return ApiError(400, message, param=_field_of(message))
+        case ModelError():  # the model lacks something, such as a chat template
             return ApiError(400, str(error))
-        case PolicyError():  # a user's own policy is broken, not the request
-            log.error("a request was refused: %s", error)
+        case PolicyError():  # the operator's policy failed; the request is not at fault
+            log.error("request refused: %s", error)
             return ApiError(500, str(error), code="policy_failed")
         case ExecutorError():
             return ApiError(503, str(error), code="engine_gone")
         case TimeoutError():
-            return ApiError(504, "the request took longer than the server allows", code="timeout")
-    log.error("a request failed", exc_info=error)
-    return ApiError(500, f"{type(error).__name__} in the server", code="internal_error")
+            message = "the request exceeded the server's time limit (--timeout)"
+            return ApiError(504, message, code="timeout")
+    log.error("request failed", exc_info=error)
+    return ApiError(500, f"internal server error: {type(error).__name__}", code="internal_error")
 
 
-def lowered(message: str) -> str:
-    """A sentence's words, to be part of another."""
+def lowercase_first(message: str) -> str:
+    """The message with a lowercase first letter, for use inside another sentence."""
     return message[:1].lower() + message[1:]
 
 
 def _field_of(message: str) -> str | None:
-    """The field that one of our own messages begins with."""
+    """The field name that an engine error message begins with; None if there is none."""
     found = FIELD.match(message)
-    return found[1] if found and found[1] not in NO_FIELDS else None
-
-
-def _kind(status: int) -> str:
-    named = {
-        401: "authentication_error",
-        403: "permission_error",
-        404: "not_found_error",
-        429: "rate_limit_error",
-        503: "service_unavailable_error",
-        504: "timeout_error",
-    }
-    return named.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return found[1] if found and found[1] not in NOT_FIELDS else None

@@ -1,7 +1,7 @@
-"""Work that is too long for the event loop, on threads that leave the GIL to the others.
+"""Runs work that is too long for the event loop on threads that release the GIL regularly.
 
-A thread that only computes takes the GIL again every few milliseconds, and a step of the engine on
-a CPU needs it a hundred times. So such work calls `pause` between small parts.
+A thread that only computes takes the GIL back every few milliseconds, and one engine step on a CPU
+needs the GIL a hundred times. Offloaded work therefore calls `yield_gil` between small parts.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-Result = TypeVar("Result")
-SHORT = 4000  # characters, ids or log probabilities; more would hold up other streams
-LARGE = 1 << 18  # work of this size is done one at a time, so that memory stays bounded
+T = TypeVar("T")
+MAX_INLINE_SIZE = 4000  # characters, token ids or log probabilities handled on the event loop
+LARGE = 1 << 18  # work of this size runs one at a time, so that memory stays bounded
 SLICE = 0.004  # seconds of work between two pauses
-PAUSE = 2.0  # seconds of pause for each second of work
+PAUSE = 2.0  # seconds of sleep per second of work
 _LARGE_WORK = ThreadPoolExecutor(1, "large-requests")
 _TRIM: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-_thread = threading.local()  # `worked_since`: only on threads that `aside` uses
+_thread = threading.local()  # has `worked_since` only on threads started by `offload`
 
 
-async def aside(size: int, work: Callable[[], Result]) -> Result:
-    """Do work of this size: at once if it is short, else on another thread."""
-    if size <= SHORT:
+async def offload(size: int, work: Callable[[], T]) -> T:
+    """Return `work()`: called directly up to MAX_INLINE_SIZE, on another thread above it."""
+    if size <= MAX_INLINE_SIZE:
         return work()
     executor = _LARGE_WORK if size > LARGE else None
     return await asyncio.get_running_loop().run_in_executor(executor, _with_pauses, work)
 
 
-def _with_pauses(work: Callable[[], Result]) -> Result:
+def _with_pauses(work: Callable[[], T]) -> T:
     _thread.worked_since = time.perf_counter()
     try:
         return work()
@@ -41,13 +41,13 @@ def _with_pauses(work: Callable[[], Result]) -> Result:
 
 
 async def return_memory() -> None:
-    """Give what large requests have freed back to the system; glibc would keep some of it."""
+    """Return memory freed by large requests to the system; glibc would keep some of it."""
     if _TRIM is not None:
         await asyncio.get_running_loop().run_in_executor(_LARGE_WORK, _TRIM, 0)
 
 
-def pause() -> None:
-    """Sleep if this is a thread of `aside` and its slice of time is over; else do nothing."""
+def yield_gil() -> None:
+    """Sleep if the calling thread runs offloaded work and its time slice is over."""
     since = getattr(_thread, "worked_since", None)
     if since is not None:
         worked = time.perf_counter() - since

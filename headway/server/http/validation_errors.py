@@ -1,7 +1,7 @@
-"""What FastAPI and Starlette refuse, said as we say it: the field, its problem and the limit.
+"""Turns validation errors of FastAPI and Starlette into API errors.
 
-Fields are named by their place in the body (`messages[3].content[1].text`), types and values as
-JSON names them.
+Messages name the field by its location in the body (`messages[3].content[1].text`), the problem
+and the limit. Types and values are written as in JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from headway.server.http.errors import ApiError, api_error, lowered, shown
+from headway.server.http.errors import ApiError, api_error, format_value, lowercase_first
 
-WANTED = {  # by pydantic's name of the problem
+EXPECTED = {  # by pydantic's error type
     "string_type": "a string",
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -38,106 +38,106 @@ SIZES = {
     "string_too_long": "at most {max_length} characters",
     "string_too_short": "at least {min_length} character",
 }
-Place = tuple[str | int, ...]
+Location = tuple[str | int, ...]
 
 
-class Problem(NamedTuple):
-    """One thing that is wrong, with its place in the body."""
+class FieldError(NamedTuple):
+    """One validation error of pydantic, with its location in the body."""
 
-    place: Place
-    num_common: int  # parts of its location before the first of a union's kinds; all, if none
-    location: Place
+    place: Location  # in the body
+    num_common: int  # leading parts of `location` that name no member of a union
+    location: Location  # as in pydantic; includes the members of unions
     value: Any
-    found: Mapping[str, Any]  # as pydantic tells it
+    error: Mapping[str, Any]  # pydantic's error
 
 
 def install(app: FastAPI) -> None:
-    """Answer whatever is refused before an endpoint has it, in OpenAI's shape."""
+    """Install exception handlers that return errors in OpenAI's format."""
 
-    async def wrong_body(request: Request, error: Exception) -> Response:
+    async def handle_validation(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
         return from_validation(error.errors(), error.body).response_at(request.url.path)
 
-    async def http(request: Request, error: Exception) -> Response:
+    async def handle_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         return _from_http(request, error).response_at(request.url.path)
 
-    async def ours(request: Request, error: Exception) -> Response:
+    async def handle_api(request: Request, error: Exception) -> Response:
         return api_error(error).response_at(request.url.path)
 
-    app.add_exception_handler(RequestValidationError, wrong_body)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(ApiError, ours)
+    app.add_exception_handler(RequestValidationError, handle_validation)
+    app.add_exception_handler(HTTPException, handle_http)
+    app.add_exception_handler(ApiError, handle_api)
 
 
-def from_validation(found: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
-    """The first thing that is wrong with a body; of a field of several kinds, each kind's."""
-    first = _problem(found[0], body)
+def from_validation(errors: Sequence[Mapping[str, Any]], body: Any) -> ApiError:
+    """A 400 error for the first wrong field; for a union, it covers the errors of its members."""
+    first = _field_error(errors[0], body)
     common = first.location[: first.num_common]
     same = [first]
     if len(common) < len(first.location):
-        all_ = [_problem(each, body) for each in found]
-        same = _furthest([each for each in all_ if each.location[: len(common)] == common])
-    return ApiError(400, _words(same), param=str(first.place[0]))
+        found = [_field_error(each, body) for each in errors]
+        same = _furthest([each for each in found if each.location[: len(common)] == common])
+    return ApiError(400, _message(same), param=str(first.place[0]))
 
 
-def _problem(found: Mapping[str, Any], body: Any) -> Problem:
-    """Follow a location through the body: what leads nowhere there names a union's kind."""
-    location: Place = found["loc"][1:]
+def _field_error(error: Mapping[str, Any], body: Any) -> FieldError:
+    """Follow pydantic's location through the body; parts not found there name union members."""
+    location: Location = error["loc"][1:]
     place: list[str | int] = []
     num_common, at = len(location), body
     for number, part in enumerate(location):
         is_index = isinstance(at, list) and isinstance(part, int)
         if is_index or (isinstance(at, Mapping) and part in at):
             at = at[part]
-        elif not (found["type"] == "missing" and number == len(location) - 1):
+        elif not (error["type"] == "missing" and number == len(location) - 1):
             num_common = min(num_common, number)
             continue
         place.append(part)
-    return Problem(tuple(place), num_common, location, at, found)
+    return FieldError(tuple(place), num_common, location, at, error)
 
 
-def _furthest(problems: Sequence[Problem]) -> list[Problem]:
-    """Of each kind's first problem, those that come last in the body: it was most nearly right."""
-    firsts: dict[str | int, Problem] = {}
-    for each in problems:
+def _furthest(errors: Sequence[FieldError]) -> list[FieldError]:
+    """The first error of each union member, for the members that matched the longest."""
+    firsts: dict[str | int, FieldError] = {}
+    for each in errors:
         firsts.setdefault(each.location[each.num_common], each)
 
-    def order(problem: Problem) -> list[int]:
-        return [part if isinstance(part, int) else 0 for part in problem.place]
+    def order(error: FieldError) -> list[int]:
+        return [part if isinstance(part, int) else 0 for part in error.place]
 
-    most = max(order(each) for each in firsts.values())
-    return [each for each in firsts.values() if order(each) == most]
+    last = max(order(each) for each in firsts.values())
+    return [each for each in firsts.values() if order(each) == last]
 
 
-def _words(same: Sequence[Problem]) -> str:
-    """One sentence for what is wrong at one place."""
+def _message(same: Sequence[FieldError]) -> str:
+    """The message for errors at one location."""
     first = same[0]
     parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first.place)
     where = "".join(parts).removeprefix(".")
-    kinds = [each.found["type"] for each in same]
+    kinds = [each.error["type"] for each in same]
     if kinds == ["missing"]:
         return f"{where} is missing"
     if "string_unicode" in kinds:
-        return f"{where} holds half of a surrogate pair; send whole characters"
+        return f"{where} contains a lone surrogate; send complete characters"
     for each, kind in zip(same, kinds, strict=True):
         if kind in SIZES:
-            wanted = SIZES[kind].format(**each.found["ctx"])
-            return f"{where} must have {wanted}, not {len(first.value)}"
+            expected = SIZES[kind].format(**each.error["ctx"])
+            return f"{where} must have {expected}, not {len(first.value)}"
     if isinstance(first.value, float) and math.isnan(first.value):
         return f"{where} must be a number, not NaN"
-    wanted = " or ".join(dict.fromkeys(_wanted(each.found) for each in same))
-    return f"{where} must be {wanted}, not {shown(first.value)}"
+    expected = " or ".join(dict.fromkeys(_expected(each.error) for each in same))
+    return f"{where} must be {expected}, not {format_value(first.value)}"
 
 
-def _wanted(found: Mapping[str, Any]) -> str:
-    limits = {name: _plain(value) for name, value in found.get("ctx", {}).items()}
-    form = WANTED.get(found["type"])
-    return lowered(found["msg"]) if form is None else form.format(**limits)
+def _expected(error: Mapping[str, Any]) -> str:
+    limits = {name: _as_json(value) for name, value in error.get("ctx", {}).items()}
+    template = EXPECTED.get(error["type"])
+    return lowercase_first(error["msg"]) if template is None else template.format(**limits)
 
 
-def _plain(value: Any) -> Any:
-    """As JSON: a whole number without its point, a text in double quotes."""
+def _as_json(value: Any) -> Any:
+    """A limit as JSON writes it: whole floats without a point, strings in double quotes."""
     if isinstance(value, str):
         return value.replace("'", '"')
     return int(value) if isinstance(value, float) and value.is_integer() else value
@@ -147,8 +147,8 @@ def _from_http(request: Request, error: HTTPException) -> ApiError:
     status, headers, path = error.status_code, dict(error.headers or {}), request.url.path
     problem = str(error.detail)
     if status == 404:
-        problem = f"there is no {shown(path)} here; GET /openapi.json tells what there is"
+        problem = f"there is no path {format_value(path)}; GET /openapi.json lists all paths"
     elif status == 405:
-        allowed = headers.get("Allow", "another")
-        problem = f"{request.method} is not for {shown(path)}; {allowed} is"
+        allowed = headers.get("Allow", "another method")
+        problem = f"{request.method} is not allowed for {format_value(path)}; use {allowed}"
     return ApiError(status, problem, headers=headers)

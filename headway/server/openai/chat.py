@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: a conversation in, the assistant's next message out."""
+"""POST /v1/chat/completions: generates the next message of a conversation."""
 
 from __future__ import annotations
 
@@ -10,143 +10,161 @@ from typing import Any
 
 from headway.server.context import Context
 from headway.server.generation.conversation import Conversation, open_conversation
-from headway.server.generation.logprobs import chat_shape, prompt_shape
-from headway.server.generation.runs import Delta, Outlet, Straight
-from headway.server.generation.stream import Chunks, Events, Watched, Whole, usage_of
-from headway.server.http.errors import to_json
-from headway.server.http.offload import aside
+from headway.server.generation.logprobs import chat_logprobs, prompt_logprobs_of
+from headway.server.generation.runs import Delta, Straight
+from headway.server.generation.stream import (
+    CancellableResponse,
+    ChunkEncoder,
+    CompleteResponse,
+    EventStreamResponse,
+    usage_of,
+)
+from headway.server.http.connection import ChunkWriter
+from headway.server.http.json_output import to_json
+from headway.server.http.offload import offload
 from headway.server.openai.protocol import ChatRequest
-from headway.server.toolcalls.formats import gathered
+from headway.server.toolcalls.formats import OutputPiece, ParsedOutput, merge_pieces
 
 KIND, CHUNK_KIND = "chat.completion", "chat.completion.chunk"
 ROLE = '"delta":{"role":"assistant","content":""}'
 
 
-def chat(context: Context, body: ChatRequest) -> Watched:
-    """The answer to one request, streamed or whole."""
+def chat(context: Context, body: ChatRequest) -> CancellableResponse:
+    """The response to one request, streamed or complete."""
     if body.stream:
-        return Events(context, lambda outlet: _events(context, body, outlet))
-    return Whole(context, lambda: _answer(context, body))
+        return EventStreamResponse(context, lambda writer: _events(context, body, writer))
+    return CompleteResponse(context, lambda: _response(context, body))
 
 
-class Shape:
-    """What the parts of one answer look like, by what its request asked for."""
+class ChatFormatter:
+    """Formats the parts of one response as its request asks for."""
 
-    def __init__(self, body: ChatRequest, opened: Conversation) -> None:
-        self.opened = opened
+    def __init__(self, body: ChatRequest, conversation: Conversation) -> None:
+        self.conversation = conversation
         self._has_logprobs, self._has_ids = bool(body.logprobs), bool(body.return_token_ids)
-        self._are_tokens_ids = bool(body.return_tokens_as_token_ids)
-        self._num_sent = [0] * len(opened.answers)  # token ids, by choice
+        self._tokens_as_ids = bool(body.return_tokens_as_token_ids)
+        self._num_sent = [0] * len(conversation.parsers)  # token ids, by choice
 
     @property
     def usage(self) -> dict[str, Any]:
-        run = self.opened.run
+        run = self.conversation.run
         return usage_of(len(run.prompt), run.num_generated, run.num_cached)
 
     @property
     def prompt_ids(self) -> dict[str, Any]:
-        """The prompt's token ids, if they are wanted."""
-        return {"prompt_token_ids": self.opened.run.prompt} if self._has_ids else {}
+        """The prompt's token ids, if the request asks for them."""
+        return {"prompt_token_ids": self.conversation.run.prompt} if self._has_ids else {}
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
-        tokenizer = self.opened.tokenizer
-        return chat_shape(tokenizer, delta.scores, as_ids=self._are_tokens_ids)
+        tokenizer = self.conversation.tokenizer
+        return chat_logprobs(tokenizer, delta.scores, as_ids=self._tokens_as_ids)
 
     def token_ids(self, choice: int) -> dict[str, Any]:
-        """Token ids of a choice that were not returned before, if they are wanted."""
+        """New token ids of a choice, if the request asks for them."""
         if not self._has_ids:
             return {}
-        tokens = self.opened.run.samples[choice].tokens
+        tokens = self.conversation.run.samples[choice].tokens
         new = tokens[self._num_sent[choice] :]
         self._num_sent[choice] = len(tokens)
         return {"token_ids": new}
 
 
-async def _answer(context: Context, body: ChatRequest) -> dict[str, Any]:
-    opened = await open_conversation(context, body, id_prefix="chatcmpl", is_live=False)
-    shape, choices = Shape(body, opened), []
-    for index, delta in enumerate(await opened.all_deltas()):
-        answer = opened.answers[index]
-        size = len(delta.scores) * ((opened.run.asked.logprobs or 0) + 1)
+async def _response(context: Context, body: ChatRequest) -> dict[str, Any]:
+    conversation = await open_conversation(context, body, id_prefix="chatcmpl", is_live=False)
+    formatter, choices, run = ChatFormatter(body, conversation), [], conversation.run
+    for index, delta in enumerate(await conversation.all_deltas()):
+        parser = conversation.parsers[index]
+        size = len(delta.scores) * ((run.asked.logprobs or 0) + 1)
         choices.append({
             "index": index,
-            "message": _message(gathered(answer.pieces(delta))),
-            "logprobs": await aside(size, partial(shape.logprobs, delta)),
-            "finish_reason": answer.finish_reason(delta.finish_reason),
-            **shape.token_ids(index),
+            "message": _message(merge_pieces(parser.push(delta))),
+            "logprobs": await offload(size, partial(formatter.logprobs, delta)),
+            "finish_reason": parser.finish_reason(delta.finish_reason),
+            **formatter.token_ids(index),
         })  # fmt: skip
     value: dict[str, Any] = {
-        "id": opened.id, "object": KIND, "created": opened.created, "model": context.model_name,
+        "id": conversation.id, "object": KIND, "created": conversation.created,
+        "model": context.model_name,
         "system_fingerprint": context.fingerprint or None, "choices": choices,
-        "usage": shape.usage, **shape.prompt_ids,
+        "usage": formatter.usage, **formatter.prompt_ids,
     }  # fmt: skip
     if body.prompt_logprobs is not None:
-        run = opened.run
         size, num_tokens = (body.prompt_logprobs + 1) * len(run.prompt), len(run.prompt)
-        write = partial(prompt_shape, opened.tokenizer, num_tokens, run.prompt_scores)
-        value["prompt_logprobs"] = await aside(size, write)
+        write = partial(prompt_logprobs_of, conversation.tokenizer, num_tokens, run.prompt_scores)
+        value["prompt_logprobs"] = await offload(size, write)
     return value
 
 
-def _message(parsed: Any) -> dict[str, Any]:
-    """A complete answer as a message."""
-    message = {"role": "assistant", "content": parsed.content, "refusal": None}
+def _message(parsed: ParsedOutput) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant", "content": parsed.content, "refusal": None,
+    }  # fmt: skip
     if parsed.calls:
         message["tool_calls"] = [call.as_message() for call in parsed.calls]
     return message
 
 
 async def _events(
-    context: Context, body: ChatRequest, outlet: Outlet | None
+    context: Context, body: ChatRequest, writer: ChunkWriter | None
 ) -> AsyncGenerator[bytes, None]:
-    opened = await open_conversation(context, body, id_prefix="chatcmpl", is_live=True)
-    shape = Shape(body, opened)
-    chunks = Chunks(context, opened.id, CHUNK_KIND, opened.created, body.stream_options)
-    first = _top(chunks, shape, shape.prompt_ids)
-    roles = "".join(chunks.chunk(index, ROLE, top=first) for index in range(len(opened.answers)))
+    conversation = await open_conversation(context, body, id_prefix="chatcmpl", is_live=True)
+    formatter = ChatFormatter(body, conversation)
+    encoder = ChunkEncoder(
+        context, conversation.id, CHUNK_KIND, conversation.created, body.stream_options
+    )
+    first = _top_members(encoder, formatter, formatter.prompt_ids)
+    num_choices = len(conversation.parsers)
+    roles = "".join(encoder.chunk(index, ROLE, top=first) for index in range(num_choices))
 
-    def form(deltas: list[Delta]) -> bytes:
-        return "".join(_event(shape, chunks, delta) for delta in deltas).encode("ascii")
+    def encode(deltas: list[Delta]) -> bytes:
+        return "".join(_event(formatter, encoder, delta) for delta in deltas).encode("ascii")
 
-    straight = Straight(outlet, form) if outlet else None
-    async with aclosing(opened.run.deltas(straight)) as news:
-        async for deltas in news:
-            yield roles.encode("ascii") + form(deltas)
+    straight = Straight(writer, encode) if writer else None
+    async with aclosing(conversation.run.deltas(straight)) as batches:
+        async for deltas in batches:
+            yield roles.encode("ascii") + encode(deltas)
             roles = ""
-    if chunks.has_usage:
-        yield chunks.usage(shape.usage)
+    if encoder.has_usage:
+        yield encoder.usage(formatter.usage)
 
 
-def _event(shape: Shape, chunks: Chunks, delta: Delta) -> str:
-    """A delta's text and calls, and its end apart: clients take an end's delta for empty."""
-    answer = shape.opened.answers[delta.choice]
-    members = [_member(piece) for piece in answer.pieces(delta)]
-    scores = shape.logprobs(delta)
+def _event(formatter: ChatFormatter, encoder: ChunkEncoder, delta: Delta) -> str:
+    """The chunks of a delta.
+
+    The finish reason has its own chunk, because clients ignore the content of the last chunk.
+    """
+    parser = formatter.conversation.parsers[delta.choice]
+    members = [_member(piece) for piece in parser.push(delta)]
+    scores = formatter.logprobs(delta)
     if not members and delta.scores:
         members = [_member("")]
-    event, top = "", _top(chunks, shape, {})
+    event, top = "", _top_members(encoder, formatter, {})
     for member in members:
-        ids = shape.token_ids(delta.choice)
-        event += chunks.chunk(delta.choice, member, scores, choice=ids, top=top)
+        ids = formatter.token_ids(delta.choice)
+        event += encoder.chunk(delta.choice, member, scores, choice=ids, top=top)
         scores = None
     if delta.finish_reason is not None:
-        reason = answer.finish_reason(delta.finish_reason)
-        ids = shape.token_ids(delta.choice)
-        event += chunks.chunk(delta.choice, '"delta":{}', finish_reason=reason, choice=ids, top=top)
+        reason = parser.finish_reason(delta.finish_reason)
+        ids = formatter.token_ids(delta.choice)
+        event += encoder.chunk(
+            delta.choice, '"delta":{}', finish_reason=reason, choice=ids, top=top
+        )
     return event
 
 
-def _member(piece: Any) -> str:
-    """A piece as a chunk's `"delta":{...}`."""
+def _member(piece: OutputPiece) -> str:
+    """A piece of output as the member `"delta":{...}` of a chunk."""
     if isinstance(piece, str):
         return f'"delta":{{"content":{quoted(piece)}}}'
     return f'"delta":{{"tool_calls":[{to_json(piece.as_chunk()).decode()}]}}'
 
 
-def _top(chunks: Chunks, shape: Shape, more: Mapping[str, Any]) -> dict[str, Any]:
-    """Members of an event beside its choices."""
-    if chunks.is_continuous:
-        return {"usage": shape.usage, **more}
-    return {**more, "usage": None} if more and chunks.has_usage else dict(more)
+def _top_members(
+    encoder: ChunkEncoder, formatter: ChatFormatter, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Members of an event other than its choices."""
+    if encoder.is_continuous:
+        return {"usage": formatter.usage, **more}
+    return {**more, "usage": None} if more and encoder.has_usage else dict(more)

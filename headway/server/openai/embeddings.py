@@ -1,7 +1,7 @@
-"""POST /v1/embeddings: texts or token ids in, one unit vector for each out.
+"""POST /v1/embeddings: computes one unit vector per input.
 
-Every input is a request of the engine, scheduled and batched with all others. Vectors come back in
-the order of the inputs; the first input that fails cancels the rest.
+Every input is one engine request, scheduled and batched with all others. Vectors are returned in
+the order of the inputs. If one input fails, the others are cancelled.
 """
 
 from __future__ import annotations
@@ -18,31 +18,29 @@ from headway.errors import RequestTooLong
 from headway.plan import Embedding
 from headway.request import Params, Pooling
 from headway.server.context import Context
-from headway.server.generation.request_fields import (
-    check_model,
-    check_salt,
-    deadline_of,
-    prompts_of,
-    tokens_of,
-)
+from headway.server.generation.prompts import prompts_of, tokens_of
+from headway.server.generation.request_fields import check_model, check_salt, deadline_of
 from headway.server.generation.runs import failure, too_long
-from headway.server.generation.stream import Watched, Whole, new_id
-from headway.server.http.errors import refused
-from headway.server.openai.protocol import Many, Queued
+from headway.server.generation.stream import CancellableResponse, CompleteResponse, new_id
+from headway.server.http.errors import field_error
+from headway.server.openai.protocol import FailFastList, SchedulingFields
 
-Format = Literal["float", "base64"]
+EncodingFormat = Literal["float", "base64"]
 
 
-class EmbeddingRequest(Queued):
-    input: str | Many[str] | Many[int] | Many[Many[int]] = Field(
+class EmbeddingRequest(SchedulingFields):
+    input: str | FailFastList[str] | FailFastList[int] | FailFastList[FailFastList[int]] = Field(
         description="Text, token ids, or a list of either."
     )
-    encoding_format: Format | None = Field(
-        default=None, description="base64: little-endian float32. float if absent."
+    encoding_format: EncodingFormat | None = Field(
+        default=None, description="float (default), or base64: little-endian float32."
     )
-    dimensions: int | None = Field(default=None, ge=1, description="Only the model's own size.")
+    dimensions: int | None = Field(
+        default=None, ge=1, description="Only the model's hidden size is accepted."
+    )
     pooling: Pooling | None = Field(
-        default=None, description="Over all tokens of an input, or its last; mean if absent."
+        default=None,
+        description="mean (default): over all tokens of an input; last: the last token.",
     )
 
 
@@ -64,24 +62,24 @@ class EmbeddingResponse(BaseModel):
     usage: EmbeddingUsage
 
 
-def embeddings(context: Context, body: EmbeddingRequest) -> Watched:
-    """The answer to one request."""
-    return Whole(context, lambda: _answer(context, body))
+def embeddings(context: Context, body: EmbeddingRequest) -> CancellableResponse:
+    """The response to one request."""
+    return CompleteResponse(context, lambda: _response(context, body))
 
 
-async def _answer(context: Context, body: EmbeddingRequest) -> dict[str, Any]:
+async def _response(context: Context, body: EmbeddingRequest) -> dict[str, Any]:
     check_model(context, body.model)
     _check_dimensions(context, body.dimensions)
     inputs = prompts_of(body.input, "input")
-    most = context.settings.max_choices
-    if len(inputs) > most:
-        raise refused("input", f"has {len(inputs)} items; at most {most} are allowed")
+    limit = context.settings.max_choices
+    if len(inputs) > limit:
+        raise field_error("input", f"must have at most {limit} items, not {len(inputs)}")
     params = await _params(context, body)
     prompts = await tokens_of(context, inputs, "input")
     vectors = await _embed_all(context, prompts, params)
     num_tokens = sum(map(len, prompts))
     data = [
-        {"object": "embedding", "index": index, "embedding": _written(vector, body.encoding_format)}
+        {"object": "embedding", "index": index, "embedding": _encode(vector, body.encoding_format)}
         for index, vector in enumerate(vectors)
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
@@ -89,11 +87,11 @@ async def _answer(context: Context, body: EmbeddingRequest) -> dict[str, Any]:
 
 
 def _check_dimensions(context: Context, dimensions: int | None) -> None:
-    """400 for any size but the model's: a part of its vectors would not mean the same."""
-    size = context.asking.hidden_size
+    """ApiError unless the size is absent or the model's: truncated vectors would be meaningless."""
+    size = context.input_processor.hidden_size
     if dimensions is not None and dimensions != size:
-        problem = f"must be {size}, the model's size, or absent, not {dimensions}"
-        raise refused("dimensions", f"{problem}; shorter vectors are not supported")
+        problem = f"must be {size}, the model's hidden size, or absent, not {dimensions}"
+        raise field_error("dimensions", f"{problem}; shorter vectors are not supported")
 
 
 async def _params(context: Context, body: EmbeddingRequest) -> Params:
@@ -111,8 +109,10 @@ async def _embed_all(
     context: Context, prompts: Sequence[list[int]], params: Params
 ) -> list[Embedding]:
     id = new_id("embd")
-    asked = (_embed(context, f"{id}-{n}", each, params) for n, each in enumerate(prompts))
-    tasks = [asyncio.create_task(each) for each in asked]
+    tasks = [
+        asyncio.create_task(_embed(context, f"{id}-{number}", prompt, params))
+        for number, prompt in enumerate(prompts)
+    ]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -122,7 +122,7 @@ async def _embed_all(
 
 
 async def _embed(context: Context, id: str, prompt: list[int], params: Params) -> Embedding:
-    """The vector of one input. Being cancelled ends its request."""
+    """The vector of one input. Cancelling this coroutine cancels the engine request."""
     try:
         with context.engine.submitted(id, prompt, params) as stream:
             while True:
@@ -135,8 +135,8 @@ async def _embed(context: Context, id: str, prompt: list[int], params: Params) -
         raise too_long(error, "input") from error
 
 
-def _written(vector: Embedding, form: Format | None) -> list[float] | str:
-    if form == "base64":
+def _encode(vector: Embedding, format: EncodingFormat | None) -> list[float] | str:
+    if format == "base64":
         return b64encode(vector.astype("<f4").tobytes()).decode("ascii")
     numbers: list[float] = vector.tolist()
     return numbers

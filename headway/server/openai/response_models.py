@@ -1,4 +1,4 @@
-"""What clients get, in OpenAI's shapes. For the OpenAPI schema: answers are written without these."""
+"""Response models for the OpenAPI schema; responses are encoded without them."""
 
 from __future__ import annotations
 
@@ -87,22 +87,22 @@ class FunctionCall(BaseModel):
     arguments: str
 
 
-class ToolCall(BaseModel):
+class ChatToolCall(BaseModel):
     id: str
     type: Literal["function"]
     function: FunctionCall
 
 
-class ChatAnswer(BaseModel):
+class ChatResponseMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ChatToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
     index: int
-    message: ChatAnswer
+    message: ChatResponseMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"] | None
     token_ids: list[int] | None = None
@@ -128,31 +128,6 @@ class ResponsesResponse(BaseModel):
     model: str
     output: list[dict[str, Any]]
     usage: dict[str, Any]
-
-
-class MessagesResponse(BaseModel):
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[dict[str, Any]]
-    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
-    stop_sequence: str | None
-    usage: dict[str, int]
-
-
-class CountResponse(BaseModel):
-    input_tokens: int
-
-
-class AnthropicErrorBody(BaseModel):
-    type: str
-    message: str
-
-
-class AnthropicErrorResponse(BaseModel):
-    type: Literal["error"]
-    error: AnthropicErrorBody
 
 
 class ModelCard(BaseModel):

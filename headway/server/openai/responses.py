@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer API, without stored responses."""
+"""POST /v1/responses: OpenAI's Responses API, without stored responses."""
 
 from __future__ import annotations
 
@@ -11,49 +11,57 @@ from headway.errors import InvalidRequest
 from headway.server.context import Context
 from headway.server.generation.conversation import Conversation, open_conversation
 from headway.server.generation.logprobs import token_entries
-from headway.server.generation.runs import Delta, Outlet, Straight
-from headway.server.generation.stream import Events, Watched, Whole, named_event
-from headway.server.http.errors import ApiError, api_error, renamed
-from headway.server.openai.responses_input import RENAMED, ResponsesRequest, chat_request
+from headway.server.generation.runs import Delta, Straight
+from headway.server.generation.stream import (
+    CancellableResponse,
+    CompleteResponse,
+    EventStreamResponse,
+    named_event,
+)
+from headway.server.http.connection import ChunkWriter
+from headway.server.http.errors import ApiError, api_error, rename_param
+from headway.server.openai.responses_input import FIELD_NAMES, ResponsesRequest, chat_request
 from headway.server.openai.responses_items import OutputItems
 
 INCOMPLETE = {"length": "max_output_tokens"}
 
 
-def responses(context: Context, body: ResponsesRequest) -> Watched:
-    """The answer to one request, streamed or whole."""
+def responses(context: Context, body: ResponsesRequest) -> CancellableResponse:
+    """The response to one request, streamed or complete."""
     if body.stream:
-        return ResponseEvents(context, body)
-    return Whole(context, lambda: _answer(context, body))
+        return ResponsesEventStream(context, body)
+    return CompleteResponse(context, lambda: _response(context, body))
 
 
-class ResponseEvents(Events):
-    """Events that are named; the last one tells how the response ended."""
+class ResponsesEventStream(EventStreamResponse):
+    """Named and numbered events; the last one has the final status of the response."""
 
-    last = b""
+    last_event = b""
 
     def __init__(self, context: Context, body: ResponsesRequest) -> None:
         self._numbers = count()
-        super().__init__(context, lambda outlet: _events(context, body, outlet, self._numbers))
+        super().__init__(context, lambda writer: _events(context, body, writer, self._numbers))
 
-    def failed(self, failure: ApiError) -> bytes:
+    def error_event(self, failure: ApiError) -> bytes:
         error = failure.body["error"]
-        told = {name: error[name] for name in ("code", "message", "param")}
-        return named_event({"type": "error", **told, "sequence_number": next(self._numbers)})
+        members = {name: error[name] for name in ("code", "message", "param")}
+        return named_event({"type": "error", **members, "sequence_number": next(self._numbers)})
 
 
-class Response:
-    """One response in the making."""
+class ResponseBuilder:
+    """Builds one response object and its events."""
 
-    def __init__(self, context: Context, body: ResponsesRequest, opened: Conversation) -> None:
-        self.items = OutputItems(opened.answers[0])
-        self._context, self._body, self._opened = context, body, opened
+    def __init__(
+        self, context: Context, body: ResponsesRequest, conversation: Conversation
+    ) -> None:
+        self.items = OutputItems(conversation.parsers[0])
+        self._context, self._body, self._conversation = context, body, conversation
 
     def push(self, delta: Delta) -> list[dict[str, Any]]:
-        """The events of what the answer gained; its items are closed with its end."""
+        """The events of a delta; the last delta closes the open item."""
         scores = None
         if self._body.wants_logprobs:
-            scores = token_entries(self._opened.tokenizer, delta.scores)
+            scores = token_entries(self._conversation.tokenizer, delta.scores)
         events = self.items.push(delta, scores)
         if delta.finish_reason is not None:
             status = "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
@@ -63,14 +71,14 @@ class Response:
         return events
 
     def value(self, reason: str | None) -> dict[str, Any]:
-        """The response object; `reason` is why the answer ended, None while it goes on."""
-        body, cut = self._body, INCOMPLETE.get(reason or "")
-        status = "in_progress" if reason is None else "incomplete" if cut else "completed"
+        """The response object; `reason` is the finish reason, None while generation continues."""
+        body, conversation, limit = self._body, self._conversation, INCOMPLETE.get(reason or "")
+        status = "in_progress" if reason is None else "incomplete" if limit else "completed"
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         return {
-            "id": self._opened.id, "object": "response", "created_at": self._opened.created,
+            "id": conversation.id, "object": "response", "created_at": conversation.created,
             "status": status, "background": False, "error": None,
-            "incomplete_details": {"reason": cut} if cut else None,
+            "incomplete_details": {"reason": limit} if limit else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
             "model": self._context.model_name, "output": self.items.output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -85,7 +93,7 @@ class Response:
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
-        run = self._opened.run
+        run = self._conversation.run
         num_prompt, num_generated = len(run.prompt), run.num_generated
         return {
             "input_tokens": num_prompt,
@@ -103,23 +111,23 @@ async def _open(context: Context, body: ResponsesRequest, *, is_live: bool) -> C
             context, chat, id_prefix="resp", field="input", is_live=is_live
         )
     except (ApiError, InvalidRequest) as error:
-        raise renamed(api_error(error), RENAMED) from error
+        raise rename_param(api_error(error), FIELD_NAMES) from error
 
 
-async def _answer(context: Context, body: ResponsesRequest) -> dict[str, Any]:
-    opened = await _open(context, body, is_live=False)
-    response = Response(context, body, opened)
-    (delta,) = await opened.all_deltas()
+async def _response(context: Context, body: ResponsesRequest) -> dict[str, Any]:
+    conversation = await _open(context, body, is_live=False)
+    response = ResponseBuilder(context, body, conversation)
+    (delta,) = await conversation.all_deltas()
     response.push(delta)
     return response.value(delta.finish_reason)
 
 
 async def _events(
-    context: Context, body: ResponsesRequest, outlet: Outlet | None, numbers: Iterator[int]
+    context: Context, body: ResponsesRequest, writer: ChunkWriter | None, numbers: Iterator[int]
 ) -> AsyncGenerator[bytes, None]:
-    opened = await _open(context, body, is_live=True)
-    response = Response(context, body, opened)
-    before = [
+    conversation = await _open(context, body, is_live=True)
+    response = ResponseBuilder(context, body, conversation)
+    first_events = [
         {"type": f"response.{status}", "response": response.value(None)}
         for status in ("created", "in_progress")
     ]
@@ -129,11 +137,11 @@ async def _events(
             named_event({**event, "sequence_number": next(numbers)}) for event in events
         )
 
-    def form(deltas: list[Delta]) -> bytes:
+    def encode(deltas: list[Delta]) -> bytes:
         return numbered([event for delta in deltas for event in response.push(delta)])
 
-    straight = Straight(outlet, form) if outlet else None
-    async with aclosing(opened.run.deltas(straight)) as news:
-        async for deltas in news:
-            yield numbered(before) + form(deltas)
-            before = []
+    straight = Straight(writer, encode) if writer else None
+    async with aclosing(conversation.run.deltas(straight)) as batches:
+        async for deltas in batches:
+            yield numbered(first_events) + encode(deltas)
+            first_events = []

@@ -1,7 +1,7 @@
-"""The body of POST /v1/responses, read as a chat request.
+"""The request model of POST /v1/responses, and its conversion to a chat request.
 
-The server keeps no state: fields that need an earlier response are refused. Items of the input
-are checked here, so that an error names the item.
+The server is stateless, so fields that refer to an earlier response are refused. The input items
+are validated here, so that an error names the item.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from headway.server.http.errors import ApiError, refused, shown
+from headway.server.http.errors import ApiError, field_error, format_value
 from headway.server.openai.protocol import (
     ChatMessage,
     ChatRequest,
     GenerationFields,
+    RequestModel,
     ResponseFormat,
-    Taken,
-    Text,
+    ShortText,
 )
 
 ROLES = ("user", "assistant", "system", "developer")
@@ -27,29 +27,30 @@ STATEFUL = {
     "previous_response_id": "send the earlier items in input",
     "conversation": "send the earlier items in input",
     "prompt": "send instructions and input",
-    "background": "wait for the answer, or stream it",
+    "background": "wait for the response, or stream it",
 }
-RENAMED = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
+# Fields of a chat request, and their names in this API.
+FIELD_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text"}
 LOGPROBS = "message.output_text.logprobs"
 
 
-class TextFormat(Taken):
-    """The form of the answer's text."""
+class TextFormat(RequestModel):
+    """The format of the output text."""
 
     type: Literal["text", "json_object", "json_schema"]
-    name: Text | None = None
+    name: ShortText | None = None
     description: str | None = None
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextOptions(Taken):
+class TextOptions(RequestModel):
     format: TextFormat | None = None
-    verbosity: Text | None = None
+    verbosity: ShortText | None = None
 
 
 class ResponsesRequest(GenerationFields):
-    """OpenAI's fields, and those that chats have here besides."""
+    """OpenAI's fields and the additional generation fields of this server."""
 
     input: str | list[dict[str, Any]] = Field(description="Text, or a list of items.")
     instructions: str | None = None
@@ -63,7 +64,7 @@ class ResponsesRequest(GenerationFields):
     metadata: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    store: bool | None = Field(default=None, description="Responses are never stored.")
+    store: bool | None = Field(default=None, description="Ignored; responses are never stored.")
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -72,21 +73,21 @@ class ResponsesRequest(GenerationFields):
 
 
 def chat_request(body: ResponsesRequest) -> ChatRequest:
-    """The same request as a chat; ApiError names what is wrong or cannot be done here."""
+    """Convert a request to a chat request; ApiError names a field that is wrong or unsupported."""
     given = body.model_extra or {}
     for name, advice in STATEFUL.items():
         if given.get(name):
-            raise refused(name, f"is not supported: the server keeps no responses; {advice}")
+            raise field_error(name, f"is not supported: responses are not stored; {advice}")
     if body.truncation == "auto":
-        raise refused("truncation", 'must be "disabled": a prompt is never cut silently')
+        raise field_error("truncation", 'must be "disabled"; use truncate_prompt_tokens instead')
     if (body.n or 1) > 1:
-        raise refused("n", f"must be 1, a response has one answer, not {body.n}")
+        raise field_error("n", f"must be 1, not {body.n}; a response has one output")
     fields = {
         name: getattr(body, name)
         for name in GenerationFields.model_fields
         if name in body.model_fields_set
     }
-    # Fields that only chats have would not be validated.
+    # Fields of chat requests that this API does not have would not be validated: drop them.
     more = {name: given[name] for name in given if name not in ChatRequest.model_fields}
     effort = (body.reasoning or {}).get("effort")
     return ChatRequest.model_construct(
@@ -110,16 +111,16 @@ def _messages(body: ResponsesRequest) -> list[ChatMessage]:
         found.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         found.append({"role": "user", "content": body.input})
-        return _checked(found)
+        return _validate(found)
     if not body.input:
-        raise refused("input", "is empty; at least one item is needed")
+        raise field_error("input", "is empty; at least one item is needed")
     for number, item in enumerate(body.input):
         _add(found, item, f"input[{number}]")
-    return _checked(found)
+    return _validate(found)
 
 
-def _checked(messages: list[dict[str, Any]]) -> list[ChatMessage]:
-    """Messages of which only the first is a system message, as most templates want them."""
+def _validate(messages: list[dict[str, Any]]) -> list[ChatMessage]:
+    """Validate messages; join two leading system messages, which most templates do not allow."""
     if len(messages) > 1 and all(message["role"] == "system" for message in messages[:2]):
         contents = [message["content"] for message in messages[:2]]
         messages = [{"role": "system", "content": "\n\n".join(contents)}, *messages[2:]]
@@ -127,13 +128,13 @@ def _checked(messages: list[dict[str, Any]]) -> list[ChatMessage]:
 
 
 def _add(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """Add an item of the input to the messages."""
+    """Add an input item to the messages."""
     kind = item.get("type", "message")
     if kind == "message":
         role = item.get("role")
         if role not in ROLES:
             raise ApiError(
-                400, f"{where}.role must be one of {', '.join(ROLES)}, not {shown(role)}",
+                400, f"{where}.role must be one of {', '.join(ROLES)}, not {format_value(role)}",
                 param="input",
             )  # fmt: skip
         role = "system" if role == "developer" else role
@@ -144,17 +145,17 @@ def _add(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> No
         output = _text(item.get("output"), f"{where}.output")
         id = str(item.get("call_id", ""))
         found.append({"role": "tool", "content": output, "tool_call_id": id})
-    elif kind != "reasoning":  # which no model here reads again
+    elif kind != "reasoning":  # reasoning items are not shown to the model again
         known = "message, function_call, function_call_output, reasoning"
-        problem = f"{where}.type must be one of {known}, not {shown(kind)}"
+        problem = f"{where}.type must be one of {known}, not {format_value(kind)}"
         raise ApiError(400, problem, param="input")
 
 
 def _add_call(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
-    """A call belongs to the assistant's message before it, if there is one."""
+    """Add a call to the preceding assistant message, or to a new one."""
     name, arguments = item.get("name"), item.get("arguments")
     if not isinstance(name, str) or not isinstance(arguments, str):
-        problem = f"{where} must have a name and arguments, both strings"
+        problem = f"{where} must have the strings name and arguments"
         raise ApiError(400, problem, param="input")
     function = {"name": name, "arguments": arguments}
     call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
@@ -164,7 +165,7 @@ def _add_call(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) 
 
 
 def _text(content: Any, where: str) -> str:
-    """Content as one text; its parts may only be text."""
+    """Content as one text; ApiError if a part is not text."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
@@ -175,18 +176,19 @@ def _text(content: Any, where: str) -> str:
         text = part.get("refusal" if kind == "refusal" else "text") if kind in TEXT_PARTS else None
         if not isinstance(text, str):
             problem = f"{where}[{number}] must be a part of type input_text or output_text"
-            raise ApiError(400, f"{problem}, not {shown(part)}", param="input")
+            raise ApiError(400, f"{problem}, not {format_value(part)}", param="input")
         texts.append(text)
     return "\n".join(texts)
 
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-    """Function tools in a chat's shape, which has the function one level deeper."""
+    """Function tools in the format of chat requests, which nests the function one level deeper."""
     found = []
     for number, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
-            problem = f'tools[{number}].type must be "function", not {shown(tool.get("type"))}'
-            raise ApiError(400, f"{problem}: no other tools run here", param="tools")
+            kind = format_value(tool.get("type"))
+            problem = f'tools[{number}].type must be "function", not {kind}'
+            raise ApiError(400, f"{problem}; the server runs no tools itself", param="tools")
         function = {key: value for key, value in tool.items() if key != "type"}
         found.append({"type": "function", "function": function})
     return found or None
@@ -206,8 +208,8 @@ def _tool_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
         return {"type": "allowed_tools", "allowed_tools": allowed}
     if choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
-    problem = f"must be none, auto, required, a function or allowed_tools, not {shown(choice)}"
-    raise refused("tool_choice", problem)
+    allowed_values = "none, auto, required, a function or allowed_tools"
+    raise field_error("tool_choice", f"must be {allowed_values}, not {format_value(choice)}")
 
 
 def _response_format(text: TextOptions | None) -> ResponseFormat | None:
@@ -217,7 +219,7 @@ def _response_format(text: TextOptions | None) -> ResponseFormat | None:
     if format.type == "json_schema" and format.schema_ is None:
         raise ApiError(400, "text.format.schema is missing; json_schema needs it", param="text")
     schema = {"name": format.name, "strict": format.strict, "schema": format.schema_}
-    wanted: dict[str, Any] = {"type": format.type}
+    value: dict[str, Any] = {"type": format.type}
     if format.type == "json_schema":
-        wanted["json_schema"] = schema
-    return ResponseFormat.model_validate(wanted)
+        value["json_schema"] = schema
+    return ResponseFormat.model_validate(value)

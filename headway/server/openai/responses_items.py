@@ -1,6 +1,6 @@
-"""The output items of a response, and the events that tell how they grow.
+"""The output items of a response and the events that report them.
 
-An answer is a sequence of items: messages of text, and function calls. One item grows at a time.
+The output is a sequence of items: text messages and function calls. One item is open at a time.
 """
 
 from __future__ import annotations
@@ -9,30 +9,30 @@ import copy
 import secrets
 from typing import Any
 
-from headway.server.generation.conversation import Answer
+from headway.server.generation.conversation import OutputParser
 from headway.server.generation.runs import Delta
 from headway.server.toolcalls.formats import CallDelta
 
-Event = dict[str, Any]
+ResponseEvent = dict[str, Any]
 
 
 class OutputItems:
-    """The items of one answer; the last one may still be growing."""
+    """The items of one response; the last one may be open."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, parser: OutputParser) -> None:
+        self._parser = parser
         self._items: list[dict[str, Any]] = []
         self._is_open = False
 
     @property
     def output(self) -> list[dict[str, Any]]:
-        """All items as they are now."""
+        """A copy of all items."""
         return copy.deepcopy(self._items)
 
-    def push(self, delta: Delta, scores: list[dict[str, Any]] | None) -> list[Event]:
-        """The events of what a sample gained; `scores` belong to its first text."""
-        events: list[Event] = []
-        for piece in self._answer.pieces(delta):
+    def push(self, delta: Delta, scores: list[dict[str, Any]] | None) -> list[ResponseEvent]:
+        """The events of a delta; `scores` are attached to its first text."""
+        events: list[ResponseEvent] = []
+        for piece in self._parser.push(delta):
             if isinstance(piece, CallDelta):
                 events += self._call(piece)
             else:
@@ -40,15 +40,15 @@ class OutputItems:
                 scores = None
         return events
 
-    def close(self, status: str = "completed") -> list[Event]:
-        """The events at the end of the item that grows, if there is one."""
+    def close(self, status: str = "completed") -> list[ResponseEvent]:
+        """The events that close the open item; none if no item is open."""
         if not self._is_open:
             return []
         self._is_open = False
         item = self._items[-1]
         item["status"] = status
         at = self._place()
-        done: Event
+        done: ResponseEvent
         if item["type"] == "function_call":
             done = {
                 "type": "response.function_call_arguments.done", **at,
@@ -68,33 +68,33 @@ class OutputItems:
         })  # fmt: skip
         return copy.deepcopy(events)
 
-    def _text(self, text: str, scores: list[dict[str, Any]]) -> list[Event]:
+    def _text(self, text: str, scores: list[dict[str, Any]]) -> list[ResponseEvent]:
         events = []
         if not self._is_open or self._items[-1]["type"] != "message":
             events = [*self.close(), *self._begin_message()]
         (part,) = self._items[-1]["content"]
         part["text"] += text
         part["logprobs"] += scores
-        delta: Event = {
+        delta: ResponseEvent = {
             "type": "response.output_text.delta", **self._place(), "content_index": 0,
             "delta": text, "logprobs": scores,
         }  # fmt: skip
         return [*events, delta]
 
-    def _call(self, piece: CallDelta) -> list[Event]:
+    def _call(self, piece: CallDelta) -> list[ResponseEvent]:
         events = []
         if piece.id is not None:
             events = [*self.close(), *self._begin_call(piece)]
         if not piece.arguments:
             return events
         self._items[-1]["arguments"] += piece.arguments
-        delta: Event = {
+        delta: ResponseEvent = {
             "type": "response.function_call_arguments.delta", **self._place(),
             "delta": piece.arguments,
         }  # fmt: skip
         return [*events, delta]
 
-    def _begin_message(self) -> list[Event]:
+    def _begin_message(self) -> list[ResponseEvent]:
         part: dict[str, Any] = {
             "type": "output_text", "text": "", "annotations": [], "logprobs": [],
         }  # fmt: skip
@@ -103,20 +103,20 @@ class OutputItems:
             "content": [],
         })  # fmt: skip
         self._items[-1]["content"].append(part)
-        begun: Event = {
+        begun: ResponseEvent = {
             "type": "response.content_part.added", **self._place(), "content_index": 0,
             "part": copy.deepcopy(part),
         }  # fmt: skip
         return [added, begun]
 
-    def _begin_call(self, piece: CallDelta) -> list[Event]:
+    def _begin_call(self, piece: CallDelta) -> list[ResponseEvent]:
         item = {
             "id": _new_id("fc"), "type": "function_call", "status": "in_progress",
             "call_id": piece.id, "name": piece.name, "arguments": "",
         }  # fmt: skip
         return [self._begin(item)]
 
-    def _begin(self, item: dict[str, Any]) -> Event:
+    def _begin(self, item: dict[str, Any]) -> ResponseEvent:
         self._items.append(item)
         self._is_open = True
         place = len(self._items) - 1

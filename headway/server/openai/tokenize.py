@@ -1,48 +1,50 @@
-"""POST /tokenize and /detokenize: the model's tokens, without the model."""
+"""POST /tokenize and /detokenize."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from headway.server.context import Context
-from headway.server.generation.conversation import template_options
-from headway.server.generation.limits import max_listed_tokens
-from headway.server.generation.request_fields import chat_tokens_of, check_model, naming
-from headway.server.http.errors import refused, shown
-from headway.server.http.offload import aside, pause
+from headway.server.generation.prompts import chat_tokens_of, template_options
+from headway.server.generation.request_fields import check_model, max_listed_tokens
+from headway.server.http.errors import attribute_errors_to, field_error, format_value
+from headway.server.http.offload import offload, yield_gil
 from headway.server.openai.protocol import ChatRequest, DetokenizeRequest, TokenizeRequest
 from headway.server.toolcalls.choice import ToolUse, tool_use
 from headway.text.tokenizer import Tokenizer
 
-LETTERS = 4  # of a token, about
-PART = 1024  # tokens that are spelled between two pauses
+CHARACTERS_PER_TOKEN = 4  # approximately
+PART = 1024  # tokens converted between two pauses
 
 
 async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
-    """The tokens of a prompt, or of a conversation as the model's template writes it."""
+    """The tokens of a prompt, or of a conversation as rendered by the chat template."""
     check_model(context, body.model)
-    tokenizer = context.asking.need_tokenizer()
+    tokenizer = context.input_processor.need_tokenizer()
     if (body.prompt is None) == (body.messages is None):
-        raise refused("prompt", "or messages, one of them, must be given")
-    most = max_listed_tokens(context)
+        raise field_error("prompt", "or messages must be given, but not both")
+    limit = max_listed_tokens(context)
     if body.messages is not None:
-        tokens = await chat_tokens_of(context, body.messages, *_shown(context, body), most)
+        use, options = _template_arguments(context, body)
+        tokens = await chat_tokens_of(context, body.messages, use, options, limit)
     else:
         text = body.prompt or ""
         special = body.add_special_tokens is not False
-        with naming("prompt"):
-            tokens = await aside(
-                len(text), lambda: tokenizer.encode(text, special=special, max_tokens=most)
+        with attribute_errors_to("prompt"):
+            tokens = await offload(
+                len(text), lambda: tokenizer.encode(text, special=special, max_tokens=limit)
             )
-    told = {"count": len(tokens), "max_model_len": context.max_model_len, "tokens": tokens}
+    value = {"count": len(tokens), "max_model_len": context.max_model_len, "tokens": tokens}
     if body.return_token_strs:
-        told["token_strs"] = await aside(len(tokens), lambda: _pieces(tokenizer, tokens))
-    return told
+        value["token_strs"] = await offload(len(tokens), lambda: _pieces(tokenizer, tokens))
+    return value
 
 
-def _shown(context: Context, body: TokenizeRequest) -> tuple[ToolUse | None, dict[str, Any]]:
-    """The tools of a conversation and the template's variables, as a chat would have them."""
-    template = context.asking.need_tokenizer().chat_template
+def _template_arguments(
+    context: Context, body: TokenizeRequest
+) -> tuple[ToolUse | None, dict[str, Any]]:
+    """The tools and template variables that a chat request with the same fields would have."""
+    template = context.input_processor.need_tokenizer().chat_template
     use = tool_use(template, body.tools, parser=context.tool_call_parser)
     chat = ChatRequest.model_construct(
         messages=body.messages, chat_template_kwargs=body.chat_template_kwargs,
@@ -56,21 +58,22 @@ def _pieces(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
     pieces: list[str] = []
     for start in range(0, len(tokens), PART):
         pieces += [tokenizer.piece(token) for token in tokens[start : start + PART]]
-        pause()
+        yield_gil()
     return pieces
 
 
 async def detokenize(context: Context, body: DetokenizeRequest) -> dict[str, Any]:
-    """The text of tokens, special ones included."""
+    """The text of tokens, including special tokens."""
     check_model(context, body.model)
-    tokenizer = context.asking.need_tokenizer()
-    limit, most = context.asking.vocab_size, max_listed_tokens(context)
-    if len(body.tokens) > most:
-        raise refused("tokens", f"must have at most {most} items, not {len(body.tokens)}")
-    for wrong in (min(body.tokens, default=0), max(body.tokens, default=0)):
-        if not 0 <= wrong < limit:
-            raise refused("tokens", f"holds {shown(wrong)}; token ids are from 0 to {limit - 1}")
-    num_letters = LETTERS * len(body.tokens)
+    tokenizer = context.input_processor.need_tokenizer()
+    vocab_size, limit = context.input_processor.vocab_size, max_listed_tokens(context)
+    if len(body.tokens) > limit:
+        raise field_error("tokens", f"must have at most {limit} items, not {len(body.tokens)}")
+    for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
+        if not 0 <= token < vocab_size:
+            problem = f"must be from 0 to {vocab_size - 1}, not {format_value(token)}"
+            raise field_error("tokens", problem)
+    size = CHARACTERS_PER_TOKEN * len(body.tokens)
     decode = tokenizer.decode
-    text = await aside(num_letters, lambda: decode(body.tokens, skip_special=False))
+    text = await offload(size, lambda: decode(body.tokens, skip_special=False))
     return {"prompt": text}

@@ -1,6 +1,6 @@
 "use strict";
 
-// Draws openapi.json: every endpoint with the fields it takes and the statuses it answers with.
+// Renders openapi.json: every endpoint with its request fields and response statuses.
 
 const make = (tag, text = "", name = "") => {
   const element = document.createElement(tag);
@@ -15,12 +15,12 @@ const resolve = (api, schema) => {
 };
 
 const limits = (schema) => {
-  const words = [];
-  const add = (key, sign) => { if (schema[key] !== undefined) words.push(`${sign} ${schema[key]}`); };
+  const parts = [];
+  const add = (key, sign) => { if (schema[key] !== undefined) parts.push(`${sign} ${schema[key]}`); };
   add("minimum", "≥"); add("exclusiveMinimum", ">"); add("maximum", "≤");
-  if (schema.maxLength !== undefined) words.push(`at most ${schema.maxLength} characters`);
-  if (schema.maxItems !== undefined) words.push(`at most ${schema.maxItems} items`);
-  return words.join(", ");
+  if (schema.maxLength !== undefined) parts.push(`at most ${schema.maxLength} characters`);
+  if (schema.maxItems !== undefined) parts.push(`at most ${schema.maxItems} items`);
+  return parts.join(", ");
 };
 
 const type = (api, schema, depth = 0) => {
@@ -28,14 +28,14 @@ const type = (api, schema, depth = 0) => {
   if (schema.$ref) return schema.$ref.split("/").pop();
   if (schema.enum) return schema.enum.map((value) => JSON.stringify(value)).join(" | ");
   if (schema.const !== undefined) return JSON.stringify(schema.const);
-  const several = schema.anyOf || schema.oneOf;
-  if (several) {
-    const kinds = several.filter((each) => each.type !== "null");
+  const variants = schema.anyOf || schema.oneOf;
+  if (variants) {
+    const kinds = variants.filter((each) => each.type !== "null");
     return kinds.map((each) => type(api, each, depth + 1)).join(" | ");
   }
   if (schema.type === "array") return `list of ${type(api, schema.items, depth + 1)}`;
-  const about = limits(schema);
-  return (schema.type || "any") + (about ? ` (${about})` : "");
+  const range = limits(schema);
+  return (schema.type || "any") + (range ? ` (${range})` : "");
 };
 
 const fields = (api, schema) => {
@@ -64,15 +64,15 @@ const endpoint = (api, path, method, operation) => {
   const body = operation.requestBody && operation.requestBody.content["application/json"];
   if (body) {
     const schema = resolve(api, body.schema);
-    box.append(make("h3", "Body"), fields(api, schema));
+    box.append(make("h3", "Request body"), fields(api, schema));
   }
-  const answers = make("table");
-  for (const [status, answer] of Object.entries(operation.responses)) {
+  const responses = make("table");
+  for (const [status, response] of Object.entries(operation.responses)) {
     const row = make("tr");
-    row.append(make("td", status), make("td", answer.description || ""));
-    answers.append(row);
+    row.append(make("td", status), make("td", response.description || ""));
+    responses.append(row);
   }
-  box.append(make("h3", "Answers"), answers);
+  box.append(make("h3", "Responses"), responses);
   return box;
 };
 
@@ -82,11 +82,11 @@ const load = async () => {
   const response = await fetch("/openapi.json", { headers });
   if (response.status === 401) {
     const given = prompt("API key");
-    if (!given) throw new Error("openapi.json needs the API key");
+    if (!given) throw new Error("openapi.json requires an API key");
     sessionStorage.setItem("headway_key", given);
     return load();
   }
-  if (!response.ok) throw new Error(`openapi.json: status ${response.status}`);
+  if (!response.ok) throw new Error(`cannot load openapi.json: status ${response.status}`);
   const api = await response.json();
   document.getElementById("version").textContent = api.info.version;
   const main = document.getElementById("endpoints");

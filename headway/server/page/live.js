@@ -1,8 +1,8 @@
 
 "use strict";
-// Asks /live twice a second and draws what it says. Names come from clients: text, never markup.
+// Polls /live twice a second and draws the snapshot. Client names are inserted as text, not HTML.
 
-const EVERY = 500;
+const INTERVAL = 500; // milliseconds
 const KEY = "headway-api-key";
 const at = (id) => document.getElementById(id);
 
@@ -17,11 +17,11 @@ function seconds(value) {
   return value >= 1 ? `${value.toFixed(1)} s` : `${Math.round(value * 1000)} ms`;
 }
 
-function bar(name, part, whole, words) {
+function bar(name, part, whole) {
   const share = whole ? part / whole : 0;
   at(`${name}_fill`).style.width = `${100 * share}%`;
   at(`${name}_fill`).className = share > 0.95 ? "full" : "";
-  at(`${name}_text`).textContent = words;
+  at(`${name}_text`).textContent = `${number(part)} of ${number(whole)}`;
 }
 
 function shape(kind, points) {
@@ -30,18 +30,18 @@ function shape(kind, points) {
   return made;
 }
 
-// The last minute; above it, the most there was.
+// A line for the last minute, with the maximum above it.
 function spark(what, values, unit) {
   const known = values.map((value, place) => [place, value]).filter(([, value]) => value !== null);
-  const most = Math.max(...known.map(([, value]) => value), 1e-9);
-  const points = known.map(([place, value]) => [place, 30 - (28 * value) / most]);
-  if (points.length) points.push([points.at(-1)[0] + 0.5, points.at(-1)[1]]); // one alone shows too
+  const peak = Math.max(...known.map(([, value]) => value), 1e-9);
+  const points = known.map(([place, value]) => [place, 30 - (28 * value) / peak]);
+  if (points.length) points.push([points.at(-1)[0] + 0.5, points.at(-1)[1]]); // makes a single value visible
   const drawing = at(`spark_${what}`);
   drawing.setAttribute("viewBox", `0 0 ${values.length - 0.5} 31`);
   drawing.setAttribute("preserveAspectRatio", "none");
-  const ground = points.length ? [[points[0][0], 30], ...points, [points.at(-1)[0], 30]] : [];
-  drawing.replaceChildren(shape("polygon", ground), shape("polyline", points));
-  at(`peak_${what}`).textContent = most > 1e-9 ? `at most ${unit(most)}` : "";
+  const area = points.length ? [[points[0][0], 30], ...points, [points.at(-1)[0], 30]] : [];
+  drawing.replaceChildren(shape("polygon", area), shape("polyline", points));
+  at(`peak_${what}`).textContent = peak > 1e-9 ? `max ${unit(peak)}` : "";
 }
 
 function row(cells) {
@@ -63,26 +63,21 @@ function list(id, lines) {
   holder.previousElementSibling.hidden = lines.length > 0;
 }
 
-// Ids are long; their first letters tell them apart.
+// Show only the first characters of long ids.
 const short = (text) => text.replace(/(?:(?:chat)?cmpl-)?([0-9a-f]{8})[0-9a-f]{8,}/g, "$1");
 const part = (some, all) => (some < all ? `${number(some)} / ${number(all)}` : number(all));
 
-function more(count, listed) {
-  return count > listed ? `${number(count)}, the first ${listed} listed` : number(count);
-}
-
-// Only worth a line once a step takes long: then the page shows how things were at its start.
+// During a long step the page shows the state at the start of the step.
 function age(s) {
   if (s.age < 1) return "";
   const step = s.step_seconds === null ? "" : `, step running for ${seconds(s.step_seconds)}`;
   return `as of ${seconds(s.age)} ago${step}`;
 }
 
-function waiting(s) {
-  const received = s.num_new ? `, ${number(s.num_new)} received during this step` : "";
-  const listed = s.waiting.length + s.num_new;
-  const first = s.num_waiting > listed ? `, the first ${s.waiting.length} listed` : "";
-  return number(s.num_waiting) + received + first;
+function countText({ count, requests, new: received = 0 }) {
+  const arrived = received ? `, ${number(received)} received during this step` : "";
+  const listed = count > requests.length + received ? `, ${requests.length} listed` : "";
+  return number(count) + arrived + listed;
 }
 
 function draw(s) {
@@ -96,67 +91,69 @@ function draw(s) {
     at(id).textContent = s.rates[id] ? seconds(s.rates[id]) : "–";
     spark(id, s.history[id], seconds);
   }
-  const hits = s.minute.prefix_cache_hit_rate;
+  const hits = s.last_minute.prefix_cache_hit_rate;
   at("hit_rate").textContent = hits === null ? "–" : `${Math.round(100 * hits)} %`;
-  for (const id of ["errors", "aborts"]) at(id).textContent = number(s.minute[id]);
+  for (const id of ["errors", "aborts"]) at(id).textContent = number(s.last_minute[id]);
   const { requests, errors, aborts } = s.totals;
   at("totals").textContent =
     `since start: ${number(requests)} requests, ${number(errors)} errors, ${number(aborts)} aborts`;
   at("age").textContent = age(s);
-  bar("seats", s.seats.taken, s.seats.limit, `${number(s.seats.taken)} of ${number(s.seats.limit)}`);
-  const b = s.blocks;
-  bar("blocks", b.held, b.total, `${number(b.held)} of ${number(b.total)}`);
-  at("host").hidden = !b.host_total;
-  bar("host", b.host_held, b.host_total, `${number(b.host_held)} of ${number(b.host_total)}`);
-  at("num_running").textContent = more(s.num_running, s.running.length);
-  at("num_waiting").textContent = waiting(s);
-  list("running", s.running.map((r) => row([
-    [short(r.id), r.state, r.id], [r.client, "who"], [r.state, `wide ${r.state}`],
-    [part(r.computed, r.prompt), "num"], [`${number(r.output)} / ${number(r.most)}`, "num"],
+  const { running, waiting, kv_blocks: blocks } = s;
+  bar("running", running.count, running.limit);
+  bar("blocks", blocks.used, blocks.total);
+  at("host").hidden = !blocks.host_total;
+  bar("host", blocks.host_used, blocks.host_total);
+  at("num_running").textContent = countText(running);
+  at("num_waiting").textContent = countText(waiting);
+  list("running", running.requests.map((r) => row([
+    [short(r.id), r.state, r.id], [r.client, "client"], [r.state, `wide ${r.state}`],
+    [part(r.computed_prompt_tokens, r.prompt_tokens), "num"],
+    [`${number(r.output_tokens)} / ${number(r.max_output_tokens)}`, "num"],
     [number(r.blocks), "num wide"], [seconds(r.age), "num"],
   ])));
-  list("waiting", s.waiting.map((r) => row([
-    [short(r.id), r.state, `${r.id}, ${r.state}`], [r.client, "who"],
-    [number(r.prompt + r.output), "num wide"], [seconds(r.age), "num"], [r.reason, "long"],
+  list("waiting", waiting.requests.map((r) => row([
+    [short(r.id), r.state, `${r.id}, ${r.state}`], [r.client, "client"],
+    [number(r.prompt_tokens + r.output_tokens), "num wide"], [seconds(r.age), "num"],
+    [r.why, "long"],
   ])));
-  at("none_waiting").hidden = s.num_waiting > 0;
+  at("none_waiting").hidden = waiting.count > 0;
   list("decisions", s.decisions.slice().reverse().map((d) => {
     const line = document.createElement("li");
     const step = document.createElement("span");
-    const words = document.createElement("span");
+    const text = document.createElement("span");
     step.textContent = d.step < 0 ? "" : number(d.step);
-    words.textContent = short(d.words);
-    words.title = d.words;
-    words.className = d.kind;
-    line.append(step, words);
+    text.textContent = short(d.text);
+    text.title = d.text;
+    text.className = d.kind;
+    line.append(step, text);
     return line;
   }));
-  tell(s.fault ? `The latest step failed: ${s.fault}` : "");
+  showError(s.fault ? `The latest step failed: ${s.fault}` : "");
 }
 
-function tell(words) {
-  at("banner").textContent = words;
-  at("banner").hidden = !words;
+function showError(text) {
+  at("banner").textContent = text;
+  at("banner").hidden = !text;
 }
 
-async function look() {
+async function update() {
   const key = sessionStorage.getItem(KEY);
   try {
-    const answer = await fetch("live", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
-    at("door").hidden = answer.status !== 401;
-    const body = await answer.json();
-    if (answer.ok) draw(body);
-    else tell(body.error ? body.error.message : `The server answers ${answer.status}.`);
-    document.querySelector("main").className = answer.ok ? "" : "stale";
+    const response = await fetch("live", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
+    at("login").hidden = response.status !== 401;
+    const body = await response.json();
+    if (response.ok) draw(body);
+    else showError(body.error ? body.error.message : `The server returned status ${response.status}.`);
+    document.querySelector("main").className = response.ok ? "" : "stale";
   } catch (error) {
-    tell(`The server does not answer: ${error.message}`);
+    showError(`The server does not respond: ${error.message}`);
     document.querySelector("main").className = "stale";
   }
-  setTimeout(look, document.hidden ? 4 * EVERY : EVERY);
+  setTimeout(update, document.hidden ? 4 * INTERVAL : INTERVAL);
 }
 
-at("door").addEventListener("submit", (event) => {
+at("login").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEY, at("key").value);
 });
-look();
+update();

@@ -1,1 +1,1 @@
-"""How a server runs: one process or several, sockets between them, logs and shutdown."""
+"""Server processes: one or several, the sockets between them, logging and shutdown."""

@@ -1,8 +1,9 @@
-"""An engine for several processes: takes messages over a Unix socket, gives each worker its own.
+"""Shares one engine between several API workers over a Unix socket.
 
-The engine runs on a thread; this is the event loop beside it. One write for a worker and step. Two
-workers may use the same id: the engine knows each by the worker's number before it. A worker that
-goes has its requests cancelled; an engine that ends is told to all, now and later.
+The engine runs on a thread, the service on an event loop. Each worker gets one write per step. Two
+workers may use the same request id, so the engine's ids have the worker's number as a prefix. The
+requests of a worker that disconnects are cancelled. If the engine stops, all workers are notified,
+including those that connect later.
 """
 
 from __future__ import annotations
@@ -30,103 +31,106 @@ from headway.engine.messages import (
 )  # fmt: skip
 from headway.server.process.ipc import LOST, frame, read_frame
 
-PATIENCE = 1.0  # seconds for the workers to read that the engine has ended
+CLOSE_TIMEOUT = 1.0  # seconds for the workers to read that the engine has stopped
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
-    """One connection, and what it has open."""
+class WorkerConnection:
+    """The connection to one worker and its open requests."""
 
     number: str
     writer: asyncio.StreamWriter
-    num_open: dict[str, int] = field(default_factory=dict)  # by its id: samples that have not ended
+    num_open: dict[str, int] = field(default_factory=dict)  # open samples by request id
 
-    def ours(self, id: str) -> str:
-        """The engine's name for a request of this worker."""
+    def engine_id(self, id: str) -> str:
+        """The engine's id of a request of this worker."""
         return f"{self.number}-{id}"
 
 
-class Service:
-    """Stands between an engine's port and the workers."""
+class EngineService:
+    """Forwards messages between an engine's port and the workers."""
 
-    def __init__(self, port: Port, facts: Any = None) -> None:
-        self.gone: EngineStopped | None = None
-        self.workers: dict[str, Worker] = {}  # by number
-        self._port, self._facts = port, facts
-        self._asked: dict[int, tuple[Worker, int]] = {}  # who asked, under which number
+    def __init__(self, port: Port, model_info: Any = None) -> None:
+        self.stopped: EngineStopped | None = None
+        self.workers: dict[str, WorkerConnection] = {}  # by number
+        self._port, self._model_info = port, model_info
+        # By the engine's query number: the worker and its own number of the query.
+        self._queries: dict[int, tuple[WorkerConnection, int]] = {}
         self._serials, self._numbers = count(), count()
         self._server: asyncio.Server | None = None
 
     async def start(self, path: str | Path) -> None:
-        """Run the engine and listen; `path` should lie in a folder of mode 0700."""
+        """Start the engine and listen; `path` should be in a directory of mode 0700."""
         await self._port.open(self._receive)
         self._server = await asyncio.start_unix_server(self._serve, path)
 
     async def close(self) -> None:
-        """Tell the workers that are still there, and end the engine."""
-        assert self._server is not None, "started before"
+        """Stop the engine and close the connections to the workers."""
+        assert self._server is not None, "start() was called"
         self._server.close()
         await self._port.close()
         for worker in list(self.workers.values()):
             worker.writer.close()
-        with suppress(TimeoutError):  # of one that does not read
-            async with asyncio.timeout(PATIENCE):
+        with suppress(TimeoutError):  # a worker may not read
+            async with asyncio.timeout(CLOSE_TIMEOUT):
                 while self.workers:
                     await asyncio.sleep(0.01)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        worker = Worker(str(next(self._serials)), writer)
+        worker = WorkerConnection(str(next(self._serials)), writer)
         self.workers[worker.number] = worker
-        writer.write(frame(self._facts))
-        if self.gone is not None:
-            writer.write(frame([self.gone]))
+        writer.write(frame(self._model_info))
+        if self.stopped is not None:
+            writer.write(frame([self.stopped]))
         try:
             while True:
-                self._port.send(self._taken(worker, await read_frame(reader)))
+                self._port.send(self._to_engine(worker, await read_frame(reader)))
         except LOST:
-            self._port.send([Cancel(worker.ours(id)) for id in worker.num_open])
+            self._port.send([Cancel(worker.engine_id(id)) for id in worker.num_open])
         finally:
             del self.workers[worker.number]
             writer.close()
 
-    def _taken(self, worker: Worker, messages: list[ToLoop]) -> list[ToLoop]:
-        """Note who has what open; ids and numbers as the engine may know them."""
+    def _to_engine(self, worker: WorkerConnection, messages: list[ToLoop]) -> list[ToLoop]:
+        """Replace a worker's ids and query numbers by the engine's; record its open requests."""
         for place, message in enumerate(messages):
             if isinstance(message, Query):
                 number = next(self._numbers)
-                self._asked[number] = worker, message.number
+                self._queries[number] = worker, message.number
                 messages[place] = replace(message, number=number)
                 continue
             if isinstance(message, Submit):
                 worker.num_open[message.id] = max(1, message.params.n)
-            messages[place] = replace(message, id=worker.ours(message.id))
+            messages[place] = replace(message, id=worker.engine_id(message.id))
         return messages
 
     def _receive(self, messages: list[FromLoop]) -> None:
-        """Sort what the engine says by who is to hear it."""
-        batches: dict[Worker, list[FromLoop]] = {worker: [] for worker in self.workers.values()}
+        """Send each worker its messages, in one write."""
+        batches: dict[WorkerConnection, list[FromLoop]] = {
+            worker: [] for worker in self.workers.values()
+        }
         for message in messages:
             if isinstance(message, Tokens):
-                self._share_out(message, batches)
+                self._split(message, batches)
             elif isinstance(message, Update | Refusal):
                 number, _, id = message.id.partition("-")
                 if (owner := self.workers.get(number)) is not None:
-                    batches[owner].append(_as_known(message, id, owner))
+                    batches[owner].append(_to_worker(message, id, owner))
             elif isinstance(message, QueryResult):
-                worker, asked = self._asked.pop(message.number)
-                batches.setdefault(worker, []).append(message._replace(number=asked))
+                worker, number_there = self._queries.pop(message.number)
+                batches.setdefault(worker, []).append(message._replace(number=number_there))
             else:
-                self.gone = message
+                self.stopped = message
                 for batch in batches.values():
                     batch.append(message)
         for worker, batch in batches.items():
             if batch and not worker.writer.is_closing():
                 worker.writer.write(frame(batch))
 
-    def _share_out(self, gained: Tokens, batches: Mapping[Worker, list[FromLoop]]) -> None:
-        """Each worker's part of what all requests gained."""
+    def _split(self, message: Tokens, batches: Mapping[WorkerConnection, list[FromLoop]]) -> None:
+        """Add to each worker's batch the tokens of its requests."""
         parts = {worker.number: Tokens([], []) for worker in batches}
-        for name, tokens in zip(gained.ids, gained.tokens, strict=True):
+        for name, tokens in zip(message.ids, message.tokens, strict=True):
             number, _, id = name.partition("-")
             if (part := parts.get(number)) is not None:
                 part.ids.append(id)
@@ -136,8 +140,8 @@ class Service:
                 batch.append(parts[worker.number])
 
 
-def _as_known(message: Update | Refusal, id: str, owner: Worker) -> Update | Refusal:
-    """The message under its owner's own id; notes if it ends a sample, or the whole request."""
+def _to_worker(message: Update | Refusal, id: str, owner: WorkerConnection) -> Update | Refusal:
+    """The message with the worker's own id; records the end of a sample or of the request."""
     if isinstance(message, Refusal):
         owner.num_open.pop(id, None)
         return message._replace(id=id, words=message.words.replace(message.id, id))

@@ -1,6 +1,6 @@
-"""Engine and HTTP in one process: how the two halves of a server are made, and run together.
+"""Runs a server in one process: the engine on a thread, HTTP on an event loop.
 
-Knows no model and no endpoint: a recipe makes them. Several processes are in workers.py.
+Knows no model and no endpoints: a `ServerFactory` makes them. workers.py runs several processes.
 """
 
 from __future__ import annotations
@@ -19,108 +19,111 @@ from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
 from headway.engine.loop import EngineLoop, Limits
 from headway.errors import ConfigError
-from headway.server.http.connections import ConnectionTable, Listener, raise_descriptor_limit
+from headway.server.http.connection_table import ConnectionTable, Listener, raise_descriptor_limit
 from headway.server.process.shutdown import GracefulServer
 from headway.server.settings import ConnectionSettings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-Ready = Callable[[Any], None]  # told the engine's facts once requests are taken
+Ready = Callable[[Any], None]  # called with the model info once the server accepts requests
 
 
-def nothing(*_: object) -> None:
-    """For who has nothing to prepare or to close."""
+def do_nothing(*_: object) -> None:
+    """The default of optional callbacks."""
 
 
-def set_up_nothing() -> Callable[[], None]:
-    return nothing
+def no_setup() -> Callable[[], None]:
+    """The default setup of a process."""
+    return do_nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
-    """An engine to serve, and what goes with it."""
+class ServedEngine:
+    """An engine with its limits, model info and callbacks."""
 
     engine: Engine
-    facts: Any  # what an app must know of the model; picklable
+    model_info: Any  # passed to `make_app`; must be picklable
     limits: Limits | None = None
-    prepare: Callable[[EngineLoop], None] = nothing  # adds observers and answers
-    close: Callable[[], None] = nothing  # called once the engine has ended
+    prepare: Callable[[EngineLoop], None] = do_nothing  # adds observers and queries to the loop
+    close: Callable[[], None] = do_nothing  # called after the engine has stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How to make the two halves of a server; picklable, as each may be made in its own process."""
+class ServerFactory:
+    """Makes the engine and the app, possibly in different processes; must be picklable."""
 
-    make_engine: Callable[[], Served]
-    make_app: Callable[[AsyncEngine, Any], Any]  # from the engine and its facts
-    setup: Callable[[], Callable[[], None]] = set_up_nothing  # of a process; gives what ends it
-    grace: float = 30.0  # seconds for open requests after a signal to stop
+    make_engine: Callable[[], ServedEngine]
+    make_app: Callable[[AsyncEngine, Any], Any]  # from the engine and the model info
+    setup: Callable[[], Callable[[], None]] = no_setup  # of each process; returns its teardown
+    grace: float = 30.0  # seconds for open requests to finish after a stop signal
     connections: ConnectionSettings = field(default_factory=ConnectionSettings)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that does not listen yet; ConfigError if the address cannot be had."""
+    """A bound socket that does not listen yet; ConfigError if the address is not available."""
     if not 0 <= port < 1 << 16:
-        raise ConfigError(f"port must be from 0 (any that is free) to 65535, not {port}")
+        raise ConfigError(f"port must be from 0 (any free port) to 65535, not {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        # With its protocol named, asyncio lets small writes out at once.
+        # asyncio sets TCP_NODELAY only if the socket's protocol is given.
         bound = socket.socket(family, kind, protocol)
         try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # at once after a crash
+            # Allow a restart right after a crash.
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bound.bind(address)
         except BaseException:
             bound.close()
             raise
     except OSError as error:
-        why = error.strerror or error
+        reason = error.strerror or error
         raise ConfigError(
-            f"cannot serve at {host}:{port}: {why}; choose another --port or --host, or end what "
-            "is there"
+            f"cannot listen on {host}:{port}: {reason}; choose another --port or --host, or stop "
+            "the process that uses it"
         ) from None
     return bound
 
 
-def serve_here(recipe: Recipe, bound: socket.socket, ready: Ready) -> int:
-    """Engine on a thread, HTTP beside it, until a signal; the exit status."""
-    served = recipe.make_engine()
+def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Ready) -> int:
+    """Serve in this process until a signal; return the exit status."""
+    served = factory.make_engine()
     port = ThreadPort(served.engine, served.limits)
     served.prepare(port.loop)
     listener = Listener(fileno=bound.detach())
-    work = serve_http(
-        recipe, AsyncEngine(port), lambda: served.facts, listener, ready=ready, begin=_mind_signals
-    )
+    serving = serve_http(
+        factory, AsyncEngine(port), lambda: served.model_info, listener, ready=ready,
+        on_start=_install_signal_handlers,
+    )  # fmt: skip
     try:
-        asyncio.run(work)
+        asyncio.run(serving)
     finally:
         served.close()
     return 0
 
 
 async def serve_http(
-    recipe: Recipe,
+    factory: ServerFactory,
     engine: AsyncEngine,
-    facts: Callable[[], Any],
+    model_info: Callable[[], Any],
     bound: socket.socket,
     *,
     ready: Ready,
-    begin: Callable[[GracefulServer], None],
+    on_start: Callable[[GracefulServer], None],
 ) -> None:
-    """Serve until somebody calls `stop` of the server that `begin` is given."""
-    await engine.start()  # the facts may come with it
-    app = recipe.make_app(engine, facts())
-    table = ConnectionTable(recipe.connections, raise_descriptor_limit())
-    server = GracefulServer(app, engine, recipe.grace, lambda: ready(facts()), table)
-    begin(server)
+    """Serve HTTP until `stop` is called on the server that `on_start` receives."""
+    await engine.start()  # the model info may be available only afterwards
+    app = factory.make_app(engine, model_info())
+    table = ConnectionTable(factory.connections, raise_descriptor_limit())
+    server = GracefulServer(app, engine, factory.grace, lambda: ready(model_info()), table)
+    on_start(server)
     with gc_freeze():
         await server.serve(sockets=[bound])
         await engine.close()
 
 
-def _mind_signals(server: GracefulServer) -> None:
+def _install_signal_handlers(server: GracefulServer) -> None:
     def stop(number: int, _: FrameType | None) -> None:
-        if server.should_exit:  # the second one: at once
+        if server.should_exit:  # a second signal exits at once
             os._exit(128 + number)
         server.stop()
 

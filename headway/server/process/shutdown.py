@@ -1,6 +1,6 @@
-"""A uvicorn server that ends well: what runs may finish, what takes too long is given an end.
+"""A uvicorn server with graceful shutdown: open requests may finish within a time limit.
 
-Minds no signals itself; whoever runs it calls `stop`.
+Installs no signal handlers; the caller calls `stop`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from typing import Any, cast
 import uvicorn
 
 from headway.engine.async_engine import AsyncEngine
-from headway.server.http.connection import Connection
-from headway.server.http.connections import ConnectionTable, log_accept_errors
+from headway.server.http.connection import HttpConnection
+from headway.server.http.connection_table import ConnectionTable, log_accept_errors
 
-LAST_WORDS = 2.0  # seconds for responses to end once their requests have
+DRAIN_TIMEOUT = 2.0  # seconds for responses to end after their requests have ended
 PAUSE = 0.05
 log = logging.getLogger(__name__)
 
 
 class GracefulServer(uvicorn.Server):
-    """Serves an app over an engine until `stop`; `grace` seconds for what is open then."""
+    """Serves an app until `stop`; open requests then have `grace` seconds to finish."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class GracefulServer(uvicorn.Server):
         ready: Callable[[], None],
         table: ConnectionTable,
     ) -> None:
-        protocol = cast(type[asyncio.Protocol], partial(Connection, table=table))
+        protocol = cast(type[asyncio.Protocol], partial(HttpConnection, table=table))
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, server_header=False, proxy_headers=False,
             lifespan="auto", ws="none", http=protocol,
@@ -46,7 +46,7 @@ class GracefulServer(uvicorn.Server):
         self._sweeping: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
-        """Take no more connections, and end once what is open has ended."""
+        """Stop accepting connections, and exit when the open requests have ended."""
         self.should_exit = True
 
     @contextmanager
@@ -68,13 +68,13 @@ class GracefulServer(uvicorn.Server):
             self._sweeping.cancel()
 
     async def _drain(self) -> None:
-        """Let the engine's requests finish, then end them, then whatever else still responds."""
+        """Wait for the engine's requests, cancel the rest, then cancel remaining responses."""
         await self._until_quiet(self._grace)
         if self._engine.num_open:
-            log.warning("ending %d requests that took too long", self._engine.num_open)
+            log.warning("cancelling %d requests that did not finish", self._engine.num_open)
         self._engine.cancel_all()
-        await asyncio.sleep(LAST_WORDS)
-        for task in list(self.server_state.tasks):  # pages without an end, such as a live view
+        await asyncio.sleep(DRAIN_TIMEOUT)
+        for task in list(self.server_state.tasks):  # responses without an end
             task.cancel()
         await asyncio.sleep(PAUSE)
         for connection in list(self.server_state.connections):  # clients that do not read
@@ -82,10 +82,13 @@ class GracefulServer(uvicorn.Server):
                 connection.transport.abort()
 
     async def _until_quiet(self, seconds: float) -> None:
-        """Until no request has been open for a while: one may be on its way to the engine."""
+        """Wait until no request has been open for DRAIN_TIMEOUT, or for at most `seconds`.
+
+        A request that has just been read may not have reached the engine yet.
+        """
         loop = asyncio.get_running_loop()
-        ends_at, quiet_at = loop.time() + seconds, loop.time() + LAST_WORDS
+        ends_at, quiet_at = loop.time() + seconds, loop.time() + DRAIN_TIMEOUT
         while loop.time() < min(ends_at, quiet_at):
             if self._engine.num_open:
-                quiet_at = loop.time() + LAST_WORDS
+                quiet_at = loop.time() + DRAIN_TIMEOUT
             await asyncio.sleep(PAUSE)

@@ -1,7 +1,7 @@
-"""One process for the engine, several for HTTP on one listening socket, and who watches them.
+"""Runs a server in several processes: one engine, several API workers and a supervisor.
 
-The processes heed no signals: a pipe from the supervisor tells them to stop, and its end that there
-is nobody to work for, so that none outlives the supervisor and keeps the port.
+The workers share one listening socket. Child processes ignore signals: the supervisor stops them
+through a pipe. They exit when the pipe closes, so none outlives the supervisor and keeps the port.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from typing import Any
 from headway.engine.async_engine import AsyncEngine, ThreadPort
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError, HeadwayError
-from headway.server.http.connections import Listener
-from headway.server.process.engine_service import Service
+from headway.server.http.connection_table import Listener
+from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketPort
-from headway.server.process.serve import SIGNALS, Ready, Recipe, serve_http
-from headway.server.process.shutdown import LAST_WORDS
+from headway.server.process.serve import SIGNALS, Ready, ServerFactory, serve_http
+from headway.server.process.shutdown import DRAIN_TIMEOUT
 
 GO, STOP = "go", "stop"
 CONTEXT = get_context("spawn")
 log = logging.getLogger(__name__)
 
 
-class SharedSocket(Listener):
-    """A listening socket of several processes.
+class SharedListener(Listener):
+    """A listening socket that several processes share.
 
-    Gives one connection each time it is ready. With more, the first process to wake up would take
-    most of a burst.
+    Accepts one connection per wakeup. With more, the first process to wake up would take most
+    connections of a burst.
     """
 
     __slots__ = ()
     max_accepts = 1
 
 
-def run_engine(recipe: Recipe, path: str, control: Connection) -> None:
-    """The engine's process: says that it is ready, and serves until it is told to stop."""
+def run_engine(factory: ServerFactory, path: str, control: Connection) -> None:
+    """Main function of the engine's process: report readiness, then serve until stopped."""
     _ignore_signals()
-    finish = recipe.setup()
+    teardown = factory.setup()
     try:
-        served = recipe.make_engine()
+        served = factory.make_engine()
     except HeadwayError as error:
         control.send(error)
         return
@@ -59,38 +59,40 @@ def run_engine(recipe: Recipe, path: str, control: Connection) -> None:
     async def serve() -> None:
         port = ThreadPort(served.engine, served.limits)
         served.prepare(port.loop)
-        service = Service(port, served.facts)
+        service = EngineService(port, served.model_info)
         await service.start(path)
-        told, loop = asyncio.Event(), asyncio.get_running_loop()
-        _obey(control, lambda: loop.call_soon_threadsafe(told.set))
+        stopped, loop = asyncio.Event(), asyncio.get_running_loop()
+        _listen_for_stop(control, lambda: loop.call_soon_threadsafe(stopped.set))
         with gc_freeze():
-            control.send(served.facts)
-            await told.wait()
+            control.send(served.model_info)
+            await stopped.wait()
         await service.close()
 
     asyncio.run(serve())
     served.close()
-    finish()
+    teardown()
 
 
-def run_worker(recipe: Recipe, path: str, bound: socket.socket, control: Connection) -> None:
-    """A process that answers HTTP, once there is an engine to ask."""
+def run_worker(
+    factory: ServerFactory, path: str, bound: socket.socket, control: Connection
+) -> None:
+    """Main function of an API worker: serve HTTP once the engine is ready."""
     _ignore_signals()
-    finish = recipe.setup()
-    if not _is_sent_off(control):
+    teardown = factory.setup()
+    if not _wait_for_engine(control):
         return
-    port, shared = SocketPort(path), SharedSocket(fileno=bound.detach())
-    work = serve_http(
-        recipe, AsyncEngine(port), lambda: port.facts, shared,
+    port, shared = SocketPort(path), SharedListener(fileno=bound.detach())
+    serving = serve_http(
+        factory, AsyncEngine(port), lambda: port.model_info, shared,
         ready=lambda _: control.send(None),
-        begin=lambda server: _obey(control, server.stop),
+        on_start=lambda server: _listen_for_stop(control, server.stop),
     )  # fmt: skip
-    asyncio.run(work)
-    finish()
+    asyncio.run(serving)
+    teardown()
 
 
-def _is_sent_off(control: Connection) -> bool:
-    """Waits for the supervisor's word; False if there is no supervisor any more."""
+def _wait_for_engine(control: Connection) -> bool:
+    """Wait for the supervisor's GO message; False if the supervisor has exited."""
     try:
         return bool(control.recv() == GO)
     except EOFError:
@@ -98,12 +100,12 @@ def _is_sent_off(control: Connection) -> bool:
 
 
 def _ignore_signals() -> None:
-    for number in SIGNALS:  # they may be sent to the whole group; the supervisor knows what to do
+    for number in SIGNALS:  # a signal may go to the whole process group; the supervisor handles it
         signal.signal(number, signal.SIG_IGN)
 
 
-def _obey(control: Connection, stop: Callable[[], object]) -> None:
-    """Stop when the supervisor says so; without one, end at once."""
+def _listen_for_stop(control: Connection, stop: Callable[[], object]) -> None:
+    """Call `stop` on the supervisor's STOP message; exit at once if the supervisor has exited."""
 
     def listen() -> None:
         try:
@@ -115,8 +117,8 @@ def _obey(control: Connection, stop: Callable[[], object]) -> None:
     threading.Thread(target=listen, name="control", daemon=True).start()
 
 
-class Child:
-    """A process and the pipe to it."""
+class ChildProcess:
+    """A child process and the pipe to it."""
 
     def __init__(self, name: str, target: Callable[..., None], *arguments: Any) -> None:
         self.control, theirs = CONTEXT.Pipe()
@@ -127,34 +129,34 @@ class Child:
         theirs.close()
         self._is_ready = False
 
-    def first_word(self) -> Any:
-        """What it says when it is ready; raises the error it says instead, or that it died."""
+    def wait_until_ready(self) -> Any:
+        """The message that reports readiness; raises the child's error, or if it has exited."""
         try:
-            word = self.control.recv()
+            message = self.control.recv()
         except EOFError:
             self.process.join()
             name, status = self.process.name, self.process.exitcode
             raise ExecutorError(
-                f"the {name} ended with status {status} before it was ready"
+                f"the {name} exited with status {status} before it was ready"
             ) from None
-        if isinstance(word, Exception):
-            raise word
+        if isinstance(message, Exception):
+            raise message
         self._is_ready = True
-        return word
+        return message
 
-    def has_been_ready(self) -> bool:
-        """Of one that is dead: whether it came so far."""
+    def was_ready(self) -> bool:
+        """Whether a child that has exited had reported readiness."""
         if not self._is_ready:
             with suppress(HeadwayError):
-                self.first_word()
+                self.wait_until_ready()
         return self._is_ready
 
-    def tell(self, word: str) -> None:
-        with suppress(OSError):  # if it is dead, somebody will notice
-            self.control.send(word)
+    def send(self, message: str) -> None:
+        with suppress(OSError):  # the supervisor notices the exit of a child elsewhere
+            self.control.send(message)
 
-    def end(self, seconds: float) -> None:
-        """Wait for its end; after so many seconds, make it."""
+    def join_or_kill(self, seconds: float) -> None:
+        """Wait for the exit; kill the process after `seconds`."""
         self.process.join(seconds)
         if self.process.is_alive():
             self.process.kill()
@@ -162,22 +164,22 @@ class Child:
 
 
 class Supervisor:
-    """Starts an engine's process and some that answer HTTP, and ends them in order."""
+    """Starts the engine's process and the API workers, replaces workers, and stops all in order."""
 
-    def __init__(self, recipe: Recipe, bound: socket.socket, num_workers: int) -> None:
-        self.engine: Child | None = None
-        self.workers: list[Child] = []
-        self._recipe, self._bound, self._num_workers = recipe, bound, num_workers
+    def __init__(self, factory: ServerFactory, bound: socket.socket, num_workers: int) -> None:
+        self.engine: ChildProcess | None = None
+        self.workers: list[ChildProcess] = []
+        self._factory, self._bound, self._num_workers = factory, bound, num_workers
         self._signals: list[int] = []
 
     def run(self, ready: Ready) -> int:
-        """Serve until a signal; the exit status."""
+        """Serve until a signal; return the exit status."""
         with tempfile.TemporaryDirectory(prefix="headway-") as folder:  # of mode 0700
             path = str(Path(folder) / "engine")
             try:
                 ready(self._start(path))
                 for number in SIGNALS:
-                    signal.signal(number, self._note)
+                    signal.signal(number, self._on_signal)
                 status = self._watch(path)
                 self._stop()
             finally:
@@ -185,59 +187,59 @@ class Supervisor:
         return status
 
     def _start(self, path: str) -> Any:
-        """Returns the engine's facts once everybody is ready."""
-        self.engine = Child("engine", run_engine, self._recipe, path)
+        """Start all processes; return the model info once all are ready."""
+        self.engine = ChildProcess("engine", run_engine, self._factory, path)
         self.workers = [self._new_worker(path) for _ in range(self._num_workers)]
-        facts = self.engine.first_word()
+        model_info = self.engine.wait_until_ready()
         for worker in self.workers:
-            worker.tell(GO)
+            worker.send(GO)
         for worker in self.workers:
-            worker.first_word()
-        return facts
+            worker.wait_until_ready()
+        return model_info
 
-    def _new_worker(self, path: str) -> Child:
-        return Child("API worker", run_worker, self._recipe, path, self._bound)
+    def _new_worker(self, path: str) -> ChildProcess:
+        return ChildProcess("API worker", run_worker, self._factory, path, self._bound)
 
     def _watch(self, path: str) -> int:
-        """Until a signal, or until nobody is left; workers that die are replaced."""
-        assert self.engine is not None, "started before"
-        is_told = False
+        """Replace workers that exit, until a signal arrives or no worker is left."""
+        assert self.engine is not None, "_start() was called"
+        is_logged = False
         while self.workers and not self._signals:
-            if not is_told and not self.engine.process.is_alive():
-                # The workers stay: they tell whoever asks that there is no engine.
-                log.error("the engine ended with status %s", self.engine.process.exitcode)
-                is_told = True
-            gone = wait([worker.process.sentinel for worker in self.workers], timeout=0.1)
-            for worker in [w for w in self.workers if w.process.sentinel in gone]:
+            if not is_logged and not self.engine.process.is_alive():
+                # The workers continue: they answer with an error that says the engine has stopped.
+                log.error("the engine exited with status %s", self.engine.process.exitcode)
+                is_logged = True
+            exited = wait([worker.process.sentinel for worker in self.workers], timeout=0.1)
+            for worker in [w for w in self.workers if w.process.sentinel in exited]:
                 self._replace(worker, path)
         return 0 if self.workers and self.engine.process.is_alive() else 1
 
-    def _replace(self, worker: Child, path: str) -> None:
-        assert self.engine is not None, "started before"
+    def _replace(self, worker: ChildProcess, path: str) -> None:
+        assert self.engine is not None, "_start() was called"
         worker.process.join()
-        log.error("an API worker ended with status %s", worker.process.exitcode)
+        log.error("an API worker exited with status %s", worker.process.exitcode)
         self.workers.remove(worker)
-        # One that could not even start is not replaced: the next could not, either.
-        if worker.has_been_ready() and self.engine.process.is_alive():
+        # A worker that failed to start is not replaced: the next one would fail, too.
+        if worker.was_ready() and self.engine.process.is_alive():
             self.workers.append(self._new_worker(path))
-            self.workers[-1].tell(GO)
+            self.workers[-1].send(GO)
 
     def _stop(self) -> None:
-        assert self.engine is not None, "started before"
-        self._bound.close()  # while anybody holds it open, clients would wait at it
+        assert self.engine is not None, "_start() was called"
+        self._bound.close()  # clients would connect and wait as long as any process has it open
         for worker in self.workers:
-            worker.tell(STOP)
+            worker.send(STOP)
         for worker in self.workers:
-            worker.end(self._recipe.grace + 3 * LAST_WORDS)
-        self.engine.tell(STOP)
-        self.engine.end(LAST_WORDS)
+            worker.join_or_kill(self._factory.grace + 3 * DRAIN_TIMEOUT)
+        self.engine.send(STOP)
+        self.engine.join_or_kill(DRAIN_TIMEOUT)
 
     def _kill(self) -> None:
         for child in (*self.workers, *([self.engine] if self.engine else [])):
             child.process.kill()
 
-    def _note(self, number: int, _: FrameType | None) -> None:
-        if self._signals:  # the second one: at once
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._signals:  # a second signal exits at once
             self._kill()
             os._exit(128 + number)
         self._signals.append(number)

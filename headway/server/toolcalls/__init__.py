@@ -1,1 +1,1 @@
-"""Tool calls: which tools a model is shown, how it calls them, and how its calls are read."""
+"""Tool calls: how tools are shown to a model, and how its calls are parsed."""

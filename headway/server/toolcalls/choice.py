@@ -1,7 +1,7 @@
-"""What a request's `tools` and `tool_choice` mean for the served model.
+"""Interprets a request's `tools` and `tool_choice` for the served model.
 
-A model learns of tools by its chat template, and writes a call as text. A grammar holds it to
-calls where `tool_choice` demands one. Knows no HTTP.
+The chat template shows the tools to the model, which writes calls as text. If `tool_choice`
+requires a call, a grammar allows only calls. Knows no HTTP.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
 from headway.errors import InvalidRequest
-from headway.grammar.grammar import Grammar, check, with_few_blanks
-from headway.grammar.json_schema import closed
+from headway.grammar.grammar import Grammar, check_grammar, with_bounded_whitespace
+from headway.grammar.json_schema import close_objects
 from headway.server.toolcalls.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
 from headway.server.toolcalls.parser import ToolCallParser
-from headway.server.toolcalls.prompt import NOTHING, Message, shown_tools, with_tools_described
+from headway.server.toolcalls.prompt import (
+    NO_PARAMETERS,
+    render_tool_prompt,
+    with_tools_described,
+)
+from headway.text.chat_template import Message
 
 AUTO = "auto"
 PARSERS = (AUTO, *FORMATS)
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-# How templates explain a call to the model, with words in the place of name and arguments.
-EXPLAINS_TAGS = re.compile(r'<tool_call>\s*\{[^{}]*"arguments"')
-EXPLAINS_JSON = re.compile(r'\{"name": [^{}"]*, "parameters": [^{}"]*\}')
-EXPLAINS_LIST = re.compile(r"\[AVAILABLE_TOOLS\]")
+# How templates explain the format of a call to the model, with placeholders for the values.
+FORMAT_PATTERNS = (
+    (re.compile(r'<tool_call>\s*\{[^{}]*"arguments"'), HERMES),
+    (re.compile(r'\{"name": [^{}"]*, "parameters": [^{}"]*\}'), LLAMA3),
+    (re.compile(r"\[AVAILABLE_TOOLS\]"), MISTRAL),
+)
 Tool = Mapping[str, Any]
 
 
@@ -37,38 +44,39 @@ class ToolUse:
 
     format: ToolFormat
     tools: tuple[Tool, ...]  # shown to the model
-    names: frozenset[str]  # of those that it may call
-    grammar: Grammar | None  # None: the model may call or not
-    is_described: bool  # in the system message: the template knows no tools
-    are_closed: bool = False  # the objects of all tools' parameters, not only of strict ones
+    names: frozenset[str]  # of the tools that the model may call
+    grammar: Grammar | None  # allows only calls; None: a call is optional
+    is_described: bool  # in the system message, because the template ignores tools
+    are_closed: bool = False  # no additional properties for all tools, not only for strict ones
 
     def parser(self) -> ToolCallParser:
         """A new parser, for one sample."""
         return ToolCallParser(self.format, self.names, is_forced=self.grammar is not None)
 
     def messages(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """The conversation that the model is shown."""
+        """The conversation as shown to the model."""
         if not self.is_described:
             return messages
         return with_tools_described(messages, self.tools, self.format)
 
     def check(self) -> None:
-        """InvalidRequest, naming the tool, if no text can satisfy the grammar."""
-        assert self.grammar is not None, "only a grammar can be wrong"
+        """InvalidRequest, naming the tool, if the grammar is invalid."""
+        assert self.grammar is not None, "only a grammar can be invalid"
         try:
-            check(self.grammar)
+            check_grammar(self.grammar)
         except InvalidRequest:
             for number, tool in enumerate(self.tools):
-                with _naming(number):
-                    check(Grammar.json_schema(_arguments(tool, is_closed=self.are_closed)))
+                with _attribute_errors_to(number):
+                    schema = _arguments_schema(tool, is_closed=self.are_closed)
+                    check_grammar(Grammar.json_schema(schema))
             raise
 
 
-class Choice(NamedTuple):
-    """A request's `tool_choice`: whether a call must come, and of which tools."""
+class ToolChoice(NamedTuple):
+    """A request's `tool_choice`: whether a call is required, and of which tools."""
 
     must_call: bool
-    allowed: dict[int, Tool]  # by place among the tools
+    allowed: dict[int, Tool]  # by index among the tools
     is_one: bool = False  # exactly one call
 
 
@@ -83,16 +91,16 @@ def tool_use(
 ) -> ToolUse | None:
     """The tools of a request; None if the model may use none.
 
-    `parser` names the format of calls; `auto` finds it in the template. Arguments have no other
-    properties than a tool names if it is strict, or with `disable_additional_properties`.
-    InvalidRequest names the field that makes no sense, or says what the template lacks.
+    `parser` names the format of calls; `auto` detects it in the template. Strict tools, and all
+    tools with `disable_additional_properties`, allow only the arguments that they name.
+    InvalidRequest names the field that is wrong, or says what the template lacks.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest("tool_choice is given without tools; send tools, or leave it out")
         return None
     _check_tools(tools)
-    chosen = _chosen(choice, tools)
+    chosen = _parse_choice(choice, tools)
     if choice == "none":
         return None
     format, is_described = format_of(template, parser)
@@ -101,9 +109,9 @@ def tool_use(
         is_one = chosen.is_one or not (parallel and format.between)
         schemas = {}
         for number, tool in chosen.allowed.items():
-            with _naming(number):
-                schemas[number] = _arguments(tool, is_closed=disable_additional_properties)
-        grammar = _calls(format, chosen.allowed, schemas, is_one=is_one)
+            with _attribute_errors_to(number):
+                schemas[number] = _arguments_schema(tool, is_closed=disable_additional_properties)
+        grammar = _calls_grammar(format, chosen.allowed, schemas, is_one=is_one)
     return ToolUse(
         format=format, tools=tuple(tools), grammar=grammar, is_described=is_described,
         are_closed=disable_additional_properties,
@@ -113,23 +121,21 @@ def tool_use(
 
 @lru_cache(maxsize=32)
 def format_of(template: str | None, parser: str = AUTO) -> tuple[ToolFormat, bool]:
-    """How a model with this template calls tools, and whether they must be described to it."""
-    shown = shown_tools(template)
+    """The format of calls of a model, and whether tools must be described in the system message."""
+    prompt = render_tool_prompt(template)
     if parser != AUTO:
-        return FORMATS[parser], not shown
-    if not shown:
+        return FORMATS[parser], not prompt
+    if not prompt:
         raise InvalidRequest(
-            "tools cannot be used: this model's chat template does not know any; leave them out, "
-            "or start the server with --tool-call-parser to describe them in the system message"
+            "tools are not supported by this model's chat template; leave them out, or start the "
+            "server with --tool-call-parser to describe them in the system message"
         )
-    for pattern, format in (
-        (EXPLAINS_TAGS, HERMES), (EXPLAINS_JSON, LLAMA3), (EXPLAINS_LIST, MISTRAL),
-    ):  # fmt: skip
-        if pattern.search(shown):
+    for pattern, format in FORMAT_PATTERNS:
+        if pattern.search(prompt):
             return format, False
     raise InvalidRequest(
-        "tools cannot be used: the chat template does not tell in which form this model calls "
-        f"them; start the server with --tool-call-parser, one of {', '.join(FORMATS)}"
+        "tools are in a format that cannot be detected in this model's chat template; start the "
+        f"server with --tool-call-parser set to one of {', '.join(FORMATS)}"
     )
 
 
@@ -146,31 +152,30 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             problem = "1 to 64 letters, digits, _ and -"
             raise InvalidRequest(f"{where}.function.name must be {problem}, not {name!r}")
         if name in names:
-            raise InvalidRequest(f"{where}.function.name {name!r} is there twice")
+            raise InvalidRequest(f"{where}.function.name {name!r} is a duplicate; names are unique")
         names.add(name)
         if parameters is not None and not _is_map(parameters):
             raise InvalidRequest(f"{where}.function.parameters must be a JSON schema, an object")
 
 
-def _chosen(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> Choice:
-    """What a `tool_choice` says of these tools."""
+def _parse_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:
     every = dict(enumerate(tools))
     if choice in (None, "none", "auto", "required"):
-        return Choice(choice == "required", every)
+        return ToolChoice(choice == "required", every)
     if _is_map(choice) and choice.get("type") == "allowed_tools":
-        return _allowed(choice.get("allowed_tools"), tools)
+        return _parse_allowed(choice.get("allowed_tools"), tools)
     function = choice.get("function") if _is_map(choice) else None
     if not _is_map(function):
         raise InvalidRequest(
             'tool_choice must be none, auto, required, {"type": "function", "function": '
             f'{{"name": ...}}}} or {{"type": "allowed_tools", ...}}, not {choice!r}'
         )
-    place = _place(function, tools)
-    return Choice(True, {place: tools[place]}, is_one=True)
+    index = _index_of(function, tools)
+    return ToolChoice(True, {index: tools[index]}, is_one=True)
 
 
-def _allowed(allowed: Any, tools: Sequence[Tool]) -> Choice:
-    """OpenAI's `allowed_tools`: some of the tools, and whether one of them must be called."""
+def _parse_allowed(allowed: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """OpenAI's `allowed_tools`: a subset of the tools, and whether a call is required."""
     mode, named = (allowed.get("mode"), allowed.get("tools")) if _is_map(allowed) else (None, None)
     if mode not in ("auto", "required") or not isinstance(named, list) or not named:
         raise InvalidRequest(
@@ -178,28 +183,28 @@ def _allowed(allowed: Any, tools: Sequence[Tool]) -> Choice:
             f"1 tool, not {allowed!r}"
         )
     functions = [tool.get("function") if _is_map(tool) else None for tool in named]
-    places = sorted({_place(function, tools) for function in functions})
-    return Choice(mode == "required", {place: tools[place] for place in places})
+    indices = sorted({_index_of(function, tools) for function in functions})
+    return ToolChoice(mode == "required", {index: tools[index] for index in indices})
 
 
-def _place(function: Any, tools: Sequence[Tool]) -> int:
-    """The place of a named tool among the tools."""
+def _index_of(function: Any, tools: Sequence[Tool]) -> int:
+    """The index of a named tool among the tools."""
     known = {_name(tool): number for number, tool in enumerate(tools)}
     name = function.get("name") if _is_map(function) else None
     if not isinstance(name, str) or name not in known:
         names = ", ".join(known)
-        raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools: {names}")
+        raise InvalidRequest(f"tool_choice names {name!r}, which is not one of the tools: {names}")
     return known[name]
 
 
-def _calls(
+def _calls_grammar(
     format: ToolFormat,
     tools: Mapping[int, Tool],
     schemas: Mapping[int, dict[str, Any]],
     *,
     is_one: bool,
 ) -> Grammar:
-    """One call or more of these tools, and nothing else."""
+    """A grammar of one or more calls of these tools, and nothing else."""
     calls = "one" if is_one else f"one ({json.dumps(format.between)} one)*"
     lines = [f'start: "[" {calls} "]"' if format.is_list else f"start: {calls}"]
     lines.append("one: " + " | ".join(f"call{number}" for number in tools))
@@ -207,23 +212,23 @@ def _calls(
         begin = f'{format.begin}{{"name": {json.dumps(_name(tool))}, "{format.arguments}": '
         end = "}" + format.end
         lines.append(f"call{number}: {json.dumps(begin)} json{number} {json.dumps(end)}")
-        with _naming(number):
+        with _attribute_errors_to(number):
             lines.append(f"json{number}: %json {Grammar.json_schema(schemas[number]).text}")
     return replace(Grammar.tool_calls("\n".join(lines)), param="tools")
 
 
-def _arguments(tool: Tool, *, is_closed: bool) -> dict[str, Any]:
-    """The schema of a tool's arguments; keywords that cannot be enforced are left out."""
+def _arguments_schema(tool: Tool, *, is_closed: bool) -> dict[str, Any]:
+    """The schema of a tool's arguments; keywords that cannot be enforced are ignored."""
     function = tool["function"]
-    parameters = function.get("parameters") or NOTHING
+    parameters = function.get("parameters") or NO_PARAMETERS
     if is_closed or function.get("strict") is True:
-        parameters = closed(parameters)
-    return with_few_blanks(parameters, lenient=True)
+        parameters = close_objects(parameters)
+    return with_bounded_whitespace(parameters, lenient=True)
 
 
 @contextmanager
-def _naming(number: int) -> Iterator[None]:
-    """Whatever is wrong in here is wrong with this tool's parameters."""
+def _attribute_errors_to(number: int) -> Iterator[None]:
+    """Make InvalidRequest raised inside name the parameters of this tool."""
     try:
         yield
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""How models write tool calls, and calls as clients of OpenAI's API know them."""
+"""Formats in which models write tool calls, and tool calls in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 class ToolFormat(NamedTuple):
-    """How a model writes a call: {"name": ..., <arguments>: {...}} between `open` and `close`."""
+    """A format of calls: {"name": ..., <arguments>: {...}} between `open` and `close`."""
 
     name: str
-    open: str  # empty: calls are the whole answer
+    open: str  # empty: the whole output is calls
     close: str
-    arguments: str
-    begin: str  # `open` and `close` as a grammar writes them, with line breaks
+    arguments: str  # the key of the arguments
+    begin: str  # `open` and `close` with the line breaks that a grammar writes
     end: str
-    between: str  # two calls; empty: one call at a time
-    is_list: bool = False  # the calls are the items of a JSON list
+    between: str  # separator of two calls; empty: only one call is possible
+    is_list: bool = False  # the calls are items of a JSON list
 
 
 HERMES = ToolFormat(
@@ -46,9 +46,9 @@ class ToolCall:
 
 
 class CallDelta(NamedTuple):
-    """A part of a call: the first one has id and name, all have some of the arguments."""
+    """A part of a call: a fragment of the arguments; the first part also has id and name."""
 
-    number: int  # of the call
+    number: int  # index of the call
     arguments: str
     id: str | None = None
     name: str | None = None
@@ -61,18 +61,18 @@ class CallDelta(NamedTuple):
         return {"index": self.number, "id": self.id, "type": "function", "function": function}
 
 
-class Parsed(NamedTuple):
-    """A complete answer: OpenAI's `content` and `tool_calls`."""
+class ParsedOutput(NamedTuple):
+    """A complete output as OpenAI's `content` and `tool_calls`."""
 
     content: str | None
     calls: list[ToolCall]
 
 
-Piece = str | CallDelta
+OutputPiece = str | CallDelta
 
 
-def gathered(pieces: list[Piece]) -> Parsed:
-    """The text and the calls that the pieces of one answer add up to."""
+def merge_pieces(pieces: list[OutputPiece]) -> ParsedOutput:
+    """Join the pieces of one output into its text and calls."""
     texts: list[str] = []
     calls: dict[int, ToolCall] = {}
     for piece in pieces:
@@ -85,11 +85,11 @@ def gathered(pieces: list[Piece]) -> Parsed:
             id, name, arguments = before.id, before.name, before.arguments + arguments
         calls[piece.number] = ToolCall(id, name, arguments)
     content = "".join(texts)
-    return Parsed(None if calls and not content.strip() else content, list(calls.values()))
+    return ParsedOutput(None if calls and not content.strip() else content, list(calls.values()))
 
 
 def new_call_id(format: ToolFormat) -> str:
-    """An id; templates of Mistral's models take only nine letters and digits."""
+    """A new id; chat templates of Mistral's models accept only nine letters and digits."""
     if format is MISTRAL:
         return "".join(secrets.choice(ALPHANUMERIC) for _ in range(9))
     return f"call_{secrets.token_hex(12)}"

@@ -1,6 +1,6 @@
-"""Tools and earlier calls on their way to the model: through its chat template, or as plain text.
+"""Shows tools and earlier calls to the model: through its chat template, or as plain text.
 
-Most templates of models that were trained on tools write them by themselves. For other templates
+The chat templates of models trained on tools usually render tools and calls. For other templates,
 the tools are described in the system message, and earlier calls and results are written as text.
 """
 
@@ -12,14 +12,13 @@ from functools import lru_cache
 from typing import Any
 
 from headway.errors import InvalidRequest, ModelError
-from headway.server.http.json_size import excess
+from headway.server.http.json_body import json_limit_error
 from headway.server.toolcalls.formats import HERMES, LLAMA3, ToolFormat
-from headway.text.chat_template import render_chat
+from headway.text.chat_template import Message, render_chat
 
-Message = Mapping[str, Any]
 PROBE = "a_tool_to_look_for"
-PROBE_ID = "abcdefghi"  # nine letters: what the strictest templates want
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+PROBE_ID = "abcdefghi"  # nine letters, as the strictest templates require
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 CALL = '{{"name": <function name>, "{arguments}": <arguments as a JSON object>}}'
 TOOLS = """\
 You can call functions. These are the functions, each described by a JSON object:
@@ -33,13 +32,13 @@ To call a function, {how}:
 def template_messages(
     template: str | None, messages: Sequence[Message], format: ToolFormat = HERMES
 ) -> list[Message]:
-    """Messages as a template takes them: arguments of earlier calls are objects, not JSON text.
+    """Messages for a chat template: arguments of earlier calls are objects instead of JSON text.
 
-    InvalidRequest names a call that cannot be read. Calls are written into the content where the
-    template would leave them out.
+    If the template does not render calls, they are written into the content. InvalidRequest names
+    a call that cannot be parsed.
     """
-    found = [_with_opened_calls(number, message) for number, message in enumerate(messages)]
-    if any(_is_about_calls(message) for message in found) and not shows_calls(template):
+    found = [_with_parsed_calls(number, message) for number, message in enumerate(messages)]
+    if any(_has_calls(message) for message in found) and not renders_calls(template):
         return [_as_text(message, format) for message in found]
     return found
 
@@ -47,7 +46,7 @@ def template_messages(
 def with_tools_described(
     messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], format: ToolFormat
 ) -> list[Message]:
-    """Messages whose system message describes the tools, for templates that know no tools."""
+    """Messages with the tools described in the system message."""
     how = "write this and nothing else" if format is LLAMA3 else "write"
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     call = CALL.format(arguments=format.arguments)
@@ -63,20 +62,21 @@ def with_tools_described(
 
 
 @lru_cache(maxsize=32)
-def shown_tools(template: str | None) -> str:
-    """The prompt that a template writes for a tool; empty if it leaves tools out."""
-    function = {"name": PROBE, "description": PROBE, "parameters": NOTHING}
-    messages = [{"role": "user", "content": "?"}]
+def render_tool_prompt(template: str | None) -> str:
+    """The prompt that a template renders for a sample tool; empty if it ignores tools."""
+    function = {"name": PROBE, "description": PROBE, "parameters": NO_PARAMETERS}
+    tools = [{"type": "function", "function": function}]
     try:
-        shown = render_chat(template, messages, tools=[{"type": "function", "function": function}])
+        prompt = render_chat(template, [{"role": "user", "content": "?"}], tools=tools)
     except (InvalidRequest, ModelError) as error:
-        raise InvalidRequest(f"tools cannot be shown to this model: {error}") from None
-    return shown if PROBE in shown else ""
+        problem = f"tools cannot be rendered by this model's chat template: {error}"
+        raise InvalidRequest(problem) from None
+    return prompt if PROBE in prompt else ""
 
 
 @lru_cache(maxsize=32)
-def shows_calls(template: str | None) -> bool:
-    """Whether a template writes the calls of earlier messages."""
+def renders_calls(template: str | None) -> bool:
+    """Whether a template renders the calls of earlier messages."""
     call = {"id": PROBE_ID, "type": "function", "function": {"name": PROBE, "arguments": {}}}
     messages: list[Message] = [
         {"role": "user", "content": "?"},
@@ -85,16 +85,16 @@ def shows_calls(template: str | None) -> bool:
     ]
     try:
         return PROBE in render_chat(template, messages)
-    except (InvalidRequest, ModelError):  # it has rules about calls, so it knows them
+    except (InvalidRequest, ModelError):  # it has rules about calls, so it renders them
         return True
 
 
-def _is_about_calls(message: Message) -> bool:
+def _has_calls(message: Message) -> bool:
     return bool(message.get("tool_calls")) or message["role"] == "tool"
 
 
 def _as_text(message: Message, format: ToolFormat) -> Message:
-    """A message with its calls, or a tool's result, written into the content."""
+    """A message with its calls, or with a tool's result, written into the content."""
     if message["role"] == "tool":
         result = f"<tool_response>\n{_plain_text(message.get('content'))}\n</tool_response>"
         return {"role": "user", "content": result}
@@ -122,9 +122,9 @@ def _plain_text(content: Any) -> str:
     return "\n".join(part["text"] for part in content)
 
 
-def _with_opened_calls(number: int, message: Message) -> Message:
-    """A message whose calls have their arguments as objects; `developer` is the system's role."""
-    if message.get("role") == "developer":  # OpenAI's newer name; templates know the older one
+def _with_parsed_calls(number: int, message: Message) -> Message:
+    """A message whose call arguments are objects; the role `developer` becomes `system`."""
+    if message.get("role") == "developer":  # OpenAI's newer name, which templates do not know
         message = {**message, "role": "system"}
     calls = message.get("tool_calls")
     if not calls:
@@ -132,17 +132,17 @@ def _with_opened_calls(number: int, message: Message) -> Message:
     if not isinstance(calls, Sequence) or isinstance(calls, str):
         raise InvalidRequest(f"messages[{number}].tool_calls must be a list, not {calls!r}")
     places = (f"messages[{number}].tool_calls[{place}]" for place in range(len(calls)))
-    opened = [_opened(call, where) for call, where in zip(calls, places, strict=True)]
-    return {**message, "tool_calls": opened}
+    parsed = [_parse_call(call, where) for call, where in zip(calls, places, strict=True)]
+    return {**message, "tool_calls": parsed}
 
 
-def _opened(call: Any, where: str) -> dict[str, Any]:
+def _parse_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{where}.function must have a name and arguments, not {function!r}")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        if problem := excess(arguments.encode(errors="replace")):
+        if problem := json_limit_error(arguments.encode(errors="replace")):
             raise InvalidRequest(f"{where}.function.arguments {problem}")
         try:
             arguments = json.loads(arguments)

@@ -1,4 +1,4 @@
-"""Laws of moved blocks: kernel and twin leave the same bytes, and touch no others."""
+"""Copying blocks: the kernel and its reference write the same bytes and no others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from headway.model.kernels import blocks as kernel
-from headway.model.kernels.reference import blocks as twin
+from tests.model.kernels.reference import blocks as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn]
@@ -27,7 +27,7 @@ SHAPES = {  # layers, key-value heads, positions, head size
 
 
 def blocks_of(count: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
-    """Blocks of any bytes, NaN among them."""
+    """Blocks of random bytes, including NaN."""
     layers, heads, positions, head_dim = shape
     width = 2 * heads * positions * head_dim * dtype.itemsize
     source = torch.Generator().manual_seed(count)
@@ -41,45 +41,45 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_blocks_set_aside_and_put_back_are_the_twins(shape: str, dtype: torch.dtype) -> None:
-    held, room = blocks_of(9, SHAPES[shape], dtype), blocks_of(6, SHAPES[shape], dtype)
+def test_gathered_and_scattered_blocks_equal_the_reference(shape: str, dtype: torch.dtype) -> None:
+    held, staging = blocks_of(9, SHAPES[shape], dtype), blocks_of(6, SHAPES[shape], dtype)
     numbers = torch.tensor([7, 0, 8, 3], device=DEVICE)
-    found, right = room.clone(), room.clone()
-    kernel.set_aside(held, numbers, found)
-    twin.set_aside(held, numbers, right)
-    assert same(found, right) and same(found[1], held[0]) and same(found[4:], room[4:])
+    found, right = staging.clone(), staging.clone()
+    kernel.gather_blocks(held, numbers, found)
+    reference.gather_blocks(held, numbers, right)
+    assert same(found, right) and same(found[1], held[0]) and same(found[4:], staging[4:])
     other, right = held.clone(), held.clone()
-    kernel.put_back(room, numbers, other)
-    twin.put_back(room, numbers, right)
-    assert same(other, right) and same(other[8], room[2]) and same(other[1], held[1])
+    kernel.scatter_blocks(staging, numbers, other)
+    reference.scatter_blocks(staging, numbers, right)
+    assert same(other, right) and same(other[8], staging[2]) and same(other[1], held[1])
 
 
-def test_what_was_set_aside_comes_back_whole() -> None:
-    held, room = (blocks_of(count, (2, 2, 16, 64), torch.bfloat16) for count in (20, 5))
+def test_gathered_blocks_are_scattered_back_unchanged() -> None:
+    held, staging = (blocks_of(count, (2, 2, 16, 64), torch.bfloat16) for count in (20, 5))
     numbers, before = torch.tensor([19, 4, 11], device=DEVICE), held.clone()
-    kernel.set_aside(held, numbers, room)
+    kernel.gather_blocks(held, numbers, staging)
     held[numbers] = 0
-    kernel.put_back(room, numbers, held)
+    kernel.scatter_blocks(staging, numbers, held)
     assert same(held, before)
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_no_blocks_or_one_are_no_special_case(number: int) -> None:
-    """A number of 1 is a constant to the compiler."""
-    held, room = (blocks_of(count, (1, 1, 4, 16), torch.float32) for count in (3, 2))
-    before, numbers = room.clone(), torch.full((number,), 1, device=DEVICE)
-    kernel.set_aside(held, numbers, room)
-    assert same(room[:number], held[1 : 1 + number]) and same(room[number:], before[number:])
+def test_no_blocks_or_one_block_work(number: int) -> None:
+    """The compiler treats 1 as a constant."""
+    held, staging = (blocks_of(count, (1, 1, 4, 16), torch.float32) for count in (3, 2))
+    before, numbers = staging.clone(), torch.full((number,), 1, device=DEVICE)
+    kernel.gather_blocks(held, numbers, staging)
+    assert same(staging[:number], held[1 : 1 + number]) and same(staging[number:], before[number:])
 
 
-def test_blocks_far_into_a_large_cache_are_found() -> None:
-    """Past 2**31 words; memory that is never touched costs nothing."""
+def test_blocks_beyond_2_to_the_31_words_are_found() -> None:
+    """The memory is never touched, so it costs nothing."""
     near = blocks_of(3, (2, 2, 16, 64), torch.float32)
     shift = 2**31 // near[0].numel() + 1
     far = torch.empty((shift + len(near), *near.shape[1:]), device=DEVICE)
     far[shift:] = near
-    room, numbers = torch.empty_like(near), torch.tensor([2, 0, 1], device=DEVICE) + shift
-    kernel.set_aside(far, numbers, room)
-    assert same(room, near[numbers - shift])
-    kernel.put_back(near, numbers, far)
+    staging, numbers = torch.empty_like(near), torch.tensor([2, 0, 1], device=DEVICE) + shift
+    kernel.gather_blocks(far, numbers, staging)
+    assert same(staging, near[numbers - shift])
+    kernel.scatter_blocks(near, numbers, far)
     assert same(far[numbers], near)

@@ -1,4 +1,4 @@
-"""Laws of the compiled kernels, which the interpreter cannot see: compiled for a GPU, run on none."""
+"""Properties of compiled kernels that the interpreter cannot show: compiled for a GPU, not run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from headway.model.kernels.launch import ROUNDED_ALIKE
-from headway.model.kernels.prefill import shape_of
+from headway.model.kernels.launch import NO_FP_FUSION
+from headway.model.kernels.prefill import prefill_tile
 
-# In a process of its own: here, kernels are the interpreter's.
+# In a process of its own, because kernels are interpreted in this one.
 COMPILE = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -52,8 +52,8 @@ def compiled(asked: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def unlike_sums(ptx: str) -> list[str]:
-    """Where a thread adds its own product, unrounded, to a neighbour's that was rounded: the
-    neighbour does it the other way round, so both have the same sum but for its last bit."""
+    """Places where a thread adds its own unrounded product to a neighbour's rounded one. The
+    neighbour does the opposite, so their sums may differ in the last bit."""
     products: dict[str, set[str]] = {}
     passed: dict[str, str] = {}
     found = []
@@ -71,12 +71,12 @@ def unlike_sums(ptx: str) -> list[str]:
     return found
 
 
-def join(parts: int, head_dim: int) -> dict[str, Any]:
+def join(num_splits: int, head_dim: int) -> dict[str, Any]:
     return {
         "module": "decode", "name": "_join",
         "types": {"out": "*bf16", "sums": "*fp32", "tops": "*fp32", "weights": "*fp32",
                   "positions_s": "*i64", "out_stride": "i32"},
-        "fixed": {"D": head_dim, "D_ROOM": head_dim, "PARTS": parts, "LEAST": 128, "TILE": 16,
+        "fixed": {"D": head_dim, "D_ROOM": head_dim, "SPLITS": num_splits, "MIN_POSITIONS": 128, "TILE": 16,
                   "IS_NEW": True, "CHAINED": True},
         "options": {"num_warps": 2, "num_stages": 1},
     }  # fmt: skip
@@ -85,13 +85,13 @@ def join(parts: int, head_dim: int) -> dict[str, Any]:
 def attend(warps: int, head_dim: int) -> dict[str, Any]:
     pointers = dict.fromkeys(("qkv", "q_norm", "k_norm", "blocks", "out"), "*bf16")
     pointers |= dict.fromkeys(("cosine_pd", "sine_pd", "sums", "tops", "weights"), "*fp32")
-    pointers |= {"positions_s": "*i64", "slots_s": "*i64", "tables": "*i32", "seats_s": "*i32"}
+    pointers |= {"positions_s": "*i64", "slots_s": "*i64", "tables": "*i32", "row_ids_s": "*i32"}
     numbers = ("layer", "qkv_stride", "out_stride", "block_stride", "layer_stride", "table_width")
     return {
         "module": "decode", "name": "_attend",
         "types": pointers | dict.fromkeys(numbers, "i32") | {"epsilon": "fp32", "scale": "fp32"},
         "fixed": {"H": 16, "G": 8, "D": head_dim, "D_ROOM": head_dim, "HEADS": 16, "BLOCK_SIZE": 16,
-                  "TILE": 64 if warps > 1 else 16, "PARTS": 4, "LEAST": 128, "IS_NEW": True,
+                  "TILE": 64 if warps > 1 else 16, "SPLITS": 4, "MIN_POSITIONS": 128, "IS_NEW": True,
                   "HAS_NORM": True, "CHAINED": True},
         "options": {"num_warps": warps, "num_stages": 2},
     }  # fmt: skip
@@ -113,19 +113,19 @@ def product(rows: int, outputs: int, slices: int) -> dict[str, Any]:
 
 
 def prefill(head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """For a card of the RTX 40 series, with the largest tile."""
-    shape, kind = shape_of(head_dim, dtype, 10**6), "fp32" if dtype == torch.float32 else "bf16"
+    """For a GPU of the RTX 40 series, with the largest tile."""
+    tile, kind = prefill_tile(head_dim, dtype, 10**6), "fp32" if dtype == torch.float32 else "bf16"
     strides = ("q_token_stride", "q_head_stride", "out_token_stride", "out_head_stride")
     numbers = dict.fromkeys(("layer", "num_sequences", "table_stride", *strides), "i32")
-    places = dict.fromkeys(("tables", "seats_s", "starts_s", "ends_s"), "*i32")
+    places = dict.fromkeys(("tables", "row_ids_s", "starts_s", "ends_s"), "*i32")
     return {
         "module": "prefill", "name": "_prefill", "capability": 89,
         "types": dict.fromkeys(("q", "out", "blocks"), f"*{kind}") | places | numbers
         | {"scale": "fp32"},
         "fixed": {"BLOCK_STRIDE": 2**20, "BLOCK_SIZE": 16, "G": 8, "GROUP": 4, "D": head_dim,
-                  "D_ROOM": head_dim, "ROWS": shape.tile_rows, "KEYS": shape.tile_keys,
+                  "D_ROOM": head_dim, "ROWS": tile.tile_rows, "KEYS": tile.tile_keys,
                   "CHAINED": False},
-        "options": {"num_warps": shape.num_warps, "num_stages": shape.num_stages},
+        "options": {"num_warps": tile.num_warps, "num_stages": tile.num_stages},
     }  # fmt: skip
 
 
@@ -133,12 +133,10 @@ SUMS = [join(4, 64), join(32, 64), join(64, 128), attend(4, 128), product(16, 8,
 PROMPTS = [prefill(256, torch.float32), prefill(128, torch.bfloat16), prefill(256, torch.bfloat16)]
 
 
-def test_kernels_round_alike_and_fit_where_the_interpreter_cannot_tell() -> None:
-    """Threads that hold the same sum have the same bits of it; tiles fit on smaller cards."""
-    alike = [{**each, "options": each["options"] | ROUNDED_ALIKE} for each in SUMS]
-    joined, attended, *made = compiled([join(4, 64), attend(4, 128), *alike, *PROMPTS])
-    assert all(unlike_sums(fused["ptx"]) for fused in (joined, attended)), (
-        "it looks at the wrong thing"
-    )
+def test_equal_sums_are_bitwise_equal_and_tiles_fit_on_smaller_gpus() -> None:
+    """All threads that hold the same sum have the same bits."""
+    unfused = [{**each, "options": each["options"] | NO_FP_FUSION} for each in SUMS]
+    joined, attended, *made = compiled([join(4, 64), attend(4, 128), *unfused, *PROMPTS])
+    assert all(unlike_sums(fused["ptx"]) for fused in (joined, attended)), "the check sees nothing"
     assert not [place for each in made[: len(SUMS)] for place in unlike_sums(each["ptx"])]
     assert max(each["shared"] for each in made[len(SUMS) :]) <= 99 * 1024

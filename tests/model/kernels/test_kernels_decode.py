@@ -1,4 +1,4 @@
-"""Laws of decode attention: the kernel, its twin, and dense attention say the same."""
+"""Decode attention: the kernel equals its reference, and the reference equals dense attention."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from headway.model.kernels.decode import Turn, decode_attention
-from headway.model.kernels.reference import decode as twin
-from headway.model.kernels.reference.rotary import rotate_and_store
+from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.splits import (
     BUSY,
     LONG,
     MANY,
-    SHARINGS,
+    SPLIT_COUNTS,
     WORTH,
-    Cut,
-    num_splits_of,
+    DecodeSplit,
+    choose_num_splits,
     split_for,
 )
+from tests.model.kernels.reference import decode as reference
+from tests.model.kernels.reference.rotary import rotate_and_store
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {
@@ -38,13 +38,13 @@ LIMITS = {
     torch.float8_e4m3fn: 5e-2,
 }
 LAYER, NUM_LAYERS, NUM_POSITIONS, EPSILON = 1, 3, 600, 1e-5
-# Few programs, unlike on a GPU: one that finds nothing to do takes the interpreter its time too.
-SMALL = Cut(parts=2, least=32, tile=16, warps=1, stages=2)
+# Few programs: in the interpreter, even a program without work takes time.
+SMALL = DecodeSplit(num_splits=2, min_positions=32, tile=16, warps=1, stages=2)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Positions of the tokens that attend, and what the model is like."""
+    """Positions of the tokens, and the shape of the model."""
 
     positions: tuple[int, ...] = (0, 1, 15, 40)
     kv_heads: int = 2
@@ -52,10 +52,10 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     dtype: torch.dtype = torch.float32
-    cache_dtype: torch.dtype | None = None  # None: the same
+    cache_dtype: torch.dtype | None = None  # None: the model's type
     is_new: bool = True
     has_norm: bool = True
-    size: float = 1.0  # of queries and keys
+    size: float = 1.0  # scale of queries and keys
 
     @property
     def heads(self) -> int:
@@ -87,31 +87,31 @@ CASES = {
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """A cache that holds NaN wherever no sequence has a token, fresh rows, and where all lies."""
+    """Inputs of a call. The cache is NaN wherever no sequence has a token."""
 
     case: Case
     qkv: Tensor  # a view into wider rows
     blocks: Tensor
     tables: Tensor
-    seats_s: Tensor
+    row_ids_s: Tensor
     positions_s: Tensor
     slots_s: Tensor
-    turn: Turn
+    transform: HeadTransform
 
     def arguments(self, device: str = DEVICE) -> dict[str, Any]:
-        """Copies: what a call changes is its own."""
-        names = ("blocks", "tables", "seats_s", "positions_s", "slots_s")
+        """Copies, so that calls do not affect each other."""
+        names = ("blocks", "tables", "row_ids_s", "positions_s", "slots_s")
         given = {name: getattr(self, name).to(device, copy=True) for name in names}
         given |= {"num_heads": self.case.heads, "layer": LAYER}
         if not self.case.is_new:
             return given | {"slots_s": None}
         norms = [norm if norm is None else norm.to(device) for norm in self.norms]
-        turns = self.turn.cosine_pd.to(device), self.turn.sine_pd.to(device)
-        return given | {"turn": Turn(*norms, self.turn.epsilon, *turns)}
+        rope = self.transform.cosine_pd.to(device), self.transform.sine_pd.to(device)
+        return given | {"transform": HeadTransform(*norms, self.transform.epsilon, *rope)}
 
     @property
     def norms(self) -> tuple[Tensor | None, Tensor | None]:
-        return self.turn.q_norm, self.turn.k_norm
+        return self.transform.q_norm, self.transform.k_norm
 
     def new_out(self, dtype: torch.dtype) -> Tensor:
         shape = (len(self.qkv), self.case.heads * self.case.head_dim)
@@ -121,34 +121,36 @@ class World:
 def world_of(case: Case, seed: int = 0) -> World:
     torch.manual_seed(seed)
     positions = torch.tensor(case.positions, dtype=torch.int64)
-    tables, seats = tables_of(case, positions)
+    tables, row_ids = tables_of(case, positions)
     rows = torch.full((len(positions), case.width + 24), torch.nan)
     rows[:, : case.width] = torch.randn(len(rows), case.width) * case.size
     angles = torch.outer(torch.arange(NUM_POSITIONS), torch.randn(case.head_dim // 2).exp())
     norms = [(torch.randn(case.head_dim) + sign).to(case.dtype) for sign in (1, -1)]
-    slots = tables[seats, positions // case.block_size] * case.block_size
+    slots = tables[row_ids, positions // case.block_size] * case.block_size
     return World(
         case=case, qkv=rows.to(case.dtype)[:, : case.width],
-        blocks=filled_blocks(case, tables[seats], positions).to(case.kept),
-        tables=tables.int(), seats_s=seats.int(), positions_s=positions,
+        blocks=filled_blocks(case, tables[row_ids], positions).to(case.kept),
+        tables=tables.int(), row_ids_s=row_ids.int(), positions_s=positions,
         slots_s=slots + positions % case.block_size,
-        turn=Turn(*(norms if case.has_norm else (None, None)), EPSILON, angles.cos(), angles.sin()),
+        transform=HeadTransform(
+            *(norms if case.has_norm else (None, None)), EPSILON, angles.cos(), angles.sin()
+        ),
     )  # fmt: skip
 
 
 def tables_of(case: Case, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks in no order, seats in no order; block 0 and two seats are no one's."""
+    """Blocks and rows in random order; block 0 and two rows are unused."""
     held = positions // case.block_size + 1
     order = iter((torch.randperm(int(held.sum())) + 1).tolist())
-    seats = torch.randperm(len(positions) + 2)[: len(positions)]
+    row_ids = torch.randperm(len(positions) + 2)[: len(positions)]
     tables = torch.zeros(len(positions) + 2, int(held.max()) + 1, dtype=torch.long)
-    for seat, num_blocks in zip(seats.tolist(), held.tolist(), strict=True):
-        tables[seat, :num_blocks] = torch.tensor([next(order) for _ in range(num_blocks)])
-    return tables, seats
+    for row_id, num_blocks in zip(row_ids.tolist(), held.tolist(), strict=True):
+        tables[row_id, :num_blocks] = torch.tensor([next(order) for _ in range(num_blocks)])
+    return tables, row_ids
 
 
 def filled_blocks(case: Case, tables_s: Tensor, positions: Tensor) -> Tensor:
-    """With the tokens before each position, and with its own unless that is new."""
+    """The tokens before each position, and the token itself unless it is new."""
     shape = (NUM_LAYERS, 2, case.kv_heads, case.block_size, case.head_dim)
     blocks = torch.full((int(tables_s.max()) + 1, *shape), torch.nan)
     for table, position in zip(tables_s, positions.tolist(), strict=True):
@@ -162,7 +164,7 @@ def filled_blocks(case: Case, tables_s: Tensor, positions: Tensor) -> Tensor:
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN."""
+    """Uninitialized memory holds NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3, device=DEVICE).isnan().all()
@@ -173,14 +175,14 @@ def poison() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Seen:
-    """What a call wrote, on the CPU."""
+    """The output of a call, on the CPU."""
 
     out: Tensor
     blocks: Tensor
 
 
 def found(world: World, **options: Any) -> Seen:
-    options.setdefault("cut", SMALL)
+    options.setdefault("split", SMALL)
     given, qkv = world.arguments() | options, world.qkv.to(DEVICE)
     out = world.new_out(world.qkv.dtype).to(DEVICE)
     decode_attention(qkv, out, **given)
@@ -189,20 +191,20 @@ def found(world: World, **options: Any) -> Seen:
 
 
 def exact(world: World, **options: Any) -> Seen:
-    """What the twin makes of the same numbers, in float64 but for the turns."""
+    """The reference's result in float64, except for the rotation."""
     given = world.arguments("cpu") | options
-    if not world.case.cache_dtype:  # else a new token is rounded to it before it is seen
+    if not world.case.cache_dtype:  # otherwise a new token is rounded to it before it is read
         given["blocks"] = given["blocks"].double()
     out = world.new_out(torch.float64)
-    if turn := given.get("turn"):
+    if transform := given.get("transform"):
         norms = [norm if norm is None else norm.float() for norm in world.norms]
-        given["turn"] = replace(turn, q_norm=norms[0], k_norm=norms[1])
-    twin.decode_attention(world.qkv.double(), out, **given)
+        given["transform"] = replace(transform, q_norm=norms[0], k_norm=norms[1])
+    reference.decode_attention(world.qkv.double(), out, **given)
     return Seen(out=out, blocks=given["blocks"].double())
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """How far off, relative to the size of what is right; NaN if anything is."""
+    """The relative error; NaN if any number is NaN."""
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
@@ -219,7 +221,7 @@ def test_a_new_token_sees_all_before_it_and_itself(case: Case) -> None:
     assert distance(found(world).out, exact(world).out) < LIMITS[case.dtype]
 
 
-def test_a_ready_query_sees_all_up_to_itself(case: Case) -> None:
+def test_a_prepared_query_sees_all_up_to_itself(case: Case) -> None:
     world = world_of(replace(case, is_new=False))
     seen = found(world)
     assert distance(seen.out, exact(world).out) < LIMITS[case.dtype]
@@ -246,7 +248,7 @@ def test_a_token_without_a_slot_is_not_stored_and_sees_itself(case: Case) -> Non
     assert right.isnan().sum() > stored.blocks.isnan().sum()
 
 
-def test_a_token_alone_is_its_value(case: Case) -> None:
+def test_a_single_token_yields_its_value(case: Case) -> None:
     world = world_of(replace(case, positions=(0, 0)))
     values = world.qkv[:, -case.kv_heads * case.head_dim :].unflatten(1, (case.kv_heads, -1))
     values = values.to(case.kept).to(case.dtype).repeat_interleave(case.group, dim=1)
@@ -254,41 +256,41 @@ def test_a_token_alone_is_its_value(case: Case) -> None:
 
 
 LENGTHS = (0, 1, 2, 31, 32, 33, 64, 70, 130, 300)
-CUTS = [
-    Cut(parts=1, least=4096, tile=16, warps=1, stages=2),
-    Cut(parts=1, least=4096, tile=64, warps=4, stages=3),
-    Cut(parts=2, least=16, tile=16, warps=1, stages=2),
-    Cut(parts=8, least=32, tile=32, warps=4, stages=2),
-    Cut(parts=8, least=128, tile=16, warps=1, stages=2),
-    Cut(parts=4, least=128, tile=16, warps=1, stages=3),
-    Cut(parts=1, least=64, tile=16, warps=1, stages=4),
-    Cut(parts=4, least=256, tile=16, warps=1, stages=4),
-    Cut(parts=8, least=512, tile=16, warps=1, stages=4),
-    Cut(parts=32, least=16, tile=16, warps=1, stages=2),
-    Cut(parts=64, least=64, tile=64, warps=4, stages=2),
+SPLITS = [
+    DecodeSplit(num_splits=1, min_positions=4096, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=1, min_positions=4096, tile=64, warps=4, stages=3),
+    DecodeSplit(num_splits=2, min_positions=16, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=8, min_positions=32, tile=32, warps=4, stages=2),
+    DecodeSplit(num_splits=8, min_positions=128, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=4, min_positions=128, tile=16, warps=1, stages=3),
+    DecodeSplit(num_splits=1, min_positions=64, tile=16, warps=1, stages=4),
+    DecodeSplit(num_splits=4, min_positions=256, tile=16, warps=1, stages=4),
+    DecodeSplit(num_splits=8, min_positions=512, tile=16, warps=1, stages=4),
+    DecodeSplit(num_splits=32, min_positions=16, tile=16, warps=1, stages=2),
+    DecodeSplit(num_splits=64, min_positions=64, tile=64, warps=4, stages=2),
 ]
 
 
 @pytest.mark.parametrize("is_new", [True, False])
 @pytest.mark.parametrize("block_size", [16, 24, 64])
-@pytest.mark.parametrize("cut", CUTS, ids=str)
-def test_any_number_of_programs_may_share_a_sequence(
-    cut: Cut, block_size: int, is_new: bool
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_any_number_of_programs_may_split_a_sequence(
+    split: DecodeSplit, block_size: int, is_new: bool
 ) -> None:
     world = world_of(Case(positions=LENGTHS, kv_heads=1, block_size=block_size, is_new=is_new))
     with poison():
-        out = found(world, cut=cut).out
+        out = found(world, split=split).out
     assert distance(out, exact(world).out) < LIMITS[torch.float32]
 
 
-def test_a_cut_is_found_if_none_is_given() -> None:
+def test_a_split_is_chosen_if_none_is_given() -> None:
     world = world_of(Case(positions=(70,), kv_heads=1, is_new=False))
     with poison():
-        out = found(world, cut=None).out
+        out = found(world, split=None).out
     assert distance(out, exact(world).out) < LIMITS[torch.float32]
 
 
-def test_great_scores_neither_overflow_nor_are_lost() -> None:
+def test_large_scores_do_not_overflow_or_vanish() -> None:
     world = world_of(Case(positions=(3, 100), size=40.0, has_norm=False))
     assert distance(found(world).out, exact(world).out) < LIMITS[torch.float32]
 
@@ -296,44 +298,45 @@ def test_great_scores_neither_overflow_nor_are_lost() -> None:
 def test_sequences_may_have_blocks_in_common() -> None:
     case = Case(positions=(70, 75, 64), kv_heads=1)
     world = world_of(case)
-    world.tables[world.seats_s.long(), :4] = world.tables[int(world.seats_s[0]), :4]
+    world.tables[world.row_ids_s.long(), :4] = world.tables[int(world.row_ids_s[0]), :4]
     assert distance(found(world).out, exact(world).out) < LIMITS[torch.float32]
 
 
-def test_rows_that_fill_a_batch_up_share_a_seat_and_harm_nobody() -> None:
+def test_padding_rows_share_a_row_and_change_nothing() -> None:
     world = world_of(Case(positions=(40, 0, 0)))
     slots = torch.where(world.positions_s > 0, world.slots_s, -1)
-    spare = set(range(len(world.tables))) - set(world.seats_s.tolist())
-    world.seats_s[1:] = min(spare)
+    spare = set(range(len(world.tables))) - set(world.row_ids_s.tolist())
+    world.row_ids_s[1:] = min(spare)
     seen = found(world, slots_s=slots.to(DEVICE))
     assert distance(seen.out, exact(world, slots_s=slots).out) < LIMITS[torch.float32]
 
 
-def test_a_new_token_is_one_that_was_turned_and_stored_before() -> None:
+def test_a_new_token_equals_one_that_was_rotated_and_stored_before() -> None:
     world = world_of(Case(positions=(0, 20, 37)))
-    turn, qkv, blocks = world.turn, world.qkv.clone(), world.blocks.clone()
+    transform, qkv, blocks = world.transform, world.qkv.clone(), world.blocks.clone()
     rotate_and_store(
-        qkv, num_heads=world.case.heads, num_kv_heads=world.case.kv_heads, q_norm=turn.q_norm,
-        k_norm=turn.k_norm, epsilon=turn.epsilon, cosine_pd=turn.cosine_pd, sine_pd=turn.sine_pd,
+        qkv, num_heads=world.case.heads, num_kv_heads=world.case.kv_heads, q_norm=transform.q_norm,
+        k_norm=transform.k_norm, epsilon=transform.epsilon, cosine_pd=transform.cosine_pd,
+        sine_pd=transform.sine_pd,
         positions_t=world.positions_s, slots_t=world.slots_s, blocks=blocks, layer=LAYER,
     )  # fmt: skip
     ready = replace(world, qkv=qkv, blocks=blocks, case=replace(world.case, is_new=False))
     assert distance(found(world).out, found(ready).out) < LIMITS[torch.float32]
 
 
-def test_no_sequences_are_no_work() -> None:
+def test_no_sequences_launch_nothing() -> None:
     world = world_of(Case())
     given = world.arguments()
-    none = {name: given[name][:0] for name in ("seats_s", "positions_s", "slots_s")}
+    none = {name: given[name][:0] for name in ("row_ids_s", "positions_s", "slots_s")}
     qkv = world.qkv[:0].to(DEVICE)
     decode_attention(qkv, world.new_out(qkv.dtype)[:0].to(DEVICE), **given | none)
     assert torch.equal(given["blocks"].cpu().nan_to_num(9), world.blocks.nan_to_num(9))
 
 
-def test_the_twin_is_dense_attention() -> None:
+def test_the_reference_equals_dense_attention() -> None:
     case = Case(positions=(50,), kv_heads=2, group=3, is_new=False, block_size=16)
     world = world_of(case)
-    table = world.tables[world.seats_s.long()[0]].long()
+    table = world.tables[world.row_ids_s.long()[0]].long()
     keys, values = world.blocks[table[:4], LAYER].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :51]
     q_h1d = world.qkv[0, : case.heads * case.head_dim].view(case.heads, 1, case.head_dim)
     grouped = (part.repeat_interleave(case.group, dim=0) for part in (keys, values))
@@ -347,56 +350,63 @@ def is_power_of_two(number: int) -> bool:
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_every_cut_that_is_chosen_is_legal(dtype: torch.dtype, head_dim: int) -> None:
+def test_every_chosen_split_is_valid(dtype: torch.dtype, head_dim: int) -> None:
     padded = (1 << (head_dim - 1).bit_length()) * dtype.itemsize
     for num_programs in (*range(1, 100), *range(100, 3000, 7)):
-        for sharing, room in product(SHARINGS, (1, 300, 512, 1024, 10**6)):
-            cut = split_for(num_programs, sharing, room, head_dim * dtype.itemsize)
-            assert all(is_power_of_two(size) for size in (cut.parts, cut.tile, cut.warps)), cut
-            assert cut.tile >= 16 and cut.least % cut.tile == 0 and cut.stages >= 1, cut
-            waiting = 2 * (cut.stages - 1) * cut.tile * padded
-            assert waiting <= 128 * 1024, "keys and values on their way"
+        for num_splits, max_positions in product(SPLIT_COUNTS, (1, 300, 512, 1024, 10**6)):
+            split = split_for(num_programs, num_splits, max_positions, head_dim * dtype.itemsize)
+            assert all(
+                is_power_of_two(size) for size in (split.num_splits, split.tile, split.warps)
+            ), split
+            assert (
+                split.tile >= 16 and split.min_positions % split.tile == 0 and split.stages >= 1
+            ), split
+            waiting = 2 * (split.stages - 1) * split.tile * padded
+            assert waiting <= 128 * 1024, "bytes of keys and values in flight"
 
 
-def test_few_programs_share_their_sequences_and_many_only_long_ones() -> None:
-    counts = [split_for(num_programs, 1, 10**6, 256).parts for num_programs in range(1, 3000)]
+def test_few_programs_split_their_sequences_and_many_only_long_ones() -> None:
+    counts = [split_for(num_programs, 1, 10**6, 256).num_splits for num_programs in range(1, 3000)]
     assert counts == sorted(counts, reverse=True) and counts[0] > counts[-1] == 1
     assert all(n * count >= 800 for n, count in enumerate(counts, 1) if count < counts[0])
-    for sharing in SHARINGS[1:]:
-        shared = [split_for(n, sharing, 10**6, 256).parts for n in range(MANY, 3000)]
-        assert set(shared) == {sharing}
-        few = [split_for(n, sharing, 10**6, 256).parts for n in range(1, MANY)]
-        assert min(few) > 1, "one long sequence must not keep all others waiting"
+    for num_splits in SPLIT_COUNTS[1:]:
+        shared = [split_for(n, num_splits, 10**6, 256).num_splits for n in range(MANY, 3000)]
+        assert set(shared) == {num_splits}
+        few = [split_for(n, num_splits, 10**6, 256).num_splits for n in range(1, MANY)]
+        assert min(few) > 1, "a long sequence must not delay all others"
 
 
-def test_eight_share_if_a_few_are_longer_than_those_that_keep_the_device_busy() -> None:
+def test_a_few_long_sequences_are_split_in_eight() -> None:
     heads, many = 8, MANY // 8
     lengths = np.full(many, 500)
 
-    def sharing(num_long: int) -> int:
+    def num_splits(num_long: int) -> int:
         lengths[:num_long] = 5000
-        return num_splits_of(many * heads, lengths, heads)
+        return choose_num_splits(many * heads, lengths, heads)
 
     few = BUSY // heads
-    assert (sharing(0), sharing(1), sharing(few)) == (1, 8, 8)
-    assert sharing(few + 1) == 1, "these are enough to keep it busy"
-    assert num_splits_of(MANY - 1, lengths, heads) == 1, "they are shared anyway"
+    assert (num_splits(0), num_splits(1), num_splits(few)) == (1, 8, 8)
+    assert num_splits(few + 1) == 1, "enough long sequences keep the device busy"
+    assert choose_num_splits(MANY - 1, lengths, heads) == 1, "few programs are split anyway"
     lengths[:] = np.linspace(400, 400 + WORTH, many)
-    assert num_splits_of(many * heads, lengths, heads) == 1, "nothing to gain"
-    assert num_splits_of(MANY, np.array([9000, 10]), 1000) == 4, "fewer sequences than that"
-    assert num_splits_of(MANY, np.array([], dtype=np.int64), 8) == 1, "rows of nobody"
+    assert choose_num_splits(many * heads, lengths, heads) == 1, "the lead is too small"
+    assert choose_num_splits(MANY, np.array([9000, 10]), 1000) == 4, "too few sequences"
+    assert choose_num_splits(MANY, np.array([], dtype=np.int64), 8) == 1, "only padding"
 
 
-def test_four_share_if_many_are_long() -> None:
+def test_many_long_sequences_are_split_in_four() -> None:
     for many in (MANY // 8, 256):
         lengths = np.arange(many) % 100 + LONG - 50
-        assert num_splits_of(many * 8, lengths - 50, 8) == 1
-        assert num_splits_of(many * 8, lengths + 50, 8) == 4
-        assert num_splits_of(MANY - 1, lengths + 50, 8) == 1, "they are shared anyway"
+        assert choose_num_splits(many * 8, lengths - 50, 8) == 1
+        assert choose_num_splits(many * 8, lengths + 50, 8) == 4
+        assert choose_num_splits(MANY - 1, lengths + 50, 8) == 1, "few programs are split anyway"
 
 
-def test_no_more_programs_share_a_sequence_than_its_room_gives_work() -> None:
+def test_a_sequence_is_not_split_into_programs_without_work() -> None:
     for num_programs in range(1, 384):
-        for room in (1, 16, 100, 1000, 5000):
-            cut = split_for(num_programs, 1, room, 256)
-            assert cut.parts == 1 or (cut.parts // 2) * cut.least < room, cut
+        for max_positions in (1, 16, 100, 1000, 5000):
+            split = split_for(num_programs, 1, max_positions, 256)
+            assert (
+                split.num_splits == 1
+                or (split.num_splits // 2) * split.min_positions < max_positions
+            ), split

@@ -1,6 +1,6 @@
-"""Compiling ahead: nothing is launched meanwhile, by whoever compiles; all others go on.
+"""Compiling ahead launches nothing, while other threads still launch.
 
-And what the tests see of a kernel that is interpreted.
+Also tests the overflow check of interpreted kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triton.runtime.errors import InterpreterError
 
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
-from headway.model.kernels.blocks import set_aside
+from headway.model.kernels.blocks import gather_blocks
 from headway.model.kernels.launch import compile_all
 from tests.executor.test_gpu import Loud, model
 
@@ -33,15 +33,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def copied() -> Tensor:
     """Zeros, or ones if the kernel ran."""
     blocks = torch.ones((4, 8), device=DEVICE)
-    aside = torch.zeros((4, 8), device=DEVICE)
-    set_aside(blocks, torch.arange(4, device=DEVICE), aside)
-    return aside.cpu()
+    staging = torch.zeros((4, 8), device=DEVICE)
+    gather_blocks(blocks, torch.arange(4, device=DEVICE), staging)
+    return staging.cpu()
 
 
 def ignore(_done: int, _total: int) -> None: ...
 
 
-def test_what_is_compiled_ahead_is_not_launched_until_later() -> None:
+def test_compiling_ahead_launches_nothing() -> None:
     found = list[Tensor]()
     compile_all(lambda: found.append(copied()), ignore)
     assert len(found) == 1 and not found[0].any() and copied().all()
@@ -55,7 +55,7 @@ def test_other_threads_launch_while_one_compiles() -> None:
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_whoever_fails_while_compiling_launches_again(error: type[BaseException]) -> None:
+def test_launches_work_after_a_failure_while_compiling(error: type[BaseException]) -> None:
     def fail() -> None:
         raise error
 
@@ -74,7 +74,7 @@ class Pretended:
     def get_current_device(self): return 0
     def get_current_stream(self, device): return 0
     def get_current_target(self): return GPUTarget("cuda", 90, 32)
-    def __getattr__(self, name): raise SystemExit(f"no driver is asked for {name}")
+    def __getattr__(self, name): raise SystemExit(f"the driver was called: {name}")
 
 driver.set_active(Pretended())
 from triton.runtime import _async_compile
@@ -82,9 +82,9 @@ from headway.model.kernels.activation import _silu_multiply, silu_multiply
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.norm import _rms_norm, rms_norm
 
-told, kept = [], []
+counts, kept = [], []
 def builds():
-    # Of what others launch: how many there are, unless one is not done.
+    # The number of builds that other threads see; None if one is unfinished.
     kernels = (_silu_multiply.kernel, _rms_norm.kernel)
     found = [b for k in kernels for cache, *_ in k.device_caches.values() for b in cache.values()]
     return len(found) if all(isinstance(b, triton.compiler.CompiledKernel) for b in found) else None
@@ -96,28 +96,28 @@ def launches(width):
 def fail():
     launches(32)
     raise ValueError("while compiling")
-compile_all(lambda: launches(64), lambda *counts: told.append(counts))
+compile_all(lambda: launches(64), lambda *done: counts.append(done))
 for _ in range(2):
-    try: compile_all(fail, lambda *counts: None)
+    try: compile_all(fail, lambda *done: None)
     except ValueError: pass
-compile_all(lambda: launches(128), lambda *counts: told.append(counts))
+compile_all(lambda: launches(128), lambda *done: counts.append(done))
 def interrupt(_futures):
     raise KeyboardInterrupt
 def watched():
     launches(256)
     kept.append(builds())
 wait, _async_compile.as_completed = _async_compile.as_completed, interrupt
-try: compile_all(watched, lambda *counts: None)
+try: compile_all(watched, lambda *done: None)
 except KeyboardInterrupt: pass
 _async_compile.as_completed = wait
 kept.append(builds())
-compile_all(watched, lambda *counts: None)
+compile_all(watched, lambda *done: None)
 kept.append(builds())
-print(json.dumps([told, kept]))
+print(json.dumps([counts, kept]))
 """
 
 
-def test_kernels_are_compiled_without_being_launched_on_a_device_that_is_not_there(
+def test_kernels_are_compiled_for_a_device_that_does_not_exist(
     tmp_path: Path,
 ) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -126,13 +126,13 @@ def test_kernels_are_compiled_without_being_launched_on_a_device_that_is_not_the
         env={**environment, "TRITON_CACHE_DIR": str(tmp_path)}, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    told, (meanwhile, interrupted, again, after) = json.loads(done.stdout)
-    assert told == 2 * [[1, 2], [2, 2]], "each once, and again after a failure"
-    assert meanwhile == interrupted == again == 6, "only what is done is there for others"
+    counts, (meanwhile, interrupted, again, after) = json.loads(done.stdout)
+    assert counts == 2 * [[1, 2], [2, 2]], "each kernel once, also after a failure"
+    assert meanwhile == interrupted == again == 6, "only finished builds are visible to others"
     assert after == 8 and len(list(tmp_path.rglob("*.cubin"))) == 8
 
 
-def test_a_decoder_has_all_its_layers_again() -> None:
+def test_a_shortened_decoder_gets_all_its_layers_back() -> None:
     decoder = Decoder(Loud(model(num_hidden_layers=3)), PlainBackend())
     layers = decoder.layers
     with pytest.raises(ZeroDivisionError), decoder.shortened(2):
@@ -146,11 +146,11 @@ def _scaled(x, out, factor):
     tl.store(out, tl.load(x) * factor)
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="compiled, it goes on with what is left of the number")
-def test_an_interpreted_kernel_says_when_a_number_is_too_large_for_its_type() -> None:
+@pytest.mark.skipif(DEVICE == "cuda", reason="a compiled kernel wraps around")
+def test_an_interpreted_kernel_reports_integer_overflow() -> None:
     x, out = torch.tensor([2**30], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     _scaled[(1,)](x, out, -2)
     assert out[0] == -(2**31)
     for factor in (2, -3):
-        with pytest.raises(InterpreterError, match="mul: int32 is too narrow"):
+        with pytest.raises(InterpreterError, match="mul: int32 overflows"):
             _scaled[(1,)](x, out, factor)

@@ -1,4 +1,4 @@
-"""Laws of products of few rows: kernels and twin say the same, and every tile is legal."""
+"""Products of few rows: the kernels equal their reference, and every chosen tile is valid."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from headway.model.kernels.linear import linear, num_squares, row_squares
-from headway.model.kernels.reference import activation as activation_twin
-from headway.model.kernels.reference import linear as twin
-from headway.model.kernels.reference import norm as norm_twin
 from headway.model.kernels.tiles import Tile, tile_for, tile_within
+from tests.model.kernels.reference import activation as activation_reference
+from tests.model.kernels.reference import linear as reference
+from tests.model.kernels.reference import norm as norm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 ON_CARD = pytest.mark.skipif(DEVICE == "cpu", reason="the interpreter multiplies bf16's raw bits")
 BFLOAT16 = pytest.param(torch.bfloat16, marks=ON_CARD)
 TYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, BFLOAT16], ids=str)
-EPSILON = 1e-3  # large enough to be missed
+EPSILON = 1e-3  # large enough to have an effect
 ROWS = [1, 2, 5, 16, 17, 33, 65]
-# (outputs, inputs) of a layer's four products and of the last one.
+# (outputs, inputs) of a layer's four products and of the output head.
 SHAPES = {
     "SmolLM2-135M": [(960, 576), (576, 576), (3072, 576), (576, 1536), (49152, 576)],
     "Qwen3-0.6B": [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072), (151936, 1024)],
@@ -36,17 +36,17 @@ SHAPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A product and what goes with it; outputs are counted before they are paired."""
+    """A product and its options; outputs are counted before the gate."""
 
     rows: int
-    outputs: int = 102  # no multiple of any tile, and even, for pairs
+    outputs: int = 102  # not a multiple of any tile, and even, for pairs
     inputs: int = 80
     dtype: torch.dtype = torch.float32
     has_norm: bool = False
     has_bias: bool = False
     is_gated: bool = False
     has_residual: bool = False
-    num_parts: int = 1  # of the squares that come with x
+    num_parts: int = 1  # of the squares of x
     tile: Tile | None = None
 
     @property
@@ -59,7 +59,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """Everything but where the output goes. Rows of x differ in size, so a norm is seen."""
+    """All inputs except the output. Rows of x differ in size, so that the norm has an effect."""
     sizes = 2.0 ** (torch.arange(case.rows)[:, None] % 5 - 2)
     x_mk = (draw(1, case.rows, case.inputs) * sizes).to(case.dtype)
     given: dict[str, Any] = {"x_mk": x_mk, "is_gated": case.is_gated}
@@ -77,7 +77,7 @@ def arguments(case: Case) -> dict[str, Any]:
 
 @contextmanager
 def poison() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN."""
+    """Uninitialized memory holds NaN."""
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.ones(1, device=DEVICE).new_empty(3).isnan().all()
@@ -96,13 +96,15 @@ def found(case: Case, **options: Any) -> Tensor:
 
 
 def exact(case: Case) -> Tensor:
-    """What the twin makes of the same numbers in float64."""
+    """The reference's result in float64."""
     given = arguments(case)
-    return twin.linear(**{k: v.double() if isinstance(v, Tensor) else v for k, v in given.items()})
+    return reference.linear(
+        **{k: v.double() if isinstance(v, Tensor) else v for k, v in given.items()}
+    )
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """How far off, relative to the size of what is right; NaN if anything is."""
+    """The relative error; NaN if any number is NaN."""
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 
@@ -114,13 +116,15 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("inputs", [80, 576, 1024])
 @pytest.mark.parametrize("rows", ROWS)
-def test_a_product_is_torchs(rows: int, inputs: int) -> None:
+def test_a_product_equals_torch(rows: int, inputs: int) -> None:
     check(Case(rows=rows, inputs=inputs))
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @TYPES
-def test_norm_bias_gate_and_residual_come_in_this_order(dtype: torch.dtype, rows: int) -> None:
+def test_norm_bias_gate_and_residual_are_applied_in_this_order(
+    dtype: torch.dtype, rows: int
+) -> None:
     check(
         Case(
             rows=rows, inputs=576, dtype=dtype, has_norm=True, has_bias=True, is_gated=True,
@@ -131,12 +135,12 @@ def test_norm_bias_gate_and_residual_come_in_this_order(dtype: torch.dtype, rows
 
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("part", ["has_norm", "has_bias", "is_gated", "has_residual"])
-def test_each_of_them_can_come_alone(part: str, rows: int) -> None:
+def test_each_option_works_alone(part: str, rows: int) -> None:
     check(Case(rows=rows, **{part: True}))  # type: ignore[arg-type]
 
 
 def test_one_row_in_bfloat16_needs_no_matrix_units() -> None:
-    # The interpreter cuts bfloat16 off where a GPU rounds it, which is as close.
+    # The interpreter truncates bfloat16 where a GPU rounds, which is close enough.
     check(Case(rows=1, inputs=576, dtype=torch.bfloat16, has_norm=True, is_gated=True))
 
 
@@ -148,9 +152,9 @@ def test_slices_only_change_the_order_of_a_sum(dtype: torch.dtype, slices: int, 
     check(Case(rows=rows, inputs=256, dtype=dtype, has_norm=True, tile=tile))
 
 
-def test_narrow_tiles_of_a_long_sum_are_sliced_by_themselves() -> None:
+def test_narrow_tiles_of_a_long_sum_use_slices() -> None:
     assert tile_for(5, 102, 1024, torch.float32).slices > 1
-    assert tile_for(5, 102, 576, torch.float32).slices == 1  # it could not be cut evenly
+    assert tile_for(5, 102, 576, torch.float32).slices == 1  # not divisible
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 7, 32])
@@ -160,30 +164,30 @@ def test_squares_may_come_in_any_number_of_parts(num_parts: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_squares_of_rows_are_torchs(dtype: torch.dtype, rows: int) -> None:
-    x_mk = draw(5, rows, 84).to(dtype)[:, 2:82]  # rows lie apart
+def test_squares_of_rows_equal_torch(dtype: torch.dtype, rows: int) -> None:
+    x_mk = draw(5, rows, 84).to(dtype)[:, 2:82]  # rows with a stride
     with poison():
         squares = row_squares(x_mk.to(DEVICE)).cpu()
     assert squares.shape == (rows, 1) and squares.dtype == torch.float32
-    assert distance(squares, twin.row_squares(x_mk.double())) < 1e-5
+    assert distance(squares, reference.row_squares(x_mk.double())) < 1e-5
 
 
 @pytest.mark.parametrize("rows", [2, 17, 65])
 @pytest.mark.parametrize("is_gated", [False, True])
 @TYPES
-def test_squares_are_left_of_what_was_stored(dtype: torch.dtype, is_gated: bool, rows: int) -> None:
+def test_squares_are_of_the_stored_output(dtype: torch.dtype, is_gated: bool, rows: int) -> None:
     case = Case(rows=rows, dtype=dtype, is_gated=is_gated, has_residual=True)
     shape = (rows, num_squares(rows, case.outputs, case.inputs, dtype))
     squares = torch.full(shape, torch.nan, device=DEVICE)
     assert shape[1] > 1
     out = found(case, squares_out_mj=squares)
-    assert torch.equal(out, found(case))  # leaving them changes nothing
+    assert torch.equal(out, found(case))  # writing squares does not change the output
     sums = squares.cpu().sum(1, keepdim=True)
-    assert distance(sums, twin.row_squares(out)) < 1e-5
+    assert distance(sums, reference.row_squares(out)) < 1e-5
 
 
-def test_a_product_norms_what_the_one_before_it_left() -> None:
-    """As in a layer: x += inner down; then the norm of x into the next product."""
+def test_a_product_uses_the_squares_of_the_previous_one() -> None:
+    """As in a layer: x += inner down; then the norm of x in the next product."""
     rows, width, seed = 18, 72, 6
     x, inner = draw(seed, rows, width).to(DEVICE), draw(seed + 1, rows, 80).to(DEVICE)
     down, after = draw(seed + 2, width, 80).to(DEVICE), draw(seed + 3, 50, width).to(DEVICE)
@@ -192,7 +196,7 @@ def test_a_product_norms_what_the_one_before_it_left() -> None:
     linear(inner, down, residual_mn=x, out_mn=x, squares_out_mj=squares)
     assert distance(x, expected) < 1e-5
     ones = torch.ones(width, device=DEVICE)
-    right = norm_twin.rms_norm(expected, ones, EPSILON) @ after.T
+    right = norm_reference.rms_norm(expected, ones, EPSILON) @ after.T
     assert distance(linear(x, after, epsilon=EPSILON, squares_mj=squares), right) < 1e-5
 
 
@@ -208,7 +212,7 @@ def test_a_residual_can_be_added_to_in_place(dtype: torch.dtype, rows: int) -> N
 
 
 @pytest.mark.parametrize("rows", [1, 5, 17])
-def test_rows_may_lie_apart_and_what_lies_between_is_left_alone(rows: int) -> None:
+def test_rows_may_have_a_stride_and_the_gaps_are_untouched(rows: int) -> None:
     case = Case(rows=rows, has_norm=True, has_residual=True)
     given = moved(arguments(case))
     wide = torch.full((rows, case.inputs + 40), torch.nan, device=DEVICE)
@@ -222,7 +226,7 @@ def test_rows_may_lie_apart_and_what_lies_between_is_left_alone(rows: int) -> No
 
 
 @pytest.mark.parametrize("rows", [2, 5, 16])
-def test_a_row_does_not_depend_on_those_beside_it(rows: int) -> None:
+def test_a_row_does_not_depend_on_other_rows(rows: int) -> None:
     full, given = found(Case(rows=16, inputs=576)), arguments(Case(rows=16, inputs=576))
     x_mk = given["x_mk"][:rows].clone()
     x_mk[1] = torch.nan
@@ -233,7 +237,7 @@ def test_a_row_does_not_depend_on_those_beside_it(rows: int) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_epsilon_keeps_rows_of_zeros_zero_and_counts_in_small_rows(rows: int) -> None:
+def test_epsilon_keeps_zero_rows_zero_and_affects_small_rows(rows: int) -> None:
     x = torch.zeros(rows, 64, device=DEVICE)
     x[-1] = 1e-3
     options = {"epsilon": 1e-6, "squares_mj": row_squares(x)}
@@ -242,25 +246,25 @@ def test_epsilon_keeps_rows_of_zeros_zero_and_counts_in_small_rows(rows: int) ->
     torch.testing.assert_close(out[-1], torch.full_like(out[-1], 0.5**0.5))
 
 
-def test_one_row_finds_its_own_squares() -> None:
+def test_one_row_computes_its_own_squares() -> None:
     case = Case(rows=1, inputs=576, has_norm=True)
     assert torch.equal(found(case, squares_mj=None), found(case))
 
 
-def test_no_rows_are_no_work() -> None:
+def test_no_rows_launch_nothing() -> None:
     x, weight = torch.empty(0, 64, device=DEVICE), torch.ones(6, 64, device=DEVICE)
     assert linear(x, weight, epsilon=EPSILON, squares_mj=row_squares(x)).shape == (0, 6)
     assert linear(x, weight, is_gated=True).shape == (0, 3)
     assert row_squares(x).shape == (0, 1)
 
 
-def test_the_twin_is_the_twins_of_its_parts() -> None:
+def test_the_reference_combines_the_references_of_its_parts() -> None:
     case = Case(rows=4, has_norm=True, has_bias=True, is_gated=True, has_residual=True, num_parts=2)
     given = arguments(case)
-    normed = norm_twin.rms_norm(given["x_mk"], torch.ones(case.inputs), EPSILON)
+    normed = norm_reference.rms_norm(given["x_mk"], torch.ones(case.inputs), EPSILON)
     inner = torch.nn.functional.linear(normed, given["weight_nk"], given["bias_n"])
-    right = activation_twin.silu_multiply(inner) + given["residual_mn"]
-    torch.testing.assert_close(twin.linear(**given), right)
+    right = activation_reference.silu_multiply(inner) + given["residual_mn"]
+    torch.testing.assert_close(reference.linear(**given), right)
 
 
 def is_power_of_two(number: int) -> bool:
@@ -270,12 +274,12 @@ def is_power_of_two(number: int) -> bool:
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("memory", [44 * 1024, 80 * 1024, 207 * 1024])
-def test_every_tile_that_is_chosen_is_legal(name: str, dtype: torch.dtype, memory: int) -> None:
+def test_every_chosen_tile_is_valid(name: str, dtype: torch.dtype, memory: int) -> None:
     for rows in range(1, 257):
         for outputs, inputs in SHAPES[name]:
             tile = tile_within((132, memory), rows, outputs, inputs, dtype)
             assert all(is_power_of_two(size) for size in tile[:5]), tile
-            assert tile.outputs % 2 == 0, "a pair must not be torn apart"
+            assert tile.outputs % 2 == 0, "a pair must be in one tile"
             assert tile.warps <= 8 and tile.stages >= 1
             assert tile.slices == 1 or inputs % (tile.slices * tile.inputs) == 0, tile
             if rows > 1:

@@ -1,4 +1,4 @@
-"""Laws of the norms and of the gate: the kernels, their twins and the plain backend say the same."""
+"""Norms and the gated activation: the kernels, their references and the plain backend agree."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ pytest.importorskip("triton")
 
 from headway.model.backends.plain import PlainBackend
 from headway.model.kernels import activation, norm
-from headway.model.kernels.reference import activation as activation_twin
-from headway.model.kernels.reference import norm as norm_twin
+from tests.model.kernels.reference import activation as activation_reference
+from tests.model.kernels.reference import norm as norm_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-# The interpreter cuts bfloat16 off where a GPU rounds it, so only half precision is the same there.
+# The interpreter truncates bfloat16 where a GPU rounds, so only half precision is equal there.
 ROUNDED = [torch.float16, torch.bfloat16] if DEVICE == "cuda" else [torch.float16]
 EPSILON = 1e-5
 SHAPES = [(1, 1), (5, 80), (3, 576), (4, 1024), (2, 4096), (1, 8192)]
@@ -29,7 +29,7 @@ SHAPES = [(1, 1), (5, 80), (3, 576), (4, 1024), (2, 4096), (1, 8192)]
 
 @pytest.fixture(autouse=True)
 def poisoned() -> Iterator[None]:
-    """Memory that nobody wrote holds NaN."""
+    """Uninitialized memory holds NaN."""
     torch.use_deterministic_algorithms(True)
     assert torch.empty(3, device=DEVICE).isnan().all()
     yield
@@ -42,7 +42,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int, spread: float = 1.0) -> 
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """How far off, relative to the size of what is right; NaN if anything is."""
+    """The relative error; NaN if any number is NaN."""
     return float((found.float() - exact.float()).norm() / exact.float().norm())
 
 
@@ -52,11 +52,11 @@ def share_unlike(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_a_norm_is_torchs(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_norm_equals_torch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x, weight = numbers(*shape, dtype=dtype, seed=1), numbers(shape[1], dtype=dtype, seed=2)
     before = x.clone()
     out = norm.rms_norm(x, weight, EPSILON)
-    exact = norm_twin.rms_norm(x.float(), weight.float(), EPSILON)
+    exact = norm_reference.rms_norm(x.float(), weight.float(), EPSILON)
     assert out.dtype == dtype and out.shape == shape
     assert distance(out, exact) < LIMITS[dtype]
     assert torch.equal(x, before)
@@ -64,31 +64,31 @@ def test_a_norm_is_torchs(dtype: torch.dtype, shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_a_sum_is_kept_and_its_norm_returned(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_sum_is_stored_and_its_norm_returned(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     x, update = numbers(*shape, dtype=dtype, seed=3), numbers(*shape, dtype=dtype, seed=4)
     weight = numbers(shape[1], dtype=dtype, seed=5)
     found, expected, unchanged = x.clone(), x.clone(), update.clone()
     out = norm.add_rms_norm(found, update, weight, EPSILON)
-    norm_twin.add_rms_norm(expected, update, weight, EPSILON)
+    norm_reference.add_rms_norm(expected, update, weight, EPSILON)
     assert torch.equal(update, unchanged)
     if dtype in (torch.float32, *ROUNDED):
         assert torch.equal(found, expected)
     assert distance(found, expected) < LIMITS[dtype]
-    exact = norm_twin.rms_norm(expected.float(), weight.float(), EPSILON)
+    exact = norm_reference.rms_norm(expected.float(), weight.float(), EPSILON)
     assert distance(out, exact) < LIMITS[dtype]
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-def test_norms_round_where_torch_rounds(dtype: torch.dtype) -> None:
+def test_norms_round_as_torch_does(dtype: torch.dtype) -> None:
     x, update = (numbers(4, 1024, dtype=dtype, seed=seed) for seed in (6, 7))
     weight = numbers(1024, dtype=dtype, seed=8)
     found = norm.rms_norm(x, weight, EPSILON)
-    assert share_unlike(found, norm_twin.rms_norm(x, weight, EPSILON)) < 0.01
+    assert share_unlike(found, norm_reference.rms_norm(x, weight, EPSILON)) < 0.01
     found = norm.add_rms_norm(x.clone(), update, weight, EPSILON)
-    assert share_unlike(found, norm_twin.add_rms_norm(x, update, weight, EPSILON)) < 0.01
+    assert share_unlike(found, norm_reference.add_rms_norm(x, update, weight, EPSILON)) < 0.01
 
 
-def test_epsilon_keeps_a_row_of_zeros_zero_and_counts_in_small_rows() -> None:
+def test_epsilon_keeps_zero_rows_zero_and_affects_small_rows() -> None:
     x = torch.stack([torch.zeros(96), torch.full((96,), 1e-3)]).to(DEVICE)
     out = norm.rms_norm(x, torch.ones(96, device=DEVICE), 1e-6)
     assert not out[0].any()
@@ -98,18 +98,18 @@ def test_epsilon_keeps_a_row_of_zeros_zero_and_counts_in_small_rows() -> None:
 def test_squares_beyond_half_precision_do_not_overflow() -> None:
     x = numbers(2, 576, dtype=torch.float16, seed=9, spread=5e3)
     weight = torch.ones(576, dtype=torch.float16, device=DEVICE)
-    exact = norm_twin.rms_norm(x.float(), weight.float(), EPSILON)
+    exact = norm_reference.rms_norm(x.float(), weight.float(), EPSILON)
     assert distance(norm.rms_norm(x, weight, EPSILON), exact) < LIMITS[torch.float16]
 
 
-def test_rows_may_lie_apart_and_what_lies_between_is_left_alone() -> None:
+def test_rows_may_have_a_stride_and_the_gaps_are_untouched() -> None:
     wide, updates = (numbers(4, 200, dtype=torch.float32, seed=seed) for seed in (10, 11))
     weight = numbers(72, dtype=torch.float32, seed=12)
     x, update = wide[::2, 64:136], updates[1::2, 8:80]
     before, expected = wide.clone(), x.clone()
     out = norm.add_rms_norm(x, update, weight, EPSILON)
     torch.testing.assert_close(
-        out, norm_twin.add_rms_norm(expected, update, weight, EPSILON), rtol=1e-5, atol=1e-6
+        out, norm_reference.add_rms_norm(expected, update, weight, EPSILON), rtol=1e-5, atol=1e-6
     )
     before[::2, 64:136] = expected
     assert torch.equal(wide, before)
@@ -117,30 +117,30 @@ def test_rows_may_lie_apart_and_what_lies_between_is_left_alone() -> None:
 
 @pytest.mark.parametrize(("rows", "half"), [(1, 1), (5, 72), (3, 1536), (2, 2500)], ids=str)
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_a_gate_is_torchs(dtype: torch.dtype, rows: int, half: int) -> None:
+def test_a_gate_equals_torch(dtype: torch.dtype, rows: int, half: int) -> None:
     x = numbers(rows, 2 * half, dtype=dtype, seed=13, spread=2.0)
     out = activation.silu_multiply(x)
     assert out.dtype == dtype and out.shape == (rows, half)
-    assert distance(out, activation_twin.silu_multiply(x.float())) < LIMITS[dtype]
+    assert distance(out, activation_reference.silu_multiply(x.float())) < LIMITS[dtype]
     apart = torch.cat([x, x], dim=1)[:, : 2 * half]
     assert torch.equal(activation.silu_multiply(apart), out)
 
 
 @pytest.mark.parametrize("dtype", ROUNDED, ids=str)
-def test_a_gate_rounds_where_torch_rounds(dtype: torch.dtype) -> None:
+def test_a_gate_rounds_as_torch_does(dtype: torch.dtype) -> None:
     x = numbers(4, 2048, dtype=dtype, seed=14)
-    expected = activation_twin.silu_multiply(x)
+    expected = activation_reference.silu_multiply(x)
     assert share_unlike(activation.silu_multiply(x), expected) < 0.01
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # where the interpreter's exp becomes infinite
-def test_a_gate_far_from_zero_is_shut_or_open() -> None:
+@pytest.mark.filterwarnings("ignore:overflow")  # the interpreter's exp overflows
+def test_a_gate_far_from_zero_is_closed_or_open() -> None:
     gate = torch.tensor([[-3e38, -1e4, -100.0, 0.0, 100.0, 1e4, 3e38]], device=DEVICE)
     found = activation.silu_multiply(torch.stack([gate, torch.ones_like(gate)], dim=2).flatten(1))
     torch.testing.assert_close(found, gate.clamp(min=0.0))
 
 
-def test_no_rows_are_no_work() -> None:
+def test_no_rows_launch_nothing() -> None:
     x, weight = torch.empty(0, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     assert norm.rms_norm(x, weight, EPSILON).shape == (0, 64)
     assert norm.add_rms_norm(x, x.clone(), weight, EPSILON).shape == (0, 64)
@@ -148,12 +148,12 @@ def test_no_rows_are_no_work() -> None:
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_the_twins_are_the_plain_backend(dtype: torch.dtype) -> None:
+def test_the_references_equal_the_plain_backend(dtype: torch.dtype) -> None:
     plain = PlainBackend(dtype, DEVICE)
     x, weight = numbers(4, 96, dtype=dtype, seed=15), numbers(96, dtype=dtype, seed=16)
     expected = plain.rms_norm(x, weight, EPSILON)
-    assert torch.equal(norm_twin.rms_norm(x, weight, EPSILON), expected)
+    assert torch.equal(norm_reference.rms_norm(x, weight, EPSILON), expected)
     halves = torch.cat([x[:, 0::2], x[:, 1::2]], dim=1)
-    torch.testing.assert_close(activation_twin.silu_multiply(x), plain.silu_multiply(halves))
+    torch.testing.assert_close(activation_reference.silu_multiply(x), plain.silu_multiply(halves))
     doubled = plain.rms_norm(x + x, weight, EPSILON)
-    assert torch.equal(norm_twin.add_rms_norm(x, x.clone(), weight, EPSILON), doubled)
+    assert torch.equal(norm_reference.add_rms_norm(x, x.clone(), weight, EPSILON), doubled)

@@ -1,4 +1,4 @@
-"""Laws of prefill attention: the kernel, its twin, and dense attention say the same."""
+"""Prefill attention: the kernel equals its reference, and the reference equals dense attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from headway.model.kernels import prefill
-from headway.model.kernels.reference import prefill as twin
+from tests.model.kernels.reference import prefill as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -30,7 +30,7 @@ HALF_TYPES = pytest.mark.parametrize("dtype", [torch.float16, BFLOAT16])
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Sequences as (new rows, earlier tokens), and what the model is like."""
+    """Sequences as (new rows, earlier tokens), and the shape of the model."""
 
     sequences: tuple[tuple[int, int], ...]
     kv_heads: int = 2
@@ -39,23 +39,23 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype | None = None
-    num_shared: int = 0  # blocks at the front of every table that are the first one's
+    num_shared: int = 0  # leading blocks that all tables share
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class World:
-    """A cache that holds NaN wherever no sequence has a token, queries, and where all lies."""
+    """Inputs of a call. The cache is NaN wherever no sequence has a token."""
 
     q_thd: Tensor  # a view into wider rows
     blocks: Tensor
     tables: Tensor
-    seats_s: Tensor
+    row_ids_s: Tensor
     starts_s: Tensor
     ends_s: Tensor
     longest: int
 
     def arguments(self) -> dict[str, Any]:
-        names = ("blocks", "tables", "seats_s", "starts_s", "ends_s", "longest")
+        names = ("blocks", "tables", "row_ids_s", "starts_s", "ends_s", "longest")
         return {name: getattr(self, name) for name in names} | {"layer": LAYER}
 
     def widened(self) -> dict[str, Any]:
@@ -66,8 +66,8 @@ def world_of(case: Case, seed: int = 0) -> World:
     torch.manual_seed(seed)
     counts = torch.tensor([count for count, _ in case.sequences])
     ends = counts + torch.tensor([earlier for _, earlier in case.sequences])
-    tables, seats = tables_of(case, ends)
-    blocks = filled_blocks(case, tables[seats], ends)
+    tables, row_ids = tables_of(case, ends)
+    blocks = filled_blocks(case, tables[row_ids], ends)
     q_width = case.kv_heads * case.group * case.head_dim
     rows = torch.full((int(counts.sum()), q_width + 24), float("nan"))
     rows[:, :q_width] = torch.randn(len(rows), q_width)
@@ -75,23 +75,23 @@ def world_of(case: Case, seed: int = 0) -> World:
     q_thd = rows.to(DEVICE, case.dtype)[:, :q_width].unflatten(1, (-1, case.head_dim))
     return World(
         q_thd=q_thd, blocks=blocks.to(DEVICE, case.cache_dtype or case.dtype),
-        tables=tables.int().to(DEVICE), seats_s=seats.int().to(DEVICE),
+        tables=tables.int().to(DEVICE), row_ids_s=row_ids.int().to(DEVICE),
         starts_s=starts.int().to(DEVICE), ends_s=ends.int().to(DEVICE),
         longest=int(counts.max()),
     )  # fmt: skip
 
 
 def tables_of(case: Case, ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks in no order, seats in no order; block 0 and two seats are no one's."""
+    """Blocks and rows in random order; block 0 and two rows are unused."""
     held = -(-ends // case.block_size)
     order = iter((torch.randperm(int(held.sum())) + 1).tolist())
-    seats = torch.randperm(len(ends) + 2)[: len(ends)]
+    row_ids = torch.randperm(len(ends) + 2)[: len(ends)]
     tables = torch.zeros(len(ends) + 2, int(held.max()) + 1, dtype=torch.long)
-    for seat, num_blocks in zip(seats.tolist(), held.tolist(), strict=True):
-        tables[seat, :num_blocks] = torch.tensor([next(order) for _ in range(num_blocks)])
+    for row_id, num_blocks in zip(row_ids.tolist(), held.tolist(), strict=True):
+        tables[row_id, :num_blocks] = torch.tensor([next(order) for _ in range(num_blocks)])
         shared = min(case.num_shared, num_blocks)
-        tables[seat, :shared] = tables[seats[0], :shared]
-    return tables, seats
+        tables[row_id, :shared] = tables[row_ids[0], :shared]
+    return tables, row_ids
 
 
 def filled_blocks(case: Case, tables_s: Tensor, ends: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ def poisoned(world: World) -> Tensor:
 
 def expected(world: World) -> Tensor:
     out = poisoned(world).double()
-    twin.prefill_attention(world.q_thd.double(), out, **world.widened())
+    reference.prefill_attention(world.q_thd.double(), out, **world.widened())
     return out
 
 
@@ -131,34 +131,34 @@ RAGGED = ((5, 0), (1, 40), (0, 0), (37, 70), (0, 9), (1, 0), (70, 3), (2, 63))
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 24, 64, 256])
-def test_any_block_size_holds_the_same_tokens(block_size: int) -> None:
+def test_every_block_size_gives_the_same_result(block_size: int) -> None:
     assert_kernel_is_right(Case(sequences=RAGGED, block_size=block_size), seed=block_size)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @TYPES
-def test_every_head_size(head_dim: int, dtype: torch.dtype) -> None:
+def test_every_head_size_is_supported(head_dim: int, dtype: torch.dtype) -> None:
     sequences = ((3, 20), (0, 5), (66, 7), (1, 33))
     assert_kernel_is_right(Case(sequences=sequences, head_dim=head_dim, dtype=dtype), head_dim)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
 @HALF_TYPES
-def test_every_group_of_query_heads(group: int, dtype: torch.dtype) -> None:
+def test_every_group_of_query_heads_is_supported(group: int, dtype: torch.dtype) -> None:
     case = Case(sequences=((19, 0), (1, 12), (40, 55)), group=group, kv_heads=3, dtype=dtype)
     assert_kernel_is_right(case, seed=group)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 129])
 @HALF_TYPES
-def test_every_edge_of_a_tile(rows: int, dtype: torch.dtype) -> None:
-    for earlier in (0, 1, 62, 63, 64):  # 62: one key of the first tile is not for the first row
+def test_tile_boundaries_are_handled(rows: int, dtype: torch.dtype) -> None:
+    for earlier in (0, 1, 62, 63, 64):  # 62: the first row does not see one key of the first tile
         case = Case(sequences=((rows, earlier),), kv_heads=1, dtype=dtype)
         assert_kernel_is_right(case, seed=rows)
 
 
 @HALF_TYPES
-def test_a_cache_of_eight_bits_is_read_as_it_was_rounded(dtype: torch.dtype) -> None:
+def test_an_8_bit_cache_is_read_as_it_was_rounded(dtype: torch.dtype) -> None:
     case = Case(sequences=RAGGED, dtype=dtype, cache_dtype=torch.float8_e4m3fn, block_size=24)
     assert_kernel_is_right(case)
 
@@ -168,14 +168,14 @@ def test_sequences_may_share_blocks() -> None:
     assert_kernel_is_right(case)
 
 
-def test_hundreds_of_sequences_each_find_their_own_rows() -> None:
-    """More than are searched at once, most of them with nothing to do."""
+def test_hundreds_of_sequences_find_their_own_rows() -> None:
+    """More than one search step covers, and most of them without rows."""
     sequences = tuple((s % 4 if s % 7 == 0 or 250 < s < 260 else 0, s % 3 + 1) for s in range(300))
     assert_kernel_is_right(Case(sequences=sequences, kv_heads=1, group=1, block_size=4))
 
 
-def test_blocks_far_into_a_large_cache_are_found() -> None:
-    """Past 2**31 numbers; memory that is never touched costs nothing."""
+def test_blocks_beyond_2_to_the_31_numbers_are_found() -> None:
+    """The memory is never touched, so it costs nothing."""
     case = Case(sequences=((6, 20),), dtype=torch.float16, cache_dtype=torch.float8_e4m3fn)
     world = world_of(case)
     near, far = poisoned(world), poisoned(world)
@@ -189,7 +189,7 @@ def test_blocks_far_into_a_large_cache_are_found() -> None:
     assert torch.equal(near, far)
 
 
-def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
+def test_a_prompt_in_chunks_equals_the_prompt_at_once() -> None:
     world = world_of(Case(sequences=((90, 11),), group=3))
     whole, parts = poisoned(world), poisoned(world)
     prefill.prefill_attention(world.q_thd, whole, **world.arguments())
@@ -203,15 +203,15 @@ def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
 
 @HALF_TYPES
 @pytest.mark.parametrize("longest", [70, 5000])
-def test_the_longest_may_be_overstated(longest: int, dtype: torch.dtype) -> None:
-    """As it is where a batch is cut for the worst; the tiles are other ones then."""
+def test_longest_may_be_overstated(longest: int, dtype: torch.dtype) -> None:
+    """As in a captured pass; the tiles are different then."""
     world = world_of(Case(sequences=RAGGED, dtype=dtype))
     out = poisoned(world)
     prefill.prefill_attention(world.q_thd, out, **world.arguments() | {"longest": longest})
     assert_close(out, expected(world))
 
 
-def test_only_the_rows_given_are_written() -> None:
+def test_only_the_rows_of_sequences_are_written() -> None:
     world = world_of(Case(sequences=((5, 3), (20, 0)), head_dim=80))
     room = torch.full((25, 4, 96), 7.0, device=DEVICE)
     prefill.prefill_attention(world.q_thd, room[:, :, :80], **world.arguments())
@@ -220,13 +220,13 @@ def test_only_the_rows_given_are_written() -> None:
 
 
 @TYPES
-def test_nobodys_sequences_and_rows_change_nothing(dtype: torch.dtype) -> None:
+def test_padding_sequences_and_rows_change_nothing(dtype: torch.dtype) -> None:
     world = world_of(Case(sequences=((3, 0), (40, 5), (1, 70), (9, 9), (2, 0)) * 5, dtype=dtype))
-    count, most, nobody = len(world.q_thd), 32 - len(world.ends_s), len(world.tables) - 1
+    count, most, spare = len(world.q_thd), 32 - len(world.ends_s), len(world.tables) - 1
     padded = replace(
         world,
         q_thd=torch.cat([world.q_thd, torch.zeros_like(world.q_thd[:20])]),
-        seats_s=F.pad(world.seats_s, (0, most), value=nobody),
+        row_ids_s=F.pad(world.row_ids_s, (0, most), value=spare),
         starts_s=F.pad(world.starts_s, (0, most), value=count),
         ends_s=F.pad(world.ends_s, (0, most)),
     )
@@ -238,13 +238,13 @@ def test_nobodys_sequences_and_rows_change_nothing(dtype: torch.dtype) -> None:
 
 @TYPES
 @pytest.mark.parametrize("num_before", [1, 31, 32, 200])
-def test_rows_before_the_first_sequence_are_somebody_elses(
+def test_rows_before_the_first_sequence_are_not_touched(
     num_before: int, dtype: torch.dtype
 ) -> None:
-    """As decodes are, which come first in a batch."""
+    """Decodes come first in a batch."""
     world = world_of(Case(sequences=((3, 0), (40, 5), (1, 70)), dtype=dtype))
     before = torch.zeros((num_before, *world.q_thd.shape[1:]), dtype=dtype, device=DEVICE)
-    # What is found in memory before the first start must not matter either.
+    # The memory before the first start must not matter either.
     starts = F.pad(world.starts_s + num_before, (1, 0))[1:]
     later = replace(world, q_thd=torch.cat([before, world.q_thd]), starts_s=starts)
     out = poisoned(later)
@@ -255,12 +255,12 @@ def test_rows_before_the_first_sequence_are_somebody_elses(
 
 
 @pytest.mark.parametrize("sequences", [(), ((0, 0),), ((0, 5), (0, 0))])
-def test_no_tokens_is_no_work(sequences: tuple[tuple[int, int], ...]) -> None:
+def test_no_tokens_launch_nothing(sequences: tuple[tuple[int, int], ...]) -> None:
     world = world_of(Case(sequences=sequences or ((0, 0),)))
     arguments = world.arguments()
     if not sequences:
         none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
-        arguments |= {"seats_s": none, "ends_s": none}
+        arguments |= {"row_ids_s": none, "ends_s": none}
     prefill.prefill_attention(world.q_thd, poisoned(world), **arguments)
 
 
@@ -272,8 +272,8 @@ def test_large_scores_do_not_overflow() -> None:
     assert_close(out, expected(world))
 
 
-def test_the_twin_is_dense_causal_attention() -> None:
-    """With one sequence whose blocks lie in order, the cache is the dense keys and values."""
+def test_the_reference_equals_dense_causal_attention() -> None:
+    """For one sequence with consecutive blocks, the cache is the dense keys and values."""
     world = world_of(Case(sequences=((33, 0),), group=3, block_size=33))
     keys_gnd, values_gnd = world.blocks[1, LAYER].double()
     dense = torch.nn.functional.scaled_dot_product_attention(

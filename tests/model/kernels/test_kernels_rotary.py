@@ -1,4 +1,4 @@
-"""Laws of rotation and storing: the kernel, its twin and the plain backend say the same."""
+"""Rotation and storing: the kernel, its reference and the plain backend agree."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from headway.model.backends.plain import PlainBackend
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
-from headway.model.kernels.reference import rotary as twin
 from headway.model.kernels.rotary import rotate_and_store
+from tests.model.kernels.reference import rotary as reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMITS = {
@@ -29,19 +29,19 @@ LIMITS = {
     torch.float8_e4m3fn: 5e-2,
 }
 LAYER, NUM_LAYERS, NUM_POSITIONS, EPSILON = 1, 3, 300, 1e-5
-EMPTY = 96.0  # what an untouched slot holds; exact in every type
+EMPTY = 96.0  # value of untouched slots; exact in every type
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What the model is like, and how many tokens come."""
+    """The shape of the model, and the number of tokens."""
 
     heads: int
     kv_heads: int
     head_dim: int
     block_size: int
     dtype: torch.dtype = torch.float32
-    cache_dtype: torch.dtype | None = None  # None: the same
+    cache_dtype: torch.dtype | None = None  # None: the model's type
     normed: str = ""
     tokens: int = 6
     position_dtype: torch.dtype = torch.int64
@@ -91,7 +91,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 def arguments(case: Case, dtype: torch.dtype, cache_dtype: torch.dtype) -> dict[str, Any]:
-    """A batch in some float type; the numbers are those of the case's own. Rows lie apart."""
+    """A batch in a float type, with the values of the case's type. Rows have a stride."""
     rounded = [
         part.to(DEVICE, case.dtype).to(dtype)
         for part in (
@@ -128,14 +128,14 @@ def own(case: Case) -> dict[str, Any]:
 
 
 def exact(case: Case) -> dict[str, Any]:
-    """What the twin makes of the case in float32."""
+    """The reference's result in float32."""
     given = arguments(case, torch.float32, torch.float32)
-    twin.rotate_and_store(**given)
+    reference.rotate_and_store(**given)
     return given
 
 
 def distance(found: Tensor, right: Tensor) -> float:
-    """How far off, relative to the size of what is right; NaN if anything is."""
+    """The relative error; NaN if any number is NaN."""
     return float((found.float() - right.float()).norm() / right.float().norm())
 
 
@@ -143,7 +143,7 @@ def share_unlike(found: Tensor, expected: Tensor) -> float:
     return float((found.float() != expected.float()).float().mean())
 
 
-def test_queries_and_keys_are_turned_and_nothing_else_of_a_row_changes(case: Case) -> None:
+def test_queries_and_keys_are_rotated_and_the_rest_of_a_row_is_unchanged(case: Case) -> None:
     given = own(case)
     row = given["qkv"]._base
     before, turned = row.clone(), (case.heads + case.kv_heads) * case.head_dim
@@ -152,7 +152,7 @@ def test_queries_and_keys_are_turned_and_nothing_else_of_a_row_changes(case: Cas
     assert torch.equal(row[:, turned:], before[:, turned:])
 
 
-def test_keys_and_values_go_where_they_belong_and_nowhere_else(case: Case) -> None:
+def test_keys_and_values_are_stored_in_their_slots_only(case: Case) -> None:
     given = own(case)
     rotate_and_store(**given)
     found, right = given["blocks"].float(), exact(case)["blocks"]
@@ -161,7 +161,7 @@ def test_keys_and_values_go_where_they_belong_and_nowhere_else(case: Case) -> No
     assert distance(found[is_written], right[is_written]) < LIMITS[given["blocks"].dtype]
 
 
-def test_what_is_stored_is_what_the_row_holds(case: Case) -> None:
+def test_the_stored_values_are_those_of_the_row(case: Case) -> None:
     given = own(case)
     rotate_and_store(**given)
     block, offset = given["slots_t"] // case.block_size, given["slots_t"] % case.block_size
@@ -171,17 +171,17 @@ def test_what_is_stored_is_what_the_row_holds(case: Case) -> None:
     assert torch.equal(kept, rows.to(given["blocks"].dtype).float())
 
 
-def test_numbers_are_rounded_where_the_twin_rounds_them(case: Case) -> None:
-    # The interpreter cuts bfloat16 off where a GPU rounds it; it does round half precision.
+def test_numbers_are_rounded_as_in_the_reference(case: Case) -> None:
+    # The interpreter truncates bfloat16 where a GPU rounds; it does round half precision.
     case = replace(case, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float16)
     found, expected = own(case), own(case)
     rotate_and_store(**found)
-    twin.rotate_and_store(**expected)
+    reference.rotate_and_store(**expected)
     assert share_unlike(found["qkv"], expected["qkv"]) < 0.005
     assert share_unlike(found["blocks"], expected["blocks"]) < 0.005
 
 
-def test_the_first_position_is_not_turned_and_no_turn_changes_a_length() -> None:
+def test_position_0_is_not_rotated_and_rotation_keeps_lengths() -> None:
     given = own(CASES["the bundled model"])
     given["positions_t"][0] = 0
     before = given["qkv"].clone()
@@ -191,8 +191,8 @@ def test_the_first_position_is_not_turned_and_no_turn_changes_a_length() -> None
     torch.testing.assert_close(given["qkv"].norm(dim=1), before.norm(dim=1))
 
 
-@pytest.mark.filterwarnings("ignore:invalid value")  # of the turned values, which are not taken
-def test_infinite_values_are_stored_as_they_are() -> None:
+@pytest.mark.filterwarnings("ignore:invalid value")  # of rotated values, which are not used
+def test_infinite_values_are_stored_unchanged() -> None:
     given = own(CASES["the bundled model"])
     given["qkv"][:, -64:] = torch.inf
     rotate_and_store(**given)
@@ -200,8 +200,8 @@ def test_infinite_values_are_stored_as_they_are() -> None:
     assert (given["blocks"][slot // 16, LAYER, 1, 2, slot % 16] == torch.inf).all()
 
 
-@pytest.mark.parametrize("function", [twin.rotate_and_store, rotate_and_store])
-def test_values_too_large_for_eight_bits_are_the_largest_there_are(function: Any) -> None:
+@pytest.mark.parametrize("function", [reference.rotate_and_store, rotate_and_store])
+def test_values_too_large_for_8_bits_saturate(function: Any) -> None:
     if function is rotate_and_store:
         skip_without_eight_bits()
     given = own(CASES["an eight-bit cache"])
@@ -220,11 +220,11 @@ def test_no_tokens_and_no_slots_store_nothing() -> None:
         assert (given["blocks"] == EMPTY).all()
 
 
-def test_slots_beyond_two_to_the_31_numbers_are_reached() -> None:
+def test_slots_beyond_2_to_the_31_numbers_are_found() -> None:
     case = Case(heads=1, kv_heads=1, head_dim=64, block_size=256, dtype=torch.float16, tokens=2)
     given, num_blocks = own(case), 2**31 // (2 * 256 * 64) + 2
     shape = (num_blocks, 1, 2, 1, 256, 64)
-    blocks = torch.empty(shape, dtype=torch.float16, device=DEVICE)  # untouched, it costs nothing
+    blocks = torch.empty(shape, dtype=torch.float16, device=DEVICE)  # not touched: costs nothing
     last = num_blocks * 256 - 1
     given |= {"blocks": blocks, "layer": 0}
     given["slots_t"] = torch.tensor([last, 3], device=DEVICE)
@@ -246,11 +246,11 @@ def like(case: Case) -> ModelConfig:
 
 
 @pytest.mark.parametrize("name", ["the bundled model", "only queries normed"])
-def test_the_twin_is_the_plain_backend(name: str) -> None:
+def test_the_reference_equals_the_plain_backend(name: str) -> None:
     case = CASES[name]
     given, none = own(case), torch.zeros(1, dtype=torch.int64)
     positions, slots, blocks = (given[key] for key in ("positions_t", "slots_t", "blocks"))
-    batch = Batch(
+    batch = ForwardBatch(
         tokens_t=none, positions_t=positions, slots_t=slots, tables_sw=none, starts_s=none,
         ends_s=none, sampled_n=none,
     )  # fmt: skip

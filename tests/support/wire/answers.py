@@ -1,4 +1,4 @@
-"""What an answer says, however it was sent: whole, or as events that are put together."""
+"""The content of a response, complete or merged from events."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Choices = dict[int, dict[str, Any]]
 
 
 class Answer(NamedTuple):
-    """The content of a response; ids, times and what the cache held are left out."""
+    """The content of a response without ids, times and cache counts."""
 
     status: int
     choices: Choices
-    rest: Any  # of a body without choices, such as an error's
+    rest: Any  # for a body without choices, such as an error
     usage: Any = None
 
 
 def answer(status: int, body: bytes) -> Answer:
-    """Of a response with one JSON body."""
+    """The content of a complete JSON response."""
     found = json.loads(body)
     if found.get("object") == "response" or found.get("type") == "message":
         return Answer(status, {0: whole_named(found)}, None, named_usage(found["usage"]))
@@ -30,7 +30,7 @@ def answer(status: int, body: bytes) -> Answer:
 
 
 def streamed_answer(status: int, body: bytes) -> Answer:
-    """Of a response with events; AssertionError where they are not what they should be."""
+    """The content of an event stream; AssertionError if an event is wrong."""
     events = events_of(body)
     assert body.endswith(b"\n\n") and events and events[-1] == "[DONE]", body[-200:]
     choices = joined(events[:-1])
@@ -41,7 +41,7 @@ def streamed_answer(status: int, body: bytes) -> Answer:
 
 
 def events_of(body: bytes) -> list[str]:
-    """The data of every whole event; named events as chunks that mean the same."""
+    """The data of every complete event; named events are converted to chunks."""
     events = body.decode("ascii").split("\n\n")[:-1]
     if body.startswith(b"event: "):
         return chunks_of(events)
@@ -50,7 +50,7 @@ def events_of(body: bytes) -> list[str]:
 
 
 def joined(events: list[str]) -> Choices:
-    """The choices that chunks add up to."""
+    """The choices merged from chunks."""
     choices: Choices = {}
     for event in events:
         chunk = json.loads(event)
@@ -87,13 +87,13 @@ def _whole(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_blanks(choice: dict[str, Any]) -> dict[str, Any]:
-    """Blanks beside calls may be sent or not: a whole answer has null for them."""
+    """Whitespace around calls is optional: a complete response has null instead."""
     is_blank = choice["calls"] and not choice["text"].strip()
     return {**choice, "text": ""} if is_blank else choice
 
 
 def _scored(logprobs: dict[str, Any] | None) -> list[str]:
-    """The tokens that have a score."""
+    """The tokens with a log probability."""
     if logprobs is None:
         return []
     if "tokens" in logprobs:

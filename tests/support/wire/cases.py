@@ -1,4 +1,4 @@
-"""Requests for tests of raw bytes: right and wrong ones, and what their answers must agree in."""
+"""Requests for tests of raw bytes: valid and invalid ones, and how to compare their responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request; `fields` are its JSON, `raw` is sent in their place."""
+    """A request; `fields` is its JSON body, `raw` replaces it."""
 
     path: str
     fields: dict[str, Any] | None = None
@@ -78,7 +78,7 @@ def words(chance: random.Random, most: int = 12) -> str:
 
 
 def call(chance: random.Random) -> str:
-    """The text of a tool call, or of something that looks like one."""
+    """The text of a tool call, or text that resembles one."""
     names = ("weather", "look-up", "weather", "no-such-tool")
     arguments = {f"k{n}": chance.choice(VALUES) for n in range(chance.randint(0, 3))}
     found = {"name": chance.choice(names), "arguments": arguments}
@@ -89,7 +89,7 @@ def call(chance: random.Random) -> str:
 
 
 def output(chance: random.Random) -> str:
-    """What a model might say: words, calls, blanks, and pieces of all of them."""
+    """A possible output: words, calls, whitespace, and fragments of them."""
     parts = [
         chance.choice((words, call, words))(chance)
         if chance.random() < 0.9
@@ -100,7 +100,7 @@ def output(chance: random.Random) -> str:
 
 
 def cases(seed: int, count: int) -> list[Case]:
-    """`count` random right requests, and every wrong one."""
+    """`count` random valid requests, and all invalid ones."""
     chance = random.Random(seed)
     makers = (_chat, _chat, _completion, _response, _message)
     made = [chance.choice(makers)(chance) for _ in range(count)]

@@ -1,9 +1,9 @@
-"""Random conversations over real sockets, read by an HTTP parser that is not the server's.
+"""Random exchanges over real sockets, read by an independent HTTP parser.
 
     python -m tests.support.wire.fuzz --conversations 2000
 
-Every byte of every connection must belong to a response that h11 reads to its end, and every
-response must say what the same request says alone.
+Every byte of every connection must belong to a response that h11 can parse, and every
+response must equal that of the same request sent alone.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ GARBAGE = (
 
 @dataclass(slots=True)
 class Report:
-    """What was seen, and what was wrong."""
+    """Counts of the exchanges, and the problems found."""
 
     num_responses: int = 0
     num_bytes: int = 0
-    num_misplaced: int = 0  # bytes of no response, or of one that cannot be read
+    num_misplaced: int = 0  # bytes outside of responses, or of unreadable ones
     problems: list[str] = field(default_factory=list)
 
 
 def written(case: Case, chance: random.Random, *, is_last: bool) -> Exchange:
-    """A request as bytes, in one of the ways in which clients write one."""
+    """A request as bytes, in one of several valid forms."""
     body, lines = case.body, [b"Host: 127.0.0.1", b"Content-Type: %s" % case.kind.encode()]
     version = b"1.0" if is_last and chance.random() < 0.3 else b"1.1"
     closes = version == b"1.0" or (is_last and chance.random() < 0.3)
@@ -62,7 +62,7 @@ def written(case: Case, chance: random.Random, *, is_last: bool) -> Exchange:
 
 
 def planned(chance: random.Random, known: list[Case]) -> list[list[Exchange]]:
-    """Groups of requests that are sent together; each group is answered before the next is sent."""
+    """Groups of pipelined requests; each group is sent after the responses to the previous one."""
     sizes = [chance.choice((1, 1, 2, 4)) for _ in range(chance.randint(1, 3))]
     groups = []
     for number, size in enumerate(sizes):
@@ -79,19 +79,19 @@ def planned(chance: random.Random, known: list[Case]) -> list[list[Exchange]]:
 
 
 class Conversation:
-    """One connection of one random client."""
+    """One connection of a random client."""
 
     def __init__(self, port: int, chance: random.Random, groups: list[list[Exchange]]) -> None:
         self._port, self._chance, self._groups = port, chance, groups
         self.responses = Responses()
         self.num_read = 0
         self._sizes = chance.choice(((1, 5, 500), (100, 5000), (5000,)))  # bytes of one read
-        # The client leaves after this many bytes of the last group's responses.
+        # The client disconnects after this many bytes of the last group's responses.
         self._leaves_at = chance.randint(0, 3000) if chance.random() < 0.15 else None
         self.has_left = False
 
     async def hold(self) -> None:
-        """Send, read and leave; TimeoutError if the server falls silent."""
+        """Send, read and close; TimeoutError if the server does not respond."""
         async with asyncio.timeout(PATIENCE):
             await self._hold()
 
@@ -106,7 +106,7 @@ class Conversation:
                 await self._read(reader, self._leaves_at if is_last else None)
             if not self.has_left:
                 if not self._groups[-1][-1].closes:
-                    writer.write_eof()  # the server ends its side too
+                    writer.write_eof()  # the server closes its side too
                 await self._read_rest(reader)
         finally:
             self._leave(writer)
@@ -121,7 +121,7 @@ class Conversation:
             await asyncio.sleep(self._chance.choice((0, 0.001)))
 
     async def _read(self, reader: asyncio.StreamReader, leaves_at: int | None) -> None:
-        """Until all that was sent is answered, or the client leaves."""
+        """Read until all requests have responses or the client disconnects."""
         num_read = 0
         while self.responses.num_done < len(self.responses.expected):
             if leaves_at is not None and num_read >= leaves_at:
@@ -142,7 +142,7 @@ class Conversation:
         self.responses.feed(data)
 
     def _leave(self, writer: asyncio.StreamWriter) -> None:
-        """With a reset or with an orderly end."""
+        """Close with a reset or gracefully."""
         if self.has_left and self._chance.random() < 0.5:
             kernel = writer.get_extra_info("socket")
             kernel.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -150,12 +150,12 @@ class Conversation:
 
 
 class Fuzz:
-    """Holds conversations with one server, and compares what it says with what it says alone."""
+    """Runs random exchanges with one server and compares the responses with single requests."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._port, self._seed = port, seed
         self._known = cases(seed, NUM_CASES)
-        self._alone: dict[int, Answer] = {}  # by a case's place
+        self._alone: dict[int, Answer] = {}  # by the index of a case
         self.report = Report()
 
     async def run(self, num_conversations: int) -> Report:
@@ -210,7 +210,7 @@ class Fuzz:
             found = streamed_answer(exchange.status, exchange.body)
             fields = exchange.case.fields or {}
             options = fields.get("stream_options") or {}
-            is_named = exchange.case.path in (RESPONSES, MESSAGES)  # which always tell the usage
+            is_named = exchange.case.path in (RESPONSES, MESSAGES)  # these always have the usage
             assert (found.usage is not None) == (is_named or bool(options.get("include_usage")))
             alone = alone._replace(usage=found.usage and alone.usage)
         else:
@@ -218,7 +218,7 @@ class Fuzz:
         assert found == alone, f"{exchange.case}\nalone {alone}\nfound {found}"
 
     def _compare_begun(self, responses: Responses) -> None:
-        """An incomplete response must be a beginning of the complete one."""
+        """AssertionError unless an incomplete response is a prefix of the complete one."""
         if responses.num_done == len(responses.expected):
             return
         exchange = responses.expected[responses.num_done]
@@ -229,7 +229,7 @@ class Fuzz:
         begun: Choices = joined(events)
         for index, choice in begun.items():
             assert alone[index]["text"].startswith(choice["text"].rstrip()), (alone, begun)
-            if exchange.case.path != MESSAGES:  # whose whole answers have arguments as objects
+            if exchange.case.path != MESSAGES:  # complete responses have arguments as objects
                 _check_begun(choice["calls"], alone[index]["calls"])
 
     def _answer_alone(self, case: Case) -> Answer:
@@ -238,7 +238,7 @@ class Fuzz:
 
 
 def _check_begun(begun: list[dict[str, str]], alone: list[dict[str, str]]) -> None:
-    """Calls of a stream that broke off: all but the last are complete."""
+    """Check the calls of an interrupted stream: all but the last are complete."""
     for number, call in enumerate(begun):
         is_last = number == len(begun) - 1
         whole = alone[number]
@@ -249,24 +249,28 @@ def _check_begun(begun: list[dict[str, str]], alone: list[dict[str, str]]) -> No
 
 
 def fuzz(num_conversations: int, seed: int, num_workers: int = 0) -> Report:
-    """Start a server, hold random conversations with it, and report what was seen."""
-    recipe = "tests.support.wire.server:wire_recipe"
-    with Server(recipe=recipe, num_workers=num_workers) as server:
+    """Start a server, run random exchanges, and return a report."""
+    factory = "tests.support.wire.server:wire_factory"
+    with Server(factory=factory, num_workers=num_workers) as server:
         return asyncio.run(Fuzz(server.port, seed).run(num_conversations))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--conversations", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=0, help="API processes; 0: one for all")
+    parser.add_argument(
+        "--conversations", type=int, default=2000, help="Number of random exchanges."
+    )
+    parser.add_argument("--seed", type=int, default=0, help="Random seed.")
+    parser.add_argument(
+        "--workers", type=int, default=0, help="Number of API processes; 0: a single process."
+    )
     options = parser.parse_args()
     begun = time.perf_counter()
     report = fuzz(options.conversations, options.seed, options.workers)
     seconds = time.perf_counter() - begun
-    print(f"{options.conversations} conversations in {seconds:.0f} s: ", end="")
-    print(f"{report.num_responses} whole responses, {report.num_bytes} bytes", end=", ")
-    print(f"{report.num_misplaced} out of place, {len(report.problems)} conversations wrong")
+    print(f"{options.conversations} exchanges in {seconds:.0f} s: ", end="")
+    print(f"{report.num_responses} complete responses, {report.num_bytes} bytes", end=", ")
+    print(f"{report.num_misplaced} misplaced bytes, {len(report.problems)} failed exchanges")
     for problem in report.problems[:10]:
         print(problem)
     raise SystemExit(bool(report.problems))

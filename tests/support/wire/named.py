@@ -1,4 +1,4 @@
-"""Answers of /v1/responses and /v1/messages, whose events have names, as chunks of a chat."""
+"""Responses of /v1/responses and /v1/messages, whose events are named, as chat chunks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ENDS = ("response.completed", "response.incomplete")
 
 
 def whole_named(body: dict[str, Any]) -> dict[str, Any]:
-    """The text and calls of a whole answer."""
+    """The text and calls of a complete response."""
     text, calls = "", []
     for item in body.get("output") or body.get("content") or ():
         if item["type"] == "message":
@@ -29,13 +29,13 @@ def whole_named(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_usage(usage: dict[str, Any]) -> tuple[int, int]:
-    """Prompt and output tokens; Anthropic's input leaves out what was cached."""
+    """Prompt and output tokens; Anthropic's input tokens exclude cached ones."""
     cached = usage.get("cache_read_input_tokens", 0)
     return usage["input_tokens"] + cached, usage["output_tokens"]
 
 
 def plain_json(arguments: str) -> str:
-    """Arguments as a whole message has them: an object, or an empty one if they were cut."""
+    """Arguments as in a complete message: an object, empty if they are incomplete."""
     try:
         found = json.loads(arguments)
     except ValueError:
@@ -44,7 +44,7 @@ def plain_json(arguments: str) -> str:
 
 
 def chunks_of(events: list[str]) -> list[str]:
-    """Named events as chunks of a chat; [DONE] after the last one."""
+    """Named events as chat chunks; [DONE] after the last one."""
     chunks: list[str] = []
     num_calls = 0
     for number, text in enumerate(events):
@@ -79,7 +79,7 @@ def _delta(event: Event, number: int) -> str | None:
 
 
 def _end(event: Event) -> list[str]:
-    """The end of a stream: its reason, its usage, and [DONE]."""
+    """The end of a stream: finish reason, usage, and [DONE]."""
     if event["type"] in ENDS:
         response = event["response"]
         return [_chunk({}, response["status"]), _told(response["usage"]), "[DONE]"]

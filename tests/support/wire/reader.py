@@ -1,4 +1,4 @@
-"""Reads the bytes of a connection with h11, as the responses to the requests sent on it."""
+"""Parses the bytes of a connection with h11 as responses to its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.wire.cases import Case
 
 @dataclass(slots=True)
 class Exchange:
-    """One request on a connection and what came back; `case` None: bytes that are not HTTP."""
+    """One request on a connection and its response; `case` is None for bytes that are not HTTP."""
 
     case: Case | None
     raw: bytes
@@ -23,13 +23,13 @@ class Exchange:
 
 
 class Responses:
-    """Reads the bytes of one connection as the responses to its requests, in their order."""
+    """Parses the bytes of one connection as responses to its requests, in order."""
 
     def __init__(self) -> None:
         self.parser = h11.Connection(h11.CLIENT)
         self.expected: list[Exchange] = []
         self.num_done = 0
-        self._num_fed = self._num_read = 0  # bytes; up to the latest end of a response
+        self._num_fed = self._num_read = 0  # bytes up to the end of the latest response
         self._is_begun = False
 
     @property
@@ -37,7 +37,7 @@ class Responses:
         return self._num_fed - self._num_read
 
     def feed(self, data: bytes) -> None:
-        """b"": the connection has ended. RemoteProtocolError: these bytes are not HTTP."""
+        """Parse bytes; b"" means the end. RemoteProtocolError if they are not HTTP."""
         self._num_fed += len(data)
         self.parser.receive_data(data)
         while self.num_done < len(self.expected):
@@ -59,7 +59,7 @@ class Responses:
             self._num_read = self._num_fed - len(self.parser.trailing_data[0])
 
     def _begin(self, exchange: Exchange) -> None:
-        """Tell the parser what was asked: it decides how the response is framed."""
+        """Give the parser the request, which determines the framing of the response."""
         if self.parser.our_state is not h11.IDLE:
             self.parser.start_next_cycle()
         method = exchange.case.method if exchange.case else "GET"

@@ -1,7 +1,7 @@
-"""A server whose model repeats what its prompt holds, for tests that read raw bytes.
+"""A server whose model repeats parts of its prompt, for tests that read raw bytes.
 
-A prompt names the outputs between two marks; sample k says output k. Every byte is a token, so
-characters, tags and stop strings are cut in all places. Some steps take a moment, so that updates
+A prompt contains the outputs between two marks; sample k generates output k. Every byte is a token,
+so characters, tags and stop strings are split at all positions. Some steps are slow, so that updates
 arrive alone and in groups; a prompt with SLOWLY makes all steps slow.
 """
 
@@ -16,7 +16,7 @@ from headway.engine.input_processor import InputProcessor
 from headway.plan import Plan
 from headway.request import Request
 from headway.scheduler import Scheduler, preset
-from headway.server.process.serve import Recipe, Served
+from headway.server.process.serve import ServedEngine, ServerFactory
 from headway.server.settings import ConnectionSettings
 from tests.support.lettered import LONGEST, letters_app
 from tests.support.served import END, HIDDEN_SIZE, VOCAB_SIZE, Capitals, letters
@@ -31,13 +31,13 @@ TEMPLATE = (
 
 
 def saying(*outputs: str) -> str:
-    """A prompt that makes the model say these, one for each sample."""
+    """A prompt that makes the model generate these outputs, one per sample."""
     marks = [mark.decode() for mark in (BEGIN, BETWEEN, FINISH)]
     return f"{marks[0]}{marks[1].join(outputs)}{marks[2]}"
 
 
 class Parrot(Capitals):
-    """Says what stands between the marks of its prompt, then ends."""
+    """Generates the text between the marks of its prompt, then ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,20 +58,20 @@ class Parrot(Capitals):
         return output[number] if number < len(output) else END
 
 
-def parrot_served() -> Served:
+def parrot_served() -> ServedEngine:
     config = preset(
         "headway", max_model_len=LONGEST, num_blocks=8192, block_size=16, max_num_seqs=64
     )
     tokenizer = letters(TEMPLATE)
-    asking = InputProcessor(
+    processor = InputProcessor(
         tokenizer=tokenizer, vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
     )  # fmt: skip
-    return Served(engine=Engine(Scheduler(config), Parrot()), facts=asking)
+    return ServedEngine(engine=Engine(Scheduler(config), Parrot()), model_info=processor)
 
 
-def wire_recipe(options: dict[str, Any]) -> Recipe:
-    return Recipe(
+def wire_factory(options: dict[str, Any]) -> ServerFactory:
+    return ServerFactory(
         make_engine=parrot_served, make_app=letters_app,
         grace=options["grace"], connections=ConnectionSettings(**options["connections"]),
     )  # fmt: skip

@@ -1,1 +1,1 @@
-"""The decoder's arithmetic as a small C library, built on first use for the machine at hand."""
+"""The decoder's arithmetic as a small C library, compiled on first use for this machine."""

@@ -1,8 +1,8 @@
-/* What a layer does between its products: norms, gates, rotation, attention through block tables. */
+/* The parts of a layer between its products: norms, gates, rotation, attention by block tables. */
 
-#define KEYS 64 /* positions attended to at a time, counted from the sequence's start */
-#define MOST_QUERIES 32
-#define MOST_HEAD 256
+#define KEYS 64 /* positions per tile of keys; tiles start at position 0 of the sequence */
+#define MAX_QUERIES 32
+#define MAX_HEAD 256
 
 ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsilon, float *y) {
     vec squares = {0};
@@ -14,7 +14,7 @@ ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsi
     for (i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
 }
 
-/* y[M, N] = x / root mean square of its row * weight. */
+/* y[M, N] = x / (root mean square of its row) * weight. */
 static void share_rms_norm(const float *x, const float *weight, int64_t M, int64_t N, double epsilon,
                            float *y) {
 #pragma omp for schedule(static) nowait
@@ -41,7 +41,7 @@ void silu_multiply(const float *x, int64_t M, int64_t N, float *y) {
     share_silu_multiply(x, M, N, y);
 }
 
-/* Where one token of one head lies: block [layers, 2, G, block_size, D]. */
+/* The memory layout of keys and values: a block is [layers, 2, G, block_size, D]. */
 typedef struct {
     float *blocks;
     int64_t block_stride, layer_offset, value_offset, block_size, heads, head_size;
@@ -60,8 +60,8 @@ ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-/* Rows qkv[M, (H + 2 G) D]: normalize q and k if there are weights for it, rotate them in place,
-   store k and v in their slots (block * block_size + offset; negative: nowhere). */
+/* For rows qkv[M, (H + 2 G) D]: normalize q and k if there are norm weights, rotate them in place,
+   and store k and v in their slots (block * block_size + offset; negative: do not store). */
 static void share_rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine,
                                    const float *sine, const float *q_norm, const float *k_norm,
                                    double epsilon, const int64_t *slots, const Cache *cache) {
@@ -90,7 +90,7 @@ void rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine, con
     share_rotate_and_store(qkv, M, H, cosine, sine, q_norm, k_norm, epsilon, slots, cache);
 }
 
-/* Lanes of a and b, each folded onto half as many: in every 2 * half lanes, first a's, then b's. */
+/* Fold the lanes of a and b onto half as many: every 2 * half lanes hold a's, then b's. */
 #define AT(j, half, by) ((j) % (2 * (half)) < (half) ? (j) : (j) - (half) + LANES) + by
 #define FOUR(j, half, by) AT(j, half, by), AT(j + 1, half, by), AT(j + 2, half, by), AT(j + 3, half, by)
 #if LANES == 16
@@ -105,7 +105,7 @@ void rotate_and_store(float *qkv, int64_t M, int64_t H, const float *cosine, con
         v[i] = __builtin_shufflevector(v[i], v[i + half], ALL(half, 0)) +                  \
                __builtin_shufflevector(v[i], v[i + half], ALL(half, half));
 
-/* Sums of the lanes of LANES vectors, as one vector. */
+/* The sums over the lanes of LANES vectors, as one vector. */
 ALWAYS vec sums_of(vec v[LANES]) {
 #if LANES == 16
 #pragma GCC unroll 8
@@ -121,16 +121,16 @@ ALWAYS vec sums_of(vec v[LANES]) {
     return v[0];
 }
 
-/* Some query rows of one sequence that share a key-value head. */
+/* Query rows of one sequence that share a key-value head. */
 typedef struct {
-    const float *q[MOST_QUERIES];
-    float *out[MOST_QUERIES];
-    int64_t end[MOST_QUERIES]; /* positions each may see */
+    const float *q[MAX_QUERIES];
+    float *out[MAX_QUERIES];
+    int64_t end[MAX_QUERIES]; /* number of positions that each row sees */
     int rows;
-    int64_t last; /* the largest of them */
+    int64_t last; /* the largest value of `end` */
 } Queries;
 
-static const float nothing[MOST_HEAD];
+static const float nothing[MAX_HEAD];
 
 ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D, float scale,
                   float *out) {
@@ -149,7 +149,7 @@ ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D
 
 /* out[rows, D] += weights[rows, count] values, a few vectors of D at a time. */
 ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const float *const *values,
-                   int count, int64_t d, float (*out)[MOST_HEAD]) {
+                   int count, int64_t d, float (*out)[MAX_HEAD]) {
     vec sums[4][4];
 #pragma GCC unroll 4
     for (int r = 0; r < rows; r++)
@@ -171,13 +171,13 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
 }
 
 ALWAYS void gather_all(const int rows, float (*weights)[KEYS], const float *const *values, int count,
-                       int64_t D, float (*out)[MOST_HEAD]) {
+                       int64_t D, float (*out)[MAX_HEAD]) {
     int64_t d = 0;
     for (; d + 4 * LANES <= D; d += 4 * LANES) gather(rows, 4, weights, values, count, d, out);
     for (; d < D; d += LANES) gather(rows, 1, weights, values, count, d, out);
 }
 
-/* Softmax over the keys seen so far, corrected as larger scores come: one tile of keys. */
+/* Online softmax: add one tile of keys, and rescale the earlier ones if a larger score appears. */
 ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float *out, int64_t D) {
     for (int64_t j = seen < 0 ? 0 : seen; j < KEYS; j++) scores[j] = -INFINITY;
     vec top = load(scores);
@@ -196,7 +196,7 @@ ALWAYS void weigh(float *scores, int64_t seen, float *most, float *total, float 
     for (int64_t d = 0; d < D; d += LANES) store(out + d, load(out + d) * shrink);
 }
 
-/* Where the keys of positions [first, first + count) lie. */
+/* The addresses of the keys of positions [first, first + count). */
 static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t first, int count,
                  const float **keys) {
     const int64_t size = cache->block_size, D = cache->head_size;
@@ -210,8 +210,8 @@ static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t
 static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
                    float scale) {
     const int64_t D = cache->head_size;
-    float scores[MOST_QUERIES][KEYS], out[MOST_QUERIES][MOST_HEAD];
-    float most[MOST_QUERIES], total[MOST_QUERIES];
+    float scores[MAX_QUERIES][KEYS], out[MAX_QUERIES][MAX_HEAD];
+    float most[MAX_QUERIES], total[MAX_QUERIES];
     for (int r = 0; r < queries->rows; r++) {
         most[r] = -INFINITY, total[r] = 0;
         memset(out[r], 0, (size_t)D * 4);
@@ -226,11 +226,11 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         const int next = rest < 0 ? 0 : rest < KEYS ? (int)rest : KEYS;
         const float *later[KEYS];
         find(cache, head, table, first + KEYS, next, later);
-        int started = 0; /* rows before it end before these keys; later rows see further */
+        int started = 0; /* first row that sees these keys; later rows see more positions */
         while (queries->end[started] <= first) started++;
         for (int r = started, fetched = 0; r < queries->rows; r++) {
             const int upto = next * (r - started + 1) / (queries->rows - started);
-            for (; fetched < upto; fetched++) /* some before every row: memory works meanwhile */
+            for (; fetched < upto; fetched++) /* prefetch a part of the next tile before each row */
                 for (int64_t d = 0; d < D; d += 16) {
                     __builtin_prefetch(later[fetched] + d);
                     __builtin_prefetch(later[fetched] + d + cache->value_offset);
@@ -250,10 +250,10 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         for (int64_t d = 0; d < D; d++) queries->out[r][d] = out[r][d] / total[r];
 }
 
-/* out[M, H D] of the q in qkv rows: row i of sequence s, whose rows are [starts[s], starts[s + 1]) and
-   whose last row is its token number ends[s] - 1, sees all its tokens up to itself. A task is
-   (sequence, first row): at most `tokens` rows from there on; each is done a key-value head at a
-   time, or with `split` a part of the query heads of one. */
+/* Attention of the q in qkv rows, to out[M, H D]. Sequence s has rows [starts[s], starts[s + 1]),
+   the last of its ends[s] tokens; each row sees all tokens of the sequence up to itself. A task is
+   (sequence, first row), with at most `tokens` rows. It computes one key-value head at a time, or,
+   if `split` is above 1, a part of the query heads of one. */
 static void share_attention(const float *qkv, int64_t H, const Cache *cache, const int32_t *tables,
                             int64_t table_width, const int32_t *starts, const int32_t *ends,
                             double scale, const int32_t *tasks, int64_t num_tasks, int64_t tokens,

@@ -1,7 +1,7 @@
-"""The decoder's arithmetic through kernels.c: every call hands over pointers, nothing is copied.
+"""The decoder's arithmetic through kernels.c. Calls pass pointers; nothing is copied.
 
-Float32 on a CPU. A row's result is the same to the bit whatever else is in the batch; with
-quantized weights too, since inputs are rounded row by row.
+Float32 on a CPU. A row's result is bitwise the same whatever else is in the batch, also with
+quantized weights, because inputs are quantized per row.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Layer, Pass, Weight
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
 from headway.model.backends.native.weights import GROUP, NativeWeight, layout
-from headway.model.batch import Batch
+from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
-from headway.model.weights.tensors import Groups
+from headway.model.weights.tensors import QuantizedMatrix
 
-MAX_QUERIES = 32  # rows of queries in one task of the attention
+MAX_QUERIES = 32  # rows of queries in one attention task
 MAX_HEAD = 256
-ROUNDED = 16  # rows, at most, that the quantized product rounds to bytes side by side
+QUANTIZED_TOGETHER = 16  # maximum number of rows that the quantized product quantizes together
 
 
-def refusal(config: ModelConfig) -> str | None:
-    """Why a model cannot run on these kernels; None if it can."""
+def unsupported_reason(config: ModelConfig) -> str | None:
+    """The reason that a model cannot use these kernels; None if it can."""
     lanes = layout().lanes
     if config.head_dim % lanes or config.head_dim > MAX_HEAD:
-        return f"head size {config.head_dim} is not a multiple of {lanes} up to {MAX_HEAD}"
+        return f"head size {config.head_dim} is not a multiple of {lanes}, or above {MAX_HEAD}"
     if config.intermediate_size % lanes:
         return f"intermediate size {config.intermediate_size} is not a multiple of {lanes}"
     if config.num_heads // config.num_kv_heads > MAX_QUERIES:
@@ -43,13 +43,15 @@ def refusal(config: ModelConfig) -> str | None:
 
 
 class NativeBackend:
-    """Weights as floats, or as the file's own groups and 8-bit ones where it has none."""
+    """Weights as floats, or quantized: the file's groups, or new 8-bit groups."""
 
-    looks_up_turns = fills_up = False
+    uses_rope_table = supports_padding = False
 
     def __init__(self, *, is_quantized: bool = False) -> None:
         self.library = load()
-        self._structs = WeakKeyDictionary[Layer, structs.Layer]()  # made when first used
+        self._structs = WeakKeyDictionary[
+            LayerWeights, structs.LayerStruct
+        ]()  # created on first use
         self._is_quantized = is_quantized
         self.name = "native quantized" if is_quantized else "native float32"
 
@@ -66,7 +68,7 @@ class NativeBackend:
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
         return checkpoint.read(name).float().contiguous()
 
-    def prepared(self, layer: Layer) -> Layer:
+    def prepared(self, layer: LayerWeights) -> LayerWeights:
         return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
@@ -89,7 +91,7 @@ class NativeBackend:
                 out.data_ptr(), adds,
             )  # fmt: skip
         else:
-            scratch = torch.empty(rows + ROUNDED - 1, width)  # bytes, steps and sums
+            scratch = torch.empty(rows + QUANTIZED_TOGETHER - 1, width)  # bytes, scales and sums
             self.library.quantized_linear(
                 x.data_ptr(), rows, width, weight.pointer, weight.num_outputs, weight.bits, bias,
                 out.data_ptr(), adds, scratch.data_ptr(),
@@ -110,20 +112,20 @@ class NativeBackend:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.empty((num_blocks, *shape))
 
-    def struct_of(self, layer: Layer, epsilon: float) -> int:
-        """The address of a layer's weights as a struct; good while the layer lives."""
+    def struct_of(self, layer: LayerWeights, epsilon: float) -> int:
+        """Address of a layer's C struct; valid while the layer is alive."""
         if layer not in self._structs:
             self._structs[layer] = structs.struct_of(layer, epsilon)
         return ctypes.addressof(self._structs[layer])
 
     def begin(
-        self, config: ModelConfig, batch: Batch, blocks: Tensor, cosine: Tensor, sine: Tensor
-    ) -> Pass:
+        self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
+    ) -> ForwardPass:
         return NativePass(self, config, batch, blocks, cosine, sine)
 
 
-def _groups(checkpoint: Checkpoint, names: list[str]) -> Groups:
-    """The file's own groups if all have the same kind, else new ones of 8 bits."""
+def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
+    """The file's groups if all have the same number of bits, otherwise new 8-bit groups."""
     found = [checkpoint.read_groups(name) for name in names]
     kept = [groups for groups in found if groups is not None]
     if len(kept) < len(names) or len({groups.bits for groups in kept}) > 1:
@@ -132,13 +134,13 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> Groups:
 
 
 class NativePass:
-    """One batch: its tasks and the room it needs are made once, and every layer uses them."""
+    """One batch; its attention tasks and buffers are created once, and all layers use them."""
 
     def __init__(
         self,
         backend: NativeBackend,
         config: ModelConfig,
-        batch: Batch,
+        batch: ForwardBatch,
         blocks: Tensor,
         cosine: Tensor,
         sine: Tensor,
@@ -149,23 +151,23 @@ class NativePass:
         tokens = MAX_QUERIES // group
         tasks = tasks_of(batch.starts_s.numpy(), tokens)
         is_few = len(tasks) * config.num_kv_heads < 4 * torch.get_num_threads()
-        cache = structs.Cache(
+        cache = structs.CacheStruct(
             blocks.data_ptr(), blocks.stride(0), 0, blocks.stride(2), blocks.shape[4],
             config.num_kv_heads, size,
         )  # fmt: skip
-        rows, self._room = len(batch.tokens_t), _room(config, len(batch.tokens_t))
-        self._struct = structs.Pass(
+        rows, self._buffers = len(batch.tokens_t), _buffers(config, len(batch.tokens_t))
+        self._struct = structs.PassStruct(
             cache, rows, config.num_heads, cosine.data_ptr(), sine.data_ptr(),
             batch.slots_t.data_ptr(), batch.tables_sw.data_ptr(), batch.starts_s.data_ptr(),
             batch.ends_s.data_ptr(), tasks.ctypes.data, batch.tables_sw.stride(0), len(tasks),
             tokens, group if is_few else 1, 1 / math.sqrt(size),
-            *(part.data_ptr() for part in self._room),
+            *(part.data_ptr() for part in self._buffers),
         )  # fmt: skip
-        self._kept = (batch, cosine, sine, tasks)  # so that the pointers stay good
-        self._cache = ctypes.addressof(self._struct)  # it comes first
+        self._kept = (batch, cosine, sine, tasks)  # keeps the pointers valid
+        self._cache = ctypes.addressof(self._struct)  # the struct's first member
         self._pointer = ctypes.addressof(self._struct)
 
-    def layer(self, number: int, layer: Layer, x: Tensor) -> Tensor:
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         self._struct.cache.layer_offset = number * self._blocks.stride(1)
         weights = self._backend.struct_of(layer, self._config.norm_eps)
         self._backend.library.layer(weights, self._pointer, x.data_ptr())
@@ -174,7 +176,7 @@ class NativePass:
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
-        """One step of a layer by itself, in place; what `layer` does among others."""
+        """Run one step of a layer by itself, in place."""
         step = self._struct
         step.cache.layer_offset = layer * self._blocks.stride(1)
         self._backend.library.rotate_and_store(
@@ -195,18 +197,18 @@ class NativePass:
         return out
 
 
-def _room(config: ModelConfig, rows: int) -> list[Tensor]:
-    """Buffers for what passes between the products of a layer."""
+def _buffers(config: ModelConfig, rows: int) -> list[Tensor]:
+    """Buffers for the intermediate results of a layer."""
     heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
     widest = max(config.hidden_size, config.intermediate_size, config.num_heads * size)
     widths = (config.hidden_size, heads * size, config.num_heads * size)
     widths_inside = (2 * config.intermediate_size, config.intermediate_size)
-    room = [torch.empty(rows, width) for width in (*widths, *widths_inside)]
-    return [*room, torch.empty(rows + ROUNDED - 1, widest)]
+    buffers = [torch.empty(rows, width) for width in (*widths, *widths_inside)]
+    return [*buffers, torch.empty(rows + QUANTIZED_TOGETHER - 1, widest)]
 
 
 def tasks_of(starts_s: np.ndarray, tokens: int) -> np.ndarray:
-    """[tasks, 2] int32: a sequence and the first of at most `tokens` of its rows."""
+    """[tasks, 2] int32: a sequence, and the first of at most `tokens` of its rows."""
     counts = -(-np.diff(starts_s) // tokens)
     sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,9 +1,9 @@
-"""Compile kernels.c, with the parts it includes, for this machine, once, and load it.
+"""Compiles kernels.c and the files it includes for this machine, once, and loads the library.
 
-No compiler, no library: torch does it all.
+Without a compiler there is no library, and the plain torch backend is used.
 
-The library is kept in the cache folder under a name made of the source, the compiler and the CPU's
-features, so that a shared home folder never gives one machine the code of another.
+The library's file name in the cache is a hash of the source, the compiler and the CPU's features,
+so that machines that share a home folder never load each other's code.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ SIGNATURES = {
 }  # fmt: skip
 
 
-class Unavailable(Exception):
-    """There is no native library here; the message says why."""
+class NativeUnavailable(Exception):
+    """The native library cannot be used; the message says why."""
 
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, built if need be; Unavailable with the reason if it cannot be."""
+    """Load the library, compiling it if needed; NativeUnavailable if that fails."""
     if os.environ.get("HEADWAY_NATIVE") == "0":
-        raise Unavailable("switched off by HEADWAY_NATIVE=0")
+        raise NativeUnavailable("disabled by HEADWAY_NATIVE=0")
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("gcc", "cc"))), None)
     if compiler is None:
-        raise Unavailable("no C compiler (gcc or cc) was found")
+        raise NativeUnavailable("no C compiler found (gcc or cc)")
     path = cache_root() / "native" / f"kernels-{_fingerprint(compiler)}.so"
     if not path.exists():
         _compile(compiler, path)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise Unavailable(f"{path} cannot be loaded: {error}") from None
+        raise NativeUnavailable(f"cannot load {path}: {error}") from None
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, None
@@ -71,7 +71,7 @@ def load() -> ctypes.CDLL:
 
 
 def _fingerprint(compiler: str) -> str:
-    """Everything that the compiled code depends on, as a short name."""
+    """A hash of everything that the compiled code depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     features = platform.machine()
     if (cpu := Path("/proc/cpuinfo")).exists():
@@ -94,11 +94,11 @@ def _compile(compiler: str, path: Path) -> None:
         )
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Unavailable(f"{compiler} could not build it: {last}")
-        os.replace(target, path)  # whole or not at all, whoever else builds it now
+            raise NativeUnavailable(f"{compiler} failed to compile the kernels: {last}")
+        os.replace(target, path)  # atomic, so that another process never sees a partial file
 
 
 def _threads() -> list[str]:
-    """torch's own OpenMP, where it brings one: two thread pools would fight for the cores."""
+    """torch's own OpenMP library, if it has one: two thread pools would compete for the cores."""
     folder = Path(torch.__file__).parent / "lib"
     return [str(path) for path in sorted(folder.glob("libgomp*.so*"))[:1]]

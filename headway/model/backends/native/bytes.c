@@ -1,22 +1,23 @@
-/* Bytes: how quantized weights and rounded inputs lie, and dot products of them; half floats.
+/* The layout of quantized weights and inputs, dot products of bytes, and float16 conversion.
 
-   Weights are scale * q + minimum over groups of 32 inputs, q of 4 or 8 bits. A panel holds LANES
-   outputs; of each group first the q, four inputs of an output side by side (4-bit: two such quads
-   share a byte, low half first), then the halves. `dot` adds products of four inputs of a row. */
+   Weights are scale * q + minimum in groups of 32 inputs, with q of 4 or 8 bits. A panel contains
+   LANES outputs. For each group it has first the q, four inputs of each output next to each other
+   (4-bit: two such quads share a byte, low nibble first), then scales and minimums as float16.
+   `dot` adds the products of four inputs of a row. */
 
 #define GROUP 32 /* inputs that share a scale */
 #define GROUP_BYTES(bits) (LANES * GROUP * (bits) / 8 + LANES * 4)
 #if defined(__AMX_INT8__) && defined(__AVX512VNNI__) && defined(__linux__)
 #define TILES 1
-#define BESIDE 16 /* rows whose groups of bytes lie side by side */
+#define INTERLEAVED 16 /* rows whose groups of bytes are interleaved */
 #else
 #define TILES 0
-#define BESIDE 8
+#define INTERLEAVED 8
 #endif
 
-/* Where four inputs of a row lie in such a group: as tiles want them, or as `dot` does. */
+/* The offset of four inputs of a row in an interleaved group: for AMX tiles, or for `dot`. */
 ALWAYS int quad_of(const int row, const int quad) {
-    return TILES ? row * GROUP + quad * 4 : (quad * BESIDE + row) * 4;
+    return TILES ? row * GROUP + quad * 4 : (quad * INTERLEAVED + row) * 4;
 }
 
 ALWAYS int32_t four(const int8_t *x) {
@@ -62,7 +63,7 @@ ALWAYS bytes high(bytes b) { return vshrq_n_u8(b, 4); }
 ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
                 const int quad) {
     int8x16_t w = vreinterpretq_s8_u8(q);
-    int8x16_t quads = vld1q_s8(x + quad_of(row / 4 * 4, quad)); /* of four rows */
+    int8x16_t quads = vld1q_s8(x + quad_of(row / 4 * 4, quad)); /* four rows */
     switch (row % 4) {
     case 0: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, quads, 0);
     case 1: return (ivec)vdotq_laneq_s32((int32x4_t)sums, w, quads, 1);
@@ -88,7 +89,7 @@ ALWAYS ivec dot(ivec sums, bytes q, const int8_t *x, const int row,
 }
 ALWAYS vec load_halves(const uint16_t *p) {
     vec v;
-    for (int i = 0; i < LANES; i++) { /* normal halves and zero; smaller ones are as good as zero */
+    for (int i = 0; i < LANES; i++) { /* normal halves and zero; subnormal ones count as zero */
         uint32_t bits = (uint32_t)(p[i] & 0x8000) << 16, rest = p[i] & 0x7fff;
         if (rest >= 0x400) bits |= (rest << 13) + ((127 - 15) << 23);
         float f;
@@ -99,5 +100,5 @@ ALWAYS vec load_halves(const uint16_t *p) {
 }
 #endif
 
-/* What Python must know to lay weights out: lanes, panel, whether 8-bit weights are signed. */
+/* The layout for Python, which packs the weights: lanes, panel, whether 8-bit weights are signed. */
 void layout(int64_t *out) { out[0] = LANES, out[1] = PANEL, out[2] = SIGNED; }

@@ -1,13 +1,14 @@
-/* What a decoder does on a CPU, one function a step of it; the torch twin of each is in plain.py.
+/* The decoder on a CPU, one function per operation; plain.py has the same operations in torch.
 
-   Every output element is summed in one order that depends on its own row alone: never on how many
-   rows there are, how a prompt was cut, or which blocks hold its keys. So a request's arithmetic is
-   the same to the bit whatever shares its batch. Plain C with the compiler's vectors; only
-   bytes.c and tiles.c name an instruction set. Threads are torch's own.
+   Every output element is summed in an order that depends only on its own row: not on the number of
+   rows, on how a prompt was split, or on which blocks hold its keys. A request's results are
+   therefore bitwise the same whatever shares its batch. Plain C with the compiler's vector types;
+   only bytes.c and tiles.c use a specific instruction set. Threads are torch's own.
 
    Letters: M rows (tokens), K inputs, N outputs, H query heads, G key-value heads, D head size.
 
-   One unit in parts, so that everything can be inlined: each part uses those before it. */
+   All files form one compilation unit, so that everything can be inlined; each file uses only those
+   that are included before it. */
 
 #include "vectors.c"
 #include "products.c"
@@ -18,7 +19,7 @@
 typedef struct {
     const void *panels;
     const float *bias;
-    int64_t outputs, inputs, bits; /* 32: floats */
+    int64_t outputs, inputs, bits; /* 32 bits: floats */
 } Weight;
 
 typedef struct {
@@ -27,7 +28,7 @@ typedef struct {
     double epsilon;
 } Layer;
 
-/* What all layers of one forward pass share, and room for what passes between the products. */
+/* What all layers of a forward pass share, and buffers for the results between products. */
 typedef struct {
     Cache cache;
     int64_t rows, heads;
@@ -40,38 +41,38 @@ typedef struct {
 } Pass;
 
 static void share_multiply(const float *x, int64_t M, const Weight *w, float *y, int64_t adds,
-                           float *scratch, Meeting *meeting) {
+                           float *scratch, Barrier *barrier) {
     if (w->bits == 32)
         share_linear(x, M, w->inputs, w->panels, w->outputs, w->bias, y, adds);
     else
         share_quantized_linear(x, M, w->inputs, w->panels, w->outputs, w->bits, w->bias, y, adds,
-                               scratch, meeting);
-    meet(meeting);
+                               scratch, barrier);
+    wait_at(barrier);
 }
 
-static void share_layer(const Layer *l, const Pass *p, float *x, Meeting *meeting) {
+static void share_layer(const Layer *l, const Pass *p, float *x, Barrier *barrier) {
     const int64_t M = p->rows, hidden = l->output.outputs;
     share_rms_norm(x, l->input_norm, M, hidden, l->epsilon, p->normed);
-    meet(meeting);
-    share_multiply(p->normed, M, &l->qkv, p->qkv, 0, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->normed, M, &l->qkv, p->qkv, 0, p->scratch, barrier);
     share_rotate_and_store(p->qkv, M, p->heads, p->cosine, p->sine, l->q_norm, l->k_norm, l->epsilon,
                            p->slots, &p->cache);
-    meet(meeting);
+    wait_at(barrier);
     share_attention(p->qkv, p->heads, &p->cache, p->tables, p->table_width, p->starts, p->ends,
                     p->scale, p->tasks, p->num_tasks, p->tokens, p->split, p->attended);
-    meet(meeting);
-    share_multiply(p->attended, M, &l->output, x, 1, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->attended, M, &l->output, x, 1, p->scratch, barrier);
     share_rms_norm(x, l->post_norm, M, hidden, l->epsilon, p->normed);
-    meet(meeting);
-    share_multiply(p->normed, M, &l->gate_up, p->inner, 0, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->normed, M, &l->gate_up, p->inner, 0, p->scratch, barrier);
     share_silu_multiply(p->inner, M, l->down.inputs, p->active);
-    meet(meeting);
-    share_multiply(p->active, M, &l->down, x, 1, p->scratch, meeting);
+    wait_at(barrier);
+    share_multiply(p->active, M, &l->down, x, 1, p->scratch, barrier);
 }
 
-/* x[M, hidden] goes through one layer, in place, by one team of threads. */
+/* Run one layer on x[M, hidden] in place, with one team of threads. */
 void layer(const Layer *l, const Pass *p, float *x) {
-    Meeting meeting = {0, 0};
+    Barrier barrier = {0, 0};
 #pragma omp parallel
-    share_layer(l, p, x, &meeting);
+    share_layer(l, p, x, &barrier);
 }

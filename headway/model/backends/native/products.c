@@ -1,12 +1,12 @@
 /* Products with float weights. */
 
 #define ROWS_IN_CACHE 96
-#define AHEAD 64 /* inputs for which weights are fetched before they are needed */
+#define AHEAD 64 /* inputs ahead of use at which weights are prefetched */
 
-/* y[rows, PANEL] of x[rows, K] and one panel of weights [K, PANEL]. */
+/* y[rows, PANEL] from x[rows, K] and one panel of weights [K, PANEL]. */
 ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w, int64_t K,
-                 float out[MOST_ROWS][PANEL]) {
-    vec sums[MOST_ROWS][VECS];
+                 float out[MAX_ROWS][PANEL]) {
+    vec sums[MAX_ROWS][VECS];
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
@@ -29,18 +29,18 @@ ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w,
 }
 
 static void tile_of(int rows, const float *x, int64_t stride, const float *w, int64_t K,
-                    float out[MOST_ROWS][PANEL]) {
+                    float out[MAX_ROWS][PANEL]) {
     switch (rows) {
 #define CASE(n) case n: tile(n, x, stride, w, K, out); break;
         CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
-#if MOST_ROWS > 6
+#if MAX_ROWS > 6
         CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #endif
 #undef CASE
     }
 }
 
-/* A finished tile goes out: with its bias, onto what is there already if `adds`. */
+/* Write a finished tile with its bias; add it to y if `adds`. */
 ALWAYS void put(float *y, const float *from, const float *bias, int count, int adds) {
     int i = 0;
     for (; i + LANES <= count; i += LANES) {
@@ -53,8 +53,8 @@ ALWAYS void put(float *y, const float *from, const float *bias, int count, int a
     }
 }
 
-/* y[M, N] = x[M, K] w + bias, or added to y; w in panels [ceil(N / PANEL), K, PANEL]. The share_...
-   functions are done by all threads of a team together; the others start a team. */
+/* y[M, N] = x[M, K] w + bias, or added to y; w is in panels [ceil(N / PANEL), K, PANEL]. All
+   threads of a team call a share_... function together; the other functions start a team. */
 static void share_linear(const float *x, int64_t M, int64_t K, const float *w, int64_t N,
                          const float *bias, float *y, int64_t adds) {
     const int64_t panels = (N + PANEL - 1) / PANEL;
@@ -62,11 +62,11 @@ static void share_linear(const float *x, int64_t M, int64_t K, const float *w, i
         const int64_t to = from + ROWS_IN_CACHE < M ? from + ROWS_IN_CACHE : M;
 #pragma omp for schedule(dynamic, 3) nowait
         for (int64_t p = 0; p < panels; p++) {
-            float out[MOST_ROWS][PANEL];
+            float out[MAX_ROWS][PANEL];
             const int64_t first = p * PANEL;
             const int width = N - first < PANEL ? (int)(N - first) : PANEL;
-            for (int64_t m = from; m < to; m += MOST_ROWS) {
-                const int rows = to - m < MOST_ROWS ? (int)(to - m) : MOST_ROWS;
+            for (int64_t m = from; m < to; m += MAX_ROWS) {
+                const int rows = to - m < MAX_ROWS ? (int)(to - m) : MAX_ROWS;
                 tile_of(rows, x + m * K, K, w + p * K * PANEL, K, out);
                 for (int r = 0; r < rows; r++)
                     put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);

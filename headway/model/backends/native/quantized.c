@@ -1,30 +1,30 @@
 /* Products with quantized weights.
 
-   Inputs are rounded to 8 bits a group: x = s * i. Then w.x = scale * s * (q.i) + minimum * s * sum
-   of i, and q.i is a dot product of bytes: whole numbers, exact however they are added up. */
+   Inputs are quantized to 8 bits per group: x = s * i. Then w.x = scale * s * (q.i) + minimum * s *
+   sum of i, where q.i is a dot product of bytes: an integer, exact in any order of addition. */
 
-#define QUANT_ROWS 8   /* at most, computed in registers */
-#define QUANT_PANELS 4 /* outputs of a task: so many panels */
-#define FETCHED 4096   /* bytes ahead that quantized weights are fetched */
+#define QUANT_ROWS 8   /* maximum number of rows computed in registers */
+#define QUANT_PANELS 4 /* panels of outputs per task */
+#define PREFETCH_BYTES 4096   /* bytes ahead of use at which weights are prefetched */
 
-/* Rows of inputs: i, and for every group its step s and s * sum of i. Of BESIDE rows, groups lie
-   side by side, then the next groups. */
+/* Quantized rows: i, and for every group its scale s and s * sum of i. The groups of INTERLEAVED rows
+   are interleaved, one group after the other. */
 typedef struct {
     int8_t *q;
     float *steps, *totals;
     int64_t K;
-} Rounded;
+} QuantizedRows;
 
-/* From row m on: to be used as far as rows lie side by side. */
-ALWAYS Rounded from_row(Rounded x, int64_t m) {
-    const int64_t before = m / BESIDE * BESIDE, scales = before * (x.K / GROUP) + m % BESIDE;
-    x.q += before * x.K + quad_of((int)(m % BESIDE), 0);
+/* The rows from row m on, up to the end of its interleaved rows. */
+ALWAYS QuantizedRows from_row(QuantizedRows x, int64_t m) {
+    const int64_t before = m / INTERLEAVED * INTERLEAVED, scales = before * (x.K / GROUP) + m % INTERLEAVED;
+    x.q += before * x.K + quad_of((int)(m % INTERLEAVED), 0);
     x.steps += scales, x.totals += scales;
     return x;
 }
 
-static void round_row(const float *x, Rounded to) {
-    for (int64_t g = 0; g < to.K / GROUP; g++, x += GROUP, to.q += GROUP * BESIDE) {
+static void round_row(const float *x, QuantizedRows to) {
+    for (int64_t g = 0; g < to.K / GROUP; g++, x += GROUP, to.q += GROUP * INTERLEAVED) {
         vec most = {0}, total = {0};
         for (int i = 0; i < GROUP; i += LANES)
             most = larger(larger(load(x + i), -load(x + i)), most);
@@ -35,13 +35,13 @@ static void round_row(const float *x, Rounded to) {
         for (int i = 0; i < GROUP; i++) rounded[i] = (int8_t)(int32_t)whole[i];
         for (int i = 0; i < GROUP; i += LANES) total += load(whole + i);
         for (int i = 0; i < GROUP / 4; i++) memcpy(to.q + quad_of(0, i), rounded + 4 * i, 4);
-        to.steps[g * BESIDE] = top / 127.0f;
-        to.totals[g * BESIDE] = top / 127.0f * sum(total);
+        to.steps[g * INTERLEAVED] = top / 127.0f;
+        to.totals[g * INTERLEAVED] = top / 127.0f * sum(total);
     }
 }
 
-/* A group's part of some outputs of a row: the order of it, however the dots were made. */
-ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, Rounded x, int64_t at) {
+/* Add one group to some outputs of a row, in the order that all variants of the product use. */
+ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, QuantizedRows x, int64_t at) {
     vec part = dots * x.steps[at];
     sums += part * scale;
     sums += minimum * x.totals[at];
@@ -49,7 +49,7 @@ ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, Rounded x, int6
 }
 
 ALWAYS void quantized_tile(const int rows, const int panels, const int bits, const uint8_t *w,
-                           Rounded x, float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
+                           QuantizedRows x, float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
     const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);
     vec sums[QUANT_ROWS][QUANT_PANELS];
 #pragma GCC unroll 8
@@ -67,13 +67,13 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
         for (int p = 0; p < panels; p++)
 #pragma GCC unroll 16
             for (int i = 0; i < GROUP_BYTES(bits); i += 64)
-                __builtin_prefetch(group + p * panel + FETCHED + i);
+                __builtin_prefetch(group + p * panel + PREFETCH_BYTES + i);
 #pragma GCC unroll 8
         for (int j = 0; j < bits; j++) {
 #pragma GCC unroll 4
             for (int p = 0; p < panels; p++) {
                 bytes b = load_bytes(group + p * panel + j * LANES * 4);
-                const int8_t *from = x.q + g * GROUP * BESIDE;
+                const int8_t *from = x.q + g * GROUP * INTERLEAVED;
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
                     if (bits == 4) {
@@ -91,7 +91,7 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
                 vec whole = __builtin_convertvector(dots[r][p], vec);
-                sums[r][p] = add_group(sums[r][p], whole, scale, minimum, x, g * BESIDE + r);
+                sums[r][p] = add_group(sums[r][p], whole, scale, minimum, x, g * INTERLEAVED + r);
             }
         }
     }
@@ -101,8 +101,8 @@ ALWAYS void quantized_tile(const int rows, const int panels, const int bits, con
         for (int p = 0; p < panels; p++) store(out[r] + p * LANES, sums[r][p]);
 }
 
-/* QUANT_PANELS panels for some rows, in pieces that fit the registers. */
-ALWAYS void quantized_tiles(const int rows, const int bits, const uint8_t *w, Rounded x,
+/* QUANT_PANELS panels for some rows, in parts that fit in registers. */
+ALWAYS void quantized_tiles(const int rows, const int bits, const uint8_t *w, QuantizedRows x,
                             float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
     const int together = rows == 1 ? 4 : rows <= 4 ? 2 : 1;
     for (int p = 0; p < QUANT_PANELS; p += together)
@@ -110,7 +110,7 @@ ALWAYS void quantized_tiles(const int rows, const int bits, const uint8_t *w, Ro
                        (float(*)[QUANT_PANELS * LANES])(out[0] + p * LANES));
 }
 
-static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, Rounded x,
+static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, QuantizedRows x,
                                float out[QUANT_ROWS][QUANT_PANELS * LANES]) {
 #define CASE(n)                                            \
     case n:                                                \
@@ -121,13 +121,13 @@ static void quantized_tiles_of(int rows, int64_t bits, const uint8_t *w, Rounded
 #undef CASE
 }
 
-/* Where outputs go is fetched while they are computed: often it has left the caches. */
+/* Prefetch the outputs while they are computed, because they are often no longer in the cache. */
 ALWAYS void fetch(float *y, int count) {
     for (int i = 0; i < count; i += 16) __builtin_prefetch(y + i, 1);
 }
 
-/* A task: all rows, and the outputs of QUANT_PANELS panels. */
-static void share_panels(Rounded x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
+/* One task: all rows, and the outputs of QUANT_PANELS panels. */
+static void share_panels(QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
                          const float *bias, float *y, int64_t adds) {
     const int64_t panel = x.K / GROUP * GROUP_BYTES(bits), width = QUANT_PANELS * LANES;
 #pragma omp for schedule(dynamic, 1) nowait
@@ -148,34 +148,34 @@ static void share_panels(Rounded x, int64_t M, const uint8_t *w, int64_t N, int6
 #if TILES
 #include "tiles.c"
 #else
-#define TILES_WANT(M, K) 0
+#define USE_TILES(M, K) 0
 #define share_tiles share_panels
 #endif
 
-/* As `linear`, with quantized weights; panels are a multiple of QUANT_PANELS. The scratch is as
-   large as x, with M rounded up to BESIDE. */
+/* Like `linear`, with quantized weights; the number of panels is a multiple of QUANT_PANELS. The
+   scratch is as large as x with M rounded up to INTERLEAVED. */
 static void share_quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N,
                                    int64_t bits, const float *bias, float *y, int64_t adds,
-                                   float *scratch, Meeting *meeting) {
-    const int64_t whole = (M + BESIDE - 1) / BESIDE * BESIDE, scales = whole * (K / GROUP);
-    Rounded to = {(int8_t *)(scratch + 2 * scales), scratch, scratch + scales, K};
-    const int has_many = TILES_WANT(M, K);
+                                   float *scratch, Barrier *barrier) {
+    const int64_t whole = (M + INTERLEAVED - 1) / INTERLEAVED * INTERLEAVED, scales = whole * (K / GROUP);
+    QuantizedRows to = {(int8_t *)(scratch + 2 * scales), scratch, scratch + scales, K};
+    const int has_many = USE_TILES(M, K);
 #pragma omp for schedule(static) nowait
-    for (int64_t m = 0; m < (has_many ? whole : M); m++) /* tiles are filled with the last row */
+    for (int64_t m = 0; m < (has_many ? whole : M); m++) /* tiles are padded with the last row */
         round_row(x + (m < M ? m : M - 1) * K, from_row(to, m));
-    meet(meeting);
+    wait_at(barrier);
     if (has_many) share_tiles(to, M, w, N, bits, bias, y, adds);
     else share_panels(to, M, w, N, bits, bias, y, adds);
 }
 
 void quantized_linear(const float *x, int64_t M, int64_t K, const uint8_t *w, int64_t N, int64_t bits,
                       const float *bias, float *y, int64_t adds, float *scratch) {
-    Meeting meeting = {0, 0};
+    Barrier barrier = {0, 0};
 #pragma omp parallel
-    share_quantized_linear(x, M, K, w, N, bits, bias, y, adds, scratch, &meeting);
+    share_quantized_linear(x, M, K, w, N, bits, bias, y, adds, scratch, &barrier);
 }
 
-/* Rows `ids` of quantized weights, as floats: the embedding of tokens. */
+/* Rows `ids` of quantized weights, as floats: the embeddings of tokens. */
 void quantized_rows(const int64_t *ids, int64_t M, int64_t K, const uint8_t *w, int64_t bits,
                     float *y) {
     const int64_t groups = K / GROUP;

@@ -1,4 +1,4 @@
-"""The structs of kernels.c, and how tensors become them. Whoever makes one keeps the tensors alive."""
+"""The structs of kernels.c, made from tensors. The caller must keep the tensors alive."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 from torch import Tensor
 
-from headway.model.backends import base as backend
+from headway.model.backends import base
 from headway.model.backends.native.weights import NativeWeight
 
 
@@ -18,8 +18,8 @@ def _pointers(*names: str) -> tuple[tuple[str, type], ...]:
     return tuple((name, ctypes.c_void_p) for name in names)
 
 
-class Cache(ctypes.Structure):
-    """Where keys and values lie."""
+class CacheStruct(ctypes.Structure):
+    """The memory layout of keys and values."""
 
     _fields_ = (
         *_pointers("blocks"),
@@ -28,23 +28,23 @@ class Cache(ctypes.Structure):
     )
 
 
-class Weight(ctypes.Structure):
+class WeightStruct(ctypes.Structure):
     _fields_ = (*_pointers("panels", "bias"), *_integers("outputs", "inputs", "bits"))
 
 
-class Layer(ctypes.Structure):
+class LayerStruct(ctypes.Structure):
     _fields_ = (
         *_pointers("input_norm", "post_norm", "q_norm", "k_norm"),
-        *((name, Weight) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, WeightStruct) for name in ("qkv", "output", "gate_up", "down")),
         ("epsilon", ctypes.c_double),
     )
 
 
-class Pass(ctypes.Structure):
+class PassStruct(ctypes.Structure):
     """What all layers of a forward pass share."""
 
     _fields_ = (
-        ("cache", Cache),
+        ("cache", CacheStruct),
         *_integers("rows", "heads"),
         *_pointers("cosine", "sine", "slots", "tables", "starts", "ends", "tasks"),
         *_integers("table_width", "num_tasks", "tokens", "split"),
@@ -57,16 +57,16 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
-def struct_of(layer: backend.Layer, epsilon: float) -> Layer:
-    """A layer's weights as the kernels want them."""
-    return Layer(
+def struct_of(layer: base.LayerWeights, epsilon: float) -> LayerStruct:
+    """A layer's weights as a C struct."""
+    return LayerStruct(
         address(layer.input_norm), address(layer.post_norm),
         address(layer.q_norm), address(layer.k_norm),
         *map(_weight, (layer.qkv, layer.output, layer.gate_up, layer.down)), epsilon,
     )  # fmt: skip
 
 
-def _weight(weight: backend.Weight) -> Weight:
+def _weight(weight: base.Weight) -> WeightStruct:
     assert isinstance(weight, NativeWeight)
     sizes = (weight.num_outputs, weight.num_inputs, weight.bits)
-    return Weight(weight.pointer, address(weight.bias), *sizes)
+    return WeightStruct(weight.pointer, address(weight.bias), *sizes)

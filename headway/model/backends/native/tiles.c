@@ -1,45 +1,45 @@
-/* Products of many rows with quantized weights, by the processor's tiles of bytes (AMX).
+/* Products of many rows with quantized weights, with the byte tiles of AMX.
 
-   One instruction multiplies a group of 16 rows with that of 16 outputs. The dots are whole
-   numbers, so they are those of `dot`; what follows is `add_group`, in the same order. Written in
-   assembly, since GCC 12 takes what its own tile functions read for never read. */
+   One instruction multiplies a group of 16 rows with a group of 16 outputs. The dot products are
+   integers, equal to those of `dot`, and `add_group` adds them in the same order. The instructions
+   are inline assembly, because GCC 12 removes memory that only its own tile functions read. */
 
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define FEWEST_ROWS 32 /* for which it is worth to make the weights wide */
-#define TILE_PANELS 4   /* of a task */
-#define MOST_INPUTS 16384 /* of panels made wide on the stack: a megabyte */
-#define TILES_WANT(M, K) (has_tiles && (M) >= FEWEST_ROWS && (K) <= MOST_INPUTS)
-#define ASK_FOR_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
+#define MIN_ROWS 32 /* from this number of rows, expanding the weights pays off */
+#define TILE_PANELS 4   /* panels per task */
+#define MAX_INPUTS 16384 /* limit for panels that are expanded on the stack (one megabyte) */
+#define USE_TILES(M, K) (has_tiles && (M) >= MIN_ROWS && (K) <= MAX_INPUTS)
+#define REQUEST_PERMISSION 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_STATE 18
 
 typedef struct {
     uint8_t palette, start, unused[14];
-    uint16_t columns[16]; /* bytes */
+    uint16_t columns[16]; /* in bytes */
     uint8_t rows[16];
 } Shapes;
 
-/* One group of a panel, with a byte for each q. */
+/* One group of a panel, expanded to one byte per q. */
 typedef struct {
     uint8_t q[GROUP / 4][LANES * 4];
     float scale[LANES], minimum[LANES];
-} __attribute__((aligned(64))) Wide;
+} __attribute__((aligned(64))) Expanded;
 
-typedef int32_t Dots[BESIDE][LANES] __attribute__((aligned(64)));
+typedef int32_t Dots[INTERLEAVED][LANES] __attribute__((aligned(64)));
 
 static int has_tiles;
 
-/* Linux gives a process the room to save tiles in if it asks before it uses them. */
-__attribute__((constructor)) static void ask_for_tiles(void) {
-    has_tiles = syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_STATE) == 0;
+/* Linux lets a process use tiles only after it has requested permission. */
+__attribute__((constructor)) static void request_tiles(void) {
+    has_tiles = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_STATE) == 0;
 }
 
-/* Tiles 0 and 1 are dots, 2 and 3 rows of inputs, 4 and 5 weights. */
+/* Tiles 0 and 1 hold dot products, 2 and 3 inputs, 4 and 5 weights. */
 static void begin_tiles(void) {
     const Shapes shapes = {.palette = 1,
                            .columns = {LANES * 4, LANES * 4, GROUP, GROUP, LANES * 4, LANES * 4},
-                           .rows = {BESIDE, BESIDE, BESIDE, BESIDE, GROUP / 4, GROUP / 4}};
+                           .rows = {INTERLEAVED, INTERLEAVED, INTERLEAVED, INTERLEAVED, GROUP / 4, GROUP / 4}};
     __asm__ volatile("ldtilecfg %0" : : "m"(shapes));
 }
 
@@ -59,71 +59,71 @@ static void end_tiles(void) { __asm__ volatile("tilerelease"); }
                      : "r"(to), "r"((int64_t)LANES * 4)                              \
                      : "memory")
 
-/* Groups of panels, one after the other, become wide. */
-ALWAYS void widen(const uint8_t *panel, int64_t bits, int64_t groups, Wide *wide) {
-    for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits), wide++) {
+/* Expand the groups of panels, one after the other. */
+ALWAYS void expand(const uint8_t *panel, int64_t bits, int64_t groups, Expanded *expanded) {
+    for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits), expanded++) {
         for (int j = 0; j < bits; j++) {
             const bytes b = load_bytes(panel + j * LANES * 4);
-            __builtin_prefetch(panel + j * LANES * 4 + FETCHED);
-            _mm512_store_si512(wide->q[bits == 4 ? 2 * j : j], bits == 4 ? low(b) : b);
-            if (bits == 4) _mm512_store_si512(wide->q[2 * j + 1], high(b));
+            __builtin_prefetch(panel + j * LANES * 4 + PREFETCH_BYTES);
+            _mm512_store_si512(expanded->q[bits == 4 ? 2 * j : j], bits == 4 ? low(b) : b);
+            if (bits == 4) _mm512_store_si512(expanded->q[2 * j + 1], high(b));
         }
         const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * bits);
-        store(wide->scale, load_halves(halves));
-        store(wide->minimum, load_halves(halves + LANES));
+        store(expanded->scale, load_halves(halves));
+        store(expanded->minimum, load_halves(halves + LANES));
     }
 }
 
-/* Dots to floats by adding 1.5 * 2^23, bits and value: while tiles work, the processor has one port
-   for conversions and multiplications but two for additions. */
-ALWAYS void add_dots(vec sums[BESIDE], const Wide *w, Rounded x, int64_t g, const Dots dots) {
+/* Convert dot products to floats by adding 1.5 * 2^23, first to the bits, then to the value: while
+   tiles are in use, the processor has one port for conversions and products but two for sums. */
+ALWAYS void add_dots(vec sums[INTERLEAVED], const Expanded *w, QuantizedRows x, int64_t g, const Dots dots) {
     const vec scale = load(w[g].scale), minimum = load(w[g].minimum);
 #pragma GCC unroll 16
-    for (int r = 0; r < BESIDE; r++) {
+    for (int r = 0; r < INTERLEAVED; r++) {
         const vec whole = (vec)(*(const ivec *)dots[r] + 0x4b400000) - 12582912.0f;
-        sums[r] = add_group(sums[r], whole, scale, minimum, x, g * BESIDE + r);
+        sums[r] = add_group(sums[r], whole, scale, minimum, x, g * INTERLEAVED + r);
     }
 }
 
-/* BESIDE rows of one panel. Dots are made, leave their tile and are used in turns, two groups each,
-   since each of that takes its time. */
-static void wide_tile(const Wide *w, Rounded x, float out[BESIDE][LANES]) {
+/* INTERLEAVED rows of one panel. Computing, storing and using dot products alternate, two groups each,
+   to hide the latency of each step. */
+static void expanded_tile(const Expanded *w, QuantizedRows x, float out[INTERLEAVED][LANES]) {
     const int64_t groups = x.K / GROUP;
     Dots dots[4];
-    vec sums[BESIDE];
+    vec sums[INTERLEAVED];
 #pragma GCC unroll 16
-    for (int r = 0; r < BESIDE; r++) sums[r] = (vec){0};
+    for (int r = 0; r < INTERLEAVED; r++) sums[r] = (vec){0};
     for (int64_t g = 0; g < groups + 2; g += 2) {
-        if (g < groups) MULTIPLY(0, 2, 4, x.q + g * GROUP * BESIDE, w + g);
+        if (g < groups) MULTIPLY(0, 2, 4, x.q + g * GROUP * INTERLEAVED, w + g);
         STORE(1, dots[(g + 3) % 4]);
         if (g >= 2) add_dots(sums, w, x, g - 2, dots[(g + 2) % 4]);
-        if (g + 1 < groups) MULTIPLY(1, 3, 5, x.q + (g + 1) * GROUP * BESIDE, w + g + 1);
+        if (g + 1 < groups) MULTIPLY(1, 3, 5, x.q + (g + 1) * GROUP * INTERLEAVED, w + g + 1);
         STORE(0, dots[g % 4]);
         if (g >= 2 && g - 1 < groups) add_dots(sums, w, x, g - 1, dots[(g + 3) % 4]);
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < BESIDE; r++) store(out[r], sums[r]);
+    for (int r = 0; r < INTERLEAVED; r++) store(out[r], sums[r]);
 }
 
-/* As share_panels; a task is TILE_PANELS panels. */
-static void share_tiles(Rounded x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
+/* Like share_panels; a task is TILE_PANELS panels. */
+static void share_tiles(QuantizedRows x, int64_t M, const uint8_t *w, int64_t N, int64_t bits,
                         const float *bias, float *y, int64_t adds) {
     const int64_t groups = x.K / GROUP, panel = groups * GROUP_BYTES(bits);
-    Wide wide[TILE_PANELS * groups];
+    Expanded expanded[TILE_PANELS * groups];
     begin_tiles();
 #pragma omp for schedule(dynamic, 1) nowait
     for (int64_t from = 0; from < N; from += TILE_PANELS * LANES) {
         const int64_t to = from + TILE_PANELS * LANES < N ? from + TILE_PANELS * LANES : N;
         const int64_t panels = (to - from + LANES - 1) / LANES;
         const uint8_t *narrow = w + from / LANES * panel;
-        if (bits == 4) widen(narrow, 4, panels * groups, wide);
-        else widen(narrow, 8, panels * groups, wide);
-        for (int64_t m = 0; m < M; m += BESIDE) {
-            const int rows = M - m < BESIDE ? (int)(M - m) : BESIDE;
+        if (bits == 4) expand(narrow, 4, panels * groups, expanded);
+        else expand(narrow, 8, panels * groups, expanded);
+        for (int64_t m = 0; m < M; m += INTERLEAVED) {
+            const int rows = M - m < INTERLEAVED ? (int)(M - m) : INTERLEAVED;
             for (int64_t n = from; n < to; n += LANES) {
-                float out[BESIDE][LANES];
+                float out[INTERLEAVED][LANES];
                 for (int r = 0; r < rows; r++) fetch(y + (m + r) * N + n, LANES);
-                wide_tile(wide + (n - from) / LANES * groups, from_row(x, m), out);
+                expanded_tile(expanded + (n - from) / LANES * groups, from_row(x, m), out);
                 for (int r = 0; r < rows; r++)
                     put(y + (m + r) * N + n, out[r], bias ? bias + n : 0,
                         to - n < LANES ? (int)(to - n) : LANES, (int)adds);

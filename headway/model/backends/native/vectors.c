@@ -1,4 +1,4 @@
-/* Vectors of floats, and what is done with them everywhere; threads that meet. */
+/* Vectors of floats, operations that all files use, and a barrier for threads. */
 
 #include <math.h>
 #include <omp.h>
@@ -15,15 +15,15 @@
 #if defined(__AVX512F__)
 #define LANES 16
 #define VECS 2      /* vectors in a panel of weights */
-#define MOST_ROWS 12 /* of a tile: rows x vectors accumulators, and what they need, fill the registers */
+#define MAX_ROWS 12 /* rows of a tile: the accumulators and operands fill the registers */
 #elif defined(__AVX2__)
 #define LANES 8
 #define VECS 2
-#define MOST_ROWS 6
+#define MAX_ROWS 6
 #else
 #define LANES 4
 #define VECS 4
-#define MOST_ROWS 6
+#define MAX_ROWS 6
 #endif
 #define PANEL (LANES * VECS) /* outputs computed together */
 #define SPINS 2000
@@ -52,7 +52,7 @@ ALWAYS vec larger(vec a, vec b) { return (vec)_mm256_max_ps((__m256)a, (__m256)b
 ALWAYS vec larger(vec a, vec b) { return either(a > b, a, b); }
 #endif
 
-/* Lanes turned by so many places. */
+/* Rotate the lanes by a number of places. */
 #define TWO(j) (j) % LANES, ((j) + 1) % LANES
 #define EIGHT(j) TWO(j), TWO(j + 2), TWO(j + 4), TWO(j + 6)
 #if LANES == 16
@@ -79,9 +79,9 @@ ALWAYS float largest(vec v) {
     return v[0];
 }
 
-/* e^x to about one unit in the last place; 0 below e^-87, so that a masked score weighs nothing. */
+/* e^x to about one unit in the last place; 0 below e^-87, so that a masked score has weight 0. */
 ALWAYS vec exponential(vec x) {
-    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to a whole number */
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     ivec vanishes = x < splat(-87.0f);
     vec t = larger(either(x < splat(88.0f), x, splat(88.0f)), splat(-87.0f));
     vec whole = (t * 1.44269504f + magic) - magic;
@@ -98,13 +98,13 @@ ALWAYS vec exponential(vec x) {
     return (vec)((ivec)(p * (vec)power) & ~vanishes);
 }
 
-/* Threads that do a piece of work together meet between its steps. They spin only for a moment: on a
-   busy machine the one they wait for needs the core. */
+/* A barrier between the steps of a team's work. Threads spin only briefly: on a busy machine the
+   thread that they wait for needs the core. */
 typedef struct {
     int32_t arrived, round;
-} Meeting;
+} Barrier;
 
-static void meet(Meeting *m) {
+static void wait_at(Barrier *m) {
     const int32_t all = omp_get_num_threads(), round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == all) {
         m->arrived = 0;

@@ -11,18 +11,18 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.backends.native.build import load
-from headway.model.weights.tensors import Groups
+from headway.model.weights.tensors import QuantizedMatrix
 
 GROUP = 32  # inputs that share a scale
-TOGETHER = 4  # panels that one task of the quantized product takes
+PANELS_PER_TASK = 4  # panels per task of the quantized product
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What the compiled kernels expect."""
+    """The layout that the compiled kernels expect."""
 
-    lanes: int  # floats in a vector
-    panel: int  # outputs side by side in float weights
+    lanes: int  # floats per vector
+    panel: int  # outputs per panel of float weights
     is_signed: bool  # whether the byte product takes signed weights
 
 
@@ -35,7 +35,7 @@ def layout() -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class NativeWeight:
-    """A matrix [N, K]: floats if bits is 32, else whole numbers in groups with their halves."""
+    """A matrix [N, K]: floats if bits is 32, otherwise integer groups with float16 scales."""
 
     packed: Tensor
     pointer: int
@@ -60,7 +60,7 @@ class NativeWeight:
 
 
 def pack_floats(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
-    """Panels [P, K, panel]: what a row of a tile needs next lies next."""
+    """Panels [P, K, panel], in the order in which a tile reads them."""
     num_outputs, num_inputs = matrix_nk.shape
     panel = layout().panel
     whole = F.pad(matrix_nk.float(), (0, 0, 0, -num_outputs % panel))
@@ -68,13 +68,13 @@ def pack_floats(matrix_nk: Tensor, bias: Tensor | None) -> NativeWeight:
     return NativeWeight(packed, packed.data_ptr(), num_outputs, num_inputs, 32, bias)
 
 
-def pack_groups(groups: Groups, bias: Tensor | None) -> NativeWeight:
-    """Panels of `lanes` outputs; in each, group by group, quads of inputs and then the halves."""
+def pack_groups(groups: QuantizedMatrix, bias: Tensor | None) -> NativeWeight:
+    """Panels of `lanes` outputs; each group has quads of inputs, then scales and minimums."""
     lanes, (num_outputs, num_inputs) = layout().lanes, groups.q.shape
     q, minimum, bits = groups.q, groups.minimum, 4 if groups.bits == 4 else 8
     if layout().is_signed and groups.bits == 8:
-        q, minimum = q - 128, minimum + 128 * groups.scale  # wraps around: the same bytes, signed
-    spare = -num_outputs % (lanes * TOGETHER)
+        q, minimum = q - 128, minimum + 128 * groups.scale  # wraps: the same bytes, signed
+    spare = -num_outputs % (lanes * PANELS_PER_TASK)
     quads = F.pad(q, (0, 0, 0, spare)).view(-1, lanes, num_inputs // GROUP, 8, 4)
     quads = quads.permute(0, 2, 3, 1, 4)  # [panel, group, quad, lane, 4]
     if bits == 4:
@@ -88,18 +88,18 @@ def pack_groups(groups: Groups, bias: Tensor | None) -> NativeWeight:
     return NativeWeight(packed, packed.data_ptr(), num_outputs, num_inputs, bits, bias)
 
 
-def quantize(matrix_nk: Tensor) -> Groups:
-    """8-bit groups, symmetric about zero, of a matrix that is stored in some other way."""
+def quantize(matrix_nk: Tensor) -> QuantizedMatrix:
+    """Quantize a matrix to 8-bit groups, symmetric around zero."""
     grouped = matrix_nk.float().view(len(matrix_nk), -1, GROUP)
     scale = (grouped.abs().amax(2) / 127).half().float()
     steps = torch.where(scale[..., None] > 0, grouped / scale[..., None], 0.0)
     q = (steps.round().clamp(-127, 127) + 128).to(torch.uint8).flatten(1)
-    return Groups(q=q, scale=scale, minimum=-128 * scale, bits=8)
+    return QuantizedMatrix(q=q, scale=scale, minimum=-128 * scale, bits=8)
 
 
-def stack(parts: list[Groups]) -> Groups:
-    """One below the other."""
-    return Groups(
+def stack(parts: list[QuantizedMatrix]) -> QuantizedMatrix:
+    """Concatenate along the outputs."""
+    return QuantizedMatrix(
         q=torch.cat([part.q for part in parts]),
         scale=torch.cat([part.scale for part in parts]),
         minimum=torch.cat([part.minimum for part in parts]),

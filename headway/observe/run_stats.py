@@ -1,0 +1,103 @@
+"""The statistics of a whole run, from live reports or from trace lines: both give equal numbers.
+
+Memory grows by a few numbers for each request and each step.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.observe.timeline import RequestTimes, StepRecord, StepStats, Timeline, record_of
+from headway.observe.trace import Line
+from headway.observe.trace_reader import TraceReader
+from headway.plan import StepReport
+
+PERCENTILES = (50, 90, 99)
+PER_STEP = ("running", "waiting", "free", "tokens", "prefill", "decodes", "seconds")
+
+
+class RunStats:
+    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`."""
+
+    def __init__(self, header: Line) -> None:
+        self.config: dict[str, Any] = header["config"]
+        self.totals: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
+        self.requests: list[RequestTimes] = []  # in the order of arrival
+        self.steps: dict[str, array[float]] = {name: array("d") for name in PER_STEP}
+        self.ended_at = 0.0
+        self._timeline = Timeline[Any]()
+        self._reader = TraceReader()
+        self._gaps, self._gap_counts = array("d"), array("d")
+
+    def __call__(self, report: StepReport) -> None:
+        self._count(record_of(report))
+
+    def add(self, line: Line) -> None:
+        """Count one line of a trace, which is not its header."""
+        self._count(self._reader.read(line))
+
+    def _count(self, record: StepRecord[Any]) -> None:
+        stats, totals = self._timeline.follow(record), self.totals
+        self.requests += [times for _, times in record.added]
+        for _, is_swap, is_priority in record.preempted:
+            totals["swaps" if is_swap else "recomputes"] += 1
+            totals["priority_preemptions"] += is_priority
+        totals["prompt_tokens"] += stats.num_admitted
+        totals["cached_tokens"] += stats.num_hit
+        if record.step >= 0:
+            self._count_step(record, stats.num_computed)
+        for seconds, count in stats.gaps:
+            self._gaps.append(seconds)
+            self._gap_counts.append(count)
+        self._count_finished(stats)
+
+    def _count_step(self, record: StepRecord[Any], num_computed: int) -> None:
+        prefill = record.num_prefill
+        values = (
+            record.num_running, record.num_waiting, record.num_free, prefill + record.num_decodes,
+            prefill, num_computed - prefill, record.ended - record.started,
+        )  # fmt: skip
+        for name, value in zip(PER_STEP, values, strict=True):
+            self.steps[name].append(value)
+        self.totals["computed_tokens"] += num_computed
+        self.totals["blocks_out"] += record.copies[0]
+        self.totals["blocks_in"] += record.copies[1]
+        self.ended_at = max(self.ended_at, record.ended)
+        self.reasons.update(record.reasons)
+
+    def _count_finished(self, stats: StepStats[Any]) -> None:
+        for _, times in stats.finished:
+            self.totals["recomputed_tokens"] += times.num_recomputed
+            self.totals["output_tokens"] += times.num_output
+            self.totals[f"finished_{times.finish_reason}"] += 1
+
+    def gap_percentile(self, percent: float) -> float:
+        """A percentile of the times between tokens; 0 without any."""
+        gaps, counts = np.asarray(self._gaps), np.asarray(self._gap_counts)
+        if not len(gaps):
+            return 0.0
+        order = np.argsort(gaps)
+        reached = np.cumsum(counts[order]) >= percent / 100 * counts.sum()
+        return float(gaps[order][int(np.argmax(reached))])
+
+    def mean_gap(self) -> float:
+        """The mean time between tokens; 0 without any."""
+        return float(np.average(self._gaps, weights=self._gap_counts)) if self._gaps else 0.0
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """Mean and percentiles of values; zeros without any."""
+    array_: npt.NDArray[np.float64] = np.fromiter(values, dtype=np.float64)
+    if not len(array_):
+        return {"mean": 0.0, **{f"p{p}": 0.0 for p in PERCENTILES}}
+    marks = np.percentile(array_, PERCENTILES)
+    return {"mean": float(array_.mean())} | {
+        f"p{p}": float(mark) for p, mark in zip(PERCENTILES, marks, strict=True)
+    }

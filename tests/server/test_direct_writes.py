@@ -1,0 +1,270 @@
+"""Direct chunk writes: tokens that bypass the reader are neither lost nor reordered."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import random
+import threading
+import time
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.event_loop_bridge import EventLoopBridge
+from headway.engine.input_processor import InputProcessor, Prompt
+from headway.engine.messages import End, FromLoop, Query, Tokens, ToLoop, Update
+from headway.engine.stream import Stream
+from headway.request import Params
+from headway.sampling_params import SamplingParams
+from headway.server.context import Context
+from headway.server.generation.prompts import tokens_of
+from headway.server.generation.runs import Delta, Run, Straight
+from headway.server.http.offload import MAX_INLINE_SIZE
+from headway.server.openai.protocol import CompletionRequest
+from headway.server.process.ipc import FrameDecoder, frame
+from tests.support.served import Server, on_loop, server
+
+DONE = End("length", None, None, 0, 0, 0.0, 0.0, 0.0)
+LETTERS = "abcdefghijklmnopqrstuvwxyz" * 8
+
+
+class RandomWriter:
+    """A chunk writer that is open at random; its writes are recorded with all other output."""
+
+    def __init__(self, chance: random.Random, output: list[str]) -> None:
+        self.chance, self.output = chance, output
+        self.num_written = 0
+        self.is_free = False
+
+    @property
+    def is_open(self) -> bool:
+        self.is_free = self.chance.random() < 0.7
+        return self.is_free
+
+    def write(self, body: bytes) -> None:
+        assert self.is_free, "a closed writer was written to"
+        self.is_free = False
+        self.output.append(body.decode())
+        self.num_written += 1
+
+
+def form(deltas: list[Delta]) -> bytes:
+    return "".join(delta.text for delta in deltas).encode()
+
+
+def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> Run:
+    context: Context = here.app.state.context
+    asked = SamplingParams(max_tokens=len(text), **options)
+    tokens = list(text.encode())
+    return Run(context, f"r{number}", tokens, asked, field="prompt", is_live=True)
+
+
+async def read(run: Run, writer: RandomWriter) -> str:
+    """All output of a run, read by a consumer that pauses at random."""
+    async for deltas in run.deltas(Straight(writer, form)):
+        writer.output.append(form(deltas).decode())
+        if writer.chance.random() < 0.3:
+            await asyncio.sleep(writer.chance.random() / 500)
+    return "".join(writer.output)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@on_loop
+async def test_texts_are_complete_with_any_mix_of_direct_writes(seed: int) -> None:
+    async with server(max_model_len=512) as here:
+        writers = [RandomWriter(random.Random(100 * seed + number), []) for number in range(12)]
+        runs = [run_of(here, number) for number in range(12)]
+        texts = await asyncio.gather(*map(read, runs, writers))
+        assert set(texts) == {LETTERS.upper()}
+        assert sum(writer.num_written for writer in writers) > 0
+        await here.settled()
+
+
+@on_loop
+async def test_a_stop_string_ends_direct_writes() -> None:
+    async with server(max_model_len=512) as here:
+        writer = RandomWriter(random.Random(1), [])
+        assert await read(run_of(here, 0, stop=["XYZ"]), writer) == "ABCDEFGHIJKLMNOPQRSTUVW"
+        await here.settled()
+
+
+@on_loop
+async def test_a_failed_direct_write_fails_only_its_request() -> None:
+    async with server(max_model_len=512) as here:
+
+        def fails(deltas: list[Delta]) -> bytes:
+            raise KeyError("no such letter")
+
+        async def read_broken() -> None:
+            writer = RandomWriter(random.Random(2), [])
+            async for _ in run_of(here, 0).deltas(Straight(writer, fails)):
+                pass
+
+        writer = RandomWriter(random.Random(3), [])
+        broken = asyncio.create_task(read_broken())
+        assert await read(run_of(here, 1), writer) == LETTERS.upper()
+        with pytest.raises(KeyError, match="no such letter"):
+            await broken
+        await here.settled()
+
+
+@on_loop
+async def test_several_samples_are_never_written_directly() -> None:
+    async with server(max_model_len=512) as here:
+        writer = RandomWriter(random.Random(4), [])
+        async for _ in run_of(here, 0, n=2).deltas(Straight(writer, form)):
+            pass
+        assert writer.num_written == 0
+        await here.settled()
+
+
+# Streams and readers.
+
+
+@on_loop
+async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
+    stream, sunk = Stream(1), []
+
+    def sink(update: Update) -> bool:
+        sunk.append(update.tokens)
+        return True
+
+    stream.sink = sink
+    stream.put(Update("a", 0, [1]))  # no reader yet
+    assert [u.tokens for u in await stream.take()] == [[1]] and not sunk
+    stream.put(Update("a", 0, [2]))  # the reader is processing the first
+    reader = asyncio.create_task(stream.take())
+    await asyncio.sleep(0)
+    assert [u.tokens for u in await reader] == [[2]] and not sunk
+    reader = asyncio.create_task(stream.take())
+    await asyncio.sleep(0)
+    stream.put(Update("a", 0, [3]))
+    stream.keep(Update("a", 0, [4]))
+    stream.put(Update("a", 0, [5], end=DONE))  # an earlier one waits for the reader
+    assert sunk == [[3]]
+    assert [u.tokens for u in await reader] == [[4], [5]] and stream.num_open == 0
+
+
+class Quiet:
+    """A port without an engine; the test injects its messages."""
+
+    async def open(self, receive: Any) -> None:
+        self.receive = receive
+
+    def send(self, messages: list[ToLoop]) -> None: ...
+    async def close(self) -> None: ...
+
+
+@on_loop
+async def test_tokens_of_several_steps_arrive_together() -> None:
+    port = Quiet()
+    engine = AsyncEngine(port)
+    await engine.start()
+    with engine.submitted("a", [1], Params()) as stream:
+        stream.sink = lambda update: pytest.fail("it is late: its reader has them together")
+        reader = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        port.receive([Tokens(["a", "b"], [[1], [2]]), Tokens(["a"], [[3, 4]])])
+        assert [update.tokens for update in await reader] == [[1], [3, 4]]
+        port.receive([Update("a", 0, [], end=DONE)])
+
+
+# Between threads and processes.
+
+
+@on_loop
+async def test_the_event_loop_bridge_keeps_order_and_wakes_rarely() -> None:
+    received: list[list[FromLoop]] = []
+    bridge = EventLoopBridge(asyncio.get_running_loop(), received.append)
+
+    def deliver() -> None:
+        for number in range(1000):
+            bridge.deliver([Update("a", 0, [number])])
+
+    thread = threading.Thread(target=deliver)
+    thread.start()
+    time.sleep(0.05)  # the event loop is busy while the thread continues
+    while sum(map(len, received)) < 1000:
+        await asyncio.sleep(0.001)
+    thread.join()
+    numbers = [m.tokens[0] for batch in received for m in batch if isinstance(m, Update)]
+    assert numbers == list(range(1000)) and all(received) and len(received) < 500
+
+
+@on_loop
+async def test_giving_way_ends_when_all_is_received_or_in_time() -> None:
+    received: list[list[FromLoop]] = []
+    bridge = EventLoopBridge(asyncio.get_running_loop(), received.append)
+    waited: list[float] = []
+
+    def deliver(seconds: float) -> None:
+        bridge.deliver([Tokens([], [])])
+        begun = time.perf_counter()
+        bridge.give_way(seconds)
+        waited.append(time.perf_counter() - begun)
+
+    await asyncio.to_thread(deliver, 10.0)
+    assert received and waited[0] < 5.0
+    thread = threading.Thread(target=deliver, args=(0.01,))
+    thread.start()
+    thread.join()  # the event loop is busy with this
+    assert len(received) == 1 and 0.01 <= waited[1] < 5.0
+    await asyncio.sleep(0.01)
+    assert len(received) == 2
+
+
+values = st.lists(st.lists(st.builds(Query, st.integers(), st.text(max_size=300))), max_size=8)
+
+
+@given(values, st.lists(st.integers(0, 4000), max_size=12))
+def test_frames_are_decoded_from_any_parts(sent: list[list[Query]], cuts: list[int]) -> None:
+    data = b"".join(map(frame, sent))
+    frames, found = FrameDecoder(), []
+    places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    for start, end in pairwise(places):
+        found += frames.feed(data[start:end])
+    assert found == sent
+    assert pickle.loads(frame(sent)[8:]) == sent
+
+
+# Long prompts.
+
+
+@pytest.mark.parametrize("prompt", [[1] * 999 + ["a"], ["a"] * 999 + [1], [[1] * 999 + ["a"]] * 9])
+def test_a_wrong_prompt_has_at_most_one_error_per_union_member(prompt: list[Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert caught.value.error_count() <= 4  # listing thousands of errors would block the event loop
+
+
+@pytest.mark.parametrize("length", [10, MAX_INLINE_SIZE + 1])
+@on_loop
+async def test_long_prompts_are_tokenized_off_the_event_loop(length: int) -> None:
+    async with server(max_model_len=2 * MAX_INLINE_SIZE) as here:
+        before: InputProcessor = here.app.state.context.input_processor
+        processor = Noting(**{each.name: getattr(before, each.name) for each in fields(before)})
+        context = replace(here.app.state.context, input_processor=processor)
+        for prompt in ([97] * length, "a" * length):
+            Noting.threads.clear()
+            [tokens] = await tokens_of(context, [prompt])
+            assert len(tokens) == length
+            assert (Noting.threads == [threading.get_ident()]) == (length <= MAX_INLINE_SIZE)
+
+
+class Noting(InputProcessor):
+    """Records the thread on which prompts are tokenized."""
+
+    threads: ClassVar[list[int]] = []
+
+    def tokens(
+        self, prompt: Prompt, max_tokens: int | None = None, *, special: bool = True
+    ) -> list[int]:
+        self.threads.append(threading.get_ident())
+        return super().tokens(prompt, max_tokens, special=special)

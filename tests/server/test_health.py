@@ -1,0 +1,106 @@
+"""The watchdog reports an engine that is stuck, fails or has stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.engine import MAX_FAULTS
+from headway.errors import ConfigError
+from headway.server.health import RemoteWatchdog, Watchdog, watch
+from tests.support.gated import gated_engine, scripted
+from tests.support.silent_port import SilentPort
+
+
+async def drain(engine: AsyncEngine, id: str) -> None:
+    async for _ in engine.stream(id, [1] * 9, scripted()):
+        pass
+
+
+def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
+    async def test() -> None:
+        engine, gate = gated_engine()
+        running = AsyncEngine(ThreadPort(engine))
+        await running.start()
+        watchdog = watch(running, patience=0.4)
+        assert isinstance(watchdog, Watchdog) and await watchdog(running) is None
+        await asyncio.sleep(0.5)
+        assert await watchdog(running) is None, "an idle engine is healthy"
+        gate.open.clear()
+        stuck = asyncio.create_task(drain(running, "a"))
+        await asyncio.sleep(0.05)
+        assert await watchdog(running) is None, "idle time before the request does not count"
+        await asyncio.sleep(0.5)
+        problem = await watchdog(running)
+        assert problem is not None and "0." in problem
+        assert engine.why().splitlines()[-1] in problem, "the problem includes why()"
+        gate.open.set()
+        await stuck
+        assert await watchdog(running) is None
+        await running.close()
+        assert "stopped" in (await watchdog(running) or "")
+
+    asyncio.run(test())
+
+
+def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
+    engine, gate = gated_engine()
+    watchdog = Watchdog(ThreadPort(engine).loop, patience=0.3)
+    gate.num_faults = 1
+    engine.add("a", [1], scripted())
+    engine.run()
+    assert "OSError: device lost" in (watchdog.problem() or "")
+    time.sleep(0.35)
+    assert watchdog.problem() is None, "an unhealthy server would receive no work to recover"
+    gate.num_faults = 1
+    engine.add("b", [1], scripted())
+    engine.run()
+    assert watchdog.problem() is not None
+    engine.add("c", [1], scripted())
+    engine.run()
+    assert watchdog.problem() is None
+
+
+def test_an_engine_that_has_given_up_stays_unhealthy() -> None:
+    engine, gate = gated_engine()
+    watchdog = Watchdog(ThreadPort(engine).loop, patience=0.01)
+    gate.num_faults = MAX_FAULTS
+    for number in range(MAX_FAULTS):
+        engine.add(str(number), [1], scripted())
+        engine.run()
+    time.sleep(0.02)
+    assert engine.has_given_up and watchdog.problem() is not None
+
+
+def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:
+    async def test() -> None:
+        engine, gate = gated_engine()
+        port = ThreadPort(engine)
+        Watchdog(port.loop)
+        remote_port = SilentPort(port)
+        remote = AsyncEngine(remote_port)
+        await remote.start()
+        watchdog = watch(remote, patience=0.1)
+        assert isinstance(watchdog, RemoteWatchdog)
+        assert await asyncio.gather(*(watchdog(remote) for _ in range(5))) == [None] * 5
+        gate.num_faults = 1
+        with pytest.raises(AssertionError, match="error"):
+            async for updates in remote.stream("a", [1], scripted()):
+                assert updates[-1].end is None, updates[-1].end
+        assert "device lost" in (await watchdog(remote) or "")
+        remote_port.is_silent = True
+        problem = await watchdog(remote)
+        assert problem is not None and "device lost" not in problem
+        remote_port.is_silent = False
+        await remote.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("patience", [0, -1, float("nan")])
+def test_the_watchdog_time_must_be_positive(patience: float) -> None:
+    with pytest.raises(ConfigError, match="patience"):
+        RemoteWatchdog(patience)

@@ -1,0 +1,57 @@
+"""An engine in real time whose steps a test can hold or fail."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any, cast
+
+from headway.engine.clock import RealClock
+from headway.engine.engine import Engine
+from headway.executor.base import Handle
+from headway.executor.simulated import Script, SimulatedExecutor
+from headway.plan import Plan, StepResult
+from headway.request import Params
+from headway.scheduler import Scheduler, preset
+
+SIZES = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+
+
+class WallClock(RealClock):
+    """Real time that a simulated executor may use."""
+
+    def advance_to(self, time: float) -> None:
+        """Real time advances by itself."""
+
+
+class Gate:
+    """An executor whose steps end only while `open` is set. The next `num_faults` steps fail."""
+
+    def __init__(self, clock: WallClock) -> None:
+        self._inner = SimulatedExecutor(clock, lambda plan: 0.0)
+        self.open = threading.Event()
+        self.open.set()
+        self.num_faults = 0
+
+    def launch(self, plan: Plan) -> Handle:
+        if self.num_faults:
+            self.num_faults -= 1
+            raise OSError("device lost")
+        return cast(Handle, SimpleNamespace(wait=lambda: self._wait(self._inner.launch(plan))))
+
+    def _wait(self, handle: Any) -> StepResult:
+        assert self.open.wait(10)
+        result: StepResult = handle.wait()
+        return result
+
+
+def gated_engine(**changes: Any) -> tuple[Engine, Gate]:
+    """An engine and the gate that holds its steps."""
+    clock = WallClock()
+    gate = Gate(clock)
+    return Engine(Scheduler(preset("vllm_v1", **{**SIZES, **changes})), gate, clock), gate
+
+
+def scripted(num_output: int = 5, **more: Any) -> Params:
+    """Parameters of a request that generates this many tokens."""
+    return Params(max_tokens=num_output, sampling=Script(num_output, 7, 1), **more)
