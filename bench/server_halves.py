@@ -144,10 +144,11 @@ def run_offline(llm: LLM, jobs: list[Job], seed: int) -> dict[str, float]:
         [wording.tokens(job) for job in jobs],
         [SamplingParams(temperature=0, max_tokens=job.num_output, ignore_eos=True)
          for job in jobs],
+        use_tqdm=False,
     )  # fmt: skip
     seconds = time.perf_counter() - begun
     llm.engine.observers.remove(note)
-    assert not any(result.error for result in results)
+    assert not any(result.outputs[0].error for result in results)
     ended, num_rows = np.array(steps).T
     gaps = np.repeat(np.diff(ended), num_rows[1:].astype(int))
     return {

@@ -7,7 +7,8 @@ a wrong block or a wrong slot would change the text. Run it from the root of the
 
 from __future__ import annotations
 
-from headway import Params, Plan, Request, Scheduler, StepResult, preset
+from headway import Plan, Request, Scheduler, StepResult, preset
+from headway.request import Params
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 LETTERS = "abcdefghijklmnopqrstuvwxyz "

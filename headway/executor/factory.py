@@ -17,7 +17,11 @@ Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
 
 
 def make_executor(
-    decoder: Decoder, config: Config, progress: Progress | None = None
+    decoder: Decoder,
+    config: Config,
+    progress: Progress | None = None,
+    *,
+    enforce_eager: bool = False,
 ) -> TorchExecutor | DeviceExecutor:
     """The executor for where a decoder's weights are, ready to run."""
     if not decoder.norm.is_cuda:
@@ -30,6 +34,9 @@ def make_executor(
 
     with explaining("the KV cache does not fit on the GPU", ADVICE):
         executor = DeviceExecutor(decoder, config)
+        if enforce_eager:
+            executor.graphs.disable()
+            executor.mixed.graphs.disable()
         executor.warm_up(progress)
     return executor
 

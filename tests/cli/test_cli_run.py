@@ -100,7 +100,7 @@ def shown(llm: LLM, width: int, num_tokens: int) -> tuple[str, list[list[int]], 
             ["hello " * 9, "x", "[bold]hm[/]"], SamplingParams(temperature=0, max_tokens=num_tokens)
         )
     seconds = time.perf_counter() - begun
-    return screen.getvalue(), [result.samples[0].token_ids for result in results], seconds
+    return screen.getvalue(), [result.outputs[0].token_ids for result in results], seconds
 
 
 def plain(text: str) -> str:
@@ -129,7 +129,7 @@ def test_the_view_shows_the_run_within_the_screen(folder: Path, width: int) -> N
     plainly = alone.generate(
         ["hello " * 9, "x", "[bold]hm[/]"], SamplingParams(temperature=0, max_tokens=30)
     )
-    assert tokens == [result.samples[0].token_ids for result in plainly], "watching changes nothing"
+    assert tokens == [result.outputs[0].token_ids for result in plainly], "watching changes nothing"
     assert not [o for o in llm.engine.observers if isinstance(o, live.View)]
 
 

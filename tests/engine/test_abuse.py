@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway import LLM, SamplingParams
+from headway import LLM, RequestOutput, SamplingParams
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.engine.loop import EngineLoop, Limits
@@ -157,7 +157,7 @@ def test_a_loop_refuses_what_a_policy_fails_for_and_goes_on(poison: str) -> None
         loop._flush()
     (refusal,) = [message for message in told if isinstance(message, Refusal)]
     assert (refusal.id, refusal.kind) == ("poison", "PolicyError")
-    assert refusal.numbers == {"slot": slot_of(poison)}
+    assert refusal.fields == {"slot": slot_of(poison)}
     gained = {id for message in told if isinstance(message, Tokens) for id in message.ids}
     assert gained == {"a", "b"} and not any(isinstance(message, EngineStopped) for message in told)
 
@@ -194,23 +194,22 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return real.write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_policy_that_fails_offline_fails_its_prompt_alone(tiny: Path) -> None:
-    def key(request: Request, world: object) -> float:
+def test_a_policy_error_offline_refuses_only_its_prompt(tiny: Path) -> None:
+    def key(request: Request, view: object) -> float:
         return 1 / (request.num_prompt - 3)
 
     asked = SamplingParams(max_tokens=4, temperature=0.0)
     with LLM(str(tiny), num_blocks=50, queue=key) as llm:
-        first, refused, last = llm.generate([[5] * 4, [5] * 3, [6] * 5], asked)
+        first, refused, last = llm.try_generate([[5] * 4, [5] * 3, [6] * 5], asked)
+        assert isinstance(first, RequestOutput) and isinstance(last, RequestOutput)
         assert first.num_generated == last.num_generated == 4
-        assert isinstance(refused.error, PolicyError) and not refused.samples
+        assert isinstance(refused, PolicyError)
         with pytest.raises(PolicyError, match="ZeroDivisionError"):
             llm.generate([5] * 3, asked)
         with pytest.raises(PolicyError):
             list(llm.stream([[5] * 4, [5] * 3], asked))
         assert llm.engine.scheduler.is_idle and not llm.engine.has_work
-        with pytest.raises(
-            AttributeError
-        ):  # what is no prompt's fault ends the earlier prompts too
+        with pytest.raises(InvalidRequest, match=r"prompts\[1\].*sampling_params"):
             llm.generate([[5] * 4, [6] * 4], [asked, None])  # type: ignore[list-item]
         assert llm.engine.scheduler.is_idle and not llm.engine.has_work
 

@@ -50,7 +50,7 @@ async def running(engine: Engine, limits: Limits | None = None) -> AsyncIterator
         await running.close()
     assert running.num_open == 0 and not running._left and not running._asked
     if isinstance(running.port, ThreadPort):
-        assert not running.port.loop._news.times
+        assert not running.port.loop._updates.times
     check_no_leaks(engine.scheduler)
 
 

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway import LLM, Engine, Grammar, Params, Request, SamplingParams, Scheduler, preset
+from headway import LLM, Engine, Grammar, Request, SamplingParams, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.errors import InvalidRequest
@@ -31,6 +31,7 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import open_checkpoint
 from headway.plan import StepReport
+from headway.request import Params
 from headway.sampling_params import Sampling
 from tests.support import real
 
@@ -522,7 +523,7 @@ def test_a_bad_grammar_is_refused_with_its_problem(make: Any, problem: str) -> N
 
 def test_params_say_what_does_not_go_with_a_grammar() -> None:
     for more in ({"ignore_eos": True}, {"min_tokens": 3}):
-        with pytest.raises(InvalidRequest, match="with a grammar it cannot be set"):
+        with pytest.raises(InvalidRequest, match="grammar"):
             SamplingParams(grammar=Grammar.json_object(), **more)  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match="grammar must be a Grammar or None, not 'x'"):
         SamplingParams(grammar="x")  # type: ignore[arg-type]
@@ -574,11 +575,11 @@ def test_the_offline_api_takes_a_grammar(tiny: Path) -> None:
     with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
         asked = SamplingParams(grammar=Grammar.choice(["red", "blue"]), n=3, max_tokens=20)
         (result,) = llm.generate("The", asked)
-        assert {sample.text for sample in result.samples} <= {"red", "blue"}
-        assert {sample.finish_reason for sample in result.samples} == {"stop"}
+        assert {sample.text for sample in result.outputs} <= {"red", "blue"}
+        assert {sample.finish_reason for sample in result.outputs} == {"stop"}
         broken = llm.generate("The", SamplingParams(grammar=DEAD_END, max_tokens=20))
-        assert broken[0].samples[0].finish_reason == "error"
-        assert "cannot be followed" in (broken[0].samples[0].error or "")
+        assert broken[0].outputs[0].finish_reason == "error"
+        assert "cannot be followed" in (broken[0].outputs[0].error or "")
 
 
 def huge(number: int) -> Grammar:
@@ -626,7 +627,7 @@ def test_an_engine_goes_on_while_huge_grammars_are_read(smollm2: Path) -> None:
             other = asyncio.create_task(answer(engine, "other", Params(max_tokens=400)))
             while len(steps) < 3:
                 await asyncio.sleep(0.001)
-            ends = {"max_tokens": 8, "eos_ids": llm.asking.eos_ids}
+            ends = {"max_tokens": 8, "eos_ids": llm.input_processor.eos_ids}
             asked = [Params(sampling=Sampling(grammar=huge(n)), **ends) for n in range(4)]
             texts = [answer(engine, str(n), params) for n, params in enumerate(asked)]
             found = await asyncio.gather(*texts)

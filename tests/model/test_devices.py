@@ -357,7 +357,7 @@ sys.modules["triton"] = None
 from headway import LLM, SamplingParams
 with LLM(sys.argv[1], load_format="dummy", threads=1) as llm:
     answer = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
-print(len(answer.samples[0].token_ids))
+print(len(answer.outputs[0].token_ids))
 """
 
 

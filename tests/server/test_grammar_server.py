@@ -43,7 +43,7 @@ async def serving(llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
     llm.tokenizer.chat_template = TOOL_TEMPLATE + "{{ messages[0].content }}"
     engine = AsyncEngine(llm.engine)
     await engine.start()
-    context = Context(engine=engine, asking=llm.asking, model_name="tiny", max_model_len=512)
+    context = Context(engine=engine, asking=llm.input_processor, model_name="tiny", max_model_len=512)
     transport = httpx.ASGITransport(app=create_app(context))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
         yield client
@@ -173,5 +173,5 @@ def test_offline_a_grammar_that_breaks_is_an_error_of_its_sample(llm: LLM) -> No
     from headway import Grammar, SamplingParams
 
     (result,) = llm.generate("The", SamplingParams(grammar=Grammar.lark(LATE), max_tokens=120))
-    assert result.samples[0].finish_reason == "error"
-    assert "cannot be followed" in (result.samples[0].error or "")
+    assert result.outputs[0].finish_reason == "error"
+    assert "cannot be followed" in (result.outputs[0].error or "")

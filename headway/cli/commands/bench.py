@@ -164,10 +164,8 @@ def _read_work(
 
 def _answer(llm: LLM, work: Work) -> None:
     """All of it; the first error ends the benchmark."""
-    for result in llm.generate(*work):
-        if result.error is not None:
-            raise result.error
-        for sample in result.samples:
+    for result in llm.generate(*work, use_tqdm=False):
+        for sample in result.outputs:
             if sample.error is not None:
                 raise ExecutorError(sample.error)
 

@@ -125,7 +125,7 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> Served:
     llm.executor.sampler.grammars.matchers.warm_up()  # later it would hold up everybody's streams
     config, loaded = llm.config, llm.loaded
     facts = Facts(
-        asking=llm.asking, model_name=serving.served_model_name or _short(model.model),
+        asking=llm.input_processor, model_name=serving.served_model_name or _short(model.model),
         max_model_len=config.max_model_len, tool_call_parser=serving.tool_call_parser,
         words=f"{loaded.precision} on {loaded.device}, {config.max_num_seqs} seats, "
         f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",

@@ -140,7 +140,7 @@ def _as_known(message: Update | Refusal, id: str, owner: Worker) -> Update | Ref
     """The message under its owner's own id; notes if it ends a sample, or the whole request."""
     if isinstance(message, Refusal):
         owner.num_open.pop(id, None)
-        return message._replace(id=id, words=message.words.replace(message.id, id))
+        return message._replace(id=id, message=message.message.replace(message.id, id))
     if message.end is not None and id in owner.num_open:
         owner.num_open[id] -= 1
         if not owner.num_open[id]:
