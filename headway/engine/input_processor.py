@@ -88,8 +88,8 @@ class InputProcessor:
         if not are_known:
             wrong = next(token for token in given if not _is_below(token, self.vocab_size))
             raise InvalidRequest(
-                f"prompt: token id {shorten(wrong)} is not a whole number from 0 to "
-                f"{self.vocab_size - 1}"
+                f"prompt: token id {shorten(wrong)} is not a whole number of at least 0 and below "
+                f"{self.vocab_size}"
             )
         return tokens.tolist()
 

@@ -1,6 +1,6 @@
-"""`headway chat`: talk to a model in the terminal, answers as they are generated.
+"""`headway chat`: chat with a model in the terminal, with streamed answers.
 
-Reads lines: typed ones, or a pipe's. Ctrl-C ends an answer, Ctrl-D the chat.
+Reads lines from a terminal or a pipe. Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions, s
 from headway.cli.view import live
 from headway.cli.view.talk import Talk
 
-System = Annotated[str, typer.Option(help="The system message.", show_default="the model's own")]
+System = Annotated[
+    str, typer.Option(help="System message.", show_default="that of the chat template")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(SamplingOptions):
-    """A chat is livelier than a completion."""
+    """Sampling options with other defaults than completions."""
 
     max_tokens: Annotated[
-        int, typer.Option(help="Longest answer, in tokens.", rich_help_panel=SAMPLING)
+        int, typer.Option(help="Maximum tokens of an answer.", rich_help_panel=SAMPLING)
     ] = 512
     temperature: Annotated[
-        float, typer.Option(help="0: always the likeliest answer.", rich_help_panel=SAMPLING)
+        float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING)
     ] = 0.7
 
 
 @spread
 def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOptions) -> None:
-    """Talk to a model. Commands: /reset, /system, /stats, /help, /exit."""
+    """Chat with a model. Commands: /reset, /system, /stats, /help, /exit."""
     params = sampling.params()
     with model.load() as llm:
         talk = Talk(llm, params, system)
@@ -46,9 +48,9 @@ def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOpti
         write = Writer(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
         if sys.stdin.isatty():
             with suppress(ImportError):
-                import readline  # noqa: F401  # lines can be edited, earlier ones come back
+                import readline  # noqa: F401  # line editing and history
             write(
-                f"{Path(llm.model_name).name}, {llm.config.max_model_len:,} tokens of room. "
+                f"{Path(llm.model_name).name}, up to {llm.config.max_model_len:,} tokens. "
                 "/help lists the commands, Ctrl-D leaves.\n"
             )
         for line in _lines():
@@ -57,26 +59,26 @@ def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOpti
 
 
 def _lines() -> Iterator[str]:
-    """What is typed, line by line, until it ends; a line given up with Ctrl-C is left out."""
-    mark = "\n> " if sys.stdin.isatty() else ""
+    """Non-empty input lines until the end of input; Ctrl-C discards the current line."""
+    prompt = "\n> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = input(mark)
+            line = input(prompt)
         except KeyboardInterrupt:
             print("\n(Ctrl-D or /exit leaves)")
         except EOFError:
-            print(end="\n" if mark else "")
+            print(end="\n" if prompt else "")
             return
         else:
             if line.strip():
                 yield line.strip()
 
 
-LONGEST_HELD = 24  # columns: some languages write without blanks
+MAX_HELD = 24  # columns; some languages have no spaces between words
 
 
 class Writer:
-    """Writes to stdout at once; at a width, whole words only, the latest held until it is over."""
+    """Writes to stdout immediately. With a width, wraps lines and writes only complete words."""
 
     def __init__(self, width: int | None) -> None:
         self._width = width
@@ -89,13 +91,13 @@ class Writer:
             print(text, end="", flush=True)
             return
         *words, self._held = re.split(r"(?<=\s)", self._held + text)
-        if cell_len(self._held) > LONGEST_HELD:
+        if cell_len(self._held) > MAX_HELD:
             words, self._held = [*words, self._held], ""
         for word in words:
             self._put(word, self._width)
 
     def _put(self, word: str, width: int) -> None:
-        """A word and the blank behind it, on a new line where it would not fit."""
+        """Write a word with its trailing space, on a new line if it does not fit."""
         if self._column and self._column + cell_len(word.rstrip()) > width:
             print()
             self._column = 0

@@ -1,4 +1,4 @@
-"""`headway generate`: prompts in, texts out; many at a time."""
+"""`headway generate`: complete prompts in batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headway.cli.options.prompts import Ask
 from headway.cli.view import live
 from headway.errors import HeadwayError, InvalidRequest
 
-if TYPE_CHECKING:  # these need packages that a base installation does without
+if TYPE_CHECKING:  # these need packages of the model extra
     from headway.engine.outputs import CompletionOutput, RequestOutput
     from headway.llm import LLM
 
@@ -35,19 +35,21 @@ Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts.")]
 File = Annotated[
     Path | None,
     typer.Option(
-        help="More prompts: a .jsonl file, an object per line with prompt, prompt_token_ids or "
-        "messages, and any of id and the sampling fields (max_tokens, temperature, seed, ...); "
-        "any other file, a prompt per line, empty lines left out; '-' is stdin, as JSON if its "
-        "first line begins with '{'."
+        help="More prompts. A .jsonl file has an object per line with prompt, prompt_token_ids or "
+        "messages, and optionally id and sampling fields (max_tokens, temperature, seed, ...). Any "
+        "other file has a prompt per line; empty lines are skipped. '-' reads stdin, as JSON lines "
+        "if the first line begins with '{'."
     ),
 ]
-Out = Annotated[Path | None, typer.Option(help="Write JSON lines here, as --json prints them.")]
+Out = Annotated[
+    Path | None, typer.Option(help="Write JSON lines to this file, as --json prints them.")
+]
 Json = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Print JSON lines, one per prompt as soon as it is done, so not in the prompts' "
-        "order: 'index' is the prompt's place, 'id' is its id in the file.",
+        help="Print a JSON line for each prompt as soon as it has finished, in any order. 'index' "
+        "is the position of the prompt, 'id' is its id in the file.",
     ),
 ]
 Row = dict[str, Any]
@@ -55,18 +57,24 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(SamplingOptions):
-    """What only completions can be asked for."""
+    """Options of completions that chats do not have."""
 
     ignore_eos: Annotated[
         bool,
-        typer.Option("--ignore-eos", help="Go on to the full length.", rich_help_panel=SAMPLING),
+        typer.Option(
+            "--ignore-eos",
+            help="Generate max_tokens even after the end token.",
+            rich_help_panel=SAMPLING,
+        ),
     ] = False
     samples: Annotated[
-        int, typer.Option("--samples", "-n", help="Texts per prompt.", rich_help_panel=SAMPLING)
+        int, typer.Option("--samples", "-n", help="Samples per prompt.", rich_help_panel=SAMPLING)
     ] = 1
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With so many alternatives per token.", rich_help_panel=SAMPLING),
+        typer.Option(
+            help="Return log probabilities with N alternatives per token.", rich_help_panel=SAMPLING
+        ),
     ] = None
 
 
@@ -80,13 +88,13 @@ def generate_command(
     model: ModelOptions,
     sampling: GenerateOptions,
 ) -> None:
-    """Complete prompts: from the command line, from a file, or from stdin.
+    """Complete prompts from the command line, a file or stdin.
 
-    A prompt that fails does not stop the others; the exit code is 1 if any did.
+    A prompt that fails does not stop the others. The exit code is 1 if any prompt failed.
     """
     asks = prompts.gather(prompt or (), file, sampling.params())
     if not asks:
-        raise InvalidRequest("nothing to do: give a prompt, or a file of prompts with --file")
+        raise InvalidRequest("no prompts; give a prompt, or a file of prompts with --file")
     if out is not None:
         check_writable(out)
     with out.open("w", encoding="utf-8") if out else nullcontext() as output:
@@ -103,7 +111,7 @@ def generate_command(
 def _run(
     asks: list[Ask], model: ModelOptions, emit: Callable[[Row], None] | None
 ) -> tuple[float, dict[int, RequestOutput]]:
-    """Answer all that can be; seconds it took, and results by the prompts' places."""
+    """Complete all valid prompts; seconds, and outputs by position of the prompt."""
     results: dict[int, RequestOutput] = {}
     seconds = 0.0
     if not all(ask.error for ask in asks):
@@ -124,7 +132,7 @@ def _run(
 def answer(
     llm: LLM, asks: Sequence[Ask], on_finish: Callable[[Ask, RequestOutput], None]
 ) -> dict[int, RequestOutput]:
-    """Results by the prompts' places; what is refused has its reason in the prompt instead."""
+    """Outputs by position of the prompt; a refused prompt gets its error instead."""
 
     def finish(position: int, result: RequestOutput) -> None:
         broken = next((sample.error for sample in result.outputs if sample.error), None)
@@ -145,7 +153,7 @@ def answer(
 
 
 def row(ask: Ask, result: RequestOutput | None = None) -> Row:
-    """One line of output. Times are seconds since the prompt was given."""
+    """One line of output. Times are seconds since the prompt was submitted."""
     line: Row = {"index": ask.index, "id": ask.id, "error": ask.error}
     if result is None:
         return line
@@ -175,23 +183,23 @@ def _described(sample: CompletionOutput, num_top: int | None) -> Row:
 
 
 def _writer(output: IO[str] | None) -> Callable[[Row], None]:
-    """Writes a line at once, so that whoever reads along need not wait; None is stdout."""
+    """Writes each line immediately; None is stdout."""
     return lambda line: print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
 
 
 def _show(asks: Sequence[Ask], results: dict[int, RequestOutput]) -> None:
-    """Prompts dim, completions bold, in the prompts' order."""
+    """Print prompts (dim) and completions (bold) in the order of the prompts."""
     console = Console()
     for ask in asks:
         for sample in results[ask.index].outputs if ask.index in results else ():
-            # Token ids and messages have no text that the completion would go on from.
+            # Only a text prompt is directly continued by the completion.
             gap = "" if results[ask.index].prompt is not None else "\n"
             text = Text.assemble((ask.shown + gap, "dim"), (live.safe(sample.text), "bold"), "\n")
             _print(console, text)
 
 
 def _print(console: Console, text: Text) -> None:
-    """Broken into lines for people; whoever reads a pipe breaks them as they like."""
+    """Wrap lines on a terminal, but not in a pipe."""
     console.print(text, soft_wrap=not console.is_terminal)
 
 

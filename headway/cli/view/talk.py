@@ -1,6 +1,6 @@
-"""A conversation with a model: answers, commands, statistics. What chat.py reads and shows.
+"""The conversation of `headway chat`: answers, commands and statistics.
 
-Knows no terminal: whoever calls it gives it lines, and a function to write with.
+Knows no terminal: the caller passes lines and a function that writes text.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from headway.llm import LLM
 
 HELP = """\
-/reset        forget the conversation, keep the system message
-/system TEXT  set the system message; without a text, show it
-/stats        tokens, speed, cache and scheduler
-/help         this
-/exit         leave, as Ctrl-D does; Ctrl-C ends an answer"""
+/reset        start a new conversation with the same system message
+/system TEXT  set the system message; without TEXT, show it
+/stats        show tokens, speed, cache and scheduler
+/help         show this help
+/exit         leave (also Ctrl-D); Ctrl-C stops an answer"""
 Write = Callable[[str], None]
 
 
 class Talk:
-    """A conversation with a model, and what it took."""
+    """A conversation with a model, and its statistics."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
         self.llm = llm
@@ -38,38 +38,38 @@ class Talk:
         self.system = system
         self.messages: list[dict[str, Any]] = []
         self.metrics = live.measure(llm)
-        self.num_cached = 0  # of the latest prompt
+        self.num_cached = 0  # cached tokens of the latest prompt
 
     def check(self) -> None:
-        """Raise whatever keeps this model from chatting, before anything is typed."""
+        """Raise if the model cannot chat, before the user types anything."""
         self._prompt([{"role": "user", "content": "?"}])
 
     def take(self, line: str, write: Write) -> bool:
-        """Obey a command or answer a message; False to leave."""
+        """Run a command or answer a message; False to leave."""
         if not line.startswith("/"):
             self.answer(line, write)
             return True
         command, _, text = line.partition(" ")
         if command == "/exit":
             return False
-        write(self._obey(command, text.strip()) + "\n")
+        write(self._run_command(command, text.strip()) + "\n")
         return True
 
-    def _obey(self, command: str, text: str) -> str:
+    def _run_command(self, command: str, text: str) -> str:
         if command == "/reset":
             self.messages.clear()
-            return "(a new conversation)"
+            return "(new conversation)"
         if command == "/system":
             if text:
                 self.system = text
-                return "(the system message holds from the next answer on)"
-            return self.system or "(no system message but the model's own)"
+                return "(system message set; it applies from the next answer)"
+            return self.system or "(no system message set; the chat template may have a default)"
         if command == "/stats":
             return self.stats()
-        return HELP if command == "/help" else f"{command} is no command:\n{HELP}"
+        return HELP if command == "/help" else f"unknown command {command}\n{HELP}"
 
     def answer(self, text: str, write: Write) -> None:
-        """Stream an answer. What was refused, or never begun, leaves no trace in the talk."""
+        """Stream an answer. A refused or empty answer is not added to the conversation."""
         messages = [*self.messages, {"role": "user", "content": text}]
         said = ""
         try:
@@ -85,7 +85,7 @@ class Talk:
         note = {"abort": " (stopped)", "error": " (the model failed)"}.get(reason or "", "")
         if reason == "length":
             is_full = allowed == room
-            limit = "the model's length is reached: /reset begins anew" if is_full else "cut off"
+            limit = "the model's length is reached; use /reset" if is_full else "cut off"
             note = f" ({limit} after {allowed} tokens)"
         write(f"{note}\n")
         if said:
@@ -96,17 +96,17 @@ class Talk:
         return self.llm.chat_tokens([*system, *messages])
 
     def _fit(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
-        """The prompt, and how many tokens the answer may have; RequestTooLong if there are none."""
+        """The prompt and the maximum length of the answer; RequestTooLong if no token fits."""
         prompt, config = self._prompt(messages), self.llm.config
-        most = min(config.max_model_len, config.num_blocks * config.block_size + 1)
-        if len(prompt) >= most:
+        limit = min(config.max_model_len, config.num_blocks * config.block_size + 1)
+        if len(prompt) >= limit:
             raise RequestTooLong(
-                f"the conversation has {len(prompt):,} tokens and there is room for {most:,}, "
-                "the answer included: /reset begins a new one",
+                f"the conversation has {len(prompt):,} tokens; the limit is {limit:,}, including "
+                "the answer; use /reset to start a new one",
                 need=len(prompt) + 1,
-                limit=most,
+                limit=limit,
             )
-        return prompt, most - len(prompt)
+        return prompt, limit - len(prompt)
 
     def _stream(
         self, prompt: list[int], params: SamplingParams, write: Write
@@ -121,17 +121,17 @@ class Talk:
         return said, reason
 
     def stats(self) -> str:
-        """What the chat took so far, in a few lines."""
+        """Statistics of the chat, a few lines."""
         lives, totals = list(self.metrics.lives.values()), self.metrics.totals
         if not lives:
-            return "(nothing has been answered yet)"
+            return "(nothing answered yet)"
         scheduler = self.llm.engine.scheduler
         num_held = scheduler.num_blocks - scheduler.num_free
         num_said = len(self._prompt(self.messages)) if self.messages else 0
         lines = {
             "last answer": self._last(lives[-1]),
             "conversation": f"{num_said:,} of {self.llm.config.max_model_len:,} tokens",
-            "in all": f"{len(lives)} answers, {totals['output_tokens']:,} tokens; "
+            "total": f"{len(lives)} answers, {totals['output_tokens']:,} tokens; "
             f"{totals['cached_tokens']:,} of {totals['prompt_tokens']:,} prompt tokens cached",
             "KV cache": f"{num_held} of {scheduler.num_blocks:,} blocks held, "
             f"{len(scheduler.kv.pool.index.block_of):,} prefix blocks known",
@@ -143,7 +143,7 @@ class Talk:
 
     def _last(self, life: Life) -> str:
         if life.first_token < 0:
-            return "stopped before its first token"
+            return "stopped before the first token"
         rate = (life.num_output - 1) / max(1e-9, life.finished - life.first_token)
         return (
             f"{life.num_output} tokens, the first after {life.first_token - life.arrival:.2f} s, "
@@ -153,9 +153,9 @@ class Talk:
 
 @contextmanager
 def stopped_by_interrupt(llm: LLM) -> Iterator[None]:
-    """Ctrl-C ends what runs at the end of its step: nothing is left half done, the cache stays.
+    """Ctrl-C aborts the answer after the current step, so that the cache stays valid.
 
-    A second one does not wait for that.
+    A second Ctrl-C interrupts the step.
     """
     num_interrupts = 0
 
