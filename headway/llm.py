@@ -111,8 +111,8 @@ class LLM:
         _check_settings(settings)
         if tensor_parallel_size != 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}: a model runs on one "
-                "device"
+                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}; a model runs on "
+                "one device"
             )
         options = LoadOptions(
             device=device, dtype=dtype, quantization=quantization, load_format=load_format,

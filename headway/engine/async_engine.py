@@ -103,7 +103,7 @@ class ThreadPort:
         self._bridge.deliver([refusal])
 
     def _deliver(self, messages: list[FromLoop]) -> None:
-        """Deliver messages; let the event loop, which needs the GIL too, send a small step first."""
+        """Deliver messages; after a small step, let the event loop have the GIL to send them."""
         if self._bridge is None:  # not opened: a test steps the loop
             return
         self._bridge.deliver(messages)
@@ -177,7 +177,7 @@ class AsyncEngine:
                 yield builder.output()
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its iteration ends with finish_reason abort. Does nothing if it has ended."""
+        """End a request with finish_reason abort; does nothing if it has already ended."""
         if request_id in self._streams:
             self.port.send([Cancel(request_id)])
 

@@ -44,7 +44,7 @@ class InputProcessor:
     new_seed: Callable[[], int] = draw_seed  # seeds for requests that give none
 
     def read_prompt(self, prompt: PromptInput) -> tuple[str | None, list[int]]:
-        """The text of a prompt, if it has one, and its tokens; InvalidRequest if it is malformed."""
+        """The text of a prompt, if it has one, and its tokens; InvalidRequest if malformed."""
         if isinstance(prompt, Mapping):
             given = [key for key in PROMPT_KEYS if prompt.get(key) is not None]
             unknown = [key for key in prompt if key not in PROMPT_KEYS]
@@ -113,7 +113,7 @@ class InputProcessor:
         return self._check_known(tokenizer.encode(text, special=special, max_tokens=max_tokens))
 
     def _check_known(self, tokens: list[int]) -> list[int]:
-        """The tokens; InvalidRequest for one that only the tokenizer knows, such as a padding token."""
+        """The tokens; InvalidRequest for one that the model has no embedding for."""
         if tokens and (largest := max(tokens)) >= self.vocab_size:
             text = self.need_tokenizer().decode([largest], skip_special=False)
             raise InvalidRequest(
@@ -130,7 +130,7 @@ class InputProcessor:
         return [first, *(_with_seed(first, self.new_seed()) for _ in ids[1:])]
 
     def params(self, asked: SamplingParams, id: str) -> Params:
-        """SamplingParams as the engine reads them; InvalidRequest if the model cannot follow them."""
+        """The engine's params of a request; InvalidRequest if the model cannot follow them."""
         if not isinstance(asked, SamplingParams):
             raise InvalidRequest(
                 f"request {id!r}: sampling_params must be a SamplingParams, not {shorten(asked)}"

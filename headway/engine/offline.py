@@ -116,7 +116,7 @@ class OfflineRunner:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """After a KeyboardInterrupt at any line, abort everything; restart an engine that is broken."""
+        """After a KeyboardInterrupt, abort everything; restart the engine if it is broken."""
         try:
             yield
         except (Exception, GeneratorExit):

@@ -282,7 +282,8 @@ class OutputBuilder:
             prompt_logprobs = [score and self._logprobs(score) for score in scores]
         return RequestOutput(
             request_id=self.id, prompt=self._prompt_text, prompt_token_ids=self.prompt,
-            prompt_logprobs=prompt_logprobs, outputs=list(map(self._completion, range(self.asked.n))),
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(index) for index in range(self.asked.n)],
             finished=not self.num_open, metrics=metrics, num_cached_tokens=self.num_cached,
             num_preemptions=sum(end.num_preemptions for end in ends),
         )  # fmt: skip

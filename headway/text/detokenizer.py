@@ -51,7 +51,7 @@ class Detokenizer:
         return self._keep(self._end_run() + self._utf8.decode(b"", final=True))
 
     def _decoded(self, spelled: bytes) -> str:
-        """Whole characters. Ends a surrogate at once: Python would wait for a third, useless byte."""
+        """Whole characters. Ends a surrogate early: Python would wait for a third byte."""
         text, (held, _) = self._utf8.decode(spelled), self._utf8.getstate()
         if len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0:
             text += self._utf8.decode(b"", final=True)

@@ -134,7 +134,7 @@ class Vocabulary:
         return backend
 
     def _checked_merges(self) -> list[tuple[str, str]]:
-        """The merges of the file. They are checked, because the package panics on unknown tokens."""
+        """The merges of the file, checked because the package panics on unknown tokens."""
         merges: list[tuple[str, str]] = []
         for merge in self._need("merges"):
             left, _, right = merge.partition(" ")
@@ -146,7 +146,7 @@ class Vocabulary:
         return merges
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """All pairs that form a token, best score first: the order in which sentencepiece merges."""
+        """All pairs that form a token, best score first, as sentencepiece merges them."""
         found: list[tuple[float, int, int, int, str, str]] = []
         for token, score in self._each_with("scores"):
             for cut in range(1, len(token)):

@@ -55,7 +55,7 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: Backend, spelled: list[bytes], is_byte_level: bool) -> Self | None:
-        """The bound for a BPE tokenizer that drops no text; `spelled` are the bytes of its tokens."""
+        """For a BPE tokenizer that drops no text, else None; `spelled`: the bytes of its tokens."""
         normalizer = state_of(backend.normalizer)
         if type(backend.model).__name__ != "BPE" or not _keeps_text(backend, normalizer):
             return None

@@ -154,7 +154,8 @@ class FailingDecoder:
 
 
 def fail_once(llm: LLM, error: BaseException, calls: int) -> None:
-    llm.executor.decoder = FailingDecoder(llm.loaded.decoder, error, calls)  # type: ignore[assignment]
+    decoder: Any = FailingDecoder(llm.loaded.decoder, error, calls)
+    llm.executor.decoder = decoder
 
 
 CRAMPED = {"num_blocks": 30, "num_host_blocks": 20, "preset": "vllm", "swap": "swap"}
@@ -518,7 +519,8 @@ def test_a_seed_gives_the_same_output_under_all_settings(tiny: str) -> None:
         assert outcome(llm.generate(*crowd)[: len(PROMPTS)]) == alone
         assert len({text for text, *_ in alone}) == len(alone)
     cramped = {"num_blocks": 26, "preset": "vllm_v1"}
-    for more in ({}, {"async_scheduling": 1}, {"num_scheduler_steps": 4}, {"swap": "swap", "num_host_blocks": 40},
+    for more in ({}, {"async_scheduling": 1}, {"num_scheduler_steps": 4},
+                 {"swap": "swap", "num_host_blocks": 40},
                  {"block_size": 5, "num_blocks": 90, "chunk": "at_most(7)"}):  # fmt: skip
         with open_llm(tiny, **{**cramped, **more}) as llm:
             results = llm.generate(PROMPTS, wanted)
@@ -531,7 +533,8 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
     size, num_rows = rng.choice((1, 2, 5, 16, 64)), rng.choice((1, 3, 8, 16))
     length = 220  # the longest prompt and its output
     return {
-        "preset": rng.choice(list(PRESETS)), "block_size": size, "async_scheduling": rng.choice((0, 1)),
+        "preset": rng.choice(list(PRESETS)), "block_size": size,
+        "async_scheduling": rng.choice((0, 1)),
         "num_blocks": -(-length // size) + rng.choice((0, 1, 100 // size)),
         "max_num_seqs": num_rows, "num_scheduler_steps": rng.choice((1, 1, 3, 4)),
         "num_host_blocks": rng.choice((0, 3, 50, 400)),
@@ -539,7 +542,9 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         "swap": rng.choice(("recompute", "swap", "cheaper(start=0.0)")),
         "victim": rng.choice(("newest", "least_work", "lowest_priority", "fewest_lost")),
         "max_model_len": length,
-        **rng.choice(({}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_num_batched_tokens": 17})),
+        **rng.choice((
+            {}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_num_batched_tokens": 17},
+        )),
     }  # fmt: skip
 
 
@@ -547,7 +552,8 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
 def test_random_settings_do_not_change_the_output(tiny: str, seed: int) -> None:
     rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0}, {"n": 2}, {"top_p": 0.9, "repetition_penalty": 1.2}, {"min_tokens": 9, "max_tokens": 20},
+        {"temperature": 0}, {"n": 2}, {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"min_tokens": 9, "max_tokens": 20},
         {"logprobs": 1, "presence_penalty": 0.5}, {"max_tokens": None}, {"prompt_logprobs": 0},
         {"priority": 1, "client": "b", "bad_words": ["ong"]}, {"stop": "e", "min_p": 0.01},
     ]  # fmt: skip

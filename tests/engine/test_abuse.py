@@ -370,7 +370,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("n", 10**30, str(MAX_SAMPLES)), ("n", 10**5000, "bits"), ("n", True, "True"),
     ("salt", 5, "5"), ("client", 5, "5"), ("client", None, "None"), ("reads_cache", "x", "'x'"),
     ("ignore_eos", np.ones(2), "array"), ("stop_ids", {1 << 31}, str(MAX_TOKEN_ID)),
-    ("eos_ids", range(10**12), str(MAX_STOPS)), ("eos_ids", "ab", "'ab'"), ("stop_ids", [[1]], r"\[\[1\]\]"),
+    ("eos_ids", range(10**12), str(MAX_STOPS)), ("eos_ids", "ab", "'ab'"),
+    ("stop_ids", [[1]], r"\[\[1\]\]"),
 ]  # fmt: skip
 
 

@@ -575,6 +575,9 @@ def test_an_unsupported_decoder_is_an_error(tmp_path: Path, decoder: Any) -> Non
 
 
 def test_the_package_can_be_imported_without_tokenizer_packages() -> None:
-    code = "import sys, headway, headway.text.detokenizer; print({'tokenizers', 'jinja2'} & {*sys.modules})"
+    code = (
+        "import sys, headway, headway.text.detokenizer;"
+        "print({'tokenizers', 'jinja2'} & {*sys.modules})"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

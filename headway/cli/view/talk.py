@@ -63,7 +63,7 @@ class Talk:
             if text:
                 self.system = text
                 return "(system message set; it applies from the next answer)"
-            return self.system or "(no system message set; the chat template may have a default)"
+            return self.system or "(no system message set; the model's own default applies)"
         if command == "/stats":
             return self.stats()
         return HELP if command == "/help" else f"unknown command {command}\n{HELP}"
