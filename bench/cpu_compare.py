@@ -109,9 +109,9 @@ def run_headway(
     params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in nums_output]
     llm.reset_cache()
     start, in_model = perf_counter(), llm.executor.model_seconds
-    results = llm.generate(prompts, params)
+    results = llm.generate(prompts, params, use_tqdm=False)
     took = perf_counter() - start
-    outputs = [result.samples[0].token_ids for result in results]
+    outputs = [result.outputs[0].token_ids for result in results]
     assert list(map(len, outputs)) == nums_output, "an output ended early"
     return took, llm.executor.model_seconds - in_model, outputs
 
@@ -143,7 +143,8 @@ def nll(llm: Any, tokens: list[int]) -> float:
     """Mean negative log likelihood of a text."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     scores = llm.generate(tokens, params)[0].prompt_logprobs[1:]
-    return -statistics.fmean(score.logprob for score in scores)
+    pairs = zip(tokens[1:], scores, strict=True)
+    return -statistics.fmean(score[token].logprob for token, score in pairs)
 
 
 # The machine.

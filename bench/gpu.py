@@ -40,11 +40,11 @@ def run(llm: LLM, work: Work, temperature: float) -> float:
     ]
     llm.reset_cache()
     begun = time.perf_counter()
-    results = llm.generate(prompts, params)
+    results = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - begun
     for result, output in zip(results, outputs, strict=True):
-        if result.error or len(result.samples[0].token_ids) != output:
-            raise SystemExit(f"a request failed: {result.error or result.samples[0].error}")
+        if len(result.outputs[0].token_ids) != output:
+            raise SystemExit(f"a request failed: {result.outputs[0].error}")
     return seconds
 
 

@@ -136,11 +136,11 @@ def described(about: ModelConfig) -> Figures:
 def ask(llm: LLM, prompts: dict[str, list[int]], num_output: int) -> dict[str, list[int]]:
     """Greedy tokens after each prompt."""
     params = SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True)
-    results = llm.generate(list(prompts.values()), params)
+    results = llm.generate(list(prompts.values()), params, use_tqdm=False)
     for result in results:
-        if result.error or result.samples[0].finish_reason != "length":
-            raise RuntimeError(f"a request failed: {result.error or result.samples[0].error}")
-    return {n: r.samples[0].token_ids for n, r in zip(prompts, results, strict=True)}
+        if result.outputs[0].finish_reason != "length":
+            raise RuntimeError(f"a request failed: {result.outputs[0].error}")
+    return {n: r.outputs[0].token_ids for n, r in zip(prompts, results, strict=True)}
 
 
 def read(llm: LLM, text: list[int]) -> tuple[float, list[int]]:
@@ -149,8 +149,9 @@ def read(llm: LLM, text: list[int]) -> tuple[float, list[int]]:
     found = llm.generate(text, params)[0].prompt_logprobs
     assert found is not None, "prompt_logprobs were requested"
     scores = [score for score in found if score is not None]
-    mean = statistics.fmean(score.logprob for score in scores)
-    return math.exp(-mean), [score.top[0][0] for score in scores]
+    pairs = zip(text[1:], scores, strict=True)
+    mean = statistics.fmean(score[token].logprob for token, score in pairs)
+    return math.exp(-mean), [next(iter(score)) for score in scores]  # most probable first
 
 
 def run_ours(

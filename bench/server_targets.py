@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from headway import LLM, SamplingParams
-from headway.cli.commands.serve import make_app, make_engine, set_up_logs
+from headway.cli.commands.serve import ModelInfo, make_app, make_engine, set_up_logs
 from headway.cli.options.model import ModelOptions
 from headway.cli.options.serve import ServeOptions
 from headway.engine.clock import RealClock
@@ -120,7 +120,7 @@ def simulated(seconds: float) -> ServedEngine:
         tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2})
     )
     info = ModelInfo(
-        asking=processor, model_name=MODEL, max_model_len=config.max_model_len, description=""
+        input_processor=processor, model_name=MODEL, max_model_len=config.max_model_len, description=""
     )
     return ServedEngine(
         engine=engine, model_info=info, limits=ServeOptions().limits(), prepare=watch
@@ -153,10 +153,11 @@ def run_offline(llm: LLM, jobs: list[WorkloadRequest], seed: int) -> dict[str, f
         [wording.tokens(job) for job in jobs],
         [SamplingParams(temperature=0, max_tokens=job.num_output, ignore_eos=True)
          for job in jobs],
+        use_tqdm=False,
     )  # fmt: skip
     seconds = time.perf_counter() - begun
     llm.engine.observers.remove(record)
-    assert not any(result.error for result in results)
+    assert not any(result.outputs[0].error for result in results)
     ended, num_rows = np.array(steps).T
     gaps = np.repeat(np.diff(ended), num_rows[1:].astype(int))
     return {

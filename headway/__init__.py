@@ -1,4 +1,8 @@
-"""Headway: an LLM inference engine built around its scheduler."""
+"""Headway: an LLM inference engine built around its scheduler.
+
+`LLM` and `SamplingParams` are the offline API, `AsyncEngine` the one for asyncio. The other names
+serve programs that drive the scheduler themselves; their parameters are `headway.request.Params`.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -6,10 +10,11 @@ from headway.config import Config, SchedulerView
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock, VirtualClock
 from headway.engine.engine import Engine
+from headway.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from headway.grammar.grammar import Grammar
 from headway.plan import Plan, StepReport, StepResult
-from headway.request import Params, Request, State
-from headway.sampling_params import SamplingParams
+from headway.request import Request, State
+from headway.sampling_params import SamplingParams, StructuredOutputsParams
 from headway.scheduler import PRESETS, Scheduler, preset
 
 if TYPE_CHECKING:
@@ -20,26 +25,29 @@ __all__ = [
     "LLM",
     "PRESETS",
     "AsyncEngine",
+    "CompletionOutput",
     "Config",
+    "EmbeddingRequestOutput",
     "Engine",
     "Grammar",
-    "Params",
     "Plan",
     "RealClock",
     "Request",
+    "RequestOutput",
     "SamplingParams",
     "Scheduler",
     "SchedulerView",
     "State",
     "StepReport",
     "StepResult",
+    "StructuredOutputsParams",
     "VirtualClock",
     "preset",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` needs torch, so it is imported when it is asked for."""
+    """Import `LLM` on first use, because it needs torch."""
     if name == "LLM":
         from headway.llm import LLM
 

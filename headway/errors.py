@@ -1,44 +1,44 @@
-"""Every exception a user of Headway can meet.
+"""All exceptions that Headway raises on purpose.
 
 HeadwayError
-├── ConfigError          numbers that contradict each other, unknown preset, slot or profile
-├── RequestError         one request is at fault; the others go on
-│   ├── InvalidRequest   it makes no sense: empty prompt, max_tokens 0, an id already in use
+├── ConfigError          contradictory settings; unknown preset, slot, profile or argument
+├── RequestError         one request is refused; the others continue
+│   ├── InvalidRequest   malformed: empty prompt, max_tokens 0, an id already in use
 │   │   └── InvalidGrammar   its grammar cannot be compiled or followed
-│   ├── RequestTooLong   it makes sense but can never run here; carries need and limit
-│   └── Overloaded       too much waits already; it may be sent again later
-├── ModelError           a model cannot be found, fetched or loaded; says what was tried
-├── FormatError          a workload, profile or trace file cannot be read; names file and line
-├── ReplayMismatch       a replay took another decision than the recorded run
-├── PolicyError          a policy raised, or returned what its slot cannot use; carries the slot
-└── ExecutorError        a step failed; the requests in flight were failed with its reason
+│   ├── RequestTooLong   it can never run with these limits; has need and limit
+│   └── Overloaded       the queue is full; it can be sent again later
+├── ModelError           a model cannot be found, downloaded or loaded
+├── FormatError          a workload, profile or trace file is invalid; names file and line
+├── ReplayMismatch       a replay made a different decision than the recorded run
+├── PolicyError          a policy raised or returned an invalid value; has the slot
+└── ExecutorError        a step failed, and the requests in flight failed with it
 """
 
 from __future__ import annotations
 
 
 class HeadwayError(Exception):
-    """Anything Headway raises on purpose."""
+    """Base class of all exceptions of Headway."""
 
 
 class ConfigError(HeadwayError, ValueError):
-    """The configuration cannot work; the message says which value and why."""
+    """The configuration is invalid; the message names the value and the reason."""
 
 
 class RequestError(HeadwayError, ValueError):
-    """One request was refused at the door."""
+    """A request was refused before it ran."""
 
 
 class InvalidRequest(RequestError):
-    """The request makes no sense, here or anywhere."""
+    """The request is malformed."""
 
 
 class InvalidGrammar(InvalidRequest):
-    """The grammar of a request cannot be compiled, or cannot be followed within the limits."""
+    """The grammar of a request cannot be compiled or followed within the limits."""
 
 
 class RequestTooLong(RequestError):
-    """The request could never run under these limits."""
+    """The request can never run with these limits."""
 
     def __init__(self, message: str, *, need: int, limit: int) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class RequestTooLong(RequestError):
 
 
 class Overloaded(RequestError):
-    """The request was not taken because too much waits; it may come again."""
+    """The queue is full; the request can be sent again later."""
 
     def __init__(self, message: str, *, retry_after: float = 1.0) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class Overloaded(RequestError):
 
 
 class FormatError(HeadwayError, ValueError):
-    """A file does not hold what it should; names the file and, where there is one, the line."""
+    """The content of a file is invalid; the message names the file and, if known, the line."""
 
     def __init__(self, path: object, line: int | None, problem: str) -> None:
         where = f"{path}:{line}" if line is not None else f"{path}"
@@ -63,33 +63,31 @@ class FormatError(HeadwayError, ValueError):
 
 
 class ModelError(HeadwayError):
-    """A model cannot be found, fetched or loaded; the message says what was tried and what to do."""
+    """A model cannot be found, downloaded or loaded; the message says what to do."""
 
 
 class ReplayMismatch(HeadwayError):
-    """A replay parted from the recorded run."""
+    """A replay differs from the recorded run."""
 
 
 class ExecutorError(HeadwayError):
-    """The executor failed a step."""
+    """A step of the executor failed, or the engine has stopped."""
 
 
 class PolicyError(HeadwayError):
-    """A policy raised, or returned a value that its slot cannot use. The request is not at fault."""
+    """A policy raised, or returned a value that is invalid for its slot."""
 
     def __init__(self, message: str, *, slot: str) -> None:
         super().__init__(message)
         self.slot = slot  # queue, chunk, ...
 
 
-MAX_SHOWN = 60  # characters of a wrong value in a message
+MAX_SHOWN = 60  # maximum characters of a value in a message
 
 
 def shorten(value: object) -> str:
-    """A wrong value for an error message: its repr, cut to MAX_SHOWN characters. Never raises."""
-    if (
-        isinstance(value, int) and value.bit_length() > 1024
-    ):  # Python refuses to print very long ones
+    """The repr of a value for an error message, at most MAX_SHOWN characters. Never raises."""
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to print huge ones
         return f"a whole number of {value.bit_length()} bits"
     try:
         text = repr(value)

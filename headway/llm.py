@@ -1,17 +1,22 @@
-"""The offline API: a model, a scheduler and an engine in one object.
+"""The offline API: a model, a scheduler and an engine in one object, as in vLLM.
 
     llm = LLM("smollm2-135m")
-    for result in llm.generate(["Hello, my name is"], SamplingParams(temperature=0)):
-        print(result.text)
+    outputs = llm.generate(["Hello, my name is"], SamplingParams(temperature=0.8, max_tokens=20))
+    print(outputs[0].outputs[0].text)
 
-One thread; calls do not overlap. Everything the scheduler does can be set, watched and recorded.
+Single-threaded: calls do not overlap. Every scheduler setting can be given, and every step can be
+observed and recorded.
 """
 
 from __future__ import annotations
 
+import inspect
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
@@ -23,33 +28,60 @@ from headway.engine.engine import Engine, Observer
 from headway.engine.input_processor import (
     InputProcessor,
     Message,
-    Prompt,
+    PromptInput,
+    draw_seed,
     embedding_params,
     is_single,
 )
-from headway.engine.outputs import Delta, Result, ResultBuilder, drop_sample
-from headway.errors import ExecutorError, FormatError, InvalidRequest, PolicyError, RequestError
+from headway.engine.offline import OfflineRunner, PromptBatch
+from headway.engine.outputs import (
+    Delta,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    OutputBuilder,
+    RequestOutput,
+)
+from headway.errors import (
+    ConfigError,
+    ExecutorError,
+    FormatError,
+    HeadwayError,
+    InvalidRequest,
+    PolicyError,
+    RequestError,
+)
 from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.swap_cost import Timed, measured
-from headway.gatherer import OutputCollector
 from headway.loading import Loaded, LoadOptions, Progress, load
 from headway.observe.trace import TraceWriter
-from headway.request import Params, Pooling, Request
+from headway.request import Params, Pooling
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import cheaper
+from headway.scheduler.presets import NUMBERS, SLOTS
+from headway.text.tokenizer import Tokenizer
 
-GREEDY = SamplingParams(temperature=0.0)
+Prompts = PromptInput | Sequence[PromptInput]
+AllParams = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
+OnFinish = Callable[[int, RequestOutput], None]  # (position of the prompt, its output)
 
 
 class LLM:
-    """A model that answers prompts, many at a time.
+    """A model that completes prompts in batches.
 
-    `device` is auto (a GPU if one can be used), cpu, cuda or cuda:1. `dtype` is auto (float32 on a
-    CPU, bfloat16 on a GPU), float32, bfloat16 or float16. `quantization` on a CPU is int8, or auto
-    (what a measurement finds fastest: see `headway models`). `kv_memory` is in bytes, or a text
-    such as "2GiB". `async_scheduling` is on for a GPU and off for a CPU, unless given. `settings` are the
-    scheduler's: slots and numbers, as in `headway.preset`.
+    `model` is a bundled name, a folder, a .gguf file or a Hugging Face Hub id. `device` is auto (a
+    GPU if one is usable), cpu, cuda or cuda:1. `dtype` is auto (float32 on a CPU, bfloat16 on a
+    GPU), float32, bfloat16 or float16. `quantization` on a CPU is int8, or auto (the fastest by
+    measurement; see `headway models`). `kv_memory` is in bytes, or a text such as "2GiB".
+
+    `seed` makes runs reproducible: requests without a seed get one derived from it, in order.
+    `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` must be 1.
+    `trust_remote_code` has no effect, because no code of a model repository is ever run.
+    `async_scheduling` plans the next step while one runs; the default is on for a GPU.
+
+    `settings` are scheduler settings as in `headway.preset`: `max_model_len`, `max_num_seqs`,
+    `max_num_batched_tokens`, `block_size`, `num_blocks`, `queue`, `chunk` and so on. ConfigError
+    names an unknown argument.
     """
 
     def __init__(
@@ -65,6 +97,10 @@ class LLM:
         attention: str = "triton",
         kv_memory: int | str | None = None,
         gpu_memory_utilization: float = 0.9,
+        enforce_eager: bool = False,
+        seed: int | None = None,
+        tensor_parallel_size: int = 1,
+        trust_remote_code: bool = False,
         threads: int | None = None,
         async_scheduling: bool | None = None,
         trace_out: str | Path | None = None,
@@ -72,10 +108,16 @@ class LLM:
         observers: Iterable[Observer] = (),
         **settings: Any,
     ) -> None:
+        _check_settings(settings)
+        if tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}; a model runs on "
+                "one device"
+            )
         options = LoadOptions(
-            device=device, dtype=dtype, quantization=quantization, load_format=load_format, attention=attention,
-            kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory, threads=threads,
-            gpu_memory_utilization=gpu_memory_utilization,
+            device=device, dtype=dtype, quantization=quantization, load_format=load_format,
+            attention=attention, kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory,
+            threads=threads, gpu_memory_utilization=gpu_memory_utilization,
         )  # fmt: skip
         self.loaded: Loaded = load(
             model, options, preset_name=preset, settings=settings, progress=progress,
@@ -83,12 +125,15 @@ class LLM:
         )  # fmt: skip
         self.model_name = model
         self.tokenizer = self.loaded.tokenizer
-        self.asking = InputProcessor(
+        self.input_processor = InputProcessor(
             tokenizer=self.tokenizer, vocab_size=self.loaded.decoder.config.vocab_size,
             hidden_size=self.loaded.decoder.config.hidden_size, eos_ids=self.loaded.eos_ids,
+            new_seed=_seeds(seed),
         )  # fmt: skip
         self.config = self.loaded.config
-        self.executor = make_executor(self.loaded.decoder, self.config, progress)
+        self.executor = make_executor(
+            self.loaded.decoder, self.config, progress, enforce_eager=enforce_eager
+        )
         matchers = self.executor.sampler.grammars.matchers
         matchers.use(self.tokenizer, self.loaded.eos_ids)
         clock = RealClock()
@@ -102,84 +147,117 @@ class LLM:
         self.engine.preparation = matchers
         self._trace: IO[str] | None = None
         if trace_out is not None:
-            self._trace = _opened(Path(trace_out))
+            self._trace = _open_trace(Path(trace_out))
             self.engine.observers.append(TraceWriter(self._trace, self.config, async_scheduling))
-        self._gatherer = OutputCollector(clock)
-        self.engine.observers += [self._gatherer, *observers]
+        self._runner = OfflineRunner(self.engine, self.tokenizer)
+        self.engine.observers += observers
         self._numbers = count()
-
-    # What a user asks.
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts,
+        sampling_params: AllParams = None,
+        use_tqdm: bool = True,
         *,
-        on_finish: Callable[[Result], None] | None = None,
-    ) -> list[Result]:
-        """Results in the order of the prompts. `on_finish` is told of each as soon as it is done.
+        on_finish: OnFinish | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one prompt or a list of prompts; outputs are in the order of the prompts.
 
-        Of several prompts, one that is refused has its error in its result and the others go on;
-        a single one raises it.
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
+        `sampling_params` is one for all prompts or one for each; the default is
+        `SamplingParams()`. `use_tqdm` shows a progress bar if stderr is a terminal. `on_finish` is
+        called with the position and output of each prompt as soon as it has finished.
+
+        If a prompt is refused, its RequestError (which names its position) is raised before
+        anything runs. If a step fails while a request runs, its outputs have finish_reason
+        "error", and `error` says why.
         """
-        return self._complete(prompts, params, on_finish)
+        with self._runner.interruptible():
+            batch = self._submit(prompts, sampling_params)
+            self._raise_refusal(batch, prompts)
+            self._run(batch, use_tqdm, on_finish)
+        return [builder.output() for builder in batch.builders]
+
+    def try_generate(
+        self,
+        prompts: Prompts,
+        sampling_params: AllParams = None,
+        *,
+        on_finish: OnFinish | None = None,
+    ) -> list[RequestOutput | HeadwayError]:
+        """Like `generate`, but a refused prompt has its error in the list and the others run.
+
+        Shows no progress bar. `on_finish` is not called for refused prompts.
+        """
+        with self._runner.interruptible():
+            batch = self._submit(prompts, sampling_params)
+            self._run(batch, False, on_finish)
+        return [
+            each.output() if isinstance(each, OutputBuilder) else each for each in batch.results
+        ]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        **options: Any,
-    ) -> list[Result]:
-        """Answers to one conversation, or to several; `options` go to the model's template."""
+        sampling_params: AllParams = None,
+        use_tqdm: bool = True,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of conversations; see `generate`.
+
+        The model's chat template renders the messages; `chat_template_kwargs` are further
+        variables for it. `add_generation_prompt` is true unless `continue_final_message` is.
+        """
+        options = {
+            **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "tools": tools,
+        }  # fmt: skip
         is_one = bool(messages) and isinstance(messages[0], Mapping)
-        talks: Sequence[Any] = [messages] if is_one else messages
-        return self.generate([self.chat_tokens(talk, **options) for talk in talks], params)
+        conversations: Sequence[Any] = [messages] if is_one else messages
+        prompts = [self.chat_tokens(conversation, **options) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "mean"
-    ) -> list[Result]:
-        """Embeddings in the order of the prompts: `result.embedding`, float32, of length 1.
+        self, prompts: Prompts, *, pooling: Pooling = "mean", use_tqdm: bool = True
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings in the order of the prompts: `output.outputs.embedding`, float32, length 1.
 
-        `pooling` is "mean" (over all prompt tokens) or "last" (the last one). A refused prompt is
-        reported as by `generate`. Raises ExecutorError if a step fails.
+        `pooling` is "mean" (over all prompt tokens) or "last" (the last token). Raises the
+        RequestError of a refused prompt, and ExecutorError if a step fails.
         """
-        results = self._complete(prompts, fixed=embedding_params(pooling))
-        for result in results:
-            drop_sample(result)
-        return results
+        with self._runner.interruptible():
+            batch = self._submit(prompts, None, fixed=embedding_params(pooling))
+            self._raise_refusal(batch, prompts)
+            self._run(batch, use_tqdm)
+        return [_embedding_output(builder) for builder in batch.builders]
 
-    def stream(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> Iterator[Delta]:
-        """New text as it is generated. Leaving the loop early ends the requests."""
-        results: list[Result] = []
-        with self._interruptible():
-            gatherings = self._open(_listed(prompts), params, is_watched=True, results=results)
-            refused = next((result.error for result in results if result.error), None)
-            if refused:
-                self._close(gatherings)
-                raise refused
-            for _ in self._run(gatherings):
-                for place, gathering in enumerate(gatherings):
-                    deltas, gathering.deltas = gathering.deltas, []
-                    for delta in deltas:
-                        delta.index = place
-                        yield delta
+    def stream(self, prompts: Prompts, sampling_params: AllParams = None) -> Iterator[Delta]:
+        """Yield text as it is generated. Leaving the loop early aborts the requests."""
+        with self._runner.interruptible():
+            batch = self._submit(prompts, sampling_params, is_streamed=True)
+            self._raise_refusal(batch, prompts)
+            for _ in self._runner.run(batch):
+                yield from batch.take_deltas()
 
     def chat_tokens(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """A conversation as the model's template writes it, up to where the answer begins."""
-        return self.asking.chat_tokens(messages, **options)
+        """The tokens of a conversation, rendered with the model's chat template."""
+        return self.input_processor.chat_tokens(messages, **options)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; InvalidRequest if it has none."""
+        return self.input_processor.need_tokenizer()
 
     def reset_cache(self) -> bool:
-        """Forget all cached prefixes; False while requests hold some."""
+        """Drop all cached prefixes; False, without effect, while requests hold blocks."""
         return self.engine.scheduler.reset_cache()
 
     def close(self) -> None:
-        """End what runs and close the trace file."""
-        for gathering in set(self._gatherer.gatherings.values()):
-            self._close([gathering])
+        """Abort open requests and close the trace file."""
+        self._runner.close_all()
         if self._trace is not None:
             self._trace.close()
             self._trace = None
@@ -195,133 +273,114 @@ class LLM:
     ) -> None:
         self.close()
 
-    # From prompts to requests.
-
-    def _open(
+    def _submit(
         self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Prompts,
+        params: AllParams,
         *,
-        is_watched: bool,
-        results: list[Result],
+        is_streamed: bool = False,
         fixed: Params | None = None,
-    ) -> list[ResultBuilder]:
-        """Hand every prompt to the engine; what is refused leaves its error in its result.
+    ) -> PromptBatch:
+        """Add every prompt to the engine; a refused one has its error in the batch.
 
-        `fixed` is what the engine reads of every request, in place of `params`.
+        `fixed` are the engine's params of every request, in place of `params`.
         """
-        each = [params or GREEDY] * len(prompts) if not isinstance(params, Sequence) else params
-        if len(each) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts, but {len(each)} sampling parameters")
-        gatherings: list[ResultBuilder] = []
+        listed: list[PromptInput] = _listed(prompts)
+        default = SamplingParams() if params is None else params
+        each = default if isinstance(default, Sequence) else [default] * len(listed)
+        if len(each) != len(listed):
+            raise InvalidRequest(f"{len(listed)} prompts, but {len(each)} sampling parameters")
+        batch = PromptBatch(is_streamed=is_streamed)
         try:
-            for prompt, asked in zip(prompts, each, strict=True):
-                text = prompt if isinstance(prompt, str) else None
-                result = Result(id=str(next(self._numbers)), prompt=text, prompt_token_ids=[])
-                results.append(result)
-                if requests := self._add(prompt, asked, result, fixed):
-                    gathering = ResultBuilder(
-                        result, requests, asked, self.tokenizer, is_watched=is_watched
-                    )
-                    gatherings.append(gathering)
-                    self._gatherer.gatherings.update(dict.fromkeys(requests, gathering))
+            for prompt, asked in zip(listed, each, strict=True):
+                id = str(next(self._numbers))
+                try:
+                    tokens = self.input_processor.read_prompt(prompt)
+                    engine_params = fixed or self.input_processor.params(asked, id)
+                    self._runner.add(batch, id, tokens, asked, engine_params)
+                except (RequestError, PolicyError) as error:
+                    batch.results.append(error)
         except Exception:  # the prompts before this one must not stay in the engine
-            self._close(gatherings)
+            self._runner.close(batch)
             raise
-        return gatherings
+        return batch
 
-    def _add(
-        self, prompt: Prompt, asked: SamplingParams, result: Result, fixed: Params | None
-    ) -> list[Request]:
-        """Give one prompt to the engine; none, and the error in the result, if it is refused."""
-        try:
-            result.prompt_token_ids = self.asking.tokens(prompt)
-            params = fixed or self.asking.params(asked, result.id)
-            return self.engine.add(result.id, result.prompt_token_ids, params)
-        except (RequestError, PolicyError) as error:
-            result.error = error
-            return []
+    def _raise_refusal(self, batch: PromptBatch, prompts: Prompts) -> None:
+        """Abort the batch and raise the error of its first refused prompt, if there is one."""
+        if batch.refusal is None:
+            return
+        self._runner.close(batch)
+        position, error = batch.refusal
+        if not is_single(prompts):
+            error.args = (f"prompts[{position}]: {error}",)
+        raise error
 
-    # The loop.
-
-    def _complete(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        on_finish: Callable[[Result], None] | None = None,
-        fixed: Params | None = None,
-    ) -> list[Result]:
-        """Run all prompts to their end; see `generate` and `_open`."""
-        results: list[Result] = []
-        with self._interruptible():
-            gatherings = self._open(
-                _listed(prompts), params, is_watched=False, results=results, fixed=fixed
-            )
-            if is_single(prompts) and results[0].error:
-                raise results[0].error
-            waiting = list(gatherings)
-            for _ in self._run(gatherings):
-                if on_finish:
-                    for gathering in [g for g in waiting if not g.num_open]:
-                        waiting.remove(gathering)
-                        on_finish(gathering.result)
-        return results
-
-    def _run(self, gatherings: Sequence[ResultBuilder]) -> Iterator[None]:
-        """Step until all of these are done; whatever interrupts it ends those that are not."""
-        try:
-            while any(gathering.num_open for gathering in gatherings):
-                self.engine.step()
-                for request in [r for r in self._gatherer.kept if not r.is_finished]:
-                    self.engine.stop(request.id)
-                yield
-        except (Exception, GeneratorExit):  # a key press is for `_interruptible`
-            self._close(gatherings)
-            raise
-        self._close(gatherings)
-
-    @contextmanager
-    def _interruptible(self) -> Iterator[None]:
-        """A key press may come at any line: whatever it breaks off is ended, or thrown away."""
-        try:
-            yield
-        except (Exception, GeneratorExit):
-            raise  # these end requests, but break nothing off
-        except BaseException:
-            try:
-                self._close(list(set(self._gatherer.gatherings.values())))
-                is_sound = not self.engine.has_work and self.engine.scheduler.is_idle
-            except Exception:
-                is_sound = False
-            if not is_sound:
-                self.engine.restart()
-            self._gatherer.clear()
-            raise
-
-    def _close(self, gatherings: Sequence[ResultBuilder]) -> None:
-        for gathering in gatherings:
-            if gathering.num_open:
-                with suppress(ExecutorError):
-                    self.engine.abort(gathering.result.id)
-        while self.engine.has_work and any(gathering.num_open for gathering in gatherings):
-            self.engine.step()
-        while self.engine.has_work and not self._gatherer.gatherings:
-            self.engine.step()  # a plan in flight that nobody waits for any more
+    def _run(self, batch: PromptBatch, use_tqdm: bool, on_finish: OnFinish | None = None) -> None:
+        with _progress_bar(len(batch.builders), use_tqdm) as advance:
+            for _ in self._runner.run(batch):
+                for position in batch.take_finished():
+                    advance()
+                    builder = batch.results[position]
+                    if on_finish is not None and isinstance(builder, OutputBuilder):
+                        on_finish(position, builder.output())
 
 
 def with_measured_swap(config: Config, executor: Timed) -> Config:
-    """The default swap rule `cheaper` with this device's times; any other is left as it is."""
+    """The config; its default swap policy `cheaper` gets the transfer times of this device."""
     if config.swap != cheaper() or not config.num_host_blocks:
         return config
     return replace(config, swap=cheaper(**measured(executor, config)._asdict()))
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+def _check_settings(settings: Mapping[str, Any]) -> None:
+    """ConfigError names unknown arguments and the closest known ones."""
+    known = {*inspect.signature(LLM).parameters, *SLOTS, *NUMBERS} - {"settings"}
+    problems = []
+    for name in settings:
+        if name not in known:
+            close = get_close_matches(name, known, 1)
+            problems.append(repr(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
+    if problems:
+        raise ConfigError(f"LLM has no argument {', '.join(problems)}")
+
+
+def _seeds(seed: int | None) -> Callable[[], int]:
+    """Draws a seed for each request that has none: at random, or reproducibly from `seed`."""
+    return draw_seed if seed is None else partial(random.Random(seed).getrandbits, 63)
+
+
+def _embedding_output(builder: OutputBuilder) -> EmbeddingRequestOutput:
+    """ExecutorError if a step failed before the embedding was computed."""
+    output = builder.output()
+    if builder.embedding is None:
+        raise ExecutorError(f"no embedding for prompt {builder.id}: {output.outputs[0].error}")
+    return EmbeddingRequestOutput(
+        request_id=output.request_id, prompt=output.prompt,
+        prompt_token_ids=output.prompt_token_ids,
+        outputs=EmbeddingOutput(embedding=builder.embedding),
+        num_cached_tokens=output.num_cached_tokens,
+    )  # fmt: skip
+
+
+@contextmanager
+def _progress_bar(num_prompts: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on stderr, only if it is a terminal; yields a function to call for each prompt."""
+    from rich.console import Console
+    from rich.progress import Progress as ProgressBar
+
+    console = Console(stderr=True)
+    is_hidden = not (is_shown and console.is_terminal and num_prompts)
+    with ProgressBar(console=console, disable=is_hidden) as bar:
+        task = bar.add_task("Processed prompts", total=num_prompts)
+        yield lambda: bar.advance(task)
+
+
+def _listed(prompts: Prompts) -> list[Any]:
     return [prompts] if is_single(prompts) else list(prompts)
 
 
-def _opened(path: Path) -> IO[str]:
-    """A trace file, line by line on disk, so that an end without warning leaves whole lines."""
+def _open_trace(path: Path) -> IO[str]:
+    """A line-buffered file, so that a crash leaves whole lines."""
     try:
         return path.open("w", 1, encoding="utf-8")
     except OSError as error:

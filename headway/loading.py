@@ -1,6 +1,6 @@
-"""From a name and a few options to a model in memory and a scheduler's config that fits it.
+"""Loads a model and makes a scheduler config that fits the model and the memory.
 
-Weighs memory: the weights first, then as many KV blocks as the budget allows.
+Weights are loaded first. The KV cache gets a share of the memory that is left.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ from headway.scheduler import preset
 from headway.scheduler.policies import recompute
 from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
-Progress = Callable[[str, int, int], None]  # (what is being done, done, total)
+Progress = Callable[[str, int, int], None]  # (description, done, total)
 Steps = Callable[[int, int], None]  # (done, total)
-Measure = Callable[[Decoder, Config, float], int]  # blocks that fit into a share of a GPU's memory
-SHARE = 0.1  # of the memory that is free, for keys and values, unless told otherwise
-PINNED = 0.125  # of the host's memory that is free, for blocks swapped out of a GPU
-SEATS, STEP_TOKENS = 64, 512  # more of either only makes a CPU's steps longer
+Measure = Callable[
+    [Decoder, Config, float], int
+]  # number of KV blocks for a fraction of GPU memory
+KV_FRACTION = 0.1  # default fraction of free CPU memory for the KV cache
+PINNED_FRACTION = 0.125  # fraction of free host memory for blocks swapped out of a GPU
+CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 512  # on a CPU, more of either only makes steps longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """Where and how a model is to run, as a user says it."""
+    """Where and how a model runs, as given by the user."""
 
     device: str = "auto"
     dtype: str = "auto"
@@ -62,16 +64,18 @@ class LoadOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        share, threads = self.gpu_memory_utilization, self.threads
-        if not 0 < share <= 1:
-            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {share}")
+        fraction, threads = self.gpu_memory_utilization, self.threads
+        if not 0 < fraction <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization must be above 0 and at most 1, not {fraction}"
+            )
         if threads is not None and threads < 1:
-            raise ConfigError(f"threads must be a whole number from 1 up, not {threads}")
+            raise ConfigError(f"threads must be at least 1, not {threads}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model ready to run, and the scheduler's config that goes with it."""
+    """A model that is ready to run, and the scheduler config for it."""
 
     path: Path
     device: str  # cpu, or cuda:0 and so on
@@ -80,7 +84,7 @@ class Loaded:
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     config: Config
-    kv_bytes: int  # of all device blocks
+    kv_bytes: int  # size of all device blocks
 
     @property
     def is_on_gpu(self) -> bool:
@@ -89,10 +93,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRoom:
-    """What a GPU has left for blocks."""
+    """GPU memory that is left for KV blocks."""
 
     free: int  # bytes
-    measure: Callable[[Config], int]  # blocks that fit beside the steps of such a config
+    measure: Callable[[Config], int]  # blocks that fit beside the steps of a config
 
 
 def load(
@@ -104,17 +108,17 @@ def load(
     progress: Progress | None,
     measure: Measure,
 ) -> Loaded:
-    """Find, fetch if need be, and load a model; ModelError or ConfigError if that cannot be."""
+    """Find, download if necessary, and load a model; ModelError or ConfigError if that fails."""
     if options.threads is not None:
         use_threads(options.threads)
     device = use_device(options.device)
     precision = resolved(options.dtype, options.quantization, device)
     kv_dtype = kv_dtype_for(options.kv_cache_dtype, device)
     check_attention(options.attention, device)
-    path = resolve(model, progress=_titled(progress, f"fetching {model}"))
+    path = resolve(model, progress=_with_title(progress, f"downloading {model}"))
     checkpoint = _checkpoint(path, options.load_format, device)
     backend = choose_backend(checkpoint.config, precision, device, kv_dtype, options.attention)
-    decoder = _decoder(checkpoint, backend, device, _titled(progress, f"loading {model}"))
+    decoder = _decoder(checkpoint, backend, device, _with_title(progress, f"loading {model}"))
     tokenizer = find_tokenizer(path)
     itemsize = backend.kv_blocks(decoder.config, 0, 1).element_size()
     room = _gpu_room(decoder, device, options.gpu_memory_utilization, measure)
@@ -129,7 +133,7 @@ def load(
 
 def _checkpoint(path: Path, load_format: str, device: Device) -> Checkpoint:
     opened = open_checkpoint(path, load_format)
-    # Random weights are made where they are wanted.
+    # Random weights are created on the device itself.
     return DummyCheckpoint(opened.config, device) if load_format == "dummy" else opened
 
 
@@ -142,19 +146,21 @@ def _decoder(
         return Decoder(checkpoint, backend, progress)
 
 
-def _gpu_room(decoder: Decoder, device: Device, share: float, measure: Measure) -> GpuRoom | None:
+def _gpu_room(
+    decoder: Decoder, device: Device, fraction: float, measure: Measure
+) -> GpuRoom | None:
     if device.type != "cuda":
         return None
     free = free_device_memory(device)
-    return GpuRoom(free=free, measure=lambda config: measure(decoder, config, share))
+    return GpuRoom(free=free, measure=lambda config: measure(decoder, config, fraction))
 
 
-def _titled(progress: Progress | None, title: str) -> Steps | None:
+def _with_title(progress: Progress | None, title: str) -> Steps | None:
     return None if progress is None else lambda done, total: progress(title, done, total)
 
 
 def find_tokenizer(path: Path) -> Tokenizer | None:
-    """The tokenizer beside or inside a model; None where only a config.json was given."""
+    """The tokenizer in a model folder or GGUF file; None if there is none."""
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
         if (path / "tokenizer.json").exists() or not found:
@@ -174,7 +180,7 @@ def fit(
     settings: Mapping[str, Any],
     room: GpuRoom | None = None,
 ) -> Config:
-    """A preset with these settings, and with blocks and lengths that model and memory allow."""
+    """A preset with these settings, and with the length and blocks that model and memory allow."""
     changes = {name: value for name, value in settings.items() if value is not None}
     changes["max_model_len"] = min(
         changes.get("max_model_len", model.max_model_len), model.max_model_len
@@ -184,64 +190,64 @@ def fit(
     block = config.block_size * model.kv_bytes(itemsize)
     can_swap = config.swap is not recompute and "num_host_blocks" not in changes
     if can_swap and room is not None:
-        config = replace(config, num_host_blocks=int(free_memory() * PINNED) // block)
+        config = replace(config, num_host_blocks=int(free_memory() * PINNED_FRACTION) // block)
     if "num_blocks" not in changes:
         changes["num_blocks"] = _num_blocks(config, block, kv_memory, room)
     if can_swap:
-        most = changes["num_blocks"] if room is None else config.num_host_blocks
-        changes["num_host_blocks"] = min(most, changes["num_blocks"])
+        limit = changes["num_blocks"] if room is None else config.num_host_blocks
+        changes["num_host_blocks"] = min(limit, changes["num_blocks"])
     config = preset(preset_name, **changes)
     _check_memory(config.num_blocks * block, config.num_host_blocks * block, room)
     return config
 
 
 def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> None:
-    """Seats and tokens of a step, where they are not set: a GPU takes what the preset has."""
-    own = preset(preset_name)
-    seats, tokens = (
-        (own.max_num_seqs, own.max_num_batched_tokens) if is_gpu else (SEATS, STEP_TOKENS)
-    )
-    changes.setdefault("max_num_seqs", min(seats, changes.get("max_num_batched_tokens", seats)))
+    """Set max_num_seqs and max_num_batched_tokens, unless given: on a GPU those of the preset."""
+    base = preset(preset_name)
+    num_seqs, num_tokens = CPU_NUM_SEQS, CPU_BATCHED_TOKENS
+    if is_gpu:
+        num_seqs, num_tokens = base.max_num_seqs, base.max_num_batched_tokens
+    limit = changes.get("max_num_batched_tokens", num_seqs)
+    changes.setdefault("max_num_seqs", min(num_seqs, limit))
     if "max_num_batched_tokens" not in changes:
-        wanted = max(tokens, changes["max_num_seqs"])
-        chunk = preset(preset_name, **changes, max_num_batched_tokens=wanted).chunk
-        can_cut = chunk(changes["max_model_len"], wanted, True) > 0
+        budget = max(num_tokens, changes["max_num_seqs"])
+        chunk = preset(preset_name, **changes, max_num_batched_tokens=budget).chunk
+        can_split = chunk(changes["max_model_len"], budget, True) > 0
         changes["max_num_batched_tokens"] = (
-            wanted if can_cut else max(wanted, changes["max_model_len"])
+            budget if can_split else max(budget, changes["max_model_len"])
         )
 
 
 def _num_blocks(
     config: Config, block: int, kv_memory: int | str | None, room: GpuRoom | None
 ) -> int:
-    """Blocks for the budget; without one, what there is to give, but no more than can be used."""
+    """Blocks for this much memory; by default a fraction of it, but no more than can be used."""
     if kv_memory is None:
-        most = config.max_num_seqs * -(-config.max_model_len // config.block_size)
+        usable = config.max_num_seqs * -(-config.max_model_len // config.block_size)
         if room is not None:
-            return min(most, room.measure(config))
-        return max(1, min(most, int(free_memory() * SHARE) // block))
+            return min(usable, room.measure(config))
+        return max(1, min(usable, int(free_memory() * KV_FRACTION) // block))
     budget = parse_size(kv_memory)
     if budget < block:
         raise ConfigError(
-            f"kv_memory: {size(budget)} holds no block of {config.block_size} tokens, "
-            f"which takes {size(block)}; raise --kv-memory or lower --block-size"
+            f"kv_memory is {size(budget)}, but a block of {config.block_size} tokens takes "
+            f"{size(block)}; raise --kv-memory or lower --block-size"
         )
     return budget // block
 
 
 def _check_memory(on_device: int, on_host: int, room: GpuRoom | None) -> None:
-    """ConfigError if blocks of so many bytes cannot be had."""
+    """ConfigError if blocks of these sizes, in bytes, do not fit into the free memory."""
     if room is None:
         needs = [("the KV cache", on_device + on_host, free_memory(), "memory")]
     else:
         needs = [
-            ("the KV cache", on_device, room.free, "the GPU's memory"),
-            ("the KV cache on the host", on_host, free_memory(), "memory"),
+            ("the KV cache", on_device, room.free, "GPU memory"),
+            ("the KV cache on the host", on_host, free_memory(), "host memory"),
         ]
-    for what, asked, free, where in needs:
-        if asked > free:
+    for what, needed, free, where in needs:
+        if needed > free:
             raise ConfigError(
-                f"{what} needs {size(asked)} and {size(free)} of {where} are free: "
-                f"{size(asked - free)} too little; "
+                f"{what} needs {size(needed)}, but only {size(free)} of {where} is free; "
                 "lower --kv-memory, --num-blocks or --num-host-blocks"
             )

@@ -1,26 +1,26 @@
-"""How the next token is chosen: what a user writes, and what an executor reads of it.
+"""How a prompt is completed: `SamplingParams` for users, `Sampling` for executors.
 
-`SamplingParams` is flat and in words; `Sampling` is the part that an executor needs, in tokens.
-Knows nothing of tensors or tokenizers: the caller turns texts into tokens.
+`SamplingParams` has vLLM's names and defaults. `Sampling` is the part of it that an executor reads,
+with texts as tokens. Knows nothing of tensors or tokenizers: the caller tokenizes.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
 
 MAX_LOGPROBS = 100
-COLDEST = 1e-4  # a lower temperature is greedy: float32 would lose the chance between equals
+COLDEST = 1e-4  # lower is greedy: float32 could not tell equal tokens apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What the executor reads of one request. It travels in `Params.sampling`."""
+    """What the executor reads of one request; the content of `Params.sampling`."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0 or -1: off
@@ -39,67 +39,100 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """True if the most probable token is taken."""
+        """True if the most probable token is always chosen."""
         return self.temperature < COLDEST
 
     @property
     def has_penalties(self) -> bool:
-        """True if it matters which tokens there have been, and how often."""
+        """True if logits depend on earlier tokens and their counts."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
     @property
     def edits_logits(self) -> bool:
-        """True if logits are masked, biased or penalised before anything is chosen."""
+        """True if logits are masked, biased or penalized before a token is chosen."""
         is_masked = bool(self.bad_words) or self.allowed_tokens is not None
         is_masked = is_masked or self.grammar is not None
         return is_masked or bool(self.logit_bias) or self.has_penalties
 
     @property
     def is_plain(self) -> bool:
-        """True if there is nothing beyond temperature, top_k, top_p and min_p."""
+        """True if only temperature, top_k, top_p and min_p are set."""
         return not self.edits_logits and self.logprobs is None and self.prompt_logprobs is None
 
 
 class TokenLogprobs(NamedTuple):
-    """One token's log probability under the raw logits, and its best alternatives'."""
+    """The log probability of one token under the raw logits, and those of the top alternatives."""
 
     token: int
     logprob: float
     rank: int  # 1: no token was more probable
-    top: list[tuple[int, float]]  # tokens with their logprobs, most probable first
+    top: list[tuple[int, float]]  # token ids and log probabilities, most probable first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What an output must look like; exactly one field is set. InvalidRequest otherwise."""
+
+    json: Mapping[str, Any] | str | None = None  # JSON schema, as an object or as its JSON
+    regex: str | None = None
+    choice: Sequence[str] | None = None  # exactly one of these texts
+    grammar: str | None = None  # context-free, in Lark notation
+    json_object: bool | None = None  # True: any JSON object
+
+    def __post_init__(self) -> None:
+        self.to_grammar()
+
+    def to_grammar(self) -> Grammar:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(given) != 1:
+            names = ", ".join(field.name for field in fields(self))
+            has = " and ".join(given) or "none"
+            raise InvalidRequest(f"structured_outputs must have one of {names}; it has {has}")
+        if given == ["json_object"]:
+            return Grammar.json_object()
+        makers: dict[str, Callable[[Any], Grammar]] = {
+            "json": Grammar.json_schema, "regex": Grammar.regex, "choice": Grammar.choice,
+            "grammar": Grammar.lark,
+        }  # fmt: skip
+        return makers[given[0]](getattr(self, given[0]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """What a user may ask of one prompt. Raises InvalidRequest for what makes no sense."""
+    """How to complete one prompt. InvalidRequest names a field whose value is out of range.
+
+    Fields and defaults are those of vLLM. `priority`, `client`, `deadline` and `salt` are read by
+    the scheduler.
+    """
 
     n: int = 1  # samples of the prompt
-    max_tokens: int | None = 128  # None: as far as the model's length allows
+    max_tokens: int | None = 16  # None: as far as the model's length allows
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0
+    temperature: float = 1.0  # 0: always the most probable token
+    top_k: int = 0  # 0 or -1: off
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None  # None: whoever sends the request draws one
-    logprobs: int | None = None
+    seed: int | None = None  # None: a seed is drawn for each request
+    logprobs: int | None = None  # top alternatives for each token; 0: only the token itself
     prompt_logprobs: int | None = None
     stop: str | Sequence[str] | None = None
     include_stop_str_in_output: bool = False
-    stop_token_ids: Collection[int] = ()
+    stop_token_ids: Collection[int] = ()  # None is read as ()
     ignore_eos: bool = False
-    bad_words: Sequence[str] = ()
+    bad_words: Sequence[str] = ()  # None is read as ()
     allowed_token_ids: Collection[int] | None = None
     skip_special_tokens: bool = True
-    grammar: Grammar | None = None  # what the answer must look like
-    priority: int = 0
-    client: str = ""
-    deadline: float | None = None
-    salt: str = ""
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    grammar: Grammar | None = None  # set from structured_outputs if that is given
+    priority: int = 0  # lower runs sooner
+    client: str = ""  # for fair queueing
+    deadline: float | None = None  # seconds on the engine's clock
+    salt: str = ""  # prefixes are shared only between equal salts
 
     def __post_init__(self) -> None:
         for name, limits in RANGES.items():
@@ -109,24 +142,28 @@ class SamplingParams:
                 raise _wrong(name, f"a {kind.__name__}", getattr(self, name))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _wrong("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+        for name in ("stop_token_ids", "bad_words"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, ())
         _check_texts("stop", self.stop_strings)
         _check_texts("bad_words", self.bad_words)
         _check_ids("stop_token_ids", self.stop_token_ids)
         if self.allowed_token_ids is not None:
             _check_ids("allowed_token_ids", self.allowed_token_ids)
         _check_bias(self.logit_bias)
+        _set_grammar(self)
         _check_grammar(self)
 
     @property
     def stop_strings(self) -> Sequence[str]:
-        """`stop` as a sequence, whichever way it was written."""
+        """`stop` as a sequence."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
 
 class Range(NamedTuple):
-    """The numbers a field may have."""
+    """The numbers that a field may have."""
 
     low: float
     high: float
@@ -145,12 +182,12 @@ class Range(NamedTuple):
         return f"{kind}{limits}{' or None' if self.is_optional else ''}"
 
     def check(self, name: str, value: object) -> None:
-        """InvalidRequest unless the value is one of them."""
+        """InvalidRequest unless the value is in the range."""
         if not (value is None and self.is_optional) and not self.has(value):
             raise _wrong(name, str(self), value)
 
     def has(self, value: object) -> bool:
-        """True if a value is one of them."""
+        """True if the value is in the range."""
         kinds = int if self.is_whole else int | float
         if not isinstance(value, kinds) or isinstance(value, bool):
             return False
@@ -158,7 +195,7 @@ class Range(NamedTuple):
         return self.low <= value <= self.high and not is_open_end  # NaN is not
 
 
-HUGE = sys.float_info.max  # an infinity is above it
+HUGE = sys.float_info.max  # excludes infinity
 TOKEN_ID = Range(0, HUGE, is_whole=True)
 BIAS = Range(-100, 100)
 RANGES = {
@@ -169,7 +206,7 @@ RANGES = {
     "top_k": Range(-1, HUGE, is_whole=True),
     "top_p": Range(0, 1, is_open=True),
     "min_p": Range(0, 1),
-    "repetition_penalty": Range(0.001, 1000),  # nearer to 0, a logit could become infinite
+    "repetition_penalty": Range(0.001, 1000),  # a smaller one could make a logit infinite
     "frequency_penalty": Range(-2, 2),
     "presence_penalty": Range(-2, 2),
     "seed": Range(-(2**63), 2**64 - 1, is_whole=True, is_optional=True),
@@ -196,11 +233,11 @@ def _check_list(name: str, values: object, wanted: str, is_fine: Callable[[objec
         raise _wrong(name, f"a list of {wanted}", values)
     for value in values:
         if not is_fine(value):
-            raise InvalidRequest(f"{name} must be a list of {wanted}; it holds {value!r}")
+            raise InvalidRequest(f"{name} must be a list of {wanted}; it contains {value!r}")
 
 
 def _check_texts(name: str, texts: object) -> None:
-    wanted = "texts of at least 1 character"
+    wanted = "non-empty texts"
     _check_list(name, texts, wanted, lambda text: isinstance(text, str) and text != "")
 
 
@@ -212,14 +249,34 @@ def _check_bias(bias: object) -> None:
     if bias is None:
         return
     if not isinstance(bias, Mapping):
-        raise _wrong("logit_bias", f"a map from token ids to {BIAS}", bias)
+        raise _wrong("logit_bias", f"a mapping from token ids to {BIAS}", bias)
     _check_ids("logit_bias", list(bias))
     for token, value in bias.items():
         BIAS.check(f"logit_bias of token {token}", value)
 
 
+def _set_grammar(params: SamplingParams) -> None:
+    """Set `grammar` from `structured_outputs`; InvalidRequest if both are given and differ."""
+    wanted = params.structured_outputs
+    if wanted is None:
+        return
+    if isinstance(wanted, Mapping):
+        unknown = sorted(
+            map(str, wanted.keys() - {f.name for f in fields(StructuredOutputsParams)})
+        )
+        if unknown:
+            raise InvalidRequest(f"structured_outputs has unknown fields: {', '.join(unknown)}")
+        wanted = StructuredOutputsParams(**wanted)
+    if not isinstance(wanted, StructuredOutputsParams):
+        raise _wrong("structured_outputs", "a StructuredOutputsParams or None", wanted)
+    grammar = wanted.to_grammar()
+    if params.grammar not in (None, grammar):
+        raise InvalidRequest("structured_outputs and grammar are both set; set one of them")
+    object.__setattr__(params, "grammar", grammar)
+
+
 def _check_grammar(params: SamplingParams) -> None:
-    """A grammar says where an answer ends, so nothing else may keep it from ending there."""
+    """Refuse fields that would prevent an output from ending where its grammar ends."""
     if params.grammar is None:
         return
     if not isinstance(params.grammar, Grammar):
@@ -227,16 +284,16 @@ def _check_grammar(params: SamplingParams) -> None:
     for name in ("ignore_eos", "min_tokens"):
         if getattr(params, name):
             value = getattr(params, name)
-            raise InvalidRequest(f"{name} is {value!r}, but with a grammar it cannot be set")
+            raise InvalidRequest(f"{name} is {value!r}; it cannot be set together with a grammar")
 
 
 def check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    """InvalidRequest if the params name a token that the model does not have, or allow none."""
+    """InvalidRequest if params name a token that the model does not have, or allow no token."""
     allowed = params.allowed_token_ids
     if allowed is not None and len(allowed) == 0:
         raise InvalidRequest(
-            f"allowed_token_ids is empty; allow at least one of the {vocab_size} tokens, "
-            "or write None to allow all"
+            f"allowed_token_ids is empty; allow at least one of the {vocab_size} tokens, or use "
+            "None to allow all"
         )
     named = {
         "logit_bias": params.logit_bias or (),
@@ -251,17 +308,17 @@ def check_tokens(params: SamplingParams, vocab_size: int) -> None:
                 )
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > vocab_size:
-            raise _wrong(name, f"at most {vocab_size}, the model's tokens", getattr(params, name))
+            raise _wrong(
+                name, f"at most {vocab_size}, the size of the vocabulary", getattr(params, name)
+            )
 
 
 def token_level(
     params: SamplingParams, *, seed: int, bad_words: tuple[tuple[int, ...], ...]
 ) -> Sampling:
-    """What an executor reads of params that `check_tokens` let pass."""
+    """The part of checked params that an executor reads."""
     if not all(bad_words):
-        raise InvalidRequest(
-            f"bad_words has a text without tokens, which cannot be kept out: {params.bad_words!r}"
-        )
+        raise InvalidRequest(f"bad_words contains a text that has no tokens: {params.bad_words!r}")
     allowed = params.allowed_token_ids
     return Sampling(
         temperature=params.temperature,

@@ -1,10 +1,10 @@
-"""What a user may write about sampling, what is refused and how, and what an executor gets of it."""
+"""SamplingParams: which values are accepted, what errors name, and what an executor receives."""
 
 from __future__ import annotations
 
 import math
 import re
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
@@ -13,11 +13,17 @@ from hypothesis import strategies as st
 
 from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
-from headway.sampling_params import Sampling, SamplingParams, check_tokens, token_level
+from headway.sampling_params import (
+    Sampling,
+    SamplingParams,
+    StructuredOutputsParams,
+    check_tokens,
+    token_level,
+)
 
 VOCAB = 50
 
-# Field, a value that is refused, and what the message must name besides both.
+# Field, a refused value, and the limit that the message must name.
 REFUSED: list[tuple[str, Any, str]] = [
     ("n", 0, "1 to 1024"),
     ("n", 1025, "1 to 1024"),
@@ -27,7 +33,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("max_tokens", 0, "at least 1"),
     ("max_tokens", 2.5, "whole number"),
     ("min_tokens", -1, "at least 0"),
-    ("min_tokens", 129, "max_tokens (128)"),
+    ("min_tokens", 129, "max_tokens (16)"),
     ("temperature", -0.1, "0 to 1000"),
     ("temperature", 1001, "0 to 1000"),
     ("temperature", 10**400, "0 to 1000"),
@@ -58,16 +64,20 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("seed", -(2**63) - 1, "-9223372036854775808"),
     ("seed", 1.5, "whole number"),
     ("grammar", '{"type": "object"}', "a Grammar or None"),
+    ("structured_outputs", 5, "StructuredOutputsParams"),
+    ("structured_outputs", {"xml": "a"}, "unknown"),
+    ("structured_outputs", {"json": None}, "one of json, regex, choice, grammar"),
+    ("structured_outputs", {"regex": "a", "choice": ["b"]}, "regex and choice"),
     ("logprobs", -1, "0 to 100"),
     ("logprobs", 101, "0 to 100"),
     ("logprobs", True, "0 to 100"),
     ("prompt_logprobs", 101, "0 to 100"),
-    ("stop", "", "at least 1 character"),
-    ("stop", ["a", ""], "at least 1 character"),
+    ("stop", "", "non-empty"),
+    ("stop", ["a", ""], "non-empty"),
     ("stop", [1], "texts"),
     ("stop", 5, "texts"),
     ("bad_words", "word", "list"),
-    ("bad_words", [""], "at least 1 character"),
+    ("bad_words", [""], "non-empty"),
     ("stop_token_ids", [-1], "at least 0"),
     ("stop_token_ids", "12", "list"),
     ("stop_token_ids", [True], "whole numbers"),
@@ -92,13 +102,10 @@ def test_a_refusal_names_the_field_the_value_and_the_limit(
         SamplingParams(**{name: value})
     message = str(refusal.value)
     assert message.startswith(name) and limit in message
-    culprit = next(iter(value.values())) if isinstance(value, dict) else value
-    names_it = [
-        repr(value),
-        repr(culprit),
-        *(map(repr, value) if isinstance(value, list | dict) else ()),
-    ]
-    assert any(text in message for text in names_it), message
+    wrong = next(iter(value.values())) if isinstance(value, dict) else value
+    parts = value if isinstance(value, list | dict) else ()
+    names = [repr(value), repr(wrong), *map(repr, parts), *map(str, parts), "none"]
+    assert any(text in message for text in names), message
 
 
 def test_every_field_can_be_refused() -> None:
@@ -121,12 +128,12 @@ def test_every_field_can_be_refused() -> None:
         {"deadline": -1.0, "priority": -5, "client": "c", "salt": "s"},
     ],
 )  # fmt: skip
-def test_the_ends_of_every_range_are_allowed(written: dict[str, Any]) -> None:
+def test_both_limits_of_every_range_are_accepted(written: dict[str, Any]) -> None:
     SamplingParams(**written)
 
 
 @given(st.floats() | st.integers() | st.booleans() | st.none() | st.text(max_size=3))
-def test_any_value_is_taken_or_refused_in_our_own_words(value: Any) -> None:
+def test_any_value_is_accepted_or_refused_with_the_name_of_its_field(value: Any) -> None:
     for field in fields(SamplingParams):
         try:
             SamplingParams(**{field.name: value})
@@ -134,12 +141,12 @@ def test_any_value_is_taken_or_refused_in_our_own_words(value: Any) -> None:
             assert str(refusal).startswith(field.name)
 
 
-def test_params_cannot_change_after_the_check() -> None:
+def test_params_are_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         SamplingParams().temperature = -1.0  # type: ignore[misc]
 
 
-def test_stop_is_one_text_or_many() -> None:
+def test_stop_is_one_text_or_several() -> None:
     assert SamplingParams(stop="ab").stop_strings == ("ab",)
     assert list(SamplingParams(stop=["a", "b"]).stop_strings) == ["a", "b"]
     assert list(SamplingParams().stop_strings) == []
@@ -153,7 +160,7 @@ def test_stop_is_one_text_or_many() -> None:
         ("stop_token_ids", [VOCAB]),
     ],
 )
-def test_a_token_that_the_model_lacks_is_refused_by_its_id(name: str, value: Any) -> None:
+def test_a_token_that_the_model_does_not_have_is_named(name: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"{name} has token {VOCAB}\b.* 0 to {VOCAB - 1}"):
         check_tokens(SamplingParams(**{name: value}), VOCAB)
     check_tokens(SamplingParams(**{name: value}), VOCAB + 1)
@@ -172,7 +179,7 @@ def test_more_logprobs_than_tokens_are_refused(name: str) -> None:
         check_tokens(SamplingParams(**{name: VOCAB + 1}), VOCAB)
 
 
-def test_the_executor_gets_what_was_written() -> None:
+def test_the_executor_receives_every_field() -> None:
     written: dict[str, Any] = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "repetition_penalty": 1.5,
         "frequency_penalty": 0.5, "presence_penalty": -0.5, "logit_bias": {4: 2.0}, "logprobs": 2,
@@ -185,7 +192,7 @@ def test_the_executor_gets_what_was_written() -> None:
     assert all(getattr(expected, f.name) != getattr(Sampling(), f.name) for f in fields(Sampling))
 
 
-def test_what_the_executor_gets_does_not_change_with_the_users_map() -> None:
+def test_a_later_change_of_the_callers_mapping_has_no_effect() -> None:
     bias = {1: 1.0}
     sampling = token_level(SamplingParams(logit_bias=bias), seed=0, bad_words=())
     bias[1] = 5.0
@@ -214,6 +221,30 @@ def test_logprobs_are_not_plain_but_edit_nothing() -> None:
         assert not Sampling(**written).is_plain and not Sampling(**written).edits_logits
 
 
-def test_temperature_and_cuts_are_plain() -> None:
+def test_temperature_top_k_top_p_and_min_p_are_plain() -> None:
     assert Sampling(temperature=0.3, top_k=4, top_p=0.5, min_p=0.1, seed=3).is_plain
     assert Sampling(temperature=0).is_greedy and not Sampling().is_greedy
+
+
+@pytest.mark.parametrize(
+    ("given", "grammar"),
+    [
+        ({"json": {"type": "object"}}, Grammar.json_schema({"type": "object"})),
+        ({"json": '{"type": "object"}'}, Grammar.json_schema({"type": "object"})),
+        ({"regex": "a+"}, Grammar.regex("a+")), ({"choice": ["a", "b"]}, Grammar.choice(["a", "b"])),
+        ({"grammar": 'start: "a"'}, Grammar.lark('start: "a"')),
+        ({"json_object": True}, Grammar.json_object()),
+    ],
+)  # fmt: skip
+def test_structured_outputs_set_the_grammar(given: dict[str, Any], grammar: Grammar) -> None:
+    for written in (StructuredOutputsParams(**given), given):
+        params = SamplingParams(structured_outputs=written)
+        assert params.grammar == grammar
+        assert replace(params, seed=4).grammar == grammar
+    with pytest.raises(InvalidRequest, match="structured_outputs and grammar"):
+        SamplingParams(structured_outputs=given, grammar=Grammar.regex("other"))
+
+
+def test_none_in_place_of_a_list_is_an_empty_one() -> None:
+    params = SamplingParams(stop_token_ids=None, bad_words=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()

@@ -1,1 +1,4 @@
-"""The loop around the scheduler, and what reads its reports."""
+"""The engine: steps a scheduler and an executor, and turns step reports into outputs.
+
+To read in order: engine, loop, async_engine, messages, outputs, input_processor.
+"""

@@ -1,12 +1,12 @@
-"""The engine for asyncio: submit a request, iterate over what it gains.
+"""The engine for asyncio.
 
-    engine = AsyncEngine(llm.engine)
+    engine = AsyncEngine(llm.engine, input_processor=llm.input_processor)
     await engine.start()
-    async for update in engine.stream("id", prompt_tokens, params):
-        ...
+    async for output in engine.generate("Hello, my name is", SamplingParams(max_tokens=20)):
+        print(output.outputs[0].text)
 
-The engine runs on a thread of its own, or behind a socket: a `Port` carries messages there and
-back. Leaving an iteration early cancels its request. One AsyncEngine belongs to one event loop.
+The engine runs on a thread, or in another process: a `Port` carries the messages. Leaving an
+iteration early aborts its request. One AsyncEngine belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headway import errors
 from headway.engine.engine import Engine
-from headway.engine.event_loop_bridge import EventLoopBridge
+from headway.engine.event_loop import EventLoopBridge, RequestStream
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.messages import (
     Cancel,
@@ -33,22 +33,26 @@ from headway.engine.messages import (
     Tokens,
     ToLoop,
     Update,
-)  # fmt: skip
+)
+from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.engine.preparation_queue import PreparationQueue
-from headway.engine.stream import Stream
-from headway.errors import ExecutorError, InvalidRequest, Overloaded
+from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded
 from headway.request import Params
+from headway.sampling_params import SamplingParams
 
-PATIENCE = 0.002  # seconds that the next step may be put off
-MAX_TOKENS = 64  # of a step, for it to be worth that
+if TYPE_CHECKING:  # needs the packages for text, which the simulator does without
+    from headway.engine.input_processor import InputProcessor, PromptInput
+
+YIELD_SECONDS = 0.002  # longest delay of the next step in favour of the event loop
+MAX_YIELD_TOKENS = 64  # a step with more tokens is not delayed
 Receive = Callable[[list[FromLoop]], None]
 
 
 class Port(Protocol):
-    """The way to an engine's loop."""
+    """The connection to an engine's loop."""
 
     async def open(self, receive: Receive) -> None:
-        """Connect; `receive` is called on this event loop with what comes."""
+        """Connect; `receive` is called on this event loop with each batch of messages."""
         ...
 
     def send(self, messages: list[ToLoop]) -> None: ...
@@ -56,70 +60,75 @@ class Port(Protocol):
 
 
 class ThreadPort:
-    """An engine on a thread of this process."""
+    """Runs an engine on a thread of this process."""
 
     def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
         self.loop = EngineLoop(engine, self._deliver, limits)
-        self._anteroom = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
+        self._preparation = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._handover: EventLoopBridge | None = None
+        self._bridge: EventLoopBridge | None = None
         self._receive: Receive | None = None
-        # With async scheduling a device works on the next step meanwhile, and must not run dry.
-        self._gives_way = not engine.async_scheduling
+        # With async scheduling the next step is already running, and the device must not wait.
+        self._yields = not engine.async_scheduling
 
     async def open(self, receive: Receive) -> None:
-        self._handover, self._receive = (
-            EventLoopBridge(asyncio.get_running_loop(), receive),
-            receive,
-        )
+        self._bridge = EventLoopBridge(asyncio.get_running_loop(), receive)
+        self._receive = receive
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
-        """Pass messages to the loop; observations are answered here, also while a step runs."""
+        """Send messages to the loop; observations are answered here, even during a step."""
         known, rest = self.loop.observations, list[ToLoop]()
         for message in messages:
             if isinstance(message, Query) and message.what in known and self._receive is not None:
                 self._receive([self.loop.reply(message)])
             else:
                 rest.append(message)
-        self._anteroom.send(rest)
+        self._preparation.send(rest)
 
     async def close(self) -> None:
-        self._anteroom.close()
+        self._preparation.close()
         self.loop.stop()
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
         try:
             self.loop.run()
-        except Exception:  # it is told to whoever is connected, by `EngineStopped`
+        except Exception:  # callers learn it from the EngineStopped message
             return
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Deliver a refusal that the loop has no part in."""
-        assert self._handover is not None, "opened before anything is sent"
-        self._handover.deliver([refusal])
+        """Deliver a refusal from the preparation queue."""
+        assert self._bridge is not None, "opened before anything is sent"
+        self._bridge.deliver([refusal])
 
     def _deliver(self, messages: list[FromLoop]) -> None:
-        """Both threads need the interpreter: what there is goes out before the next step begins."""
-        if self._handover is None:  # stepped by hand: nobody listens
+        """Deliver messages; after a small step, let the event loop have the GIL to send them."""
+        if self._bridge is None:  # not opened: a test steps the loop
             return
-        self._handover.deliver(messages)
-        if self._gives_way:
+        self._bridge.deliver(messages)
+        if self._yields:
             num_tokens = sum(len(each.ids) for each in messages if isinstance(each, Tokens))
-            if num_tokens <= MAX_TOKENS:
-                self._handover.give_way(PATIENCE)
+            if num_tokens <= MAX_YIELD_TOKENS:
+                self._bridge.wait_received(YIELD_SECONDS)
 
 
 class AsyncEngine:
-    """Requests by id, each with a stream of updates."""
+    """Requests by id, each with a stream of outputs."""
 
-    def __init__(self, engine: Engine | Port, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine | Port,
+        limits: Limits | None = None,
+        *,
+        input_processor: InputProcessor | None = None,
+    ) -> None:
         self.port: Port = ThreadPort(engine, limits) if isinstance(engine, Engine) else engine
+        self.input_processor = input_processor  # needed by `generate`
         self.gone: str | None = None  # why the engine has ended
-        self.is_closing = False  # nothing new is taken
-        self._streams: dict[str, Stream] = {}
-        self._left: dict[str, int] = {}  # ids that nobody reads any more: samples still to end
+        self.is_closing = False  # new requests are refused
+        self._streams: dict[str, RequestStream] = {}
+        self._left: dict[str, int] = {}  # open samples of requests that have no reader any more
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
 
@@ -127,11 +136,11 @@ class AsyncEngine:
         await self.port.open(self._receive)
 
     async def close(self) -> None:
-        """End the engine; what is open fails."""
+        """Stop the engine; open requests fail with ExecutorError."""
         await self.port.close()
 
     def cancel_all(self) -> None:
-        """End what is open, each with an end of its own, and take nothing new."""
+        """Abort all open requests, which end with reason abort, and refuse new ones."""
         self.is_closing = True
         self.port.send([Cancel(id) for id in self._streams])
 
@@ -139,12 +148,45 @@ class AsyncEngine:
     def num_open(self) -> int:
         return len(self._streams)
 
+    async def generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield everything generated so far, each time there is more; the last is `finished`.
+
+        `prompt` is a text, token ids, or a dict with `prompt` or `prompt_token_ids`. Raises the
+        RequestError of a refused request. A request that fails while it runs ends with
+        finish_reason error. Leaving the iteration early aborts the request.
+        """
+        processor = self.input_processor
+        if processor is None:
+            raise ConfigError("AsyncEngine.generate needs AsyncEngine(..., input_processor=...)")
+        asked = SamplingParams() if sampling_params is None else sampling_params
+        id = f"generate-{next(self._numbers)}" if request_id is None else request_id
+        text, tokens = processor.read_prompt(prompt)
+        params = processor.params(asked, id)
+        builder = OutputBuilder(
+            id, tokens, asked, processor.tokenizer, lambda sample: self.stop_sample(id, sample),
+            hidden=params.stops, is_live=True, prompt_text=text,
+        )  # fmt: skip
+        with self.submitted(id, tokens, params) as stream:
+            while stream.num_open:
+                builder.add(await stream.take())
+                yield builder.output()
+
+    async def abort(self, request_id: str) -> None:
+        """End a request with finish_reason abort; does nothing if it has already ended."""
+        if request_id in self._streams:
+            self.port.send([Cancel(request_id)])
+
     async def stream(
         self, id: str, prompt: Sequence[int], params: Params
     ) -> AsyncIterator[list[Update]]:
-        """What the request gains, step by step, until all its samples have ended.
+        """Yield the updates of a request, without text, until all its samples have ended.
 
-        Raises what the engine refused it for. Leaving early, or being cancelled, ends the request.
+        Raises the error of a refused request. Leaving the iteration early aborts the request.
         """
         with self.submitted(id, prompt, params) as stream:
             while stream.num_open:
@@ -153,37 +195,37 @@ class AsyncEngine:
     @contextmanager
     def submitted(
         self, id: str, prompt: Sequence[int], params: Params, traceparent: str = ""
-    ) -> Iterator[Stream]:
-        """A request's stream, to take from until nothing of it is open; leaving ends the rest."""
-        self._check_free(id)
-        # A wrong number of samples is refused, which takes one answer.
+    ) -> Iterator[RequestStream]:
+        """Submit a request. Leaving the context aborts the request unless it has ended."""
+        self._check_id(id)
+        # A wrong n is refused, which takes one message.
         num_samples = params.n if isinstance(params.n, int) else 1
-        stream = self._streams[id] = Stream(max(1, num_samples))
+        stream = self._streams[id] = RequestStream(max(1, num_samples))
         try:
             self.port.send([Submit(id, prompt, params, traceparent)])
             yield stream
         finally:
             del self._streams[id]
             num_open = stream.num_open - sum(u.end is not None for u in stream.pending)
-            if num_open and stream.refusal is None and self.gone is None:  # it is still there
+            if num_open and stream.refusal is None and self.gone is None:  # it still runs
                 self._left[id] = num_open
                 self.port.send([Cancel(id)])
 
-    def _check_free(self, id: str) -> None:
-        """Whether a request may come under this id; raises why not."""
+    def _check_id(self, id: str) -> None:
+        """Raise unless a request with this id can be submitted now."""
         if id in self._streams or id in self._left:
             raise InvalidRequest(f"request {id!r}: this id is in use")
         if self.gone is not None:
             raise ExecutorError(f"the engine has ended: {self.gone}")
         if self.is_closing:
-            raise Overloaded("the server is shutting down and takes nothing new")
+            raise Overloaded("the server is shutting down and accepts no new requests")
 
     def stop_sample(self, id: str, sample: int) -> None:
-        """End one sample where it stands; its stream says so."""
+        """End one sample as if a stop token had ended it; its end arrives as an update."""
         self.port.send([Cancel(id, sample)])
 
     async def ask(self, what: str, details: Any = None) -> Any:
-        """The answer of the engine's loop to a question it knows."""
+        """The answer of the engine's loop to a query; ExecutorError if it fails or is unknown."""
         if self.gone is not None:
             raise ExecutorError(f"the engine has ended: {self.gone}")
         number = next(self._numbers)
@@ -195,11 +237,11 @@ class AsyncEngine:
             del self._asked[number]
 
     def _receive(self, messages: list[FromLoop]) -> None:
-        # Those of several steps: readers are behind, and are to have them together.
+        # Messages of several steps: the readers are behind, and get their updates together.
         is_late = sum(isinstance(message, Tokens) for message in messages) > 1
         for message in messages:
             if isinstance(message, Tokens):
-                self._pass_on(message, is_late)
+                self._put_tokens(message, is_late)
             elif isinstance(message, Update):
                 self._put(message)
             elif isinstance(message, Refusal):
@@ -207,11 +249,11 @@ class AsyncEngine:
                     stream.fail(_error_of(message))
                 self._left.pop(message.id, None)
             elif isinstance(message, QueryResult):
-                self._settle(message)
+                self._set_result(message)
             else:
                 self._end(message)
 
-    def _pass_on(self, gained: Tokens, is_late: bool) -> None:
+    def _put_tokens(self, gained: Tokens, is_late: bool) -> None:
         for id, tokens in zip(gained.ids, gained.tokens, strict=True):
             if stream := self._streams.get(id):
                 if is_late:
@@ -220,7 +262,7 @@ class AsyncEngine:
                     stream.put(Update(id, 0, tokens))
 
     def _put(self, update: Update) -> None:
-        """To whoever reads it; if nobody does, the id is free once its last sample has ended."""
+        """Pass an update to its stream; without one, free the id once the last sample has ended."""
         if stream := self._streams.get(update.id):
             stream.put(update)
         elif update.end is not None:
@@ -229,7 +271,7 @@ class AsyncEngine:
             else:
                 self._left.pop(update.id, None)
 
-    def _settle(self, reply: QueryResult) -> None:
+    def _set_result(self, reply: QueryResult) -> None:
         future = self._asked.get(reply.number)
         if future is not None and not future.done():
             if reply.error is None:
@@ -249,6 +291,6 @@ class AsyncEngine:
 
 
 def _error_of(refusal: Refusal) -> Exception:
-    """The error as it was raised on the other side."""
+    """The error that refused the request, as the loop raised it."""
     kind: type[Exception] = getattr(errors, refusal.kind, ExecutorError)
-    return kind(refusal.words, **refusal.numbers)
+    return kind(refusal.message, **refusal.fields)

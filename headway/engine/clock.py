@@ -1,4 +1,4 @@
-"""What time it is: really, or virtually."""
+"""Clocks: real time, and virtual time for simulations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds since some fixed moment."""
+        """Seconds since a fixed moment."""
         ...
 
 
 class RealClock:
-    """Seconds since it was made."""
+    """Seconds since the clock was created."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -23,7 +23,7 @@ class RealClock:
 
 
 class VirtualClock:
-    """Time that passes only when somebody moves it; never backwards."""
+    """Time that moves only by `advance_to`, and never backwards."""
 
     def __init__(self) -> None:
         self._now = 0.0

@@ -1,4 +1,4 @@
-"""Garbage collection looks at all that is loaded now and then, and everybody waits meanwhile."""
+"""Shorter garbage collection pauses: a full collection of a loaded model stops all threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_freeze() -> Iterator[None]:
-    """Leave all that is there by now out of it."""
+    """Exclude all objects that exist now from garbage collection."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,20 +1,20 @@
-"""From what a user writes to what an engine takes: prompts become tokens, wishes become Params.
+"""From what a user writes to what an engine takes: prompts become tokens, SamplingParams Params.
 
-Needs a model's tokenizer and sizes, not the model: a process that only answers clients has these.
+Needs the tokenizer and sizes of a model, not the model itself, so an API process can use it.
 """
 
 from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
 import numpy as np
 
-from headway.errors import InvalidRequest
+from headway.errors import InvalidRequest, shorten
 from headway.grammar.grammar import check_grammar
 from headway.request import Params, Pooling, check_pooling
 from headway.sampling_params import Sampling, SamplingParams, check_tokens, token_level
@@ -23,36 +23,63 @@ from headway.text.long_text import check_num_tokens
 from headway.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+PromptInput = Prompt | Mapping[str, Any]  # or {"prompt": text}, or {"prompt_token_ids": ids}
 Message = Mapping[str, Any]
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
+
+
+def draw_seed() -> int:
+    """A random seed for a request that has none."""
+    return random.getrandbits(63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputProcessor:
-    """What prompts and params are checked against."""
+    """Tokenizes prompts and checks parameters against one model."""
 
     tokenizer: Tokenizer | None
     vocab_size: int
     hidden_size: int  # of an embedding
     eos_ids: frozenset[int]
+    new_seed: Callable[[], int] = draw_seed  # seeds for requests that give none
+
+    def read_prompt(self, prompt: PromptInput) -> tuple[str | None, list[int]]:
+        """The text of a prompt, if it has one, and its tokens; InvalidRequest if malformed."""
+        if isinstance(prompt, Mapping):
+            given = [key for key in PROMPT_KEYS if prompt.get(key) is not None]
+            unknown = [key for key in prompt if key not in PROMPT_KEYS]
+            if len(given) != 1 or unknown:
+                keys = [*given, *map(str, unknown)]
+                wanted = " or ".join(map(repr, PROMPT_KEYS))
+                raise InvalidRequest(f"a prompt dict must have {wanted} alone; it has {keys}")
+            content: Prompt = prompt[given[0]]
+            if isinstance(content, str) != (given[0] == "prompt"):
+                wanted = "a string" if given[0] == "prompt" else "a list of token ids"
+                raise InvalidRequest(f"{given[0]} must be {wanted}, not {shorten(content)}")
+        else:
+            content = prompt
+        return content if isinstance(content, str) else None, self.tokens(content)
 
     def tokens(
         self, prompt: Prompt, max_tokens: int | None = None, *, special: bool = True
     ) -> list[int]:
-        """A prompt as tokens; InvalidRequest for what is neither text nor ids of this model.
+        """The tokens of a prompt; InvalidRequest unless it is text or token ids of this model.
 
-        RequestTooLong if there are more than `max_tokens`, without looking at all of them.
-        `special` adds the tokenizer's own tokens, such as BOS, to a text.
+        RequestTooLong if there are more than `max_tokens`; a long text is not tokenized to its
+        end to find out. `special` adds the tokenizer's special tokens, such as BOS, to a text.
         """
         if isinstance(prompt, str):
             tokenizer = self.need_tokenizer()
             found = tokenizer.encode(prompt, special=special, max_tokens=max_tokens)
-            return self._known(found)
+            return self._check_known(found)
         if not isinstance(prompt, Sequence | np.ndarray) or getattr(prompt, "ndim", 1) != 1:
-            raise InvalidRequest(f"prompt must be text or a list of token ids, not {prompt!r}")
+            raise InvalidRequest(
+                f"prompt must be text or a list of token ids, not {shorten(prompt)}"
+            )
         check_num_tokens(len(prompt), max_tokens, is_exact=True)
         given: list[Any] = list(prompt)
-        try:  # all at once: to look at each took longer than planning a step
-            tokens = array("q", given)  # numpy's whole numbers become Python's
+        try:  # all at once: a check of each token took longer than scheduling a step
+            tokens = array("q", given)  # converts numpy integers to Python's
         except (TypeError, OverflowError):
             are_known = False
         else:
@@ -60,10 +87,8 @@ class InputProcessor:
             are_known = not len(seen) or (seen.min() >= 0 and seen.max() < self.vocab_size)
         if not are_known:
             wrong = next(token for token in given if not _is_below(token, self.vocab_size))
-            is_huge = isinstance(wrong, int) and wrong.bit_length() > 4096  # too long to be written
-            shown = f"of {wrong.bit_length()} bits" if is_huge else repr(wrong)
             raise InvalidRequest(
-                f"prompt: token id {shown} is not a whole number of at least 0 and below "
+                f"prompt: token id {shorten(wrong)} is not a whole number of at least 0 and below "
                 f"{self.vocab_size}"
             )
         return tokens.tolist()
@@ -77,41 +102,45 @@ class InputProcessor:
         special: bool = False,
         **options: Any,
     ) -> list[int]:
-        """A conversation as the model's template writes it, up to where the answer begins.
+        """The tokens of a conversation, rendered with the model's chat template.
 
-        RequestTooLong if there are more than `max_tokens`.
+        `options` are variables of the template. RequestTooLong if there are more than `max_tokens`.
         """
         tokenizer = self.need_tokenizer()
         text = render_chat(
             tokenizer.chat_template, messages, bos=tokenizer.bos, eos=tokenizer.eos, **options
         )
-        return self._known(tokenizer.encode(text, special=special, max_tokens=max_tokens))
+        return self._check_known(tokenizer.encode(text, special=special, max_tokens=max_tokens))
 
-    def _known(self, tokens: list[int]) -> list[int]:
-        """A tokenizer may have more tokens than the model was made for, such as one to pad with."""
+    def _check_known(self, tokens: list[int]) -> list[int]:
+        """The tokens; InvalidRequest for one that the model has no embedding for."""
         if tokens and (largest := max(tokens)) >= self.vocab_size:
             text = self.need_tokenizer().decode([largest], skip_special=False)
             raise InvalidRequest(
-                f"prompt: the token {text!r} ({largest}) is not one of the {self.vocab_size} that "
-                "the model has"
+                f"prompt: token {text!r} ({largest}) is not one of the {self.vocab_size} tokens of "
+                "the model"
             )
         return tokens
 
     def params_of_each(self, asked: SamplingParams, ids: Sequence[str]) -> list[Params]:
-        """The params of several prompts with the same SamplingParams, which are read only once."""
+        """Params of several prompts with the same SamplingParams, which are converted once."""
         first = self.params(asked, ids[0])
         if asked.seed is not None:
             return [first] * len(ids)
-        return [first, *(_with_new_seed(first) for _ in ids[1:])]
+        return [first, *(_with_seed(first, self.new_seed()) for _ in ids[1:])]
 
     def params(self, asked: SamplingParams, id: str) -> Params:
-        """What the engine reads of a request."""
+        """The engine's params of a request; InvalidRequest if the model cannot follow them."""
+        if not isinstance(asked, SamplingParams):
+            raise InvalidRequest(
+                f"request {id!r}: sampling_params must be a SamplingParams, not {shorten(asked)}"
+            )
         try:
             check_tokens(asked, self.vocab_size)
             self._check_grammar(asked)
         except InvalidRequest as error:
             raise InvalidRequest(f"request {id!r}: {error}") from None
-        seed = _new_seed() if asked.seed is None else asked.seed
+        seed = self.new_seed() if asked.seed is None else asked.seed
         bad_words = self._bad_words(asked.bad_words)
         if asked.stop_strings:
             self.need_tokenizer()
@@ -124,25 +153,25 @@ class InputProcessor:
         )  # fmt: skip
 
     def _check_grammar(self, asked: SamplingParams) -> None:
-        """InvalidRequest for a grammar that cannot be followed; reading it takes milliseconds."""
+        """InvalidRequest for a grammar that cannot be used; a check takes milliseconds."""
         if asked.grammar is None:
             return
         self.need_tokenizer()
         if not self.eos_ids:
             raise InvalidRequest(
-                f"{asked.grammar.kind}: this model has no token that ends an answer, so it cannot "
-                "be held to a grammar"
+                f"{asked.grammar.kind}: this model has no token that ends an output, so its output "
+                "cannot follow a grammar"
             )
         check_grammar(asked.grammar)
 
     def need_tokenizer(self) -> Tokenizer:
-        """The tokenizer; InvalidRequest where the model has none."""
+        """The tokenizer; InvalidRequest if the model has none."""
         if self.tokenizer is None:
-            raise InvalidRequest("this model has no tokenizer here: give token ids instead of text")
+            raise InvalidRequest("this model has no tokenizer; give token ids instead of text")
         return self.tokenizer
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as tokens, at a text's start and after a space."""
+        """The tokens of each word, with and without a space before it."""
         if not words:
             return ()
         encode = self.need_tokenizer().encode
@@ -160,10 +189,10 @@ def embedding_params(
     deadline: float | None = None,
     salt: str = "",
 ) -> Params:
-    """What the engine reads of a request for an embedding.
+    """Params of a request for an embedding.
 
-    The engine samples one token after every prompt; this one ends the request and is not shown. A
-    mean needs every prompt token to be computed, so it does not read the prefix cache.
+    The engine samples one token after every prompt; here it ends the request and is not shown. The
+    mean needs the hidden states of all prompt tokens, so it does not read the prefix cache.
     """
     check_pooling(pooling)
     return Params(
@@ -173,19 +202,17 @@ def embedding_params(
 
 
 def is_single(prompts: object) -> bool:
-    """True for one prompt, text or token ids; False for a list of prompts."""
+    """True for one prompt: a text, a dict or token ids. False for a list of prompts."""
     if isinstance(prompts, str) or not isinstance(prompts, Sequence):
         return not isinstance(prompts, np.ndarray) or prompts.ndim == 1
-    return len(prompts) > 0 and not any(isinstance(p, Sequence | np.ndarray) for p in prompts)
+    return len(prompts) > 0 and not any(
+        isinstance(prompt, Sequence | np.ndarray | Mapping) for prompt in prompts
+    )
 
 
-def _new_seed() -> int:
-    return random.getrandbits(63)
-
-
-def _with_new_seed(params: Params) -> Params:
+def _with_seed(params: Params, seed: int) -> Params:
     assert isinstance(params.sampling, Sampling), "made by token_level"
-    return replace(params, sampling=replace(params.sampling, seed=_new_seed()))
+    return replace(params, sampling=replace(params.sampling, seed=seed))
 
 
 def _is_below(token: Any, size: int) -> bool:

@@ -1,7 +1,7 @@
-"""An engine that runs by itself: takes messages from any thread, steps while there is work.
+"""Runs an engine on a thread: takes messages from any thread and steps while there is work.
 
-What the engine reports becomes messages again, one batch for each step, handed to `deliver` on the
-loop's own thread. Knows no sockets, no text and no asyncio.
+Each step report becomes a batch of messages, which `deliver` receives on the loop's thread. Knows
+no sockets, no text and no asyncio.
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sized
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from headway.engine.engine import Engine, Observer
-from headway.engine.latest import Latest
 from headway.engine.messages import (
     Cancel,
     EngineStopped,
     FromLoop,
     Query,
     QueryResult,
+    StepUpdates,
     Submit,
     ToLoop,
     refusal_of,
-)  # fmt: skip
-from headway.engine.news import News
+)
 from headway.errors import ExecutorError, Overloaded, PolicyError, RequestError
 from headway.plan import StepReport
 from headway.request import Request
@@ -34,17 +33,46 @@ from headway.request import Request
 Deliver = Callable[[list[FromLoop]], None]
 Answer = Callable[[Any], Any]
 OnSubmit = Callable[[Submit, list[Request]], None]
-READ_SECONDS = 0.05  # a request of thousands of prompts must not hold up the next step for longer
+Value = TypeVar("Value")
+READ_SECONDS = 0.05  # a batch of thousands of requests must not delay the next step for longer
+LOCK_SECONDS = 0.05  # how long a reader waits for the scheduler to release the engine's lock
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What may wait before newcomers are refused; None: any number."""
+    """Queue limits above which new requests are refused with Overloaded; None: no limit."""
 
     max_waiting: int | None = None
     max_waiting_tokens: int | None = None
-    max_per_client: int | None = None  # requests of one client, running or waiting
+    max_per_client: int | None = None  # running and waiting requests of one client
+
+
+class Latest(Generic[Value]):
+    """The latest value of `read`, which must not change the engine's state.
+
+    The engine's lock is free while a plan runs, so other threads read a consistent state even
+    during a long step. If the scheduler holds the lock for long, the previous value is returned.
+    """
+
+    def __init__(self, engine: Engine, read: Callable[[], Value]) -> None:
+        self._engine, self._read = engine, read
+        with engine.lock:
+            self._value, self._as_of = read(), engine.clock.now()
+
+    def get(self) -> tuple[Value, float]:
+        """The value and the age in seconds of the state that it shows. May be called on any thread.
+
+        During a step, the state is that of the step's start.
+        """
+        engine = self._engine
+        if engine.lock.acquire(timeout=LOCK_SECONDS):
+            try:
+                self._value, began = self._read(), engine.step_began
+                self._as_of = engine.clock.now() if began is None else began
+            finally:
+                engine.lock.release()
+        return self._value, max(0.0, engine.clock.now() - self._as_of)
 
 
 class EngineLoop:
@@ -54,59 +82,59 @@ class EngineLoop:
         self.engine = engine
         self.limits = limits or Limits()
         why = Latest(engine, engine.why)
-        self.answers: dict[str, Answer] = {  # given between two steps
+        self.answers: dict[str, Answer] = {  # to queries, called between two steps
             "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
         }
-        self.observations: dict[str, Answer] = {  # given at once, on any thread, also during a step
+        self.observations: dict[str, Answer] = {  # to queries, called at once on any thread
             "why": lambda _: why.get()[0],
             "now": lambda _: engine.clock.now(),
             "load": lambda _: self._load(),
         }
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
-        self.begin: Callable[[], None] = lambda: None  # on the loop's thread, before anything else
-        self.ended: str | None = None  # why the loop is over; None while it runs
+        self.begin: Callable[[], None] = lambda: None  # called first on the loop's thread
+        self.ended: str | None = None  # why the loop has ended; None while it runs
         self._deliver = deliver
         self._inbox: deque[ToLoop] = deque()
         self._wake = threading.Condition()
         self._is_stopping = False
-        self._news = News(engine)
+        self._updates = StepUpdates(engine.clock)
         self._outbox: list[FromLoop] = []
-        self._waiting_tokens: int | None = None  # counted once between two steps, if need be
+        self._waiting_tokens: int | None = None  # counted at most once between two steps
         engine.observers.append(self._observe)
-        engine.forgive = self._leave_out
+        engine.forgive = self._remove_observer
 
     # From any thread.
 
     def post(self, messages: Iterable[ToLoop]) -> None:
-        """Hand messages to the loop; they are read before its next step."""
+        """Queue messages for the loop, which reads them before its next step."""
         with self._wake:
             self._inbox.extend(messages)
             self._wake.notify()
 
     def stop(self) -> None:
-        """End the loop after the step it is in. What is open is told that it is gone."""
+        """End the loop after the current step. Callers get an EngineStopped message."""
         with self._wake:
             self._is_stopping = True
             self._wake.notify()
 
     @property
     def num_unread(self) -> int:
-        """Requests that were received during the running step and are not scheduled yet."""
+        """Requests that arrived during the current step and are not scheduled yet."""
         with self._wake:
             return sum(max(1, each.params.n) for each in self._inbox if isinstance(each, Submit))
 
     def reply(self, message: Query) -> QueryResult:
-        """The answer to a query; the reply names the error if it cannot be answered."""
+        """The answer to a query, or a result with an error."""
         try:
             answer = self.observations.get(message.what) or self.answers[message.what]
             return QueryResult(message.number, answer(message.details))
-        except Exception as error:  # a query that fails must not end the loop
+        except Exception as error:  # a failed query must not end the loop
             return QueryResult(message.number, None, f"{type(error).__name__}: {error}")
 
     # On the loop's thread.
 
     def run(self) -> None:
-        """Until `stop`, or until something breaks that no step may break."""
+        """Run until `stop`. Raises any error that the engine itself cannot handle."""
         try:
             self.begin()
             while self._wait_for_work():
@@ -123,7 +151,7 @@ class EngineLoop:
             self._flush()
 
     def _wait_for_work(self) -> bool:
-        """True once there is something to do; False if the loop is to end."""
+        """Wait until there is work; False if the loop must end."""
         if self.engine.has_work:
             return not self._is_stopping
         with self._wake:
@@ -132,7 +160,7 @@ class EngineLoop:
         return not self._is_stopping
 
     def _read(self) -> None:
-        """Read messages in order; after `READ_SECONDS` the rest waits for the next step to end."""
+        """Process messages in order, for at most READ_SECONDS; the rest waits for the next step."""
         self._waiting_tokens = None
         ends_at = time.perf_counter() + READ_SECONDS
         while self._inbox and time.perf_counter() < ends_at:
@@ -151,42 +179,47 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
-            self._check_room(message)
+            self._check_limits(message)
             requests = self.engine.add(message.id, message.prompt, message.params)
         except (RequestError, PolicyError, ExecutorError) as error:
             self._outbox.append(refusal_of(message.id, error))
             return
-        self._news.expect(requests)
+        self._updates.add(requests)
         for notify in self.on_submit:
             notify(message, requests)
         if self._waiting_tokens is not None:
             self._waiting_tokens += len(requests) * requests[0].num_prompt
 
-    def _check_room(self, message: Submit) -> None:
-        """Overloaded if the queue, or the client's part of it, is full."""
+    def _check_limits(self, message: Submit) -> None:
+        """Overloaded if the queue is full, or the client has too many open requests."""
         scheduler, limits = self.engine.scheduler, self.limits
         num_waiting = len(scheduler.queue)
         if limits.max_waiting is not None and num_waiting >= limits.max_waiting:
-            raise Overloaded(f"{num_waiting} requests wait, and no more than that may")
+            raise Overloaded(
+                f"queue is full: {num_waiting} requests waiting (limit {limits.max_waiting})"
+            )
         if limits.max_waiting_tokens is not None:
             waiting = self._num_waiting_tokens()
             # The engine refuses a prompt that has no length.
             num_prompt = len(message.prompt) if isinstance(message.prompt, Sized) else 0
             if num_waiting and waiting + num_prompt > limits.max_waiting_tokens:
                 raise Overloaded(
-                    f"{waiting} tokens wait; with {num_prompt} more they would be over "
-                    f"{limits.max_waiting_tokens}"
+                    f"queue is full: {waiting} tokens waiting, and this prompt has {num_prompt} "
+                    f"(limit {limits.max_waiting_tokens})"
                 )
         if limits.max_per_client is not None:
             client = message.params.client
-            open_ = sum(r.params.client == client for r in scheduler.requests.values())
-            if open_ >= limits.max_per_client:
-                raise Overloaded(f"client {client!r} has {open_} requests open, which is the most")
+            num_open = sum(r.params.client == client for r in scheduler.requests.values())
+            if num_open >= limits.max_per_client:
+                raise Overloaded(
+                    f"client {client!r} has {num_open} open requests "
+                    f"(limit {limits.max_per_client})"
+                )
 
     def _num_waiting_tokens(self) -> int:
-        """Tokens of all who wait; those cancelled since the latest step may still be among them."""
+        """Tokens of all waiting requests; may include requests aborted since the latest step."""
         if self._waiting_tokens is None:
-            waiting = self.engine.scheduler.queue  # in any order: a rule need not be asked
+            waiting = self.engine.scheduler.queue  # unsorted: the queue policy is not called
             self._waiting_tokens = sum(request.num_known for request in waiting)
         return self._waiting_tokens
 
@@ -206,15 +239,15 @@ class EngineLoop:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)
 
-    def _leave_out(self, observer: Observer, error: Exception) -> None:
-        """An observer that raises, as a trace on a full disk: requests go on without it."""
+    def _remove_observer(self, observer: Observer, error: Exception) -> None:
+        """Remove an observer that raised, such as a trace writer on a full disk."""
         if observer == self._observe:
             raise error
         self.engine.observers.remove(observer)
         name = getattr(observer, "__qualname__", type(observer).__qualname__)
-        log.warning("%s has failed and is left out from now on: %s", name, error)
+        log.warning("observer %s failed and was removed: %s", name, error)
 
     def _observe(self, report: StepReport) -> None:
-        """What a step brought goes out before anything else is done about it."""
-        self._outbox += self._news.of(report)
+        """Deliver the updates of a step before anything else reacts to them."""
+        self._outbox += self._updates.of(report)
         self._flush()

@@ -1,25 +1,29 @@
-"""What passes between an engine's loop and those who ask it, in one process or between several.
+"""Messages between an engine's loop and its callers, in one process or between several.
 
-Plain and picklable. A request is known by its id; its n samples by their number.
+All messages are plain and picklable. A request is identified by its id, its samples by number.
+`StepUpdates` turns the report of a step into messages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from headway.engine.clock import Clock
 from headway.errors import HeadwayError
-from headway.plan import Embedding
-from headway.request import Params
+from headway.plan import Embedding, Plan, StepReport
+from headway.request import Params, Request
 from headway.sampling_params import TokenLogprobs
+
+NO_TOKENS: list[int] = []
 
 # To the loop.
 
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Take a request. Answered by updates, or by one that refuses it."""
+    """Add a request. The loop answers with updates, or with one refusal."""
 
     id: str
     prompt: Sequence[int]
@@ -29,15 +33,15 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End a request, or one sample of it where it stands, as one that has stopped."""
+    """Abort a request, or stop one of its samples as if a stop token had ended it."""
 
     id: str
-    sample: int | None = None  # None: all of it, aborted
+    sample: int | None = None  # None: abort all samples
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question that `EngineLoop.answers` has a function for; answered by a QueryResult."""
+    """A question by name; a function in `EngineLoop.answers` or `.observations` answers it."""
 
     number: int
     what: str
@@ -48,17 +52,17 @@ class Query:
 
 
 class End(NamedTuple):
-    """How a sample ended. Seconds since its request came to the loop."""
+    """How a sample ended. Times are seconds since the request arrived."""
 
     reason: str  # stop, length, abort or error
     stop_token: int | None
     error: str | None
     num_cached: int
     num_preemptions: int
-    queue: float
+    queue: float  # until the first admission
     first_token: float
     total: float
-    error_code: str | None = None  # "grammar": the request's own grammar is at fault
+    error_code: str | None = None  # "grammar": the grammar of the request caused the error
 
 
 class Update(NamedTuple):
@@ -68,37 +72,38 @@ class Update(NamedTuple):
     sample: int
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None  # by place
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None  # with prompt positions
     end: End | None = None
     embedding: Embedding | None = None  # comes with the end of an embedding request
 
 
 class Tokens(NamedTuple):
-    """What requests of one sample gained in one step, where that is tokens and nothing else.
+    """The tokens that many requests gained in one step.
 
-    So are most, and one message for all of them is cheap to make, to send and to read.
+    Holds requests with one sample that gained tokens and nothing else. Most requests do in most
+    steps, and one message for all of them is cheap to make, to send and to read.
     """
 
     ids: list[str]
-    tokens: list[list[int]]  # of each
+    tokens: list[list[int]]  # in the order of `ids`
 
 
 class Refusal(NamedTuple):
-    """A request that was not taken: the error's class in headway.errors, words and numbers."""
+    """A request was not added: class name (in headway.errors), message and fields of the error."""
 
     id: str
     kind: str
-    words: str
-    numbers: dict[str, Any]
+    message: str
+    fields: dict[str, Any]
 
 
 def refusal_of(id: str, error: HeadwayError) -> Refusal:
-    """The refusal that raises `error` again where the request came from."""
+    """The refusal from which the caller's side can raise `error` again."""
     return Refusal(id, type(error).__name__, str(error), dict(vars(error)))
 
 
 class QueryResult(NamedTuple):
-    """The answer to a question, or why there is none."""
+    """The answer to a query, or the error that prevented it."""
 
     number: int
     value: Any
@@ -106,10 +111,115 @@ class QueryResult(NamedTuple):
 
 
 class EngineStopped(NamedTuple):
-    """The loop has ended; nothing that is open will be answered any more."""
+    """The loop has ended; open requests and queries get no further messages."""
 
     reason: str
 
 
 ToLoop = Submit | Cancel | Query
 FromLoop = Tokens | Update | Refusal | QueryResult | EngineStopped
+
+# From the report of a step to messages.
+
+
+class StepExtra(Protocol):
+    """What an executor may report beside the tokens of a step."""
+
+    logprobs: Mapping[Request, list[TokenLogprobs]]
+    prompt: Mapping[Request, list[tuple[int, TokenLogprobs]]]
+    embeddings: Mapping[Request, Embedding]
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """Arrival, first admission and first token, in seconds on the engine's clock."""
+
+    arrival: float
+    admitted: float | None = None
+    first_token: float | None = None
+
+
+class StepUpdates:
+    """Turns step reports into messages, and keeps the times of open requests.
+
+    `add` must be called for every request. Requests with `is_live` false get one update: their
+    end, with all their tokens.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.times: dict[Request, RequestTimes] = {}  # of open requests
+        self._at_end: set[Request] = set()  # open requests that are not live
+        self._clock = clock
+
+    def add(self, requests: Iterable[Request], *, is_live: bool = True) -> None:
+        for request in requests:
+            self.times[request] = RequestTimes(request.arrival)
+            if not is_live:
+                self._at_end.add(request)
+
+    def clear(self) -> None:
+        """Forget all open requests."""
+        self.times.clear()
+        self._at_end.clear()
+
+    def of(self, report: StepReport) -> Iterator[Tokens | Update]:
+        """One message for all requests that only gained tokens, one for each other request."""
+        now = report.result.ended or self._clock.now()
+        self._note_times(report.plan, now)
+        gained = self._gained(report)
+        ended = {request: self._end(request, now) for request in report.finished}
+        extra: StepExtra | None = report.result.extra  # type: ignore[assignment]
+        single = dict.fromkeys(ended)
+        if extra is not None:
+            single |= dict.fromkeys([r for r in gained if r in extra.logprobs])
+            single |= dict.fromkeys(extra.prompt)
+        for request in single:
+            tokens = gained.pop(request, NO_TOKENS)
+            yield _update(request, tokens, ended.get(request), extra)
+        plain = [request for request in gained if request.parent is None]
+        if plain:
+            yield Tokens([request.id for request in plain], [gained[each] for each in plain])
+        if len(plain) < len(gained):
+            yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent)
+
+    def _gained(self, report: StepReport) -> dict[Request, list[int]]:
+        """New tokens by request; all tokens of a request that is not live and has ended."""
+        has_live = len(self.times) > len(self._at_end)
+        gained = dict(report.outputs()) if has_live and report.plan.step >= 0 else {}
+        if self._at_end:
+            gained = {r: tokens for r, tokens in gained.items() if r not in self._at_end}
+            for request in report.finished:
+                if request in self._at_end:
+                    self._at_end.discard(request)
+                    gained[request] = list(request.output)
+        return gained
+
+    def _note_times(self, plan: Plan, now: float) -> None:
+        for admission in plan.admitted:
+            times = self.times.get(admission.request)
+            if times and times.admitted is None:
+                times.admitted = plan.events.schedule_ended
+        for chunk in plan.chunks:
+            times = self.times.get(chunk.request)
+            if times and times.first_token is None and chunk.is_last:
+                times.first_token = now
+
+    def _end(self, request: Request, now: float) -> End:
+        times = self.times.pop(request, None) or RequestTimes(request.arrival)
+        admitted, first = times.admitted or now, times.first_token or now
+        return End(
+            request.finish_reason or "abort", request.stop_token, request.error,
+            request.history.num_cached, request.history.num_preemptions,
+            admitted - times.arrival, first - times.arrival, now - times.arrival,
+            request.error_code,
+        )  # fmt: skip
+
+
+def _update(
+    request: Request, tokens: list[int], end: End | None = None, extra: StepExtra | None = None
+) -> Update:
+    id = request.parent.id if request.parent else request.id
+    if extra is None:
+        return Update(id, request.sample, tokens, None, None, end)
+    found, scores = extra.logprobs.get(request), extra.prompt.get(request)
+    return Update(id, request.sample, tokens, found, scores, end, extra.embeddings.get(request))

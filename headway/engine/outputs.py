@@ -1,173 +1,321 @@
-"""What came of a prompt: one result per prompt, one sample for each of its n, gathered from reports.
+"""From tokens to results: the one place that detokenizes, cuts at stop strings and ends texts.
 
-Text is made as tokens come where somebody watches it (a stream, or stop strings), else at the end.
+An `OutputBuilder` takes the updates of one request. It returns what is new as `Delta`s, and can
+give everything so far as a `RequestOutput`. LLM, AsyncEngine and the HTTP server all use it. Knows
+no engine, no connection and no JSON.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
-from headway.errors import ExecutorError, PolicyError, RequestError
+from headway.engine.messages import End, Update
 from headway.plan import Embedding
-from headway.request import Request
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from headway.text.detokenizer import TextStream
-from headway.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # needs the packages for text, which the simulator does without
+    from headway.text.tokenizer import Tokenizer
+
+NO_SCORES: list[TokenLogprobs] = []
+NO_TOKENS: list[int] = []
+
+
+class Logprob(NamedTuple):
+    """The log probability of one token at one position."""
+
+    logprob: float
+    rank: int  # 1: no token was more probable
+    decoded_token: str | None  # None: the model has no tokenizer here
+
+
+Logprobs = dict[int, Logprob]  # by token id; holds the token itself and the top alternatives
 
 
 @dataclass(slots=True, kw_only=True)
-class Sample:
-    """One continuation of a prompt."""
+class CompletionOutput:
+    """One sample of a prompt."""
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None  # None unless `logprobs` was set
+    logprobs: list[Logprobs] | None = None  # by position
     finish_reason: str | None = None  # stop, length, abort or error; None while it runs
-    stop_reason: str | int | None = None  # the stop string, or the stop token's id
-    logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    error: str | None = None  # set if finish_reason is error; `text` is incomplete then
 
 
 @dataclass(slots=True, kw_only=True)
-class Timings:
-    """Seconds since the prompt was given."""
+class RequestMetrics:
+    """Seconds since the request arrived."""
 
-    queue: float = 0.0  # until its first sample was seated
+    queue: float = 0.0  # until the first sample was admitted
     first_token: float = 0.0
     total: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Result:
-    """A prompt and what came of it."""
+class RequestOutput:
+    """A prompt and its samples. A refused prompt has no output: its error is raised."""
 
-    id: str
-    prompt: str | None
+    request_id: str
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
-    samples: list[Sample] = field(default_factory=list)
-    timings: Timings = field(default_factory=Timings)
-    cached_tokens: int = 0
-    preemptions: int = 0
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
-    embedding: Embedding | None = field(default=None, compare=False)  # of `LLM.embed`: no samples
-    error: RequestError | PolicyError | None = None  # why it was refused; it has no samples then
-
-    @property
-    def text(self) -> str:
-        """The text of the first sample."""
-        return self.samples[0].text if self.samples else ""
+    prompt_logprobs: list[Logprobs | None] | None = None  # None for the first token
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    finished: bool = False  # true once all samples have ended
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_preemptions: int = 0
 
     @property
     def num_generated(self) -> int:
-        return sum(len(sample.token_ids) for sample in self.samples)
-
-
-def drop_sample(result: Result) -> None:
-    """Drop the sampled token of an embedding; ExecutorError if the step that computes it failed."""
-    for sample in result.samples:
-        if sample.finish_reason == "error":
-            raise ExecutorError(f"no embedding for prompt {result.id}: {sample.error}")
-    result.samples = []
+        """Generated tokens of all samples."""
+        return sum(len(output.token_ids) for output in self.outputs)
 
 
 @dataclass(slots=True, kw_only=True)
-class Delta:
-    """What a streamed sample gained."""
+class EmbeddingOutput:
+    """A float32 vector of length 1."""
 
-    index: int  # of the prompt
-    sample: int
+    embedding: Embedding = field(compare=False)
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """A prompt and its embedding."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput
+    num_cached_tokens: int = 0
+    finished: bool = True
+
+
+class Delta(NamedTuple):
+    """What one sample gained."""
+
+    choice: int  # position of the sample among all samples of the call, those of prompt 0 first
     text: str
-    token_ids: list[int]
+    scores: list[TokenLogprobs] = NO_SCORES  # log probabilities of the new tokens, if asked for
     finish_reason: str | None = None
+    token_ids: list[int] = NO_TOKENS
 
 
-class ResultBuilder:
-    """A result in the making: told of tokens and ends, asked for what is new."""
+class SampleBuilder:
+    """One text as it grows, up to a stop string, and the tokens that belong to it."""
+
+    __slots__ = ("_has_stops", "_hidden", "_is_live", "_skips", "_text", "_tokenizer", "end",
+                 "scores", "stream", "tokens")  # fmt: skip
 
     def __init__(
         self,
-        result: Result,
-        requests: Sequence[Request],
-        params: SamplingParams,
         tokenizer: Tokenizer | None,
-        *,
-        is_watched: bool,
+        params: SamplingParams,
+        hidden: frozenset[int],
+        is_live: bool,
     ) -> None:
-        self.result = result
-        self.requests = list(requests)
-        self.num_open = len(self.requests)
-        self._params = params
-        self._tokenizer = tokenizer
-        result.samples = [Sample(index=i) for i in range(len(self.requests))]
-        if params.logprobs is not None:
-            for sample in result.samples:
-                sample.logprobs = []
-        if params.prompt_logprobs is not None:
-            result.prompt_logprobs = [None] * len(result.prompt_token_ids)
-        self.is_read = is_watched or bool(params.stop_strings)  # as it is generated
-        self.deltas: list[Delta] = []
-        has_text = self.is_read and tokenizer is not None
-        self.streams = [self._stream(r) for r in self.requests] if has_text else []
-        self._is_watched = is_watched
+        self._has_stops = bool(params.stop_strings)
+        self._is_live = is_live or self._has_stops  # else the text is made at the end
+        self._skips, self._hidden = params.skip_special_tokens, hidden
+        self._tokenizer, self._text = tokenizer, ""
+        self.stream: TextStream | None = None
+        if tokenizer is not None and self._is_live:
+            self.stream = TextStream(
+                tokenizer, params.stop_strings, params.include_stop_str_in_output,
+                params.skip_special_tokens, hidden_ids=hidden, min_tokens=params.min_tokens,
+            )  # fmt: skip
+        self.tokens: list[int] = []  # generated, up to the one that completes a stop string
+        self.scores: list[TokenLogprobs] = []  # log probabilities of `tokens`, if asked for
+        self.end: End | None = None
 
-    def _stream(self, request: Request) -> TextStream:
-        assert self._tokenizer is not None
-        params = self._params
-        return TextStream(
-            self._tokenizer, params.stop_strings, params.include_stop_str_in_output,
-            params.skip_special_tokens, hidden_ids=request.params.stops,
-            min_tokens=params.min_tokens,
+    @property
+    def text(self) -> str:
+        return self._text if self.stream is None else self.stream.text
+
+    @property
+    def is_stopped(self) -> bool:
+        """True if a stop string has ended the text."""
+        return self._has_stops and self.stream is not None and self.stream.hit is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """True if an error or an abort has ended the text."""
+        end = self.end
+        return end is not None and end.reason in ("error", "abort") and not self.is_stopped
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        return None if self.stream is None else self.stream.hit
+
+    @property
+    def finish_reason(self) -> str | None:
+        if self.end is None:
+            return None
+        return "stop" if self.is_stopped else self.end.reason
+
+    def push(self, tokens: list[int]) -> str:
+        """Add tokens; returns the text that can be shown now. Nothing is added after a stop."""
+        if self.stream is None or not self._has_stops:
+            self.tokens += tokens
+            return "" if self.stream is None else self.stream.push(tokens)
+        text = ""
+        for token in tokens:
+            if self.is_stopped:
+                break
+            text += self.stream.push([token])
+            self.tokens.append(token)
+        return text
+
+    def finish(self, end: End) -> str:
+        """End the text; returns the part that was not returned before."""
+        self.end = end
+        if self.stream is not None:
+            return self.stream.finish()
+        if self._tokenizer is not None:
+            shown = [token for token in self.tokens if token not in self._hidden]
+            self._text = self._tokenizer.decode(shown, skip_special=self._skips)
+        return self._text
+
+    def visible(self, scores: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Scores without those of end tokens, which are not part of the text."""
+        return [score for score in scores if score.token not in self._hidden]
+
+
+class OutputBuilder:
+    """The results of one request, from its updates.
+
+    `hidden` are token ids that end a text and are not shown. Unless `is_live`, texts are made when
+    they end. `stop_sample` is called with the number of a sample that has hit a stop string and
+    must be ended. `first_choice` is added to sample numbers in deltas.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        prompt: list[int],
+        asked: SamplingParams,
+        tokenizer: Tokenizer | None,
+        stop_sample: Callable[[int], None],
+        *,
+        hidden: frozenset[int],
+        is_live: bool,
+        prompt_text: str | None = None,
+        first_choice: int = 0,
+    ) -> None:
+        self.id, self.prompt, self.asked = id, prompt, asked
+        self.samples = [
+            SampleBuilder(tokenizer, asked, hidden, is_live) for _ in range(asked.n)
+        ]  # fmt: skip
+        self.num_open = asked.n
+        self.prompt_scores: dict[int, TokenLogprobs] = {}  # by position
+        self.embedding: Embedding | None = None
+        self._prompt_text = prompt_text
+        self._tokenizer = tokenizer
+        self._stop_sample = stop_sample
+        self._first_choice = first_choice
+
+    @property
+    def num_generated(self) -> int:
+        return sum(len(sample.tokens) for sample in self.samples)
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens found in the prefix cache; 0 until the first sample has ended."""
+        end = self.samples[0].end
+        return end.num_cached if end else 0
+
+    def add(self, updates: Sequence[Update]) -> list[Delta]:
+        """What each sample gained; several updates of one sample become one delta."""
+        if len(updates) == 1:
+            return [self.add_one(updates[0])]
+        by_sample: dict[int, list[Update]] = {}
+        for update in updates:
+            by_sample.setdefault(update.sample, []).append(update)
+        return [self.add_one(_joined(own)) for own in by_sample.values()]
+
+    def add_one(self, update: Update) -> Delta:
+        """What one sample gained; the hot path of every streamed token."""
+        _, number, tokens, found, prompt_scores, end, embedding = update
+        sample, text, scores = self.samples[number], "", NO_SCORES
+        if prompt_scores:
+            self.prompt_scores.update(prompt_scores)
+        if sample.is_stopped:
+            tokens = NO_TOKENS
+        else:
+            num_before = len(sample.tokens)
+            text = sample.push(tokens)
+            if sample.is_stopped:
+                tokens = sample.tokens[num_before:]
+                if end is None:
+                    self._stop_sample(number)
+            if found:
+                scores = found[: len(tokens)]
+                sample.scores += scores
+                scores = sample.visible(scores)
+        if end is not None:
+            text += sample.finish(end)
+            self.num_open -= 1
+            if embedding is not None:
+                self.embedding = embedding
+        choice = self._first_choice + number
+        return Delta(choice, text, scores, sample.finish_reason, tokens)
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        ends = [sample.end for sample in self.samples if sample.end is not None]
+        metrics = RequestMetrics()
+        if ends:
+            metrics = RequestMetrics(
+                queue=min(end.queue for end in ends),
+                first_token=min(end.first_token for end in ends),
+                total=max(end.total for end in ends),
+            )
+        prompt_logprobs: list[Logprobs | None] | None = None
+        if self.asked.prompt_logprobs is not None:
+            scores = map(self.prompt_scores.get, range(len(self.prompt)))
+            prompt_logprobs = [score and self._logprobs(score) for score in scores]
+        return RequestOutput(
+            request_id=self.id, prompt=self._prompt_text, prompt_token_ids=self.prompt,
+            prompt_logprobs=prompt_logprobs,
+            outputs=[self._completion(index) for index in range(self.asked.n)],
+            finished=not self.num_open, metrics=metrics, num_cached_tokens=self.num_cached,
+            num_preemptions=sum(end.num_preemptions for end in ends),
         )  # fmt: skip
 
-    def push(self, request: Request, tokens: Sequence[int]) -> tuple[str, int]:
-        """New text of a sample, and how many of the tokens belong to it: fewer if a stop was hit."""
-        if not self.streams:
-            return "", len(tokens)
-        stream, text = self.streams[request.sample], ""
-        for number, token in enumerate(tokens, start=1):
-            if stream.hit is not None:
-                return text, number - 1
-            text += stream.push([token])
-        return text, len(tokens)
+    def _completion(self, index: int) -> CompletionOutput:
+        sample = self.samples[index]
+        completion = CompletionOutput(
+            index=index, text=sample.text, token_ids=sample.tokens.copy(),
+            finish_reason=sample.finish_reason, stop_reason=sample.stop_string,
+        )  # fmt: skip
+        if sample.end is not None and not sample.is_stopped:
+            completion.stop_reason, completion.error = sample.end.stop_token, sample.end.error
+        if self.asked.logprobs is not None:
+            completion.logprobs = [self._logprobs(score) for score in sample.scores]
+            completion.cumulative_logprob = sum(score.logprob for score in sample.scores)
+        return completion
 
-    def tell(
-        self, request: Request, text: str, tokens: list[int], finish_reason: str | None = None
-    ) -> None:
-        """Keep what a watched sample gained until somebody takes it."""
-        if self._is_watched:
-            gained = Delta(
-                index=0, sample=request.sample, text=text, token_ids=tokens,
-                finish_reason=finish_reason,
-            )  # fmt: skip
-            self.deltas.append(gained)
+    def _logprobs(self, score: TokenLogprobs) -> Logprobs:
+        """The top alternatives, most probable first, and the token itself."""
+        tokenizer = self._tokenizer
+        found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top, start=1)}
+        found[score.token] = score.logprob, score.rank
+        return {
+            token: Logprob(*values, None if tokenizer is None else tokenizer.piece(token))
+            for token, values in found.items()
+        }
 
-    def hit(self, request: Request) -> str | None:
-        """The stop string that a sample has run into."""
-        return self.streams[request.sample].hit if self.streams else None
 
-    def finish(self, request: Request, num_kept: int) -> str:
-        """A sample has ended with so many tokens; the text that was held back until now."""
-        sample = self.result.samples[request.sample]
-        sample.token_ids = list(request.output[:num_kept])
-        rest = self.streams[request.sample].finish() if self.streams else ""
-        hit = self.hit(request)
-        sample.finish_reason = "stop" if hit is not None else request.finish_reason
-        sample.stop_reason = hit if hit is not None else request.stop_token
-        sample.error = request.error
-        if sample.logprobs is not None:
-            del sample.logprobs[num_kept:]
-        sample.text = self._text(request, sample)
-        self.num_open -= 1
-        self.result.preemptions += request.history.num_preemptions
-        if request.sample == 0:
-            self.result.cached_tokens = request.history.num_cached
-        return rest
-
-    def _text(self, request: Request, sample: Sample) -> str:
-        if self.streams:
-            return self.streams[request.sample].text
-        if self._tokenizer is None:
-            return ""
-        shown = [t for t in sample.token_ids if t not in request.params.stops]
-        return self._tokenizer.decode(shown, skip_special=self._params.skip_special_tokens)
+def _joined(updates: Sequence[Update]) -> Update:
+    """Updates of one sample as a single one."""
+    return updates[-1]._replace(
+        tokens=[token for update in updates for token in update.tokens],
+        logprobs=[score for update in updates for score in update.logprobs or ()],
+        prompt_logprobs=[score for update in updates for score in update.prompt_logprobs or ()],
+    )

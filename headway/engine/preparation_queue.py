@@ -1,9 +1,9 @@
-"""Where requests wait whose params take long to read, as a large grammar does.
+"""Prepares requests whose params take long to process, such as a large grammar.
 
-They are read on a thread of its own, so that no step of the engine waits for one; then the request
-goes on to the loop. Everything else passes at once, in order; what is said of a request that waits
-here waits with it. A request whose params turn out to be wrong is refused here and never comes to
-the loop. Knows no grammars: a `Preparation` does.
+A thread prepares them, so that no engine step waits; then the request goes to the loop. Other
+messages pass at once and in order, and messages about a waiting request wait with it. A request
+with invalid params is refused here and never reaches the loop. Knows no grammars; a `Preparation`
+does.
 """
 
 from __future__ import annotations
@@ -24,33 +24,37 @@ log = logging.getLogger(__name__)
 
 
 class PreparationQueue:
-    """Stands before a loop; `send` is called by one thread at a time.
+    """Passes messages to a loop. `send` must be called by one thread at a time.
 
-    `refuse` is called on the thread that reads params.
+    `refuse` is called on the thread that prepares params.
     """
 
     def __init__(self, post: Post, preparation: Preparation | None, refuse: Refuse) -> None:
         self._post, self._preparation, self._refuse = post, preparation, refuse
-        self._held: dict[str, list[ToLoop]] = {}  # by id: a request, and what came after it
+        self._held: dict[
+            str, list[ToLoop]
+        ] = {}  # by id of a waiting request: later messages about it
         self._lock = threading.Lock()
-        # One thread: however much there is to read, it takes one core from the engine at most.
+        # One thread, so that preparation takes at most one core from the engine.
         self._thread = ThreadPoolExecutor(1, "preparation_queue") if preparation else None
 
     def send(self, messages: list[ToLoop]) -> None:
-        """Pass messages on, but for requests that are not ready."""
+        """Pass messages on; requests that are not ready are prepared first."""
         if self._preparation is not None:
             messages = [passed for each in messages if (passed := self._passed(each)) is not None]
         if messages:
             self._post(messages)
 
     def close(self) -> None:
-        """Read nothing more; what waits here goes nowhere."""
+        """Prepare nothing more; waiting requests are dropped."""
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _passed(self, message: ToLoop) -> ToLoop | None:
-        """A message that may go on; None if it has to wait here."""
-        assert self._preparation is not None and self._thread is not None, "else all may pass"
+        """The message to pass on; None if it has to wait here."""
+        assert self._preparation is not None and self._thread is not None, (
+            "without them every message passes"
+        )
         if isinstance(message, Submit):
             params = self._preparation.ready(message.params)
             if params is not None:
@@ -67,15 +71,15 @@ class PreparationQueue:
         return message
 
     def _make_ready(self, message: Submit) -> None:
-        assert self._preparation is not None, "else nothing waits"
+        assert self._preparation is not None, "without one nothing waits"
         try:
             message = replace(message, params=self._preparation.make_ready(message.params))
         except RequestError as error:
             with self._lock:
-                del self._held[message.id]  # a cancellation of it, at most: it has ended
+                del self._held[message.id]  # a later Cancel is dropped: the request has ended
             self._refuse(refusal_of(message.id, error))
             return
-        except Exception as error:  # the executor meets it again, and ends the request with it
-            log.debug("request %r could not be made ready: %s", message.id, error)
-        with self._lock:  # posted under it: what comes now must come after
+        except Exception as error:  # the executor raises it again and fails the request
+            log.debug("request %r could not be prepared: %s", message.id, error)
+        with self._lock:  # post under the lock, so that later messages come after these
             self._post([message, *self._held.pop(message.id)])

@@ -17,7 +17,11 @@ Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
 
 def make_executor(
-    decoder: Decoder, config: Config, progress: Progress | None = None
+    decoder: Decoder,
+    config: Config,
+    progress: Progress | None = None,
+    *,
+    enforce_eager: bool = False,
 ) -> CpuExecutor | GpuExecutor:
     """Create the executor for the device of the decoder's weights, warmed up."""
     if not decoder.norm.is_cuda:
@@ -30,6 +34,9 @@ def make_executor(
 
     with explain_out_of_memory("the KV cache does not fit in GPU memory", ADVICE):
         executor = GpuExecutor(decoder, config)
+        if enforce_eager:
+            executor.graphs.disable()
+            executor.mixed.graphs.disable()
         executor.warm_up(progress)
     return executor
 

@@ -11,8 +11,7 @@ import logging
 from collections import Counter
 from typing import get_args
 
-from headway.engine.latest import Latest
-from headway.engine.loop import EngineLoop
+from headway.engine.loop import EngineLoop, Latest
 from headway.observe.prometheus import Exposition, MetricValues
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
 from headway.observe.timeline import RequestTimes, StepStats, Timeline, record_of

@@ -11,8 +11,7 @@ import asyncio
 from typing import Any
 
 from headway.engine.async_engine import AsyncEngine, ThreadPort
-from headway.engine.latest import Latest
-from headway.engine.loop import EngineLoop
+from headway.engine.loop import EngineLoop, Latest
 from headway.errors import ExecutorError
 from headway.server.settings import check_seconds
 

@@ -84,7 +84,7 @@ def read_api_keys(
         try:
             lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read API keys from {path}: {error}") from error
+            raise ConfigError(f"the API keys cannot be read from {path}: {error}") from error
         found = [line for line in lines if line and not line.startswith("#")]
         if not found:  # an empty file must not turn authentication off
             raise ConfigError(f"{path} contains no API key; write one key per line")

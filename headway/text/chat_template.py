@@ -1,6 +1,6 @@
-"""A conversation as one text, by the model's own chat template (Jinja), as transformers does it.
+"""Renders a conversation with the model's chat template (Jinja), as transformers does.
 
-Templates come with models, so they run in a sandbox. Knows nothing of tokens.
+Templates come with models and are not trusted, so they run in a sandbox. Knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ def render_chat(
     add_generation_prompt: bool | None = None, continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None, **more: Any,
 ) -> str:  # fmt: skip
-    """The prompt for these messages; `more` are further variables that the template may read.
+    """The prompt for these messages; `more` are further variables for the template.
 
-    With `continue_final_message` the prompt ends with the last message's content, so that the
-    model goes on from it; otherwise it ends where an answer begins.
+    With `continue_final_message` the prompt ends with the content of the last message, and the
+    model continues it. Otherwise the prompt ends where the answer begins. InvalidRequest if the
+    messages are malformed or the template rejects them.
     """
     if not template:
         raise ModelError(
-            "the model has no chat template, so it cannot be sent messages; send it a plain prompt"
+            "the model has no chat template and cannot take messages; send a plain prompt instead"
         )
     _check(messages)
-    if not _reads_parts(template):  # transformers would fail, or show the model a Python list
+    if not _reads_parts(template):  # else the template fails, or prints a Python list
         messages = [_with_plain_content(message) for message in messages]
     if continue_final_message and add_generation_prompt:
-        raise InvalidRequest("add_generation_prompt and continue_final_message exclude each other")
+        raise InvalidRequest("add_generation_prompt and continue_final_message cannot both be true")
     is_answered = not continue_final_message if add_generation_prompt is None else (
         add_generation_prompt
     )  # fmt: skip
@@ -57,7 +58,7 @@ def render_chat(
 def _render_messages(
     template: str, messages: Sequence[Message], variables: Mapping[str, Any]
 ) -> str:
-    """Render; a message without content is given an empty one if the template cannot do without."""
+    """Render; if the template fails on messages without content, give them empty content."""
     try:
         given = [dict(message) for message in messages]
         return _render(template, {**variables, "messages": given})
@@ -72,15 +73,15 @@ def _render_messages(
 
 
 def _up_to_content(text: str, message: Message) -> str:
-    """A rendered conversation up to the end of its last message's content."""
+    """The rendered text up to the end of the content of the last message."""
     content = _with_plain_content(message).get("content") or ""
     for written in (content, content.strip()):
-        place = text.rfind(written)
-        if written and place >= 0:
-            return text[: place + len(written)]
+        start = text.rfind(written)
+        if written and start >= 0:
+            return text[: start + len(written)]
     raise InvalidRequest(
-        "continue_final_message needs a last message with content that the chat template writes "
-        f"as it is, not {content!r}"
+        "continue_final_message needs a last message whose content the chat template copies "
+        f"unchanged, not {content!r}"
     )
 
 
@@ -89,24 +90,26 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
     try:
         return compiled.render(variables)
     except SecurityError as error:
-        raise ModelError(f"the chat template does what no template may: {error}") from error
+        raise ModelError(f"the chat template is not allowed to do this: {error}") from error
     except jinja2.TemplateError as error:
-        raise InvalidRequest(f"the chat template refuses these messages: {error}") from error
-    except Exception as error:  # a template is a program: it may fail in any way one can
+        raise InvalidRequest(f"the chat template rejects these messages: {error}") from error
+    except Exception as error:  # a template can raise anything
         problem = f"{type(error).__name__}: {error}"
         raise InvalidRequest(f"the chat template fails on these messages: {problem}") from error
 
 
 def _check(messages: Sequence[Message]) -> None:
-    """Refuse what no template can render, naming message and field."""
+    """InvalidRequest names the message and field that no template can render."""
     if not messages:
-        raise InvalidRequest("messages is empty; a conversation needs at least one message")
+        raise InvalidRequest("messages is empty; at least one message is needed")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
-            raise InvalidRequest(f"{where} is {message!r}; a message has a role and content")
+            raise InvalidRequest(
+                f"{where} is {message!r}; it must be an object with role and content"
+            )
         if not isinstance(message.get("role"), str) or not message["role"]:
-            raise InvalidRequest(f"{where}.role is {message.get('role')!r}; it must be a text")
+            raise InvalidRequest(f"{where}.role is {message.get('role')!r}; it must be a string")
         _check_content(message.get("content"), where, is_optional=bool(message.get("tool_calls")))
 
 
@@ -114,20 +117,22 @@ def _check_content(content: Any, where: str, is_optional: bool) -> None:
     if isinstance(content, str) or (content is None and is_optional):
         return
     if content is None:
-        raise InvalidRequest(f"{where}.content is missing; only a message of tool calls needs none")
+        raise InvalidRequest(
+            f"{where}.content is missing; only messages with tool_calls may omit it"
+        )
     if not isinstance(content, list | tuple):
-        raise InvalidRequest(f"{where}.content is {content!r}; it must be a text or text parts")
+        raise InvalidRequest(f"{where}.content is {content!r}; it must be a string or text parts")
     for number, part in enumerate(content):
         is_text = isinstance(part, Mapping) and part.get("type") == "text"
         if not is_text or not isinstance(part.get("text"), str):
             raise InvalidRequest(
                 f"{where}.content[{number}] is {part!r};"
-                ' only text parts are taken: {"type": "text", "text": "..."}'
+                ' only text parts are supported: {"type": "text", "text": "..."}'
             )
 
 
 def _with_plain_content(message: Message) -> Message:
-    """A message whose text parts are one text, line by line."""
+    """The message with its text parts joined by newlines."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return message
@@ -136,7 +141,7 @@ def _with_plain_content(message: Message) -> Message:
 
 @lru_cache(maxsize=32)
 def _reads_parts(template: str) -> bool:
-    """Whether a template knows content in parts; one that does not prints the list, or fails."""
+    """True if a template handles content in parts; others print the list, or fail."""
     parts = [{"type": "text", "text": PROBE}]
     variables = {"messages": [{"role": "user", "content": parts}], "tools": None}
     try:
@@ -147,9 +152,9 @@ def _reads_parts(template: str) -> bool:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what the model wrote, for training; here it marks nothing."""
+    """Accepts `{% generation %}`, which marks model output for training and has no effect here."""
 
-    tags = {"generation"}  # noqa: RUF012  (Jinja's own attribute, which is no ClassVar)
+    tags = {"generation"}  # noqa: RUF012  (Jinja does not declare it as a ClassVar)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -168,11 +173,13 @@ def _compile(template: str) -> jinja2.Template:
     try:
         return environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise ModelError(f"the chat template is broken in line {error.lineno}: {error}") from error
+        raise ModelError(
+            f"the chat template has a syntax error in line {error.lineno}: {error}"
+        ) from error
 
 
 def check_template(template: str) -> None:
-    """ModelError with the line if a template cannot be compiled."""
+    """ModelError names the line of a syntax error."""
     _compile(template)
 
 
@@ -180,7 +187,7 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None,
     separators: tuple[str, str] | None = None, sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """JSON as it is: Jinja's own filter writes HTML escapes."""
+    """Plain JSON; Jinja's filter would escape HTML characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,7 +1,7 @@
-"""Tokens to text as they come: nothing is shown that a later token could change or take back.
+"""Incremental detokenization: returns only text that later tokens cannot change.
 
-`Detokenizer` holds back half characters, `StopScanner` what may become a stop string, `TextStream`
-is both for one request. Works on ids and text only; knows nothing of engines or servers.
+`Detokenizer` holds back partial characters, `StopScanner` text that may become a stop string.
+`TextStream` combines both for one request. Knows nothing of engines or servers.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """One stream of tokens as text; all that push and finish return is decode() of all ids."""
+    """Text of a stream of tokens; all that push and finish return equals decode() of all ids."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._spell = tokenizer.spell
         self._skipped = tokenizer.special_ids if skip_special else frozenset()
-        self._num_to_strip = tokenizer.num_stripped or 0  # leading spaces still to be dropped
+        self._num_to_strip = tokenizer.num_stripped or 0  # leading spaces still to be stripped
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._run = bytearray()  # byte-fallback tokens whose run has not ended
+        self._run = bytearray()  # bytes of the current run of byte-fallback tokens
         self._parts: list[str] = []
 
     @property
     def text(self) -> str:
-        """All the text returned so far."""
+        """All text returned so far."""
         return "".join(self._parts)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text these tokens settle: whole characters, and no run of bytes that may go on."""
+        """The text that these tokens complete: whole characters, and finished runs of bytes."""
         parts: list[str] = []
         for id in ids:
             if id in self._skipped:
@@ -47,18 +47,18 @@ class Detokenizer:
         return self._keep("".join(parts))
 
     def finish(self) -> str:
-        """The rest: what was held back is now known to stay a fragment."""
+        """The text that was held back; partial characters become U+FFFD."""
         return self._keep(self._end_run() + self._utf8.decode(b"", final=True))
 
     def _decoded(self, spelled: bytes) -> str:
-        """Whole characters. Of half a surrogate Python waits for the rest, which cannot save it."""
+        """Whole characters. Ends a surrogate early: Python would wait for a third byte."""
         text, (held, _) = self._utf8.decode(spelled), self._utf8.getstate()
         if len(held) == 2 and held[0] == 0xED and held[1] >= 0xA0:
             text += self._utf8.decode(b"", final=True)
         return text
 
     def _end_run(self) -> str:
-        """A run of bytes is read as a whole: if any part of it is no UTF-8, none of it is."""
+        """The text of the run of bytes. If any part is invalid, each byte becomes U+FFFD."""
         if not self._run:
             return ""
         run, self._run = self._run, bytearray()
@@ -78,15 +78,15 @@ class Detokenizer:
 
 
 class StopScanner:
-    """Watches a text for stop strings; the cut into pushes never changes what is found or shown.
+    """Searches a text for stop strings; the result does not depend on how the text is divided.
 
-    The stop that is complete first wins; of several complete at the same character, the longest.
+    The stop string that is complete first wins; among several, the longest.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
         for index, stop in enumerate(stops):
             if not isinstance(stop, str) or not stop:
-                raise InvalidRequest(f"stop[{index}] is {stop!r}; a stop is a text, not empty")
+                raise InvalidRequest(f"stop[{index}] is {stop!r}; it must be a non-empty text")
         self.hit: str | None = None
         self._root = _automaton(tuple(stops)) if stops else None
         self._state = self._root
@@ -94,7 +94,7 @@ class StopScanner:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that may be shown now; a stop that is hit ends it, and what follows is dropped."""
+        """The text that can be shown now; a stop string ends it, and the rest is dropped."""
         if self.hit is not None:
             return ""
         if self._state is None:
@@ -113,24 +113,24 @@ class StopScanner:
         return text[:num_shown]
 
     def finish(self) -> str:
-        """What was held back: no stop came of it."""
+        """The text that was held back, which did not become a stop string."""
         held, self._held = self._held, ""
         return held
 
 
 class _State:
-    """The longest end of a text that begins a stop string (Aho and Corasick)."""
+    """The longest suffix of a text that is a prefix of a stop string (Aho-Corasick)."""
 
     __slots__ = ("children", "depth", "fallback", "stop")
 
     def __init__(self, depth: int) -> None:
-        self.depth = depth  # its number of characters
+        self.depth = depth  # its length in characters
         self.children: dict[str, _State] = {}
-        self.fallback: _State | None = None  # the longest shorter one; None at the root
-        self.stop = ""  # the longest stop string that it ends with
+        self.fallback: _State | None = None  # the next shorter such suffix; None at the root
+        self.stop = ""  # the longest stop string that ends here
 
     def next(self, letter: str) -> _State:
-        """The state after one more letter; constant time on average over a text."""
+        """The state after one more character; amortized constant time."""
         state = self
         while letter not in state.children:
             if state.fallback is None:
@@ -141,7 +141,7 @@ class _State:
 
 @lru_cache(maxsize=8)
 def _automaton(stops: tuple[str, ...]) -> _State:
-    """The root of all states; the samples of a request share it."""
+    """The root state; the samples of a request share it."""
     root = _State(0)
     for stop in stops:
         state = root
@@ -151,7 +151,7 @@ def _automaton(stops: tuple[str, ...]) -> _State:
             state = state.children[letter]
         state.stop = stop
     level = [root]
-    while level:  # shorter ones first: a fallback is shorter
+    while level:  # in order of depth, because a fallback is shorter
         for state in level:
             for letter, child in state.children.items():
                 child.fallback = state.fallback.next(letter) if state.fallback else root
@@ -161,17 +161,17 @@ def _automaton(stops: tuple[str, ...]) -> _State:
 
 
 class TextStream:
-    """One request's text: its tokens without the hidden ones, up to a stop string."""
+    """The text of one sample: its tokens without the hidden ones, up to a stop string."""
 
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), include_stop: bool = False,
         skip_special: bool = True, hidden_ids: Set[int] = frozenset(), min_tokens: int = 0,
     ) -> None:  # fmt: skip
-        """No stop is seen that begins in the text of the first `min_tokens`."""
+        """Stop strings that begin within the first `min_tokens` tokens are ignored."""
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._scanner = StopScanner(stops, include_stop)
         self._hidden_ids = hidden_ids
-        self._num_unseen = min_tokens  # tokens yet to come
+        self._num_ignored = min_tokens  # tokens still to come in which stop strings are ignored
         self._parts: list[str] = []
 
     @property
@@ -181,21 +181,21 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """All the text returned so far."""
+        """All text returned so far."""
         return "".join(self._parts)
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that may be shown after these tokens."""
-        unseen = ids[: self._num_unseen]
-        self._num_unseen -= len(unseen)
-        text = self._decode(unseen) if unseen else ""
-        return self._keep(text + self._scanner.push(self._decode(ids[len(unseen) :])))
+        """The text that can be shown after these tokens."""
+        ignored = ids[: self._num_ignored]
+        self._num_ignored -= len(ignored)
+        text = self._decode(ignored) if ignored else ""
+        return self._keep(text + self._scanner.push(self._decode(ids[len(ignored) :])))
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._detokenizer.push([id for id in ids if id not in self._hidden_ids])
 
     def finish(self) -> str:
-        """The rest; it may still complete a stop."""
+        """The text that was held back; it may still complete a stop string."""
         shown = self._scanner.push(self._detokenizer.finish())
         return self._keep(shown + self._scanner.finish())
 

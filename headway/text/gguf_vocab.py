@@ -1,8 +1,8 @@
-"""A tokenizer backend from the vocabulary in a GGUF file's metadata.
+"""A tokenizer backend from the vocabulary in the metadata of a GGUF file.
 
-GGUF has no tokenizer.json: it lists tokens and merges, and names the way text is split before
-merging (`pre`). Knows the two kinds decoders of the Llama and Qwen families come with: byte-level
-BPE ("gpt2") and sentencepiece BPE with byte fallback ("llama").
+GGUF has no tokenizer.json. It lists tokens and merges, and names how text is split before merging
+(`pre`). Supports the two kinds that Llama and Qwen models have: byte-level BPE ("gpt2") and
+sentencepiece BPE with byte fallback ("llama").
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from tokenizers import pre_tokenizers as before_merging
 
 from headway.errors import ModelError
 
-SPACE = "▁"  # what sentencepiece writes for a space
+SPACE = "▁"  # stands for a space in sentencepiece tokens
 UNKNOWN, CONTROL, USER_DEFINED = ADDED = 2, 3, 4  # token types; 1 is normal, 6 a single byte
 
 
 class Split(NamedTuple):
-    """How a text is cut before merging; merges never cross a cut."""
+    """How a text is split before merging; merges never cross a split."""
 
-    pattern: str = ""  # empty: GPT-2's own, which the byte-level step has built in
-    cuts_digits: bool = False  # each digit by itself, before the pattern
+    pattern: str = ""  # empty: that of GPT-2, which is built into the byte-level step
+    cuts_digits: bool = False  # each digit is split off before the pattern
     composes: bool = False  # Unicode NFC first
-    takes_whole: bool = False  # a cut that is a token is that token, whatever the merges say
-    adds_bos: bool = False  # where the file does not say
+    takes_whole: bool = False  # a piece that is a token becomes that token, regardless of merges
+    adds_bos: bool = False  # default for files that do not say
 
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -34,8 +34,8 @@ _PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
 LLAMA_3 = _WORDS + r"\p{N}{1,3}|" + _PUNCTUATION_AND_SPACE
 QWEN_2 = _WORDS + r"\p{N}|" + _PUNCTUATION_AND_SPACE
-# llama.cpp splits all names of a line alike. Composing is the model's own tokenizer's; llama.cpp
-# leaves it out. "default" stands in files that do not know: GPT-2's split, as transformers reads it.
+# llama.cpp splits all names of a line in the same way. It omits NFC, which the original tokenizers
+# apply. "default" means that the file does not know: transformers uses the split of GPT-2 then.
 _GROUPS = (
     ("smollm starcoder refact codeshell exaone minerva-7b mellum2", Split(cuts_digits=True)),
     ("gpt-2 gpt2 default phi-2 jais trillion granite-docling gigachat mellum exaone4", Split()),
@@ -49,13 +49,13 @@ SPLITS = {name: split for names, split in _GROUPS for name in names.split()}
 
 
 class Vocabulary:
-    """The tokenizer part of a GGUF file's metadata, checked as it is read."""
+    """The tokenizer part of GGUF metadata; ModelError names a key that is wrong."""
 
     def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         self._metadata, self._where = metadata, where
         self.kind = self._get("model")
         if self.kind not in ("gpt2", "llama"):
-            raise self._error("model", f"is {self.kind!r}; known are 'gpt2' and 'llama'")
+            raise self._error("model", f"is {self.kind!r}; supported are 'gpt2' and 'llama'")
         self.tokens: list[str] = list(self._need("tokens"))
         self.ids = {token: id for id, token in enumerate(self.tokens)}
         if len(self.ids) < len(self.tokens):
@@ -63,9 +63,9 @@ class Vocabulary:
             raise self._error("tokens", f"lists {twice!r} twice")
 
     def id(self, name: str) -> int | None:
-        """The id of the bos, eos, eot or unknown token; sentencepiece files may leave it unsaid."""
-        unsaid = {"unknown": 0, "bos": 1, "eos": 2} if self.kind == "llama" else {}
-        found = self._get(f"{name}_token_id", unsaid.get(name))
+        """The id of the bos, eos, eot or unknown token; sentencepiece files may omit it."""
+        defaults = {"unknown": 0, "bos": 1, "eos": 2} if self.kind == "llama" else {}
+        found = self._get(f"{name}_token_id", defaults.get(name))
         if found is None or 0 <= found < len(self.tokens):
             return None if found is None else int(found)
         raise self._error(f"{name}_token_id", f"is {found}; there are {len(self.tokens)} tokens")
@@ -76,7 +76,7 @@ class Vocabulary:
         return "" if id is None else self.tokens[id]
 
     def backend(self) -> Tokenizer:
-        """Encoder and decoder, special tokens and what is put around a text."""
+        """The backend: encoder, decoder, special tokens, and tokens added around a text."""
         split = self._split() if self.kind == "gpt2" else Split(adds_bos=True)
         backend = self._byte_level(split) if self.kind == "gpt2" else self._sentencepiece()
         backend.add_tokens(self._added_tokens())
@@ -92,11 +92,11 @@ class Vocabulary:
         name = self._get("pre")
         if name is None:
             raise self._error(
-                "pre", "is missing: the file is older than that key and does not say how text is"
-                " split before merging; convert the model again",
+                "pre", "is missing: the file predates this key and does not say how text is split;"
+                " convert the model again",
             )  # fmt: skip
         if name not in SPLITS:
-            raise self._error("pre", f"is {name!r}; known are {', '.join(sorted(SPLITS))}")
+            raise self._error("pre", f"is {name!r}; supported are {', '.join(sorted(SPLITS))}")
         return SPLITS[name]
 
     def _byte_level(self, split: Split) -> Tokenizer:
@@ -116,7 +116,7 @@ class Vocabulary:
         return backend
 
     def _sentencepiece(self) -> Tokenizer:
-        """As transformers builds it for Llama: a space is put before a text, and taken off again."""
+        """As in transformers for Llama: encoding puts a space before a text, decoding strips it."""
         merges = self._checked_merges() if self._get("merges") else self._merges_by_score()
         model = models.BPE(
             vocab=self.ids, merges=merges, unk_token=self.named("unknown") or None,
@@ -134,17 +134,19 @@ class Vocabulary:
         return backend
 
     def _checked_merges(self) -> list[tuple[str, str]]:
-        """The merges the file lists; the library panics on a merge of unknown tokens."""
+        """The merges of the file, checked because the package panics on unknown tokens."""
         merges: list[tuple[str, str]] = []
         for merge in self._need("merges"):
             left, _, right = merge.partition(" ")
             if left not in self.ids or right not in self.ids or left + right not in self.ids:
-                raise self._error("merges", f"lists {merge!r}, which is not two tokens making one")
+                raise self._error(
+                    "merges", f"lists {merge!r}, which does not join two tokens into a third"
+                )
             merges.append((left, right))
         return merges
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Sentencepiece merges whatever makes the best-scored token: all ways to do so, in order."""
+        """All pairs that form a token, best score first, as sentencepiece merges them."""
         found: list[tuple[float, int, int, int, str, str]] = []
         for token, score in self._each_with("scores"):
             for cut in range(1, len(token)):
@@ -155,7 +157,7 @@ class Vocabulary:
         return [(left, right) for *_, left, right in sorted(found)]
 
     def _added_tokens(self) -> list[AddedToken]:
-        """Tokens that are found in a text before all else; control tokens are special."""
+        """Tokens that are recognized before a text is split; control tokens are special."""
         kinds = {token: CONTROL for token in map(self.named, ("bos", "eos", "eot")) if token}
         kinds = dict(self._each_with("token_type")) | kinds
         marked = {token: kind for token, kind in kinds.items() if kind in ADDED}
@@ -164,8 +166,8 @@ class Vocabulary:
             for token, kind in marked.items()
         ]
 
-    def _get(self, key: str, unsaid: Any = None) -> Any:
-        return self._metadata.get(f"tokenizer.ggml.{key}", unsaid)
+    def _get(self, key: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{key}", default)
 
     def _need(self, key: str) -> Any:
         found = self._get(key)
@@ -174,7 +176,7 @@ class Vocabulary:
         return found
 
     def _each_with(self, key: str) -> Iterator[tuple[str, Any]]:
-        """Each token with its entry in a list as long as the vocabulary."""
+        """Each token with its entry in a list that must be as long as the vocabulary."""
         entries = self._need(key)
         if len(entries) != len(self.tokens):
             raise self._error(key, f"has {len(entries)} entries for {len(self.tokens)} tokens")

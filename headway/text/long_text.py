@@ -1,7 +1,7 @@
-"""Long texts: a lower bound on their number of tokens, and places where they can be cut.
+"""Long texts: a lower bound on the number of tokens, and positions where a text can be split.
 
-Both hold for certain, or are not offered: `TokenBound.of` and `Cutter.of` return None for a
-tokenizer that they cannot prove anything about. Knows the `tokenizers` package, no requests.
+Both are exact guarantees. `TokenBound.of` and `Cutter.of` return None for a tokenizer for which
+they cannot give one. Knows the `tokenizers` package and no requests.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from tokenizers import Tokenizer as Backend
 from headway.errors import InvalidRequest, RequestTooLong
 from headway.text.gguf_vocab import LLAMA_3, QWEN_2, SPACE
 
-PIECE = 1 << 14  # characters of a piece, at least
-MAX_RUN = 1 << 17  # characters of a piece that has to fit; encoding one takes 100 times its memory
-WINDOW = 1 << 14  # characters that one search for a cut looks at; a search holds the GIL
-NFC_SHRINKS = 6  # NFC makes at most 3 characters of at most 4 bytes one of at least 2 bytes
+PIECE = 1 << 14  # minimum characters of a piece
+MAX_RUN = 1 << 17  # maximum characters of a piece; encoding takes 100 times its memory
+WINDOW = 1 << 14  # characters searched for a cut in one call, which holds the GIL
+NFC_SHRINKS = 6  # NFC turns at most 3 characters of at most 4 bytes into one of at least 2 bytes
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 ASCII_CLASSES = tuple(
     letters.encode() for letters in (string.ascii_letters, string.digits, string.punctuation)
 )
-PUNCTUATION = r"\t\n\r -/:-@\[-`{-~、-。！，：；？"  # also white space; in a regular expression
-PROBE = "a"  # a text that is no special token
+PUNCTUATION = r"\t\n\r -/:-@\[-`{-~、-。！，：；？"  # includes white space; for a character class
+PROBE = "a"  # a text without special tokens
 NON_ASCII = bytes(range(128, 256))
 
 
@@ -47,15 +47,15 @@ def _steps(backend: Backend) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBound:
-    """For each class of bytes, the most that one token holds of it."""
+    """For each class of bytes, the largest number of them in one token."""
 
     most: tuple[tuple[bytes | None, int], ...]  # (class, count); None: all bytes
-    lacking: bytes  # bytes that the vocabulary has no token for: they are dropped
+    lacking: bytes  # bytes without a token in the vocabulary: encoding drops them
     composes: bool  # the text is normalized to NFC first
 
     @classmethod
     def of(cls, backend: Backend, spelled: list[bytes], is_byte_level: bool) -> Self | None:
-        """The bound of a BPE tokenizer that drops no text; `spelled`: the bytes of its tokens."""
+        """For a BPE tokenizer that drops no text, else None; `spelled`: the bytes of its tokens."""
         normalizer = state_of(backend.normalizer)
         if type(backend.model).__name__ != "BPE" or not _keeps_text(backend, normalizer):
             return None
@@ -63,17 +63,17 @@ class TokenBound:
         tokens = [*spelled, *(each.content.encode() for each in added)]
         kinds = (None, *ASCII_CLASSES, NON_ASCII)
         lengths = {kind: max(1, *(_count(token, kind) for token in tokens)) for kind in kinds}
-        if any(each.lstrip or each.rstrip for each in added):  # they swallow white space
+        if any(each.lstrip or each.rstrip for each in added):  # they absorb white space
             del lengths[None], lengths[NON_ASCII]
         single = {token for token in spelled if len(token) == 1}
         lacking = bytes(b for b in range(256) if is_byte_level and bytes([b]) not in single)
         if not is_byte_level and any(backend.token_to_id(each) is None for each in BYTE_TOKENS):
-            return None  # any number of unknown characters may become one token
+            return None  # any number of unknown characters may form one token
         composes = normalizer.get("type") == "NFC"
         return cls(most=tuple(lengths.items()), lacking=lacking, composes=composes)
 
     def least(self, data: bytes) -> int:
-        """A number of tokens that this text has at least."""
+        """A lower bound on the number of tokens of this text."""
         kept = data.translate(None, self.lacking) if self.lacking else data
         if self.composes and not data.isascii():
             whole = dict(self.most).get(None)
@@ -86,7 +86,7 @@ def _count(data: bytes, kind: bytes | None) -> int:
 
 
 def _keeps_text(backend: Backend, normalizer: dict[str, Any]) -> bool:
-    """True if no normalizer but NFC, and no pre-tokenizer, can make a text shorter."""
+    """True if no normalizer except NFC, and no pre-tokenizer, can shorten a text."""
     marks_spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     for step in normalizer.get("normalizers", [normalizer] if normalizer else []):
         is_alone = step is normalizer and step["type"] == "NFC"
@@ -100,13 +100,13 @@ def _keeps_text(backend: Backend, normalizer: dict[str, Any]) -> bool:
 
 @cache
 def cut_pattern() -> re.Pattern[str]:
-    """Matches a letter or numeral after which every split in use certainly cuts.
+    """Matches a letter or numeral after which every supported split pattern cuts.
 
-    Those splits take a letter or numeral only into pieces that end with one, and look ahead only
-    after white space. So a piece ends where punctuation or white space follows one, and what comes
-    before and after is split as if the other were not there. NFC changes neither side.
+    In these patterns, a piece that contains a letter or numeral ends with one, and only white space
+    is followed by a lookahead. So a piece ends where punctuation or white space follows a letter or
+    numeral, and both sides are split independently of each other. NFC changes neither side.
     """
-    old = unicodedata.ucd_3_2_0  # a letter then and now is one in whichever version a split uses
+    old = unicodedata.ucd_3_2_0  # a letter in both versions is one in every version between them
     letters = [
         letter
         for letter in map(chr, range(0x10000))
@@ -118,15 +118,15 @@ def cut_pattern() -> re.Pattern[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutter:
-    """Cuts texts so that the tokens of the pieces are the tokens of the whole."""
+    """Splits texts so that the tokens of the pieces are the tokens of the whole text."""
 
-    added: tuple[str, ...]  # tokens that are found in a text before it is split
+    added: tuple[str, ...]  # tokens that the tokenizer finds before it splits the text
     reach: int  # characters of the longest of them
     composes: bool
 
     @classmethod
     def of(cls, backend: Backend) -> Self | None:
-        """For byte-level BPE with a split that `cut_pattern` holds for."""
+        """For byte-level BPE with a split pattern that `cut_pattern` is valid for; else None."""
         normalizer = state_of(backend.normalizer)
         added = list(backend.get_added_tokens_decoder().values())
         composes = normalizer == {"type": "NFC"}
@@ -140,7 +140,7 @@ class Cutter:
         return cls(added=texts, reach=max(map(len, texts), default=0), composes=composes)
 
     def pieces(self, text: str) -> Iterator[str]:
-        """The text in order; a piece is longer than `PIECE` only where no cut is certain."""
+        """The pieces in order; a piece is longer than `PIECE` only if no safe cut was found."""
         start = 0
         while len(text) - start > PIECE:
             end = self._next_cut(text, start + PIECE)
@@ -160,14 +160,14 @@ class Cutter:
         return len(text)
 
     def _is_free(self, text: str, cut: int) -> bool:
-        """True if no added token reaches over or up to this place."""
+        """True if no added token spans or touches this position."""
         around = text[max(0, cut - self.reach) : cut + self.reach]
         forms = [around, unicodedata.normalize("NFC", around)] if self.composes else [around]
         return not any(token in form for form in forms for token in self.added)
 
 
 def _is_known_split(steps: list[dict[str, Any]]) -> bool:
-    """GPT-2's, Llama 3's or Qwen's, perhaps with each digit by itself first."""
+    """True for the splits of GPT-2, Llama 3 and Qwen, also with digits split off first."""
     match steps:
         case [{"type": "Digits", "individual_digits": True}, *rest]:
             return _is_known_split(rest)
@@ -182,11 +182,11 @@ def _is_known_split(steps: list[dict[str, Any]]) -> bool:
 
 
 def check_run(piece: str) -> None:
-    """InvalidRequest for a piece that is too long to be encoded at once."""
+    """InvalidRequest for a piece that is too long to encode."""
     if len(piece) > MAX_RUN:
         raise InvalidRequest(
-            f"the text has {len(piece)} characters without the end of a word or number; at most "
-            f"{MAX_RUN} are encoded at once"
+            f"the text has {len(piece)} characters without the end of a word or number; the limit "
+            f"is {MAX_RUN}"
         )
 
 
@@ -200,7 +200,7 @@ def frame_of(backend: Backend) -> tuple[list[int], list[int]]:
 
 
 def check_num_tokens(count: int, max_tokens: int | None, *, is_exact: bool = False) -> None:
-    """RequestTooLong for a text of more tokens; not `is_exact`: it has at least this many."""
+    """RequestTooLong if `count` exceeds the limit. Unless `is_exact`, it is a lower bound."""
     if max_tokens is not None and count > max_tokens:
         found = f"{count}" if is_exact else f"at least {count}"
         problem = f"the text has {found} tokens; the limit is {max_tokens}"

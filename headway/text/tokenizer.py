@@ -1,7 +1,7 @@
-"""Text to token ids and back, as the model's own tokenizer does it: Hugging Face folders and GGUF.
+"""Text to token ids and back, from the tokenizer files of a Hugging Face folder or a GGUF file.
 
-Merging and matching are done by the `tokenizers` package, the backend. This file knows nothing of
-requests, of streams (text.py) or of how a conversation becomes text (chat.py).
+The `tokenizers` package (the backend) does the encoding. Knows nothing of requests, of streamed
+text (detokenizer.py) or of conversations (chat_template.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headway.text.long_text import (
 
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 SHORT = 1000  # characters; more are encoded by a call that releases the GIL
-SENTENCEPIECE = [  # the decoder of Llama 2 and its like, less what it strips
+SENTENCEPIECE = [  # the decoder of Llama 2 and similar models, without its Strip step
     {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
     {"type": "ByteFallback"},
     {"type": "Fuse"},
@@ -41,20 +41,20 @@ class Piece(NamedTuple):
     """What one token spells."""
 
     spelled: bytes
-    is_fallback: bool  # a byte-fallback token: a run of them becomes text together, or not at all
+    is_fallback: bool  # a byte-fallback token: a run of them is decoded as a whole, or not at all
 
 
-NOTHING = Piece(b"", True)  # an id outside the vocabulary: not even the end of a run of bytes
+NOTHING = Piece(b"", True)  # an id outside the vocabulary; it does not end a run of bytes
 
 
 class Tokenizer:
-    """One model's tokenizer; `bos` and `eos` are those tokens as text, empty where there is none."""
+    """The tokenizer of one model. `bos` and `eos` are tokens as text; empty if there is none."""
 
     def __init__(
         self, backend: Backend, *, bos: str = "", eos: str = "", more_eos_ids: Iterable[int] = (),
         chat_template: str | None = None, where: str = "",
     ) -> None:  # fmt: skip
-        backend.no_truncation()  # a prompt that is too long is refused at the door, never cut
+        backend.no_truncation()  # a prompt that is too long is refused, never truncated
         backend.no_padding()
         self._backend, self._pieces = backend, dict[int, Piece]()
         self.bos, self.eos, self.chat_template = bos, eos, chat_template
@@ -62,7 +62,7 @@ class Tokenizer:
         self.special_ids = frozenset(id for id, token in added.items() if token.special)
         eos_id = self.id_of(eos) if eos else None
         self.eos_ids = frozenset([*more_eos_ids, *([] if eos_id is None else [eos_id])])
-        # How many leading spaces decode() drops; None: tokens spell bytes, as GPT-2's do.
+        # How many leading spaces decode() strips; None: a byte-level tokenizer, like GPT-2's.
         self.num_stripped = _num_stripped(backend, where)
         self._cutter = Cutter.of(backend)
 
@@ -77,9 +77,11 @@ class Tokenizer:
     def encode(
         self, text: str, *, special: bool = True, max_tokens: int | None = None
     ) -> list[int]:
-        """The ids of a text. Special tokens written in it always count as such; `special` also
-        frames it with what the model's tokenizer adds (usually BOS, or nothing). RequestTooLong if
-        there are more than `max_tokens`; most of the text is then not even looked at."""
+        """The ids of a text. Special tokens that occur in the text are always recognized.
+
+        `special` adds the tokens that the tokenizer puts around a text (usually BOS, or nothing).
+        RequestTooLong if there are more than `max_tokens`; a very long text is then not encoded.
+        """
         data = _check_text(text, "the text")
         if len(text) <= SHORT:
             ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
@@ -91,7 +93,7 @@ class Tokenizer:
         return ids
 
     def _encode_long(self, text: str, special: bool, max_tokens: int | None) -> list[int]:
-        """In pieces where that is the same; other threads run meanwhile."""
+        """Encode in pieces if that gives the same ids; releases the GIL."""
         if self._cutter is None:
             return self._encode_piece(text, special)
         before, after = frame_of(self._backend) if special else ([], [])
@@ -104,13 +106,13 @@ class Tokenizer:
         return ids + after
 
     def _encode_piece(self, text: str, special: bool) -> list[int]:
-        """`encode` of the backend would hold the GIL."""
+        """Encode with a call that releases the GIL, unlike the backend's `encode`."""
         (found,) = self._backend.encode_batch_fast([text], add_special_tokens=special)
         ids: list[int] = found.ids
         return ids
 
     def prepare(self) -> None:
-        """Compute now what the first long text would otherwise wait for."""
+        """Compute ahead what the first long text needs."""
         _ = self._bound, cut_pattern()
 
     @cached_property
@@ -118,22 +120,22 @@ class Tokenizer:
         is_byte_level = self.num_stripped is None
         if is_byte_level:
             spelled = [_spell_bytes(token).spelled for token in self._backend.get_vocab()]
-        else:  # a space of the text is one byte, or three in a token: count three
+        else:  # a space is one byte in a text and three in a token; three keeps the bound safe
             spelled = [token.encode() for token in self._backend.get_vocab()]
         return TokenBound.of(self._backend, spelled, is_byte_level)
 
     def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The ids of each text, on all cores."""
+        """The ids of each text, encoded on all cores."""
         for index, text in enumerate(texts):
             _check_text(text, f"text {index}")
         found = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
         return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of all these ids together; ids outside the vocabulary are no text."""
+        """The text of all ids together; ids outside the vocabulary are skipped."""
         if len(ids) <= SHORT:
             return self._backend.decode(ids, skip_special_tokens=skip_special)
-        # Other threads run meanwhile, unlike in `decode` of the backend.
+        # Releases the GIL, unlike the backend's `decode`.
         (text,) = self._backend.decode_batch([ids], skip_special_tokens=skip_special)
         return text
 
@@ -142,11 +144,11 @@ class Tokenizer:
         return self._backend.token_to_id(token)
 
     def piece(self, id: int) -> str:
-        """The text of one token by itself, leading space included; U+FFFD for half characters."""
+        """The text of a single token with its leading space; U+FFFD for partial characters."""
         return self.spell(id).spelled.decode("utf-8", "replace")
 
     def spell(self, id: int) -> Piece:
-        """The bytes of one token, before a stream of them is read as UTF-8."""
+        """The bytes of one token; a sequence of them is decoded as UTF-8."""
         piece = self._pieces.get(id)
         if piece is None:
             spell = _spell_bytes if self.num_stripped is None else _spell_text
@@ -155,7 +157,7 @@ class Tokenizer:
         return piece
 
     def save(self, folder: str | Path) -> None:
-        """Write it as a Hugging Face folder, which `load_tokenizer` and other programs read."""
+        """Write the tokenizer as a Hugging Face folder."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         self._backend.save(str(folder / "tokenizer.json"))
@@ -166,18 +168,18 @@ class Tokenizer:
 
 
 def _check_text(text: str, what: str) -> bytes:
-    """The text as UTF-8; InvalidRequest if it has none."""
+    """The text as UTF-8; InvalidRequest if it contains half of a surrogate pair."""
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         raise InvalidRequest(
-            f"{what} holds {text[error.start]!r} at character {error.start}: half of a surrogate"
-            " pair is no character; decode the text as UTF-8 or UTF-16 before sending it"
+            f"{what} contains {text[error.start]!r} at character {error.start}, half of a surrogate"
+            " pair; decode the text as UTF-8 or UTF-16 before sending it"
         ) from None
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The letters GPT-2 writes bytes with: printable ones are themselves, others count from 256."""
+    """GPT-2's characters for bytes: printable ones stand for themselves, others count from 256."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -189,7 +191,7 @@ ALPHABET = _byte_alphabet()
 def _spell_bytes(token: str) -> Piece:
     try:
         return Piece(bytes(ALPHABET[letter] for letter in token), False)
-    except KeyError:  # an added token, written as it reads
+    except KeyError:  # an added token, stored as plain text
         return Piece(token.encode(), False)
 
 
@@ -200,7 +202,7 @@ def _spell_text(token: str) -> Piece:
 
 
 def _num_stripped(backend: Backend, where: str) -> int | None:
-    """How the backend's decoder reads tokens: see Tokenizer.num_stripped."""
+    """The leading spaces that the backend's decoder strips: see Tokenizer.num_stripped."""
     decoder = state_of(backend.decoder)
     match steps := decoder.get("decoders", [decoder]):
         case [{"type": "ByteLevel"}]:
@@ -211,8 +213,8 @@ def _num_stripped(backend: Backend, where: str) -> int | None:
         case _ if steps == SENTENCEPIECE:
             return 0
     raise ModelError(
-        f"{where or 'this tokenizer'} has the decoder {json.dumps(steps)}; known are byte-level"
-        " (GPT-2, Llama 3, Qwen) and sentencepiece with byte fallback (Llama 2, Mistral)"
+        f"{where or 'this tokenizer'} has the decoder {json.dumps(steps)}; supported are"
+        " byte-level (GPT-2, Llama 3, Qwen) and sentencepiece with byte fallback (Llama 2, Mistral)"
     )
 
 
@@ -221,15 +223,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ModelError(
-            f"{path} is missing; a folder with only a sentencepiece tokenizer.model has to be"
+            f"{path} is missing; a folder with only a sentencepiece tokenizer.model must be"
             " converted first: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
         )
     try:
         backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library has no narrower class
+    except Exception as error:  # the package raises no narrower class
         raise ModelError(f"{path} is not a tokenizer: {error}") from error
     config = _read(folder, "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # older folders keep them apart
+    if "added_tokens_decoder" not in config:  # older folders have a separate file
         config |= _read(folder, "special_tokens_map.json")
     _add_tokens(backend, config)
     generation = _read(folder, "generation_config.json") or _read(folder, "config.json")
@@ -242,7 +244,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def _read(folder: Path, name: str) -> dict[str, Any]:
-    """A JSON object beside the tokenizer; empty if there is no such file."""
+    """A JSON object in a file of the folder; empty if there is no such file."""
     path = folder / name
     if not path.is_file():
         return {}
@@ -251,7 +253,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     except ValueError as error:
         raise ModelError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ModelError(f"{path} holds a {type(found).__name__}, not an object")
+        raise ModelError(f"{path} contains a {type(found).__name__}, not an object")
     return found
 
 
@@ -261,13 +263,13 @@ def _write(folder: Path, name: str, value: Mapping[str, Any]) -> None:
 
 
 def _content(token: Any) -> str:
-    """The text of a token written as itself, as an object with options, or as null."""
+    """The text of a token that is given as a string, as an object with options, or as null."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
 
 
 def _add_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
-    """Add what the configuration names and tokenizer.json does not, as transformers does."""
+    """Add tokens that the config names and tokenizer.json does not, as transformers does."""
     listed = config.get("added_tokens_decoder") or {}
     backend.add_tokens([AddedToken(**listed[id]) for id in sorted(listed, key=int)])
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -279,7 +281,7 @@ def _add_tokens(backend: Backend, config: Mapping[str, Any]) -> None:
 
 
 def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: a file of its own, or in the configuration, alone or among others."""
+    """The chat template: from its own file, or from the config, as one of several or alone."""
     path, written = folder / "chat_template.jinja", config.get("chat_template")
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -289,7 +291,7 @@ def _template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], where: str = "") -> Tokenizer:
-    """The tokenizer a GGUF file describes in its metadata; `where` names the file in errors."""
+    """The tokenizer in the metadata of a GGUF file; `where` names the file in errors."""
     vocabulary = Vocabulary(metadata, where or "the GGUF metadata")
     end_of_turn = vocabulary.id("eot")
     return Tokenizer(

@@ -104,7 +104,8 @@ def test_output_lines_equal_the_results_of_the_python_api(tiny: list[str]) -> No
         [sample] = row["samples"]
         assert set(row) == ROW and set(sample) == SAMPLE
         assert (row["index"], row["id"], row["prompt"]) == (index, str(index), asked[index])
-        assert sample["token_ids"] == result.samples[0].token_ids and sample["text"] == result.text
+        assert sample["token_ids"] == result.outputs[0].token_ids
+        assert sample["text"] == result.outputs[0].text
         assert row["num_prompt_tokens"] == len(result.prompt_token_ids)
         assert sample["finish_reason"] == "length" and row["error"] is None
         assert [entry["token"] for entry in sample["logprobs"]] == sample["token_ids"]

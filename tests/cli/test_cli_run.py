@@ -102,7 +102,7 @@ def shown(llm: LLM, width: int, num_tokens: int) -> tuple[str, list[list[int]], 
             ["hello " * 9, "x", "[bold]hm[/]"], SamplingParams(temperature=0, max_tokens=num_tokens)
         )
     seconds = time.perf_counter() - begun
-    return screen.getvalue(), [result.samples[0].token_ids for result in results], seconds
+    return screen.getvalue(), [result.outputs[0].token_ids for result in results], seconds
 
 
 def plain(text: str) -> str:
@@ -131,7 +131,7 @@ def test_the_live_view_fits_the_screen_and_does_not_change_tokens(folder: Path, 
     plainly = alone.generate(
         ["hello " * 9, "x", "[bold]hm[/]"], SamplingParams(temperature=0, max_tokens=30)
     )
-    assert tokens == [result.samples[0].token_ids for result in plainly], (
+    assert tokens == [result.outputs[0].token_ids for result in plainly], (
         "the view does not change tokens"
     )
     assert not [o for o in llm.engine.observers if isinstance(o, live.View)]

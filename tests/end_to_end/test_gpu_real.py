@@ -217,9 +217,9 @@ def test_the_offline_api_generates_the_reference_and_its_trace_replays(tmp_path:
         asked = [each if isinstance(each, str) else llm.chat_tokens(each) for each in given]
         results = llm.generate(asked, params)
         assert llm.engine.is_healthy, llm.engine.fault
-    check({n: r.samples[0].token_ids for n, r in zip(FEW, results, strict=True)})
+    check({n: r.outputs[0].token_ids for n, r in zip(FEW, results, strict=True)})
     for name, result in zip(FEW, results, strict=True):
-        assert result.text == real.tokenizer().decode(real.reference()[name][:NUM_FEW])
+        assert result.outputs[0].text == real.tokenizer().decode(real.reference()[name][:NUM_FEW])
     lines = list(read_trace(path))
     assert lines[0]["async_scheduling"] == 1 and check_replay(lines) == len(lines) - 1 > NUM_FEW
     assert any(kind == "swap" for line in lines for _, kind, *_ in line.get("preempted", ()))

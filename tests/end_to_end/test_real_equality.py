@@ -103,7 +103,7 @@ def test_embeddings_equal_the_pooled_states_of_transformers() -> None:
         states = real.transformers_model().model(torch.tensor([prompt])).last_hidden_state[0]
         for pooling, vector in {"mean": states.mean(0), "last": states[-1]}.items():
             wanted = (vector / vector.norm()).numpy()
-            np.testing.assert_allclose(found[pooling][number].embedding, wanted, atol=1e-4)
+            np.testing.assert_allclose(found[pooling][number].outputs.embedding, wanted, atol=1e-4)
 
 
 def test_the_offline_api_generates_the_reference() -> None:
@@ -118,13 +118,14 @@ def test_the_offline_api_generates_the_reference() -> None:
     for name, result in zip(names, results, strict=True):
         expected = real.reference()[name][:12]
         assert result.prompt_token_ids == real.prompts()[name]
-        assert result.samples[0].token_ids == expected
-        assert result.text == real.tokenizer().decode(expected)
+        assert result.outputs[0].token_ids == expected
+        assert result.outputs[0].text == real.tokenizer().decode(expected)
         logits = real.transformers_logits(
             real.transformers_model(), result.prompt_token_ids, expected
         )
         wanted = logits.log_softmax(-1).gather(1, torch.tensor(expected)[:, None])[:, 0]
-        found = [score.logprob for score in result.samples[0].logprobs or []]
+        scores = zip(expected, result.outputs[0].logprobs or [], strict=True)
+        found = [score[token].logprob for token, score in scores]
         assert found == pytest.approx(wanted.tolist(), abs=1e-4)
 
 

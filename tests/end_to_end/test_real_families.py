@@ -160,20 +160,21 @@ def test_without_a_tokenizer_ids_go_in_and_come_out(saved: Saved, name: str) -> 
         assert llm.tokenizer is None and llm.config.max_model_len == LENGTH
         results = llm.generate(asked, GREEDY)
     for prompt, result in zip(asked, results, strict=True):
-        assert (result.prompt, result.text, result.error) == (None, "", None)
-        output = result.samples[0].token_ids
+        sample = result.outputs[0]
+        assert (result.prompt, sample.text, sample.error) == (None, "", None)
+        output = sample.token_ids
         assert output == real.transformers_logits(reference, prompt, output).argmax(-1).tolist()
 
 
 def test_without_a_tokenizer_ids_are_streamed(saved: Saved) -> None:
     asked = list(prompts(3).values())
     with LLM(str(saved("qwen3")[0]), num_blocks=60) as llm:
-        expected = [result.samples[0].token_ids for result in llm.generate(asked, GREEDY)]
+        expected = [result.outputs[0].token_ids for result in llm.generate(asked, GREEDY)]
         streamed: list[list[int]] = [[] for _ in asked]
         ends = []
         for delta in llm.stream(asked, GREEDY):
-            streamed[delta.index] += delta.token_ids
-            ends += [delta.index] if delta.finish_reason else []
+            streamed[delta.choice] += delta.token_ids
+            ends += [delta.choice] if delta.finish_reason else []
     assert streamed == expected and sorted(ends) == [0, 1, 2, 3]
 
 
@@ -199,11 +200,11 @@ def test_end_tokens_of_both_config_files_end_an_output(saved: Saved, tmp_path: P
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with LLM(str(folder), num_blocks=60) as llm:
-        free = llm.generate(prompts(3)["9"], GREEDY)[0].samples[0].token_ids
+        free = llm.generate(prompts(3)["9"], GREEDY)[0].outputs[0].token_ids
     end = free[5]
     generation = {"eos_token_id": [2, end]}
     (tmp_path / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     with LLM(str(tmp_path), num_blocks=60) as llm:
-        sample = llm.generate(prompts(3)["9"], SamplingParams(temperature=0))[0].samples[0]
+        sample = llm.generate(prompts(3)["9"], SamplingParams(temperature=0))[0].outputs[0]
     assert sample.token_ids == free[: free.index(end) + 1]
     assert (sample.finish_reason, sample.stop_reason) == ("stop", end)

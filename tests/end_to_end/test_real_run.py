@@ -1,7 +1,7 @@
-"""The offline API over a real executor: what is recorded, interrupted, refused, streamed, drawn.
+"""The offline API with a real executor: traces, interrupts, errors, streams and sampling.
 
-A tiny random model says random words, so that hundreds of requests take a second. What it says is
-no matter here; that it says the same under all circumstances is.
+A tiny model with random weights runs hundreds of requests in a second. Its texts are meaningless,
+but they must not depend on settings or on other requests.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from headway import LLM, PRESETS, Request, SamplingParams, StepReport
-from headway.engine.outputs import Result, ResultBuilder
+from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.errors import ConfigError, FormatError, InvalidRequest, RequestError, RequestTooLong
 from headway.lab.replay import check_replay
 from headway.loading import free_memory, parse_size
@@ -45,42 +45,44 @@ def open_llm(tiny: str, **settings: Any) -> LLM:
     return LLM(tiny, **{"num_blocks": 200, **settings})
 
 
-def drawn(num_prompts: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
-    """By chance, each prompt by its own seed."""
+def sampled(num_prompts: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
+    """Random sampling, with another seed for each prompt."""
     return [SamplingParams(**{"max_tokens": 40, "seed": s, **more}) for s in range(num_prompts)]
 
 
 Outcome = list[tuple[str, list[int], str | None, str | int | None]]
 
 
-def outcome(results: list[Result]) -> Outcome:
-    """All that must not depend on circumstances."""
-    samples = [sample for result in results for sample in result.samples]
+def outcome(results: list[RequestOutput]) -> Outcome:
+    """Everything that must not depend on settings or other requests."""
+    samples = [sample for result in results for sample in result.outputs]
     return [(s.text, s.token_ids, s.finish_reason, s.stop_reason) for s in samples]
 
 
 def check_idle(llm: LLM) -> None:
-    """Nothing is held, awaited or remembered."""
+    """No request, block or result is left."""
     scheduler = llm.engine.scheduler
     assert not (
         llm.engine.has_work or scheduler.requests or scheduler.running or scheduler.in_flight
     )
-    assert not (llm._gatherer.gatherings or llm._gatherer.kept)
+    assert llm._runner.is_idle
     assert scheduler.num_free == scheduler.config.num_blocks
     assert scheduler.kv.host.num_free == llm.config.num_host_blocks
 
 
 def stops_of(llm: LLM) -> list[str]:
-    """For every prompt, four characters out of the middle of what will be said."""
-    return [result.text[10:14] for result in llm.generate(PROMPTS, drawn(ignore_eos=True))]
+    """For every prompt, four characters from the middle of its output."""
+    return [
+        result.outputs[0].text[10:14] for result in llm.generate(PROMPTS, sampled(ignore_eos=True))
+    ]
 
 
-# Recording.
+# Traces.
 
 
 @MODES
 @pytest.mark.parametrize("swap", ["recompute", "swap"])
-def test_a_recorded_run_replays_to_the_same_decisions(
+def test_a_recorded_run_replays_with_the_same_decisions(
     tiny: str, tmp_path: Path, swap: str, async_scheduling: int, steps: int
 ) -> None:
     with open_llm(tiny) as llm:
@@ -99,10 +101,10 @@ def test_a_recorded_run_replays_to_the_same_decisions(
             for s, stop in enumerate(stops)
         ]
         llm.generate(PROMPTS, params)
-        for number, _ in enumerate(llm.stream(PROMPTS[:7], drawn(7, n=2))):
+        for number, _ in enumerate(llm.stream(PROMPTS[:7], sampled(7, n=2))):
             if number == 60:
                 break
-        llm.generate(PROMPTS[:3], drawn(3))
+        llm.generate(PROMPTS[:3], sampled(3))
         check_idle(llm)
     lines = list(read_trace(path))
     preempted = [kind for line in lines for _, kind, *_ in line.get("preempted", ())]
@@ -114,17 +116,17 @@ def test_a_recorded_run_replays_to_the_same_decisions(
 
 
 @MODES
-def test_a_run_is_settled_and_recorded_to_its_end_however_it_ends(
+def test_a_run_is_recorded_to_its_end_however_it_ends(
     tiny: str, tmp_path: Path, async_scheduling: int, steps: int
 ) -> None:
-    """The token that ends the last request may come while a step that it is in is in flight."""
+    """The last request may end while another step with it is still in flight."""
     path = tmp_path / "trace.jsonl"
     with open_llm(
         tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, trace_out=path
     ) as llm:
         soon = {"logit_bias": dict.fromkeys(llm.loaded.eos_ids, 5.0)}
         for number in range(3):
-            results = llm.generate(PROMPTS[number::3], drawn(4, **soon))
+            results = llm.generate(PROMPTS[number::3], sampled(4, **soon))
             assert {sample[2] for sample in outcome(results)} == {"stop"}
             check_idle(llm)
         assert llm.reset_cache()
@@ -132,11 +134,11 @@ def test_a_run_is_settled_and_recorded_to_its_end_however_it_ends(
     assert check_replay(lines) == len(lines) - 1
 
 
-# Interruptions and faults.
+# Interrupts and failures.
 
 
-class Tripwire:
-    """A decoder that raises once, when it is asked for its nth forward pass."""
+class FailingDecoder:
+    """A decoder that raises once, in its nth forward pass."""
 
     def __init__(self, decoder: Decoder, error: BaseException, calls: int) -> None:
         self._decoder, self._error, self._left = decoder, error, calls
@@ -151,8 +153,9 @@ class Tripwire:
         return self._decoder.forward(batch, blocks)
 
 
-def trip(llm: LLM, error: BaseException, calls: int) -> None:
-    llm.executor.decoder = Tripwire(llm.loaded.decoder, error, calls)  # type: ignore[assignment]
+def fail_once(llm: LLM, error: BaseException, calls: int) -> None:
+    decoder: Any = FailingDecoder(llm.loaded.decoder, error, calls)
+    llm.executor.decoder = decoder
 
 
 CRAMPED = {"num_blocks": 30, "num_host_blocks": 20, "preset": "vllm", "swap": "swap"}
@@ -166,23 +169,23 @@ def test_an_interrupted_step_leaves_nothing_behind(
     with open_llm(
         tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
     ) as llm:
-        before = outcome(llm.generate(PROMPTS, drawn()))
-        trip(llm, KeyboardInterrupt(), calls)
+        before = outcome(llm.generate(PROMPTS, sampled()))
+        fail_once(llm, KeyboardInterrupt(), calls)
         with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, drawn())
+            llm.generate(PROMPTS, sampled())
         check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, drawn())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == before
 
 
-def test_a_user_may_interrupt_as_often_as_she_likes(tiny: str) -> None:
+def test_repeated_interrupts_leave_nothing_behind(tiny: str) -> None:
     with open_llm(tiny) as llm:
-        before = outcome(llm.generate(PROMPTS, drawn()))
+        before = outcome(llm.generate(PROMPTS, sampled()))
         for _ in range(5):
-            trip(llm, KeyboardInterrupt(), 1)
+            fail_once(llm, KeyboardInterrupt(), 1)
             with pytest.raises(KeyboardInterrupt):
-                llm.generate(PROMPTS, drawn())
+                llm.generate(PROMPTS, sampled())
             check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, drawn())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == before
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -192,7 +195,7 @@ def test_an_interrupt_between_steps_leaves_nothing_behind(
 ) -> None:
     armed: list[int] = []
 
-    def interrupt(_: object) -> None:
+    def interrupt(*_: object) -> None:
         if armed and armed.pop() > 0:
             raise KeyboardInterrupt
         if armed:
@@ -203,21 +206,21 @@ def test_an_interrupt_between_steps_leaves_nothing_behind(
             interrupt(report)
 
     with open_llm(tiny, async_scheduling=async_scheduling, observers=[observe], **CRAMPED) as llm:
-        before = outcome(llm.generate(PROMPTS, drawn()))
+        before = outcome(llm.generate(PROMPTS, sampled()))
         armed.append(1)
         with pytest.raises(KeyboardInterrupt):
             if place == "stream":
-                for delta in llm.stream(PROMPTS, drawn()):
+                for delta in llm.stream(PROMPTS, sampled()):
                     interrupt(delta)
             else:
                 wanted = interrupt if place == "on_finish" else None
-                llm.generate(PROMPTS, drawn(), on_finish=wanted)
+                llm.generate(PROMPTS, sampled(), on_finish=wanted)
         check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, drawn())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == before
 
 
 class Lines:
-    """Counts the lines of the package that run, and interrupts at the nth."""
+    """Counts the executed lines of the package, and interrupts at the nth."""
 
     def __init__(self, interrupt_at: int = 0) -> None:
         self.num_seen, self._at = 0, interrupt_at
@@ -243,8 +246,8 @@ class Lines:
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])
 def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_scheduling: int) -> None:
-    """As a key press may come anywhere in a step, between two of them, or before the first."""
-    chance, asked, wrong = random.Random(async_scheduling), (PROMPTS[:8], drawn(8)), []
+    """Ctrl-C may come within a step, between two steps, or before the first."""
+    rng, asked, wrong = random.Random(async_scheduling), (PROMPTS[:8], sampled(8)), []
     with open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED) as llm:
         before = outcome(llm.generate(*asked))
         with Lines() as lines:
@@ -252,7 +255,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_schedul
     for _ in range(12):
         llm, at = (
             open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED),
-            Lines(chance.randint(1, lines.num_seen)),
+            Lines(rng.randint(1, lines.num_seen)),
         )
         llm.generate(*asked)
         try:
@@ -267,29 +270,29 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_schedul
 
 
 @MODES
-def test_a_step_that_fails_ends_only_what_was_in_flight(
+def test_a_failed_step_ends_only_requests_in_flight(
     tiny: str, async_scheduling: int, steps: int
 ) -> None:
     with open_llm(
         tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, max_num_seqs=4
     ) as llm:
-        before = outcome(llm.generate(PROMPTS, drawn()))
-        trip(llm, RuntimeError("the device is on fire"), 4)
-        results = llm.generate(PROMPTS, drawn())
-        failed = [r.samples[0].finish_reason == "error" for r in results]
+        before = outcome(llm.generate(PROMPTS, sampled()))
+        fail_once(llm, RuntimeError("the device has failed"), 4)
+        results = llm.generate(PROMPTS, sampled())
+        failed = [r.outputs[0].finish_reason == "error" for r in results]
         assert 1 <= sum(failed) <= 4
         for has_failed, result, expected in zip(failed, results, before, strict=True):
-            sample = result.samples[0]
+            sample = result.outputs[0]
             if has_failed:
-                assert "the device is on fire" in (sample.error or "")
+                assert "the device has failed" in (sample.error or "")
                 assert sample.token_ids == expected[1][: len(sample.token_ids)]
             else:
                 assert outcome([result]) == [expected] and sample.error is None
         check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, drawn())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == before
 
 
-# What is refused.
+# Validation.
 
 BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature must be a number from 0 to 1000, not -0.1"),
@@ -299,12 +302,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"n": 0}, "n must be a whole number from 1 to 1024, not 0"),
     ({"max_tokens": 0}, "max_tokens must be a whole number of at least 1 or None, not 0"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens must be at most max_tokens \\(8\\), not 9"),
-    ({"stop": ""}, "stop must be a list of texts of at least 1 character; it holds ''"),
-    ({"stop": ["a", 3]}, "stop must be .* it holds 3"),
+    ({"stop": ""}, "stop must be .* ''"),
+    ({"stop": ["a", 3]}, "stop must be .* 3"),
     ({"repetition_penalty": 0}, "repetition_penalty must be a number from 0.001 to 1000, not 0"),
     ({"logit_bias": {3: 101}}, "logit_bias of token 3 must be a number from -100 to 100, not 101"),
     ({"seed": 2**64}, "seed must be"),
-    ({"bad_words": [""]}, "bad_words must be .* it holds ''"),
+    ({"bad_words": [""]}, "bad_words must be .* ''"),
 ]
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[RequestError], str]] = [
     ("", {}, InvalidRequest, "empty prompt; at least one token"),
@@ -325,24 +328,30 @@ BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[RequestError], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "message"), BAD_FIELDS)
-def test_a_field_out_of_range_is_named_with_its_limit(fields: dict[str, Any], message: str) -> None:
+def test_the_error_names_a_field_out_of_range_and_its_limit(
+    fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         SamplingParams(**fields)
 
 
 @pytest.mark.parametrize(("prompt", "fields", "kind", "message"), BAD_REQUESTS)
-def test_who_is_refused_takes_nobody_along(
+def test_a_refused_prompt_does_not_affect_the_others(
     tiny: str, prompt: Any, fields: dict[str, Any], kind: type[RequestError], message: str
 ) -> None:
     with open_llm(tiny, num_blocks=20) as llm:
-        good, params = ["Marta", "two suitcases"], drawn(2, max_tokens=10)
+        good, params = ["Marta", "two suitcases"], sampled(2, max_tokens=10)
         before = outcome(llm.generate(good, params))
         asked = [good[0], prompt, good[1]]
         bad = SamplingParams(**{"max_tokens": 10, **fields})
-        first, refused, last = llm.generate(asked, [params[0], bad, params[1]])
+        first, refused, last = llm.try_generate(asked, [params[0], bad, params[1]])
+        assert isinstance(first, RequestOutput) and isinstance(last, RequestOutput)
         with pytest.raises(kind, match=message):
-            raise refused.error or AssertionError("it was not refused")
-        assert outcome([first, last]) == before and not refused.samples
+            raise refused if isinstance(refused, kind) else AssertionError("it was not refused")
+        assert outcome([first, last]) == before
+        check_idle(llm)
+        with pytest.raises(kind, match=rf"prompts\[1\].*({message})"):
+            llm.generate(asked, [params[0], bad, params[1]])
         check_idle(llm)
         with pytest.raises(kind, match=message):
             list(llm.stream(asked, [params[0], bad, params[1]]))
@@ -350,23 +359,25 @@ def test_who_is_refused_takes_nobody_along(
 
 
 @pytest.mark.parametrize(("prompt", "fields", "kind", "message"), BAD_REQUESTS)
-def test_who_is_refused_alone_is_told_by_an_exception(
+def test_a_single_refused_prompt_raises(
     tiny: str, prompt: Any, fields: dict[str, Any], kind: type[RequestError], message: str
 ) -> None:
     with open_llm(tiny, num_blocks=20) as llm:
         bad = SamplingParams(**{"max_tokens": 10, **fields})
         if prompt == []:
-            assert llm.generate(prompt, bad) == []  # no prompts rather than one without tokens
+            assert (
+                llm.generate(prompt, bad) == []
+            )  # an empty list of prompts, not a prompt without tokens
             return
         with pytest.raises(kind, match=f"({message})|prompt"):
             llm.generate(prompt, bad)
         check_idle(llm)
 
 
-def test_as_many_params_as_prompts_or_one(tiny: str) -> None:
+def test_the_number_of_params_must_match_the_prompts(tiny: str) -> None:
     with open_llm(tiny) as llm:
-        with pytest.raises(InvalidRequest, match="3 prompts, but 2 sampling parameters"):
-            llm.generate(PROMPTS[:3], drawn(2))
+        with pytest.raises(InvalidRequest, match="3 prompts.* 2 "):
+            llm.generate(PROMPTS[:3], sampled(2))
         assert llm.generate([]) == []
         check_idle(llm)
 
@@ -375,12 +386,12 @@ def test_as_many_params_as_prompts_or_one(tiny: str) -> None:
 
 
 def streamed(llm: LLM, params: list[SamplingParams]) -> Outcome:
-    texts: defaultdict[tuple[int, int], str] = defaultdict(str)
-    tokens: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-    ends: dict[tuple[int, int], str] = {}
+    texts: defaultdict[int, str] = defaultdict(str)
+    tokens: defaultdict[int, list[int]] = defaultdict(list)
+    ends: dict[int, str] = {}
     for delta in llm.stream(PROMPTS, params):
-        key = delta.index, delta.sample
-        assert key not in ends, "an end is the last that is heard of a sample"
+        key = delta.choice
+        assert key not in ends, "a delta after the end of a sample"
         texts[key] += delta.text
         tokens[key] += delta.token_ids
         if delta.finish_reason is not None:
@@ -389,7 +400,7 @@ def streamed(llm: LLM, params: list[SamplingParams]) -> Outcome:
 
 
 @MODES
-def test_what_is_streamed_adds_up_to_what_is_generated(
+def test_deltas_add_up_to_the_generated_output(
     tiny: str, async_scheduling: int, steps: int
 ) -> None:
     with open_llm(
@@ -408,11 +419,11 @@ def test_what_is_streamed_adds_up_to_what_is_generated(
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("num_taken", [1, 8, 100])
-def test_leaving_a_stream_early_gives_everything_back(
+def test_leaving_a_stream_early_frees_everything(
     tiny: str, async_scheduling: int, num_taken: int
 ) -> None:
     with open_llm(tiny, async_scheduling=async_scheduling, **CRAMPED) as llm:
-        stream = llm.stream(PROMPTS, drawn(n=2))
+        stream = llm.stream(PROMPTS, sampled(n=2))
         for _ in range(num_taken):
             next(stream)
         assert llm.engine.scheduler.requests
@@ -422,10 +433,10 @@ def test_leaving_a_stream_early_gives_everything_back(
 
 @MODES
 @pytest.mark.parametrize("includes", [False, True])
-def test_a_stop_string_ends_the_text_where_it_is_found(
+def test_a_stop_string_ends_the_text_at_its_position(
     tiny: str, includes: bool, async_scheduling: int, steps: int
 ) -> None:
-    made: list[int] = []  # tokens, step by step
+    made: list[int] = []  # tokens of each step
 
     def count(report: StepReport) -> None:
         made.extend(len(tokens) for _, tokens in report.outputs())
@@ -437,13 +448,14 @@ def test_a_stop_string_ends_the_text_where_it_is_found(
         observers=[count],
         **CRAMPED,
     ) as llm:
-        free = llm.generate(PROMPTS, drawn(ignore_eos=True))
+        free = llm.generate(PROMPTS, sampled(ignore_eos=True))
         decode, num_split = llm.loaded.tokenizer.decode, 0  # type: ignore[union-attr]
         for first, length in ((0, 1), (7, 2), (11, 9), (30, 4)):
-            stops = [result.text[first : first + length] for result in free]
+            texts = [result.outputs[0].text for result in free]
+            stops = [text[first : first + length] for text in texts]
             params = [
                 SamplingParams(
-                    seed=s, max_tokens=40, ignore_eos=True, stop=[stop, "never said"],
+                    seed=s, max_tokens=40, ignore_eos=True, stop=[stop, "never there"],
                     include_stop_str_in_output=includes,
                 )
                 for s, stop in enumerate(stops)
@@ -451,26 +463,26 @@ def test_a_stop_string_ends_the_text_where_it_is_found(
             made.clear()
             results = llm.generate(PROMPTS, params)
             most = sum(r.num_generated for r in results) + len(PROMPTS) * (steps - 1)
-            assert sum(made) <= most, "whoever has stopped goes on"
+            assert sum(made) <= most, "a stopped request continues"
             for whole, stop, result in zip(free, stops, results, strict=True):
-                sample, end = result.samples[0], whole.text.index(stop)
-                assert sample.text == whole.text[: end + len(stop) * includes]
+                sample, text = result.outputs[0], whole.outputs[0].text
+                assert sample.text == text[: text.index(stop) + len(stop) * includes]
                 assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
                 num_kept = len(sample.token_ids)
-                assert sample.token_ids == whole.samples[0].token_ids[:num_kept]
+                assert sample.token_ids == whole.outputs[0].token_ids[:num_kept]
                 assert stop in decode(sample.token_ids)
                 assert stop not in decode(sample.token_ids[:-1])
                 num_split += stop not in decode(sample.token_ids[-1:])
-        assert num_split > 10, "no stop lay across a border of tokens"
+        assert num_split > 10, "no stop string spans two tokens"
         check_idle(llm)
 
 
 @MODES
 @pytest.mark.parametrize("size", [1, 5, 16])
-def test_a_conversation_goes_on_from_the_cache_as_without_it(
+def test_a_conversation_continues_from_the_cache_with_the_same_output(
     tiny: str, size: int, async_scheduling: int, steps: int
 ) -> None:
-    """Each turn's prompt is the last one with its answer: what was generated is read again."""
+    """Each prompt is the previous one and its output, which the cache may hold."""
     settings = {"block_size": size, "num_blocks": 1600 // size}
     with (
         open_llm(
@@ -480,26 +492,26 @@ def test_a_conversation_goes_on_from_the_cache_as_without_it(
     ):
         turns = [fresh.loaded.tokenizer.encode(p) for p in PROMPTS]  # type: ignore[union-attr]
         for turn, length in enumerate((6, 11, 17)):
-            params = [  # of all lengths, so that some end within a plan of several steps
+            params = [  # different lengths, so that some end within a plan of several steps
                 SamplingParams(seed=s, max_tokens=length + s % 5, ignore_eos=True)
                 for s in range(len(PROMPTS))
             ]
             assert fresh.reset_cache()
             expected, results = fresh.generate(turns, params), llm.generate(turns, params)
             assert outcome(results) == outcome(expected)
-            num_cached = [result.cached_tokens for result in results]
+            num_cached = [result.num_cached_tokens for result in results]
             assert turn == 0 or all(
                 cached >= (len(tokens) - 1) // size * size
                 for cached, tokens in zip(num_cached, turns, strict=True)
             )
-            turns = [[*t, *r.samples[0].token_ids] for t, r in zip(turns, results, strict=True)]
+            turns = [[*t, *r.outputs[0].token_ids] for t, r in zip(turns, results, strict=True)]
 
 
-# Chance, and what is known of it.
+# Sampling and log probabilities.
 
 
-def test_a_seed_says_the_same_under_all_circumstances(tiny: str) -> None:
-    wanted = drawn(max_tokens=60, top_p=0.95, temperature=1.2)
+def test_a_seed_gives_the_same_output_under_all_settings(tiny: str) -> None:
+    wanted = sampled(max_tokens=60, top_p=0.95, temperature=1.2)
     with open_llm(tiny) as llm:
         alone = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, wanted, strict=True)])
         assert outcome(llm.generate(PROMPTS, wanted)) == alone
@@ -507,61 +519,66 @@ def test_a_seed_says_the_same_under_all_circumstances(tiny: str) -> None:
         assert outcome(llm.generate(*crowd)[: len(PROMPTS)]) == alone
         assert len({text for text, *_ in alone}) == len(alone)
     cramped = {"num_blocks": 26, "preset": "vllm_v1"}
-    for more in ({}, {"async_scheduling": 1}, {"num_scheduler_steps": 4}, {"swap": "swap", "num_host_blocks": 40},
+    for more in ({}, {"async_scheduling": 1}, {"num_scheduler_steps": 4},
+                 {"swap": "swap", "num_host_blocks": 40},
                  {"block_size": 5, "num_blocks": 90, "chunk": "at_most(7)"}):  # fmt: skip
         with open_llm(tiny, **{**cramped, **more}) as llm:
             results = llm.generate(PROMPTS, wanted)
             assert outcome(results) == alone, more
-            assert sum(result.preemptions for result in results) >= 5, more
+            assert sum(result.num_preemptions for result in results) >= 5, more
 
 
-def mix(chance: random.Random) -> dict[str, Any]:
-    """Settings at random, cramped so that much happens; none may fail for lack of room."""
-    size, seats = chance.choice((1, 2, 5, 16, 64)), chance.choice((1, 3, 8, 16))
+def random_settings(rng: random.Random) -> dict[str, Any]:
+    """Random settings with few blocks and rows; every prompt still fits."""
+    size, num_rows = rng.choice((1, 2, 5, 16, 64)), rng.choice((1, 3, 8, 16))
     length = 220  # the longest prompt and its output
     return {
-        "preset": chance.choice(list(PRESETS)), "block_size": size, "async_scheduling": chance.choice((0, 1)),
-        "num_blocks": -(-length // size) + chance.choice((0, 1, 100 // size)),
-        "max_num_seqs": seats, "num_scheduler_steps": chance.choice((1, 1, 3, 4)),
-        "num_host_blocks": chance.choice((0, 3, 50, 400)),
-        "queue": chance.choice(("fcfs", "priority", "shortest_first", "fair")),
-        "swap": chance.choice(("recompute", "swap", "cheaper(start=0.0)")),
-        "victim": chance.choice(("newest", "least_work", "lowest_priority", "fewest_lost")),
+        "preset": rng.choice(list(PRESETS)), "block_size": size,
+        "async_scheduling": rng.choice((0, 1)),
+        "num_blocks": -(-length // size) + rng.choice((0, 1, 100 // size)),
+        "max_num_seqs": num_rows, "num_scheduler_steps": rng.choice((1, 1, 3, 4)),
+        "num_host_blocks": rng.choice((0, 3, 50, 400)),
+        "queue": rng.choice(("fcfs", "priority", "shortest_first", "fair")),
+        "swap": rng.choice(("recompute", "swap", "cheaper(start=0.0)")),
+        "victim": rng.choice(("newest", "least_work", "lowest_priority", "fewest_lost")),
         "max_model_len": length,
-        **chance.choice(({}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_num_batched_tokens": 17})),
+        **rng.choice((
+            {}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_num_batched_tokens": 17},
+        )),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_mix_of_settings_changes_what_is_said(tiny: str, seed: int) -> None:
-    chance = random.Random(seed)
+def test_random_settings_do_not_change_the_output(tiny: str, seed: int) -> None:
+    rng = random.Random(seed)
     kinds: list[dict[str, Any]] = [
-        {"temperature": 0}, {"n": 2}, {"top_p": 0.9, "repetition_penalty": 1.2}, {"min_tokens": 9, "max_tokens": 20},
+        {"temperature": 0}, {"n": 2}, {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"min_tokens": 9, "max_tokens": 20},
         {"logprobs": 1, "presence_penalty": 0.5}, {"max_tokens": None}, {"prompt_logprobs": 0},
         {"priority": 1, "client": "b", "bad_words": ["ong"]}, {"stop": "e", "min_p": 0.01},
     ]  # fmt: skip
     params = [
-        SamplingParams(**{"seed": s, "max_tokens": chance.randint(1, 40), **chance.choice(kinds)})
+        SamplingParams(**{"seed": s, "max_tokens": rng.randint(1, 40), **rng.choice(kinds)})
         for s in range(len(PROMPTS))
     ]
     with open_llm(tiny, max_model_len=220) as llm:
         expected = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, params, strict=True)])
-    settings = mix(chance)
+    settings = random_settings(rng)
     with open_llm(tiny, **settings) as llm:
         assert outcome(llm.generate(PROMPTS, params)) == expected, settings
         check_idle(llm)
 
 
-def test_samples_of_one_prompt_differ_and_keep_their_seeds(tiny: str) -> None:
+def test_samples_of_one_prompt_differ_and_are_reproducible(tiny: str) -> None:
     with open_llm(tiny) as llm:
         params = SamplingParams(seed=5, n=4, max_tokens=20)
-        samples = llm.generate("Marta", params)[0].samples
+        samples = llm.generate("Marta", params)[0].outputs
         assert len({sample.text for sample in samples}) == 4
-        assert [s.text for s in llm.generate("Marta", params)[0].samples] == [
+        assert [s.text for s in llm.generate("Marta", params)[0].outputs] == [
             s.text for s in samples
         ]
-        unseeded = [llm.generate("Marta", SamplingParams(max_tokens=20))[0].text for _ in range(3)]
-        assert len(set(unseeded)) == 3
+        unseeded = [llm.generate("Marta", SamplingParams(max_tokens=20))[0] for _ in range(3)]
+        assert len({result.outputs[0].text for result in unseeded}) == 3
 
 
 @pytest.fixture(scope="module")
@@ -571,10 +588,10 @@ def reference(tiny: str) -> Any:
 
 
 @MODES
-def test_log_probabilities_are_those_of_transformers(
+def test_log_probabilities_equal_those_of_transformers(
     tiny: str, reference: Any, async_scheduling: int, steps: int
 ) -> None:
-    """Of chosen and of prompt tokens; drawn, biased, cut, preempted, ended by EOS or by a text."""
+    """For output and prompt tokens, with bias, top_k, preemption, EOS and stop strings."""
     scored = {"logprobs": 3, "prompt_logprobs": 2, "logit_bias": {7: 4.0}, "top_k": 50}
     with open_llm(
         tiny,
@@ -587,31 +604,30 @@ def test_log_probabilities_are_those_of_transformers(
         params = [SamplingParams(seed=s, n=1 + s % 2, max_tokens=40, stop=stop if s % 3 else None,
                                  **scored) for s, stop in enumerate(stops)]  # type: ignore[arg-type] # fmt: skip
         results = llm.generate(PROMPTS, params)
-        assert sum(result.preemptions for result in results) >= 5
+        assert sum(result.num_preemptions for result in results) >= 5
         check_idle(llm)
     for result in results:
         prompt = result.prompt_token_ids
         assert result.prompt_logprobs is not None and result.prompt_logprobs[0] is None
         expected = real.transformers_logits(reference, prompt[:1], prompt[1:])
         check_scores(result.prompt_logprobs[1:], prompt[1:], expected, 2)
-        for sample in result.samples:
+        for sample in result.outputs:
             expected = real.transformers_logits(reference, prompt, sample.token_ids)
             check_scores(sample.logprobs, sample.token_ids, expected, 3)
 
 
 def check_scores(found: Any, tokens: list[int], logits: Tensor, num_top: int) -> None:
-    """Scores of chosen tokens, their ranks and their alternatives, against raw logits."""
-    assert [score.token for score in found] == tokens
-    for score, logprobs in zip(found, logits.log_softmax(-1), strict=True):
-        assert abs(score.logprob - logprobs[score.token]) < 1e-4
-        assert abs(score.rank - 1 - (logprobs > logprobs[score.token]).sum()) <= 1
-        best = logprobs.topk(num_top).values
-        assert [value for _, value in score.top] == pytest.approx(best.tolist(), abs=1e-4)
-        assert all(abs(value - logprobs[token]) < 1e-4 for token, value in score.top)
+    """Compare the log probabilities and ranks of tokens and alternatives with raw logits."""
+    for token, scores, logprobs in zip(tokens, found, logits.log_softmax(-1), strict=True):
+        assert abs(scores[token].rank - 1 - (logprobs > logprobs[token]).sum()) <= 1
+        assert num_top <= len(scores) <= num_top + 1
+        top = [score.logprob for score in scores.values()][:num_top]
+        assert top == pytest.approx(logprobs.topk(num_top).values.tolist(), abs=1e-4)
+        assert all(abs(score.logprob - logprobs[each]) < 1e-4 for each, score in scores.items())
 
 
 @MODES
-def test_edits_of_the_logits_are_obeyed_to_the_end(
+def test_changes_of_the_logits_apply_to_every_token(
     tiny: str, async_scheduling: int, steps: int
 ) -> None:
     with open_llm(
@@ -620,25 +636,25 @@ def test_edits_of_the_logits_are_obeyed_to_the_end(
         assert llm.tokenizer is not None
         ends = llm.loaded.eos_ids
         often: dict[str, Any] = {"logit_bias": dict.fromkeys(ends, 6.0)}
-        least = llm.generate(PROMPTS, drawn(min_tokens=12, **often))
-        assert {s.finish_reason for r in least for s in r.samples} >= {"stop"}
-        for sample in (s for r in least for s in r.samples):
+        least = llm.generate(PROMPTS, sampled(min_tokens=12, **often))
+        assert {s.finish_reason for r in least for s in r.outputs} >= {"stop"}
+        for sample in (s for r in least for s in r.outputs):
             assert len(sample.token_ids) > 12 and not ends & set(sample.token_ids[:12])
-        soon = llm.generate(PROMPTS, drawn(**often))
-        assert min(len(s.token_ids) for r in soon for s in r.samples) < 12
-        few = llm.generate(PROMPTS, drawn(allowed_token_ids=[5, 9, 40]))
-        assert {t for r in few for s in r.samples for t in s.token_ids} == {5, 9, 40}
-        forced = llm.generate(PROMPTS, drawn(logit_bias={17: 100.0}, max_tokens=5))
-        assert [s.token_ids for r in forced for s in r.samples] == [[17] * 5] * len(PROMPTS)
+        soon = llm.generate(PROMPTS, sampled(**often))
+        assert min(len(s.token_ids) for r in soon for s in r.outputs) < 12
+        few = llm.generate(PROMPTS, sampled(allowed_token_ids=[5, 9, 40]))
+        assert {t for r in few for s in r.outputs for t in s.token_ids} == {5, 9, 40}
+        forced = llm.generate(PROMPTS, sampled(logit_bias={17: 100.0}, max_tokens=5))
+        assert [s.token_ids for r in forced for s in r.outputs] == [[17] * 5] * len(PROMPTS)
         words = ["ong", "suitcase", "Item", " had"]
-        free = llm.generate(PROMPTS, drawn(max_tokens=60))
-        assert any(word in result.text for word in words for result in free)
+        free = llm.generate(PROMPTS, sampled(max_tokens=60))
+        assert any(word in result.outputs[0].text for word in words for result in free)
         spelled = [tuple(llm.tokenizer.encode(word)) for word in words]
-        for result in llm.generate(PROMPTS, drawn(max_tokens=60, bad_words=words)):
-            said = result.samples[0].token_ids
+        for result in llm.generate(PROMPTS, sampled(max_tokens=60, bad_words=words)):
+            tokens = result.outputs[0].token_ids
             for word in spelled:
-                places = range(len(said) - len(word) + 1)
-                assert not any(tuple(said[at : at + len(word)]) == word for at in places)
+                starts = range(len(tokens) - len(word) + 1)
+                assert not any(tuple(tokens[at : at + len(word)]) == word for at in starts)
         check_idle(llm)
 
 
@@ -650,7 +666,7 @@ def num_alive(*kinds: type) -> int:
     return sum(type(found) in kinds for found in gc.get_objects())
 
 
-def test_nothing_is_kept_of_requests_that_are_over(tiny: str) -> None:
+def test_finished_requests_leave_no_objects_behind(tiny: str) -> None:
     with open_llm(tiny, **CRAMPED) as llm:
         stops = stops_of(llm)
 
@@ -667,15 +683,15 @@ def test_nothing_is_kept_of_requests_that_are_over(tiny: str) -> None:
 
         many(0)  # 150 requests
         check_idle(llm)
-        kinds, gathered = num_alive(Request), num_alive(ResultBuilder)
+        kinds, gathered = num_alive(Request), num_alive(OutputBuilder)
         gc.collect()
         before = len(gc.get_objects())
         many(100)
         many(200)
         check_idle(llm)
-        assert num_alive(Request) <= kinds + 4 and num_alive(ResultBuilder) <= gathered
+        assert num_alive(Request) <= kinds + 4 and num_alive(OutputBuilder) <= gathered
         gc.collect()
-        assert len(gc.get_objects()) - before < 200, "300 requests left something behind"
+        assert len(gc.get_objects()) - before < 200, "300 requests left objects behind"
 
 
 SIZES: dict[Any, int] = {
@@ -684,35 +700,31 @@ SIZES: dict[Any, int] = {
 }  # fmt: skip
 
 
-def test_sizes_are_read_as_they_are_written() -> None:
+def test_sizes_with_units_are_parsed() -> None:
     assert {text: parse_size(text) for text in SIZES} == SIZES
 
 
 @pytest.mark.parametrize("text", ["", "much", "-1", "1.2.3MiB", "5TB", "GiB", "1e9", -3, "nan"])
-def test_sizes_that_make_no_sense_are_refused(text: Any) -> None:
-    with pytest.raises(ConfigError, match="kv_memory must be bytes, or a text such as 512MiB"):
+def test_invalid_sizes_are_refused(text: Any) -> None:
+    with pytest.raises(ConfigError, match="kv_memory must be .*512MiB"):
         parse_size(text)
 
 
-def test_a_cache_too_small_or_too_large_names_flag_need_and_limit(tiny: str) -> None:
+def test_the_error_of_a_wrong_cache_size_names_flag_need_and_limit(tiny: str) -> None:
     block = 16 * 2 * 2 * 2 * 32 * 4  # tokens, layers, keys and values, heads, head size, bytes
     with LLM(tiny, kv_memory=5 * block + 1, preset="vllm_v1") as llm:
         assert llm.config.num_blocks == 5 and llm.loaded.kv_bytes == 5 * block
-    with pytest.raises(
-        ConfigError, match=r"kv_memory: 0.0 MiB holds no block of 16 tokens.*--kv-memory"
-    ):
+    with pytest.raises(ConfigError, match=r"kv_memory.* 0.0 MiB.* 16 tokens.*--kv-memory"):
         LLM(tiny, kv_memory=block - 1)
     too_much = free_memory() * 3 // 2
     too_large: list[dict[str, Any]] = [{"kv_memory": too_much}, {"num_blocks": too_much // block}]
     for settings in too_large:
-        with pytest.raises(
-            ConfigError, match=r"needs [0-9.]+ GiB and [0-9.]+ GiB.*free.*--kv-memory"
-        ):
+        with pytest.raises(ConfigError, match=r"needs [0-9.]+ GiB.* [0-9.]+ GiB.*--kv-memory"):
             LLM(tiny, **settings)
     with pytest.raises(ConfigError, match="--num-host-blocks"):
         LLM(tiny, num_blocks=9, num_host_blocks=too_much // block)
 
 
-def test_a_trace_that_cannot_be_written_is_refused_by_its_name(tiny: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_trace_file_that_cannot_be_written(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="missing.*cannot be written"):
         open_llm(tiny, trace_out=tmp_path / "missing" / "run.jsonl")

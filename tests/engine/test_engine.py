@@ -1,7 +1,8 @@
-"""Laws of the loop: every token reported once and in order, failures end only what they must."""
+"""The engine reports every token once and in order; a failure ends only affected requests."""
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +24,12 @@ SMALL = {"block_size": 4, "num_blocks": 24, "max_num_seqs": 4, "max_num_batched_
 
 
 class Breakdown(RuntimeError):
-    """What a broken device raises."""
+    """The error of a broken device."""
 
 
 @dataclass(slots=True)
 class BrokenHandle:
-    """A plan that ran, or that fails when it is waited for."""
+    """A plan that has run, or that fails in `wait`."""
 
     owner: BrokenExecutor
     plan: Plan
@@ -42,7 +43,7 @@ class BrokenHandle:
 
 
 class BrokenExecutor:
-    """The shadow executor, but some steps fail at launch and some when they are waited for."""
+    """The shadow executor, with steps that fail in `launch` or in `wait`."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class BrokenExecutor:
     def crash(self, where: str) -> None:
         self.inner.crash(self.flight)
         self.flight.clear()
-        raise self.error(f"the device fell off at {where}")
+        raise self.error(f"the device was lost at {where}")
 
 
 def params(seed: int = 0, max_tokens: int | None = 8, **more: Any) -> Params:
@@ -74,7 +75,7 @@ def params(seed: int = 0, max_tokens: int | None = 8, **more: Any) -> Params:
 def make(
     async_scheduling: int = 0, name: str = "headway", **changes: Any
 ) -> tuple[Engine, list[StepReport]]:
-    """An engine over the shadow executor, and the reports it will make."""
+    """An engine with the shadow executor, and the list that collects its reports."""
     scheduler = Scheduler(preset(name, **{**SMALL, **changes}))
     reports: list[StepReport] = []
     engine = Engine(
@@ -99,7 +100,7 @@ def make_broken(async_scheduling: int = 0, **failures: Any) -> tuple[Engine, lis
 
 
 def streamed(reports: list[StepReport]) -> dict[str, list[int]]:
-    """Every request's tokens, as a reader of the reports would have seen them."""
+    """The tokens of every request, collected from the reports."""
     tokens: dict[str, list[int]] = defaultdict(list)
     for report in reports:
         for request, gained in report.outputs():
@@ -107,11 +108,11 @@ def streamed(reports: list[StepReport]) -> dict[str, list[int]]:
     return dict(tokens)
 
 
-def right(request: Request) -> tuple[list[int], str]:
+def expected(request: Request) -> tuple[list[int], str]:
     return oracle(request.prompt, request.params, 1 << 20)
 
 
-# The loop.
+# Steps and reports.
 
 
 @each_scheduling
@@ -128,14 +129,14 @@ def test_reports_are_in_order_and_carry_every_token_once(
     assert [r.plan.step for r in reports] == list(range(len(reports)))
     tokens = streamed(reports)
     for request in requests:
-        assert (tokens[request.id], request.finish_reason) == right(request)
+        assert (tokens[request.id], request.finish_reason) == expected(request)
         assert list(request.output) == tokens[request.id]
     ends = [r.id for report in reports for r in report.finished]
     assert sorted(ends) == sorted(r.id for r in requests)
     check_no_leaks(engine.scheduler)
 
 
-def test_with_depth_1_the_first_step_settles_nothing_and_the_last_plans_nothing() -> None:
+def test_with_async_scheduling_reports_lag_one_step_behind_plans() -> None:
     engine, reports = make(1)
     engine.add("a", [1, 2, 3], params(max_tokens=2))
     assert engine.step() is None and engine.has_work
@@ -145,7 +146,7 @@ def test_with_depth_1_the_first_step_settles_nothing_and_the_last_plans_nothing(
 
 
 @pytest.mark.parametrize("async_scheduling", [-1, 2, 10])
-def test_a_depth_other_than_0_and_1_is_refused(async_scheduling: int) -> None:
+def test_async_scheduling_must_be_true_or_false(async_scheduling: int) -> None:
     with pytest.raises(ConfigError, match=str(async_scheduling)):
         make(async_scheduling)
 
@@ -177,10 +178,10 @@ def test_samples_of_one_prompt_compute_it_once_and_share_its_blocks(async_schedu
     assert num_computed <= len(prompt) + 3 * SMALL["block_size"]
     assert most_shared == len(prompt) // SMALL["block_size"]
     tokens = streamed(reports)
-    assert all(tokens[s.id] == right(s)[0] for s in samples)
+    assert all(tokens[s.id] == expected(s)[0] for s in samples)
 
 
-# The door.
+# Validation.
 
 
 @pytest.mark.parametrize("n", [0, -1])
@@ -191,7 +192,7 @@ def test_fewer_than_one_sample_is_refused(n: int) -> None:
     assert not engine.has_work
 
 
-def test_an_id_in_use_is_refused_and_nothing_is_half_added() -> None:
+def test_an_id_in_use_is_refused_and_no_sample_is_added() -> None:
     engine, reports = make()
     (first,) = engine.add("a/1", [1, 2], params())
     for id, n in (("a/1", 1), ("a", 2), ("a", 4)):
@@ -199,19 +200,17 @@ def test_an_id_in_use_is_refused_and_nothing_is_half_added() -> None:
             engine.add(id, [1, 2, 3], params(n=n))
         assert list(engine.scheduler.requests) == ["a/1"] and len(engine.scheduler.queue) == 1
     engine.run()
-    assert streamed(reports) == {"a/1": right(first)[0]}
+    assert streamed(reports) == {"a/1": expected(first)[0]}
     engine.add("a/1", [1, 2], params())  # an id is free again once its request has ended
 
 
-def test_what_can_never_run_is_refused_and_nothing_is_half_added() -> None:
+def test_a_request_that_can_never_run_is_refused_and_no_sample_is_added() -> None:
     engine, _ = make()
     with pytest.raises(RequestTooLong, match="24"):
         engine.add("a", [1] * 90, params(max_tokens=50, n=3))
     with pytest.raises(InvalidRequest, match="empty prompt"):
         engine.add("b", [], params(n=3))
-    with pytest.raises(
-        InvalidRequest, match="max_tokens must be a whole number of at least 1, not 0"
-    ):
+    with pytest.raises(InvalidRequest, match="max_tokens must be .* 1, not 0"):
         engine.add("c", [1], params(max_tokens=0, n=3))
     assert not engine.has_work and not engine.scheduler.queue
     check_no_leaks(engine.scheduler)
@@ -225,11 +224,11 @@ def test_an_abort_is_reported_while_others_run(async_scheduling: int) -> None:
     engine, reports = make(async_scheduling)
     _, other = engine.add("a", [1, 2], params()) + engine.add("b", [3, 4], params())
     engine.step()
-    assert engine.abort("a") and not engine.abort("a") and not engine.abort("nobody")
+    assert engine.abort("a") and not engine.abort("a") and not engine.abort("unknown")
     engine.run()
     ends = [(r.id, r.finish_reason) for report in reports for r in report.finished]
     assert sorted(ends) == [("a", "abort"), ("b", "length")]
-    assert streamed(reports)["b"] == right(other)[0]
+    assert streamed(reports)["b"] == expected(other)[0]
     check_no_leaks(engine.scheduler)
 
 
@@ -254,7 +253,7 @@ def test_a_run_to_the_end_reports_every_abort(async_scheduling: int, num_steps: 
     for _ in range(num_steps):
         engine.step()
     engine.abort("a")
-    assert engine.has_work  # the end of "a" has not been told to anybody
+    assert engine.has_work  # the end of "a" is not reported yet
     engine.run()
     assert [r.id for report in reports for r in report.finished] == ["a"]
 
@@ -264,32 +263,30 @@ def test_a_run_to_the_end_reports_every_abort(async_scheduling: int, num_steps: 
 
 @each_scheduling
 @pytest.mark.parametrize("where", ["launches", "waits"])
-def test_a_failed_step_ends_what_was_in_flight_and_nothing_else(
-    async_scheduling: int, where: str
-) -> None:
+def test_a_failed_step_ends_only_requests_in_flight(async_scheduling: int, where: str) -> None:
     engine, reports = make_broken(async_scheduling, **{where: {3}})
-    requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(7)]  # four seats
+    requests = [engine.add(f"r{i}", [i] * 5, params(i, 6))[0] for i in range(7)]  # four run at once
     faults = []
     while engine.has_work:
         engine.step()
         faults.append(engine.fault)
         assert engine.is_healthy == (engine.fault is None)
-    assert any(faults) and engine.is_healthy  # set, then cleared by a step that worked
+    assert any(faults) and engine.is_healthy  # set, then cleared by a successful step
     failed = [r for r in requests if r.finish_reason == "error"]
     assert 0 < len(failed) <= 4
     for request in failed:
-        assert request.error is not None and "Breakdown: the device fell off" in request.error
-        assert list(request.output) == right(request)[0][: request.num_generated]
+        assert request.error is not None and "Breakdown: the device was lost" in request.error
+        assert list(request.output) == expected(request)[0][: request.num_generated]
     tokens = streamed(reports)
     for request in set(requests) - set(failed):
-        assert (tokens[request.id], request.finish_reason) == right(request)
+        assert (tokens[request.id], request.finish_reason) == expected(request)
     ends = [r.id for report in reports for r in report.finished]
     assert sorted(ends) == sorted(r.id for r in requests)
     check_no_leaks(engine.scheduler)
 
 
 @each_scheduling
-def test_failures_that_are_not_in_a_row_are_forgiven(async_scheduling: int) -> None:
+def test_failures_that_are_not_consecutive_do_not_stop_the_engine(async_scheduling: int) -> None:
     engine, _ = make_broken(async_scheduling, launches={1, 4, 7, 10, 13})
     for i in range(20):
         engine.add(f"r{i}", [i] * 3, params(i, 5))
@@ -301,7 +298,7 @@ def test_failures_that_are_not_in_a_row_are_forgiven(async_scheduling: int) -> N
 
 @each_scheduling
 @pytest.mark.parametrize("where", ["launches", "waits"])
-def test_after_too_many_failures_in_a_row_everything_ends(
+def test_after_too_many_consecutive_failures_all_requests_end(
     async_scheduling: int, where: str
 ) -> None:
     engine, reports = make_broken(async_scheduling, **{where: range(100)})
@@ -309,18 +306,18 @@ def test_after_too_many_failures_in_a_row_everything_ends(
     engine.run()
     assert not engine.has_work and not engine.is_healthy
     assert {r.finish_reason for r in requests} == {"error"}
-    assert all(r.error and "the device fell off" in r.error for r in requests)
+    assert all(r.error and "the device was lost" in r.error for r in requests)
     assert sum(len(report.finished) for report in reports) == 40
     assert sum(bool(report.finished) for report in reports) == MAX_FAULTS
-    with pytest.raises(ExecutorError, match="the device fell off"):
+    with pytest.raises(ExecutorError, match="the device was lost"):
         engine.add("late", [1], params())
-    assert "the device fell off" in engine.why()
+    assert "the device was lost" in engine.why()
 
 
 @each_scheduling
 @pytest.mark.parametrize("where", ["launches", "waits"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_is_not_taken_for_a_failure(
+def test_an_interrupt_is_not_counted_as_a_failure(
     async_scheduling: int, where: str, error: type[BaseException]
 ) -> None:
     engine, reports = make_broken(async_scheduling, error=error, **{where: {0}})
@@ -334,64 +331,68 @@ def test_an_observers_exception_reaches_the_caller() -> None:
     engine, reports = make()
 
     def complain(report: StepReport) -> None:
-        raise ValueError(f"cannot bear step {report.plan.step}")
+        raise ValueError(f"cannot handle step {report.plan.step}")
 
     engine.observers.append(complain)
     engine.add("a", [1, 2], params())
-    with pytest.raises(ValueError, match="cannot bear step 0"):
+    with pytest.raises(ValueError, match="cannot handle step 0"):
         engine.step()
-    assert len(reports) == 1 and engine.is_healthy  # those before it have seen the report
+    assert len(reports) == 1 and engine.is_healthy  # earlier observers have received the report
 
 
-# Why is nothing moving?
+# Explanations of waiting. The wording is tested with headway.observe.explain.
 
 
-def test_why_has_an_answer_with_nothing_to_do() -> None:
+def has_line(text: str, *facts: object) -> bool:
+    """True if one line of the text contains all these words and numbers."""
+    patterns = [rf"(?<![\w/]){re.escape(str(fact))}(?![\w/])" for fact in facts]
+    lines = text.splitlines()
+    return any(all(re.search(pattern, line) for pattern in patterns) for line in lines)
+
+
+def test_why_has_an_answer_without_requests() -> None:
     engine, _ = make()
-    assert engine.why() == "No requests are running or waiting."
+    assert has_line(engine.why(), "no", "waiting", "running")
 
 
-def test_why_tells_of_those_who_came_after_the_latest_plan() -> None:
+def test_why_counts_requests_that_arrived_after_the_latest_plan() -> None:
     engine, _ = make()
     engine.add("a", [1, 2], params())
-    assert "1 waiting" in engine.why() and "the next step considers them" in engine.why()
+    assert has_line(engine.why(), 1, "waiting")
 
 
-def test_why_says_that_nobody_waits() -> None:
+def test_why_counts_running_requests_blocks_and_plans_in_flight() -> None:
     engine, _ = make(1)
     engine.add("a", [1, 2], params())
     engine.step()
     text = engine.why()
-    assert "1 of 4 requests running (1 decoding)" in text and "No requests waiting." in text
-    assert "1 of 24 KV blocks in use, 23 free" in text and "1 plan in flight" in text
+    assert has_line(text, 1, 4) and has_line(text, 1, 24, 23) and has_line(text, 1, "in flight")
 
 
-def test_why_names_the_seats() -> None:
+def test_why_names_max_num_seqs() -> None:
     engine, _ = make(max_num_seqs=2)
     for i in range(5):
         engine.add(f"r{i}", [i], params(i))
     engine.step()
-    assert "2 of 2 requests running" in engine.why()
-    assert "3 queued requests" in engine.why() and "limit of 2" in engine.why()
+    assert has_line(engine.why(), 3, 2)
 
 
-def test_why_names_the_seats_that_are_kept_for_others() -> None:
+def test_why_names_the_rows_that_fair_queueing_keeps_free() -> None:
     engine, _ = make(max_num_seqs=8, queue="fair", num_blocks=200)
     engine.add("small", [1], params(client="small"))
     for i in range(9):
         engine.add(f"r{i}", [i], params(i, client="heavy"))
     engine.step()
-    assert "needs 2 free rows; 1 available" in engine.why()
+    assert has_line(engine.why(), 1, 8, "clients")
 
 
-def test_why_names_the_tokens_of_a_prompt_that_may_not_be_cut() -> None:
+def test_why_names_the_tokens_of_a_prompt_that_cannot_be_split() -> None:
     engine, _ = make(name="minivllm")
     engine.add("a", [1] * 20, params())
     engine.add("b", [2] * 19, params())
     engine.add("c", [3] * 5, params())
     engine.step()
-    assert "b waits: it needs 19 tokens of the step's budget; 12 left." in engine.why()
-    assert "1 queued request was not considered: blocked requests" in engine.why()
+    assert has_line(engine.why(), "b", 19, 12)
 
 
 def test_why_names_a_token_budget_that_is_used_up() -> None:
@@ -399,75 +400,72 @@ def test_why_names_a_token_budget_that_is_used_up() -> None:
     engine.add("a", [1] * 40, params())
     engine.add("b", [2] * 5, params())
     engine.step()
-    assert "1 queued request was not considered: the token budget" in engine.why()
+    assert has_line(engine.why(), 1, "token", "budget")
 
 
-def test_why_names_the_blocks() -> None:
+def test_why_names_needed_and_free_blocks() -> None:
     engine, _ = make(name="vllm_v1", num_blocks=8)
     engine.add("a", [1] * 20, params())
     engine.add("b", [2] * 16, params())
     engine.step()
-    assert "b waits: it needs 4 free KV blocks; 3 available." in engine.why()
+    assert has_line(engine.why(), "b", 4, 3)
 
 
-def test_why_names_the_headroom() -> None:
+def test_why_names_the_blocks_that_the_headroom_keeps_free() -> None:
     engine, _ = make(name="vllm_v1", headroom="watermark(0.25)", num_blocks=8)
     engine.add("a", [1] * 12, params(max_tokens=4))
     engine.add("b", [2] * 15, params(max_tokens=2))
     engine.step()
-    assert "b waits: it needs 6 free KV blocks including headroom; 5 available." in engine.why()
+    assert has_line(engine.why(), "b", 6, 5)
 
 
-def test_why_names_the_back_off() -> None:
+def test_why_names_preemptions_while_admission_backs_off() -> None:
     changes = {"headroom": "back_off(watermark(0.0), 0.5)", "num_blocks": 8, "max_num_seqs": 3}
     engine, reports = make(name="vllm_v1", **changes)
     for i in range(3):
         engine.add(f"r{i}", [i] * 8, params(i, 20))
     while not any(r.plan.events.preempted for r in reports):
         engine.step()
-    assert "not considered: the step preempted a request" in engine.why()
+    assert "preempt" in engine.why()
     texts = []
     while engine.has_work:
         engine.step()
         texts.append(engine.why())
-    assert any("after recent preemptions it needs" in text for text in texts)
+    assert any("preempt" in text for text in texts)
 
 
-def test_why_names_the_sample_that_is_waited_for() -> None:
+def test_why_names_a_sample_that_waits_for_its_prompt() -> None:
     engine, _ = make()
     engine.add("a", [1] * 60, params(n=2))
-    engine.step()  # only a part of the prompt
+    engine.step()  # computes only a part of the prompt
     engine.step()
-    assert "a/1 waits: another sample" in engine.why()
+    assert has_line(engine.why(), "a/1", "prompt")
 
 
-def test_why_lists_a_few_and_counts_the_rest() -> None:
+def test_why_lists_a_few_requests_and_counts_the_rest() -> None:
     engine, _ = make(name="vllm_v1", queue="fcfs(20)", num_blocks=8)
     engine.add("a", [1] * 20, params())
     for i in range(10):
         engine.add(f"r{i}", [10 + i] * 16, params())
     engine.step()
-    assert "5 more were considered" in engine.why()
-    assert engine.why().count("it needs 4 free KV blocks") == 5
+    text = engine.why()
+    assert sum(has_line(text, f"r{i}") for i in range(10)) == 5 and has_line(text, 5, "more")
 
 
-def test_why_names_the_fault_until_a_step_works() -> None:
+def test_why_names_the_fault_until_a_step_succeeds() -> None:
     engine, _ = make_broken(launches={0})
     engine.add("a", [1, 2], params())
     engine.step()
-    assert engine.why() == (
-        "The latest step failed: Breakdown: the device fell off at launch\n"
-        "No requests are running or waiting."
-    )
+    assert "Breakdown: the device was lost at launch" in engine.why()
     engine.add("b", [1, 2], params())
-    assert "The latest step failed" in engine.why() and "1 waiting" in engine.why()
+    assert "Breakdown" in engine.why() and has_line(engine.why(), 1, "waiting")
     engine.step()
-    assert "failed" not in engine.why()
+    assert "Breakdown" not in engine.why()
 
 
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm", "static"])
-def test_why_can_be_asked_at_any_time(async_scheduling: int, name: str) -> None:
+def test_why_can_be_called_at_any_time(async_scheduling: int, name: str) -> None:
     engine, _ = make(async_scheduling, name, num_blocks=10, num_host_blocks=8, queue="priority(4)")
     for i in range(9):
         engine.add(f"r{i}", [i % 3] * (3 + i), params(i, 3 + i, priority=i % 3, n=1 + i % 2))
@@ -476,7 +474,7 @@ def test_why_can_be_asked_at_any_time(async_scheduling: int, name: str) -> None:
         assert engine.why()
         if i == 5:
             engine.abort("r5")
-            assert "r5 waits" not in engine.why()
+            assert not has_line(engine.why(), "r5")
     while engine.has_work:
         engine.step()
         text = engine.why()

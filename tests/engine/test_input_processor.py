@@ -1,4 +1,4 @@
-"""Prompts at the door: lists of token ids of any make become plain numbers, or are refused."""
+"""Prompts as lists of token ids become lists of Python integers, or are refused."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headway.engine.input_processor import InputProcessor
-from headway.errors import InvalidRequest
+from headway.engine.input_processor import InputProcessor, is_single
+from headway.errors import InvalidRequest, shorten
+from headway.sampling_params import Sampling, SamplingParams
 
 SIZE = 300
-ASKING = InputProcessor(tokenizer=None, vocab_size=SIZE, hidden_size=8, eos_ids=frozenset())
+PROCESSOR = InputProcessor(tokenizer=None, vocab_size=SIZE, hidden_size=8, eos_ids=frozenset())
 
 ids = st.integers(0, SIZE - 1)
 good = st.one_of(ids, st.booleans(), ids.map(np.int64), ids.map(np.uint16))
@@ -25,8 +26,8 @@ bad = st.one_of(
 
 
 @given(st.lists(good))
-def test_whole_numbers_of_any_make_become_plain_ones(prompt: list[Any]) -> None:
-    tokens = ASKING.tokens(prompt)
+def test_integers_of_any_type_become_python_integers(prompt: list[Any]) -> None:
+    tokens = PROCESSOR.tokens(prompt)
     assert tokens == [int(token) for token in prompt]
     assert all(type(token) is int for token in tokens)
 
@@ -34,29 +35,56 @@ def test_whole_numbers_of_any_make_become_plain_ones(prompt: list[Any]) -> None:
 @pytest.mark.parametrize(
     "prompt", [(3, 5), b"\3\5", range(3, 6, 2), np.array([3, 5]), np.array([3, 5], np.uint8)]
 )
-def test_any_sequence_will_do(prompt: Any) -> None:
-    assert ASKING.tokens(prompt) == [3, 5]
+def test_any_sequence_of_ids_is_accepted(prompt: Any) -> None:
+    assert PROCESSOR.tokens(prompt) == [3, 5]
 
 
 @given(st.lists(good), bad, st.lists(st.one_of(good, bad)))
-def test_the_first_that_is_no_token_is_named(
+def test_the_error_names_the_first_wrong_token_and_the_range(
     before: list[Any], wrong: Any, after: list[Any]
 ) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        ASKING.tokens([*before, wrong, *after])
-    named = f"prompt: token id {wrong!r} is not a whole number of at least 0 and below {SIZE}"
-    assert str(refused.value) == named
+        PROCESSOR.tokens([*before, wrong, *after])
+    message = str(refused.value)
+    assert f"token id {shorten(wrong)} " in message and f"below {SIZE}" in message
 
 
-def test_a_number_too_long_to_be_written_is_told_by_its_length() -> None:
-    with pytest.raises(InvalidRequest, match="token id of 16610 bits is not a whole number"):
-        ASKING.tokens([3, 10**5000])
+def test_a_very_large_number_is_described_by_its_size() -> None:
+    with pytest.raises(InvalidRequest, match="16610 bits"):
+        PROCESSOR.tokens([3, 10**5000])
 
 
 @pytest.mark.parametrize(
     "prompt",
     [None, 7, {3, 5}, iter([3]), np.array(3), np.zeros((0, 3), int), memoryview(np.ones((2, 2)))],
 )
-def test_what_is_no_sequence_is_refused(prompt: Any) -> None:
-    with pytest.raises(InvalidRequest, match="prompt must be text or a list of token ids, not "):
-        ASKING.tokens(prompt)
+def test_a_prompt_that_is_not_a_sequence_is_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidRequest, match="prompt must be text or a list of token ids"):
+        PROCESSOR.tokens(prompt)
+
+
+@pytest.mark.parametrize("prompts", ["a", "", [1, 2], {"prompt": "a"}, np.array([1, 2]), None, 7])
+def test_one_prompt_is_recognized(prompts: Any) -> None:
+    assert is_single(prompts)
+
+
+@pytest.mark.parametrize("prompts", [[], ["a"], [[1], "a"], [{"prompt": "a"}], np.ones((2, 2))])
+def test_a_list_of_prompts_is_recognized(prompts: Any) -> None:
+    assert not is_single(prompts)
+
+
+def test_seeds_are_drawn_only_for_requests_without_one() -> None:
+    drawn = iter(range(100, 200))
+    processor = InputProcessor(
+        tokenizer=None, vocab_size=SIZE, hidden_size=8, eos_ids=frozenset(),
+        new_seed=lambda: next(drawn),
+    )  # fmt: skip
+
+    def seeds(params: SamplingParams) -> list[int]:
+        made = processor.params_of_each(params, ["a", "b", "c"])
+        samplings = [each.sampling for each in made]
+        return [each.seed for each in samplings if isinstance(each, Sampling)]
+
+    assert seeds(SamplingParams()) == [100, 101, 102]
+    assert seeds(SamplingParams(seed=7)) == [7, 7, 7]
+    assert next(drawn) == 103

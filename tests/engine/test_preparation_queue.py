@@ -1,4 +1,4 @@
-"""Laws of the preparation_queue: what takes long to read holds up nobody else, and nothing overtakes it."""
+"""Slow preparation of a request delays no other request, and messages keep their order."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ from headway.engine.messages import Cancel, Query, Refusal, Submit, ToLoop
 from headway.engine.preparation_queue import PreparationQueue
 from headway.errors import InvalidGrammar, Overloaded
 from headway.request import Params
-from tests.engine.test_async_engine import read, running, sayings, within
+from tests.engine.test_async_engine import read, running, samples_of, within
 from tests.support.scripted import make_engine, script
 
 READY, SLOW = Params(salt="ready"), Params(salt="slow")
 
 
-class Reading:
-    """Params of the salt "slow" are made ready when the gate is open; then they say so."""
+class GatedPreparation:
+    """Prepares params with the salt "slow" once the gate is open, and changes their salt."""
 
     def __init__(self, fault: Exception | None = None) -> None:
         self.gate = threading.Event()
-        self.num_begun = 0
+        self.num_started = 0
         self._fault = fault
 
     def ready(self, params: Params) -> Params | None:
         return None if params.salt == "slow" else params
 
     def make_ready(self, params: Params) -> Params:
-        self.num_begun += 1
+        self.num_started += 1
         assert self.gate.wait(10)
         if self._fault is not None:
             raise self._fault
-        return replace(params, salt="made ready")
+        return replace(params, salt="prepared")
 
 
 def passed(
     through: Callable[[PreparationQueue], None],
-    reading: Reading,
+    preparation: GatedPreparation,
     refused: list[Refusal] | None = None,
 ) -> list[ToLoop]:
-    """All that comes to a loop in the end; refusals go to `refused`."""
+    """All messages that reach the loop; refusals go to `refused`."""
     seen: list[ToLoop] = []
-    preparation_queue = PreparationQueue(
-        seen.extend, reading, [].append if refused is None else refused.append
+    queue = PreparationQueue(
+        seen.extend, preparation, [].append if refused is None else refused.append
     )
-    through(preparation_queue)
-    reading.gate.set()
-    assert preparation_queue._thread is not None
-    preparation_queue._thread.shutdown()  # waits for what is being read
-    assert not preparation_queue._held
+    through(queue)
+    preparation.gate.set()
+    assert queue._thread is not None
+    queue._thread.shutdown()  # waits for running preparations
+    assert not queue._held
     return seen
 
 
@@ -70,7 +70,7 @@ messages = st.lists(
 
 
 @given(messages, st.integers(0, 12))
-def test_nothing_is_lost_and_nothing_overtakes_its_request(
+def test_no_message_is_lost_and_none_overtakes_its_request(
     wanted: list[tuple[int, str]], gate: int
 ) -> None:
     made = {"cancel": Cancel, "stop": partial(Cancel, sample=0)}
@@ -81,18 +81,18 @@ def test_nothing_is_lost_and_nothing_overtakes_its_request(
             sent.append(Query(place, "why"))
         elif kind in made:
             sent.append(made[kind](str(number)))
-        elif number not in known:  # an id is used once
+        elif number not in known:  # each id is used once
             known.add(number)
             sent.append(Submit(str(number), [], READY if kind == "ready" else SLOW))
-    reading = Reading()
+    preparation = GatedPreparation()
 
-    def send(preparation_queue: PreparationQueue) -> None:
+    def send(queue: PreparationQueue) -> None:
         for place, message in enumerate(sent):
             if place == gate:
-                reading.gate.set()
-            preparation_queue.send([message])
+                preparation.gate.set()
+            queue.send([message])
 
-    came = passed(send, reading)
+    came = passed(send, preparation)
     plain = [m.id if isinstance(m, Submit | Cancel) else m.number for m in came]
     assert sorted(map(str, plain)) == sorted(
         str(m.id if isinstance(m, Submit | Cancel) else m.number) for m in sent
@@ -101,116 +101,116 @@ def test_nothing_is_lost_and_nothing_overtakes_its_request(
         own = [type(m) for m in came if isinstance(m, Submit | Cancel) and m.id == id]
         assert own == [type(m) for m in sent if isinstance(m, Submit | Cancel) and m.id == id]
     salts = {m.params.salt for m in came if isinstance(m, Submit)}
-    assert salts <= {"ready", "made ready"}
+    assert salts <= {"ready", "prepared"}
 
 
-def test_what_is_ready_passes_at_once_beside_what_is_not() -> None:
-    reading, seen = Reading(), list[ToLoop]()
-    preparation_queue = PreparationQueue(seen.extend, reading, [].append)
+def test_ready_requests_pass_while_another_is_prepared() -> None:
+    preparation, seen = GatedPreparation(), list[ToLoop]()
+    queue = PreparationQueue(seen.extend, preparation, [].append)
     ready = Submit("b", [], READY)
-    preparation_queue.send(
-        [Submit("a", [], SLOW), ready, Query(0, "why"), Cancel("a"), Cancel("b")]
-    )
+    queue.send([Submit("a", [], SLOW), ready, Query(0, "why"), Cancel("a"), Cancel("b")])
     assert seen == [ready, Query(0, "why"), Cancel("b")]
-    reading.gate.set()
-    preparation_queue._thread.shutdown()  # type: ignore[union-attr]
-    assert seen[3:] == [Submit("a", [], Params(salt="made ready")), Cancel("a")]
+    preparation.gate.set()
+    queue._thread.shutdown()  # type: ignore[union-attr]
+    assert seen[3:] == [Submit("a", [], Params(salt="prepared")), Cancel("a")]
 
 
-def test_what_cannot_be_made_ready_goes_on_as_it_is() -> None:
+def test_a_request_whose_preparation_fails_is_passed_on_unchanged() -> None:
     asked = Submit("a", [1], SLOW)
-    reading = Reading(ValueError("no tokenizer"))
-    assert passed(lambda preparation_queue: preparation_queue.send([asked]), reading) == [asked]
+    preparation = GatedPreparation(ValueError("no tokenizer"))
+    assert passed(lambda queue: queue.send([asked]), preparation) == [asked]
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "numbers"),
+    ("error", "kind", "fields"),
     [
         (InvalidGrammar("regex cannot be used: too large"), "InvalidGrammar", {}),
         (Overloaded("no process", retry_after=2.0), "Overloaded", {"retry_after": 2.0}),
     ],
 )
-def test_a_request_whose_params_are_wrong_is_refused_and_never_comes_to_the_loop(
-    error: Exception, kind: str, numbers: dict[str, Any]
+def test_a_request_with_invalid_params_is_refused_and_never_reaches_the_loop(
+    error: Exception, kind: str, fields: dict[str, Any]
 ) -> None:
     refused: list[Refusal] = []
     other = Submit("b", [1], READY)
     sent: list[ToLoop] = [Submit("a", [1], SLOW), Cancel("a"), other]
-    assert passed(
-        lambda preparation_queue: preparation_queue.send(sent), Reading(error), refused
-    ) == [other]
-    assert refused == [Refusal("a", kind, str(error), numbers)]
+    assert passed(lambda queue: queue.send(sent), GatedPreparation(error), refused) == [other]
+    assert refused == [Refusal("a", kind, str(error), fields)]
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-def test_a_refusal_of_the_anteroom_reaches_the_stream_and_frees_the_id(is_left: bool) -> None:
+def test_a_refusal_by_the_preparation_queue_reaches_the_stream_and_frees_the_id(
+    is_left: bool,
+) -> None:
     engine = make_engine()
-    reading = engine.preparation = Reading(InvalidGrammar("regex cannot be used: too large"))
+    preparation = engine.preparation = GatedPreparation(
+        InvalidGrammar("regex cannot be used: too large")
+    )
 
     async def work() -> None:
         async with running(engine) as here:
             slow = replace(script(5), salt="slow")
             waiting = asyncio.create_task(read(here, "r", [1, 2, 3], slow))
-            while not reading.num_begun:
+            while not preparation.num_started:
                 await asyncio.sleep(0.001)
             if is_left:
                 waiting.cancel()
                 await asyncio.wait([waiting])
-            reading.gate.set()
+            preparation.gate.set()
             if not is_left:
                 with pytest.raises(InvalidGrammar, match="too large"):
                     await waiting
             while here._left:
                 await asyncio.sleep(0.001)
             again = await read(here, "r", [1, 2, 3], script(5))
-            assert sayings(again)[0][1].reason == "stop"
+            assert samples_of(again)[0][1].reason == "stop"
 
     within(work())
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-def test_answers_go_on_while_a_request_is_made_ready(is_cancelled: bool) -> None:
+def test_other_requests_run_while_one_is_prepared(is_cancelled: bool) -> None:
     engine = make_engine()
-    reading = engine.preparation = Reading()
+    preparation = engine.preparation = GatedPreparation()
 
     async def work() -> None:
         async with running(engine) as here:
             slow = replace(script(5), salt="slow")
             waiting = asyncio.create_task(read(here, "slow", [1, 2, 3], slow))
-            while not reading.num_begun:
+            while not preparation.num_started:
                 await asyncio.sleep(0.001)
             others = await asyncio.gather(
                 *(read(here, f"quick {n}", [1, 2, 3], script(5)) for n in range(20))
             )
-            assert all(sayings(each)[0][1].reason == "stop" for each in others)
+            assert all(samples_of(each)[0][1].reason == "stop" for each in others)
             assert not waiting.done()
             if is_cancelled:
                 waiting.cancel()
                 await asyncio.wait([waiting])
-                assert here._left == {"slow": 1}  # to be told its end
-                reading.gate.set()
+                assert here._left == {"slow": 1}  # its end has not arrived yet
+                preparation.gate.set()
                 while here._left:
                     await asyncio.sleep(0.001)
             else:
-                reading.gate.set()
-                assert sayings(await waiting)[0][0] == sayings(others[0])[0][0]
+                preparation.gate.set()
+                assert samples_of(await waiting)[0][0] == samples_of(others[0])[0][0]
 
     within(work())
 
 
-def test_an_engine_that_ends_waits_for_nobody_who_is_being_read() -> None:
+def test_closing_an_engine_does_not_wait_for_preparations() -> None:
     engine = make_engine()
-    reading = engine.preparation = Reading()
+    preparation = engine.preparation = GatedPreparation()
 
     async def work() -> None:
         async with running(engine) as here:
             slow = [replace(script(5), salt="slow")] * 3
             waiting = [asyncio.create_task(read(here, str(n), [1], p)) for n, p in enumerate(slow)]
-            while not reading.num_begun:
+            while not preparation.num_started:
                 await asyncio.sleep(0.001)
             await here.close()
             results = await asyncio.gather(*waiting, return_exceptions=True)
             assert all("has ended" in str(each) for each in results)
-            reading.gate.set()
+            preparation.gate.set()
 
     within(work())

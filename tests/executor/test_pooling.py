@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from headway import LLM, Engine, Params, Request, SamplingParams, Scheduler, StepReport, preset
+from headway import LLM, Engine, Request, SamplingParams, Scheduler, StepReport, preset
 from headway.config import Config
 from headway.engine.input_processor import embedding_params
 from headway.errors import ExecutorError, InvalidRequest, RequestTooLong
@@ -24,8 +24,8 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
 from headway.observe.trace import read_trace
-from headway.plan import Embedding, Plan
-from headway.request import Pooling
+from headway.plan import Embedding
+from headway.request import Params, Pooling
 from headway.sampling_params import Sampling
 from tests.model.test_batch_invariance import CONFIGS, ScaledCheckpoint, decoder
 from tests.support import real
@@ -171,7 +171,7 @@ def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> N
             run.engine.add(f"text {texts}", prompt, Params(max_tokens=2))
             texts += 1
         if request in scheduler.running and chance.random() < 0.6 and len(spans) < 40:
-            scheduler.state.preempt(request, may_swap=False)
+            scheduler.preempt(request, may_swap=False)
             if chance.random() < 0.3:
                 scheduler.reset_cache(force=True)
     assert sum(end - start for start, end in spans) > len(prompt), "nothing was computed again"
@@ -191,7 +191,7 @@ def test_a_sum_keeps_positions_from_before_a_restart_from_zero() -> None:
         for _ in range(num_steps):
             run.engine.step()
         starts.append(request.num_computed)
-        scheduler.state.preempt(request, may_swap=False)
+        scheduler.preempt(request, may_swap=False)
         scheduler.reset_cache(force=True)
     run.engine.add("text", prompt, Params(max_tokens=2))
     while not request.is_finished:
@@ -254,7 +254,7 @@ def test_an_aborted_embedding_leaves_no_sum() -> None:
     assert len(run.executor.pooler._sums) == 1
     run.engine.abort("a")
     run.engine.run()
-    run.engine.scheduler.state.plan = Plan(-1)  # the last plan refers to the request
+    run.engine.scheduler.last_plan = None  # type: ignore[assignment]
     gc.collect()
     assert not len(run.executor.pooler._sums) and not run.found
 
@@ -295,31 +295,28 @@ def test_embed_returns_unit_vectors_in_the_order_of_the_prompts(llm: LLM) -> Non
     results = llm.embed(TEXTS)
     vectors = []
     for text, result in zip(TEXTS, results, strict=True):
-        assert result.prompt == text and result.prompt_token_ids == llm.asking.tokens(text)
-        assert result.samples == [] and result.text == "" and result.error is None
-        assert result.embedding is not None and result.embedding.dtype == np.float32
-        assert result.embedding.shape == (64,)
-        assert np.linalg.norm(result.embedding) == pytest.approx(1, abs=1e-6)
-        vectors.append(result.embedding)
+        assert result.prompt == text and result.prompt_token_ids == llm.input_processor.tokens(text)
+        vector = result.outputs.embedding
+        assert result.finished and vector.dtype == np.float32 and vector.shape == (64,)
+        assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-6)
+        vectors.append(vector)
     assert len({vector.tobytes() for vector in vectors}) == len(TEXTS)
     for text, vector in zip(TEXTS, vectors, strict=True):
         (single,) = llm.embed(text)
-        (ids,) = llm.embed(llm.asking.tokens(text))
-        assert single.embedding is not None and ids.embedding is not None
-        np.testing.assert_allclose(single.embedding, vector, atol=1e-6)
-        np.testing.assert_allclose(ids.embedding, vector, atol=1e-6)
-    assert llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=3))[0].samples
+        (ids,) = llm.embed(llm.input_processor.tokens(text))
+        np.testing.assert_allclose(single.outputs.embedding, vector, atol=1e-6)
+        np.testing.assert_allclose(ids.outputs.embedding, vector, atol=1e-6)
+    assert llm.generate(TEXTS[0], SamplingParams(temperature=0, max_tokens=3))[0].outputs
 
 
 def test_the_last_token_reads_the_cache_and_the_mean_does_not(llm: LLM) -> None:
     found = {p: [llm.embed(real.STORY, pooling=p)[0] for _ in range(2)] for p in POOLINGS}
-    assert [result.cached_tokens for result in found["mean"]] == [0, 0]
-    assert all(result.cached_tokens > 0 for result in found["last"])
-    vectors = {p: [r.embedding for r in results] for p, results in found.items()}
+    assert [result.num_cached_tokens for result in found["mean"]] == [0, 0]
+    assert all(result.num_cached_tokens > 0 for result in found["last"])
+    vectors = {p: [r.outputs.embedding for r in results] for p, results in found.items()}
     for first, second in vectors.values():
-        assert first is not None and second is not None
         np.testing.assert_allclose(first, second, atol=1e-6)
-    assert not np.allclose(vectors["mean"][0], vectors["last"][0], atol=1e-3)  # type: ignore[arg-type]
+    assert not np.allclose(vectors["mean"][0], vectors["last"][0], atol=1e-3)
 
 
 def test_invalid_prompts_and_poolings_are_rejected(llm: LLM) -> None:
@@ -329,9 +326,8 @@ def test_invalid_prompts_and_poolings_are_rejected(llm: LLM) -> None:
         llm.embed("")
     with pytest.raises(RequestTooLong):
         llm.embed([1] * 600)
-    good, bad = llm.embed(["Marta", ""])
-    assert good.embedding is not None and bad.embedding is None
-    assert isinstance(bad.error, InvalidRequest)
+    with pytest.raises(InvalidRequest, match=r"prompts\[1\]"):
+        llm.embed(["Marta", ""])
 
 
 def test_a_failed_step_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +335,7 @@ def test_a_failed_step_raises(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None
         patch.setattr(llm.executor.pooler, "pool", None)
         with pytest.raises(ExecutorError, match="NoneType"):
             llm.embed("Marta")
-    assert llm.embed("Marta")[0].embedding is not None
+    assert len(llm.embed("Marta")[0].outputs.embedding) == 64
 
 
 def test_recorded_embeddings_replay_and_are_not_learned_as_lengths(

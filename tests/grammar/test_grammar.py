@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headway import LLM, Engine, Grammar, Params, Request, SamplingParams, Scheduler, preset
+from headway import LLM, Engine, Grammar, Request, SamplingParams, Scheduler, preset
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
 from headway.errors import InvalidRequest
@@ -31,6 +31,7 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import open_checkpoint
 from headway.plan import StepReport
+from headway.request import Params
 from headway.sampling_params import Sampling
 from tests.support import real
 
@@ -578,11 +579,11 @@ def test_the_offline_api_accepts_a_grammar(tiny: Path) -> None:
     with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
         asked = SamplingParams(grammar=Grammar.choice(["red", "blue"]), n=3, max_tokens=20)
         (result,) = llm.generate("The", asked)
-        assert {sample.text for sample in result.samples} <= {"red", "blue"}
-        assert {sample.finish_reason for sample in result.samples} == {"stop"}
+        assert {sample.text for sample in result.outputs} <= {"red", "blue"}
+        assert {sample.finish_reason for sample in result.outputs} == {"stop"}
         broken = llm.generate("The", SamplingParams(grammar=DEAD_END, max_tokens=20))
-        assert broken[0].samples[0].finish_reason == "error"
-        assert "cannot be followed" in (broken[0].samples[0].error or "")
+        assert broken[0].outputs[0].finish_reason == "error"
+        assert "cannot be followed" in (broken[0].outputs[0].error or "")
 
 
 def huge(number: int) -> Grammar:
@@ -630,7 +631,7 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(smollm2: Path) -> 
             other = asyncio.create_task(answer(engine, "other", Params(max_tokens=400)))
             while len(steps) < 3:
                 await asyncio.sleep(0.001)
-            ends = {"max_tokens": 8, "eos_ids": llm.asking.eos_ids}
+            ends = {"max_tokens": 8, "eos_ids": llm.input_processor.eos_ids}
             asked = [Params(sampling=Sampling(grammar=huge(n)), **ends) for n in range(4)]
             texts = [answer(engine, str(n), params) for n, params in enumerate(asked)]
             found = await asyncio.gather(*texts)

@@ -360,7 +360,7 @@ sys.modules["triton"] = None
 from headway import LLM, SamplingParams
 with LLM(sys.argv[1], load_format="dummy", threads=1) as llm:
     answer = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2, ignore_eos=True))[0]
-print(len(answer.samples[0].token_ids))
+print(len(answer.outputs[0].token_ids))
 """
 
 
@@ -428,7 +428,7 @@ def test_no_more_blocks_are_allocated_than_all_requests_can_fill() -> None:
 
 @pytest.mark.parametrize("settings", [{"num_blocks": 10**6}, {"num_host_blocks": 5 * 10**7}])
 def test_blocks_that_do_not_fit_on_gpu_or_host_are_rejected(settings: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"[0-9.]+ GiB.*too little.*--kv-memory"):
+    with pytest.raises(ConfigError, match=r"needs [0-9.]+ GiB.* [0-9.]+ GiB .*--kv-memory"):
         fit(LONG, 2, "vllm_v1", None, settings, room(10, free=GIB))
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from headway.engine.async_engine import ThreadPort
-from headway.engine.latest import Latest
+from headway.engine.loop import Latest
 from headway.observe.server_metrics import ServerMetrics
 from headway.server import app as app_module
 from headway.server import live

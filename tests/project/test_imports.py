@@ -39,9 +39,8 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "observe.trace": (*TYPES, "scheduler", "observe"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine"),
     "loading": (*TYPES, "scheduler", "model", "text", "engine"),
-    "gatherer": (*TYPES, "executor", "engine"),
     "llm": (
-        *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading", "gatherer",
+        *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
     ),
     "lab": (
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe", "lab",
@@ -68,7 +67,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "uvicorn": ("server", "cli"),
     "matplotlib": ("lab.plots",),
     "typer": ("cli",),
-    "rich": ("cli",),
+    "rich": ("cli", "llm"),
 }
 CLOCKLESS = ("kv", "scheduler", "request", "plan", "config", "errors")
 CLOCKS = ("time", "datetime", "random", "asyncio", "threading", "secrets")

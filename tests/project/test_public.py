@@ -23,13 +23,15 @@ from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import FIELDS, parse_synthetic
 from headway.observe.trace import VERSION, Line
 from headway.request import Params, State
+from headway.sampling_params import SamplingParams
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
 from tests.support.served import server
 
 EXPORTS = {
-    "LLM", "PRESETS", "AsyncEngine", "Config", "Engine", "Grammar", "Params", "Plan", "RealClock", "Request",
-    "SamplingParams", "Scheduler", "State", "StepReport", "StepResult", "VirtualClock", "SchedulerView", "preset",
+    "LLM", "PRESETS", "AsyncEngine", "CompletionOutput", "Config", "EmbeddingRequestOutput", "Engine",
+    "Grammar", "Plan", "RealClock", "Request", "RequestOutput", "SamplingParams", "Scheduler", "State",
+    "StepReport", "StepResult", "StructuredOutputsParams", "VirtualClock", "SchedulerView", "preset",
 }  # fmt: skip
 PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
 POLICIES = {
@@ -50,8 +52,8 @@ PARAM_NAMES = [
 ]  # fmt: skip
 LLM_NAMES = [
     "model", "device", "dtype", "quantization", "preset", "load_format", "kv_cache_dtype", "attention",
-    "kv_memory", "gpu_memory_utilization", "threads", "async_scheduling", "trace_out", "progress", "observers",
-    "settings",
+    "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed", "tensor_parallel_size",
+    "trust_remote_code", "threads", "async_scheduling", "trace_out", "progress", "observers", "settings",
 ]  # fmt: skip
 ERRORS = {
     "HeadwayError": ["Exception"],
@@ -180,9 +182,44 @@ def test_the_arguments_of_llm() -> None:
 def test_the_methods_of_llm() -> None:
     methods = {name for name in vars(headway.LLM) if not name.startswith("_")}
     assert methods == {
-        "generate", "chat", "embed", "stream", "chat_tokens", "reset_cache", "close",
+        "generate", "try_generate", "chat", "embed", "stream", "chat_tokens", "get_tokenizer",
+        "reset_cache", "close",
     }  # fmt: skip
-    assert list(inspect.signature(headway.LLM.embed).parameters) == ["self", "prompts", "pooling"]
+    arguments = {name: list(inspect.signature(getattr(headway.LLM, name)).parameters)[1:]
+                 for name in ("generate", "chat", "embed", "stream")}  # fmt: skip
+    assert arguments == {
+        "generate": ["prompts", "sampling_params", "use_tqdm", "on_finish"],
+        "chat": [
+            "messages", "sampling_params", "use_tqdm", "add_generation_prompt",
+            "continue_final_message", "tools", "chat_template_kwargs",
+        ],
+        "embed": ["prompts", "pooling", "use_tqdm"],
+        "stream": ["prompts", "sampling_params"],
+    }  # fmt: skip
+
+
+def test_sampling_params_have_the_names_and_defaults_of_vllm() -> None:
+    found = {f.name: getattr(SamplingParams(), f.name) for f in fields(SamplingParams)}
+    assert found == {
+        "n": 1, "max_tokens": 16, "min_tokens": 0, "temperature": 1.0, "top_k": 0, "top_p": 1.0,
+        "min_p": 0.0, "repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0,
+        "logit_bias": None, "seed": None, "logprobs": None, "prompt_logprobs": None, "stop": None,
+        "include_stop_str_in_output": False, "stop_token_ids": (), "ignore_eos": False,
+        "bad_words": (), "allowed_token_ids": None, "skip_special_tokens": True,
+        "structured_outputs": None, "grammar": None, "priority": 0, "client": "", "deadline": None,
+        "salt": "",
+    }  # fmt: skip
+
+
+def test_outputs_have_the_fields_of_vllm() -> None:
+    assert [f.name for f in fields(headway.RequestOutput)] == [
+        "request_id", "prompt", "prompt_token_ids", "prompt_logprobs", "outputs", "finished",
+        "metrics", "num_cached_tokens", "num_preemptions",
+    ]  # fmt: skip
+    assert [f.name for f in fields(headway.CompletionOutput)] == [
+        "index", "text", "token_ids", "cumulative_logprob", "logprobs", "finish_reason",
+        "stop_reason", "error",
+    ]  # fmt: skip
 
 
 def test_the_endpoints_of_the_server() -> None:

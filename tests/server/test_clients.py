@@ -81,7 +81,7 @@ class Serving:
         engine = AsyncEngine(self._llm.engine, Limits(max_waiting=200))
         await engine.start()
         context = Context(
-            engine=engine, input_processor=self._llm.asking, model_name=NAME,
+            engine=engine, input_processor=self._llm.input_processor, model_name=NAME,
             max_model_len=self._llm.config.max_model_len, tool_call_parser="hermes",
         )  # fmt: skip
         config = uvicorn.Config(create_app(context), port=0, log_level="error", ws="none")
@@ -105,13 +105,13 @@ def llm(smollm2: Path) -> Iterator[LLM]:
 def alone(llm: LLM) -> str:
     """The offline output for PROMPT."""
     (result,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=8))
-    return result.text
+    return result.outputs[0].text
 
 
 @pytest.fixture(scope="module")
 def embedded(llm: LLM) -> list[list[float]]:
     """The offline embeddings of two prompts."""
-    vectors = [result.embedding for result in llm.embed([PROMPT, "A cup of tea"])]
+    vectors = [output.outputs.embedding for output in llm.embed([PROMPT, "A cup of tea"])]
     return [vector.tolist() for vector in vectors if vector is not None]
 
 
@@ -152,7 +152,7 @@ def test_a_streamed_completion_equals_the_complete_one(client: Any, alone: str) 
 
 
 def test_prompts_can_be_token_ids_and_batches(llm: LLM, client: Any, alone: str) -> None:
-    ids = llm.asking.tokens(PROMPT)
+    ids = llm.input_processor.tokens(PROMPT)
     answer = client.completions.create(prompt=[ids, ids], max_tokens=8, **GREEDY)
     assert [choice.text for choice in answer.choices] == [alone] * 2
     assert [choice.index for choice in answer.choices] == [0, 1]
@@ -178,10 +178,10 @@ def test_embeddings_equal_the_offline_ones(
         answer = client.embeddings.create(model=NAME, input=asked, **form)
         assert [item.embedding for item in answer.data] == embedded
         assert [item.index for item in answer.data] == [0, 1] and answer.model == NAME
-        num_tokens = sum(len(llm.asking.tokens(text)) for text in asked)
+        num_tokens = sum(len(llm.input_processor.tokens(text)) for text in asked)
         assert answer.usage.prompt_tokens == answer.usage.total_tokens == num_tokens
     last = client.embeddings.create(
-        model=NAME, input=llm.asking.tokens(PROMPT), extra_body={"pooling": "last"}
+        model=NAME, input=llm.input_processor.tokens(PROMPT), extra_body={"pooling": "last"}
     )
     assert len(last.data) == 1 and last.data[0].embedding != embedded[0]
     assert math.isclose(math.hypot(*last.data[0].embedding), 1, abs_tol=1e-6)
@@ -414,7 +414,7 @@ def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:
     document = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
     context = Context(
         engine=AsyncEngine(llm.engine),
-        input_processor=llm.asking,
+        input_processor=llm.input_processor,
         model_name=NAME,
         max_model_len=100,
     )

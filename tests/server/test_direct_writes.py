@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.event_loop_bridge import EventLoopBridge
+from headway.engine.event_loop import EventLoopBridge, RequestStream
 from headway.engine.input_processor import InputProcessor, Prompt
 from headway.engine.messages import End, FromLoop, Query, Tokens, ToLoop, Update
-from headway.engine.stream import Stream
 from headway.request import Params
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
@@ -130,7 +129,7 @@ async def test_several_samples_are_never_written_directly() -> None:
 
 @on_loop
 async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
-    stream, sunk = Stream(1), []
+    stream, sunk = RequestStream(1), []
 
     def sink(update: Update) -> bool:
         sunk.append(update.tokens)
@@ -207,7 +206,7 @@ async def test_giving_way_ends_when_all_is_received_or_in_time() -> None:
     def deliver(seconds: float) -> None:
         bridge.deliver([Tokens([], [])])
         begun = time.perf_counter()
-        bridge.give_way(seconds)
+        bridge.wait_received(seconds)
         waited.append(time.perf_counter() - begun)
 
     await asyncio.to_thread(deliver, 10.0)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway import Engine, Params, Scheduler, preset
+from headway import Engine, Scheduler, preset
 from headway.engine.input_processor import embedding_params
 from headway.engine.loop import EngineLoop, Limits
 from headway.engine.messages import FromLoop, Submit, Tokens, Update
+from headway.request import Params
 from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error
 from tests.support.served import HIDDEN_SIZE, MODEL, Capitals, Server, embedding, on_loop, server

@@ -44,7 +44,7 @@ async def serving(llm: LLM) -> AsyncIterator[httpx.AsyncClient]:
     engine = AsyncEngine(llm.engine)
     await engine.start()
     context = Context(
-        engine=engine, input_processor=llm.asking, model_name="tiny", max_model_len=512
+        engine=engine, input_processor=llm.input_processor, model_name="tiny", max_model_len=512
     )
     transport = httpx.ASGITransport(app=create_app(context))
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -175,5 +175,5 @@ def test_offline_a_failed_grammar_is_an_error_of_its_sample(llm: LLM) -> None:
     from headway import Grammar, SamplingParams
 
     (result,) = llm.generate("The", SamplingParams(grammar=Grammar.lark(LATE), max_tokens=120))
-    assert result.samples[0].finish_reason == "error"
-    assert "cannot be followed" in (result.samples[0].error or "")
+    assert result.outputs[0].finish_reason == "error"
+    assert "cannot be followed" in (result.outputs[0].error or "")

@@ -24,7 +24,7 @@ from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketPort
 from headway.server.process.serve import bind
 from headway.server.process.workers import SharedListener
-from tests.engine.test_async_engine import PROMPT, SLOW, read, sayings, wander, within
+from tests.engine.test_async_engine import PROMPT, SLOW, read, read_randomly, samples_of, within
 from tests.support.drive import check_no_leaks
 from tests.support.processes import Server
 from tests.support.scripted import END, make_engine, script
@@ -68,7 +68,7 @@ def test_each_worker_gets_its_own_tokens_and_the_model_info() -> None:
             ]
             for i, updates in enumerate(await asyncio.gather(*reading)):
                 assert {update.id for update in updates} == {"same id"}
-                [(tokens, end)] = sayings(updates)
+                [(tokens, end)] = samples_of(updates)
                 assert tokens == [i + 1] * (i + 1) + [END] and end.reason == "stop"
 
     within(ask())
@@ -123,7 +123,7 @@ def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
             one.port._writer.transport.abort()  # like a killed process
             for answer in await asyncio.gather(*going, return_exceptions=True):
                 assert isinstance(answer, ExecutorError)
-            assert len(sayings(await staying)[0][0]) == 60
+            assert len(samples_of(await staying)[0][0]) == 60
             assert not inner.scheduler.requests and len(service.workers) == 1
             with pytest.raises(ExecutorError, match="lost"):
                 await read(one, "later", PROMPT, script(1))
@@ -167,12 +167,12 @@ def test_a_worker_that_does_not_read_delays_no_other() -> None:
             await asyncio.sleep(0.02)
             transport = stuck.port._writer.transport
             transport.pause_reading()  # type: ignore[attr-defined]
-            assert len(sayings(await read(other, "a", PROMPT, script(200)))[0][0]) == 200
+            assert len(samples_of(await read(other, "a", PROMPT, script(200)))[0][0]) == 200
             while inner.has_work:
                 await asyncio.sleep(0.01)
             assert not reading.done()
             transport.resume_reading()  # type: ignore[attr-defined]
-            assert len(sayings(await reading)[0][0]) == 5_000
+            assert len(samples_of(await reading)[0][0]) == 5_000
 
     within(ask(), 20)
 
@@ -189,7 +189,9 @@ def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
         )  # fmt: skip
         async with workers(inner, 3, limits) as (_, engines):
             rngs = [random.Random(rng.random()) for _ in range(45)]
-            clients = [wander(engines[i % 3], own, f"{i // 3}") for i, own in enumerate(rngs)]
+            clients = [
+                read_randomly(engines[i % 3], own, f"{i // 3}") for i, own in enumerate(rngs)
+            ]
             return list(await asyncio.gather(*clients))
 
     outcomes = within(live(), 20)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway import Engine, Params, Scheduler, StepReport
+from headway import Engine, Scheduler, StepReport
 from headway.executor.cpu import CpuExecutor
 from headway.loading import find_tokenizer, fit
 from headway.model.batch import ForwardBatch
@@ -28,6 +28,7 @@ from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend
 from headway.model.registry import resolve
 from headway.model.weights.checkpoint import open_checkpoint
+from headway.request import Params
 from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer
 

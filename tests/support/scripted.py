@@ -1,6 +1,6 @@
-"""An engine that computes nothing, and a small app over it; what is said is in each request's script.
+"""An engine without a model, and a small app for it; each request has a script of its tokens.
 
-Everything can be pickled by name, and little is imported: a test may start processes of it.
+Everything can be pickled by name and few modules are imported, so tests can start processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ END = 9
 SMALL = {"block_size": 4, "num_blocks": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 
 
-class Timeline(RealClock):
-    """Real time; a step that takes long is slept through."""
+class SleepingClock(RealClock):
+    """Real time; a simulated step sleeps for its duration."""
 
     def advance_to(self, time_: float) -> None:
         if time_ > self.now():
@@ -43,8 +43,8 @@ class Timeline(RealClock):
 
 
 def make_engine(seconds: float = 0.0, async_scheduling: int = 0, **changes: Any) -> Engine:
-    """An engine whose steps take so long, or as short as they can."""
-    clock, scheduler = Timeline(), Scheduler(preset("headway", **{**SMALL, **changes}))
+    """An engine whose steps take this many seconds."""
+    clock, scheduler = SleepingClock(), Scheduler(preset("headway", **{**SMALL, **changes}))
     return Engine(
         scheduler,
         SimulatedExecutor(clock, lambda plan: seconds),
@@ -54,14 +54,14 @@ def make_engine(seconds: float = 0.0, async_scheduling: int = 0, **changes: Any)
 
 
 def script(num_output: int, filler: int = 1, **more: Any) -> Params:
-    """A request that says `filler` until it ends."""
+    """Params of a request that generates `filler` tokens, then END."""
     more = {"max_tokens": num_output + 1, **more}
     asked = Script(num_output=num_output, filler=filler, end=END)
     return Params(sampling=asked, eos_ids=frozenset({END}), **more)
 
 
 class Breaking:
-    """An executor of which some launches raise."""
+    """An executor with launches that raise."""
 
     def __init__(self, engine: Engine, is_bad: Callable[[Plan], bool]) -> None:
         self._inner, self._is_bad = engine.executor, is_bad
@@ -69,11 +69,11 @@ class Breaking:
 
     def launch(self, plan: Plan) -> Any:
         if self._is_bad(plan):
-            raise RuntimeError("the device fell off")
+            raise RuntimeError("the device was lost")
         return self._inner.launch(plan)
 
 
-# A server's halves.
+# Engine and app of a server.
 
 
 def served(seconds: float = 0.0, limits: Limits | None = None, **changes: Any) -> ServedEngine:
@@ -91,7 +91,7 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
 class MiniApp:
-    """POST {id, prompt, num_output}: a line of JSON for every update, and one for the end."""
+    """POST {id, prompt, num_output}: answers with a JSON line for every update and for the end."""
 
     def __init__(self, engine: AsyncEngine, facts: Any) -> None:
         self.engine, self.facts = engine, facts
@@ -134,7 +134,7 @@ def mini_served(seconds: float) -> ServedEngine:
 
 
 def main(given: str) -> None:
-    """Serve in this process, or with 1 worker and more in several; prints the port."""
+    """Serve in this process, or in several if num_workers is set; prints the port."""
     options = json.loads(given)
     factory = ServerFactory(
         make_engine=partial(mini_served, options["seconds"]), make_app=MiniApp,

@@ -1,4 +1,4 @@
-"""Laws of chat templates: the prompt is transformers' prompt, and a refusal says what is wrong."""
+"""Chat templates render as in transformers; errors name the message and field."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ IN_PARTS = {
 
 @cache
 def transformers_tokenizer() -> Any:
-    """Any tokenizer of transformers: its special tokens are what templates see."""
+    """A transformers tokenizer; templates read its special tokens."""
     fast = pytest.importorskip("transformers").PreTrainedTokenizerFast
     backend = tokenizer_from_gguf(byte_level_metadata("gpt-2"))._backend
     return fast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
@@ -122,7 +122,7 @@ def ours(template: str, messages: list[dict[str, Any]], **more: Any) -> str:
         ("parts", [SYSTEM, IN_PARTS, ASSISTANT]),
     ],
 )
-def test_the_prompt_is_what_transformers_makes(
+def test_the_prompt_equals_that_of_transformers(
     name: str, messages: list[dict[str, Any]], add_generation_prompt: bool
 ) -> None:
     template = TEMPLATES[name]
@@ -136,14 +136,14 @@ def test_the_prompt_is_what_transformers_makes(
     contents=st.lists(st.text(max_size=20), min_size=1, max_size=4),
     name=st.sampled_from(["chatml", "parts", "tools"]),
 )
-def test_any_content_passes_through_as_in_transformers(contents: list[str], name: str) -> None:
+def test_any_content_is_rendered_as_in_transformers(contents: list[str], name: str) -> None:
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
     more = {"add_generation_prompt": True, "tools": [{"function": {"parameters": contents}}]}
     assert ours(TEMPLATES[name], messages, **more) == theirs(TEMPLATES[name], messages, **more)
 
 
-def test_the_bundled_template_is_filled_as_in_transformers(smollm2: Path) -> None:
+def test_the_bundled_template_renders_as_in_transformers(smollm2: Path) -> None:
     template = bundled(smollm2).chat_template
     assert template is not None
     expected = theirs(template, [USER], add_generation_prompt=True)
@@ -152,8 +152,8 @@ def test_the_bundled_template_is_filled_as_in_transformers(smollm2: Path) -> Non
     assert expected.endswith("<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_text_parts_become_one_text_where_a_template_knows_no_parts(smollm2: Path) -> None:
-    """transformers fails on the first of these, and shows the model a Python list in the other."""
+def test_text_parts_are_joined_for_templates_without_support_for_parts(smollm2: Path) -> None:
+    """transformers fails on the first template and prints a Python list with the second."""
     plain = {"role": "user", "content": "one\ntwo's"}
     printing = "{% for m in messages %}{{ m.content }}{% endfor %}"
     for template in (bundled(smollm2).chat_template or "", printing):
@@ -166,13 +166,13 @@ def test_messages_are_not_changed() -> None:
     assert message == {"role": "user", "content": [{"type": "text", "text": "x"}]}
 
 
-def test_templates_may_ask_for_the_date() -> None:
+def test_templates_can_read_the_date() -> None:
     assert ours("{{ strftime_now('%Y') }}", [USER]) == str(datetime.now().year)
 
 
 @pytest.mark.parametrize("template", [None, ""])
-def test_a_model_without_a_template_says_so(template: str | None) -> None:
-    with pytest.raises(ModelError, match="no chat template.*plain prompt"):
+def test_a_model_without_a_template_is_an_error(template: str | None) -> None:
+    with pytest.raises(ModelError, match="chat template"):
         render_chat(template, [USER])
 
 
@@ -185,21 +185,21 @@ def test_a_model_without_a_template_says_so(template: str | None) -> None:
         ([USER, {"role": 3, "content": "x"}], "messages[1].role is 3"),
         ([USER, {"role": "", "content": "x"}], "messages[1].role is ''"),
         ([{"role": "user"}], "messages[0].content is missing"),
-        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content is miss"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "messages[0].content"),
         ([{"role": "user", "content": 5}], "messages[0].content is 5"),
         ([USER, {"role": "user", "content": ["x"]}], "messages[1].content[0] is 'x'"),
         ([{"role": "user", "content": [*IN_PARTS["content"], {"type": "image_url"}]}],
          "messages[0].content[2] is {'type': 'image_url'}"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0] is"),
-        ([{"role": "user", "content": [{"type": "file", "text": "x"}]}], "messages[0].content[0] is"),
+        ([{"role": "user", "content": [{"type": "file", "text": "x"}]}], "messages[0].content[0]"),
     ],
 )  # fmt: skip
-def test_a_bad_message_is_refused_by_index_and_field(messages: Any, problem: str) -> None:
+def test_the_error_names_index_and_field_of_a_bad_message(messages: Any, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=re.escape(problem)):
         render_chat(CHATML, messages)
 
 
-def test_what_a_template_raises_is_what_the_user_reads() -> None:
+def test_the_error_contains_the_message_that_a_template_raises() -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate: assistant"):
         ours(ALTERNATING, [ASSISTANT])
 
@@ -207,14 +207,14 @@ def test_what_a_template_raises_is_what_the_user_reads() -> None:
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{{ messages[0].a.b }}", "refuses these messages: .*no attribute 'a'"),
-        ("{{ messages[0].content + 1 }}", "fails on these messages: TypeError"),
-        ("{{ 1 / 0 }}", "fails on these messages: ZeroDivisionError"),
+        ("{{ messages[0].a.b }}", "no attribute 'a'"),
+        ("{{ messages[0].content + 1 }}", "TypeError"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
         ("{% for i in range(10000000) %}{% endfor %}", "OverflowError"),
     ],
 )
-def test_a_template_that_fails_refuses_the_request(template: str, problem: str) -> None:
+def test_a_template_that_raises_makes_the_request_invalid(template: str, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
         ours(template, [USER])
 
@@ -230,15 +230,15 @@ def test_a_template_that_fails_refuses_the_request(template: str, problem: str) 
     ],
 )
 def test_a_template_cannot_leave_the_sandbox(template: str) -> None:
-    with pytest.raises(ModelError, match="what no template may"):
+    with pytest.raises(ModelError, match="not allowed"):
         ours(template, [USER])
 
 
-def test_a_broken_template_is_the_models_fault_and_names_the_line() -> None:
-    with pytest.raises(ModelError, match="broken in line 2"):
+def test_a_syntax_error_in_a_template_is_a_model_error_with_its_line() -> None:
+    with pytest.raises(ModelError, match="line 2"):
         ours("fine\n{% if %}", [USER])
 
 
-def test_further_variables_reach_the_template_but_replace_none_of_ours() -> None:
+def test_extra_variables_reach_the_template_but_replace_no_standard_ones() -> None:
     template = "{{ bos_token }}{{ messages[0].content }}{{ mood }}"
     assert ours(template, [SYSTEM], mood="!", bos_token="?") == "<s>Speak plainly.!"

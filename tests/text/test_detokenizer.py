@@ -1,4 +1,4 @@
-"""Laws of streamed text: it is the decoded whole, nothing is taken back, no stop slips through."""
+"""Streamed text equals the decoded whole, is never revised, and ends at every stop string."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Item = TypeVar("Item", bound=Sequence[Any])
 
 
 def cut(whole: Item, places: list[int]) -> list[Item]:
-    """A sequence in pieces, some of them empty, cut at these places."""
+    """A sequence divided at these positions; some parts may be empty."""
     bounds = [0, *sorted(place % (len(whole) + 1) for place in places), len(whole)]
     return [whole[a:b] for a, b in pairwise(bounds)]  # type: ignore[misc]
 
 
 def streams(size: int) -> st.SearchStrategy[list[int]]:
-    """Token ids with many bytes among them (low ids), and a few that no vocabulary has."""
+    """Token ids: many single bytes (low ids), and a few outside every vocabulary."""
     usual = st.integers(0, min(size - 1, 400))
     return st.lists(st.one_of(usual, usual, usual, st.integers(0, size + 20)), max_size=40)
 
@@ -43,7 +43,7 @@ def streams(size: int) -> st.SearchStrategy[list[int]]:
 places = st.lists(st.integers(0, 50), max_size=8)
 
 
-# ---- Detokenizer
+# Detokenizer.
 
 
 @each_kind
@@ -52,7 +52,7 @@ places = st.lists(st.integers(0, 50), max_size=8)
 @example(ids=[*SMILE, 3, *SMILE], places=[1, 2, 3, 4], skip=True)
 @example(ids=[*SMILE, SMILE[0], 270], places=[4], skip=True)
 @example(ids=[300, 2, 261, 261], places=[1, 2], skip=True)
-def test_pushes_and_finish_are_the_decoded_whole(
+def test_push_and_finish_together_equal_decode(
     kind: str, ids: list[int], places: list[int], skip: bool
 ) -> None:
     check_law(KINDS[kind], ids, places, skip)
@@ -60,7 +60,7 @@ def test_pushes_and_finish_are_the_decoded_whole(
 
 @relaxed
 @given(ids=streams(49152), places=places, skip=st.booleans())
-def test_the_bundled_model_streams_the_decoded_whole(
+def test_push_and_finish_equal_decode_for_the_bundled_model(
     smollm2: Path, ids: list[int], places: list[int], skip: bool
 ) -> None:
     check_law(bundled(smollm2), ids, places, skip)
@@ -77,7 +77,7 @@ def check_law(tokenizer: Tokenizer, ids: list[int], places: list[int], skip: boo
 @each_kind
 @relaxed
 @given(ids=streams(300))
-def test_the_cut_into_pushes_changes_nothing(kind: str, ids: list[int]) -> None:
+def test_the_text_does_not_depend_on_how_tokens_are_divided(kind: str, ids: list[int]) -> None:
     one, many = Detokenizer(KINDS[kind]), Detokenizer(KINDS[kind])
     assert one.push(ids) == "".join(many.push([id]) for id in ids)
 
@@ -85,12 +85,12 @@ def test_the_cut_into_pushes_changes_nothing(kind: str, ids: list[int]) -> None:
 @relaxed
 @given(text=texts)
 @example(text="👩‍👩‍👧‍👦👍🏽 中文 é")
-def test_half_a_character_is_never_emitted(smollm2: Path, text: str) -> None:
+def test_a_partial_character_is_never_returned(smollm2: Path, text: str) -> None:
     text = text.replace(FFFD, "")
     for tokenizer in (bundled(smollm2), *KINDS.values()):
         ids = tokenizer.encode(text, special=False)
         if FFFD in tokenizer.decode(ids):
-            continue  # the bundled vocabulary lacks a byte of it
+            continue  # the bundled vocabulary has no token for one of its bytes
         stream = Detokenizer(tokenizer)
         assert all(FFFD not in stream.push([id]) for id in ids)
         assert FFFD not in stream.finish()
@@ -98,12 +98,12 @@ def test_half_a_character_is_never_emitted(smollm2: Path, text: str) -> None:
 
 @relaxed
 @given(ids=streams(300))
-def test_byte_level_text_lags_by_one_character_at_most(ids: list[int]) -> None:
+def test_byte_level_text_holds_back_at_most_one_character(ids: list[int]) -> None:
     check_lag(ids)
 
 
-def test_no_three_bytes_lag_by_more_than_a_character() -> None:
-    """All that begin, go on or end a range of UTF-8, half surrogates among them."""
+def test_any_three_bytes_hold_back_at_most_one_character() -> None:
+    """Covers the first, continuation and last bytes of every UTF-8 range, and surrogates."""
     ids = {BYTES.spell(id)[0]: id for id in range(256)}
     edges = bytes.fromhex("41 80 8f 90 9f a0 bf c0 c2 df e0 e1 ed ef f0 f1 f4 f5 ff")
     for three in product(edges, repeat=3):
@@ -111,7 +111,7 @@ def test_no_three_bytes_lag_by_more_than_a_character() -> None:
 
 
 def check_lag(ids: list[int]) -> None:
-    """An invalid byte is shown as such as soon as no later byte can save it."""
+    """An invalid byte is returned as U+FFFD as soon as no later byte can complete it."""
     stream = Detokenizer(BYTES)
     for index, id in enumerate(ids):
         stream.push([id])
@@ -122,9 +122,9 @@ def check_lag(ids: list[int]) -> None:
 
 @relaxed
 @given(ids=streams(300))
-def test_sentencepiece_text_lags_by_a_run_of_bytes_at_most(ids: list[int]) -> None:
+def test_sentencepiece_text_holds_back_at_most_one_run_of_bytes(ids: list[int]) -> None:
     stream = Detokenizer(SPACED)
-    length = 0  # of the run of byte tokens so far
+    length = 0  # of the current run of byte tokens
     for index, id in enumerate(ids):
         stream.push([id])
         if id in SPACED.special_ids or id >= SPACED.vocab_size:
@@ -133,21 +133,21 @@ def test_sentencepiece_text_lags_by_a_run_of_bytes_at_most(ids: list[int]) -> No
         assert len(SPACED.decode(ids[: index + 1])) - len(stream.text) <= length
 
 
-def test_a_bad_byte_unmakes_its_whole_run_so_the_run_is_held() -> None:
-    """Byte fallback reads a run at once: five bytes that are no UTF-8 are five U+FFFD."""
+def test_a_run_of_bytes_is_held_back_because_one_invalid_byte_changes_all_of_it() -> None:
+    """Byte fallback decodes a run as a whole: five bytes of invalid UTF-8 become five U+FFFD."""
     stream = Detokenizer(SPACED)
     assert stream.push(SMILE) == ""
     assert stream.push([SMILE[0]]) == ""
     assert stream.push([SPACED.id_of("he") or 0]) == FFFD * 5 + "he"
 
 
-def test_the_first_space_is_dropped_wherever_it_comes() -> None:
+def test_the_first_space_is_stripped_from_whichever_token_has_it() -> None:
     hello = SPACED.id_of("▁hello") or 0
     stream = Detokenizer(SPACED)
     assert [stream.push(ids) for ids in ([], [1], [hello], [hello])] == ["", "", "hello", " hello"]
 
 
-def test_every_token_is_looked_at_once() -> None:
+def test_every_token_is_decoded_once() -> None:
     class Counting:
         special_ids: frozenset[int] = frozenset()
         num_stripped = None
@@ -155,7 +155,7 @@ def test_every_token_is_looked_at_once() -> None:
 
         def spell(self, id: int) -> Piece:
             self.num_spelled += 1
-            return Piece(b"\xf0", False)  # never a whole character
+            return Piece(b"\xf0", False)  # never completes a character
 
     counting: Any = Counting()
     stream = Detokenizer(counting)
@@ -163,11 +163,11 @@ def test_every_token_is_looked_at_once() -> None:
     assert (counting.num_spelled, len(shown)) == (1000, 999)
 
 
-# ---- StopScanner
+# StopScanner.
 
 
 def stopped(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """What is shown of a text, and the stop: first to end, then first to begin. Slow and plain."""
+    """Reference: the visible text and the stop string that ends first, then begins first."""
     for end in range(1, len(text) + 1):
         done = [stop for stop in stops if text[:end].endswith(stop)]
         if done:
@@ -177,7 +177,7 @@ def stopped(text: str, stops: list[str], include: bool) -> tuple[str, str | None
 
 
 def possible_beginning(text: str, stops: list[str]) -> int:
-    """The length of the longest end of a text that a stop begins with."""
+    """The length of the longest suffix of a text that is a prefix of a stop string."""
     lengths = range(len(text) + 1)
     return max(n for n in lengths if n == 0 or any(s.startswith(text[-n:]) for s in stops))
 
@@ -190,7 +190,7 @@ any_stops = st.lists(st.text(alphabet="ab\n", min_size=1, max_size=5), max_size=
 @given(text=few, stops=any_stops, include=st.booleans(), places=places)
 @example(text="aabaab\n", stops=["abaab\n", "baab"], include=False, places=[3])
 @example(text="xabc", stops=["c", "abc", "bc"], include=True, places=[2])
-def test_the_first_stop_ends_the_text_however_it_is_cut(
+def test_the_first_stop_ends_the_text_however_the_text_is_divided(
     text: str, stops: list[str], include: bool, places: list[int]
 ) -> None:
     scanner = StopScanner(stops, include)
@@ -203,7 +203,7 @@ def test_the_first_stop_ends_the_text_however_it_is_cut(
 
 @relaxed
 @given(text=few, stops=any_stops)
-def test_only_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -> None:
+def test_only_a_possible_start_of_a_stop_is_held_back(text: str, stops: list[str]) -> None:
     scanner, shown = StopScanner(stops), ""
     for index, letter in enumerate(text):
         shown += scanner.push(letter)
@@ -214,19 +214,19 @@ def test_only_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -
 
 
 @pytest.mark.parametrize("stop", ["", 7, None])
-def test_a_stop_must_be_a_text(stop: Any) -> None:
+def test_a_stop_must_be_a_non_empty_text(stop: Any) -> None:
     with pytest.raises(InvalidRequest, match=rf"stop\[1\] is {stop!r}"):
         StopScanner(["fine", stop])
 
 
-def test_a_very_long_stop_is_held_letter_by_letter() -> None:
+def test_a_very_long_stop_is_matched_character_by_character() -> None:
     scanner = StopScanner(["a" * 20_000 + "b"])
     shown = "".join(scanner.push("a") for _ in range(60_000))
     assert len(shown) == 40_000
     assert scanner.hit is None
 
 
-# ---- TextStream
+# TextStream.
 
 
 @relaxed
@@ -235,13 +235,13 @@ def test_a_very_long_stop_is_held_letter_by_letter() -> None:
     include=st.booleans(), places=places, hidden=st.frozensets(st.integers(0, 400), max_size=3),
     seed=st.integers(0, 100),
 )  # fmt: skip
-def test_a_stream_is_the_decoded_whole_up_to_its_stop(
+def test_a_stream_equals_decode_up_to_its_stop(
     smollm2: Path, ids: list[int], stops: list[str], include: bool, places: list[int],
     hidden: frozenset[int], seed: int,
 ) -> None:  # fmt: skip
     tokenizer = bundled(smollm2)
     whole = tokenizer.decode([id for id in ids if id not in hidden])
-    if whole:  # a stop that is surely there, and may lie across tokens
+    if whole:  # a stop that occurs in the text and may span tokens
         start = seed % len(whole)
         stops = [*stops, whole[start : start + 3]]
     stream = TextStream(tokenizer, stops, include, hidden_ids=hidden)
@@ -253,7 +253,7 @@ def test_a_stream_is_the_decoded_whole_up_to_its_stop(
 @relaxed
 @given(ids=streams(49152), count=st.integers(0, 12), include=st.booleans(), places=places,
        seed=st.integers(0, 100))  # fmt: skip
-def test_no_stop_is_seen_in_the_text_of_the_first_tokens(
+def test_stops_are_ignored_within_min_tokens(
     smollm2: Path, ids: list[int], count: int, include: bool, places: list[int], seed: int
 ) -> None:
     tokenizer = bundled(smollm2)
@@ -267,21 +267,21 @@ def test_no_stop_is_seen_in_the_text_of_the_first_tokens(
     assert (shown, stream.hit) == (first + text, hit)
 
 
-def test_a_hidden_end_is_no_text_even_where_special_tokens_are(smollm2: Path) -> None:
+def test_a_hidden_end_token_is_not_shown_even_with_special_tokens(smollm2: Path) -> None:
     tokenizer = bundled(smollm2)
     ids = tokenizer.encode("<|im_start|>Hi<|im_end|>")
     stream = TextStream(tokenizer, skip_special=False, hidden_ids=tokenizer.eos_ids)
     assert stream.push(ids) + stream.finish() == "<|im_start|>Hi"
 
 
-def test_a_stop_may_be_completed_by_what_finish_releases() -> None:
+def test_text_released_by_finish_can_complete_a_stop() -> None:
     stream = TextStream(BYTES, stops=[FFFD])
     assert stream.push([BYTES.id_of("h") or 0, BYTES.id_of("Ã") or 0]) == "h"
     assert (stream.finish(), stream.hit) == ("", FFFD)
 
 
 @pytest.mark.parametrize("text", CORPUS)
-def test_the_corpus_streams_back_token_by_token(smollm2: Path, text: str) -> None:
+def test_the_corpus_is_restored_token_by_token(smollm2: Path, text: str) -> None:
     tokenizer = bundled(smollm2)
     ids = tokenizer.encode(text)
     stream = TextStream(tokenizer, stops=["no such text"], skip_special=False)

@@ -168,10 +168,8 @@ def _read_work(
 
 def _run(llm: LLM, work: Work) -> None:
     """Generate all outputs; the first error ends the benchmark."""
-    for result in llm.generate(*work):
-        if result.error is not None:
-            raise result.error
-        for sample in result.samples:
+    for result in llm.generate(*work, use_tqdm=False):
+        for sample in result.outputs:
             if sample.error is not None:
                 raise ExecutorError(sample.error)
 

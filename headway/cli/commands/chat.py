@@ -59,14 +59,14 @@ def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOpti
 
 def _lines() -> Iterator[str]:
     """Input lines without empty ones; Ctrl-C discards a line."""
-    mark = "\n> " if sys.stdin.isatty() else ""
+    prompt = "\n> " if sys.stdin.isatty() else ""
     while True:
         try:
-            line = input(mark)
+            line = input(prompt)
         except KeyboardInterrupt:
             print("\n(press Ctrl-D or type /exit to exit)")
         except EOFError:
-            print(end="\n" if mark else "")
+            print(end="\n" if prompt else "")
             return
         else:
             if line.strip():

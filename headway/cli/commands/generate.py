@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
 
@@ -19,10 +20,10 @@ from headway.cli.options.common import check_writable, spread
 from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
 from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live
-from headway.errors import InvalidRequest
+from headway.errors import HeadwayError, InvalidRequest
 
 if TYPE_CHECKING:  # these need optional packages
-    from headway.engine.outputs import Result, Sample
+    from headway.engine.outputs import CompletionOutput, RequestOutput
     from headway.llm import LLM
 
 Prompts = Annotated[list[str] | None, typer.Argument(help="Prompts to complete.")]
@@ -101,9 +102,9 @@ def generate_command(
 
 def _run(
     asks: list[PromptEntry], model: ModelOptions, emit: Callable[[Row], None] | None
-) -> tuple[float, dict[int, Result]]:
-    """Run all valid prompts; returns the seconds it took, and the results by index."""
-    results: dict[int, Result] = {}
+) -> tuple[float, dict[int, RequestOutput]]:
+    """Run all valid prompts; returns the seconds it took, and the outputs by index."""
+    results: dict[int, RequestOutput] = {}
     seconds = 0.0
     if not all(ask.error for ask in asks):
         with model.load() as llm:
@@ -121,28 +122,29 @@ def _run(
 
 
 def answer(
-    llm: LLM, asks: Sequence[PromptEntry], on_finish: Callable[[PromptEntry, Result], None]
-) -> dict[int, Result]:
-    """The results by index; a rejected prompt has its error set instead."""
+    llm: LLM, asks: Sequence[PromptEntry], on_finish: Callable[[PromptEntry, RequestOutput], None]
+) -> dict[int, RequestOutput]:
+    """The outputs by index; a rejected prompt has its error set instead."""
 
-    def finish(result: Result) -> None:
-        ask = asks[int(result.id)]  # a new LLM numbers its prompts from 0
-        broken = next((sample.error for sample in result.samples if sample.error), None)
+    def finish(position: int, result: RequestOutput) -> None:
+        broken = next((sample.error for sample in result.outputs if sample.error), None)
         if broken is not None:
-            ask.fail(broken)
-        on_finish(ask, result)
+            asks[position].fail(broken)
+        on_finish(asks[position], result)
 
     given = [ask.params for ask in asks]
     with live.bar(llm, "generating", sum(params.n for params in given)):
-        results = llm.generate([ask.content for ask in asks], given, on_finish=finish)
+        results = llm.try_generate([ask.content for ask in asks], given, on_finish=finish)
+    found: dict[int, RequestOutput] = {}
     for ask, result in zip(asks, results, strict=True):
-        if result.error is not None:
-            ask.fail(result.error)
-    pairs = zip(asks, results, strict=True)
-    return {ask.index: result for ask, result in pairs if result.error is None}
+        if isinstance(result, HeadwayError):
+            ask.fail(result)
+        else:
+            found[ask.index] = result
+    return found
 
 
-def row(ask: PromptEntry, result: Result | None = None) -> Row:
+def row(ask: PromptEntry, result: RequestOutput | None = None) -> Row:
     """One line of output. Times are seconds since the prompt was submitted."""
     line: Row = {"index": ask.index, "id": ask.id, "error": ask.error}
     if result is None:
@@ -150,17 +152,26 @@ def row(ask: PromptEntry, result: Result | None = None) -> Row:
     return line | {
         "prompt": result.prompt,
         "num_prompt_tokens": len(result.prompt_token_ids),
-        "samples": [_described(sample) for sample in result.samples],
-        "timings": asdict(result.timings),
-        "cached_tokens": result.cached_tokens,
-        "preemptions": result.preemptions,
+        "samples": [_described(sample, ask.params.logprobs) for sample in result.outputs],
+        "timings": asdict(result.metrics),
+        "cached_tokens": result.num_cached_tokens,
+        "preemptions": result.num_preemptions,
     }
 
 
-def _described(sample: Sample) -> Row:
-    if sample.logprobs is None:
-        return asdict(sample)
-    return {**asdict(sample), "logprobs": [entry._asdict() for entry in sample.logprobs]}
+def _described(sample: CompletionOutput, num_top: int | None) -> Row:
+    """A sample as JSON; `num_top` is the number of alternatives for each token."""
+    line = asdict(sample)
+    del line["cumulative_logprob"]
+    if sample.logprobs is not None:
+        line["logprobs"] = [
+            {
+                "token": token, "logprob": found[token].logprob, "rank": found[token].rank,
+                "top": [(other, each.logprob) for other, each in islice(found.items(), num_top)],
+            }
+            for token, found in zip(sample.token_ids, sample.logprobs, strict=True)
+        ]  # fmt: skip
+    return line
 
 
 def _writer(output: IO[str] | None) -> Callable[[Row], None]:
@@ -168,11 +179,11 @@ def _writer(output: IO[str] | None) -> Callable[[Row], None]:
     return lambda line: print(json.dumps(line, ensure_ascii=False), file=output, flush=True)
 
 
-def _show(asks: Sequence[PromptEntry], results: dict[int, Result]) -> None:
+def _show(asks: Sequence[PromptEntry], results: dict[int, RequestOutput]) -> None:
     """Print prompts dim and completions bold, in the order of the prompts."""
     console = Console()
     for ask in asks:
-        for sample in results[ask.index].samples if ask.index in results else ():
+        for sample in results[ask.index].outputs if ask.index in results else ():
             # Token ids and messages have no text that the completion continues.
             gap = "" if results[ask.index].prompt is not None else "\n"
             text = Text.assemble((ask.shown + gap, "dim"), (live.safe(sample.text), "bold"), "\n")
@@ -184,10 +195,10 @@ def _print(console: Console, text: Text) -> None:
     console.print(text, soft_wrap=not console.is_terminal)
 
 
-def _rates(results: dict[int, Result], seconds: float) -> str:
+def _rates(results: dict[int, RequestOutput], seconds: float) -> str:
     num_tokens = sum(result.num_generated for result in results.values())
     num_prompt = sum(len(result.prompt_token_ids) for result in results.values())
-    num_cached = sum(result.cached_tokens for result in results.values())
+    num_cached = sum(result.num_cached_tokens for result in results.values())
     rate = num_tokens / seconds if seconds else 0.0
     return (
         f"{len(results)} prompt{'s' * (len(results) != 1)}, {num_tokens:,} tokens in {seconds:.1f} s: {rate:.1f} tokens/s; "

@@ -208,10 +208,8 @@ def run_wave(llm: LLM, wave: Wave, source: random.Random, advance: Callable[[int
         SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True)
         for _, num_output in wave
     ]
-    for result in llm.generate(prompts, params, on_finish=lambda _: advance(1)):
-        if result.error is not None:
-            raise result.error
-        for sample in result.samples:
+    for result in llm.generate(prompts, params, use_tqdm=False, on_finish=lambda *_: advance(1)):
+        for sample in result.outputs:
             if sample.error is not None:
                 raise ExecutorError(sample.error)
 

@@ -24,7 +24,7 @@ from headway.lab.summary import Summary, summarize
 from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from headway.engine.outputs import Result
+    from headway.engine.outputs import RequestOutput
     from headway.llm import LLM
 
 # Small, so that requests wait for other requests and for blocks.
@@ -116,10 +116,9 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
         entries = [_entry(llm, index, max_tokens) for index in range(len(PROMPTS))]
         metrics = live.measure(llm)
         with live.View(llm, [sample.name for sample in PROMPTS], Console(stderr=True)):
-            results = llm.generate([e.content for e in entries], [e.params for e in entries])
-    for result in results:
-        if result.error is not None:
-            raise result.error
+            results = llm.generate(
+                [e.content for e in entries], [e.params for e in entries], use_tqdm=False
+            )
     summary = summarize(metrics)
     if json_:
         rows = [generate.row(*both) for both in zip(entries, results, strict=True)]
@@ -146,11 +145,11 @@ def _chat(llm: LLM, text: str) -> str | list[int]:
     return llm.chat_tokens([{"role": "user", "content": text}])
 
 
-def _show(llm: LLM, results: Sequence[Result], summary: Summary) -> None:
+def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:
     console = Console(highlight=False)
     for sample, result in zip(PROMPTS, results, strict=True):
         console.print(_panel(sample, result))
-    num_cached = sum(result.cached_tokens for result in results)
+    num_cached = sum(result.num_cached_tokens for result in results)
     lines = (
         "",
         f"[bold]{summary['output_tokens']:,} tokens in {summary['seconds']:.1f} s: "
@@ -168,25 +167,27 @@ def _show(llm: LLM, results: Sequence[Result], summary: Summary) -> None:
         console.print(line)
 
 
-def _panel(sample: ExamplePrompt, result: Result) -> Panel:
+def _panel(sample: ExamplePrompt, result: RequestOutput) -> Panel:
     text = _trimmed(result)
     body = Text("… " if sample.prefix else "", "dim").append(sample.text, "dim")
     body.append("\n\n" if sample.is_chat else " ").append(text, "not dim")
-    facts = f"{result.num_generated} tokens, first token after {render.seconds(result.timings.first_token)}"
-    if result.cached_tokens:
-        facts += f", {result.cached_tokens} of {len(result.prompt_token_ids)} prompt tokens cached"
-    if result.preemptions:
-        facts += f", preempted {result.preemptions}x"
+    first_token = render.seconds(result.metrics.first_token)
+    facts = f"{result.num_generated} tokens, first token after {first_token}"
+    if result.num_cached_tokens:
+        num_prompt = len(result.prompt_token_ids)
+        facts += f", {result.num_cached_tokens} of {num_prompt} prompt tokens cached"
+    if result.num_preemptions:
+        facts += f", preempted {result.num_preemptions}x"
     return Panel(
         body, title=sample.name, title_align="left", subtitle=facts, subtitle_align="right",
         border_style="cyan", padding=(0, 1),
     )  # fmt: skip
 
 
-def _trimmed(result: Result) -> str:
+def _trimmed(result: RequestOutput) -> str:
     """The text; cut after its last complete sentence if it is incomplete or too long."""
-    text = live.safe(result.text).strip()
-    if len(text) <= MAX_SHOWN and result.samples[0].finish_reason != "length":
+    text = live.safe(result.outputs[0].text).strip()
+    if len(text) <= MAX_SHOWN and result.outputs[0].finish_reason != "length":
         return text
     text = text[:MAX_SHOWN]
     whole = re.match(r".*[.!?][\"”]?(?=\s|$)", text, re.DOTALL)

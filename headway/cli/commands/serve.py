@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 class ModelInfo:
     """What the API servers need to know about the model, and its description for the console."""
 
-    asking: InputProcessor
+    input_processor: InputProcessor
     model_name: str
     max_model_len: int
     description: str
@@ -127,7 +127,7 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
     llm.executor.sampler.grammars.matchers.warm_up()  # the first use would delay all streams
     config, loaded = llm.config, llm.loaded
     info = ModelInfo(
-        asking=llm.asking, model_name=serving.served_model_name or _short(model.model),
+        input_processor=llm.input_processor, model_name=serving.served_model_name or _short(model.model),
         max_model_len=config.max_model_len, tool_call_parser=serving.tool_call_parser,
         description=f"{loaded.precision} on {loaded.device}, max_num_seqs {config.max_num_seqs}, "
         f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",
@@ -162,7 +162,7 @@ def make_app(settings: Settings, patience: float, engine: AsyncEngine, info: Mod
     from headway.server.live import router
 
     context = Context(
-        engine=engine, input_processor=info.asking, model_name=info.model_name,
+        engine=engine, input_processor=info.input_processor, model_name=info.model_name,
         max_model_len=info.max_model_len, settings=settings, health=watch(engine, patience),
         tool_call_parser=info.tool_call_parser, fingerprint=info.fingerprint,
     )  # fmt: skip

@@ -98,15 +98,15 @@ class Conversation:
     def _fit(self, messages: list[dict[str, Any]]) -> tuple[list[int], int]:
         """The prompt, and the maximum length of the answer; RequestTooLong if there is no room."""
         prompt, config = self._prompt(messages), self.llm.config
-        most = min(config.max_model_len, config.num_blocks * config.block_size + 1)
-        if len(prompt) >= most:
+        limit = min(config.max_model_len, config.num_blocks * config.block_size + 1)
+        if len(prompt) >= limit:
             raise RequestTooLong(
-                f"the conversation has {len(prompt):,} tokens (limit {most:,} including the answer); "
+                f"the conversation has {len(prompt):,} tokens (limit {limit:,} including the answer); "
                 "/reset starts a new one",
                 need=len(prompt) + 1,
-                limit=most,
+                limit=limit,
             )
-        return prompt, most - len(prompt)
+        return prompt, limit - len(prompt)
 
     def _stream(
         self, prompt: list[int], params: SamplingParams, write: Write

@@ -200,7 +200,7 @@ class GpuExecutor:
         """Run decode steps that need nothing from the host."""
         count = len(plan.decodes)
         size = padded_rows(count), self._num_splits(plan.rows)
-        if size not in self.graphs and self.device.type == "cuda":
+        if size not in self.graphs and self.graphs.is_enabled:
             self._capture(*size)
         if self._sent is None or not np.array_equal(self._sent, plan.rows):
             self._send_rows(plan.rows)

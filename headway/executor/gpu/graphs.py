@@ -66,6 +66,14 @@ class Graphs:
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._stream = torch.cuda.Stream() if self._is_cuda else None  # type: ignore[no-untyped-call]
 
+    @property
+    def is_enabled(self) -> bool:
+        return self._stream is not None
+
+    def disable(self) -> None:
+        """Capture nothing from now on: every step launches its kernels one by one."""
+        self._stream = None
+
     def __len__(self) -> int:
         return len(self._graphs)
 

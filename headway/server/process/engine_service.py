@@ -144,7 +144,7 @@ def _to_worker(message: Update | Refusal, id: str, owner: WorkerConnection) -> U
     """The message with the worker's own id; records the end of a sample or of the request."""
     if isinstance(message, Refusal):
         owner.num_open.pop(id, None)
-        return message._replace(id=id, words=message.words.replace(message.id, id))
+        return message._replace(id=id, message=message.message.replace(message.id, id))
     if message.end is not None and id in owner.num_open:
         owner.num_open[id] -= 1
         if not owner.num_open[id]:

@@ -1,0 +1,207 @@
+"""Scripts with the calls of vLLM's offline documentation run with only the import changed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import pairwise
+from random import randint, seed
+from typing import Any
+
+import pytest
+
+from headway import LLM, AsyncEngine, SamplingParams
+from headway.errors import ConfigError, InvalidRequest, RequestTooLong
+from headway.sampling_params import StructuredOutputsParams
+from tests.support import real
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = real.write_tiny(tmp_path_factory.mktemp("tiny"))
+    settings = {"eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> LLM:
+    return LLM(
+        model=model, dtype="float32", max_model_len=256, max_num_seqs=16,
+        max_num_batched_tokens=256, gpu_memory_utilization=0.8, enforce_eager=True, seed=0,
+        tensor_parallel_size=1, trust_remote_code=True, num_blocks=100,
+    )  # fmt: skip
+
+
+# The scripts.
+
+
+def test_quickstart_generate(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [
+        "Hello, my name is",
+        "The president of the United States is",
+        "The capital of France is",
+        "The future of AI is",
+    ]
+    sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+    outputs = llm.generate(prompts, sampling_params)
+    for output in outputs:
+        print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+    shown = capsys.readouterr()
+    assert all(repr(prompt) in shown.out for prompt in prompts) and not shown.err
+    assert len({output.request_id for output in outputs}) == len(prompts)
+    assert all(output.finished and output.outputs[0].text for output in outputs)
+
+
+def test_quickstart_chat(llm: LLM) -> None:
+    conversation = [
+        {"role": "system", "content": "You are a helpful assistant"},
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello! How can I assist you today?"},
+        {"role": "user", "content": "Write an essay about the importance of higher education."},
+    ]
+    sampling_params = SamplingParams(temperature=0.5)
+    outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
+    rendered = llm.get_tokenizer().decode(outputs[0].prompt_token_ids)
+    assert len(outputs) == 1 and rendered.endswith("higher education.\nassistant: ")
+    outputs = llm.chat([conversation for _ in range(3)], sampling_params, use_tqdm=True)
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [16] * 3
+
+
+def test_logprobs_and_structured_outputs(llm: LLM) -> None:
+    sampling_params = SamplingParams(max_tokens=5, logprobs=2, prompt_logprobs=1, temperature=0)
+    output = llm.generate("Marta had two suitcases", sampling_params)[0]
+    completion = output.outputs[0]
+    assert completion.logprobs is not None and output.prompt_logprobs is not None
+    total = 0.0
+    for token_id, position in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert position[token_id].rank == 1 and len(position) == 2
+        assert position[token_id].decoded_token == llm.get_tokenizer().piece(token_id)
+        total += position[token_id].logprob
+    assert completion.cumulative_logprob == pytest.approx(total)
+    assert output.prompt_logprobs[0] is None
+    for token_id, prompt_position in zip(
+        output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True
+    ):
+        assert prompt_position is not None and prompt_position[token_id].logprob <= 0
+
+    choice = StructuredOutputsParams(choice=["good", "bad"])
+    outputs = llm.generate(
+        prompts="Classify this sentiment: great!",
+        sampling_params=SamplingParams(structured_outputs=choice, max_tokens=30),
+    )
+    assert outputs[0].outputs[0].text in ("good", "bad")
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    as_json = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema), max_tokens=60)
+    text = llm.generate("JSON: ", as_json)[0].outputs[0].text
+    assert json.loads(text)["a"] in (1, 2)
+
+
+def test_benchmark_loop_of_nano_vllm(model: str) -> None:
+    seed(0)
+    num_seqs, max_input_len, max_ouput_len = 12, 60, 20
+    llm = LLM(model, enforce_eager=False, max_model_len=128)
+    prompt_token_ids = [
+        [randint(0, 200) for _ in range(randint(10, max_input_len))] for _ in range(num_seqs)
+    ]
+    sampling_params = [
+        SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=randint(10, max_ouput_len))
+        for _ in range(num_seqs)
+    ]
+    llm.generate(["Benchmark: "], SamplingParams())
+    outputs = llm.generate(prompt_token_ids, sampling_params, use_tqdm=False)
+    total_tokens = sum(sp.max_tokens or 0 for sp in sampling_params)
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) == total_tokens
+    assert [output.prompt_token_ids for output in outputs] == prompt_token_ids
+
+
+# What the scripts rely on.
+
+
+def test_prompts_may_be_texts_token_ids_or_dicts(llm: LLM) -> None:
+    ids, text = llm.get_tokenizer().encode("Marta"), "Marta"
+    mixed: list[Any] = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
+    outputs = llm.generate(mixed, SamplingParams(temperature=0, max_tokens=4))
+    assert [output.prompt for output in outputs] == [text, None, text, None]
+    assert {tuple(output.prompt_token_ids) for output in outputs} == {tuple(ids)}
+    assert len({output.outputs[0].text for output in outputs}) == 1
+    assert llm.generate({"prompt": text}, SamplingParams(max_tokens=1))[0].prompt == text
+    for wrong in ({}, {"prompt": [1]}, {"prompt": "a", "prompt_token_ids": [1]}, {"text": "a"}):
+        with pytest.raises(InvalidRequest, match="prompt"):
+            llm.generate([wrong])
+
+
+def test_omitted_sampling_params_are_the_default_ones(model: str) -> None:
+    """The seed of the LLM makes a whole run reproducible, with another seed for each prompt."""
+    found = []
+    for given in ([], [SamplingParams()], [None]):
+        with LLM(model, seed=3, num_blocks=60) as llm:
+            outputs = llm.generate(["Marta", "Marta"], *given)
+        found.append([output.outputs[0].text for output in outputs])
+        assert [len(output.outputs[0].token_ids) for output in outputs] == [16, 16]
+    assert found[0] == found[1] == found[2] and found[0][0] != found[0][1]
+
+
+def test_a_refused_prompt_raises_before_anything_runs(llm: LLM) -> None:
+    steps: list[object] = []
+    llm.engine.observers.append(lambda report: steps.append(report.plan.step >= 0))
+    with pytest.raises(RequestTooLong, match=r"prompts\[1\]") as caught:
+        llm.generate(["Marta", [3] * 300])
+    assert caught.value.need > caught.value.limit and not any(steps)
+    with pytest.raises(InvalidRequest, match=r"prompts\[2\]"):
+        llm.generate(["Marta", "Marta", ""])
+    llm.engine.observers.pop()
+    assert llm.engine.scheduler.is_idle
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_model_length": 9}, "max_model_len"),
+        ({"max_num_seq": 9}, "max_num_seqs"),
+        ({"enforce_egar": True}, "enforce_eager"),
+        ({"zzz": 1}, "zzz"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+    ],
+)
+def test_an_unknown_or_unsupported_argument_is_named(
+    model: str, settings: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        LLM(model, **settings)
+
+
+def test_the_async_engine_takes_text_and_sampling_params(model: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, n=2)
+    with LLM(model, num_blocks=100) as llm:
+        [expected] = llm.generate("Marta", params)
+
+        async def ask() -> None:
+            engine = AsyncEngine(llm.engine, input_processor=llm.input_processor)
+            await engine.start()
+            try:
+                outputs = [each async for each in engine.generate("Marta", params, "a")]
+                texts = [output.outputs[0].text for output in outputs]
+                assert all(b.startswith(a) for a, b in pairwise(texts))
+                assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+                assert outputs[-1].request_id == "a" and len(outputs) > 1
+                assert outputs[-1].outputs == expected.outputs
+                long = SamplingParams(max_tokens=200, ignore_eos=True)
+                aborted = []
+                async for output in engine.generate({"prompt_token_ids": [3, 4]}, long, "b"):
+                    aborted.append(output.outputs[0])
+                    await engine.abort("b")
+                assert aborted[-1].finish_reason == "abort"
+                assert len(aborted[-1].token_ids) < 200
+                with pytest.raises(InvalidRequest):
+                    await anext(aiter(engine.generate("")))
+            finally:
+                await engine.close()
+
+        asyncio.run(asyncio.wait_for(ask(), 30))
