@@ -24,7 +24,7 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
 from headway.observe.trace import read_trace
-from headway.plan import Embedding
+from headway.plan import Embedding, Plan
 from headway.request import Params, Pooling
 from headway.sampling_params import Sampling
 from tests.model.test_batch_invariance import CONFIGS, ScaledCheckpoint, decoder
@@ -171,7 +171,7 @@ def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> N
             run.engine.add(f"text {texts}", prompt, Params(max_tokens=2))
             texts += 1
         if request in scheduler.running and chance.random() < 0.6 and len(spans) < 40:
-            scheduler.preempt(request, may_swap=False)
+            scheduler.state.preempt(request, may_swap=False)
             if chance.random() < 0.3:
                 scheduler.reset_cache(force=True)
     assert sum(end - start for start, end in spans) > len(prompt), "nothing was computed again"
@@ -191,7 +191,7 @@ def test_a_sum_keeps_positions_from_before_a_restart_from_zero() -> None:
         for _ in range(num_steps):
             run.engine.step()
         starts.append(request.num_computed)
-        scheduler.preempt(request, may_swap=False)
+        scheduler.state.preempt(request, may_swap=False)
         scheduler.reset_cache(force=True)
     run.engine.add("text", prompt, Params(max_tokens=2))
     while not request.is_finished:
@@ -254,7 +254,7 @@ def test_an_aborted_embedding_leaves_no_sum() -> None:
     assert len(run.executor.pooler._sums) == 1
     run.engine.abort("a")
     run.engine.run()
-    run.engine.scheduler.last_plan = None  # type: ignore[assignment]
+    run.engine.scheduler.state.plan = Plan(-1)  # the last plan refers to the request
     gc.collect()
     assert not len(run.executor.pooler._sums) and not run.found
 
