@@ -120,7 +120,10 @@ def simulated(seconds: float) -> ServedEngine:
         tokenizer=tokenizer, vocab_size=VOCAB, hidden_size=8, eos_ids=frozenset({2})
     )
     info = ModelInfo(
-        input_processor=processor, model_name=MODEL, max_model_len=config.max_model_len, description=""
+        input_processor=processor,
+        model_name=MODEL,
+        max_model_len=config.max_model_len,
+        description="",
     )
     return ServedEngine(
         engine=engine, model_info=info, limits=ServeOptions().limits(), prepare=watch

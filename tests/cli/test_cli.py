@@ -405,7 +405,7 @@ def test_a_comparison_without_schedulers_is_reported() -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        ("--max-num-batched-tokens", "3"), ("--num-blocks", "0"),
+        ("--max-num-batched-tokens", "0"), ("--num-blocks", "0"),
         ("--limit", "0"), ("--limit", "-3"), ("--speed", "0"), ("--speed", "nan"),
     ],
 )  # fmt: skip

@@ -560,5 +560,5 @@ def test_models_lists_the_gpus() -> None:
     assert done.code == 0
     shown = " ".join(done.out.split())
     assert (
-        f"no GPU is used: {reason}" in shown if reason else f"GPU cuda:0: {gpus()[0].name}" in shown
+        f"No GPU is used: {reason}" in shown if reason else f"GPU cuda:0: {gpus()[0].name}" in shown
     )

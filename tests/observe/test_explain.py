@@ -72,7 +72,7 @@ class Checker:
             else:
                 assert not numbers_in(text)
             if rest.reason == "back_off":
-                assert self.engine.scheduler.pressure > 0
+                assert self.engine.scheduler.state.outputs.pressure > 0
             assert ("ahead" in text) == (rest.reason == "order" and behind)
             self.seen[f"not considered: {rest.reason}"] += 1
 

@@ -82,9 +82,9 @@ def _end(event: Event) -> list[str]:
     """The end of a stream: finish reason, usage, and [DONE]."""
     if event["type"] in ENDS:
         response = event["response"]
-        return [_chunk({}, response["status"]), _told(response["usage"]), "[DONE]"]
+        return [_chunk({}, response["status"]), _usage_chunk(response["usage"]), "[DONE]"]
     if event["type"] == "message_delta":
-        return [_chunk({}, event["delta"]["stop_reason"]), _told(event["usage"])]
+        return [_chunk({}, event["delta"]["stop_reason"]), _usage_chunk(event["usage"])]
     return ["[DONE]"] if event["type"] == "message_stop" else []
 
 
@@ -97,7 +97,7 @@ def _chunk(delta: dict[str, Any], reason: str | None = None) -> str:
     return json.dumps({"choices": [choice]})
 
 
-def _told(usage: dict[str, Any]) -> str:
+def _usage_chunk(usage: dict[str, Any]) -> str:
     prompt, output = named_usage(usage)
-    told = {"prompt_tokens": prompt, "completion_tokens": output}
-    return json.dumps({"choices": [], "usage": told})
+    reported = {"prompt_tokens": prompt, "completion_tokens": output}
+    return json.dumps({"choices": [], "usage": reported})
