@@ -41,9 +41,8 @@ from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_ggu
 
 Progress = Callable[[str, int, int], None]  # (description, done, total)
 Steps = Callable[[int, int], None]  # (done, total)
-Measure = Callable[
-    [Decoder, Config, float], int
-]  # number of KV blocks for a fraction of GPU memory
+# The number of KV blocks that fit in a fraction of GPU memory.
+Measure = Callable[[Decoder, Config, float], int]
 KV_FRACTION = 0.1  # default fraction of free CPU memory for the KV cache
 PINNED_FRACTION = 0.125  # fraction of free host memory for blocks swapped out of a GPU
 CPU_NUM_SEQS, CPU_BATCHED_TOKENS = 64, 512  # on a CPU, more of either only makes steps longer

@@ -85,7 +85,8 @@ class StepEvents:
     aborted: list[Request] = field(default_factory=list)  # since the previous plan
     aborted_in_flight: list[Request] = field(default_factory=list)  # while this plan ran
     preempted: list[Preemption] = field(default_factory=list)
-    num_early: tuple[int, int] = (0, 0)  # entries of added, aborted that an empty plan saw before
+    # Numbers of entries in `added` and `aborted` that an earlier, empty plan already considered.
+    num_early: tuple[int, int] = (0, 0)
     num_free: int = 0  # blocks
     num_running: int = 0
     num_waiting: int = 0

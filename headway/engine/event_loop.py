@@ -1,4 +1,4 @@
-"""From the engine's thread to readers on an event loop.
+"""Passes messages from the engine's thread to readers on an event loop.
 
 `EventLoopBridge` carries messages between the threads with few wake-ups. `RequestStream` holds the
 updates of one request until its reader takes them. Neither knows the engine.

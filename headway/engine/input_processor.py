@@ -1,4 +1,4 @@
-"""From what a user writes to what an engine takes: prompts become tokens, SamplingParams Params.
+"""Converts user input to engine input: prompts to tokens, and SamplingParams to Params.
 
 Needs the tokenizer and sizes of a model, not the model itself, so an API process can use it.
 """

@@ -1,4 +1,4 @@
-"""From tokens to results: the one place that detokenizes, cuts at stop strings and ends texts.
+"""Converts tokens to results. All detokenization and stop-string handling is here.
 
 An `OutputBuilder` takes the updates of one request. It returns what is new as `Delta`s, and can
 give everything so far as a `RequestOutput`. LLM, AsyncEngine and the HTTP server all use it. Knows

@@ -31,9 +31,8 @@ class PreparationQueue:
 
     def __init__(self, post: Post, preparation: Preparation | None, refuse: Refuse) -> None:
         self._post, self._preparation, self._refuse = post, preparation, refuse
-        self._held: dict[
-            str, list[ToLoop]
-        ] = {}  # by id of a waiting request: later messages about it
+        # By id of a waiting request: later messages about it.
+        self._held: dict[str, list[ToLoop]] = {}
         self._lock = threading.Lock()
         # One thread, so that preparation takes at most one core from the engine.
         self._thread = ThreadPoolExecutor(1, "preparation_queue") if preparation else None

@@ -119,13 +119,13 @@ class KVCache:
         return copies
 
     def discard_host_copy(self, request: Request) -> None:
-        """Give up host blocks; `free_host_blocks` frees them, as the current plan may read them."""
+        """Mark the request's host blocks for release; the current plan may still read them."""
         if request.kv.host is not None:
             self._leaving_host += request.kv.host.blocks
             request.kv.host = None
 
     def free_host_blocks(self) -> None:
-        """Free given-up host blocks; called when the plan that may read them is complete."""
+        """Free host blocks that are marked for release; called when the plan has been built."""
         for block in self._leaving_host:
             self.host.drop(block)
         self._leaving_host.clear()

@@ -81,7 +81,8 @@ def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None  # another finding covers memory limits
     return Finding(
         f"only {share:.0%} of max_num_seqs run on average while requests wait",
-        f"the recipe or the queue; the most frequent reason to wait is {_top_reason(summary)}",
+        "the recipe or the queue rule admits too few requests; "
+        f"the most frequent reason to wait is {_top_reason(summary)}",
         "use a continuous recipe instead of static batching, use chunk split_any, or raise "
         "max_num_batched_tokens",
     )

@@ -27,8 +27,8 @@ BLOCKED = {
     "blocks": "it needs {need} free KV blocks; {have} available",
     "headroom": "it needs {need} free KV blocks including headroom; {have} available",
     "back_off": "after recent preemptions it needs {need} free KV blocks; {have} available",
-    "reserved_rows": "it needs {need} free rows; {have} available, "
-    "reserved for clients with fewer running requests",
+    "reserved_rows": "it needs {need} free rows; {have} are free and reserved for "
+    "clients with fewer running requests",
     "just_preempted": "it was just preempted; it can be admitted after the current step",
     "order": "another sample of the request computes the shared prompt first",
 }
@@ -140,7 +140,7 @@ NO_DECISIONS: list[Decision] = []
 
 
 class DecisionLog:
-    """Words the decisions of a live run. A reason to wait is given once, until it changes."""
+    """Describes the decisions of a live run in sentences. A reason to wait is reported when it changes."""
 
     def __init__(self, config: Config, name: Callable[[Request], str] = attrgetter("id")) -> None:
         self._max_num_seqs, self._name = config.max_num_seqs, name
@@ -255,7 +255,7 @@ def _waiting(scheduler: Scheduler) -> list[str]:
     still = [b for b in plan.blocked if b.request.id in scheduler.requests and b.request.row < 0]
     lines += [f"  {waits(b.request.id, *b[1:])}." for b in still[:MAX_LISTED]]
     if len(still) > MAX_LISTED:
-        lines.append(f"  {len(still) - MAX_LISTED} more were considered and not admitted.")
+        lines.append(f"  Considered and not admitted: {len(still) - MAX_LISTED} more.")
     if rest := plan.not_considered:
         limit, is_behind = scheduler.config.max_num_seqs, bool(plan.blocked)
         lines.append(f"  {not_considered(*rest, limit, is_behind_blocked=is_behind)}.")

@@ -1,4 +1,4 @@
-"""What runs next: one scheduler, three verbs, six slots."""
+"""The scheduler, its policies and the presets."""
 
 from headway.scheduler.presets import PRESETS, preset
 from headway.scheduler.scheduler import Scheduler

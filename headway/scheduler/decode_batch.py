@@ -1,6 +1,6 @@
 """The requests past their prompt, which advance together by one token per step.
 
-One shared tick stands for all their lengths, so that a step does not touch each request. Arrays
+All lengths are stored relative to one shared counter, `tick`, so a step does not touch each request. Arrays
 indexed by row tell which of them need a new block and which reach their limit. Sampled tokens are
 buffered, one line per tick, and move to a request's output when it leaves or when they are read.
 Knows nothing of pools, queues or policies.
@@ -98,7 +98,10 @@ class DecodeBatch(SharedProgress):
         return ended
 
     def expects_next(self, request: Request) -> bool:
-        """Whether the next line is for the request; one that left and came back may not expect it."""
+        """True if the next line has a token for the request.
+
+        False for a request that left the batch and rejoined after that line was planned.
+        """
         return request in self.members and request.flushed_tick <= self._num_delivered
 
     def deliver(self, rows: Rows, tokens: npt.ArrayLike) -> None:

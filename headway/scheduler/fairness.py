@@ -5,8 +5,8 @@ group with the least service first. Order alone is not enough: a waiting request
 token budget taken by long prompts that are partially prefilled, and all rows taken by long outputs.
 So it may overtake such prompts, and some rows are reserved for groups that have few.
 
-A request is charged when it stops running. A group that returns after a pause starts level with the
-least served active group: idle time earns no credit.
+A request is charged when it stops running. An idle group gains no advantage: when it returns, its
+service is raised to that of the least served active group.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ def group_of(request: Request) -> str:
 
 
 def overtaking_limit(prefilling: Request, service: dict[str, float]) -> float:
-    """The most service that a group may have for a request of it to overtake this prompt.
+    """The maximum service of a group whose request may overtake this prompt.
 
     A waiting request may overtake if its group's service, including the request's own tokens, stays
-    at or below the limit. So it waits for no more of the prompt than it is long itself, and groups
-    with equal service never overtake one another.
+    at or below the limit. So the number of prompt tokens that it waits for is at most its own
+    length, and groups with equal service never overtake one another.
     """
     num_left = max(0, prefilling.prefill_end - prefilling.num_computed)
     return service[group_of(prefilling)] - num_left

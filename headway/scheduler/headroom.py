@@ -1,7 +1,7 @@
 """Headroom that looks ahead: the most blocks that the batch will hold at any later step.
 
-As long as no request ends, all of them grow, so the batch holds the most blocks just before one of
-its ends. If that peak fits, no request will be preempted. The estimate `limit` assumes that every
+As long as no request ends, all of them grow, so block use peaks just before one of the requests
+ends. If that peak fits, no request will be preempted. The estimate `limit` assumes that every
 request reaches its limit; it is exact for known lengths, also with partially prefilled prompts and
 shared prefixes. The estimate `learned` uses the outputs that have finished so far, and asks for the
 expected peak plus some standard deviations (see output_lengths.py).
@@ -113,7 +113,7 @@ class learned(Checked):
         blocks = (batch.held + moments) / view.block_size + 0.5 - shared
         expected, variance = alive * blocks, alive * (1 - alive) * blocks**2
         peaks = expected.sum(axis=1) + self._margins(expected, variance, error, is_open, view)
-        if is_open[-1]:  # once it has probably ended, refusing it would not help
+        if is_open[-1]:  # later it has probably ended and holds no blocks
             peaks = peaks[chance[:, -1] >= MIN_CHANCE]
         return max(0, int(peaks.max() - (np.ceil(batch.held / view.block_size) - shared).sum()))
 
@@ -165,9 +165,8 @@ def _delays(requests: list[Request], view: SchedulerView) -> tuple[Floats, Float
     """Steps until each prompt is computed: at the earliest, and at the latest."""
     todo = np.array([max(0, r.prefill_end - r.num_computed) for r in requests], dtype=np.float64)
     todo[-1] = max(0, view.num_uncached(requests[-1]) - view.tokens_left)
-    rate = max(
-        1, view.max_num_batched_tokens - len(requests)
-    )  # all other requests may decode by then
+    # All other requests may decode by then.
+    rate = max(1, view.max_num_batched_tokens - len(requests))
     if todo[:-1].any() and len(view.service()) > 1:  # fair queueing: others may overtake a prompt
         return np.zeros(len(todo)), np.where(todo > 0, np.ceil(todo.sum() / rate), 0.0)
     late: Floats = np.where(todo > 0, np.ceil(np.cumsum(todo) / rate), 0.0)
@@ -175,7 +174,7 @@ def _delays(requests: list[Request], view: SchedulerView) -> tuple[Floats, Float
 
 
 def _shared(requests: list[Request], view: SchedulerView) -> Floats:
-    """Blocks of each request that a request which ends later holds too."""
+    """For each request, the number of its blocks shared with a request that ends later."""
     shared, blocks = np.zeros(len(requests)), [view.blocks_of(r) for r in requests]
     if sum(map(len, blocks)) > view.num_blocks - view.num_free:  # else no block is shared
         seen: set[int] = set()

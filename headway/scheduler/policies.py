@@ -1,4 +1,4 @@
-"""Ready-made policies for five of the six slots; those for the queue are in queues.py.
+"""Ready-made policies; queue rules are in queues.py, and `future_peak` is in headroom.py.
 
 A policy without numbers is a function. A policy with numbers is a callable frozen dataclass: it
 compares by value, prints as it is written on the command line, and keeps no state.

@@ -56,9 +56,8 @@ def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
     try:
         granted: Any = rule(want, left, is_first)
         granted = granted if isinstance(granted, float) else index(granted)
-        return int(
-            max(min(granted, want, left), 0)
-        )  # in this order, NaN reaches int(), which raises
+        # In this order, NaN reaches int(), which raises.
+        return int(max(min(granted, want, left), 0))
     except Exception as error:
         where = f"for {want} tokens wanted and {left} left"
         raise policy_failed("chunk", where, error) from error

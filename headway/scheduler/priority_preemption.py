@@ -1,9 +1,9 @@
 """Chooses running requests to preempt so that a waiting one of a higher priority runs in this step.
 
-A waiting request needs a row, blocks and tokens of the step's budget. How much of the budget it
-finds depends on the recipe: some recipes put decodes and prompts into one step, some do not, and
-one admits nothing while a batch decodes. So the recipe itself is run over counters. Reads the
-state, changes nothing.
+A waiting request needs a row, blocks and tokens of the step's budget. How many tokens are left for
+it depends on the recipe: some recipes put decodes and prompts into one step, some do not, and one
+admits nothing while a batch decodes. So `DryRun` runs the recipe against counters instead of the
+real state. This module does not change the state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The waiting queue, kept in the order of a rule, and the ready-made rules.
 
-A rule is a sort key, so the queue inserts by bisection and never ranks all requests. Rules whose
-keys change while requests wait are asked again for a few requests before every step.
+A rule is a sort key, so the queue inserts by bisection and never ranks all requests. If a rule's
+keys can change while requests wait, the keys of a few requests are recomputed before every step.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class WaitingQueue:
     def walk(self, max_service: float = inf) -> Iterator[Request]:
         """The order of service; the request just yielded may be removed before the next.
 
-        Skips requests with which their group would have more service than `max_service`.
+        Skips a request if admitting it would raise its group's service above `max_service`.
         """
         if self.rule.drifts:
             self._refresh_keys()
@@ -151,7 +151,7 @@ def _key_of(entry: Entry) -> Any:
 
 
 def _position(group: deque[Entry], key: Any, request: Request) -> int:
-    """The place of a request in its group: by bisection, or by search if the key is misleading."""
+    """The place of a request in its group: by bisection, or by linear search if the keys have no order."""
     if group[0][1] is request:
         return 0
     try:

@@ -60,7 +60,7 @@ def _deliver(plan: Plan, column: Column, state: SchedulerState) -> None:
 def _finish_stopped(
     plan: Plan, step: int, requests: list[Request], column: Column, state: SchedulerState
 ) -> list[Request]:
-    """Finish requests whose token of this step is a stop token of theirs, in admission order."""
+    """Finish requests that sampled one of their stop tokens, in the order of admission."""
     stopped = []
     places = _find_tokens(column, list(state.stop_tokens))
     for place in sorted(places, key=lambda i: requests[i].history.admission):

@@ -1,8 +1,9 @@
 """The scheduler: makes the plan of the next step, and applies its result.
 
 The state and its transitions are in state.py, the plan is filled in step_builder.py, results are
-applied in results.py, and what systems do differently is in the slots of the config. Reads no
-clock, does no I/O, and is the same object above a GPU, a CPU, the simulator and the tests.
+applied in results.py. The differences between systems are policies in the slots of the config. The
+scheduler reads no clock and does no I/O. The same class is used with a GPU, with a CPU, in the
+simulator and in the tests.
 
 One plan may be in flight while the next is made. Then `num_computed` runs ahead of the known
 tokens: their values are still on the device. Blocks that a finished, aborted or preempted request
@@ -51,7 +52,7 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is left of any request except cached blocks."""
+        """True if no request is queued, running or in flight, and all blocks are free."""
         holds = self.requests or self.running or self.queue or self.swapped or self.in_flight
         blocks = self.kv.num_free, self.kv.host.num_free
         return not holds and blocks == (self.config.num_blocks, self.config.num_host_blocks)
@@ -121,11 +122,11 @@ class Scheduler:
 
     @property
     def has_pending_events(self) -> bool:
-        """Whether a request was aborted and no report has said so yet."""
+        """True if an abort has not been reported yet."""
         return bool(self.state.events.aborted)
 
     def take_pending_events(self) -> StepReport | None:
-        """A report of what happened since the last plan, if no plan will report it."""
+        """A report of the events since the last plan; None if a plan in flight will report them."""
         pending = self.state.events
         if self.in_flight or not (pending.added or pending.aborted or pending.preempted):
             return None

@@ -34,7 +34,7 @@ class SchedulerState:
         self.prefilling: dict[Request, None] = {}  # running ones with prompt tokens left
         self.swapped: dict[Request, None] = {}
         self.decode_batch = DecodeBatch(config.block_size, config.max_num_seqs)
-        self.preempted_in_flight: set[Request] = set()  # a token of theirs may be in flight
+        self.preempted_in_flight: set[Request] = set()  # requests that may have a token in flight
         self.in_flight: deque[Plan] = deque()
         self.events = StepEvents()  # since the last plan that was not empty
         self.outputs = OutputStatistics()

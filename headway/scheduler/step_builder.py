@@ -1,7 +1,8 @@
 """Builds the plan of one step: a recipe calls decode, prefill and admit in its order.
 
-Room is made before tokens are granted, so a plan never takes back what it gave. A waiting request
-that is not admitted leaves its reason, with what it needed and what was available.
+Requests are preempted before tokens are granted, so work that is in a plan is never removed from
+it. For each request that is considered but not admitted, the plan records the reason, what the
+request needed and what was available.
 """
 
 from __future__ import annotations
@@ -204,7 +205,7 @@ class StepBuilder:
     # Admissions.
 
     def _admit_overtaking(self, partial: list[Request]) -> None:
-        """Admit waiting requests that may overtake the first of these; they go before all of them."""
+        """Admit requests that may overtake `partial[0]`, and move them ahead of all of `partial`."""
         state, num_running = self._state, len(self._state.running)
         candidates = state.queue.walk(overtaking_limit(partial[0], state.view.service()))
         first = next(candidates, None)
@@ -294,6 +295,6 @@ class StepBuilder:
             need = kv.num_blocks_needed(request, cost)
         if need + room <= free:
             return None
-        rule = self._config.headroom
+        rule = self._config.headroom  # only the reason depends on which rule it is
         is_back_off = isinstance(rule, back_off) and need + rule.base(request, state.view) <= free
         return Blocked(request, "back_off" if is_back_off else "headroom", need + room, free)

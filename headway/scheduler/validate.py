@@ -27,9 +27,9 @@ TYPES: dict[str, type] = {"reads_cache": bool, "client": str, "salt": str}
 
 
 def validate_request(request: Request, config: Config, used_ids: Container[str]) -> int:
-    """Return the length at which the request ends; RequestError if it can never get there.
+    """Return the maximum length of the request.
 
-    PolicyError if the chunk rule fails.
+    Raises RequestError if the request can never run, PolicyError if the chunk rule fails.
     """
     name = f"request {request.id!r}"
     if request.id in used_ids:

@@ -137,8 +137,8 @@ class WorkloadOptions:
     allowed_tokens: Annotated[
         int | None,
         typer.Option(
-            help="max_tokens of requests whose workload file has none. A value above the real "
-            "output hides from the scheduler when a request ends.",
+            help="max_tokens of requests whose workload file has none. If it is larger than the "
+            "real output, the scheduler does not know when a request ends.",
             rich_help_panel=WORKLOAD,
             show_default="the real output",
             min=1,

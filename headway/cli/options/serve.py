@@ -36,9 +36,9 @@ def _logs(text: str, **more: Any) -> Any:
 class ServeOptions:
     """Address, access, limits and logging of the server."""
 
-    host: Annotated[str, _server("Address to listen on; 0.0.0.0 accepts other machines.")] = (
-        "127.0.0.1"
-    )
+    host: Annotated[
+        str, _server("Address to listen on; 0.0.0.0 allows connections from other machines.")
+    ] = "127.0.0.1"
     port: Annotated[int, _server("Port to listen on; 0 chooses a free one.", min=0, max=65535)] = (
         8000
     )
@@ -105,10 +105,10 @@ class ServeOptions:
         bool, _server("Export OpenTelemetry spans, configured by OTEL_* variables.", "--spans")
     ] = False
     max_waiting: Annotated[
-        int, _limit("Maximum number of waiting requests; more get a 429.", min=1)
+        int, _limit("Maximum number of waiting requests; further requests get a 429.", min=1)
     ] = 1024
     max_waiting_tokens: Annotated[
-        int, _limit("Maximum number of waiting prompt tokens; more get a 429.", min=1)
+        int, _limit("Maximum number of waiting prompt tokens; further requests get a 429.", min=1)
     ] = 1 << 20
     max_per_client: Annotated[
         int | None, _limit("Maximum number of open requests per `user`.", show_default=NONE, min=1)
@@ -117,7 +117,7 @@ class ServeOptions:
         float | None, _limit("Seconds for a complete request.", show_default=NONE, min=0.001)
     ] = None
     stall_timeout: Annotated[
-        float, _limit("Seconds for a client to accept data that was sent to it.", min=0.001)
+        float, _limit("Disconnect a client that reads nothing for this many seconds.", min=0.001)
     ] = 60.0
     timeout_head: Annotated[
         float, _limit("Seconds for the headers of a request to arrive.", min=0.001)
