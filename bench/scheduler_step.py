@@ -8,6 +8,7 @@ admit_cold_us    add + schedule of a 4096-token prompt that is not in the prefix
 admit_hit_us     the same with the whole prompt in the prefix cache
 finish_us        extra time of the step that ends a request of 1000 prompt and 512 output tokens
 blocked_us       extra time of a waiting request with a cached 4096-token prefix that does not fit
+queue_us         take the first of that many waiting requests, fcfs, and queue another
 headroom_us      extra time of a waiting request that the default headroom, future_peak, blocks
 policy_overhead  the largest extra time of another policy at 256 requests, as a share of step_us
 All values are medians over interleaved rounds, so that a slow moment of the machine affects all.
@@ -211,6 +212,20 @@ def overhead_of(changes: dict[str, Any]) -> float:
     return statistics.median(ratios) - 1
 
 
+def queue_us(num_waiting: int) -> float:
+    """Time to remove the first waiting request and to add another at the end."""
+    queue = Scheduler(preset("vllm_v1")).queue
+    times = []
+    for number in range(num_waiting + 500):
+        request = Request(str(number), [1], Params(), arrival=float(number))
+        start = perf_counter()
+        queue.push(request)
+        if number >= num_waiting:
+            queue.remove(next(queue.walk()))
+            times.append((perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
 def main() -> None:
     gc.disable()
     runs: dict[str, Any] = {f"step {n}": HeadwayRun(n) for n in SIZES}
@@ -228,6 +243,7 @@ def main() -> None:
         "finish_us": round(finish_us(), 1),
         "blocked_us": round(blocked_us(), 1),
         "headroom_us": round(headroom_us(), 1),
+        "queue_us": {str(n): round(queue_us(n), 1) for n in (1000, 100_000)},
         "policy_overhead": round(max(overhead.values()), 3),
         "overhead_by_policy": {name: round(value, 3) for name, value in overhead.items()},
     }

@@ -10,17 +10,16 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from headway.checks import number_problem
 from headway.errors import ConfigError
 
 
 def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
     """An int in [low, high]; bool and float are refused."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a whole number, not {value!r}")
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(f"{name} must be {limit}, not {value}")
-    return value
+    problem = number_problem(value, low, math.inf if high is None else high, whole=True)
+    if problem:
+        raise ConfigError(f"{name} {problem}")
+    return int(value)
 
 
 def number(
