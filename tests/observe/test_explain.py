@@ -196,7 +196,7 @@ def test_reserved_rows_are_not_worded_as_the_limit() -> None:
     engine.step()
     blocked = engine.scheduler.last_plan.blocked[0]
     assert (blocked.reason, blocked.need, blocked.have) == ("reserved_rows", 3, 2)
-    assert "needs 3 free rows; 2 available" in engine.why() and "limit" not in engine.why()
+    assert "needs 3 free rows; 2 are free" in engine.why() and "limit" not in engine.why()
 
 
 def test_preemptions_after_a_failed_step_name_the_failure() -> None:
