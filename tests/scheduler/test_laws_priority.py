@@ -1,0 +1,5 @@
+"""Laws."""
+
+
+def test_placeholder() -> None:
+    pass
