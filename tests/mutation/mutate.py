@@ -68,7 +68,8 @@ def _is_effect(node: Any) -> bool:
     if node.parent is None or node.parent.type != "simple_stmt":
         return False
     if node.type == "expr_stmt":
-        is_local = isinstance(node.children[0], tree.Name)
+        targets = getattr(node.children[0], "children", [node.children[0]])
+        is_local = all(isinstance(leaf, tree.Name | tree.Operator) for leaf in targets)
         is_augmented = node.children[1].type == "operator" and node.children[1].value != "="
         return node.children[1].type != "annassign" and (is_augmented or not is_local)
     return node.type in ("atom_expr", "power", "del_stmt")

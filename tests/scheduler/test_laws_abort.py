@@ -157,7 +157,9 @@ def test_arrivals_that_an_empty_plan_saw_are_counted_as_early() -> None:
     assert second.events.num_early == (2, 1)
     assert ids(second.events.added) == ["b", "c", "d"] and ids(second.events.aborted) == ["b"]
     assert (first.step, second.step) == (0, 1)
-    assert (first.events.num_in_flight, second.events.num_in_flight) == (0, 0)
+    world.add("e", 3)
+    third = world.plan()
+    assert [p.events.num_in_flight for p in (first, second, third)] == [0, 0, 1]
 
 
 def test_an_addition_that_fails_leaves_no_trace() -> None:
