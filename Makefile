@@ -43,6 +43,17 @@ test-clients: $(READY) $(CLIENTS)/.ready  ## other clients of the server, of Pyt
 	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python -m pytest -W ignore \
 	  --confcutdir tests/clients tests/clients/test_python.py
 
+MUTATION := .venv-mutate
+SAMPLE ?= 200
+
+$(MUTATION)/.ready: tests/mutation/requirements.txt
+	$(PYTHON) -m venv $(MUTATION)
+	$(MUTATION)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+mutate: $(MUTATION)/.ready  ## do tests fail if the scheduler is wrong? SAMPLE=200 mutants; takes an hour
+	$(MUTATION)/bin/python tests/mutation/mutate.py --sample $(SAMPLE) $(MUTATE)
+
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"
 	$(GPU_PYTHON) -m pytest -rs -W ignore tests/executor/test_gpu.py tests/executor/test_gpu_faults.py \
@@ -74,7 +85,7 @@ bench: $(READY)  ## what the scheduler costs, how good its decisions are, and th
 	$(BIN)/python bench/cpu_compare.py --skip-peers
 
 clean:  ## remove what was built
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test tests test-clients test-gpu sanitize $(SANITIZED) check format bench clean
+.PHONY: help run demo test tests test-clients mutate test-gpu sanitize $(SANITIZED) check format bench clean

@@ -112,8 +112,15 @@ def _mutants_of(path: Path) -> Iterator[Mutant]:
     for operator_name, operator in OPERATORS.items():
         places = [(node, p) for node in nodes for p in operator.mutation_positions(node)]
         for occurrence, (node, (start, _)) in enumerate(places):
-            if node.search_ancestor("decorator") is None:  # slots=True and the like: no behaviour
+            if _changes_behaviour(node, operator_name):
                 yield Mutant(name, operator_name, occurrence, start[0])
+
+
+def _changes_behaviour(node: Any, operator_name: str) -> bool:
+    """False for arguments of decorators (slots=True), and for `*` that is no multiplication."""
+    if node.search_ancestor("decorator") is not None:
+        return False
+    return "Operator_Mul" not in operator_name or node.parent.type == "term"
 
 
 def changed_lines(before: str, after: str) -> tuple[str, str]:

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from headway.plan import StepReport
+from headway.plan import Plan, StepReport
 from headway.request import Request
 from tests.support.drive import Drive
 
@@ -56,64 +56,70 @@ def test_without_a_plan_in_flight_the_order_of_all_calls_can_be_restored(seed: i
         assert report is not None and interleaved(report) == calls
 
 
+class Storm:
+    """Random arrivals and aborts around plans in flight, and all that is reported of them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng, self.world = random.Random(seed), a_drive()
+        self.added: list[str] = []  # as reported
+        self.ended: list[str] = []  # as reported
+        self.known: set[str] = set()  # arrivals that a plan has reported or will report
+        self.aborted_after: dict[str, int] = {}
+
+    def see(self, report: StepReport | None) -> None:
+        if report is None:
+            return
+        events = report.plan.events
+        self.added += ids(events.added)
+        assert set(ids(report.finished)) <= set(self.added), "an end is reported before its arrival"
+        self.ended += ids(report.finished)
+        for request in (*events.aborted, *events.aborted_in_flight):
+            assert request.history.aborted_after == self.aborted_after[request.id]
+
+    def disturb(self) -> None:
+        for _ in range(self.rng.randint(0, 3)):
+            if self.world.scheduler.requests and self.rng.random() < 0.5:
+                self.abort(self.rng.choice(list(self.world.scheduler.requests)))
+            else:
+                number = len(self.world.requests)
+                self.world.add(f"r{number}", self.rng.randint(1, 9), self.rng.randint(1, 4))
+
+    def abort(self, id: str) -> None:
+        """A plan in flight reports the abort of a request that it knows; the next plan the rest."""
+        scheduler = self.world.scheduler
+        self.aborted_after[id] = len(self.world.requests) - len(self.known)
+        reports = scheduler.state.events.aborted
+        if scheduler.in_flight and id in self.known:
+            reports = scheduler.in_flight[-1].events.aborted_in_flight
+        assert scheduler.abort(id) and reports[-1].id == id
+
+    def plan(self) -> Plan:
+        plan = self.world.plan()
+        if not plan.is_empty:
+            self.known = set(self.world.requests)
+        return plan
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_every_arrival_and_every_end_is_reported_once_and_in_order(seed: int) -> None:
-    """Also if a plan is in flight: then the report of the plan has the abort of what it knew."""
-    rng, world = random.Random(seed), a_drive()
-    scheduler = world.scheduler
-    added: list[str] = []
-    ended: list[str] = []
-    num_pending = 0
-    expected_after: dict[str, int] = {}
-
-    def see(report: StepReport) -> None:
-        added.extend(ids(report.plan.events.added))
-        for request in report.finished:
-            assert request.id in added, "an end is reported before its arrival"
-            ended.append(request.id)
-        for request in (*report.plan.events.aborted, *report.plan.events.aborted_in_flight):
-            assert request.history.aborted_after == expected_after[request.id]
-
-    def disturb() -> None:
-        nonlocal num_pending
-        for _ in range(rng.randint(0, 3)):
-            if scheduler.requests and rng.random() < 0.5:
-                id = rng.choice(list(scheduler.requests))
-                was_known = id in known
-                expected_after[id] = num_pending
-                pending, in_flight = scheduler.state.events.aborted, list(scheduler.in_flight)
-                assert scheduler.abort(id)
-                target = in_flight[-1].events.aborted_in_flight if in_flight and was_known else pending
-                assert ids(target)[-1] == id
-            else:
-                world.add(f"r{len(world.requests)}", rng.randint(1, 9), rng.randint(1, 4))
-                num_pending += 1
-
-    known: set[str] = set()  # arrivals that a plan in flight, or an earlier one, reports
-    world.add("first", 3, 4)
-    num_pending += 1
-    in_flight = []
+    storm, in_flight = Storm(seed), list[Plan]()
+    scheduler = storm.world.scheduler
     for _ in range(12):
-        disturb()
-        plan = world.plan()
-        if not plan.is_empty:
-            in_flight.append(plan)
-            num_pending, known = 0, set(world.requests)
-        disturb()
+        storm.disturb()
+        plan = storm.plan()
+        in_flight += [] if plan.is_empty else [plan]
+        storm.disturb()
         if in_flight and (len(in_flight) == 2 or plan.is_empty):
-            see(world.finish(in_flight.pop(0)))
+            storm.see(storm.world.finish(in_flight.pop(0)))
     while in_flight:
-        see(world.finish(in_flight.pop(0)))
+        storm.see(storm.world.finish(in_flight.pop(0)))
     for id in list(scheduler.requests):
-        expected_after[id] = num_pending
-        scheduler.abort(id)
-    assert (last := scheduler.take_pending_events()) is not None or not scheduler.state.events.aborted
-    if last is not None:
-        see(last)
-    assert added == list(world.requests)
-    assert sorted(ended) == sorted(world.requests)
+        storm.abort(id)
+    storm.see(scheduler.take_pending_events())
+    assert storm.added == list(storm.world.requests)
+    assert sorted(storm.ended) == sorted(storm.world.requests)
     assert not scheduler.has_pending_events and scheduler.take_pending_events() is None
-    world.check_empty()
+    storm.world.check_empty()
 
 
 def test_an_abort_ends_the_request_with_its_reason_and_only_once() -> None:
@@ -121,7 +127,9 @@ def test_an_abort_ends_the_request_with_its_reason_and_only_once() -> None:
     request = world.add("a", 5)
     world.step()
     assert world.scheduler.abort("a", "error", "disk on fire")
-    assert request.is_finished and request.finish_reason == "error" and request.error == "disk on fire"
+    assert (
+        request.is_finished and request.finish_reason == "error" and request.error == "disk on fire"
+    )
     assert not world.scheduler.abort("a") and not world.scheduler.abort("never added")
     assert world.scheduler.has_pending_events
     other = world.add("b", 5)

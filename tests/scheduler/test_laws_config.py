@@ -137,7 +137,9 @@ def test_a_number_outside_its_range_is_described_with_the_bound_it_breaks(
 def limit_of(num_prompt: int, max_tokens: int | None = None, **changes: Any) -> int:
     values = {"num_blocks": 10, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 64}
     config = preset("vllm_v1", **{**values, **changes})
-    return validate_request(Request("a", [1] * num_prompt, Params(max_tokens=max_tokens)), config, ())
+    return validate_request(
+        Request("a", [1] * num_prompt, Params(max_tokens=max_tokens)), config, ()
+    )
 
 
 def test_a_request_ends_at_its_limit_that_of_the_model_or_that_of_the_cache() -> None:

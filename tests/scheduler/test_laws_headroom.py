@@ -25,7 +25,9 @@ each_seed = pytest.mark.parametrize("seed", range(60))
 
 def a_request(number: int, num_prompt: int, max_tokens: int | None, **changes: Any) -> Request:
     """A running request whose known tokens are computed, with its own block numbers."""
-    params = Params(max_tokens=max_tokens, eos_ids=EOS if changes.pop("stops", True) else frozenset())
+    params = Params(
+        max_tokens=max_tokens, eos_ids=EOS if changes.pop("stops", True) else frozenset()
+    )
     request = Request(str(number), range(num_prompt), params)
     request.limit = num_prompt + (max_tokens or 5000)
     num_output = changes.pop("num_output", 1)
@@ -40,7 +42,9 @@ def a_view(requests: list[Request], **changes: Any) -> Any:
     """A view whose last request is waiting, with nothing of it in the cache."""
     new, size = requests[-1], changes.get("block_size", 4)
     new.row, new.computed_base, new.prefill_end = -1, 0, 0
-    blocks = {r: list(range(1000 * i, 1000 * i + -(-r.num_known // size))) for i, r in enumerate(requests)}
+    blocks = {
+        r: list(range(1000 * i, 1000 * i + -(-r.num_known // size))) for i, r in enumerate(requests)
+    }
     blocks[new] = []
     values = {
         "running": requests[:-1], "block_size": size, "num_blocks": 10_000, "num_free": 0,
@@ -54,7 +58,10 @@ def a_view(requests: list[Request], **changes: Any) -> Any:
 
 def batch_of(requests: list[Request]) -> Forecast:
     held = [max(r.num_computed, r.prefill_end) for r in requests[:-1]] + [requests[-1].num_known]
-    rows = [(h, r.num_prompt, r.limit - 1 - h, r.limit - r.num_prompt) for h, r in zip(held, requests, strict=True)]
+    rows = [
+        (h, r.num_prompt, r.limit - 1 - h, r.limit - r.num_prompt)
+        for h, r in zip(held, requests, strict=True)
+    ]
     return Forecast(requests, *np.array(rows, dtype=float).T)
 
 
@@ -63,9 +70,13 @@ def random_requests(rng: random.Random, stops: bool = True) -> list[Request]:
     for number in range(rng.randint(1, 6)):
         max_tokens = rng.randint(2, 40)
         num_output = rng.randint(1, max_tokens - 1)
-        request = a_request(number, rng.randint(1, 12), max_tokens, num_output=num_output, stops=stops)
+        request = a_request(
+            number, rng.randint(1, 12), max_tokens, num_output=num_output, stops=stops
+        )
         requests.append(request)
-    requests.append(a_request(len(requests), rng.randint(1, 12), rng.randint(1, 40), num_output=0, stops=stops))
+    requests.append(
+        a_request(len(requests), rng.randint(1, 12), rng.randint(1, 40), num_output=0, stops=stops)
+    )
     return requests
 
 
@@ -134,7 +145,9 @@ def plain_learned(requests: list[Request], view: Any, deviations: float) -> int:
 
 @each_seed
 @pytest.mark.parametrize("deviations", (0.0, 2.5))
-def test_the_learned_peak_of_bounded_requests_is_the_expected_one(seed: int, deviations: float) -> None:
+def test_the_learned_peak_of_bounded_requests_is_the_expected_one(
+    seed: int, deviations: float
+) -> None:
     rng = random.Random(seed)
     requests = random_requests(rng)
     for request in requests[1:]:
@@ -200,7 +213,10 @@ def plain_going_on(
 def test_the_survival_curve_is_that_of_a_plain_count(seed: int) -> None:
     rng = random.Random(seed)
     finished = [rng.choice((0, 1, 2, rng.randint(0, 4000))) for _ in range(rng.choice((0, 3, 60)))]
-    running = [float(rng.choice((0, 3, rng.randint(0, 3000), 3_000_000))) for _ in range(rng.choice((0, 1, 20)))]
+    running = [
+        float(rng.choice((0, 3, rng.randint(0, 3000), 3_000_000)))
+        for _ in range(rng.choice((0, 1, 20)))
+    ]
     curve = survival_curve(np.array(finished, dtype=float), np.array(running))
     reached = [0.0, 1.0, 30.0, 700.0, 5_000_000.0]
     further = [0.0, 1.0, 40.0, 1000.0, 3_000_000.0]
@@ -214,11 +230,19 @@ def test_the_survival_curve_is_that_of_a_plain_count(seed: int) -> None:
 
 @each_seed
 @pytest.mark.parametrize("pressure", (0.0, 3.0))
-def test_the_learned_peak_of_open_ended_requests_adds_the_errors_up(seed: int, pressure: float) -> None:
+def test_the_learned_peak_of_open_ended_requests_adds_the_errors_up(
+    seed: int, pressure: float
+) -> None:
     """Errors of the estimate are the same for all open-ended requests; chance is not."""
     rng = random.Random(seed)
-    requests = [a_request(i, rng.randint(1, 50), None, num_output=rng.randint(1, 900)) for i in range(rng.randint(1, 4))]
-    requests += [a_request(len(requests), 20, 30, num_output=rng.randint(1, 20)) for _ in range(rng.randint(0, 2))]
+    requests = [
+        a_request(i, rng.randint(1, 50), None, num_output=rng.randint(1, 900))
+        for i in range(rng.randint(1, 4))
+    ]
+    requests += [
+        a_request(len(requests), 20, 30, num_output=rng.randint(1, 20))
+        for _ in range(rng.randint(0, 2))
+    ]
     requests.append(a_request(len(requests), 30, rng.choice((None, 20)), num_output=0))
     lengths, shares = [rng.randint(1, 900) for _ in range(30)], [rng.random() for _ in range(9)]
     view = a_view(requests, output_lengths=lengths, output_shares=shares, pressure=pressure)
@@ -289,7 +313,8 @@ def test_where_clients_overtake_any_prompt_may_be_the_last_to_be_computed() -> N
     # All 50 tokens take 5 steps: the ends are 3 + 5, 10 and 8 + 5; none is sure to start late.
     held, left, ends = [40, 5, 20], [3, 10, 8], [8, 10, 13]
     peaks = [
-        sum(-(-(held[i] + min(left[i], end)) // 4) for i in range(3) if ends[i] >= end) for end in ends
+        sum(-(-(held[i] + min(left[i], end)) // 4) for i in range(3) if ends[i] >= end)
+        for end in ends
     ]
     assert limit(batch_of(requests), view) == max(peaks) - 17
     assert max(peaks) - 17 == 5

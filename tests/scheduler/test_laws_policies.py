@@ -92,7 +92,9 @@ def test_every_recipe_is_covered_and_decodes_wait_for_16_steps() -> None:
 # Headroom rules.
 
 
-def a_request(num_prompt: int, max_tokens: int, num_computed: int, row: int, **more: Any) -> Request:
+def a_request(
+    num_prompt: int, max_tokens: int, num_computed: int, row: int, **more: Any
+) -> Request:
     request = Request("a", range(num_prompt), Params(max_tokens=max_tokens, **more))
     request.limit, request.row = num_prompt + max_tokens, row
     request.computed_base, request.prefill_end = num_computed, num_prompt if row >= 0 else 0

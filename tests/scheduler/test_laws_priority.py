@@ -26,7 +26,9 @@ def num_due(world: Drive) -> int:
     )
 
 
-def plain_choice(order: list[Request], freed: dict[Request, int], num_missing: int) -> list[Request]:
+def plain_choice(
+    order: list[Request], freed: dict[Request, int], num_missing: int
+) -> list[Request]:
     """The shortest prefix of the order that frees enough, less what is not needed of it."""
     chosen: list[Request] = []
     for request in order:

@@ -106,7 +106,10 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
         plan = world.plan()
         events = plan.events
         assert plan.step == step and events.num_in_flight == 0
-        assert (events.num_running, events.num_waiting) == (len(scheduler.running), len(scheduler.queue))
+        assert (events.num_running, events.num_waiting) == (
+            len(scheduler.running),
+            len(scheduler.queue),
+        )
         assert events.num_free == scheduler.num_free
         rest = len(scheduler.queue) - len(plan.blocked)
         if plan.not_considered is None:
@@ -117,10 +120,12 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
                 assert len(scheduler.running) == 3
             if plan.not_considered.reason == "back_off":
                 assert events.preempted
-        assert plan.decode_context == sum(r.num_computed - 1 for r in plan.decodes if r.row >= 0) or (
-            plan.reaching_limit and any(plan.reaching_limit)
+        assert plan.decode_context == sum(
+            r.num_computed - 1 for r in plan.decodes if r.row >= 0
+        ) or (plan.reaching_limit and any(plan.reaching_limit))
+        assert (
+            plan.num_tokens == len(plan.decodes) + sum(c.end - c.start for c in plan.chunks) <= 10
         )
-        assert plan.num_tokens == len(plan.decodes) + sum(c.end - c.start for c in plan.chunks) <= 10
         world.finish(plan)
         step += 1
 
@@ -139,10 +144,16 @@ def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
     assert world.scheduler.reset_cache(force=True)
     plan = world.step()
     assert [(a.request.id, a.is_resume) for a in plan.admitted] == [("a", True), ("b", True)]
-    assert [a.num_cached for a in plan.admitted] == [0, 8]  # the second finds the blocks of the first
+    assert [a.num_cached for a in plan.admitted] == [
+        0,
+        8,
+    ]  # the second finds the blocks of the first
     assert (first.history.num_cached, second.history.num_cached) == (0, 8)
     assert first.history.num_preemptions == second.history.num_preemptions == 1
-    assert (first.history.num_recomputed, second.history.num_recomputed) == (before[0], before[1] - 8)
+    assert (first.history.num_recomputed, second.history.num_recomputed) == (
+        before[0],
+        before[1] - 8,
+    )
 
 
 def test_pressure_grows_with_preemptions_for_blocks_and_decays_with_every_step() -> None:
@@ -178,7 +189,9 @@ def test_a_view_shows_the_state_of_the_scheduler() -> None:
 
 
 def test_a_prefill_streak_counts_steps_without_decodes() -> None:
-    world = Drive("nano_vllm", block_size=SIZE, num_blocks=100, max_num_seqs=9, max_num_batched_tokens=4)
+    world = Drive(
+        "nano_vllm", block_size=SIZE, num_blocks=100, max_num_seqs=9, max_num_batched_tokens=4
+    )
     world.add("a", 12, 3)
     streaks = []
     while world.scheduler.requests:
