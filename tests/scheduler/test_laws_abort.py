@@ -126,9 +126,11 @@ def test_an_abort_ends_the_request_with_its_reason_and_only_once() -> None:
     world = a_drive()
     request = world.add("a", 5)
     world.step()
-    assert world.scheduler.abort("a", "error", "disk on fire")
+    assert world.scheduler.abort("a", "error", "no space left")
     assert (
-        request.is_finished and request.finish_reason == "error" and request.error == "disk on fire"
+        request.is_finished
+        and request.finish_reason == "error"
+        and request.error == "no space left"
     )
     assert not world.scheduler.abort("a") and not world.scheduler.abort("never added")
     assert world.scheduler.has_pending_events
@@ -190,6 +192,7 @@ def test_an_addition_that_fails_leaves_no_trace() -> None:
 def test_a_scheduler_is_idle_only_without_requests_plans_and_held_blocks() -> None:
     world = a_drive()
     assert world.scheduler.is_idle
+    assert world.scheduler.last_plan.step == -1 and world.scheduler.last_plan.is_empty
     world.add("a", 5, 2)
     assert not world.scheduler.is_idle
     plan = world.plan()

@@ -10,7 +10,7 @@ import pytest
 
 from headway.checks import number_problem
 from headway.errors import ConfigError, InvalidRequest, RequestTooLong
-from headway.request import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, Params, Request
+from headway.request import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, Params, Request, State
 from headway.scheduler import preset
 from headway.scheduler.presets import PRESETS, describe
 from headway.scheduler.validate import validate_request
@@ -150,6 +150,8 @@ def test_a_request_ends_at_its_limit_that_of_the_model_or_that_of_the_cache() ->
     assert limit_of(5, 500, num_blocks=1000) == 100
     assert limit_of(40) == 41 and limit_of(40, 1) == 41
     assert limit_of(99, num_blocks=1000) == limit_of(99, 1, num_blocks=1000) == 100
+    assert limit_of(5, chunk="at_most(1)", max_num_batched_tokens=8) == 41  # split: any budget does
+    assert limit_of(5, 36, chunk="at_most(1)", max_num_batched_tokens=8) == 41
 
 
 def test_a_prompt_that_is_never_split_bounds_the_length_by_the_budget() -> None:
@@ -244,3 +246,46 @@ def test_stop_ids_are_a_bounded_set_of_token_ids() -> None:
     assert Request("a", [1], replace(params, ignore_eos=True)).stops == {1}
     with pytest.raises(InvalidRequest, match="ignore_eos"):
         Request("a", [1], replace(params, ignore_eos=1))  # type: ignore[arg-type]
+
+
+def test_an_embedding_samples_one_token_and_a_mean_reads_no_cache() -> None:
+    def check(pooling: Any, **more: Any) -> int:
+        params = replace(Params(max_tokens=1, pooling=pooling), **more)
+        return validate_request(Request("a", [1, 2], params), preset("vllm_v1"), ())
+
+    assert (
+        check("last") == check("last", reads_cache=False) == check("mean", reads_cache=False) == 3
+    )
+    for pooling, more, field in (
+        ("mean", {}, "reads_cache"), ("last", {"max_tokens": 2}, "max_tokens"),
+        ("last", {"max_tokens": None}, "max_tokens"), ("last", {"n": 2}, "max_tokens 1 and n 1"),
+        ("first", {}, "pooling"), (1, {}, "pooling"), ("", {}, "pooling"), (["last"], {}, "pooling"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidRequest, match=field):
+            check(pooling, **more)
+
+
+@pytest.mark.parametrize(
+    "field, wrong",
+    (("reads_cache", 1), ("client", None), ("client", 5), ("salt", b"x"), ("salt", "a\nb")),
+)
+def test_fields_that_are_no_numbers_have_their_types(field: str, wrong: Any) -> None:
+    params = replace(Params(max_tokens=1), **{field: wrong})
+    with pytest.raises(InvalidRequest, match=field):
+        validate_request(Request("a", [1, 2], params), preset("vllm_v1"), ())
+
+
+def test_an_id_in_use_and_a_request_that_has_run_are_refused() -> None:
+    request, config = Request("a", [1, 2], Params(max_tokens=1)), preset("vllm_v1")
+    assert validate_request(request, config, {"b"}) == 3
+    with pytest.raises(InvalidRequest, match="'a'"):
+        validate_request(request, config, {"a"})
+    with pytest.raises(InvalidRequest, match="empty"):
+        validate_request(Request("a", [], Params()), config, ())
+    request.flushed_tokens.append(1)
+    with pytest.raises(InvalidRequest, match="'a'"):
+        validate_request(request, config, ())
+    request = Request("a", [1, 2], Params(max_tokens=1))
+    request.move(State.FINISHED)
+    with pytest.raises(InvalidRequest, match="'a'"):
+        validate_request(request, config, ())

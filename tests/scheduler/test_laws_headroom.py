@@ -124,7 +124,9 @@ def chance_by_share(request: Request, held: float, further: float, shares: list[
     return sum(share > reached + further / allowed for share in seen) / max(num_longer, 1)
 
 
-def plain_learned(requests: list[Request], view: Any, deviations: float) -> int:
+def plain_learned(
+    requests: list[Request], view: Any, deviations: float, shared: dict[Request, int]
+) -> int:
     """The expected peak of a batch of bounded requests, plus standard deviations."""
     size = view.block_size
     held = [max(r.num_computed, r.prefill_end) for r in requests[:-1]] + [requests[-1].num_known]
@@ -136,11 +138,11 @@ def plain_learned(requests: list[Request], view: Any, deviations: float) -> int:
         for request, have, most in zip(requests, held, left, strict=True):
             chance = chance_by_share(request, have, moment, view.output_shares)
             alive = (chance if request.stops else 1.0) * (moment <= most)
-            blocks = (have + moment) / size + 0.5
+            blocks = (have + moment) / size + 0.5 - shared.get(request, 0)
             expected += alive * blocks
             variance += alive * (1 - alive) * blocks**2
         peak = max(peak, expected + deviations * math.sqrt(variance))
-    return max(0, int(peak - sum(math.ceil(h / size) for h in held)))
+    return max(0, int(peak - sum(math.ceil(h / size) for h in held) + sum(shared.values())))
 
 
 @each_seed
@@ -157,8 +159,20 @@ def test_the_learned_peak_of_bounded_requests_is_the_expected_one(
         requests[0].stops = EOS
     shares = [rng.random() for _ in range(rng.choice((0, 5, 40)))]
     view = a_view(requests, block_size=rng.choice((1, 4)), output_shares=shares)
-    wanted = plain_learned(requests, view, deviations)
+    wanted = plain_learned(requests, view, deviations, {})
     assert abs(learned(deviations)(batch_of(requests), view) - wanted) <= 1e-9
+
+
+def test_in_the_learned_peak_the_request_that_ends_last_holds_the_shared_blocks() -> None:
+    for first, second in ((40, 8), (8, 40)):
+        requests = [a_request(0, 16, first), a_request(1, 16, second)]
+        requests.append(a_request(2, 4, 2, num_output=0))
+        view = a_view(requests, num_blocks=20, num_free=14)
+        tables = {requests[0]: [0, 1, 2, 3, 4], requests[1]: [0, 1, 2, 3, 5], requests[2]: []}
+        view.blocks_of = tables.__getitem__
+        shared = {requests[first > second]: 4}
+        wanted = plain_learned(requests, view, 2.5, shared)
+        assert learned()(batch_of(requests), view) == wanted > 0
 
 
 def test_without_stop_tokens_the_learned_peak_is_that_of_the_limits() -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from headway.config import StepActions
+from headway.plan import Plan, StepEvents, StepReport, StepResult
+from headway.request import Params, Request
 from headway.scheduler import policies
 from tests.support.drive import Drive
 
@@ -23,7 +26,12 @@ def num_due(world: Drive) -> int:
     )
 
 
-def swapping(seed: int, seen: Counter[str]) -> Drive:
+def below_zero(request: Request, view: object) -> int:
+    """A headroom rule of a user; blocks that are reserved for decodes must stay so."""
+    return -3
+
+
+def swapping(seed: int, seen: Counter[str], headroom: object) -> Drive:
     """A tight cache with room on the host; the recipe checks what `admit_swapped` does."""
     rng = random.Random(seed)
 
@@ -32,8 +40,8 @@ def swapping(seed: int, seen: Counter[str]) -> Drive:
         due, decoding, before = num_due(world), step.num_decoding, step.tokens_left
         waiting = sorted(state.swapped, key=lambda r: r.history.serial)
         free, num_running = state.kv.num_free, len(state.running)
-        costs = [state.kv.admission_cost(r) for r in waiting]
-        needs = [state.kv.num_blocks_needed(r, c) for r, c in zip(waiting, costs, strict=True)]
+        kv = state.kv
+        needs = [kv.num_blocks_needed(r, kv.admission_cost(r)) for r in waiting]
         step.admit_swapped()
         computed = sum(c.end - c.start for c in state.plan.chunks)
         assert step.tokens_left == before - computed, "tokens for the decodes are given back"
@@ -48,17 +56,18 @@ def swapping(seed: int, seen: Counter[str]) -> Drive:
         policies.mixed(step)
 
     world = Drive(
-        "vllm", recipe=recipe, queue="fcfs(3)", swap="swap", headroom="watermark(0.0)",
+        "vllm", recipe=recipe, queue="fcfs(3)", swap="swap", headroom=headroom,
         block_size=SIZE, num_blocks=rng.randint(14, 20), num_host_blocks=30, max_num_seqs=6,
         max_num_batched_tokens=rng.choice((6, 12, 40)),
     )  # fmt: skip
     return world
 
 
-def test_swapped_requests_leave_blocks_and_tokens_for_the_decodes() -> None:
+@pytest.mark.parametrize("headroom", ("watermark(0.0)", below_zero))
+def test_swapped_requests_leave_blocks_and_tokens_for_the_decodes(headroom: object) -> None:
     seen: Counter[str] = Counter()
     for seed in range(25):
-        world, rng = swapping(seed, seen), random.Random(seed)
+        world, rng = swapping(seed, seen, headroom), random.Random(seed)
         for number in range(8):
             world.add(f"r{number}", rng.randint(1, 16), rng.randint(4, 24))
         while world.scheduler.requests:
@@ -198,3 +207,43 @@ def test_a_prefill_streak_counts_steps_without_decodes() -> None:
         plan = world.step()
         streaks.append((bool(plan.decodes), world.scheduler.state.prefill_streak))
     assert streaks == [(False, 1), (False, 2), (False, 3), (True, 0), (True, 0)]
+
+
+def test_a_new_request_has_no_history() -> None:
+    request = Request("a", [1, 2], Params())
+    counts = {f.name: getattr(request.history, f.name) for f in fields(request.history)}
+    assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
+    assert set(counts.values()) == {0} and len(counts) == 7
+    assert (request.row, request.num_computed, request.num_generated, request.num_known) == (
+        -1,
+        0,
+        0,
+        2,
+    )
+    assert (request.sample, request.arrival, request.limit, request.prefill_end) == (0, 0.0, 0, 0)
+    assert not request.is_finished and request.tokens.tolist() == [1, 2] and not request.output
+
+
+def test_only_outputs_that_ended_by_themselves_teach_a_length() -> None:
+    """Not aborted ones, and not the unused token of an embedding."""
+    world = Drive("vllm_v1", block_size=SIZE, num_blocks=100, max_num_seqs=9)
+    world.add("embedding", 5, 1, pooling="last")
+    world.add("aborted", 5, 8)
+    world.add("whole", 5, 8)
+    world.add("stopped", 5, 8)
+    world.steps(4)
+    world.scheduler.abort("aborted")
+    world.scheduler.abort("stopped", "stop")
+    world.run()
+    assert list(world.scheduler.state.outputs.shares) == [0.5, 1.0]
+
+
+def test_a_new_plan_and_a_new_result_have_nothing_in_them() -> None:
+    plan, events, answer = Plan(7), StepEvents(), StepResult()
+    assert plan.is_empty and plan.num_tokens == 0 and (plan.step, plan.num_steps) == (7, 1)
+    assert (plan.decode_context, len(plan.rows), plan.not_considered) == (0, 0, None)
+    assert (events.num_free, events.num_running, events.num_waiting) == (0, 0, 0)
+    assert (events.num_in_flight, events.num_early) == (0, (0, 0))
+    assert (events.schedule_started, events.schedule_ended) == (0.0, 0.0)
+    assert (answer.started, answer.ended, answer.extra) == (0.0, 0.0, None)
+    assert list(StepReport(plan, answer, []).outputs()) == []
