@@ -87,6 +87,43 @@ def test_for_a_row_alone_only_the_first_victim_goes() -> None:
         assert (row.preempted, row.admitted) == (wanted, "high")
 
 
+def two_blocks(request: Request, view: object) -> int:
+    """A headroom rule of a user."""
+    return 2
+
+
+@pytest.mark.parametrize("headroom", ("watermark(0.0)", two_blocks))
+def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted_for(
+    headroom: object,
+) -> None:
+    """Neither the headroom nor a swapped request takes it: it is admitted in the same step."""
+    num_preempted = num_beside_swapped = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        world = Drive(
+            "vllm", recipe="swapped_first", queue="priority(preempts=True, aging=0)", swap="swap",
+            headroom=headroom, block_size=SIZE, num_blocks=rng.randint(14, 18),
+            num_host_blocks=40, max_num_seqs=4, max_num_batched_tokens=40,
+        )  # fmt: skip
+        for number in range(6):
+            world.add(f"low{number}", rng.randint(4, 16), rng.randint(8, 24), priority=5)
+        for number in range(200):
+            if not world.scheduler.requests:
+                break
+            if number % 6 == 5 and number < 40:
+                world.add(f"high{number}", rng.randint(4, 30), 2, priority=0)
+            had_swapped = bool(world.scheduler.swapped)
+            plan = world.step()
+            if any(p.is_priority for p in plan.events.preempted):
+                assert plan.admitted and plan.admitted[0].request.params.priority == 0
+                num_preempted, num_beside_swapped = (
+                    num_preempted + 1,
+                    num_beside_swapped + had_swapped,
+                )
+        world.check_empty()
+    assert num_preempted > 30 and num_beside_swapped > 10
+
+
 @pytest.mark.parametrize("num_before", (MAX_PREEMPTIONS - 1, MAX_PREEMPTIONS))
 def test_a_request_is_preempted_for_priority_at_most_16_times_whatever_the_rule(
     num_before: int,

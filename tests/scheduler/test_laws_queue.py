@@ -138,6 +138,20 @@ def test_groups_are_walked_by_their_service_and_within_a_group_by_key() -> None:
     assert queue.sort_key(next(queue.walk()))[0] == 5.0
 
 
+@pytest.mark.parametrize("first", ("known", "new"))
+def test_a_group_without_any_service_yet_counts_as_zero(first: str) -> None:
+    """With equal service the lower key is served first, whichever group it is in."""
+    rule = listed()
+    queue = WaitingQueue(rule, NoService(known=0.0))  # type: ignore[arg-type]
+    for serial, group in enumerate(("known", "new", "known", "new")):
+        request = Request(f"{group}{serial}", [1], Params(client=group))
+        request.history.serial, rule.keys[request.id] = serial, (serial // 2, group != first)
+        queue.push(request)
+        assert queue.sort_key(request)[0] == 0.0
+    second = "new" if first == "known" else "known"
+    assert [id[:-1] for id in order(queue)] == [first, second, first, second]
+
+
 def test_a_group_that_gains_service_during_a_walk_goes_behind_the_others() -> None:
     queue, requests = grouped(b=5.0, a=9.0)
     seen = []
