@@ -11,7 +11,7 @@ import pytest
 from headway.checks import number_problem
 from headway.errors import ConfigError, InvalidRequest, RequestTooLong
 from headway.request import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, Params, Request, State
-from headway.scheduler import preset
+from headway.scheduler import preset, queues
 from headway.scheduler.presets import PRESETS, describe
 from headway.scheduler.validate import validate_request
 
@@ -103,6 +103,20 @@ def test_presets_have_the_limits_of_their_systems() -> None:
         "static": (256, 8192),
     }  # fmt: skip
     assert all(preset(**describe(preset(name))) == preset(name) for name in PRESETS)
+
+
+def test_a_text_that_cannot_be_read_is_shown_up_to_60_characters() -> None:
+    with pytest.raises(ConfigError) as caught:
+        preset(queue="(" + "x" * 100)
+    assert "(" + "x" * 59 in str(caught.value) and "x" * 60 not in str(caught.value)
+
+
+def test_a_queue_rule_is_taken_for_the_queue_alone() -> None:
+    rule = queues.fcfs()
+    assert preset(queue=rule).queue is rule
+    for name in ("victim", "swap", "headroom", "chunk", "recipe"):
+        with pytest.raises(ConfigError, match=name):
+            preset(**{name: rule})
 
 
 # Numbers.

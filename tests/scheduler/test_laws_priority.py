@@ -44,33 +44,49 @@ def plain_choice(
     return chosen
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_the_victims_free_enough_blocks_and_none_of_them_could_stay(seed: int) -> None:
-    rng = random.Random(seed)
-    lengths = [rng.randint(1, 20) for _ in range(rng.randint(2, 5))]
-    num_high = rng.randint(1, 40)
-    num_blocks = sum(map(blocks, lengths)) + len(lengths) + rng.randint(0, 3)
-    world = Drive(
-        "vllm_v1", queue="priority(preempts=True, aging=0)", victim="newest", block_size=SIZE,
-        num_blocks=max(num_blocks, blocks(num_high) + 1), max_num_seqs=10,
-        max_num_batched_tokens=200,
-    )  # fmt: skip
-    low = [
-        world.add(f"low{number}", length, 3 + SIZE, priority=rng.choice((0, 5, 5)))
-        for number, length in enumerate(lengths)
-    ]
-    world.steps(rng.randint(1, 3))
-    free, due = world.scheduler.num_free, num_due(world)
-    world.add("high", num_high, 1, priority=0)
-    outranked = [r for r in low[::-1] if r.params.priority == 5]
-    freed = {request: len(request.kv.blocks) for request in outranked}
-    num_missing = blocks(num_high) + due - free
-    plan = world.step()
-    victims = [p.request for p in plan.events.preempted if p.is_priority]
-    assert victims == (plain_choice(outranked, freed, num_missing) if num_missing > 0 else [])
-    if victims:
-        assert [a.request.id for a in plan.admitted][:1] == ["high"]
-        assert all(r.history.num_priority_preemptions == 1 for r in victims)
+def num_private(request: Request, others: list[Request]) -> int:
+    """Blocks that no other request holds."""
+    held = {block for other in others if other is not request for block in other.kv.blocks}
+    return sum(block not in held for block in request.kv.blocks)
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_the_victims_free_enough_blocks_and_none_of_them_could_stay(batch: int) -> None:
+    num_chosen = num_spared = 0
+    for seed in range(50 * batch, 50 * batch + 50):
+        rng = random.Random(seed)
+        lengths = [rng.choice((1, 5, 9, 13, 22)) for _ in range(rng.randint(2, 7))]
+        num_high = rng.randint(1, 60)
+        num_blocks = sum(map(blocks, lengths)) + len(lengths) + rng.randint(0, 3)
+        world = Drive(
+            "vllm_v1", queue="priority(preempts=True, aging=0)", victim="newest", block_size=SIZE,
+            num_blocks=max(num_blocks, blocks(num_high) + 1), max_num_seqs=10,
+            max_num_batched_tokens=200,
+        )  # fmt: skip
+        low = []
+        for number, length in enumerate(lengths):
+            first = 1000 if rng.random() < 0.3 else 2000 + 100 * number  # some share a prefix
+            prompt = range(first, first + length)
+            priority = rng.choice((0, 5, 5, 5))
+            low.append(world.add(f"low{number}", prompt, 3 + SIZE, priority=priority))
+        world.steps(rng.randint(1, 3))
+        free, due = world.scheduler.num_free, num_due(world)
+        world.add("high", num_high, 1, priority=0)
+        outranked = [r for r in low[::-1] if r.params.priority == 5]
+        freed = {request: num_private(request, low) for request in outranked}
+        num_missing = blocks(num_high) + due - free
+        plan = world.step()
+        victims = [p.request for p in plan.events.preempted if p.is_priority]
+        wanted = plain_choice(outranked, freed, num_missing) if num_missing > 0 else []
+        assert victims == wanted, f"{seed=}"
+        if victims:
+            assert [a.request.id for a in plan.admitted][:1] == ["high"]
+            assert all(r.history.num_priority_preemptions == 1 for r in victims)
+        num_chosen += bool(victims)
+        num_spared += (
+            len(victims) < len(outranked[: outranked.index(victims[-1]) + 1]) if victims else 0
+        )
+    assert num_chosen > 10 and num_spared > 2
 
 
 def test_for_a_row_alone_only_the_first_victim_goes() -> None:
