@@ -51,8 +51,8 @@ $(MUTATION)/.ready: tests/mutation/requirements.txt
 	$(MUTATION)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-mutate: $(MUTATION)/.ready  ## do tests fail if the scheduler is wrong? SAMPLE=200 mutants; takes an hour
-	$(MUTATION)/bin/python tests/mutation/mutate.py --sample $(SAMPLE) $(MUTATE)
+mutate: $(MUTATION)/.ready  ## change the scheduler in SAMPLE=200 ways: a test must fail each time; takes half an hour
+	$(MUTATION)/bin/python tests/mutation/mutate.py --sample $(SAMPLE) $(OPTIONS)
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch sees no GPU')"

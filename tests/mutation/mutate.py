@@ -21,10 +21,11 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cosmic_ray.ast
 import cosmic_ray.mutating
@@ -137,6 +138,15 @@ def _joined(lines: list[str]) -> str:
     return " ".join(line.strip() for line in lines)
 
 
+class Outcome(NamedTuple):
+    """What became of a mutant: "killed", "survived" or "equivalent"."""
+
+    name: str
+    mutant: Mutant
+    before: str
+    after: str
+
+
 class Bench:
     """A copy of the repository in which one file at a time is changed."""
 
@@ -226,44 +236,49 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse_arguments()
-    mutants = [m for m in find_mutants() if arguments.only in str(m)]
-    print(f"{len(mutants)} mutants in {len({m.path for m in mutants})} files")
+    mutants = [mutant for mutant in find_mutants() if arguments.only in str(mutant)]
+    print(f"{len(mutants)} mutants in {len({mutant.path for mutant in mutants})} files")
     random.Random(arguments.seed).shuffle(mutants)  # a larger sample contains the smaller ones
     mutants = mutants if arguments.all else mutants[: arguments.sample]
-    equivalents, count = read_equivalents(), {"killed": 0, "survived": 0, "equivalent": 0}
-    survivors = []
+    groups = [group["run"] for group in CONFIG["tests"]][: arguments.groups]
+    start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
         bench = Bench(Path(folder))
-        start = time.monotonic()
-        groups = [group["run"] for group in CONFIG["tests"]][: arguments.groups]
         seconds = bench.measure(groups)
         print(f"without a mutant the tests take {sum(seconds):.0f} s", flush=True)
         limits = [3 * each + 20 for each in seconds]
-        for number, mutant in enumerate(mutants, 1):
-            began, source = time.monotonic(), (ROOT / mutant.path).read_text()
-            lines = changed_lines(source, mutant.apply(source))
-            if (mutant.path, *lines) in equivalents:
-                outcome = "equivalent"
-            else:
-                first = CONFIG["first"].get(mutant.path, [])
-                is_killed = first and bench.kills(mutant, [first], [sum(limits)])
-                is_killed = is_killed or bench.kills(mutant, groups, limits)
-                outcome = "killed" if is_killed else "survived"
-            count[outcome] += 1
-            seconds = time.monotonic() - began
-            print(f"{number}/{len(mutants)} {outcome} {mutant} ({seconds:.1f} s)", flush=True)
-            if outcome == "survived":
-                survivors.append((mutant, lines))
-                print(f"    - {lines[0]}\n    + {lines[1]}", flush=True)
-    return summarize(survivors, count, time.monotonic() - start)
+        outcomes = try_all(mutants, bench, groups, limits)
+    return summarize(outcomes, time.monotonic() - start)
 
 
-def summarize(
-    survivors: list[tuple[Mutant, tuple[str, str]]], count: dict[str, int], seconds: float
-) -> int:
+def try_all(
+    mutants: list[Mutant], bench: Bench, groups: list[list[str]], limits: list[float]
+) -> list[Outcome]:
+    """Test the mutants one by one and print the outcome of each."""
+    equivalents, outcomes = read_equivalents(), []
+    for number, mutant in enumerate(mutants, 1):
+        start, source = time.monotonic(), (bench.root / mutant.path).read_text()
+        before, after = changed_lines(source, mutant.apply(source))
+        first = CONFIG["first"].get(mutant.path)
+        if (mutant.path, before, after) in equivalents:
+            name = "equivalent"
+        elif first and bench.kills(mutant, [first], [sum(limits)]):
+            name = "killed"
+        else:
+            name = "killed" if bench.kills(mutant, groups, limits) else "survived"
+        seconds = time.monotonic() - start
+        outcomes.append(Outcome(name, mutant, before, after))
+        print(f"{number}/{len(mutants)} {name} {mutant} ({seconds:.1f} s)", flush=True)
+        if name == "survived":
+            print(f"    - {before}\n    + {after}", flush=True)
+    return outcomes
+
+
+def summarize(outcomes: list[Outcome], seconds: float) -> int:
     """Print the survivors and the score; 1 if it is below the minimum."""
-    for mutant, (before, after) in survivors:
+    for _, mutant, before, after in (o for o in outcomes if o.name == "survived"):
         print(f"\nsurvived: {mutant}\n- {before}\n+ {after}")
+    count = Counter(outcome.name for outcome in outcomes)
     num_tested = count["killed"] + count["survived"]
     score = 100 * count["killed"] / max(1, num_tested)
     print(

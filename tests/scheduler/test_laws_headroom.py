@@ -317,21 +317,30 @@ def test_a_prompt_that_is_not_computed_delays_the_ends_by_its_steps(budget: int)
             assert limit(batch_of(requests), view) == max(*peaks, now) - now
 
 
-def test_where_clients_overtake_any_prompt_may_be_the_last_to_be_computed() -> None:
-    """With two groups, each prompt may start at once or after all others."""
-    old, short = a_request(0, 40, 4, num_output=0, todo=30), a_request(1, 4, 12)
-    new = a_request(2, 20, 9, num_output=0)
-    requests = [old, short, new]
-    view = a_view(requests, tokens_left=0, max_num_batched_tokens=13)
+@each_seed
+def test_where_clients_overtake_any_prompt_may_be_the_first_or_the_last_to_be_computed(
+    seed: int,
+) -> None:
+    """With two groups, a prompt starts at once or after all others; decodes never wait."""
+    rng = random.Random(seed)
+    requests = [a_request(0, 40, rng.randint(2, 12), num_output=0, todo=rng.randint(1, 30))]
+    requests += [a_request(i, 4, rng.randint(3, 20)) for i in range(1, rng.randint(2, 4))]
+    requests.append(a_request(9, rng.randint(1, 30), rng.randint(2, 12), num_output=0))
+    tokens_left, budget = rng.randint(0, 12), rng.randint(6, 20)
+    view = a_view(requests, tokens_left=tokens_left, max_num_batched_tokens=budget)
     view.service = lambda: {"a": 0.0, "b": 0.0}
-    # All 50 tokens take 5 steps: the ends are 3 + 5, 10 and 8 + 5; none is sure to start late.
-    held, left, ends = [40, 5, 20], [3, 10, 8], [8, 10, 13]
+    todo = [r.prefill_end - r.num_computed for r in requests[:-1]]
+    todo.append(max(0, requests[-1].num_known - tokens_left))
+    steps = math.ceil(sum(todo) / max(1, budget - len(requests)))
+    batch = batch_of(requests)
+    held, left = batch.held.astype(int).tolist(), batch.left.astype(int).tolist()
+    ends = [more + steps * (wait > 0) for more, wait in zip(left, todo, strict=True)]
+    places, now = range(len(requests)), sum(-(-h // 4) for h in held)
     peaks = [
-        sum(-(-(held[i] + min(left[i], end)) // 4) for i in range(3) if ends[i] >= end)
+        sum(-(-(held[i] + min(left[i], end)) // 4) for i in places if ends[i] >= end)
         for end in ends
     ]
-    assert limit(batch_of(requests), view) == max(peaks) - 17
-    assert max(peaks) - 17 == 5
+    assert limit(batch, view) == max(*peaks, now) - now
 
 
 # The rule itself.
