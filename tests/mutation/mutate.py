@@ -262,7 +262,7 @@ def try_all(
         first = CONFIG["first"].get(mutant.path)
         if (mutant.path, before, after) in equivalents:
             name = "equivalent"
-        elif first and bench.kills(mutant, [first], [sum(limits)]):
+        elif first and bench.kills(mutant, [first], limits[:1]):
             name = "killed"
         else:
             name = "killed" if bench.kills(mutant, groups, limits) else "survived"
