@@ -16,7 +16,7 @@ import pytest
 
 from headway.request import Params, Request
 from headway.scheduler.headroom import Forecast, future_peak, learned, limit
-from headway.scheduler.output_lengths import OutputStatistics, survival_curve
+from headway.scheduler.output_lengths import OutputStatistics, is_open_ended, survival_curve
 
 EOS = frozenset({0})
 PRIOR = [(i + 0.5) / 16 for i in range(16)]
@@ -379,6 +379,13 @@ def test_a_forecast_has_the_stored_tokens_and_the_rest_of_each_request() -> None
 
 
 # What is remembered.
+
+
+def test_the_prompt_does_not_make_a_request_open_ended() -> None:
+    """The output that is allowed decides; 2048 tokens are the most that are bounded."""
+    for max_tokens, is_open in ((16, False), (2048, False), (2049, True), (None, True)):
+        for num_prompt in (1, 3000):
+            assert is_open_ended(a_request(0, num_prompt, max_tokens)) is is_open
 
 
 def test_only_outputs_that_could_stop_teach_a_length() -> None:
