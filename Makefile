@@ -51,7 +51,7 @@ $(MUTATION)/.ready: tests/mutation/requirements.txt
 	$(MUTATION)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-mutate: $(MUTATION)/.ready  ## change the scheduler in SAMPLE=200 ways: a test must fail each time; takes half an hour
+mutate: $(MUTATION)/.ready  ## change the scheduler in SAMPLE=200 ways: a test must fail each time; takes a quarter of an hour
 	$(MUTATION)/bin/python tests/mutation/mutate.py --sample $(SAMPLE) $(OPTIONS)
 
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON is a python with torch for it, and pytest

@@ -111,6 +111,7 @@ def test_idle_groups_are_forgotten_the_least_served_first_and_active_ones_never(
         counters.served[f"g{number}"] = 1.0 + number
         assert len(counters.served) == number + 2  # none is forgotten up to the maximum
         counters.depart(f"g{number}")
+    assert MAX_IDLE == 1024
     num_left = MAX_IDLE + 1 - MAX_IDLE // 2
     assert set(counters.served) == {"active"} | {
         f"g{number}" for number in range(MAX_IDLE // 2, MAX_IDLE + 1)
