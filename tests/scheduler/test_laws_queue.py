@@ -61,6 +61,7 @@ def order(queue: WaitingQueue, **more: Any) -> list[str]:
 
 
 def test_new_keys_at_the_front_count_at_once() -> None:
+    assert NUM_REFRESHED == 16
     rule = listed()
     queue, _ = a_queue(rule, 100)
     rule.keys.update({str(place): -place for place in range(NUM_REFRESHED)})

@@ -248,3 +248,9 @@ def test_a_new_plan_and_a_new_result_have_nothing_in_them() -> None:
     assert (events.schedule_started, events.schedule_ended) == (0.0, 0.0)
     assert (answer.started, answer.ended, answer.extra) == (0.0, 0.0, None)
     assert list(StepReport(plan, answer, []).outputs()) == []
+
+
+def test_a_request_without_parameters_has_the_defaults() -> None:
+    params = Params()
+    assert (params.max_tokens, params.min_tokens, params.priority, params.n) == (128, 0, 0, 1)
+    assert params.reads_cache and not params.ignore_eos and params.deadline is None
