@@ -50,6 +50,17 @@ test-clients: $(READY) $(CLIENTS)/.ready  ## test the server with other Python a
 	LITELLM_LOCAL_MODEL_COST_MAP=True $(CLIENTS)/bin/python -m pytest -W ignore \
 	  --confcutdir tests/clients tests/clients/test_python.py
 
+MUTATION := .venv-mutate
+SAMPLE ?= 200
+
+$(MUTATION)/.ready: tests/mutation/requirements.txt
+	$(PYTHON) -m venv $(MUTATION)
+	$(MUTATION)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+mutate: $(MUTATION)/.ready  ## change the scheduler in SAMPLE=200 ways; a test must fail each time; takes 15 minutes
+	$(MUTATION)/bin/python tests/mutation/mutate.py --sample $(SAMPLE) $(OPTIONS)
+
 test-gpu:  ## kernels, executor and commands on a GPU; GPU_PYTHON names a Python with CUDA torch and pytest
 	@$(GPU_PYTHON) -c "import torch; exit(0 if torch.cuda.is_available() else 'torch finds no GPU')"
 	$(GPU_PYTHON) -m pytest -rs -W ignore tests/executor/test_gpu.py tests/executor/test_gpu_faults.py \
@@ -89,8 +100,8 @@ dist: $(READY)  ## build a wheel and an sdist in dist/
 	$(BIN)/python -m build --outdir dist
 
 clean:  ## remove environments, caches and build output
-	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test tests test-fast test-clients test-gpu sanitize $(SANITIZED) check format bench \
+.PHONY: help run demo test tests test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
   picture dist clean

@@ -1,0 +1,222 @@
+"""Laws of priority preemption: which requests go, that all of them are needed, and how often."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from headway.request import Request
+from headway.scheduler.presets import SLOTS
+from headway.scheduler.priority_preemption import MAX_PREEMPTIONS, DryRun
+from tests.support.drive import Driver
+
+SIZE = 4
+
+
+def blocks(num_tokens: int) -> int:
+    return -(-num_tokens // SIZE)
+
+
+def num_due(world: Driver) -> int:
+    """Decodes whose blocks are full."""
+    return sum(
+        request.num_computed == SIZE * len(request.kv.blocks)
+        for request in world.scheduler.state.decode_batch.members
+    )
+
+
+def plain_choice(
+    order: list[Request], freed: dict[Request, int], num_missing: int
+) -> list[Request]:
+    """The shortest prefix of the order that frees enough, less what is not needed of it."""
+    chosen: list[Request] = []
+    for request in order:
+        if sum(freed[r] for r in chosen) >= num_missing:
+            break
+        chosen.append(request)
+    if sum(freed[r] for r in chosen) < num_missing:
+        return []
+    for request in chosen[-2::-1]:
+        others = [r for r in chosen if r is not request]
+        if sum(freed[r] for r in others) >= num_missing:
+            chosen = others
+    return chosen
+
+
+def num_private(request: Request, others: list[Request]) -> int:
+    """Blocks that no other request holds."""
+    held = {block for other in others if other is not request for block in other.kv.blocks}
+    return sum(block not in held for block in request.kv.blocks)
+
+
+@pytest.mark.parametrize("batch", range(4))
+def test_the_victims_free_enough_blocks_and_none_of_them_could_stay(batch: int) -> None:
+    num_chosen = num_spared = 0
+    for seed in range(50 * batch, 50 * batch + 50):
+        rng = random.Random(seed)
+        lengths = [rng.choice((1, 5, 9, 13, 22)) for _ in range(rng.randint(2, 7))]
+        num_high = rng.randint(1, 60)
+        num_blocks = sum(map(blocks, lengths)) + len(lengths) + rng.randint(0, 3)
+        world = Driver(
+            "vllm_v1", queue="priority(preempts=True, aging=0)", victim="newest", block_size=SIZE,
+            num_blocks=max(num_blocks, blocks(num_high) + 1), max_num_seqs=10,
+            max_num_batched_tokens=200,
+        )  # fmt: skip
+        low = []
+        for number, length in enumerate(lengths):
+            first = 1000 if rng.random() < 0.3 else 2000 + 100 * number  # some share a prefix
+            prompt = range(first, first + length)
+            priority = rng.choice((0, 5, 5, 5))
+            low.append(world.add(f"low{number}", prompt, 3 + SIZE, priority=priority))
+        world.steps(rng.randint(1, 3))
+        free, due = world.scheduler.num_free, num_due(world)
+        world.add("high", num_high, 1, priority=0)
+        outranked = [r for r in low[::-1] if r.params.priority == 5]
+        freed = {request: num_private(request, low) for request in outranked}
+        num_missing = blocks(num_high) + due - free
+        plan = world.step()
+        victims = [p.request for p in plan.events.preempted if p.is_priority]
+        wanted = plain_choice(outranked, freed, num_missing) if num_missing > 0 else []
+        assert victims == wanted, f"{seed=}"
+        if victims:
+            assert [a.request.id for a in plan.admitted][:1] == ["high"]
+            assert all(r.history.num_priority_preemptions == 1 for r in victims)
+        num_chosen += bool(victims)
+        num_spared += (
+            len(victims) < len(outranked[: outranked.index(victims[-1]) + 1]) if victims else 0
+        )
+    assert num_chosen > 10 and num_spared > 2
+
+
+def test_for_a_row_alone_only_the_first_victim_goes() -> None:
+    for victim, wanted in (("newest", "low2"), ("least_work", "low1")):
+        world = Driver(
+            "vllm_v1", queue="priority(preempts=True)", victim=victim, block_size=SIZE,
+            num_blocks=100, max_num_seqs=3, max_num_batched_tokens=64,
+        )  # fmt: skip
+        for number, length in enumerate((9, 2, 5)):
+            world.add(f"low{number}", length, 20, priority=5)
+        world.steps(2)
+        world.add("high", 3, 2, priority=0)
+        row = world.steps(1)[0]
+        assert (row.preempted, row.admitted) == (wanted, "high")
+
+
+def two_blocks(request: Request, view: object) -> int:
+    """A headroom rule of a user."""
+    return 2
+
+
+@pytest.mark.parametrize("headroom", ("watermark(0.0)", two_blocks))
+def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted_for(
+    headroom: object,
+) -> None:
+    """Neither the headroom nor a swapped request takes it: it is admitted in the same step."""
+    num_preempted = num_beside_swapped = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        world = Driver(
+            "vllm", recipe="swapped_first", queue="priority(preempts=True, aging=0)", swap="swap",
+            headroom=headroom, block_size=SIZE, num_blocks=rng.randint(14, 18),
+            num_host_blocks=40, max_num_seqs=4, max_num_batched_tokens=40,
+        )  # fmt: skip
+        for number in range(6):
+            world.add(f"low{number}", rng.randint(4, 16), rng.randint(8, 24), priority=5)
+        for number in range(200):
+            if not world.scheduler.requests:
+                break
+            if number % 6 == 5 and number < 40:
+                world.add(f"high{number}", rng.randint(4, 30), 2, priority=0)
+            had_swapped = bool(world.scheduler.swapped)
+            plan = world.step()
+            if any(p.is_priority for p in plan.events.preempted):
+                assert plan.admitted and plan.admitted[0].request.params.priority == 0
+                num_preempted, num_beside_swapped = (
+                    num_preempted + 1,
+                    num_beside_swapped + had_swapped,
+                )
+        world.check_empty()
+    assert num_preempted > 30 and num_beside_swapped > 10
+
+
+@pytest.mark.parametrize("num_before", (MAX_PREEMPTIONS - 1, MAX_PREEMPTIONS))
+def test_a_request_is_preempted_for_priority_at_most_16_times_whatever_the_rule(
+    num_before: int,
+) -> None:
+    world = Driver(
+        "vllm_v1", queue="priority(preempts=True, max_preemptions=99)", block_size=SIZE,
+        num_blocks=100, max_num_seqs=1, max_num_batched_tokens=64,
+    )  # fmt: skip
+    low = world.add("low", 5, 20, priority=5)
+    world.step()
+    low.history.num_priority_preemptions = num_before
+    world.add("high", 3, 2, priority=0)
+    assert world.steps(1)[0].preempted == ("low" if num_before < 16 else "")
+
+
+def test_nothing_is_preempted_for_a_request_that_cannot_start_in_this_step() -> None:
+    """It was preempted itself, and a token of it is still in flight."""
+    world = Driver(
+        "vllm_v1", queue="priority(preempts=True)", block_size=SIZE, num_blocks=100,
+        max_num_seqs=1, max_num_batched_tokens=64,
+    )  # fmt: skip
+    first = world.add("first", 5, 20, priority=3)
+    world.step()
+    plan = world.plan()  # in flight from now on
+    world.scheduler.state.preempt(first)
+    world.add("low", 4, 9, priority=5)
+    assert world.plan().is_empty  # `first` waits for its token, and blocks the queue
+    world.finish(plan)
+    assert world.steps(1)[0].admitted == "first"
+
+
+@pytest.mark.parametrize("recipe", [recipe.__name__ for recipe in SLOTS["recipe"]])
+@pytest.mark.parametrize("chunk", ("whole", "split_first", "split_any", "at_most(3)"))
+def test_the_dry_run_of_a_recipe_grants_what_the_step_grants(recipe: str, chunk: str) -> None:
+    num_admitted = num_refused = 0
+    for seed in range(25):
+        rng = random.Random(seed)
+        budget = rng.randint(4, 24)
+        world = Driver(
+            "vllm_v1", recipe=recipe, chunk=chunk, queue="fcfs", block_size=SIZE, num_blocks=500,
+            max_num_seqs=30, max_num_batched_tokens=budget,
+        )  # fmt: skip
+        longest = budget - 1 if chunk == "whole" else 2 * budget
+        for number in range(rng.randint(0, 6)):
+            length = rng.randint(1, longest)
+            most = max(1, budget - length) if chunk == "whole" else 30
+            world.add(f"r{number}", length, rng.randint(1, most))
+        for _ in range(20):
+            world.step()
+            if not world.scheduler.queue:
+                break
+        if world.scheduler.queue:
+            continue
+        new = world.add("new", rng.randint(1, longest), 1)
+        state = world.scheduler.state
+        granted = DryRun(new, state, set(), state.prefill_streak).num_granted
+        plan = world.step()
+        computed = sum(c.end - c.start for c in plan.chunks if c.request is new)
+        if plan.num_tokens == computed and not granted:
+            continue  # the step would have been empty: the first piece of work is forced
+        assert computed == (granted or 0), f"{seed=}"
+        num_admitted, num_refused = num_admitted + bool(computed), num_refused + (not computed)
+    assert num_admitted >= 3 and num_admitted + num_refused >= 10
+
+
+def test_the_dry_run_leaves_out_what_would_be_preempted() -> None:
+    world = Driver(
+        "vllm_v1", recipe="mixed", chunk="split_any", queue="fcfs", block_size=SIZE,
+        num_blocks=500, max_num_seqs=30, max_num_batched_tokens=12,
+    )  # fmt: skip
+    decoding = [world.add(f"d{number}", 1, 30) for number in range(3)]
+    world.step()
+    partial = world.add("p", 100, 3)
+    world.step()
+    new, state = world.add("new", 40, 3), world.scheduler.state
+    for without, granted in (
+        (set(), 0), ({partial}, 9), ({partial, decoding[0]}, 10), ({partial, *decoding}, 12),
+        ({decoding[0]}, 0),
+    ):  # fmt: skip
+        assert DryRun(new, state, without, 0).num_granted == granted

@@ -1,0 +1,256 @@
+"""Laws of one step: what swapped requests leave to the decodes, and what every plan records."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from headway.config import StepActions
+from headway.plan import Plan, StepEvents, StepReport, StepResult
+from headway.request import Params, Request
+from headway.scheduler import policies
+from tests.support.drive import Driver
+
+SIZE = 4
+
+
+def num_due(world: Driver) -> int:
+    """Decodes whose blocks are full."""
+    return sum(
+        request.num_computed == SIZE * len(request.kv.blocks)
+        for request in world.scheduler.state.decode_batch.members
+    )
+
+
+def keeping(num_blocks: int) -> Callable[[Request, object], int]:
+    """A headroom rule of a user; a negative number must not touch what is reserved for decodes."""
+    return lambda request, view: num_blocks
+
+
+def swapping(seed: int, seen: Counter[str], headroom: int) -> Driver:
+    """A tight cache with room on the host; the recipe checks what `admit_swapped` does."""
+    rng, num_kept = random.Random(seed), max(0, headroom)
+
+    def recipe(step: StepActions) -> None:
+        state = world.scheduler.state
+        due, decoding, before = num_due(world), step.num_decoding, step.tokens_left
+        waiting = sorted(state.swapped, key=lambda r: r.history.serial)
+        free, num_running = state.kv.num_free, len(state.running)
+        needs = [-(-r.num_known // SIZE) for r in waiting]  # no two requests share a block
+        step.admit_swapped()
+        computed = sum(c.end - c.start for c in state.plan.chunks)
+        assert step.tokens_left == before - computed, "tokens for the decodes are given back"
+        if state.plan.admitted:
+            seen["admitted"] += 1
+            assert num_running == 0 or state.kv.num_free >= due + num_kept, "they are left"
+            assert step.tokens_left >= min(decoding, before)
+        elif waiting and num_running < 6 and before > decoding:
+            seen["refused"] += 1
+            assert needs[0] + (due + num_kept) * (num_running > 0) > free, "it would have fitted"
+            seen["refused for decodes"] += needs[0] <= free
+        policies.mixed(step)
+
+    world = Driver(
+        "vllm", recipe=recipe, queue="fcfs(3)", swap="swap", headroom=keeping(headroom),
+        block_size=SIZE, num_blocks=rng.randint(14, 20), num_host_blocks=30, max_num_seqs=6,
+        max_num_batched_tokens=rng.choice((6, 12, 40)),
+    )  # fmt: skip
+    return world
+
+
+@pytest.mark.parametrize("headroom", (0, -3, 2))
+def test_swapped_requests_leave_blocks_and_tokens_for_the_decodes(headroom: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(25):
+        world, rng = swapping(seed, seen, headroom), random.Random(seed)
+        for number in range(8):
+            world.add(f"r{number}", rng.randint(1, 16), rng.randint(4, 24))
+        while world.scheduler.requests:
+            plan = world.step()
+            assert not plan.is_empty
+            is_swapped_in = bool(plan.copies_in) and any(a.num_swapped for a in plan.admitted)
+            assert not (is_swapped_in and plan.deferred), "a decode is deferred for a swapped one"
+            # After the decodes nothing is reserved any more: the headroom alone may refuse.
+            assert headroom > 0 or not any(b.reason == "headroom" for b in plan.blocked)
+            assert all(b.need > b.have for b in plan.blocked if b.reason == "blocks")
+        world.check_empty()
+    assert seen["admitted"] > 50 and seen["refused for decodes"] >= 3, seen
+
+
+def test_while_room_is_made_for_a_priority_no_swapped_request_takes_it() -> None:
+    world = Driver(
+        "vllm", recipe="swapped_first", queue="priority(preempts=True)", swap="swap",
+        headroom="watermark(0.0)", block_size=SIZE, num_blocks=10, num_host_blocks=30,
+        max_num_seqs=2, max_num_batched_tokens=64, victim="newest",
+    )  # fmt: skip
+    world.add("a", 12, 20, priority=5)
+    world.add("b", 12, 20, priority=5)
+    world.steps(2)
+    world.add("high", 20, 4, priority=0)
+    first = world.step()
+    assert [a.request.id for a in first.admitted] == ["high"] and world.scheduler.swapped
+    world.run()
+    world.check_empty()
+
+
+# What a plan records.
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) -> None:
+    rng = random.Random(seed)
+    world = Driver(
+        "vllm_v1", block_size=SIZE, num_blocks=16, max_num_seqs=3, max_num_batched_tokens=10,
+        queue=rng.choice(("fcfs", "fcfs(2)")),
+    )  # fmt: skip
+    for number in range(7):
+        world.add(f"r{number}", rng.randint(1, 20), rng.randint(1, 12))
+    scheduler, step = world.scheduler, 0
+    while scheduler.requests:
+        plan = world.plan()
+        events = plan.events
+        assert plan.step == step and events.num_in_flight == 0
+        assert (events.num_running, events.num_waiting) == (
+            len(scheduler.running),
+            len(scheduler.queue),
+        )
+        assert events.num_free == scheduler.num_free
+        rest = len(scheduler.queue) - len(plan.blocked)
+        if plan.not_considered is None:
+            assert rest == 0
+        else:
+            assert plan.not_considered.num_requests == rest > 0
+            if plan.not_considered.reason == "max_num_seqs":
+                assert len(scheduler.running) == 3
+            if plan.not_considered.reason == "back_off":
+                assert events.preempted
+        assert plan.decode_context == sum(
+            r.num_computed - 1 for r in plan.decodes if r.row >= 0
+        ) or (plan.reaching_limit and any(plan.reaching_limit))
+        assert (
+            plan.num_tokens == len(plan.decodes) + sum(c.end - c.start for c in plan.chunks) <= 10
+        )
+        world.finish(plan)
+        step += 1
+
+
+def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
+    world = Driver(
+        "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, max_num_batched_tokens=64
+    )
+    first = world.add("a", range(100, 110), 6)
+    world.steps(2)
+    second = world.add("b", range(100, 110), 4)
+    admission = world.step().admitted[0]
+    assert (admission.num_cached, admission.num_swapped, admission.is_resume) == (8, 0, False)
+    assert (first.history.num_cached, second.history.num_cached) == (0, 8)
+    before = first.num_computed, second.num_computed
+    assert world.scheduler.reset_cache(force=True)
+    plan = world.step()
+    assert [(a.request.id, a.is_resume) for a in plan.admitted] == [("a", True), ("b", True)]
+    assert [a.num_cached for a in plan.admitted] == [
+        0,
+        8,
+    ]  # the second finds the blocks of the first
+    assert (first.history.num_cached, second.history.num_cached) == (0, 8)
+    assert first.history.num_preemptions == second.history.num_preemptions == 1
+    assert (first.history.num_recomputed, second.history.num_recomputed) == (
+        before[0],
+        before[1] - 8,
+    )
+
+
+def test_pressure_grows_with_preemptions_for_blocks_and_decays_with_every_step() -> None:
+    world = Driver("vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3)
+    for id in "ab":
+        world.add(id, 8, 20)
+    world.step()
+    state, requests = world.scheduler.state, world.requests
+    state.preempt(requests["a"])
+    state.preempt(requests["b"], is_priority=True)
+    assert state.outputs.pressure == state.view.pressure == 1.0
+    world.step()
+    assert state.outputs.pressure == 0.97
+
+
+def test_a_view_shows_the_state_of_the_scheduler() -> None:
+    world = Driver(
+        "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, max_num_batched_tokens=8,
+    )  # fmt: skip
+    assert world.scheduler.state.view.tokens_left == 8  # also before the first step
+    running = world.add("a", range(50, 62), 6)
+    world.step()
+    waiting = world.add("b", range(50, 60), 6)
+    view: Any = world.scheduler.state.view
+    assert list(view.running) == [running] and view.num_free == 27
+    assert (view.num_blocks, view.block_size, view.max_num_batched_tokens) == (30, 4, 8)
+    assert view.num_uncached(running) == 4 and view.num_uncached(waiting) == 2
+    assert view.blocks_of(running) == running.kv.blocks and len(view.blocks_of(running)) == 3
+    assert view.blocks_of(waiting) == running.kv.blocks[:2]
+    assert view.num_private_blocks(running) == 3 and view.num_private_blocks(waiting) == 0
+    assert view.tokens_left == 0 and view.queue_key(waiting) > view.queue_key(running)
+    world.run()
+    assert list(view.output_shares) == [1.0, 1.0] and not view.output_lengths
+
+
+def test_a_prefill_streak_counts_steps_without_decodes() -> None:
+    world = Driver(
+        "nano_vllm", block_size=SIZE, num_blocks=100, max_num_seqs=9, max_num_batched_tokens=4
+    )
+    world.add("a", 12, 3)
+    streaks = []
+    while world.scheduler.requests:
+        plan = world.step()
+        streaks.append((bool(plan.decodes), world.scheduler.state.prefill_streak))
+    assert streaks == [(False, 1), (False, 2), (False, 3), (True, 0), (True, 0)]
+
+
+def test_a_new_request_has_no_history() -> None:
+    request = Request("a", [1, 2], Params())
+    counts = {f.name: getattr(request.history, f.name) for f in fields(request.history)}
+    assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
+    assert set(counts.values()) == {0} and len(counts) == 7
+    assert (request.row, request.num_computed, request.num_generated, request.num_known) == (
+        -1,
+        0,
+        0,
+        2,
+    )
+    assert (request.sample, request.arrival, request.limit, request.prefill_end) == (0, 0.0, 0, 0)
+    assert not request.is_finished and request.tokens.tolist() == [1, 2] and not request.output
+
+
+def test_only_outputs_that_ended_by_themselves_teach_a_length() -> None:
+    """Not aborted ones, and not the unused token of an embedding."""
+    world = Driver("vllm_v1", block_size=SIZE, num_blocks=100, max_num_seqs=9)
+    world.add("embedding", 5, 1, pooling="last")
+    world.add("aborted", 5, 8)
+    world.add("whole", 5, 8)
+    world.add("stopped", 5, 8)
+    world.steps(4)
+    world.scheduler.abort("aborted")
+    world.scheduler.abort("stopped", "stop")
+    world.run()
+    assert list(world.scheduler.state.outputs.shares) == [0.5, 1.0]
+
+
+def test_a_new_plan_and_a_new_result_have_nothing_in_them() -> None:
+    plan, events, answer = Plan(7), StepEvents(), StepResult()
+    assert plan.is_empty and plan.num_tokens == 0 and (plan.step, plan.num_steps) == (7, 1)
+    assert (plan.decode_context, len(plan.rows), plan.not_considered) == (0, 0, None)
+    assert (events.num_free, events.num_running, events.num_waiting) == (0, 0, 0)
+    assert (events.num_in_flight, events.num_early) == (0, (0, 0))
+    assert (events.schedule_started, events.schedule_ended) == (0.0, 0.0)
+    assert (answer.started, answer.ended, answer.extra) == (0.0, 0.0, None)
+    assert list(StepReport(plan, answer, []).outputs()) == []
+
+
+def test_a_request_without_parameters_has_the_defaults() -> None:
+    params = Params()
+    assert (params.max_tokens, params.min_tokens, params.priority, params.n) == (128, 0, 0, 1)
+    assert params.reads_cache and not params.ignore_eos and params.deadline is None
