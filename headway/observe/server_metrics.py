@@ -14,7 +14,7 @@ from typing import get_args
 from headway.engine.loop import EngineLoop, Latest
 from headway.observe.prometheus import Exposition, MetricValues
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
-from headway.observe.timeline import RequestTimes, StepStats, Timeline, record_of
+from headway.observe.timeline import RequestTimeline, StepStats, Timeline, record_of
 from headway.plan import Reason, StepReport
 from headway.request import Request
 from headway.scheduler import Scheduler
@@ -104,7 +104,7 @@ class ServerMetrics:
             if times.finish_reason in COMPLETED:
                 self._count_completed(request, times)
 
-    def _count_completed(self, request: Request, times: RequestTimes) -> None:
+    def _count_completed(self, request: Request, times: RequestTimeline) -> None:
         params, is_generation, end = request.params, not times.is_pooling, times.finished
         admitted = times.admitted if times.admitted >= 0 else end
         first_token = times.first_token if times.first_token >= 0 else end

@@ -23,8 +23,8 @@ from headway.engine.messages import End, FromLoop, Query, Tokens, ToLoop, Update
 from headway.request import Params
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
+from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of
-from headway.server.generation.runs import Delta, Run, Straight
 from headway.server.http.offload import MAX_INLINE_SIZE
 from headway.server.openai.protocol import CompletionRequest
 from headway.server.process.ipc import FrameDecoder, frame
@@ -58,16 +58,16 @@ def form(deltas: list[Delta]) -> bytes:
     return "".join(delta.text for delta in deltas).encode()
 
 
-def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> Run:
+def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> PromptRun:
     context: Context = here.app.state.context
     asked = SamplingParams(max_tokens=len(text), **options)
     tokens = list(text.encode())
-    return Run(context, f"r{number}", tokens, asked, field="prompt", is_live=True)
+    return PromptRun(context, f"r{number}", tokens, asked, field="prompt", is_live=True)
 
 
-async def read(run: Run, writer: RandomWriter) -> str:
+async def read(run: PromptRun, writer: RandomWriter) -> str:
     """All output of a run, read by a consumer that pauses at random."""
-    async for deltas in run.deltas(Straight(writer, form)):
+    async for deltas in run.deltas(DirectWriter(writer, form)):
         writer.output.append(form(deltas).decode())
         if writer.chance.random() < 0.3:
             await asyncio.sleep(writer.chance.random() / 500)
@@ -103,7 +103,7 @@ async def test_a_failed_direct_write_fails_only_its_request() -> None:
 
         async def read_broken() -> None:
             writer = RandomWriter(random.Random(2), [])
-            async for _ in run_of(here, 0).deltas(Straight(writer, fails)):
+            async for _ in run_of(here, 0).deltas(DirectWriter(writer, fails)):
                 pass
 
         writer = RandomWriter(random.Random(3), [])
@@ -118,7 +118,7 @@ async def test_a_failed_direct_write_fails_only_its_request() -> None:
 async def test_several_samples_are_never_written_directly() -> None:
     async with server(max_model_len=512) as here:
         writer = RandomWriter(random.Random(4), [])
-        async for _ in run_of(here, 0, n=2).deltas(Straight(writer, form)):
+        async for _ in run_of(here, 0, n=2).deltas(DirectWriter(writer, form)):
             pass
         assert writer.num_written == 0
         await here.settled()

@@ -16,8 +16,8 @@ from headway import VirtualClock
 from headway.engine.loop import Limits
 from headway.engine.messages import Cancel, Submit
 from headway.errors import ConfigError
-from headway.server.generation.conversation import OutputParser
-from headway.server.generation.runs import Delta
+from headway.server.generation.prepared_chat import OutputParser
+from headway.server.generation.prompt_runs import Delta
 from headway.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use

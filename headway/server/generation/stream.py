@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headway.server.context import Context
-from headway.server.generation.runs import Delta, joined
+from headway.server.generation.prompt_runs import Delta, concatenate_deltas
 from headway.server.http.connection import ChunkWriter, chunk_writer_of
 from headway.server.http.errors import ApiError, api_error
 from headway.server.http.json_output import MAX_PART_ITEMS, large_to_json, to_json
@@ -154,7 +154,7 @@ async def collect(batches: AsyncGenerator[list[Delta], None], num_choices: int) 
         async for deltas in batches:
             for delta in deltas:
                 deltas_of[delta.choice].append(delta)
-    return [joined(deltas) for deltas in deltas_of]
+    return [concatenate_deltas(deltas) for deltas in deltas_of]
 
 
 async def _to_json(value: Mapping[str, Any]) -> bytes:

@@ -14,6 +14,13 @@ from headway.engine.input_processor import Prompt
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.generation.logprobs import CompletionLogprobsBuilder, prompt_logprobs_of
+from headway.server.generation.prompt_runs import (
+    AT_ONCE,
+    Delta,
+    DirectWriter,
+    PromptRun,
+    merge_deltas,
+)
 from headway.server.generation.prompts import (
     max_prompt_tokens,
     prompts_of,
@@ -27,7 +34,6 @@ from headway.server.generation.request_fields import (
     sampling_params_of,
 )
 from headway.server.generation.response_format import grammar_of
-from headway.server.generation.runs import AT_ONCE, Delta, Run, Straight, together
 from headway.server.generation.stream import (
     CancellableResponse,
     ChunkEncoder,
@@ -59,7 +65,7 @@ class PreparedCompletion(NamedTuple):
 
     id: str
     created: int  # Unix seconds
-    runs: list[Run]
+    runs: list[PromptRun]
     choices: list[ChoiceBuilder]  # in the order of the prompts
 
     @property
@@ -79,7 +85,7 @@ class ChoiceBuilder:
         self,
         context: Context,
         body: CompletionRequest,
-        run: Run,
+        run: PromptRun,
         prompt: Prompt,
         echo: str,
         sample: int,
@@ -186,7 +192,7 @@ async def _prepare(
     params_of_each = context.input_processor.params_of_each(params, ids)
     runs = []
     for number, prompt_tokens in enumerate(tokens):
-        run = Run(
+        run = PromptRun(
             context, ids[number], prompt_tokens, params, field="prompt", is_live=is_live,
             number=number, params=params_of_each[number],
         )  # fmt: skip
@@ -222,7 +228,7 @@ async def _sampling_params(context: Context, body: CompletionRequest) -> Samplin
 
 async def _response(context: Context, body: CompletionRequest) -> dict[str, Any]:
     prepared = await _prepare(context, body, is_live=False)
-    outputs = await collect(together(prepared.runs), len(prepared.choices))
+    outputs = await collect(merge_deltas(prepared.runs), len(prepared.choices))
     choices = []
     for index, (choice, complete) in enumerate(zip(prepared.choices, outputs, strict=True)):
         text, logprobs = await offload(choice.size(complete), partial(choice.push, complete))
@@ -251,8 +257,8 @@ async def _events(
         events = [_event(prepared.choices[delta.choice], encoder, delta, top) for delta in deltas]
         return "".join(events).encode("ascii")
 
-    straight = Straight(writer, encode) if writer else None
-    async with aclosing(together(prepared.runs, straight)) as batches:
+    direct_writer = DirectWriter(writer, encode) if writer else None
+    async with aclosing(merge_deltas(prepared.runs, direct_writer)) as batches:
         async for deltas in batches:
             if body.logprobs is None:
                 yield encode(deltas)

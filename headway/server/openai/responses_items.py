@@ -9,8 +9,8 @@ import copy
 import secrets
 from typing import Any
 
-from headway.server.generation.conversation import OutputParser
-from headway.server.generation.runs import Delta
+from headway.server.generation.prepared_chat import OutputParser
+from headway.server.generation.prompt_runs import Delta
 from headway.server.toolcalls.formats import CallDelta
 
 ResponseEvent = dict[str, Any]
