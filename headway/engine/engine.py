@@ -20,7 +20,7 @@ from headway.request import Params, Request
 from headway.scheduler import Scheduler
 
 Observer = Callable[[StepReport], None]
-Forgive = Callable[[Observer, Exception], None]
+OnObserverError = Callable[[Observer, Exception], None]
 PLAIN = Params()
 MAX_SAMPLES = 1024
 MAX_FAULTS = 3  # consecutive failed steps after which the engine stops
@@ -45,7 +45,7 @@ class Engine:
         self.clock = clock or RealClock()
         self.async_scheduling = bool(async_scheduling)
         self.observers = list(observers)
-        self.forgive: Forgive | None = (
+        self.on_observer_error: OnObserverError | None = (
             None  # called if an observer raises; None: the error is raised
         )
         self.preparation: Preparation | None = None  # of requests, before they are added
@@ -69,7 +69,7 @@ class Engine:
         return len(self._flight)
 
     @property
-    def idle(self) -> float:
+    def seconds_since_progress(self) -> float:
         """Seconds since a step ended, or since work arrived at an idle engine."""
         return self.clock.now() - self._last_progress
 
@@ -174,7 +174,7 @@ class Engine:
 
     def why(self) -> str:
         """Explain the current state in sentences: what runs, what waits and why."""
-        return explain(self.scheduler, len(self._flight), self.idle, self.fault)
+        return explain(self.scheduler, len(self._flight), self.seconds_since_progress, self.fault)
 
     def _report(self, report: StepReport) -> StepReport:
         self._last_progress = self.clock.now()
@@ -186,9 +186,9 @@ class Engine:
             try:
                 observe(report)
             except Exception as error:
-                if self.forgive is None:
+                if self.on_observer_error is None:
                     raise
-                self.forgive(observe, error)
+                self.on_observer_error(observe, error)
         return report
 
     def _end_failed(self, report: StepReport) -> None:

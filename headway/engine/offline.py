@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from headway.engine.engine import Engine
-from headway.engine.messages import StepUpdates, Tokens, Update
+from headway.engine.messages import SampleUpdate, StepUpdates, TokenBatch
 from headway.engine.outputs import Delta, OutputBuilder
 from headway.errors import ExecutorError, HeadwayError
 from headway.plan import StepReport
@@ -140,13 +140,13 @@ class OfflineRunner:
         if not self.open:
             return  # the engine may have other users, such as a server
         for message in self._updates.of(report):
-            if isinstance(message, Tokens):
+            if isinstance(message, TokenBatch):
                 for id, tokens in zip(message.ids, message.tokens, strict=True):
-                    self._add(Update(id, 0, tokens))
+                    self._add(SampleUpdate(id, 0, tokens))
             else:
                 self._add(message)
 
-    def _add(self, update: Update) -> None:
+    def _add(self, update: SampleUpdate) -> None:
         if update.id not in self.open:
             return
         batch, position = self.open[update.id]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from headway.engine.messages import End, Update
+from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.plan import Embedding
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from headway.text.detokenizer import TextStream
@@ -131,7 +131,7 @@ class SampleBuilder:
             )  # fmt: skip
         self.tokens: list[int] = []  # generated, up to the one that completes a stop string
         self.scores: list[TokenLogprobs] = []  # log probabilities of `tokens`, if asked for
-        self.end: End | None = None
+        self.end: FinishInfo | None = None
 
     @property
     def text(self) -> str:
@@ -172,7 +172,7 @@ class SampleBuilder:
             self.tokens.append(token)
         return text
 
-    def finish(self, end: End) -> str:
+    def finish(self, end: FinishInfo) -> str:
         """End the text; returns the part that was not returned before."""
         self.end = end
         if self.stream is not None:
@@ -230,16 +230,16 @@ class OutputBuilder:
         end = self.samples[0].end
         return end.num_cached if end else 0
 
-    def add(self, updates: Sequence[Update]) -> list[Delta]:
+    def add(self, updates: Sequence[SampleUpdate]) -> list[Delta]:
         """What each sample gained; several updates of one sample become one delta."""
         if len(updates) == 1:
             return [self.add_one(updates[0])]
-        by_sample: dict[int, list[Update]] = {}
+        by_sample: dict[int, list[SampleUpdate]] = {}
         for update in updates:
             by_sample.setdefault(update.sample, []).append(update)
         return [self.add_one(_joined(own)) for own in by_sample.values()]
 
-    def add_one(self, update: Update) -> Delta:
+    def add_one(self, update: SampleUpdate) -> Delta:
         """What one sample gained; the hot path of every streamed token."""
         _, number, tokens, found, prompt_scores, end, embedding = update
         sample, text, scores = self.samples[number], "", NO_SCORES
@@ -312,7 +312,7 @@ class OutputBuilder:
         }
 
 
-def _joined(updates: Sequence[Update]) -> Update:
+def _joined(updates: Sequence[SampleUpdate]) -> SampleUpdate:
     """Updates of one sample as a single one."""
     return updates[-1]._replace(
         tokens=[token for update in updates for token in update.tokens],

@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from typing import get_args
 
-from headway.engine.loop import EngineLoop, Latest
+from headway.engine.loop import CachedReader, EngineLoop
 from headway.observe.prometheus import Exposition, MetricValues
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
 from headway.observe.timeline import RequestTimeline, StepStats, Timeline, record_of
@@ -35,11 +35,11 @@ class ServerMetrics:
         self._builder = SnapshotBuilder(loop, model_name)
         self.values = MetricValues.empty(engine.scheduler.config.max_model_len)
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM has the same two labels
-        self._latest_values = Latest(engine, self._read)
-        self._latest_snapshot = Latest(engine, self._builder.snapshot)
+        self._latest_values = CachedReader(engine, self._read)
+        self._latest_snapshot = CachedReader(engine, self._builder.snapshot)
         engine.observers.append(self)
-        loop.observations["metrics"] = lambda prefix: self.text(prefix or PREFIX)
-        loop.observations["snapshot"] = lambda _: self.snapshot()
+        loop.concurrent_queries["metrics"] = lambda prefix: self.text(prefix or PREFIX)
+        loop.concurrent_queries["snapshot"] = lambda _: self.snapshot()
 
     def __call__(self, report: StepReport) -> None:
         try:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.messages import End, Update
+from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.engine.outputs import Delta as Delta  # the endpoints import it from here
 from headway.engine.outputs import OutputBuilder
 from headway.errors import InvalidGrammar, Overloaded, RequestTooLong
@@ -109,7 +109,7 @@ class PromptRun(OutputBuilder):
         except RequestTooLong as error:
             raise too_long(error, self.field) from error
 
-    def _write(self, direct_writer: DirectWriter, update: Update) -> bool:
+    def _write(self, direct_writer: DirectWriter, update: SampleUpdate) -> bool:
         """Write an update directly; False if the reader has to take it."""
         if update.end is not None or not direct_writer.writer.is_open:
             return False
@@ -122,7 +122,7 @@ class PromptRun(OutputBuilder):
             self._broken = error
         return self._broken is None
 
-    def _check_ends(self, updates: Sequence[Update]) -> None:
+    def _check_ends(self, updates: Sequence[SampleUpdate]) -> None:
         """ApiError if an error or an abort has ended a sample."""
         for update in updates:
             if update.end is not None and self.samples[update.sample].has_failed:
@@ -136,7 +136,7 @@ def _is_shown(delta: Delta) -> bool:
     return bool(delta.text or delta.scores or delta.finish_reason)
 
 
-def failure(engine: AsyncEngine, end: End) -> ApiError:
+def failure(engine: AsyncEngine, end: FinishInfo) -> ApiError:
     """The error for a request that ended with reason `error` or `abort`."""
     if end.reason == "error":
         return ApiError(500, f"a step of the engine failed: {end.error}", code="step_failed")
