@@ -292,12 +292,12 @@ class LLM:
             raise InvalidRequest(f"{len(listed)} prompts, but {len(each)} sampling parameters")
         batch = PromptBatch(is_streamed=is_streamed)
         try:
-            for prompt, asked in zip(listed, each, strict=True):
+            for prompt, sampling_params in zip(listed, each, strict=True):
                 id = str(next(self._numbers))
                 try:
                     tokens = self.input_processor.read_prompt(prompt)
-                    engine_params = fixed or self.input_processor.params(asked, id)
-                    self._runner.add(batch, id, tokens, asked, engine_params)
+                    engine_params = fixed or self.input_processor.params(sampling_params, id)
+                    self._runner.add(batch, id, tokens, sampling_params, engine_params)
                 except (RequestError, PolicyError) as error:
                     batch.results.append(error)
         except Exception:  # the prompts before this one must not stay in the engine

@@ -5,8 +5,8 @@
     async for output in engine.generate("Hello, my name is", SamplingParams(max_tokens=20)):
         print(output.outputs[0].text)
 
-The engine runs on a thread, or in another process: a `EngineClient` carries the messages. Leaving an
-iteration early aborts its request. One AsyncEngine belongs to one event loop.
+The engine runs on a thread, or in another process: an `EngineClient` carries the messages. Leaving
+an iteration early aborts its request. One AsyncEngine belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -77,15 +77,12 @@ class ThreadClient:
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
-        """Send messages to the loop; observations are answered here, even during a step."""
-        known, rest = self.loop.concurrent_queries, list[ToLoop]()
+        """Send messages to the loop; concurrent queries are answered here, even during a step."""
+        concurrent, rest = self.loop.concurrent_queries, list[ToLoop]()
+        on_messages = self._on_messages
         for message in messages:
-            if (
-                isinstance(message, Query)
-                and message.what in known
-                and self._on_messages is not None
-            ):
-                self._on_messages([self.loop.reply(message)])
+            if isinstance(message, Query) and message.what in concurrent and on_messages:
+                on_messages([self.loop.reply(message)])
             else:
                 rest.append(message)
         self._preparation.send(rest)
@@ -171,13 +168,14 @@ class AsyncEngine:
         processor = self.input_processor
         if processor is None:
             raise ConfigError("AsyncEngine.generate needs AsyncEngine(..., input_processor=...)")
-        asked = SamplingParams() if sampling_params is None else sampling_params
+        if sampling_params is None:
+            sampling_params = SamplingParams()
         id = f"generate-{next(self._numbers)}" if request_id is None else request_id
         text, tokens = processor.read_prompt(prompt)
-        params = processor.params(asked, id)
+        params = processor.params(sampling_params, id)
         builder = OutputBuilder(
-            id, tokens, asked, processor.tokenizer, lambda sample: self.stop_sample(id, sample),
-            hidden=params.stops, is_live=True, prompt_text=text,
+            id, tokens, sampling_params, processor.tokenizer,
+            lambda sample: self.stop_sample(id, sample), hidden=params.stops, is_live=True, prompt_text=text,
         )  # fmt: skip
         with self.submitted(id, tokens, params) as stream:
             while stream.num_open:

@@ -45,9 +45,8 @@ class Engine:
         self.clock = clock or RealClock()
         self.async_scheduling = bool(async_scheduling)
         self.observers = list(observers)
-        self.on_observer_error: OnObserverError | None = (
-            None  # called if an observer raises; None: the error is raised
-        )
+        # Called if an observer raises; None: the error is raised.
+        self.on_observer_error: OnObserverError | None = None
         self.preparation: Preparation | None = None  # of requests, before they are added
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs

@@ -61,9 +61,8 @@ class RequestStream:
         self.num_open = num_samples  # samples whose end the reader has not taken
         self.pending: list[SampleUpdate] = []
         self.refusal: Exception | None = None
-        self.sink: Callable[[SampleUpdate], bool] | None = (
-            None  # False: the reader must take the update
-        )
+        # Takes updates directly; returns False if the reader must take one.
+        self.sink: Callable[[SampleUpdate], bool] | None = None
         self._reader: asyncio.Future[None] | None = None  # of a waiting reader
 
     def put(self, update: SampleUpdate) -> None:

@@ -82,10 +82,10 @@ class EngineLoop:
         self.engine = engine
         self.limits = limits or QueueLimits()
         why = CachedReader(engine, engine.why)
-        self.step_queries: dict[str, Answer] = {  # to queries, called between two steps
+        self.step_queries: dict[str, Answer] = {  # called between two steps
             "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
         }
-        self.concurrent_queries: dict[str, Answer] = {  # to queries, called at once on any thread
+        self.concurrent_queries: dict[str, Answer] = {  # called at once, on any thread
             "why": lambda _: why.get()[0],
             "now": lambda _: engine.clock.now(),
             "load": lambda _: self._load(),

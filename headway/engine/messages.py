@@ -41,7 +41,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question by name; a function in `EngineLoop.step_queries` or `.concurrent_queries` answers it."""
+    """A question by name, answered by one of the EngineLoop's step or concurrent queries."""
 
     number: int
     what: str
@@ -224,7 +224,7 @@ def _update(
     id = request.parent.id if request.parent else request.id
     if extra is None:
         return SampleUpdate(id, request.sample, tokens, None, None, end)
-    found, scores = extra.logprobs.get(request), extra.prompt.get(request)
+    logprobs, prompt_logprobs = extra.logprobs.get(request), extra.prompt.get(request)
     return SampleUpdate(
-        id, request.sample, tokens, found, scores, end, extra.embeddings.get(request)
+        id, request.sample, tokens, logprobs, prompt_logprobs, end, extra.embeddings.get(request)
     )

@@ -69,14 +69,14 @@ class OfflineRunner:
         batch: PromptBatch,
         id: str,
         prompt: tuple[str | None, list[int]],
-        asked: SamplingParams,
+        sampling_params: SamplingParams,
         params: Params,
     ) -> None:
         """Add a prompt, given as text (if it has one) and tokens; raises what engine.add raises."""
         text, tokens = prompt
         requests = self.engine.add(id, tokens, params)
         builder = OutputBuilder(
-            id, tokens, asked, self._tokenizer, partial(self._stop_sample, id),
+            id, tokens, sampling_params, self._tokenizer, partial(self._stop_sample, id),
             hidden=params.stops, is_live=batch.is_streamed, prompt_text=text,
             first_choice=batch.num_choices,
         )  # fmt: skip
@@ -84,7 +84,8 @@ class OfflineRunner:
         batch.results.append(builder)
         batch.num_open += 1
         batch.num_choices += params.n
-        is_live = batch.is_streamed or bool(asked.stop_strings) or asked.logprobs is not None
+        needs_each_step = sampling_params.stop_strings or sampling_params.logprobs is not None
+        is_live = batch.is_streamed or bool(needs_each_step)
         self._updates.add(requests, is_live=is_live)
 
     def run(self, batch: PromptBatch) -> Iterator[None]:

@@ -60,9 +60,9 @@ def form(deltas: list[Delta]) -> bytes:
 
 def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> PromptRun:
     context: Context = here.app.state.context
-    asked = SamplingParams(max_tokens=len(text), **options)
+    sampling_params = SamplingParams(max_tokens=len(text), **options)
     tokens = list(text.encode())
-    return PromptRun(context, f"r{number}", tokens, asked, field="prompt", is_live=True)
+    return PromptRun(context, f"r{number}", tokens, sampling_params, field="prompt", is_live=True)
 
 
 async def read(run: PromptRun, writer: RandomWriter) -> str:

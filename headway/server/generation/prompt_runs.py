@@ -30,8 +30,8 @@ AT_ONCE = 32  # prompts to open or submit before other streams get a turn
 def concatenate_deltas(deltas: Sequence[Delta]) -> Delta:
     """All deltas of one sample as a single one."""
     text = "".join(delta.text for delta in deltas)
-    scores = [score for delta in deltas for score in delta.scores]
-    return Delta(deltas[-1].choice, text, scores, deltas[-1].finish_reason)
+    logprobs = [entry for delta in deltas for entry in delta.logprobs]
+    return Delta(deltas[-1].choice, text, logprobs, deltas[-1].finish_reason)
 
 
 class ResponseWriter(Protocol):
@@ -62,7 +62,7 @@ class PromptRun(OutputBuilder):
         context: Context,
         id: str,
         prompt: list[int],
-        asked: SamplingParams,
+        sampling_params: SamplingParams,
         *,
         field: str,
         is_live: bool,
@@ -70,12 +70,13 @@ class PromptRun(OutputBuilder):
         params: Params | None = None,
     ) -> None:
         self.field = field
-        self.params = context.input_processor.params(asked, id) if params is None else params
+        processor = context.input_processor
+        self.params = processor.params(sampling_params, id) if params is None else params
         self._engine = context.engine
         self._broken: Exception | None = None  # raised while writing directly
         super().__init__(
-            id, prompt, asked, context.input_processor.tokenizer, partial(self._engine.stop_sample, id),
-            hidden=self.params.stops, is_live=is_live, first_choice=number * asked.n,
+            id, prompt, sampling_params, processor.tokenizer, partial(self._engine.stop_sample, id),
+            hidden=self.params.stops, is_live=is_live, first_choice=number * sampling_params.n,
         )  # fmt: skip
 
     @property
@@ -105,7 +106,7 @@ class PromptRun(OutputBuilder):
                     if gained:
                         yield gained
         except InvalidGrammar as error:
-            raise grammar_error(self.asked.grammar, str(error)) from error
+            raise grammar_error(self.sampling_params.grammar, str(error)) from error
         except RequestTooLong as error:
             raise too_long(error, self.field) from error
 
@@ -128,12 +129,12 @@ class PromptRun(OutputBuilder):
             if update.end is not None and self.samples[update.sample].has_failed:
                 if update.end.error_code == "grammar":
                     error = update.end.error or ""
-                    raise grammar_error(self.asked.grammar, error, "grammar_failed")
+                    raise grammar_error(self.sampling_params.grammar, error, "grammar_failed")
                 raise failure(self._engine, update.end)
 
 
 def _is_shown(delta: Delta) -> bool:
-    return bool(delta.text or delta.scores or delta.finish_reason)
+    return bool(delta.text or delta.logprobs or delta.finish_reason)
 
 
 def failure(engine: AsyncEngine, end: FinishInfo) -> ApiError:

@@ -206,8 +206,8 @@ class ChunkEncoder:
         if logprobs is None and finish_reason is None and not choice:
             rest = '"logprobs":null,"finish_reason":null'
         else:
-            scores = "null" if logprobs is None else _encode_logprobs(logprobs)
-            rest = f'"logprobs":{scores},{_members({"finish_reason": finish_reason, **(choice or {})})}'
+            encoded = "null" if logprobs is None else _encode_logprobs(logprobs)
+            rest = f'"logprobs":{encoded},{_members({"finish_reason": finish_reason, **(choice or {})})}'
         if not top:
             return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
         return f'{self._head}{{"index":{index},{member},{rest}}}],{_members(top)}}}\n\n'

@@ -59,7 +59,7 @@ class ChatFormatter:
         if not self._has_logprobs:
             return None
         tokenizer = self.prepared.tokenizer
-        return chat_logprobs(tokenizer, delta.scores, as_ids=self._tokens_as_ids)
+        return chat_logprobs(tokenizer, delta.logprobs, as_ids=self._tokens_as_ids)
 
     def token_ids(self, choice: int) -> dict[str, Any]:
         """New token ids of a choice, if the request asks for them."""
@@ -76,7 +76,7 @@ async def _response(context: Context, body: ChatRequest) -> dict[str, Any]:
     formatter, choices, run = ChatFormatter(body, prepared), [], prepared.run
     for index, delta in enumerate(await prepared.all_deltas()):
         parser = prepared.parsers[index]
-        size = len(delta.scores) * ((run.asked.logprobs or 0) + 1)
+        size = len(delta.logprobs) * ((run.sampling_params.logprobs or 0) + 1)
         choices.append({
             "index": index,
             "message": _message(merge_pieces(parser.push(delta))),
@@ -92,7 +92,7 @@ async def _response(context: Context, body: ChatRequest) -> dict[str, Any]:
     }  # fmt: skip
     if body.prompt_logprobs is not None:
         size, num_tokens = (body.prompt_logprobs + 1) * len(run.prompt), len(run.prompt)
-        write = partial(prompt_logprobs_of, prepared.tokenizer, num_tokens, run.prompt_scores)
+        write = partial(prompt_logprobs_of, prepared.tokenizer, num_tokens, run.prompt_logprobs)
         value["prompt_logprobs"] = await offload(size, write)
     return value
 
@@ -135,14 +135,14 @@ def _event(formatter: ChatFormatter, encoder: ChunkEncoder, delta: Delta) -> str
     """
     parser = formatter.prepared.parsers[delta.choice]
     members = [_member(piece) for piece in parser.push(delta)]
-    scores = formatter.logprobs(delta)
-    if not members and delta.scores:
+    logprobs = formatter.logprobs(delta)
+    if not members and delta.logprobs:
         members = [_member("")]
     event, top = "", _top_members(encoder, formatter, {})
     for member in members:
         ids = formatter.token_ids(delta.choice)
-        event += encoder.chunk(delta.choice, member, scores, choice=ids, top=top)
-        scores = None
+        event += encoder.chunk(delta.choice, member, logprobs, choice=ids, top=top)
+        logprobs = None
     if delta.finish_reason is not None:
         reason = parser.finish_reason(delta.finish_reason)
         ids = formatter.token_ids(delta.choice)

@@ -50,7 +50,7 @@ from headway.server.openai.protocol import CompletionRequest
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
-ScoredTokens = list[tuple[int, TokenLogprobs | None]]  # the first of a prompt has no score
+TokensWithLogprobs = list[tuple[int, TokenLogprobs | None]]  # the first of a prompt has none
 
 
 def completions(context: Context, body: CompletionRequest) -> CancellableResponse:
@@ -100,7 +100,8 @@ class ChoiceBuilder:
         self._echo_logprobs: CompletionLogprobsBuilder | None = None
         if body.logprobs is not None:
             tokenizer = context.input_processor.need_tokenizer()
-            skips, as_ids = run.asked.skip_special_tokens, bool(body.return_tokens_as_token_ids)
+            skips = run.sampling_params.skip_special_tokens
+            as_ids = bool(body.return_tokens_as_token_ids)
             self._logprobs = CompletionLogprobsBuilder(
                 tokenizer, start=len(self.echo), skip_special=skips, as_ids=as_ids
             )
@@ -111,15 +112,15 @@ class ChoiceBuilder:
     def push(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """Text and logprobs of a delta; the first one includes the echo."""
         text = delta.text if self.shows_output else ""
-        scores = delta.scores if self.shows_output else []
+        entries = delta.logprobs if self.shows_output else []
         logprobs = None
         if self._logprobs is not None:
-            logprobs = self._logprobs.push([(each.token, each) for each in scores])
+            logprobs = self._logprobs.push([(each.token, each) for each in entries])
         if not self._is_first:
             return text, logprobs
         self._is_first = False
         if self._echo_logprobs is not None and logprobs is not None:
-            echoed = self._echo_logprobs.push(self._prompt_scores())
+            echoed = self._echo_logprobs.push(self._prompt_with_logprobs())
             logprobs = {name: echoed[name] + logprobs[name] for name in logprobs}
         return self.echo + text, logprobs
 
@@ -128,7 +129,7 @@ class ChoiceBuilder:
         if self._logprobs is None:
             return 0
         num_echoed = len(self._run.prompt) if self._is_first else 0
-        return (num_echoed + len(delta.scores)) * ((self._run.asked.logprobs or 0) + 1)
+        return (num_echoed + len(delta.logprobs)) * ((self._run.sampling_params.logprobs or 0) + 1)
 
     def finish_reason(self, delta: Delta) -> str | None:
         is_hidden = delta.finish_reason is not None and not self.shows_output
@@ -148,11 +149,11 @@ class ChoiceBuilder:
     def prompt_logprobs(self, context: Context) -> list[dict[str, Any] | None]:
         """The prompt's log probabilities in vLLM's format."""
         run, tokenizer = self._run, context.input_processor.need_tokenizer()
-        return prompt_logprobs_of(tokenizer, len(run.prompt), run.prompt_scores)
+        return prompt_logprobs_of(tokenizer, len(run.prompt), run.prompt_logprobs)
 
-    def _prompt_scores(self) -> ScoredTokens:
-        scores = self._run.prompt_scores
-        return [(token, scores.get(place)) for place, token in enumerate(self._run.prompt)]
+    def _prompt_with_logprobs(self) -> TokensWithLogprobs:
+        entries = self._run.prompt_logprobs
+        return [(token, entries.get(place)) for place, token in enumerate(self._run.prompt)]
 
 
 async def _echoes(context: Context, prompts: list[Prompt]) -> list[str]:

@@ -57,10 +57,10 @@ class ResponseBuilder:
 
     def push(self, delta: Delta) -> list[dict[str, Any]]:
         """The events of a delta; the last delta closes the open item."""
-        scores = None
+        logprobs = None
         if self._body.wants_logprobs:
-            scores = token_entries(self._chat.tokenizer, delta.scores)
-        events = self.items.push(delta, scores)
+            logprobs = token_entries(self._chat.tokenizer, delta.logprobs)
+        events = self.items.push(delta, logprobs)
         if delta.finish_reason is not None:
             status = "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
             events += self.items.close(status)
