@@ -289,7 +289,10 @@ class LLM:
         default = SamplingParams() if params is None else params
         each = default if isinstance(default, Sequence) else [default] * len(listed)
         if len(each) != len(listed):
-            raise InvalidRequest(f"{len(listed)} prompts, but {len(each)} sampling parameters")
+            raise InvalidRequest(
+                f"{len(listed)} prompts but {len(each)} sampling parameters; give one "
+                "SamplingParams or one for each prompt"
+            )
         batch = PromptBatch(is_streamed=is_streamed)
         try:
             for prompt, sampling_params in zip(listed, each, strict=True):

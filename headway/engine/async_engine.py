@@ -128,7 +128,7 @@ class AsyncEngine:
             ThreadClient(engine, limits) if isinstance(engine, Engine) else engine
         )
         self.input_processor = input_processor  # needed by `generate`
-        self.stop_reason: str | None = None  # why the engine has ended
+        self.stop_reason: str | None = None  # why the engine has stopped; None while it runs
         self.is_closing = False  # new requests are refused
         self._streams: dict[str, RequestStream] = {}
         self._abandoned: dict[
@@ -220,9 +220,11 @@ class AsyncEngine:
     def _check_id(self, id: str) -> None:
         """Raise unless a request with this id can be submitted now."""
         if id in self._streams or id in self._abandoned:
-            raise InvalidRequest(f"request {id!r}: this id is in use")
+            raise InvalidRequest(
+                f"request {id!r}: this id is used by an open request; choose another id"
+            )
         if self.stop_reason is not None:
-            raise ExecutorError(f"the engine has ended: {self.stop_reason}")
+            raise ExecutorError(f"the engine has stopped: {self.stop_reason}")
         if self.is_closing:
             raise Overloaded("the server is shutting down and accepts no new requests")
 
@@ -233,7 +235,7 @@ class AsyncEngine:
     async def ask(self, what: str, details: Any = None) -> Any:
         """The answer of the engine's loop to a query; ExecutorError if it fails or is unknown."""
         if self.stop_reason is not None:
-            raise ExecutorError(f"the engine has ended: {self.stop_reason}")
+            raise ExecutorError(f"the engine has stopped: {self.stop_reason}")
         number = next(self._numbers)
         future = self._pending_queries[number] = asyncio.get_running_loop().create_future()
         self.client.send([Query(number, what, details)])
@@ -288,7 +290,7 @@ class AsyncEngine:
     def _end(self, message: EngineStopped) -> None:
         self.stop_reason = message.reason
         self._abandoned.clear()
-        error = ExecutorError(f"the engine has ended: {message.reason}")
+        error = ExecutorError(f"the engine has stopped: {message.reason}")
         for stream in self._streams.values():
             stream.fail(error)
         for future in self._pending_queries.values():

@@ -83,6 +83,14 @@ class Engine:
         """Whether MAX_FAULTS consecutive steps have failed; it then takes no more requests."""
         return self._num_faults >= MAX_FAULTS
 
+    @property
+    def stop_message(self) -> str:
+        """The error for requests that arrive after the engine has given up."""
+        return (
+            f"the engine has stopped after {self._num_faults} consecutive failed steps; the latest "
+            f"error: {self.fault}; restart the process"
+        )
+
     def add(
         self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
     ) -> list[Request]:
@@ -92,7 +100,7 @@ class Engine:
         failed; then nothing has changed.
         """
         if self.has_given_up:
-            raise ExecutorError(f"the engine has stopped: {self.fault}")
+            raise ExecutorError(self.stop_message)
         _check_call(id, params)
         had_work, now = self.has_work, self.clock.now()
         arrival = now if arrival is None else arrival

@@ -125,8 +125,14 @@ class EngineLoop:
 
     def reply(self, message: Query) -> QueryResult:
         """The answer to a query, or a result with an error."""
+        answers = self.step_queries | self.concurrent_queries
+        answer = answers.get(message.what)
+        if answer is None:
+            known = ", ".join(sorted(answers))
+            return QueryResult(
+                message.number, None, f"unknown query {message.what!r}; known: {known}"
+            )
         try:
-            answer = self.concurrent_queries.get(message.what) or self.step_queries[message.what]
             return QueryResult(message.number, answer(message.details))
         except Exception as error:  # a failed query must not end the loop
             return QueryResult(message.number, None, f"{type(error).__name__}: {error}")
@@ -142,12 +148,12 @@ class EngineLoop:
                 if self.engine.has_work:
                     self.engine.step()
                 self._flush()
-            self.ended = "the engine was stopped"
+            self.ended = "stop() was called"
         except BaseException as error:
-            self.ended = f"{type(error).__name__}: {error}"
+            self.ended = f"{type(error).__name__}: {error}; restart the process"
             raise
         finally:
-            self._outbox.append(EngineStopped(self.ended or "the engine has ended"))
+            self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
 
     def _wait_for_work(self) -> bool:

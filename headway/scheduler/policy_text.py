@@ -25,7 +25,8 @@ def parse_policy(what: str, text: str, known: Mapping[str, Any]) -> Any:
         return instantiate(_evaluate(ast.parse(text.strip(), mode="eval").body, known, what))
     except (SyntaxError, RecursionError, MemoryError):
         raise ConfigError(
-            f"{what}: cannot read {text[:60]!r}; write name or name(number)"
+            f"{what}: cannot parse {text[:60]!r}; write a policy name, name(arguments) or "
+            "module:function"
         ) from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -82,7 +83,7 @@ def _evaluate(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
 
 def _call(function: Any, arguments: list[Any], named: dict[str, Any], what: str) -> Any:
     if not isinstance(function, type):
-        raise ConfigError(f"{what}: {function.__name__} takes no numbers")
+        raise ConfigError(f"{what}: {function.__name__} takes no arguments")
     try:
         return function(*arguments, **named)
     except ConfigError as error:

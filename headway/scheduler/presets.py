@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from headway.config import Config
-from headway.errors import ConfigError
+from headway.errors import ConfigError, shorten
 from headway.scheduler import headroom, policies, policy_text, queues
 
 SLOTS: dict[str, tuple[Any, ...]] = {
@@ -95,7 +95,9 @@ def slot(name: str, value: Any) -> Any:
     if name == "queue" and hasattr(value, "key") and hasattr(value, "outranks"):
         return value
     if not callable(value):
-        raise ConfigError(f"{name}: {value!r} is not a function")
+        raise ConfigError(
+            f"{name} must be a policy name, module:function or a callable, not {shorten(value)}"
+        )
     policy_text.check_arguments(name, value, ARGUMENTS[name])
     return queues.custom(function=value) if name == "queue" else value
 

@@ -38,7 +38,7 @@ class Watchdog:
         if loop.ended is not None:
             return f"the engine has stopped: {loop.ended}"
         if engine.has_given_up:
-            return f"too many steps have failed in a row; the latest error: {engine.fault}"
+            return engine.stop_message
         seconds = engine.seconds_since_progress
         if engine.has_work and seconds > self.patience:
             explanation = self._explanation.get()[0]

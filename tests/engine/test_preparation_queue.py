@@ -210,7 +210,7 @@ def test_closing_an_engine_does_not_wait_for_preparations() -> None:
                 await asyncio.sleep(0.001)
             await here.close()
             results = await asyncio.gather(*waiting, return_exceptions=True)
-            assert all("has ended" in str(each) for each in results)
+            assert all("has stopped" in str(each) for each in results)
             preparation.gate.set()
 
     within(work())

@@ -72,7 +72,7 @@ def test_an_engine_that_has_given_up_stays_unhealthy() -> None:
         engine.add(str(number), [1], scripted())
         engine.run()
     time.sleep(0.02)
-    assert engine.has_given_up and watchdog.problem() is not None
+    assert engine.has_given_up and str(MAX_FAULTS) in (watchdog.problem() or "")
 
 
 def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:

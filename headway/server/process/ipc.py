@@ -91,4 +91,6 @@ class SocketClient:
                 batches = decoder.feed(data)
                 if batches:
                     on_messages([message for batch in batches for message in batch])
-        on_messages([EngineStopped("the connection to the engine's process was lost")])
+        on_messages(
+            [EngineStopped("the connection to the engine's process was lost; restart the server")]
+        )
