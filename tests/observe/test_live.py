@@ -48,9 +48,9 @@ def served(test: Callable[[AsyncEngine, httpx.AsyncClient], Awaitable[None]]) ->
 
     async def serve() -> None:
         engine, _ = gated_engine()
-        client = ThreadClient(engine)
-        ServerMetrics(client.loop, "tiny")
-        running = AsyncEngine(client)
+        engine_client = ThreadClient(engine)
+        ServerMetrics(engine_client.loop, "tiny")
+        running = AsyncEngine(engine_client)
         await running.start()
         try:
             async with client(running) as http:
@@ -243,9 +243,9 @@ def test_live_returns_503_if_the_engine_does_not_respond(monkeypatch: pytest.Mon
 
     async def test() -> None:
         engine, _ = gated_engine()
-        client = ThreadClient(engine)
-        ServerMetrics(client.loop, "tiny")
-        remote_client = SilentClient(client)
+        engine_client = ThreadClient(engine)
+        ServerMetrics(engine_client.loop, "tiny")
+        remote_client = SilentClient(engine_client)
         remote = AsyncEngine(remote_client)
         await remote.start()
         async with client(remote) as http:

@@ -196,7 +196,7 @@ def test_a_step_with_an_embedding_sends_other_tokens_in_one_message() -> None:
     loop._read()
     sent.clear()
     loop.engine.step()
-    ((tokens, update),) = (sorted(messages, key=lambda m: type(m).__name__) for messages in sent)
+    ((update, tokens),) = (sorted(messages, key=lambda m: type(m).__name__) for messages in sent)
     assert isinstance(tokens, TokenBatch) and sorted(tokens.ids) == ["a", "b"]
     assert isinstance(update, SampleUpdate) and update.id == "vector" and update.end is not None
     assert update.embedding is not None
