@@ -27,6 +27,7 @@ import gpu
 import roofline
 
 from headway import LLM
+from headway.model.config import load_hf
 
 
 class Passes:
@@ -61,7 +62,7 @@ class Passes:
         whole = self.events[0][1].elapsed_time(self.events[-1][2]) / 1e3
         waiting = run_seconds - whole + sum(gaps)
         return {
-            "passes": len(self.notes), "seconds_of": seconds, "seconds_between": sum(gaps),
+            "passes": len(self.events), "seconds_of": seconds, "seconds_between": sum(gaps),
             "seconds_before_and_after": run_seconds - whole, "waiting_seconds": waiting,
             "waiting_percent": 100 * waiting / run_seconds, "longest_between_ms": 1e3 * max(gaps),
         }  # fmt: skip
@@ -90,7 +91,7 @@ def main() -> None:
     report = {
         "gpu": torch.cuda.get_device_name(), "commit": commit.stdout.strip(),
         "run_seconds": plain, "watched_run_seconds": watched,
-        "prompts_floor_seconds": roofline.floor(gpu.load_hf(gpu.SHAPES / shape), lengths,
+        "prompts_floor_seconds": roofline.floor(load_hf(gpu.SHAPES / shape), lengths,
                                                 ceilings).seconds,
         **passes.summary(watched), "command": "python bench/gpu_waits.py",
     }  # fmt: skip

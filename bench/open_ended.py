@@ -42,7 +42,7 @@ from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import StepReport
 from headway.request import Params
 from headway.scheduler import preset
-from headway.scheduler.headroom import NUM_MOMENTS, PRIOR, Batch, future_peak
+from headway.scheduler.headroom import NUM_MOMENTS, PRIOR, Forecast, future_peak
 
 PROFILE = "llama3.1-8b-a100-80gb"
 MAX_LENGTH = 8192
@@ -123,7 +123,7 @@ class shares_only:
 
     deviations: float = 2.5
 
-    def __call__(self, batch: Batch, view: SchedulerView) -> int:
+    def __call__(self, batch: Forecast, view: SchedulerView) -> int:
         seen = np.sort(np.concatenate([PRIOR, np.asarray(SHARES)]))
         generated = np.maximum(batch.held - batch.prompt, 0.0) / batch.allowed
         moments = np.linspace(0.0, batch.left.max(), NUM_MOMENTS)[:, None]

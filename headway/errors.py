@@ -3,7 +3,7 @@
 HeadwayError
 ├── ConfigError          contradictory settings; unknown preset, slot, profile or argument
 ├── RequestError         one request is refused; the others continue
-│   ├── InvalidRequest   malformed: empty prompt, max_tokens 0, an id already in use
+│   ├── InvalidRequest   malformed: empty prompt, max_tokens 0, an id that an open request has
 │   │   └── InvalidGrammar   its grammar cannot be compiled or followed
 │   ├── RequestTooLong   it can never run with these limits; has need and limit
 │   └── Overloaded       the queue is full; it can be sent again later

@@ -289,15 +289,18 @@ class LLM:
         default = SamplingParams() if params is None else params
         each = default if isinstance(default, Sequence) else [default] * len(listed)
         if len(each) != len(listed):
-            raise InvalidRequest(f"{len(listed)} prompts, but {len(each)} sampling parameters")
+            raise InvalidRequest(
+                f"{len(listed)} prompts but {len(each)} sampling parameters; give one "
+                "SamplingParams or one for each prompt"
+            )
         batch = PromptBatch(is_streamed=is_streamed)
         try:
-            for prompt, asked in zip(listed, each, strict=True):
+            for prompt, sampling_params in zip(listed, each, strict=True):
                 id = str(next(self._numbers))
                 try:
                     tokens = self.input_processor.read_prompt(prompt)
-                    engine_params = fixed or self.input_processor.params(asked, id)
-                    self._runner.add(batch, id, tokens, asked, engine_params)
+                    engine_params = fixed or self.input_processor.params(sampling_params, id)
+                    self._runner.add(batch, id, tokens, sampling_params, engine_params)
                 except (RequestError, PolicyError) as error:
                     batch.results.append(error)
         except Exception:  # the prompts before this one must not stay in the engine

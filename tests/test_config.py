@@ -239,6 +239,15 @@ def test_a_text_that_is_not_a_policy_is_refused_and_never_evaluated(name: str, t
         slot(name, text)
 
 
+def test_errors_for_wrong_slot_values_show_the_value_and_what_is_accepted() -> None:
+    with pytest.raises(ConfigError, match="chunk.*module:function.*not 5"):
+        slot("chunk", 5)
+    with pytest.raises(ConfigError, match="chunk: split_any takes no arguments"):
+        slot("chunk", "split_any(5)")
+    with pytest.raises(ConfigError, match=r"chunk: .*'\(whole'.*module:function"):
+        slot("chunk", "(whole")
+
+
 # Round trips.
 
 

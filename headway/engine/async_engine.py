@@ -5,8 +5,8 @@
     async for output in engine.generate("Hello, my name is", SamplingParams(max_tokens=20)):
         print(output.outputs[0].text)
 
-The engine runs on a thread, or in another process: a `Port` carries the messages. Leaving an
-iteration early aborts its request. One AsyncEngine belongs to one event loop.
+The engine runs on a thread, or in another process: an `EngineClient` carries the messages. Leaving
+an iteration early aborts its request. One AsyncEngine belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from headway import errors
 from headway.engine.engine import Engine
 from headway.engine.event_loop import EventLoopBridge, RequestStream
-from headway.engine.loop import EngineLoop, Limits
+from headway.engine.loop import EngineLoop, QueueLimits
 from headway.engine.messages import (
     Cancel,
     EngineStopped,
@@ -29,10 +29,10 @@ from headway.engine.messages import (
     Query,
     QueryResult,
     Refusal,
+    SampleUpdate,
     Submit,
-    Tokens,
+    TokenBatch,
     ToLoop,
-    Update,
 )
 from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.engine.preparation_queue import PreparationQueue
@@ -45,43 +45,44 @@ if TYPE_CHECKING:  # needs the packages for text, which the simulator does witho
 
 YIELD_SECONDS = 0.002  # longest delay of the next step in favour of the event loop
 MAX_YIELD_TOKENS = 64  # a step with more tokens is not delayed
-Receive = Callable[[list[FromLoop]], None]
+OnMessages = Callable[[list[FromLoop]], None]
 
 
-class Port(Protocol):
+class EngineClient(Protocol):
     """The connection to an engine's loop."""
 
-    async def open(self, receive: Receive) -> None:
-        """Connect; `receive` is called on this event loop with each batch of messages."""
+    async def open(self, on_messages: OnMessages) -> None:
+        """Connect; `on_messages` is called on this event loop with each batch of messages."""
         ...
 
     def send(self, messages: list[ToLoop]) -> None: ...
     async def close(self) -> None: ...
 
 
-class ThreadPort:
+class ThreadClient:
     """Runs an engine on a thread of this process."""
 
-    def __init__(self, engine: Engine, limits: Limits | None = None) -> None:
+    def __init__(self, engine: Engine, limits: QueueLimits | None = None) -> None:
         self.loop = EngineLoop(engine, self._deliver, limits)
         self._preparation = PreparationQueue(self.loop.post, engine.preparation, self._refuse)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._bridge: EventLoopBridge | None = None
-        self._receive: Receive | None = None
+        self._on_messages: OnMessages | None = None
         # With async scheduling the next step is already running, and the device must not wait.
         self._yields = not engine.async_scheduling
 
-    async def open(self, receive: Receive) -> None:
-        self._bridge = EventLoopBridge(asyncio.get_running_loop(), receive)
-        self._receive = receive
+    async def open(self, on_messages: OnMessages) -> None:
+        self._bridge = EventLoopBridge(asyncio.get_running_loop(), on_messages)
+        self._on_messages = on_messages
         self._thread.start()
 
     def send(self, messages: list[ToLoop]) -> None:
-        """Send messages to the loop; observations are answered here, even during a step."""
-        known, rest = self.loop.observations, list[ToLoop]()
+        """Send messages to the loop; concurrent queries are answered here, even during a step."""
+        concurrent, rest = self.loop.concurrent_queries, list[ToLoop]()
+        on_messages = self._on_messages
         for message in messages:
-            if isinstance(message, Query) and message.what in known and self._receive is not None:
-                self._receive([self.loop.reply(message)])
+            if isinstance(message, Query) and message.what in concurrent and on_messages:
+                on_messages([self.loop.reply(message)])
             else:
                 rest.append(message)
         self._preparation.send(rest)
@@ -108,7 +109,7 @@ class ThreadPort:
             return
         self._bridge.deliver(messages)
         if self._yields:
-            num_tokens = sum(len(each.ids) for each in messages if isinstance(each, Tokens))
+            num_tokens = sum(len(each.ids) for each in messages if isinstance(each, TokenBatch))
             if num_tokens <= MAX_YIELD_TOKENS:
                 self._bridge.wait_received(YIELD_SECONDS)
 
@@ -118,31 +119,35 @@ class AsyncEngine:
 
     def __init__(
         self,
-        engine: Engine | Port,
-        limits: Limits | None = None,
+        engine: Engine | EngineClient,
+        limits: QueueLimits | None = None,
         *,
         input_processor: InputProcessor | None = None,
     ) -> None:
-        self.port: Port = ThreadPort(engine, limits) if isinstance(engine, Engine) else engine
+        self.client: EngineClient = (
+            ThreadClient(engine, limits) if isinstance(engine, Engine) else engine
+        )
         self.input_processor = input_processor  # needed by `generate`
-        self.gone: str | None = None  # why the engine has ended
+        self.stop_reason: str | None = None  # why the engine has stopped; None while it runs
         self.is_closing = False  # new requests are refused
         self._streams: dict[str, RequestStream] = {}
-        self._left: dict[str, int] = {}  # open samples of requests that have no reader any more
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._abandoned: dict[
+            str, int
+        ] = {}  # open samples of requests that have no reader any more
+        self._pending_queries: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count()
 
     async def start(self) -> None:
-        await self.port.open(self._receive)
+        await self.client.open(self._on_messages)
 
     async def close(self) -> None:
         """Stop the engine; open requests fail with ExecutorError."""
-        await self.port.close()
+        await self.client.close()
 
     def cancel_all(self) -> None:
         """Abort all open requests, which end with reason abort, and refuse new ones."""
         self.is_closing = True
-        self.port.send([Cancel(id) for id in self._streams])
+        self.client.send([Cancel(id) for id in self._streams])
 
     @property
     def num_open(self) -> int:
@@ -163,13 +168,14 @@ class AsyncEngine:
         processor = self.input_processor
         if processor is None:
             raise ConfigError("AsyncEngine.generate needs AsyncEngine(..., input_processor=...)")
-        asked = SamplingParams() if sampling_params is None else sampling_params
+        if sampling_params is None:
+            sampling_params = SamplingParams()
         id = f"generate-{next(self._numbers)}" if request_id is None else request_id
         text, tokens = processor.read_prompt(prompt)
-        params = processor.params(asked, id)
+        params = processor.params(sampling_params, id)
         builder = OutputBuilder(
-            id, tokens, asked, processor.tokenizer, lambda sample: self.stop_sample(id, sample),
-            hidden=params.stops, is_live=True, prompt_text=text,
+            id, tokens, sampling_params, processor.tokenizer,
+            lambda sample: self.stop_sample(id, sample), hidden=params.stops, is_live=True, prompt_text=text,
         )  # fmt: skip
         with self.submitted(id, tokens, params) as stream:
             while stream.num_open:
@@ -179,11 +185,11 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End a request with finish_reason abort; does nothing if it has already ended."""
         if request_id in self._streams:
-            self.port.send([Cancel(request_id)])
+            self.client.send([Cancel(request_id)])
 
     async def stream(
         self, id: str, prompt: Sequence[int], params: Params
-    ) -> AsyncIterator[list[Update]]:
+    ) -> AsyncIterator[list[SampleUpdate]]:
         """Yield the updates of a request, without text, until all its samples have ended.
 
         Raises the error of a refused request. Leaving the iteration early aborts the request.
@@ -202,77 +208,79 @@ class AsyncEngine:
         num_samples = params.n if isinstance(params.n, int) else 1
         stream = self._streams[id] = RequestStream(max(1, num_samples))
         try:
-            self.port.send([Submit(id, prompt, params, traceparent)])
+            self.client.send([Submit(id, prompt, params, traceparent)])
             yield stream
         finally:
             del self._streams[id]
             num_open = stream.num_open - sum(u.end is not None for u in stream.pending)
-            if num_open and stream.refusal is None and self.gone is None:  # it still runs
-                self._left[id] = num_open
-                self.port.send([Cancel(id)])
+            if num_open and stream.refusal is None and self.stop_reason is None:  # it still runs
+                self._abandoned[id] = num_open
+                self.client.send([Cancel(id)])
 
     def _check_id(self, id: str) -> None:
         """Raise unless a request with this id can be submitted now."""
-        if id in self._streams or id in self._left:
-            raise InvalidRequest(f"request {id!r}: this id is in use")
-        if self.gone is not None:
-            raise ExecutorError(f"the engine has ended: {self.gone}")
+        if id in self._streams or id in self._abandoned:
+            raise InvalidRequest(
+                f"request {id!r}: this id is used by an open request; choose another id"
+            )
+        if self.stop_reason is not None:
+            raise ExecutorError(f"the engine has stopped: {self.stop_reason}")
         if self.is_closing:
             raise Overloaded("the server is shutting down and accepts no new requests")
 
     def stop_sample(self, id: str, sample: int) -> None:
         """End one sample as if a stop token had ended it; its end arrives as an update."""
-        self.port.send([Cancel(id, sample)])
+        self.client.send([Cancel(id, sample)])
 
     async def ask(self, what: str, details: Any = None) -> Any:
         """The answer of the engine's loop to a query; ExecutorError if it fails or is unknown."""
-        if self.gone is not None:
-            raise ExecutorError(f"the engine has ended: {self.gone}")
+        if self.stop_reason is not None:
+            raise ExecutorError(f"the engine has stopped: {self.stop_reason}")
         number = next(self._numbers)
-        future = self._asked[number] = asyncio.get_running_loop().create_future()
-        self.port.send([Query(number, what, details)])
+        future = self._pending_queries[number] = asyncio.get_running_loop().create_future()
+        self.client.send([Query(number, what, details)])
         try:
             return await future
         finally:
-            del self._asked[number]
+            del self._pending_queries[number]
 
-    def _receive(self, messages: list[FromLoop]) -> None:
+    def _on_messages(self, messages: list[FromLoop]) -> None:
         # Messages of several steps: the readers are behind, and get their updates together.
-        is_late = sum(isinstance(message, Tokens) for message in messages) > 1
+        is_late = sum(isinstance(message, TokenBatch) for message in messages) > 1
         for message in messages:
-            if isinstance(message, Tokens):
+            if isinstance(message, TokenBatch):
                 self._put_tokens(message, is_late)
-            elif isinstance(message, Update):
+            elif isinstance(message, SampleUpdate):
                 self._put(message)
             elif isinstance(message, Refusal):
                 if stream := self._streams.get(message.id):
                     stream.fail(_error_of(message))
-                self._left.pop(message.id, None)
+                self._abandoned.pop(message.id, None)
             elif isinstance(message, QueryResult):
                 self._set_result(message)
             else:
                 self._end(message)
 
-    def _put_tokens(self, gained: Tokens, is_late: bool) -> None:
+    def _put_tokens(self, gained: TokenBatch, is_late: bool) -> None:
         for id, tokens in zip(gained.ids, gained.tokens, strict=True):
             if stream := self._streams.get(id):
                 if is_late:
-                    stream.keep(Update(id, 0, tokens))
+                    stream.keep(SampleUpdate(id, 0, tokens))
                 else:
-                    stream.put(Update(id, 0, tokens))
+                    stream.put(SampleUpdate(id, 0, tokens))
 
-    def _put(self, update: Update) -> None:
+    def _put(self, update: SampleUpdate) -> None:
         """Pass an update to its stream; without one, free the id once the last sample has ended."""
         if stream := self._streams.get(update.id):
             stream.put(update)
         elif update.end is not None:
-            if self._left.get(update.id, 0) > 1:
-                self._left[update.id] -= 1
+            if self._abandoned.get(update.id, 0) > 1:
+                self._abandoned[update.id] -= 1
             else:
-                self._left.pop(update.id, None)
+                self._abandoned.pop(update.id, None)
 
     def _set_result(self, reply: QueryResult) -> None:
-        future = self._asked.get(reply.number)
+        future = self._pending_queries.get(reply.number)
         if future is not None and not future.done():
             if reply.error is None:
                 future.set_result(reply.value)
@@ -280,12 +288,12 @@ class AsyncEngine:
                 future.set_exception(ExecutorError(reply.error))
 
     def _end(self, message: EngineStopped) -> None:
-        self.gone = message.reason
-        self._left.clear()
-        error = ExecutorError(f"the engine has ended: {message.reason}")
+        self.stop_reason = message.reason
+        self._abandoned.clear()
+        error = ExecutorError(f"the engine has stopped: {message.reason}")
         for stream in self._streams.values():
             stream.fail(error)
-        for future in self._asked.values():
+        for future in self._pending_queries.values():
             if not future.done():
                 future.set_exception(error)
 

@@ -20,7 +20,7 @@ from headway.request import Params, Request
 from headway.scheduler import Scheduler
 
 Observer = Callable[[StepReport], None]
-Forgive = Callable[[Observer, Exception], None]
+OnObserverError = Callable[[Observer, Exception], None]
 PLAIN = Params()
 MAX_SAMPLES = 1024
 MAX_FAULTS = 3  # consecutive failed steps after which the engine stops
@@ -46,7 +46,7 @@ class Engine:
         self.async_scheduling = bool(async_scheduling)
         self.observers = list(observers)
         # Called if an observer raises; None: the error is raised.
-        self.forgive: Forgive | None = None
+        self.on_observer_error: OnObserverError | None = None
         self.preparation: Preparation | None = None  # of requests, before they are added
         self.fault: str | None = None  # why the latest step failed; None once one succeeds
         self.lock = threading.RLock()  # held while scheduler state changes, never while a plan runs
@@ -68,7 +68,7 @@ class Engine:
         return len(self._flight)
 
     @property
-    def idle(self) -> float:
+    def seconds_since_progress(self) -> float:
         """Seconds since a step ended, or since work arrived at an idle engine."""
         return self.clock.now() - self._last_progress
 
@@ -83,6 +83,14 @@ class Engine:
         """Whether MAX_FAULTS consecutive steps have failed; it then takes no more requests."""
         return self._num_faults >= MAX_FAULTS
 
+    @property
+    def stop_message(self) -> str:
+        """The error for requests that arrive after the engine has given up."""
+        return (
+            f"the engine has stopped after {self._num_faults} consecutive failed steps; the latest "
+            f"error: {self.fault}; restart the process"
+        )
+
     def add(
         self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
     ) -> list[Request]:
@@ -92,7 +100,7 @@ class Engine:
         failed; then nothing has changed.
         """
         if self.has_given_up:
-            raise ExecutorError(f"the engine has stopped: {self.fault}")
+            raise ExecutorError(self.stop_message)
         _check_call(id, params)
         had_work, now = self.has_work, self.clock.now()
         arrival = now if arrival is None else arrival
@@ -173,7 +181,7 @@ class Engine:
 
     def why(self) -> str:
         """Explain the current state in sentences: what runs, what waits and why."""
-        return explain(self.scheduler, len(self._flight), self.idle, self.fault)
+        return explain(self.scheduler, len(self._flight), self.seconds_since_progress, self.fault)
 
     def _report(self, report: StepReport) -> StepReport:
         self._last_progress = self.clock.now()
@@ -185,9 +193,9 @@ class Engine:
             try:
                 observe(report)
             except Exception as error:
-                if self.forgive is None:
+                if self.on_observer_error is None:
                     raise
-                self.forgive(observe, error)
+                self.on_observer_error(observe, error)
         return report
 
     def _end_failed(self, report: StepReport) -> None:

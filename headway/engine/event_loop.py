@@ -10,7 +10,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 
-from headway.engine.messages import FromLoop, Update
+from headway.engine.messages import FromLoop, SampleUpdate
 
 
 class EventLoopBridge:
@@ -59,17 +59,18 @@ class RequestStream:
 
     def __init__(self, num_samples: int) -> None:
         self.num_open = num_samples  # samples whose end the reader has not taken
-        self.pending: list[Update] = []
+        self.pending: list[SampleUpdate] = []
         self.refusal: Exception | None = None
-        self.sink: Callable[[Update], bool] | None = None  # False: the reader must take the update
+        # Takes updates directly; returns False if the reader must take one.
+        self.sink: Callable[[SampleUpdate], bool] | None = None
         self._reader: asyncio.Future[None] | None = None  # of a waiting reader
 
-    def put(self, update: Update) -> None:
+    def put(self, update: SampleUpdate) -> None:
         """Give an update to the sink if the reader waits with nothing pending, else keep it."""
         if self._reader is None or self.sink is None or not self.sink(update):
             self.keep(update)
 
-    def keep(self, update: Update) -> None:
+    def keep(self, update: SampleUpdate) -> None:
         """Keep an update for the reader, which takes all pending updates at once."""
         self.pending.append(update)
         if self._reader is not None:
@@ -81,7 +82,7 @@ class RequestStream:
         if self._reader is not None:
             self._wake(self._reader)
 
-    async def take(self) -> list[Update]:
+    async def take(self) -> list[SampleUpdate]:
         """All pending updates; waits for at least one. Raises the error that ended the request."""
         if not self.pending and self.refusal is None:
             self._reader = asyncio.get_running_loop().create_future()

@@ -122,47 +122,51 @@ class InputProcessor:
             )
         return tokens
 
-    def params_of_each(self, asked: SamplingParams, ids: Sequence[str]) -> list[Params]:
+    def params_of_each(self, sampling_params: SamplingParams, ids: Sequence[str]) -> list[Params]:
         """Params of several prompts with the same SamplingParams, which are converted once."""
-        first = self.params(asked, ids[0])
-        if asked.seed is not None:
+        first = self.params(sampling_params, ids[0])
+        if sampling_params.seed is not None:
             return [first] * len(ids)
         return [first, *(_with_seed(first, self.new_seed()) for _ in ids[1:])]
 
-    def params(self, asked: SamplingParams, id: str) -> Params:
+    def params(self, sampling_params: SamplingParams, id: str) -> Params:
         """The engine's params of a request; InvalidRequest if the model cannot follow them."""
-        if not isinstance(asked, SamplingParams):
+        if not isinstance(sampling_params, SamplingParams):
             raise InvalidRequest(
-                f"request {id!r}: sampling_params must be a SamplingParams, not {shorten(asked)}"
+                f"request {id!r}: sampling_params must be a SamplingParams, not "
+                f"{shorten(sampling_params)}"
             )
         try:
-            check_tokens(asked, self.vocab_size)
-            self._check_grammar(asked)
+            check_tokens(sampling_params, self.vocab_size)
+            self._check_grammar(sampling_params)
         except InvalidRequest as error:
             raise InvalidRequest(f"request {id!r}: {error}") from None
-        seed = self.new_seed() if asked.seed is None else asked.seed
-        bad_words = self._bad_words(asked.bad_words)
-        if asked.stop_strings:
+        seed = self.new_seed() if sampling_params.seed is None else sampling_params.seed
+        bad_words = self._bad_words(sampling_params.bad_words)
+        if sampling_params.stop_strings:
             self.need_tokenizer()
         return Params(
-            max_tokens=asked.max_tokens, min_tokens=asked.min_tokens, eos_ids=self.eos_ids,
-            stop_ids=frozenset(asked.stop_token_ids), ignore_eos=asked.ignore_eos,
-            priority=asked.priority, client=asked.client, deadline=asked.deadline, salt=asked.salt,
-            reads_cache=asked.prompt_logprobs is None, n=asked.n,
-            sampling=token_level(asked, seed=seed, bad_words=bad_words),
+            max_tokens=sampling_params.max_tokens, min_tokens=sampling_params.min_tokens,
+            eos_ids=self.eos_ids, stop_ids=frozenset(sampling_params.stop_token_ids),
+            ignore_eos=sampling_params.ignore_eos, priority=sampling_params.priority,
+            client=sampling_params.client, deadline=sampling_params.deadline,
+            salt=sampling_params.salt, reads_cache=sampling_params.prompt_logprobs is None,
+            n=sampling_params.n,
+            sampling=token_level(sampling_params, seed=seed, bad_words=bad_words),
         )  # fmt: skip
 
-    def _check_grammar(self, asked: SamplingParams) -> None:
+    def _check_grammar(self, sampling_params: SamplingParams) -> None:
         """InvalidRequest for a grammar that cannot be used; a check takes milliseconds."""
-        if asked.grammar is None:
+        grammar = sampling_params.grammar
+        if grammar is None:
             return
         self.need_tokenizer()
         if not self.eos_ids:
             raise InvalidRequest(
-                f"{asked.grammar.kind}: this model has no token that ends an output, so its output "
+                f"{grammar.kind}: this model has no token that ends an output, so its output "
                 "cannot follow a grammar"
             )
-        check_grammar(asked.grammar)
+        check_grammar(grammar)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer; InvalidRequest if the model has none."""

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class QueueLimits:
     """Queue limits above which new requests are refused with Overloaded; None: no limit."""
 
     max_waiting: int | None = None
@@ -48,7 +48,7 @@ class Limits:
     max_per_client: int | None = None  # running and waiting requests of one client
 
 
-class Latest(Generic[Value]):
+class CachedReader(Generic[Value]):
     """The latest value of `read`, which must not change the engine's state.
 
     The engine's lock is free while a plan runs, so other threads read a consistent state even
@@ -78,14 +78,14 @@ class Latest(Generic[Value]):
 class EngineLoop:
     """Runs an engine on the thread that calls `run`, until `stop`."""
 
-    def __init__(self, engine: Engine, deliver: Deliver, limits: Limits | None = None) -> None:
+    def __init__(self, engine: Engine, deliver: Deliver, limits: QueueLimits | None = None) -> None:
         self.engine = engine
-        self.limits = limits or Limits()
-        why = Latest(engine, engine.why)
-        self.answers: dict[str, Answer] = {  # to queries, called between two steps
+        self.limits = limits or QueueLimits()
+        why = CachedReader(engine, engine.why)
+        self.step_queries: dict[str, Answer] = {  # called between two steps
             "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
         }
-        self.observations: dict[str, Answer] = {  # to queries, called at once on any thread
+        self.concurrent_queries: dict[str, Answer] = {  # called at once, on any thread
             "why": lambda _: why.get()[0],
             "now": lambda _: engine.clock.now(),
             "load": lambda _: self._load(),
@@ -101,7 +101,7 @@ class EngineLoop:
         self._outbox: list[FromLoop] = []
         self._waiting_tokens: int | None = None  # counted at most once between two steps
         engine.observers.append(self._observe)
-        engine.forgive = self._remove_observer
+        engine.on_observer_error = self._remove_observer
 
     # From any thread.
 
@@ -125,8 +125,14 @@ class EngineLoop:
 
     def reply(self, message: Query) -> QueryResult:
         """The answer to a query, or a result with an error."""
+        answers = self.step_queries | self.concurrent_queries
+        answer = answers.get(message.what)
+        if answer is None:
+            known = ", ".join(sorted(answers))
+            return QueryResult(
+                message.number, None, f"unknown query {message.what!r}; known: {known}"
+            )
         try:
-            answer = self.observations.get(message.what) or self.answers[message.what]
             return QueryResult(message.number, answer(message.details))
         except Exception as error:  # a failed query must not end the loop
             return QueryResult(message.number, None, f"{type(error).__name__}: {error}")
@@ -142,12 +148,12 @@ class EngineLoop:
                 if self.engine.has_work:
                     self.engine.step()
                 self._flush()
-            self.ended = "the engine was stopped"
+            self.ended = "stop() was called"
         except BaseException as error:
-            self.ended = f"{type(error).__name__}: {error}"
+            self.ended = f"{type(error).__name__}: {error}; restart the process"
             raise
         finally:
-            self._outbox.append(EngineStopped(self.ended or "the engine has ended"))
+            self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
 
     def _wait_for_work(self) -> bool:

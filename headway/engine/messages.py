@@ -41,7 +41,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question by name; a function in `EngineLoop.answers` or `.observations` answers it."""
+    """A question by name, answered by one of the EngineLoop's step or concurrent queries."""
 
     number: int
     what: str
@@ -51,7 +51,7 @@ class Query:
 # From the loop.
 
 
-class End(NamedTuple):
+class FinishInfo(NamedTuple):
     """How a sample ended. Times are seconds since the request arrived."""
 
     reason: str  # stop, length, abort or error
@@ -65,7 +65,7 @@ class End(NamedTuple):
     error_code: str | None = None  # "grammar": the grammar of the request caused the error
 
 
-class Update(NamedTuple):
+class SampleUpdate(NamedTuple):
     """What one sample gained in one step."""
 
     id: str
@@ -73,11 +73,11 @@ class Update(NamedTuple):
     tokens: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[tuple[int, TokenLogprobs]] | None = None  # with prompt positions
-    end: End | None = None
+    end: FinishInfo | None = None
     embedding: Embedding | None = None  # comes with the end of an embedding request
 
 
-class Tokens(NamedTuple):
+class TokenBatch(NamedTuple):
     """The tokens that many requests gained in one step.
 
     Holds requests with one sample that gained tokens and nothing else. Most requests do in most
@@ -117,7 +117,7 @@ class EngineStopped(NamedTuple):
 
 
 ToLoop = Submit | Cancel | Query
-FromLoop = Tokens | Update | Refusal | QueryResult | EngineStopped
+FromLoop = TokenBatch | SampleUpdate | Refusal | QueryResult | EngineStopped
 
 # From the report of a step to messages.
 
@@ -162,7 +162,7 @@ class StepUpdates:
         self.times.clear()
         self._at_end.clear()
 
-    def of(self, report: StepReport) -> Iterator[Tokens | Update]:
+    def of(self, report: StepReport) -> Iterator[TokenBatch | SampleUpdate]:
         """One message for all requests that only gained tokens, one for each other request."""
         now = report.result.ended or self._clock.now()
         self._note_times(report.plan, now)
@@ -178,7 +178,7 @@ class StepUpdates:
             yield _update(request, tokens, ended.get(request), extra)
         plain = [request for request in gained if request.parent is None]
         if plain:
-            yield Tokens([request.id for request in plain], [gained[each] for each in plain])
+            yield TokenBatch([request.id for request in plain], [gained[each] for each in plain])
         if len(plain) < len(gained):
             yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent)
 
@@ -204,10 +204,10 @@ class StepUpdates:
             if times and times.first_token is None and chunk.is_last:
                 times.first_token = now
 
-    def _end(self, request: Request, now: float) -> End:
+    def _end(self, request: Request, now: float) -> FinishInfo:
         times = self.times.pop(request, None) or RequestTimes(request.arrival)
         admitted, first = times.admitted or now, times.first_token or now
-        return End(
+        return FinishInfo(
             request.finish_reason or "abort", request.stop_token, request.error,
             request.history.num_cached, request.history.num_preemptions,
             admitted - times.arrival, first - times.arrival, now - times.arrival,
@@ -216,10 +216,15 @@ class StepUpdates:
 
 
 def _update(
-    request: Request, tokens: list[int], end: End | None = None, extra: StepExtra | None = None
-) -> Update:
+    request: Request,
+    tokens: list[int],
+    end: FinishInfo | None = None,
+    extra: StepExtra | None = None,
+) -> SampleUpdate:
     id = request.parent.id if request.parent else request.id
     if extra is None:
-        return Update(id, request.sample, tokens, None, None, end)
-    found, scores = extra.logprobs.get(request), extra.prompt.get(request)
-    return Update(id, request.sample, tokens, found, scores, end, extra.embeddings.get(request))
+        return SampleUpdate(id, request.sample, tokens, None, None, end)
+    logprobs, prompt_logprobs = extra.logprobs.get(request), extra.prompt.get(request)
+    return SampleUpdate(
+        id, request.sample, tokens, logprobs, prompt_logprobs, end, extra.embeddings.get(request)
+    )

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 
 from headway.engine.engine import Engine
-from headway.engine.messages import StepUpdates, Tokens, Update
+from headway.engine.messages import SampleUpdate, StepUpdates, TokenBatch
 from headway.engine.outputs import Delta, OutputBuilder
 from headway.errors import ExecutorError, HeadwayError
 from headway.plan import StepReport
@@ -69,14 +69,14 @@ class OfflineRunner:
         batch: PromptBatch,
         id: str,
         prompt: tuple[str | None, list[int]],
-        asked: SamplingParams,
+        sampling_params: SamplingParams,
         params: Params,
     ) -> None:
         """Add a prompt, given as text (if it has one) and tokens; raises what engine.add raises."""
         text, tokens = prompt
         requests = self.engine.add(id, tokens, params)
         builder = OutputBuilder(
-            id, tokens, asked, self._tokenizer, partial(self._stop_sample, id),
+            id, tokens, sampling_params, self._tokenizer, partial(self._stop_sample, id),
             hidden=params.stops, is_live=batch.is_streamed, prompt_text=text,
             first_choice=batch.num_choices,
         )  # fmt: skip
@@ -84,7 +84,8 @@ class OfflineRunner:
         batch.results.append(builder)
         batch.num_open += 1
         batch.num_choices += params.n
-        is_live = batch.is_streamed or bool(asked.stop_strings) or asked.logprobs is not None
+        needs_each_step = sampling_params.stop_strings or sampling_params.logprobs is not None
+        is_live = batch.is_streamed or bool(needs_each_step)
         self._updates.add(requests, is_live=is_live)
 
     def run(self, batch: PromptBatch) -> Iterator[None]:
@@ -140,13 +141,13 @@ class OfflineRunner:
         if not self.open:
             return  # the engine may have other users, such as a server
         for message in self._updates.of(report):
-            if isinstance(message, Tokens):
+            if isinstance(message, TokenBatch):
                 for id, tokens in zip(message.ids, message.tokens, strict=True):
-                    self._add(Update(id, 0, tokens))
+                    self._add(SampleUpdate(id, 0, tokens))
             else:
                 self._add(message)
 
-    def _add(self, update: Update) -> None:
+    def _add(self, update: SampleUpdate) -> None:
         if update.id not in self.open:
             return
         batch, position = self.open[update.id]

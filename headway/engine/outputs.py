@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from headway.engine.messages import End, Update
+from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.plan import Embedding
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from headway.text.detokenizer import TextStream
@@ -19,7 +19,7 @@ from headway.text.detokenizer import TextStream
 if TYPE_CHECKING:  # needs the packages for text, which the simulator does without
     from headway.text.tokenizer import Tokenizer
 
-NO_SCORES: list[TokenLogprobs] = []
+NO_LOGPROBS: list[TokenLogprobs] = []
 NO_TOKENS: list[int] = []
 
 
@@ -101,7 +101,7 @@ class Delta(NamedTuple):
 
     choice: int  # position of the sample among all samples of the call, those of prompt 0 first
     text: str
-    scores: list[TokenLogprobs] = NO_SCORES  # log probabilities of the new tokens, if asked for
+    logprobs: list[TokenLogprobs] = NO_LOGPROBS  # of the new tokens, if requested
     finish_reason: str | None = None
     token_ids: list[int] = NO_TOKENS
 
@@ -110,7 +110,7 @@ class SampleBuilder:
     """One text as it grows, up to a stop string, and the tokens that belong to it."""
 
     __slots__ = ("_has_stops", "_hidden", "_is_live", "_skips", "_text", "_tokenizer", "end",
-                 "scores", "stream", "tokens")  # fmt: skip
+                 "logprobs", "stream", "tokens")  # fmt: skip
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class SampleBuilder:
                 params.skip_special_tokens, hidden_ids=hidden, min_tokens=params.min_tokens,
             )  # fmt: skip
         self.tokens: list[int] = []  # generated, up to the one that completes a stop string
-        self.scores: list[TokenLogprobs] = []  # log probabilities of `tokens`, if asked for
-        self.end: End | None = None
+        self.logprobs: list[TokenLogprobs] = []  # of `tokens`, if requested
+        self.end: FinishInfo | None = None
 
     @property
     def text(self) -> str:
@@ -172,7 +172,7 @@ class SampleBuilder:
             self.tokens.append(token)
         return text
 
-    def finish(self, end: End) -> str:
+    def finish(self, end: FinishInfo) -> str:
         """End the text; returns the part that was not returned before."""
         self.end = end
         if self.stream is not None:
@@ -182,9 +182,9 @@ class SampleBuilder:
             self._text = self._tokenizer.decode(shown, skip_special=self._skips)
         return self._text
 
-    def visible(self, scores: list[TokenLogprobs]) -> list[TokenLogprobs]:
-        """Scores without those of end tokens, which are not part of the text."""
-        return [score for score in scores if score.token not in self._hidden]
+    def visible(self, logprobs: list[TokenLogprobs]) -> list[TokenLogprobs]:
+        """Log probabilities without those of end tokens, which are not part of the text."""
+        return [entry for entry in logprobs if entry.token not in self._hidden]
 
 
 class OutputBuilder:
@@ -199,7 +199,7 @@ class OutputBuilder:
         self,
         id: str,
         prompt: list[int],
-        asked: SamplingParams,
+        sampling_params: SamplingParams,
         tokenizer: Tokenizer | None,
         stop_sample: Callable[[int], None],
         *,
@@ -208,12 +208,12 @@ class OutputBuilder:
         prompt_text: str | None = None,
         first_choice: int = 0,
     ) -> None:
-        self.id, self.prompt, self.asked = id, prompt, asked
+        self.id, self.prompt, self.sampling_params = id, prompt, sampling_params
+        self.num_open = sampling_params.n
         self.samples = [
-            SampleBuilder(tokenizer, asked, hidden, is_live) for _ in range(asked.n)
-        ]  # fmt: skip
-        self.num_open = asked.n
-        self.prompt_scores: dict[int, TokenLogprobs] = {}  # by position
+            SampleBuilder(tokenizer, sampling_params, hidden, is_live) for _ in range(self.num_open)
+        ]
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}  # by position
         self.embedding: Embedding | None = None
         self._prompt_text = prompt_text
         self._tokenizer = tokenizer
@@ -230,21 +230,21 @@ class OutputBuilder:
         end = self.samples[0].end
         return end.num_cached if end else 0
 
-    def add(self, updates: Sequence[Update]) -> list[Delta]:
+    def add(self, updates: Sequence[SampleUpdate]) -> list[Delta]:
         """What each sample gained; several updates of one sample become one delta."""
         if len(updates) == 1:
             return [self.add_one(updates[0])]
-        by_sample: dict[int, list[Update]] = {}
+        by_sample: dict[int, list[SampleUpdate]] = {}
         for update in updates:
             by_sample.setdefault(update.sample, []).append(update)
-        return [self.add_one(_joined(own)) for own in by_sample.values()]
+        return [self.add_one(_concatenate(own)) for own in by_sample.values()]
 
-    def add_one(self, update: Update) -> Delta:
+    def add_one(self, update: SampleUpdate) -> Delta:
         """What one sample gained; the hot path of every streamed token."""
-        _, number, tokens, found, prompt_scores, end, embedding = update
-        sample, text, scores = self.samples[number], "", NO_SCORES
-        if prompt_scores:
-            self.prompt_scores.update(prompt_scores)
+        _, number, tokens, found, prompt_logprobs, end, embedding = update
+        sample, text, logprobs = self.samples[number], "", NO_LOGPROBS
+        if prompt_logprobs:
+            self.prompt_logprobs.update(prompt_logprobs)
         if sample.is_stopped:
             tokens = NO_TOKENS
         else:
@@ -255,16 +255,16 @@ class OutputBuilder:
                 if end is None:
                     self._stop_sample(number)
             if found:
-                scores = found[: len(tokens)]
-                sample.scores += scores
-                scores = sample.visible(scores)
+                logprobs = found[: len(tokens)]
+                sample.logprobs += logprobs
+                logprobs = sample.visible(logprobs)
         if end is not None:
             text += sample.finish(end)
             self.num_open -= 1
             if embedding is not None:
                 self.embedding = embedding
         choice = self._first_choice + number
-        return Delta(choice, text, scores, sample.finish_reason, tokens)
+        return Delta(choice, text, logprobs, sample.finish_reason, tokens)
 
     def output(self) -> RequestOutput:
         """Everything so far."""
@@ -277,13 +277,13 @@ class OutputBuilder:
                 total=max(end.total for end in ends),
             )
         prompt_logprobs: list[Logprobs | None] | None = None
-        if self.asked.prompt_logprobs is not None:
-            scores = map(self.prompt_scores.get, range(len(self.prompt)))
-            prompt_logprobs = [score and self._logprobs(score) for score in scores]
+        if self.sampling_params.prompt_logprobs is not None:
+            logprobs = map(self.prompt_logprobs.get, range(len(self.prompt)))
+            prompt_logprobs = [entry and self._logprobs(entry) for entry in logprobs]
         return RequestOutput(
             request_id=self.id, prompt=self._prompt_text, prompt_token_ids=self.prompt,
             prompt_logprobs=prompt_logprobs,
-            outputs=[self._completion(index) for index in range(self.asked.n)],
+            outputs=[self._completion(index) for index in range(self.sampling_params.n)],
             finished=not self.num_open, metrics=metrics, num_cached_tokens=self.num_cached,
             num_preemptions=sum(end.num_preemptions for end in ends),
         )  # fmt: skip
@@ -296,26 +296,26 @@ class OutputBuilder:
         )  # fmt: skip
         if sample.end is not None and not sample.is_stopped:
             completion.stop_reason, completion.error = sample.end.stop_token, sample.end.error
-        if self.asked.logprobs is not None:
-            completion.logprobs = [self._logprobs(score) for score in sample.scores]
-            completion.cumulative_logprob = sum(score.logprob for score in sample.scores)
+        if self.sampling_params.logprobs is not None:
+            completion.logprobs = [self._logprobs(entry) for entry in sample.logprobs]
+            completion.cumulative_logprob = sum(entry.logprob for entry in sample.logprobs)
         return completion
 
-    def _logprobs(self, score: TokenLogprobs) -> Logprobs:
+    def _logprobs(self, entry: TokenLogprobs) -> Logprobs:
         """The top alternatives, most probable first, and the token itself."""
         tokenizer = self._tokenizer
-        found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top, start=1)}
-        found[score.token] = score.logprob, score.rank
+        found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)}
+        found[entry.token] = entry.logprob, entry.rank
         return {
             token: Logprob(*values, None if tokenizer is None else tokenizer.piece(token))
             for token, values in found.items()
         }
 
 
-def _joined(updates: Sequence[Update]) -> Update:
+def _concatenate(updates: Sequence[SampleUpdate]) -> SampleUpdate:
     """Updates of one sample as a single one."""
     return updates[-1]._replace(
         tokens=[token for update in updates for token in update.tokens],
-        logprobs=[score for update in updates for score in update.logprobs or ()],
-        prompt_logprobs=[score for update in updates for score in update.prompt_logprobs or ()],
+        logprobs=[entry for update in updates for entry in update.logprobs or ()],
+        prompt_logprobs=[entry for update in updates for entry in update.prompt_logprobs or ()],
     )

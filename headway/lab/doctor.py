@@ -15,7 +15,7 @@ class Finding(NamedTuple):
     remedy: str
 
 
-def examine(summary: Summary, config: dict[str, Any]) -> list[Finding]:
+def diagnose(summary: Summary, config: dict[str, Any]) -> list[Finding]:
     """All problems found; empty for a healthy run."""
     if not summary["steps"]:
         return [

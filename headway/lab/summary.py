@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
-from headway.observe.timeline import RequestTimes
+from headway.observe.timeline import RequestTimeline
 
 Summary = dict[str, Any]
 
@@ -63,12 +63,12 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
 MIN_QUEUED = 0.01  # share of the run; a client that queued less was served without delay
 
 
-def fairness(requests: list[RequestTimes]) -> float:
+def fairness(requests: list[RequestTimeline]) -> float:
     """Jain's index over the clients' tokens per second, counted while they had queued requests.
 
     1 means that all clients with queued requests had equal rates, or that no client had to queue.
     """
-    by_client: dict[str, list[RequestTimes]] = defaultdict(list)
+    by_client: dict[str, list[RequestTimeline]] = defaultdict(list)
     for request in requests:
         by_client[request.client].append(request)
     span = max((x.finished for x in requests), default=0.0) - min(
@@ -79,7 +79,7 @@ def fairness(requests: list[RequestTimes]) -> float:
     return _ratio(float(known.sum() ** 2), float(len(known) * (known**2).sum())) or 1.0
 
 
-def _rate_while_queued(requests: list[RequestTimes], least: float) -> float | None:
+def _rate_while_queued(requests: list[RequestTimeline], least: float) -> float | None:
     """One client's tokens per second while it had a queued request; None if it hardly queued."""
     times, queued, reached = [0.0], [0.0], 0.0  # seconds queued up to each of these times
     for start, end in sorted((request.arrival, request.admitted) for request in requests):
@@ -112,7 +112,7 @@ def _per_step(metrics: RunStats) -> dict[str, float]:
     }
 
 
-def _is_late(request: RequestTimes) -> bool:
+def _is_late(request: RequestTimeline) -> bool:
     return request.deadline is not None and not 0 <= request.finished <= request.deadline
 
 

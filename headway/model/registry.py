@@ -108,7 +108,10 @@ def verify(name: str) -> Path:
     model = BUNDLED[name]
     if not _place(model).exists():
         raise ModelError(f"{name} is not downloaded: {_place(model)} does not exist")
-    check_file(_place(model), model.num_bytes, model.sha256)
+    try:
+        check_file(_place(model), model.num_bytes, model.sha256)
+    except ModelError as error:
+        raise ModelError(f"{error}; delete {_place(model)} and try again") from None
     return _place(model)
 
 

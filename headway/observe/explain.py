@@ -225,16 +225,18 @@ def sentences_of(line: Line, max_num_seqs: int) -> Iterator[str]:
 # The present state.
 
 
-def explain(scheduler: Scheduler, num_in_flight: int, idle: float, fault: str | None) -> str:
+def explain(
+    scheduler: Scheduler, num_in_flight: int, seconds_since_progress: float, fault: str | None
+) -> str:
     """A few lines: how many requests run, which ones wait, and why."""
     lines = [f"The latest step failed: {fault}"] if fault else []
     if not scheduler.requests:
         return "\n".join([*lines, "No requests are running or waiting."])
-    lines.append(_running(scheduler, num_in_flight, idle))
+    lines.append(_running(scheduler, num_in_flight, seconds_since_progress))
     return "\n".join([*lines, *_waiting(scheduler)])
 
 
-def _running(scheduler: Scheduler, num_in_flight: int, idle: float) -> str:
+def _running(scheduler: Scheduler, num_in_flight: int, seconds_since_progress: float) -> str:
     config, num_free = scheduler.config, scheduler.num_free
     states = Counter(request.state.value for request in scheduler.running)
     states_text = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
@@ -243,7 +245,7 @@ def _running(scheduler: Scheduler, num_in_flight: int, idle: float) -> str:
         + (f" ({states_text})" if states_text else "")
         + f"; {config.num_blocks - num_free} of {config.num_blocks} KV blocks in use, "
         f"{num_free} free; {_count(num_in_flight, 'plan')} in flight; "
-        f"last progress {idle:.3f} s ago."
+        f"last progress {seconds_since_progress:.3f} s ago."
     )
 
 

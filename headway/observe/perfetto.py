@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from headway.observe.timeline import RequestTimes, StepRecord, Timeline
+from headway.observe.timeline import RequestTimeline, StepRecord, Timeline
 from headway.observe.trace import Line, decisions
 from headway.observe.trace_reader import TraceReader
 
@@ -20,7 +20,7 @@ MICRO = 1e6
 
 def to_perfetto(trace: Iterable[Line]) -> Iterator[Event]:
     """Trace events in the Chrome JSON format; write them under "traceEvents"."""
-    lines, reader, timeline = iter(trace), TraceReader(), Timeline[RequestTimes]()
+    lines, reader, timeline = iter(trace), TraceReader(), Timeline[RequestTimeline]()
     header = next(lines)
     yield {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "headway"}}
     yield {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "engine"}}
@@ -35,7 +35,7 @@ def to_perfetto(trace: Iterable[Line]) -> Iterator[Event]:
         yield from _request(times)
 
 
-def _step(line: Line, record: StepRecord[RequestTimes]) -> Iterator[Event]:
+def _step(line: Line, record: StepRecord[RequestTimeline]) -> Iterator[Event]:
     start, end = record.started * MICRO, record.ended * MICRO
     kinds = (("prefill", record.num_prefill), ("decode", record.num_decodes))
     shown = {key: value for key, value in decisions(line).items() if key != "added"}
@@ -51,7 +51,7 @@ def _step(line: Line, record: StepRecord[RequestTimes]) -> Iterator[Event]:
         yield {"ph": "C", "pid": 1, "ts": start, "name": name, "args": {name: value}}
 
 
-def _request(times: RequestTimes) -> Iterator[Event]:
+def _request(times: RequestTimeline) -> Iterator[Event]:
     """The slice of a request and its phases. A request that never finished stays open."""
     yield _mark("b", times.id, times.id, times.arrival)
     name = ""

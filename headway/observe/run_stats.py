@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from headway.observe.timeline import RequestTimes, StepRecord, StepStats, Timeline, record_of
+from headway.observe.timeline import RequestTimeline, StepRecord, StepStats, Timeline, record_of
 from headway.observe.trace import Line
 from headway.observe.trace_reader import TraceReader
 from headway.plan import StepReport
@@ -29,7 +29,7 @@ class RunStats:
         self.config: dict[str, Any] = header["config"]
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
-        self.requests: list[RequestTimes] = []  # in the order of arrival
+        self.requests: list[RequestTimeline] = []  # in the order of arrival
         self.steps: dict[str, array[float]] = {name: array("d") for name in PER_STEP}
         self.ended_at = 0.0
         self._timeline = Timeline[Any]()

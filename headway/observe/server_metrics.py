@@ -11,10 +11,10 @@ import logging
 from collections import Counter
 from typing import get_args
 
-from headway.engine.loop import EngineLoop, Latest
+from headway.engine.loop import CachedReader, EngineLoop
 from headway.observe.prometheus import Exposition, MetricValues
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
-from headway.observe.timeline import RequestTimes, StepStats, Timeline, record_of
+from headway.observe.timeline import RequestTimeline, StepStats, Timeline, record_of
 from headway.plan import Reason, StepReport
 from headway.request import Request
 from headway.scheduler import Scheduler
@@ -35,11 +35,11 @@ class ServerMetrics:
         self._builder = SnapshotBuilder(loop, model_name)
         self.values = MetricValues.empty(engine.scheduler.config.max_model_len)
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM has the same two labels
-        self._latest_values = Latest(engine, self._read)
-        self._latest_snapshot = Latest(engine, self._builder.snapshot)
+        self._latest_values = CachedReader(engine, self._read)
+        self._latest_snapshot = CachedReader(engine, self._builder.snapshot)
         engine.observers.append(self)
-        loop.observations["metrics"] = lambda prefix: self.text(prefix or PREFIX)
-        loop.observations["snapshot"] = lambda _: self.snapshot()
+        loop.concurrent_queries["metrics"] = lambda prefix: self.text(prefix or PREFIX)
+        loop.concurrent_queries["snapshot"] = lambda _: self.snapshot()
 
     def __call__(self, report: StepReport) -> None:
         try:
@@ -104,7 +104,7 @@ class ServerMetrics:
             if times.finish_reason in COMPLETED:
                 self._count_completed(request, times)
 
-    def _count_completed(self, request: Request, times: RequestTimes) -> None:
+    def _count_completed(self, request: Request, times: RequestTimeline) -> None:
         params, is_generation, end = request.params, not times.is_pooling, times.finished
         admitted = times.admitted if times.admitted >= 0 else end
         first_token = times.first_token if times.first_token >= 0 else end

@@ -19,7 +19,7 @@ from headway.engine.engine import Engine
 from headway.engine.loop import EngineLoop
 from headway.engine.messages import Submit
 from headway.errors import ConfigError
-from headway.observe.timeline import NEVER, RequestTimes, Timeline, record_of
+from headway.observe.timeline import NEVER, RequestTimeline, Timeline, record_of
 from headway.plan import StepReport
 from headway.request import Request
 from headway.sampling_params import Sampling
@@ -110,7 +110,7 @@ class Spans:
         for request, times in self._timeline.follow(record_of(report)).finished:
             self._emit(request, times)
 
-    def _emit(self, request: Request, times: RequestTimes) -> None:
+    def _emit(self, request: Request, times: RequestTimeline) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         carrier = {"traceparent": self._parents.pop(request, "")}
@@ -155,7 +155,7 @@ class Spans:
         return int((self._epoch + seconds) * 1e9)
 
 
-def _latencies(times: RequestTimes) -> dict[str, float]:
+def _latencies(times: RequestTimeline) -> dict[str, float]:
     """Seconds from arrival, under vLLM's attribute names."""
     moments = {
         "gen_ai.latency.e2e": times.finished,

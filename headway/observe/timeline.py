@@ -31,7 +31,7 @@ class Phase(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
-class RequestTimes:
+class RequestTimeline:
     """What is known about one request; times are seconds on the engine's clock."""
 
     id: str
@@ -71,7 +71,7 @@ class StepRecord(Generic[Key]):
     dropped: tuple[int, int]  # decodes that kept no token, sampled tokens that were not kept
     copies: tuple[int, int]  # blocks copied to the host, blocks copied from the host
     reasons: Iterable[str]  # why requests waited
-    added: Sequence[tuple[Key, RequestTimes]]
+    added: Sequence[tuple[Key, RequestTimeline]]
     aborted: Sequence[Key]  # before or during the step
     preempted: Sequence[tuple[Key, bool, bool]]  # whether swapped, whether for a priority
     admitted: Sequence[tuple[Key, int, bool]]  # cached tokens, whether admitted before
@@ -94,14 +94,14 @@ class StepStats(Generic[Key]):
     num_hit: int = 0  # prompt tokens found in the prefix cache
     firsts: list[float] = field(default_factory=list)  # seconds from arrival to the first token
     gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, count
-    finished: list[tuple[Key, RequestTimes]] = field(default_factory=list)
+    finished: list[tuple[Key, RequestTimeline]] = field(default_factory=list)
 
 
 class Timeline(Generic[Key]):
     """Follows a run. Keeps the times of each open request and forgets them when it finishes."""
 
     def __init__(self) -> None:
-        self.open: dict[Key, RequestTimes] = {}
+        self.open: dict[Key, RequestTimeline] = {}
         self._last_decode = 0.0
         # The latest token of decoding requests that were not part of the latest decode step.
         self._last_token: dict[Key, float] = {}
@@ -205,7 +205,7 @@ class Timeline(Generic[Key]):
         stats.finished.append((key, times))
 
 
-def _count_recomputed(times: RequestTimes, num_recomputed: int, stats: StepStats[Any]) -> None:
+def _count_recomputed(times: RequestTimeline, num_recomputed: int, stats: StepStats[Any]) -> None:
     """Trace lines give the number only at the end; until then they give 0."""
     if num_recomputed > times.num_recomputed:
         stats.num_recomputed += num_recomputed - times.num_recomputed
@@ -250,9 +250,9 @@ def _chunks(plan: Plan) -> list[tuple[Request, bool, int]]:
     ]
 
 
-def _times_of(request: Request) -> RequestTimes:
+def _times_of(request: Request) -> RequestTimeline:
     params = request.params
-    return RequestTimes(
+    return RequestTimeline(
         request.id, request.arrival, request.num_prompt, params.client, params.deadline,
         params.pooling is not None, params.reads_cache,
     )  # fmt: skip

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from headway.observe.timeline import RequestTimes, StepRecord
+from headway.observe.timeline import RequestTimeline, StepRecord
 from headway.observe.trace import Line, num_packed
 
-FINISHED = RequestTimes("", 0.0, 0)  # never part of a timeline
+FINISHED = RequestTimeline("", 0.0, 0)  # never part of a timeline
 
 
 class TraceReader:
     """Converts the lines of one trace to records. A request that reuses an id is a new request."""
 
     def __init__(self) -> None:
-        self._open: dict[str, RequestTimes] = {}
+        self._open: dict[str, RequestTimeline] = {}
 
-    def read(self, line: Line) -> StepRecord[RequestTimes]:
+    def read(self, line: Line) -> StepRecord[RequestTimeline]:
         """The record of the next line."""
         added = [_times_in(each) for each in line.get("added", ())]
         # An id that is added while it is open belongs to a request aborted before this plan.
@@ -52,8 +52,8 @@ class TraceReader:
         )  # fmt: skip
 
     def _finished(
-        self, ends: Sequence[Line], replaced: dict[str, RequestTimes]
-    ) -> list[tuple[RequestTimes, str, int, int]]:
+        self, ends: Sequence[Line], replaced: dict[str, RequestTimeline]
+    ) -> list[tuple[RequestTimeline, str, int, int]]:
         found = self._find([end["id"] for end in ends], replaced)
         for times in found:
             if self._open.get(times.id) is times:
@@ -63,18 +63,20 @@ class TraceReader:
             for times, end in zip(found, ends, strict=True)
         ]
 
-    def _get(self, id: str) -> RequestTimes:
+    def _get(self, id: str) -> RequestTimeline:
         """The open request with this id. A plan may include requests that have finished since."""
         return self._open.get(id, FINISHED)
 
-    def _find(self, ids: Iterable[str], replaced: dict[str, RequestTimes]) -> list[RequestTimes]:
+    def _find(
+        self, ids: Iterable[str], replaced: dict[str, RequestTimeline]
+    ) -> list[RequestTimeline]:
         """The request of each id. Of two requests with one id, the replaced one ends first."""
         earlier = dict(replaced)
         return [earlier.pop(id) if id in earlier else self._open[id] for id in ids]
 
 
-def _times_in(added: Line) -> RequestTimes:
-    return RequestTimes(
+def _times_in(added: Line) -> RequestTimeline:
+    return RequestTimeline(
         added["id"], added["arrival"], num_packed(added["prompt"]), added.get("client", ""),
         added.get("deadline"), "pooling" in added, added.get("reads_cache", True),
     )  # fmt: skip

@@ -17,15 +17,16 @@ from typing import Any
 from headway.errors import ConfigError
 
 
-def read(what: str, text: str, known: Mapping[str, Any]) -> Any:
+def parse_policy(what: str, text: str, known: Mapping[str, Any]) -> Any:
     """The policy that a text names; ConfigError that lists the known names if there is none."""
     try:
         if ":" in text:
             return _imported(what, text, known)
-        return instance(_evaluate(ast.parse(text.strip(), mode="eval").body, known, what))
+        return instantiate(_evaluate(ast.parse(text.strip(), mode="eval").body, known, what))
     except (SyntaxError, RecursionError, MemoryError):
         raise ConfigError(
-            f"{what}: cannot read {text[:60]!r}; write name or name(number)"
+            f"{what}: cannot parse {text[:60]!r}; write a policy name, name(arguments) or "
+            "module:function"
         ) from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
@@ -33,16 +34,18 @@ def read(what: str, text: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{what}: {text}: {error}") from None
 
 
-def write(value: Any, known: Iterable[Any]) -> str:
-    """The text that `read` accepts for this policy; the repr of a value without a name."""
+def format_policy(value: Any, known: Iterable[Any]) -> str:
+    """The text that `parse_policy` accepts for this policy; the repr of a value without a name."""
     known = tuple(known)
     if is_dataclass(value) and not isinstance(value, type):
-        inner = ", ".join(f"{f.name}={write(getattr(value, f.name), known)}" for f in fields(value))
+        inner = ", ".join(
+            f"{f.name}={format_policy(getattr(value, f.name), known)}" for f in fields(value)
+        )
         return f"{_name(type(value), known)}({inner})"
     return _name(value, known) if callable(value) else repr(value)
 
 
-def instance(value: Any) -> Any:
+def instantiate(value: Any) -> Any:
     """A policy class becomes an instance with its default numbers."""
     return value() if isinstance(value, type) else value
 
@@ -59,7 +62,7 @@ def check_arguments(what: str, function: Any, names: str) -> None:
         pass
 
 
-def find(what: str, name: str, known: Mapping[str, Any]) -> Any:
+def lookup(what: str, name: str, known: Mapping[str, Any]) -> Any:
     """The value of a name; ConfigError that lists the known names and suggests the closest."""
     if name in known:
         return known[name]
@@ -70,17 +73,17 @@ def find(what: str, name: str, known: Mapping[str, Any]) -> Any:
 
 def _evaluate(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
     if isinstance(node, ast.Name):
-        return find(what, node.id, known)
+        return lookup(what, node.id, known)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        arguments = [instance(_evaluate(argument, known, what)) for argument in node.args]
-        named = {k.arg or "**": instance(_evaluate(k.value, known, what)) for k in node.keywords}
-        return _call(find(what, node.func.id, known), arguments, named, what)
+        arguments = [instantiate(_evaluate(argument, known, what)) for argument in node.args]
+        named = {k.arg or "**": instantiate(_evaluate(k.value, known, what)) for k in node.keywords}
+        return _call(lookup(what, node.func.id, known), arguments, named, what)
     return ast.literal_eval(node)
 
 
 def _call(function: Any, arguments: list[Any], named: dict[str, Any], what: str) -> Any:
     if not isinstance(function, type):
-        raise ConfigError(f"{what}: {function.__name__} takes no numbers")
+        raise ConfigError(f"{what}: {function.__name__} takes no arguments")
     try:
         return function(*arguments, **named)
     except ConfigError as error:
@@ -100,7 +103,7 @@ def _imported(what: str, text: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{what}: cannot load {text!r}: {problem}") from None
     if bracket:
         return _evaluate(ast.parse(f"own({rest}", mode="eval").body, {**known, "own": value}, what)
-    return instance(value)
+    return instantiate(value)
 
 
 def _name(value: Any, known: tuple[Any, ...]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from headway.config import Config
-from headway.errors import ConfigError
+from headway.errors import ConfigError, shorten
 from headway.scheduler import headroom, policies, policy_text, queues
 
 SLOTS: dict[str, tuple[Any, ...]] = {
@@ -77,23 +77,27 @@ DEFAULT = "headway"
 
 def preset(name: str = DEFAULT, **changes: Any) -> Config:
     """The config of a preset, with any slot (a value or its text) or number replaced."""
-    values: dict[str, Any] = {**policy_text.find("preset", name, PRESETS), **changes}
+    values: dict[str, Any] = {**policy_text.lookup("preset", name, PRESETS), **changes}
     for field in values:
-        policy_text.find("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS)))
+        policy_text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS)))
     return Config(**{k: slot(k, v) if k in SLOTS else v for k, v in values.items()})
 
 
 def slot(name: str, value: Any) -> Any:
     """The value of a slot; text is read, any other value is checked and used."""
-    ready_made = policy_text.find("slot", name, SLOTS)
+    ready_made = policy_text.lookup("slot", name, SLOTS)
     if isinstance(value, str):
         parts = PARTS if name == "headroom" else ()
-        value = policy_text.read(name, value, {f.__name__: f for f in (*ready_made, *parts)})
-    value = policy_text.instance(value)
+        value = policy_text.parse_policy(
+            name, value, {f.__name__: f for f in (*ready_made, *parts)}
+        )
+    value = policy_text.instantiate(value)
     if name == "queue" and hasattr(value, "key") and hasattr(value, "outranks"):
         return value
     if not callable(value):
-        raise ConfigError(f"{name}: {value!r} is not a function")
+        raise ConfigError(
+            f"{name} must be a policy name, module:function or a callable, not {shorten(value)}"
+        )
     policy_text.check_arguments(name, value, ARGUMENTS[name])
     return queues.custom(function=value) if name == "queue" else value
 
@@ -104,4 +108,4 @@ def describe(config: Config) -> dict[str, str | int]:
     values = {f.name: getattr(config, f.name) for f in fields(config)}
     if isinstance(config.queue, queues.custom) and not config.queue.patience:
         values["queue"] = config.queue.function
-    return {k: policy_text.write(v, known) if k in SLOTS else v for k, v in values.items()}
+    return {k: policy_text.format_policy(v, known) if k in SLOTS else v for k, v in values.items()}

@@ -1,7 +1,7 @@
 """The state of a scheduler, and how requests move through it: queued, running, preempted, finished.
 
 Every change of a request's state is here; which request changes, and when, is decided elsewhere
-(step_builder.py, results.py). `View` is the part of the state that policies may read.
+(step_builder.py, results.py). `StateView` is the part of the state that policies may read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class SchedulerState:
         self.config = config
         self.kv = KVCache(config.num_blocks, config.block_size, config.num_host_blocks)
         self.plan = Plan(-1)  # the latest plan
-        self.view = View(self)
+        self.view = StateView(self)
         self.queue = WaitingQueue(config.queue, self.view)
         self.requests: dict[str, Request] = {}
         self.running: dict[Request, None] = {}  # in the order of admission
@@ -137,7 +137,7 @@ class SchedulerState:
             self.plan.reaching_limit[0].append(request)
 
 
-class View:
+class StateView:
     """What policies may read of a scheduler's state; see config.SchedulerView."""
 
     __slots__ = ("_state", "block_size", "max_num_batched_tokens", "num_blocks")

@@ -33,7 +33,7 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
     """
     name = f"request {request.id!r}"
     if request.id in used_ids:
-        raise InvalidRequest(f"{name}: this id is in use")
+        raise InvalidRequest(f"{name}: this id is used by an open request; choose another id")
     if request.state is not State.WAITING or request.num_generated:
         raise InvalidRequest(f"{name} has run before; create a new one")
     _check_prompt(request, name)
@@ -41,7 +41,7 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
     if request.num_prompt >= config.max_model_len:
         raise RequestTooLong(
             f"{name} has {request.num_prompt} prompt tokens and needs room for one output token; "
-            f"max_model_len is {config.max_model_len}",
+            f"max_model_len is {config.max_model_len}; shorten the prompt or raise max_model_len",
             need=request.num_prompt + 1,
             limit=config.max_model_len,
         )
@@ -62,7 +62,8 @@ def _final_length(request: Request, config: Config, name: str) -> int:
     if num_blocks > config.num_blocks:
         raise RequestTooLong(
             f"{name} may grow to {length} tokens and needs {num_blocks} KV blocks; "
-            f"num_blocks is {config.num_blocks}",
+            f"num_blocks is {config.num_blocks}; lower max_tokens, shorten the prompt or raise "
+            "num_blocks",
             need=num_blocks,
             limit=config.num_blocks,
         )
@@ -70,7 +71,7 @@ def _final_length(request: Request, config: Config, name: str) -> int:
     if call_chunk(config.chunk, num_stored, budget, True) < 1:
         raise RequestTooLong(
             f"{name} may grow to {length} tokens and the chunk rule does not split prompts; "
-            f"max_num_batched_tokens is {budget}",
+            f"max_num_batched_tokens is {budget}; raise max_num_batched_tokens, or use chunk split_any",
             need=num_stored,
             limit=budget,
         )

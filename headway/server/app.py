@@ -277,6 +277,6 @@ async def _ask(context: Context, query: str, details: Any = None) -> Any:
         busy = f"the engine has not answered for {ENGINE_TIMEOUT:g} s; a step is running"
         raise ApiError(503, busy, code="engine_busy", headers={"Retry-After": "1"}) from None
     except ExecutorError as error:
-        if context.engine.gone is None:
+        if context.engine.stop_reason is None:
             raise ApiError(500, str(error), code="internal_error") from error
         raise api_error(error) from error

@@ -15,7 +15,7 @@ HealthCheck = Callable[[AsyncEngine], Awaitable[str | None]]  # a problem; None:
 
 async def check_engine_running(engine: AsyncEngine) -> str | None:
     """Report a problem only if the engine has stopped."""
-    return None if engine.gone is None else f"the engine has stopped: {engine.gone}"
+    return None if engine.stop_reason is None else f"the engine has stopped: {engine.stop_reason}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine, ThreadPort
-from headway.engine.loop import EngineLoop, Latest
+from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.loop import CachedReader, EngineLoop
 from headway.errors import ExecutorError
 from headway.server.settings import check_seconds
 
@@ -26,8 +26,8 @@ class Watchdog:
         check_seconds("watchdog patience", patience, is_finite=False)
         self.patience = patience
         self._loop = loop
-        self._explanation = Latest(loop.engine, loop.engine.why)
-        loop.observations["problem"] = lambda _: self.problem()
+        self._explanation = CachedReader(loop.engine, loop.engine.why)
+        loop.concurrent_queries["problem"] = lambda _: self.problem()
 
     async def __call__(self, engine: AsyncEngine) -> str | None:
         return self.problem()
@@ -38,13 +38,13 @@ class Watchdog:
         if loop.ended is not None:
             return f"the engine has stopped: {loop.ended}"
         if engine.has_given_up:
-            return f"too many steps have failed in a row; the latest error: {engine.fault}"
-        idle = engine.idle
-        if engine.has_work and idle > self.patience:
+            return engine.stop_message
+        seconds = engine.seconds_since_progress
+        if engine.has_work and seconds > self.patience:
             explanation = self._explanation.get()[0]
-            return f"no progress for {idle:.1f} s although there is work.\n{explanation}"
+            return f"no progress for {seconds:.1f} s although there is work.\n{explanation}"
         # Without work, no step can show that the engine has recovered: a fault then expires.
-        if engine.fault is not None and (engine.has_work or idle <= self.patience):
+        if engine.fault is not None and (engine.has_work or seconds <= self.patience):
             return f"the latest step failed: {engine.fault}"
         return None
 
@@ -80,6 +80,6 @@ class RemoteWatchdog:
 
 def watch(engine: AsyncEngine, patience: float = PATIENCE) -> Watchdog | RemoteWatchdog:
     """The watchdog for an engine in this process or in another one."""
-    if isinstance(engine.port, ThreadPort):
-        return Watchdog(engine.port.loop, patience)
+    if isinstance(engine.client, ThreadClient):
+        return Watchdog(engine.client.loop, patience)
     return RemoteWatchdog(patience)

@@ -14,7 +14,7 @@ from headway.errors import ConfigError
 from headway.lab.loadgen.report import latency, throughput
 from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
 from headway.observe.run_stats import RunStats
-from headway.observe.timeline import RequestTimes
+from headway.observe.timeline import RequestTimeline
 from headway.observe.trace import read_trace
 from tests.cli.test_cli import headway, sentence
 from tests.cli.test_cli_generate import SHAPE, options_of, save_tiny
@@ -168,7 +168,9 @@ def test_every_statistic_has_its_meaning() -> None:
     for number, seconds in enumerate((1.0, 2.0, 9.0)):
         first, finished = 10.0 + seconds, 10.0 + 3 * seconds
         metrics.requests.append(
-            RequestTimes(str(number), 10.0, 5, first_token=first, finished=finished, num_output=3)
+            RequestTimeline(
+                str(number), 10.0, 5, first_token=first, finished=finished, num_output=3
+            )
         )
     result = throughput(metrics, 20.0)
     assert (result["mean_ttft_ms"], result["median_ttft_ms"]) == (4000, 2000)

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from headway.cli.commands.chat import MAX_HELD, Writer
-from headway.cli.view.talk import HELP, Conversation
+from headway.cli.view.chat_session import HELP, ChatSession
 from headway.llm import LLM
 from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import headway, refused, sentence
@@ -44,11 +44,11 @@ def llm(folder: Path) -> LLM:
     return LLM(str(folder), load_format="dummy", threads=1)
 
 
-def said(conversation: Conversation, *lines: str) -> str:
+def said(session: ChatSession, *lines: str) -> str:
     """The output of the conversation for these lines."""
     pieces: list[str] = []
     for line in lines:
-        conversation.take(line, pieces.append)
+        session.take(line, pieces.append)
     return "".join(pieces)
 
 
@@ -63,9 +63,9 @@ def test_the_bundled_model_chats_through_a_pipe(smollm2: Path) -> None:
 
 
 def test_an_answer_is_streamed_and_kept(llm: LLM) -> None:
-    conversation, pieces = Conversation(llm, GREEDY), list[str]()
-    conversation.take("hello", pieces.append)
-    user, assistant = conversation.messages
+    session, pieces = ChatSession(llm, GREEDY), list[str]()
+    session.take("hello", pieces.append)
+    user, assistant = session.messages
     assert user == {"role": "user", "content": "hello"} and assistant["role"] == "assistant"
     assert len(pieces) > 4
     assert "".join(pieces) == assistant["content"] + " (limit reached: 8 tokens)\n"
@@ -73,49 +73,47 @@ def test_an_answer_is_streamed_and_kept(llm: LLM) -> None:
 
 def test_earlier_messages_are_found_in_the_prefix_cache(llm: LLM) -> None:
     llm.reset_cache()
-    conversation = Conversation(llm, GREEDY, system="be kind " * 8)
-    said(conversation, "hello")
-    assert conversation.num_cached == 0
-    said(conversation, "and again")
-    assert conversation.num_cached > len(conversation.system) and len(conversation.messages) == 4
-    assert conversation.metrics.requests[-1].num_prompt == len(
-        conversation._prompt(conversation.messages[:3])
-    )
+    session = ChatSession(llm, GREEDY, system="be kind " * 8)
+    said(session, "hello")
+    assert session.num_cached == 0
+    said(session, "and again")
+    assert session.num_cached > len(session.system) and len(session.messages) == 4
+    assert session.metrics.requests[-1].num_prompt == len(session._prompt(session.messages[:3]))
 
 
 def test_commands_have_their_effects(llm: LLM) -> None:
-    conversation = Conversation(llm, GREEDY)
-    assert "no answers" in said(conversation, "/stats")
-    assert "model's own" in said(conversation, "/system")
-    said(conversation, "/system be brief", "hello")
-    assert said(conversation, "/system") == "be brief\n"
+    session = ChatSession(llm, GREEDY)
+    assert "no answers" in said(session, "/stats")
+    assert "model's own" in said(session, "/system")
+    said(session, "/system be brief", "hello")
+    assert said(session, "/system") == "be brief\n"
     assert (
         llm.chat_tokens([{"role": "system", "content": "be brief"}])[:16]
-        == (conversation._prompt(conversation.messages)[:16])
+        == (session._prompt(session.messages)[:16])
     )
-    stats = said(conversation, "/stats")
+    stats = said(session, "/stats")
     for word in ("8 tokens", "tokens/s", "cached", "KV cache", "steps", "preemptions", "512"):
         assert word in stats, stats
-    said(conversation, "/reset")
-    assert not conversation.messages and conversation.system == "be brief"
-    assert said(conversation, "/help") == HELP + "\n"
-    assert "unknown command /hepl" in said(conversation, "/hepl")
-    assert conversation.take("/exit", print) is False
+    said(session, "/reset")
+    assert not session.messages and session.system == "be brief"
+    assert said(session, "/help") == HELP + "\n"
+    assert "unknown command /hepl" in said(session, "/hepl")
+    assert session.take("/exit", print) is False
 
 
 def test_a_conversation_that_is_too_long_is_reported_and_not_trimmed(llm: LLM) -> None:
-    conversation = Conversation(llm, GREEDY)
-    said(conversation, "x" * 300)
-    before = list(conversation.messages)
-    reply = said(conversation, "y" * 300)
+    session = ChatSession(llm, GREEDY)
+    said(session, "x" * 300)
+    before = list(session.messages)
+    reply = said(session, "y" * 300)
     assert "/reset" in reply and "512" in reply
-    assert conversation.messages == before, "the rejected message is not kept"
-    assert "/reset" not in said(conversation, "/reset", "y" * 300)
+    assert session.messages == before, "the rejected message is not kept"
+    assert "/reset" not in said(session, "/reset", "y" * 300)
 
 
 def test_an_answer_that_reaches_the_models_length_is_marked(llm: LLM) -> None:
-    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
-    reply = said(conversation, "x" * (512 - len("user: \nassistant: ") - 6))
+    session = ChatSession(llm, SamplingParams(temperature=0, max_tokens=100, ignore_eos=True))
+    reply = said(session, "x" * (512 - len("user: \nassistant: ") - 6))
     assert "model length" in reply and "6 tokens" in reply
 
 
@@ -132,25 +130,25 @@ def interrupting(after: int, times: int, pieces: list[str]) -> Callable[[str], N
 
 
 def test_an_interrupt_ends_the_answer_and_keeps_the_chat(llm: LLM) -> None:
-    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    session = ChatSession(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     pieces: list[str] = []
     before = signal.getsignal(signal.SIGINT)
-    conversation.take("hello", interrupting(3, 1, pieces))
+    session.take("hello", interrupting(3, 1, pieces))
     assert signal.getsignal(signal.SIGINT) is before
     assert pieces[-1] == " (stopped)\n" and len(pieces) < 10
-    assert conversation.messages[-1]["content"] == "".join(pieces[:-1]) != ""
+    assert session.messages[-1]["content"] == "".join(pieces[:-1]) != ""
     assert not llm.engine.has_work and llm.engine.is_healthy
-    said(conversation, "go on")
-    assert len(conversation.messages) == 4 and conversation.num_cached > 0
+    said(session, "go on")
+    assert len(session.messages) == 4 and session.num_cached > 0
 
 
 def test_a_second_interrupt_does_not_end_the_chat(llm: LLM) -> None:
-    conversation = Conversation(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    session = ChatSession(llm, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     pieces: list[str] = []
-    conversation.take("hello", interrupting(3, 2, pieces))
+    session.take("hello", interrupting(3, 2, pieces))
     assert pieces[-1] == " (stopped)\n" and not llm.engine.has_work
-    said(conversation, "/reset", "hello")
-    assert len(conversation.messages) == 2
+    said(session, "/reset", "hello")
+    assert len(session.messages) == 2
 
 
 def test_a_model_without_chat_template_is_reported_at_once(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def shown(llm: LLM, width: int, num_tokens: int) -> tuple[str, list[list[int]], 
     names = ["one", "two", "three"]
     begun = time.perf_counter()
     first = int(next(llm._numbers)) + 1
-    view = live.View(llm, ["?"] * first + names, console)
+    view = live.RunView(llm, ["?"] * first + names, console)
     with view:
         results = llm.generate(
             ["hello " * 9, "x", "[bold]hm[/]"], SamplingParams(temperature=0, max_tokens=num_tokens)
@@ -134,7 +134,7 @@ def test_the_live_view_fits_the_screen_and_does_not_change_tokens(folder: Path, 
     assert tokens == [result.outputs[0].token_ids for result in plainly], (
         "the view does not change tokens"
     )
-    assert not [o for o in llm.engine.observers if isinstance(o, live.View)]
+    assert not [o for o in llm.engine.observers if isinstance(o, live.RunView)]
 
 
 def test_the_live_view_shows_the_end_of_a_text(folder: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_live_view_shows_the_end_of_a_text(folder: Path) -> None:
     assert llm.tokenizer is not None
     request = Request("0", [1], Params())
     request.flushed_tokens.extend(llm.tokenizer.encode("abc def\nghi  jkl"))
-    view = live.View(llm, ["one"], Console())
+    view = live.RunView(llm, ["one"], Console())
     assert view._tail(request, 8) == "…ghi jkl" and view._tail(request, 40) == "abc def ghi jkl"
 
 

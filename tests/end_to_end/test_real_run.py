@@ -376,7 +376,7 @@ def test_a_single_refused_prompt_raises(
 
 def test_the_number_of_params_must_match_the_prompts(tiny: str) -> None:
     with open_llm(tiny) as llm:
-        with pytest.raises(InvalidRequest, match="3 prompts.* 2 "):
+        with pytest.raises(InvalidRequest, match="3 prompts.* 2 .*one for each"):
             llm.generate(PROMPTS[:3], sampled(2))
         assert llm.generate([]) == []
         check_idle(llm)

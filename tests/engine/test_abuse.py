@@ -20,8 +20,8 @@ from headway import LLM, RequestOutput, SamplingParams
 from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID
 from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
-from headway.engine.loop import EngineLoop, Limits
-from headway.engine.messages import EngineStopped, FromLoop, Refusal, Submit, Tokens
+from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.messages import EngineStopped, FromLoop, Refusal, Submit, TokenBatch
 from headway.errors import (
     ConfigError,
     HeadwayError,
@@ -149,7 +149,7 @@ def test_a_policy_error_names_slot_request_type_and_message() -> None:
 def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str) -> None:
     messages: list[FromLoop] = []
     engine = make(**POISONS[poison])
-    loop = EngineLoop(engine, messages.extend, Limits(max_waiting_tokens=10_000))
+    loop = EngineLoop(engine, messages.extend, QueueLimits(max_waiting_tokens=10_000))
     asked = {"a": [7] * 5, "poison": [7] * 12, "b": [7] * 6}
     loop.post([Submit(id, prompt, params()) for id, prompt in asked.items()])
     while loop._inbox or engine.has_work:  # stepped here: its thread would wait for more messages
@@ -159,7 +159,7 @@ def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str
     (refusal,) = [message for message in messages if isinstance(message, Refusal)]
     assert (refusal.id, refusal.kind) == ("poison", "PolicyError")
     assert refusal.fields == {"slot": slot_of(poison)}
-    gained = {id for message in messages if isinstance(message, Tokens) for id in message.ids}
+    gained = {id for message in messages if isinstance(message, TokenBatch) for id in message.ids}
     assert gained == {"a", "b"} and not any(
         isinstance(message, EngineStopped) for message in messages
     )
@@ -167,7 +167,7 @@ def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str
 
 def test_a_prompt_without_a_length_is_refused_by_a_loop_with_a_token_limit() -> None:
     messages: list[FromLoop] = []
-    loop = EngineLoop(make(), messages.extend, Limits(max_waiting_tokens=10))
+    loop = EngineLoop(make(), messages.extend, QueueLimits(max_waiting_tokens=10))
     loop.post([Submit("a", 5, params())])  # type: ignore[arg-type]
     loop._read()
     loop._flush()
@@ -190,7 +190,7 @@ async def test_a_server_answers_500_after_a_policy_error_and_continues() -> None
             assert "queue" in error["message"] and "ZeroDivisionError" in error["message"]
         assert (await served.complete(prompt="good"))["choices"][0]["text"] == "GOOD"
         assert (await served.client.get("/health")).status_code == 200
-        assert served.engine.gone is None
+        assert served.engine.stop_reason is None
         await served.settled()
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import MAX_FAULTS, Engine
-from headway.engine.loop import EngineLoop, Limits
-from headway.engine.messages import End, FromLoop, Submit, Update
+from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, Submit
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.plan import StepReport
 from headway.request import Params
@@ -39,30 +39,34 @@ def within(work: Coroutine[Any, Any, Any], seconds: float = 10.0) -> Any:
 
 
 @asynccontextmanager
-async def running(engine: Engine, limits: Limits | None = None) -> AsyncIterator[AsyncEngine]:
+async def running(engine: Engine, limits: QueueLimits | None = None) -> AsyncIterator[AsyncEngine]:
     """A started engine; checks at the end that no request has left anything behind."""
     running = AsyncEngine(engine, limits)
     await running.start()
     try:
         yield running
-        while engine.has_work and running.gone is None:  # cancelled requests still have to end
+        while (
+            engine.has_work and running.stop_reason is None
+        ):  # cancelled requests still have to end
             await asyncio.sleep(0.001)
     finally:
         await running.close()
-    assert running.num_open == 0 and not running._left and not running._asked
-    if isinstance(running.port, ThreadPort):
-        assert not running.port.loop._updates.times
+    assert running.num_open == 0 and not running._abandoned and not running._pending_queries
+    if isinstance(running.client, ThreadClient):
+        assert not running.client.loop._updates.times
     check_no_leaks(engine.scheduler)
 
 
-async def read(engine: AsyncEngine, id: str, prompt: list[int], params: Params) -> list[Update]:
+async def read(
+    engine: AsyncEngine, id: str, prompt: list[int], params: Params
+) -> list[SampleUpdate]:
     """All updates of a request."""
     return [u async for updates in engine.stream(id, prompt, params) for u in updates]
 
 
-def samples_of(updates: list[Update], n: int = 1) -> list[tuple[list[int], End]]:
+def samples_of(updates: list[SampleUpdate], n: int = 1) -> list[tuple[list[int], FinishInfo]]:
     """The tokens of each sample and its end, which must come last and once."""
-    samples: list[tuple[list[int], End]] = []
+    samples: list[tuple[list[int], FinishInfo]] = []
     for sample in range(n):
         own = [update for update in updates if update.sample == sample]
         assert [u.end is not None for u in own] == [False] * (len(own) - 1) + [True]
@@ -96,7 +100,7 @@ def test_every_one_of_n_samples_has_its_own_end(async_scheduling: int) -> None:
 def test_one_sample_can_be_stopped_while_the_others_continue() -> None:
     async def ask() -> None:
         async with running(make_engine(SLOW)) as engine:
-            updates: list[Update] = []
+            updates: list[SampleUpdate] = []
             async for gained in engine.stream("a", PROMPT, script(40, n=3)):
                 updates += gained
                 if len(updates) >= 6:
@@ -141,10 +145,10 @@ def test_an_id_can_be_reused_only_after_its_request_has_ended() -> None:
         async with running(make_engine(SLOW)) as engine:
             left = engine.stream("a", PROMPT, script(900))
             await anext(left)
-            with pytest.raises(InvalidRequest, match="in use"):
+            with pytest.raises(InvalidRequest, match="choose another id"):
                 await read(engine, "a", PROMPT, script(2))
             await left.aclose()  # type: ignore[attr-defined]
-            with pytest.raises(InvalidRequest, match="in use"):
+            with pytest.raises(InvalidRequest, match="choose another id"):
                 await read(engine, "a", PROMPT, script(2))
             await asyncio.sleep(20 * SLOW)
             [(tokens, end)] = samples_of(await read(engine, "a", PROMPT, script(2)))
@@ -174,12 +178,12 @@ def test_the_error_of_a_refused_request_is_that_of_the_engine() -> None:
 @pytest.mark.parametrize(
     "limits",
     [
-        Limits(max_waiting=3),
-        Limits(max_waiting_tokens=4 * len(PROMPT)),
-        Limits(max_per_client=3),
+        QueueLimits(max_waiting=3),
+        QueueLimits(max_waiting_tokens=4 * len(PROMPT)),
+        QueueLimits(max_per_client=3),
     ],
 )
-def test_requests_above_a_limit_are_refused_and_the_others_continue(limits: Limits) -> None:
+def test_requests_above_a_limit_are_refused_and_the_others_continue(limits: QueueLimits) -> None:
     async def ask() -> None:
         async with running(make_engine(SLOW, max_num_seqs=2), limits) as engine:
             asked = [read(engine, f"{i}", PROMPT, script(5, client="one")) for i in range(30)]
@@ -198,16 +202,17 @@ def test_a_busy_engine_answers_queries_between_steps() -> None:
     async def ask() -> None:
         inner = make_engine(SLOW)
         async with running(inner) as engine:
-            assert isinstance(engine.port, ThreadPort)
-            engine.port.loop.answers["double"] = lambda number: 2 * number
+            assert isinstance(engine.client, ThreadClient)
+            engine.client.loop.step_queries["double"] = lambda number: 2 * number
             reading = asyncio.create_task(read(engine, "a", PROMPT, script(100)))
             assert await asyncio.gather(*(engine.ask("double", i) for i in range(5))) == [
                 0, 2, 4, 6, 8,
             ]  # fmt: skip
             assert re.search(r"\b1 of 8\b", await engine.ask("why"))
-            for what in ("unknown", "double"):
-                with pytest.raises(ExecutorError):
-                    await engine.ask(what)
+            with pytest.raises(ExecutorError, match="'unknown'.*double.*reset_prefix_cache.*why"):
+                await engine.ask("unknown")
+            with pytest.raises(ExecutorError):
+                await engine.ask("double")
             assert not reading.done() and len(samples_of(await reading)[0][0]) == 100
 
     within(ask())
@@ -273,9 +278,9 @@ def test_when_the_loop_raises_all_open_requests_fail_with_the_reason() -> None:
                 assert isinstance(answer, ExecutorError) and "step is broken" in str(answer)
             with suppress(ExecutorError):
                 await question  # answered or failed, but not left waiting
-            assert engine.gone is not None and engine.num_open == 0
+            assert engine.stop_reason is not None and engine.num_open == 0
             for later in (read(engine, "later", PROMPT, script(1)), engine.ask("why")):
-                with pytest.raises(ExecutorError, match="has ended"):
+                with pytest.raises(ExecutorError, match="has stopped.*restart"):
                     await later
 
     within(ask())
@@ -286,7 +291,7 @@ def test_closing_an_engine_ends_open_requests() -> None:
         async with Unchecked(make_engine(SLOW)) as engine:
             reading = asyncio.create_task(read(engine, "a", PROMPT, script(900)))
             await asyncio.sleep(10 * SLOW)
-        with pytest.raises(ExecutorError, match="was stopped"):
+        with pytest.raises(ExecutorError, match=r"stop\(\) was called"):
             await reading
 
     within(ask())
@@ -363,8 +368,8 @@ def test_requests_from_many_threads_all_end() -> None:
         pass
     loop.stop()
     running.join(5)
-    assert sum(isinstance(u, Update) and u.end is not None for u in answered) == 100
-    assert type(answered[-1]).__name__ == "EngineStopped" and loop.ended == "the engine was stopped"
+    assert sum(isinstance(u, SampleUpdate) and u.end is not None for u in answered) == 100
+    assert type(answered[-1]).__name__ == "EngineStopped" and loop.ended == "stop() was called"
 
 
 # Random requests that start and are left at random times.
@@ -380,7 +385,7 @@ async def read_randomly(engine: AsyncEngine, rng: random.Random, id: str) -> str
     prompt = [rng.randrange(3) for _ in range(rng.choice((0, 1, 5, 40, 40)))]
     patience = rng.choice((None, None, 0, 1, 3))
     await asyncio.sleep(rng.random() * 0.02)
-    updates: list[Update] = []
+    updates: list[SampleUpdate] = []
     try:
         stream = engine.stream(id, prompt, params)
         async for gained in stream:
@@ -413,7 +418,9 @@ def test_random_requests_each_end_once(seed: int) -> None:
             num_blocks=rng.choice((24, 60)), queue=rng.choice(("fcfs", "fair", "priority")),
             num_scheduler_steps=rng.choice((1, 3)),
         )  # fmt: skip
-        limits = rng.choice((Limits(), Limits(max_waiting=8), Limits(max_per_client=5)))
+        limits = rng.choice(
+            (QueueLimits(), QueueLimits(max_waiting=8), QueueLimits(max_per_client=5))
+        )
         async with running(inner, limits) as engine:
             rngs = [random.Random(rng.random()) for _ in range(60)]
             clients = [read_randomly(engine, own, f"{i}") for i, own in enumerate(rngs)]

@@ -68,17 +68,17 @@ def params(max_tokens: int = 4, **more: Any) -> Params:
 def test_idle_time_counts_from_the_last_step_or_from_the_first_work() -> None:
     engine, stub = an_engine()
     pass_time(stub.clock, 5.0)
-    assert engine.idle == 5.0
+    assert engine.seconds_since_progress == 5.0
     engine.add("a", [1, 2], params())
-    assert engine.idle == 0.0  # work came to an engine without any
+    assert engine.seconds_since_progress == 0.0  # work came to an engine without any
     pass_time(stub.clock, 3.0)
     engine.add("b", [1, 2], params())
-    assert engine.idle == 3.0  # more work is no progress
+    assert engine.seconds_since_progress == 3.0  # more work is no progress
     engine.step()
-    assert engine.idle == 0.0
+    assert engine.seconds_since_progress == 0.0
     engine.run()
     pass_time(stub.clock, 1.0)
-    assert engine.idle == 1.0 and not engine.has_work
+    assert engine.seconds_since_progress == 1.0 and not engine.has_work
 
 
 @each_scheduling
@@ -180,7 +180,7 @@ def test_observers_see_every_report_and_one_that_fails_hides_nothing_if_forgiven
     with pytest.raises(ValueError, match="no"):
         engine.step()
     assert seen == []
-    engine.forgive = lambda observer, error: forgiven.append((observer, str(error)))
+    engine.on_observer_error = lambda observer, error: forgiven.append((observer, str(error)))
     engine.run()
     assert seen == [1, 2] and forgiven == [(broken, "no")] * 2
 

@@ -160,7 +160,7 @@ def test_a_refusal_by_the_preparation_queue_reaches_the_stream_and_frees_the_id(
             if not is_left:
                 with pytest.raises(InvalidGrammar, match="too large"):
                     await waiting
-            while here._left:
+            while here._abandoned:
                 await asyncio.sleep(0.001)
             again = await read(here, "r", [1, 2, 3], script(5))
             assert samples_of(again)[0][1].reason == "stop"
@@ -187,9 +187,9 @@ def test_other_requests_run_while_one_is_prepared(is_cancelled: bool) -> None:
             if is_cancelled:
                 waiting.cancel()
                 await asyncio.wait([waiting])
-                assert here._left == {"slow": 1}  # its end has not arrived yet
+                assert here._abandoned == {"slow": 1}  # its end has not arrived yet
                 preparation.gate.set()
-                while here._left:
+                while here._abandoned:
                     await asyncio.sleep(0.001)
             else:
                 preparation.gate.set()
@@ -210,7 +210,7 @@ def test_closing_an_engine_does_not_wait_for_preparations() -> None:
                 await asyncio.sleep(0.001)
             await here.close()
             results = await asyncio.gather(*waiting, return_exceptions=True)
-            assert all("has ended" in str(each) for each in results)
+            assert all("has stopped" in str(each) for each in results)
             preparation.gate.set()
 
     within(work())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
-from headway.lab.doctor import Finding, examine
+from headway.lab.doctor import Finding, diagnose
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic
@@ -65,13 +65,13 @@ def summary_with(changes: dict[str, Any]) -> Summary:
 
 
 def test_a_healthy_run_has_no_findings() -> None:
-    assert examine(HEALTHY, CONFIG) == []
+    assert diagnose(HEALTHY, CONFIG) == []
 
 
 @pytest.mark.parametrize("name", SYMPTOMS)
 def test_a_symptom_gives_its_finding_and_no_other(name: str) -> None:
     changes, symptom, remedy = SYMPTOMS[name]
-    findings = examine(summary_with(changes), CONFIG)
+    findings = diagnose(summary_with(changes), CONFIG)
     assert len(findings) == 1
     assert symptom in findings[0].symptom and remedy in findings[0].remedy and findings[0].cause
 
@@ -90,7 +90,7 @@ def test_the_remedy_for_waiting_follows_the_most_frequent_reason(reason: str, re
     changes = {
         "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
     }  # fmt: skip
-    (finding,) = examine(summary_with(changes), CONFIG)
+    (finding,) = diagnose(summary_with(changes), CONFIG)
     assert remedy in finding.remedy and (reason or "unknown") in finding.cause
 
 
@@ -99,26 +99,26 @@ def test_waiting_in_order_is_not_the_main_reason_if_there_is_another() -> None:
     changes = {
         "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
     }  # fmt: skip
-    (finding,) = examine(summary_with(changes), CONFIG)
+    (finding,) = diagnose(summary_with(changes), CONFIG)
     assert "blocks" in finding.cause and "order" not in finding.cause
 
 
 def test_swapping_without_host_memory_is_found() -> None:
     swapping = {**CONFIG, "swap": "swap"}
-    (finding,) = examine(HEALTHY, swapping)
+    (finding,) = diagnose(HEALTHY, swapping)
     assert "3 preemptions" in finding.symptom and "num_host_blocks" in finding.remedy
-    assert examine(HEALTHY, {**swapping, "num_host_blocks": 10}) == []
-    assert examine(summary_with({"preemptions": 0}), swapping) == []
+    assert diagnose(HEALTHY, {**swapping, "num_host_blocks": 10}) == []
+    assert diagnose(summary_with({"preemptions": 0}), swapping) == []
 
 
 def test_one_client_cannot_be_unfair_and_no_deadline_cannot_be_missed() -> None:
-    assert examine(summary_with({"clients": 1, "fairness": 0.1}), CONFIG) == []
-    assert examine(summary_with({"deadlines": 0, "deadline_misses": 0}), CONFIG) == []
+    assert diagnose(summary_with({"clients": 1, "fairness": 0.1}), CONFIG) == []
+    assert diagnose(summary_with({"deadlines": 0, "deadline_misses": 0}), CONFIG) == []
 
 
 def test_a_run_without_steps_has_one_finding() -> None:
     result = simulate([], preset(), load_profile("qwen3-0.6b-h200"))
-    (finding,) = examine(summarize(result.metrics), result.metrics.config)
+    (finding,) = diagnose(summarize(result.metrics), result.metrics.config)
     assert "no steps" in finding.symptom and "rejected" in finding.cause
 
 
@@ -130,8 +130,8 @@ def test_real_summaries_can_be_examined() -> None:
         "vllm_v1", block_size=4, num_blocks=60, max_num_seqs=16, max_num_batched_tokens=64
     )
     sick = simulate(requests, small, profile).metrics
-    findings = examine(summarize(sick), sick.config)
+    findings = diagnose(summarize(sick), sick.config)
     assert findings and findings[0].symptom.startswith("thrashing")
     assert all(isinstance(f, Finding) and all(f) for f in findings)
     well = simulate(requests, preset("vllm_v1"), profile).metrics
-    assert not any("thrash" in f.symptom for f in examine(summarize(well), well.config))
+    assert not any("thrash" in f.symptom for f in diagnose(summarize(well), well.config))

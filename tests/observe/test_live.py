@@ -16,7 +16,7 @@ import pytest
 from fastapi import FastAPI
 
 from headway.config import SchedulerView
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.observe.explain import DecisionLog, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
@@ -26,14 +26,14 @@ from headway.server import live
 from headway.server.context import Context
 from headway.server.http import validation_errors
 from tests.support.gated import Gate, gated_engine, scripted
-from tests.support.silent_port import SilentPort
+from tests.support.silent_client import SilentClient
 
 SECRET = 31337  # a prompt token
 
 
 def observed(**changes: Any) -> tuple[Engine, Gate, ServerMetrics]:
     engine, gate = gated_engine(**changes)
-    return engine, gate, ServerMetrics(ThreadPort(engine).loop, "tiny")
+    return engine, gate, ServerMetrics(ThreadClient(engine).loop, "tiny")
 
 
 def client(engine: AsyncEngine) -> httpx.AsyncClient:
@@ -48,9 +48,9 @@ def served(test: Callable[[AsyncEngine, httpx.AsyncClient], Awaitable[None]]) ->
 
     async def serve() -> None:
         engine, _ = gated_engine()
-        port = ThreadPort(engine)
-        ServerMetrics(port.loop, "tiny")
-        running = AsyncEngine(port)
+        engine_client = ThreadClient(engine)
+        ServerMetrics(engine_client.loop, "tiny")
+        running = AsyncEngine(engine_client)
         await running.start()
         try:
             async with client(running) as http:
@@ -216,15 +216,15 @@ def test_the_script_reads_only_keys_of_the_snapshot() -> None:
 
 def test_many_clients_share_one_snapshot() -> None:
     async def test(engine: AsyncEngine, http: httpx.AsyncClient) -> None:
-        loop = cast(ThreadPort, engine.port).loop
-        observe, num_queries = loop.observations["snapshot"], 0
+        loop = cast(ThreadClient, engine.client).loop
+        observe, num_queries = loop.concurrent_queries["snapshot"], 0
 
         def counted(details: Any) -> Any:
             nonlocal num_queries
             num_queries += 1
             return observe(details)
 
-        loop.observations["snapshot"] = counted
+        loop.concurrent_queries["snapshot"] = counted
         async for _ in engine.stream("a", [SECRET] * 9, scripted()):
             pass
         # This query runs between steps, so the totals then include the last step of the request.
@@ -243,20 +243,20 @@ def test_live_returns_503_if_the_engine_does_not_respond(monkeypatch: pytest.Mon
 
     async def test() -> None:
         engine, _ = gated_engine()
-        port = ThreadPort(engine)
-        ServerMetrics(port.loop, "tiny")
-        remote_port = SilentPort(port)
-        remote = AsyncEngine(remote_port)
+        engine_client = ThreadClient(engine)
+        ServerMetrics(engine_client.loop, "tiny")
+        remote_client = SilentClient(engine_client)
+        remote = AsyncEngine(remote_client)
         await remote.start()
         async with client(remote) as http:
             assert (await http.get("/live")).status_code == 200
-            remote_port.is_silent = True
+            remote_client.is_silent = True
             await asyncio.sleep(0.01)
             for response in await asyncio.gather(http.get("/live"), http.get("/live")):
                 assert response.status_code == 503 and response.headers["retry-after"]
                 assert response.json()["error"]["code"] == "engine_busy"
                 assert "0.2 s" in response.json()["error"]["message"]
-            remote_port.is_silent = False
+            remote_client.is_silent = False
             await remote.close()
             await asyncio.sleep(0.05)
             response = await http.get("/live")

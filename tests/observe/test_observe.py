@@ -12,8 +12,8 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from headway.engine.async_engine import ThreadPort
-from headway.engine.loop import Latest
+from headway.engine.async_engine import ThreadClient
+from headway.engine.loop import CachedReader
 from headway.observe.server_metrics import ServerMetrics
 from headway.server import app as app_module
 from headway.server import live
@@ -31,14 +31,17 @@ PATHS = ("/metrics", "/load", "/live", "/health")
 async def watched(**more: Any) -> AsyncIterator[Server]:
     """A server with metrics and the live page."""
     async with server(**more) as s:
-        ServerMetrics(s.port.loop, MODEL)
+        ServerMetrics(s.engine_client.loop, MODEL)
         s.app.include_router(live.router(s.app.state.context))
         yield s
 
 
 async def wait_for_step(s: Server) -> None:
     async with asyncio.timeout(5):
-        while not s.port.loop.engine.num_in_flight and s.port.loop.engine.step_began is None:
+        while (
+            not s.engine_client.loop.engine.num_in_flight
+            and s.engine_client.loop.engine.step_began is None
+        ):
             await asyncio.sleep(0.005)
 
 
@@ -113,9 +116,9 @@ async def test_a_deadline_is_set_without_waiting_for_a_step() -> None:
             now = await s.engine.ask("now")
         request = asyncio.create_task(s.complete(prompt="xy", deadline=60))
         async with asyncio.timeout(MAX_SECONDS):
-            while s.port.loop.num_unread == 0:
+            while s.engine_client.loop.num_unread == 0:
                 await asyncio.sleep(0.005)
-        (submit,) = s.port.loop._inbox
+        (submit,) = s.engine_client.loop._inbox
         assert now + 60 <= cast(Any, submit).params.deadline <= now + 60 + 5
         s.executor.gate.set()
         await request
@@ -137,7 +140,7 @@ async def test_a_cache_reset_waits_for_the_step_until_a_timeout(
 
 def test_a_locked_scheduler_gives_the_last_known_state() -> None:
     engine = make_engine()
-    latest = Latest(engine, lambda: len(engine.scheduler.requests))
+    latest = CachedReader(engine, lambda: len(engine.scheduler.requests))
     engine.add("a", [1, 2, 3], script(5))
     assert latest.get()[0] == 1
     held, done = threading.Event(), threading.Event()
@@ -165,7 +168,7 @@ def test_the_watchdog_explains_a_stuck_step() -> None:
             watchdog = watch(s.engine, patience=0.01)
             problem = await watchdog(s.engine)
             assert problem is not None and "1 of" in problem and "in flight" in problem
-        assert isinstance(s.engine.port, ThreadPort)
+        assert isinstance(s.engine.client, ThreadClient)
 
     asyncio.run(test())
 

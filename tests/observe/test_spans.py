@@ -161,7 +161,7 @@ def test_an_unreachable_collector_does_not_delay_shutdown() -> None:
 async def test_a_trace_context_belongs_to_its_request_only() -> None:
     async with server() as s:
         seen: list[str] = []
-        s.port.loop.on_submit.append(lambda message, _: seen.append(message.traceparent))
+        s.engine_client.loop.on_submit.append(lambda message, _: seen.append(message.traceparent))
         transport = httpx.ASGITransport(TraceContextMiddleware(s.app))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             for headers in ({"traceparent": HEADER}, {}, {"traceparent": "invalid"}):

@@ -18,7 +18,7 @@ from headway.lab.summary import Summary, fairness, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
-from headway.observe.timeline import RequestTimes, Timeline, record_of
+from headway.observe.timeline import RequestTimeline, Timeline, record_of
 from headway.observe.trace import Line, describe_step, read_trace
 from headway.observe.trace_reader import TraceReader
 from headway.plan import StepReport
@@ -241,7 +241,7 @@ def test_a_trace_file_gives_the_same_numbers_as_the_live_run(
 @each_scheduling
 @pytest.mark.parametrize("name", ["headway", "vllm", "minivllm"])
 def test_reports_and_lines_give_the_same_step_statistics(name: str, async_scheduling: int) -> None:
-    live, from_trace, reader = Timeline[Request](), Timeline[RequestTimes](), TraceReader()
+    live, from_trace, reader = Timeline[Request](), Timeline[RequestTimeline](), TraceReader()
     phases: Counter[str] = Counter()
 
     def compare(report: StepReport) -> None:
@@ -295,8 +295,8 @@ def test_equal_service_gives_fairness_1() -> None:
     assert summary["clients"] == 4 and summary["fairness"] == pytest.approx(1.0)
 
 
-def times(client: str, admitted: float, finished: float) -> RequestTimes:
-    return RequestTimes(
+def times(client: str, admitted: float, finished: float) -> RequestTimeline:
+    return RequestTimeline(
         "a", 0.0, 50, client, admitted=admitted, first_token=admitted, finished=finished,
         finish_reason="stop", num_output=50,
     )  # fmt: skip

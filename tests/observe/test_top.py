@@ -15,7 +15,7 @@ from rich.console import Console
 
 from headway.cli.commands.top import NoResponse, first_snapshot, follow, get_snapshot
 from headway.cli.view.top import picture
-from headway.engine.async_engine import ThreadPort
+from headway.engine.async_engine import ThreadClient
 from headway.errors import ConfigError
 from headway.observe.server_metrics import ServerMetrics
 from tests.support.gated import gated_engine, scripted
@@ -24,7 +24,7 @@ from tests.support.gated import gated_engine, scripted
 @pytest.fixture
 def snapshot() -> dict[str, Any]:
     engine, _ = gated_engine()
-    metrics = ServerMetrics(ThreadPort(engine).loop, "tiny")
+    metrics = ServerMetrics(ThreadClient(engine).loop, "tiny")
     for id in ("a", "b\x1b[31m", "c"):
         engine.add(id, [1] * 9, scripted(client="[red]Bob"))
     engine.step()

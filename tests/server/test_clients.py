@@ -18,7 +18,7 @@ import uvicorn
 from headway import LLM, SamplingParams
 from headway.cli.options.serve import ServeOptions
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.loop import Limits
+from headway.engine.loop import QueueLimits
 from headway.lab.loadgen import report as serve_report
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model, send
@@ -78,7 +78,7 @@ class Serving:
         assert not self._thread.is_alive(), "the server has not stopped"
 
     async def _serve(self) -> None:
-        engine = AsyncEngine(self._llm.engine, Limits(max_waiting=200))
+        engine = AsyncEngine(self._llm.engine, QueueLimits(max_waiting=200))
         await engine.start()
         context = Context(
             engine=engine, input_processor=self._llm.input_processor, model_name=NAME,

@@ -19,18 +19,18 @@ from pydantic import ValidationError
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.event_loop import EventLoopBridge, RequestStream
 from headway.engine.input_processor import InputProcessor, Prompt
-from headway.engine.messages import End, FromLoop, Query, Tokens, ToLoop, Update
+from headway.engine.messages import FinishInfo, FromLoop, Query, SampleUpdate, TokenBatch, ToLoop
 from headway.request import Params
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
+from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
 from headway.server.generation.prompts import tokens_of
-from headway.server.generation.runs import Delta, Run, Straight
 from headway.server.http.offload import MAX_INLINE_SIZE
 from headway.server.openai.protocol import CompletionRequest
 from headway.server.process.ipc import FrameDecoder, frame
 from tests.support.served import Server, on_loop, server
 
-DONE = End("length", None, None, 0, 0, 0.0, 0.0, 0.0)
+DONE = FinishInfo("length", None, None, 0, 0, 0.0, 0.0, 0.0)
 LETTERS = "abcdefghijklmnopqrstuvwxyz" * 8
 
 
@@ -58,16 +58,16 @@ def form(deltas: list[Delta]) -> bytes:
     return "".join(delta.text for delta in deltas).encode()
 
 
-def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> Run:
+def run_of(here: Server, number: int, text: str = LETTERS, **options: Any) -> PromptRun:
     context: Context = here.app.state.context
-    asked = SamplingParams(max_tokens=len(text), **options)
+    sampling_params = SamplingParams(max_tokens=len(text), **options)
     tokens = list(text.encode())
-    return Run(context, f"r{number}", tokens, asked, field="prompt", is_live=True)
+    return PromptRun(context, f"r{number}", tokens, sampling_params, field="prompt", is_live=True)
 
 
-async def read(run: Run, writer: RandomWriter) -> str:
+async def read(run: PromptRun, writer: RandomWriter) -> str:
     """All output of a run, read by a consumer that pauses at random."""
-    async for deltas in run.deltas(Straight(writer, form)):
+    async for deltas in run.deltas(DirectWriter(writer, form)):
         writer.output.append(form(deltas).decode())
         if writer.chance.random() < 0.3:
             await asyncio.sleep(writer.chance.random() / 500)
@@ -103,7 +103,7 @@ async def test_a_failed_direct_write_fails_only_its_request() -> None:
 
         async def read_broken() -> None:
             writer = RandomWriter(random.Random(2), [])
-            async for _ in run_of(here, 0).deltas(Straight(writer, fails)):
+            async for _ in run_of(here, 0).deltas(DirectWriter(writer, fails)):
                 pass
 
         writer = RandomWriter(random.Random(3), [])
@@ -118,7 +118,7 @@ async def test_a_failed_direct_write_fails_only_its_request() -> None:
 async def test_several_samples_are_never_written_directly() -> None:
     async with server(max_model_len=512) as here:
         writer = RandomWriter(random.Random(4), [])
-        async for _ in run_of(here, 0, n=2).deltas(Straight(writer, form)):
+        async for _ in run_of(here, 0, n=2).deltas(DirectWriter(writer, form)):
             pass
         assert writer.num_written == 0
         await here.settled()
@@ -131,28 +131,28 @@ async def test_several_samples_are_never_written_directly() -> None:
 async def test_a_sink_is_used_only_while_the_reader_waits() -> None:
     stream, sunk = RequestStream(1), []
 
-    def sink(update: Update) -> bool:
+    def sink(update: SampleUpdate) -> bool:
         sunk.append(update.tokens)
         return True
 
     stream.sink = sink
-    stream.put(Update("a", 0, [1]))  # no reader yet
+    stream.put(SampleUpdate("a", 0, [1]))  # no reader yet
     assert [u.tokens for u in await stream.take()] == [[1]] and not sunk
-    stream.put(Update("a", 0, [2]))  # the reader is processing the first
+    stream.put(SampleUpdate("a", 0, [2]))  # the reader is processing the first
     reader = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
     assert [u.tokens for u in await reader] == [[2]] and not sunk
     reader = asyncio.create_task(stream.take())
     await asyncio.sleep(0)
-    stream.put(Update("a", 0, [3]))
-    stream.keep(Update("a", 0, [4]))
-    stream.put(Update("a", 0, [5], end=DONE))  # an earlier one waits for the reader
+    stream.put(SampleUpdate("a", 0, [3]))
+    stream.keep(SampleUpdate("a", 0, [4]))
+    stream.put(SampleUpdate("a", 0, [5], end=DONE))  # an earlier one waits for the reader
     assert sunk == [[3]]
     assert [u.tokens for u in await reader] == [[4], [5]] and stream.num_open == 0
 
 
 class Quiet:
-    """A port without an engine; the test injects its messages."""
+    """A client without an engine; the test injects its messages."""
 
     async def open(self, receive: Any) -> None:
         self.receive = receive
@@ -163,16 +163,16 @@ class Quiet:
 
 @on_loop
 async def test_tokens_of_several_steps_arrive_together() -> None:
-    port = Quiet()
-    engine = AsyncEngine(port)
+    client = Quiet()
+    engine = AsyncEngine(client)
     await engine.start()
     with engine.submitted("a", [1], Params()) as stream:
         stream.sink = lambda update: pytest.fail("it is late: its reader has them together")
         reader = asyncio.create_task(stream.take())
         await asyncio.sleep(0)
-        port.receive([Tokens(["a", "b"], [[1], [2]]), Tokens(["a"], [[3, 4]])])
+        client.receive([TokenBatch(["a", "b"], [[1], [2]]), TokenBatch(["a"], [[3, 4]])])
         assert [update.tokens for update in await reader] == [[1], [3, 4]]
-        port.receive([Update("a", 0, [], end=DONE)])
+        client.receive([SampleUpdate("a", 0, [], end=DONE)])
 
 
 # Between threads and processes.
@@ -185,7 +185,7 @@ async def test_the_event_loop_bridge_keeps_order_and_wakes_rarely() -> None:
 
     def deliver() -> None:
         for number in range(1000):
-            bridge.deliver([Update("a", 0, [number])])
+            bridge.deliver([SampleUpdate("a", 0, [number])])
 
     thread = threading.Thread(target=deliver)
     thread.start()
@@ -193,7 +193,7 @@ async def test_the_event_loop_bridge_keeps_order_and_wakes_rarely() -> None:
     while sum(map(len, received)) < 1000:
         await asyncio.sleep(0.001)
     thread.join()
-    numbers = [m.tokens[0] for batch in received for m in batch if isinstance(m, Update)]
+    numbers = [m.tokens[0] for batch in received for m in batch if isinstance(m, SampleUpdate)]
     assert numbers == list(range(1000)) and all(received) and len(received) < 500
 
 
@@ -204,7 +204,7 @@ async def test_giving_way_ends_when_all_is_received_or_in_time() -> None:
     waited: list[float] = []
 
     def deliver(seconds: float) -> None:
-        bridge.deliver([Tokens([], [])])
+        bridge.deliver([TokenBatch([], [])])
         begun = time.perf_counter()
         bridge.wait_received(seconds)
         waited.append(time.perf_counter() - begun)

@@ -12,8 +12,8 @@ import pytest
 
 from headway import Engine, Scheduler, preset
 from headway.engine.input_processor import embedding_params
-from headway.engine.loop import EngineLoop, Limits
-from headway.engine.messages import FromLoop, Submit, Tokens, Update
+from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.messages import FromLoop, SampleUpdate, Submit, TokenBatch
 from headway.request import Params
 from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error
@@ -70,7 +70,7 @@ async def test_scheduling_fields_reach_the_engine() -> None:
         here.executor.gate.clear()
         fields = {"user": "me", "priority": -3, "cache_salt": "pepper", "deadline": 50.0}
         calling = asyncio.create_task(embed(here, input="abc", **fields))
-        scheduler = here.port.loop.engine.scheduler
+        scheduler = here.engine_client.loop.engine.scheduler
         while not scheduler.requests:
             await asyncio.sleep(0.001)
         (request,) = scheduler.requests.values()
@@ -126,7 +126,7 @@ async def test_an_input_that_is_too_long_is_refused_not_truncated() -> None:
 
 @on_loop
 async def test_overload_faults_and_timeouts_have_their_statuses() -> None:
-    async with server(limits=Limits(max_per_client=1), request_timeout=0.2) as here:
+    async with server(limits=QueueLimits(max_per_client=1), request_timeout=0.2) as here:
         response = await here.post(PATH, input=["abc"] * 3, user="me")
         assert error(response, 429)["code"] == "overloaded"
         assert int(response.headers["retry-after"]) >= 1
@@ -163,7 +163,7 @@ async def test_a_disconnect_cancels_the_requests() -> None:
             "http_version": "1.1", "scheme": "http", "server": ("test", 80),
         }  # fmt: skip
         calling = asyncio.create_task(here.app(scope, receive, send))
-        while here.engine.num_open < 3 or not here.port.loop.engine.scheduler.running:
+        while here.engine.num_open < 3 or not here.engine_client.loop.engine.scheduler.running:
             await asyncio.sleep(0.001)
         gone.set()
         done, _ = await asyncio.wait({calling}, timeout=2)  # although no step ends meanwhile
@@ -196,9 +196,9 @@ def test_a_step_with_an_embedding_sends_other_tokens_in_one_message() -> None:
     loop._read()
     sent.clear()
     loop.engine.step()
-    ((tokens, update),) = (sorted(messages, key=lambda m: type(m).__name__) for messages in sent)
-    assert isinstance(tokens, Tokens) and sorted(tokens.ids) == ["a", "b"]
-    assert isinstance(update, Update) and update.id == "vector" and update.end is not None
+    ((update, tokens),) = (sorted(messages, key=lambda m: type(m).__name__) for messages in sent)
+    assert isinstance(tokens, TokenBatch) and sorted(tokens.ids) == ["a", "b"]
+    assert isinstance(update, SampleUpdate) and update.id == "vector" and update.end is not None
     assert update.embedding is not None
     ((copied,),) = FrameDecoder().feed(frame([update]))  # as sent to another process
     assert np.array_equal(copied.embedding, update.embedding) and copied.end == update.end

@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.input_processor import InputProcessor
 from headway.observe.trace import TraceWriter, read_trace
@@ -93,7 +93,7 @@ async def listening(engine: Engine, app: Any, model_info: Any) -> AsyncIterator[
     url = "http://{}:{}".format(*bound.getsockname())
     servers: list[GracefulServer] = []
     work = serve_http(
-        factory, AsyncEngine(ThreadPort(engine)), lambda: model_info, bound,
+        factory, AsyncEngine(ThreadClient(engine)), lambda: model_info, bound,
         ready=lambda _: started.set(), on_start=servers.append,
     )  # fmt: skip
     task = asyncio.create_task(work)

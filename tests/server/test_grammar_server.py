@@ -142,8 +142,8 @@ async def test_objects_are_closed_if_requested(
 ) -> None:
     async with letters_server(disable_additional_properties=is_default) as here:
         seen: list[Any] = []
-        send = here.port.send
-        here.port.send = lambda messages: (seen.extend(messages), send(messages))[1]  # type: ignore[method-assign]
+        send = here.engine_client.send
+        here.engine_client.send = lambda messages: (seen.extend(messages), send(messages))[1]  # type: ignore[method-assign]
         response = await here.post(COMPLETIONS, prompt="abc", **form)
         assert response.status_code == 200, response.text
         schema = json.loads(seen[0].params.sampling.grammar.text)

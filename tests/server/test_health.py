@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import MAX_FAULTS
 from headway.errors import ConfigError
 from headway.server.health import RemoteWatchdog, Watchdog, watch
 from tests.support.gated import gated_engine, scripted
-from tests.support.silent_port import SilentPort
+from tests.support.silent_client import SilentClient
 
 
 async def drain(engine: AsyncEngine, id: str) -> None:
@@ -23,7 +23,7 @@ async def drain(engine: AsyncEngine, id: str) -> None:
 def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
     async def test() -> None:
         engine, gate = gated_engine()
-        running = AsyncEngine(ThreadPort(engine))
+        running = AsyncEngine(ThreadClient(engine))
         await running.start()
         watchdog = watch(running, patience=0.4)
         assert isinstance(watchdog, Watchdog) and await watchdog(running) is None
@@ -48,7 +48,7 @@ def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
 
 def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
     engine, gate = gated_engine()
-    watchdog = Watchdog(ThreadPort(engine).loop, patience=0.3)
+    watchdog = Watchdog(ThreadClient(engine).loop, patience=0.3)
     gate.num_faults = 1
     engine.add("a", [1], scripted())
     engine.run()
@@ -66,22 +66,22 @@ def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
 
 def test_an_engine_that_has_given_up_stays_unhealthy() -> None:
     engine, gate = gated_engine()
-    watchdog = Watchdog(ThreadPort(engine).loop, patience=0.01)
+    watchdog = Watchdog(ThreadClient(engine).loop, patience=0.01)
     gate.num_faults = MAX_FAULTS
     for number in range(MAX_FAULTS):
         engine.add(str(number), [1], scripted())
         engine.run()
     time.sleep(0.02)
-    assert engine.has_given_up and watchdog.problem() is not None
+    assert engine.has_given_up and str(MAX_FAULTS) in (watchdog.problem() or "")
 
 
 def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:
     async def test() -> None:
         engine, gate = gated_engine()
-        port = ThreadPort(engine)
-        Watchdog(port.loop)
-        remote_port = SilentPort(port)
-        remote = AsyncEngine(remote_port)
+        client = ThreadClient(engine)
+        Watchdog(client.loop)
+        remote_client = SilentClient(client)
+        remote = AsyncEngine(remote_client)
         await remote.start()
         watchdog = watch(remote, patience=0.1)
         assert isinstance(watchdog, RemoteWatchdog)
@@ -91,10 +91,10 @@ def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:
             async for updates in remote.stream("a", [1], scripted()):
                 assert updates[-1].end is None, updates[-1].end
         assert "device lost" in (await watchdog(remote) or "")
-        remote_port.is_silent = True
+        remote_client.is_silent = True
         problem = await watchdog(remote)
         assert problem is not None and "device lost" not in problem
-        remote_port.is_silent = False
+        remote_client.is_silent = False
         await remote.close()
 
     asyncio.run(test())

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from headway import VirtualClock
-from headway.engine.loop import Limits
+from headway.engine.loop import QueueLimits
 from headway.engine.messages import Cancel, Submit
 from headway.errors import ConfigError
-from headway.server.generation.conversation import OutputParser
-from headway.server.generation.runs import Delta
+from headway.server.generation.prepared_chat import OutputParser
+from headway.server.generation.prompt_runs import Delta
 from headway.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
 from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use
@@ -209,7 +209,7 @@ async def test_every_field_reaches_the_engine() -> None:
     async with server() as here:
         seen, clock = spied(here), VirtualClock()
         clock.advance_to(1000)
-        here.port.loop.engine.clock = clock
+        here.engine_client.loop.engine.clock = clock
         asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 11}
         asked |= {"presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5}
         more = {"logit_bias": {"65": 2}, "min_tokens": 2, "ignore_eos": True, "priority": -4}
@@ -477,10 +477,10 @@ async def test_unknown_models_paths_and_methods_are_errors() -> None:
 
 @on_loop
 async def test_a_full_queue_is_a_429_with_retry_after() -> None:
-    async with server(limits=Limits(max_per_client=1)) as here:
+    async with server(limits=QueueLimits(max_per_client=1)) as here:
         here.executor.gate.clear()
         first = asyncio.create_task(here.complete(prompt="abc", user="me"))
-        while not here.port.loop.engine.scheduler.requests:
+        while not here.engine_client.loop.engine.scheduler.requests:
             await asyncio.sleep(0.001)
         second = asyncio.create_task(here.post(COMPLETIONS, prompt="abc", user="me", stream=True))
         await asyncio.sleep(0.01)
@@ -532,7 +532,7 @@ async def test_a_disconnect_cancels_the_requests(fields: dict[str, Any]) -> None
         prompt = ["x" * 2000, "y" * 2000]
         asked = {"prompt": prompt, "max_tokens": 2000, "ignore_eos": True, **fields}
         calling = asyncio.create_task(call(here, asked, nothing, gone))
-        while not here.port.loop.engine.scheduler.running:
+        while not here.engine_client.loop.engine.scheduler.running:
             await asyncio.sleep(0.001)
         here.executor.gate.clear()
         gone.set()
@@ -568,8 +568,8 @@ async def test_a_request_that_times_out_is_a_504_and_is_cancelled(stream: bool) 
 @on_loop
 async def test_a_stopped_engine_is_a_503_on_all_endpoints() -> None:
     async with server() as here:
-        here.port.loop.stop()
-        while here.engine.gone is None:
+        here.engine_client.loop.stop()
+        while here.engine.stop_reason is None:
             await asyncio.sleep(0.001)
         for stream in (False, True):
             error(await here.post(COMPLETIONS, prompt="abc", stream=stream), 503)
@@ -702,13 +702,13 @@ async def test_the_schema_lists_all_paths_with_responses_and_errors() -> None:
 def spied(here: Server) -> list[Any]:
     """A list that collects all messages sent to the engine."""
     seen: list[Any] = []
-    send = here.port.send
+    send = here.engine_client.send
 
     def spy(messages: list[Any]) -> None:
         seen.extend(messages)
         send(messages)
 
-    here.port.send = spy  # type: ignore[method-assign]
+    here.engine_client.send = spy  # type: ignore[method-assign]
     return seen
 
 
@@ -719,7 +719,7 @@ async def nothing(message: Any) -> None:
 async def call(
     here: Server, fields: dict[str, Any], send: Any, gone: asyncio.Event | None = None
 ) -> None:
-    """Call the app like an ASGI server does; the client disconnects when `gone` is set."""
+    """Call the app like an ASGI server does; the client disconnects when `stop_reason` is set."""
     body = json.dumps(fields).encode()
     messages = iter([{"type": "http.request", "body": body, "more_body": False}])
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from tokenizers import AddedToken
 
 from headway.engine.input_processor import InputProcessor
-from headway.engine.loop import Limits
+from headway.engine.loop import QueueLimits
 from headway.errors import InvalidRequest, RequestTooLong
 from headway.sampling_params import Sampling, SamplingParams
 from headway.server.generation import request_fields
@@ -396,7 +396,7 @@ async def test_a_long_echo_equals_short_ones() -> None:
 @on_loop
 async def test_more_prompts_than_the_queue_holds_still_run(limit: str) -> None:
     prompts = [f"p{number}" for number in range(100)]
-    async with server(Limits(**{limit: 10})) as here:
+    async with server(QueueLimits(**{limit: 10})) as here:
         here.executor.gate.clear()
         first = asyncio.create_task(
             here.complete(prompt="first")
@@ -413,7 +413,7 @@ async def test_more_prompts_than_the_queue_holds_still_run(limit: str) -> None:
 
 @on_loop
 async def test_several_prompts_get_a_429_if_none_fits_into_the_queue() -> None:
-    async with server(Limits(max_waiting=0)) as here:
+    async with server(QueueLimits(max_waiting=0)) as here:
         response = await here.post(COMPLETIONS, prompt=["a", "b"])
         assert response.status_code == 429 and "retry-after" in response.headers
         await here.settled()

@@ -122,7 +122,7 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (COMPLETIONS, {"prompt": ["a", ""]}, ("prompt[1]", "no tokens")),
     (COMPLETIONS, {"prompt": [[1], [VOCAB_SIZE]]},
      ("prompt", str(VOCAB_SIZE))),
-    (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, ("2500", "2048")),
+    (COMPLETIONS, {"prompt": ["a"] * 50, "n": 50}, ("2500", "2048", "lower n")),
     (COMPLETIONS, {"n": 1025}, ("n ", "1024", "1025")),
     (COMPLETIONS, {"n": float("inf")}, ("n ", "an integer", "Infinity")),
     (COMPLETIONS, {"max_tokens": -1}, ("max_tokens ", "at least 1", "0 with echo", "not -1")),
@@ -167,7 +167,14 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
      ("structured_outputs.json", "an object or a string", "5")),
     (COMPLETIONS, {"structured_outputs": {"regex": "("}}, ("structured_outputs: regex", "unclosed group")),
     (COMPLETIONS, {"structured_outputs": {"regex": "a", "grammar": "b"}},
-     ("structured_outputs ", "json, regex, choice, grammar", "not 2")),
+     ("structured_outputs ", "json, regex, choice, grammar", "not regex and grammar")),
+    (COMPLETIONS, {"structured_outputs": {}}, ("structured_outputs ", "not none")),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+     ("structured_outputs and response_format ", "only one")),
+    (COMPLETIONS, {"guided_regex": "a", "response_format": {"type": "json_object"}},
+     ("guided_regex and response_format ", "only one")),
+    (COMPLETIONS, {"guided_regex": "a", "guided_choice": ["a"]},
+     ("guided_regex and guided_choice ", "only one")),
     (CHAT, {"messages": []}, ("messages ", "at least 1", "not 0")),
     (CHAT, {"messages": [*HELLO, 5]}, ("messages[1]", "an object", "5")),
     (CHAT, {"messages": [{"role": "", "content": "a"}]},
@@ -195,6 +202,8 @@ WRONG_FIELDS: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"type": "function", "function": {"name": "g", "parameters": {"x-guidance": 5}}}]},
      ("tools[0].function.parameters: json_schema: x-guidance", "an object", "not 5")),
     ("/tokenize", {"prompt": 5}, ("prompt", "a string", "5")),
+    ("/tokenize", {}, ("prompt is missing", "messages")),
+    ("/tokenize", {"prompt": "a", "messages": HELLO}, ("prompt and messages ", "only one")),
     ("/detokenize", {"tokens": [1, "a"]}, ("tokens[1]", "an integer", '"a"')),
     ("/detokenize", {"tokens": [VOCAB_SIZE]}, ("tokens ", f"0 to {VOCAB_SIZE - 1}", str(VOCAB_SIZE))),
 ]  # fmt: skip
@@ -212,6 +221,34 @@ async def test_a_wrong_field_is_reported_with_location_problem_and_limit() -> No
             assert all(each in message for each in expected), (wrong, message)
             assert param in message.replace("[", " ").replace(".", " ").replace(":", "").split()
             assert "'cmpl-" not in message and "None" not in message
+        await here.settled()
+
+
+@on_loop
+async def test_the_error_for_too_many_choices_names_n_its_value_and_the_limit() -> None:
+    async with server(max_choices=3) as here:
+        for path, fields in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": HELLO})):
+            message, param = await error_of(here, path, json.dumps({**fields, "n": 4}).encode())
+            assert (
+                param == "n" and message.startswith("n must be at most 3 ") and "not 4" in message
+            )
+        await here.settled()
+
+
+RESPONSES_INPUTS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"type": "function_call", "name": 5, "arguments": "{}"}, ("input[0].name ", "not 5")),
+    ({"type": "function_call", "name": "f"}, ("input[0].arguments ", "not null")),
+    ({"role": "user", "content": 5}, ("input[0].content ", "list of parts", "not 5")),
+]
+
+
+@on_loop
+async def test_a_wrong_input_item_is_reported_with_member_and_value() -> None:
+    async with server() as here:
+        for item, expected in RESPONSES_INPUTS:
+            body = json.dumps({"input": [item]}).encode()
+            message, param = await error_of(here, "/v1/responses", body)
+            assert param == "input" and all(each in message for each in expected), message
         await here.settled()
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
-from headway.engine.loop import Limits
+from headway.engine.loop import QueueLimits
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.server.process.engine_service import EngineService
-from headway.server.process.ipc import SocketPort
+from headway.server.process.ipc import SocketClient
 from headway.server.process.serve import bind
 from headway.server.process.workers import SharedListener
 from tests.engine.test_async_engine import PROMPT, SLOW, read, read_randomly, samples_of, within
@@ -34,25 +34,29 @@ MODEL_INFO = {"model": "none"}
 
 @asynccontextmanager
 async def workers(
-    engine: Engine, count: int = 2, limits: Limits | None = None
+    engine: Engine, count: int = 2, limits: QueueLimits | None = None
 ) -> AsyncIterator[tuple[EngineService, list[AsyncEngine]]]:
     """An engine behind a socket and several clients of it; at the end no request may be left."""
     with tempfile.TemporaryDirectory() as folder:
-        port = ThreadPort(engine, limits)
-        service = EngineService(port, MODEL_INFO)
+        client = ThreadClient(engine, limits)
+        service = EngineService(client, MODEL_INFO)
         await service.start(path := Path(folder) / "engine")
         async with AsyncExitStack() as stack:
-            engines = [AsyncEngine(SocketPort(path)) for _ in range(count)]
+            engines = [AsyncEngine(SocketClient(path)) for _ in range(count)]
             for each in engines:
                 await each.start()
                 stack.push_async_callback(each.close)
             yield service, engines
-            while service.stopped is None and (engine.has_work or any(e._left for e in engines)):
+            while service.stopped is None and (
+                engine.has_work or any(e._abandoned for e in engines)
+            ):
                 await asyncio.sleep(0.001)
         while service.workers:
             await asyncio.sleep(0.001)
         await service.close()
-    assert not service._queries and all(not each.num_open and not each._left for each in engines)
+    assert not service._queries and all(
+        not each.num_open and not each._abandoned for each in engines
+    )
     if not engine.scheduler.requests:
         check_no_leaks(engine.scheduler)
 
@@ -61,7 +65,8 @@ def test_each_worker_gets_its_own_tokens_and_the_model_info() -> None:
     async def ask() -> None:
         async with workers(make_engine(), 3) as (_, engines):
             assert all(
-                isinstance(e.port, SocketPort) and e.port.model_info == MODEL_INFO for e in engines
+                isinstance(e.client, SocketClient) and e.client.model_info == MODEL_INFO
+                for e in engines
             )
             reading = [
                 read(e, "same id", PROMPT, script(i + 2, i + 1)) for i, e in enumerate(engines)
@@ -77,8 +82,8 @@ def test_each_worker_gets_its_own_tokens_and_the_model_info() -> None:
 def test_query_results_go_to_the_worker_that_asked() -> None:
     async def ask() -> None:
         async with workers(make_engine(SLOW)) as (service, (one, other)):
-            assert isinstance(service._port, ThreadPort)
-            service._port.loop.answers["double"] = lambda number: 2 * number
+            assert isinstance(service._client, ThreadClient)
+            service._client.loop.step_queries["double"] = lambda number: 2 * number
             reading = asyncio.create_task(read(one, "a", PROMPT, script(30)))
             asked = [
                 e.ask("double", 10 * i + j) for i in range(9) for j, e in enumerate((one, other))
@@ -95,7 +100,7 @@ def test_query_results_go_to_the_worker_that_asked() -> None:
 
 def test_errors_cross_the_socket_unchanged() -> None:
     async def ask() -> None:
-        async with workers(make_engine(SLOW), 2, Limits(max_waiting=0)) as (_, (one, _other)):
+        async with workers(make_engine(SLOW), 2, QueueLimits(max_waiting=0)) as (_, (one, _other)):
             with pytest.raises(Overloaded):
                 await read(one, "a", PROMPT, script(2))
         async with workers(make_engine()) as (_, (_one, other)):
@@ -119,8 +124,8 @@ def test_a_disconnected_worker_has_its_requests_cancelled() -> None:
             ]
             staying = asyncio.create_task(read(other, "a", PROMPT, script(60)))
             await asyncio.sleep(10 * SLOW)
-            assert isinstance(one.port, SocketPort) and one.port._writer is not None
-            one.port._writer.transport.abort()  # like a killed process
+            assert isinstance(one.client, SocketClient) and one.client._writer is not None
+            one.client._writer.transport.abort()  # like a killed process
             for answer in await asyncio.gather(*going, return_exceptions=True):
                 assert isinstance(answer, ExecutorError)
             assert len(samples_of(await staying)[0][0]) == 60
@@ -143,11 +148,11 @@ def test_all_workers_learn_that_the_engine_has_stopped() -> None:
             inner.step = broken  # type: ignore[method-assign]
             for answer in await asyncio.gather(*reading, return_exceptions=True):
                 assert isinstance(answer, ExecutorError) and "fatal fault" in str(answer)
-            assert isinstance(engines[0].port, SocketPort)
-            late = AsyncEngine(SocketPort(engines[0].port.path))
+            assert isinstance(engines[0].client, SocketClient)
+            late = AsyncEngine(SocketClient(engines[0].client.path))
             await late.start()
             await asyncio.sleep(0.02)
-            assert late.gone is not None and "fatal fault" in late.gone
+            assert late.stop_reason is not None and "fatal fault" in late.stop_reason
             await late.close()
 
     within(ask())
@@ -155,17 +160,17 @@ def test_all_workers_learn_that_the_engine_has_stopped() -> None:
 
 def test_a_port_without_an_engine_raises() -> None:
     with pytest.raises(ExecutorError, match="/nowhere"):
-        within(AsyncEngine(SocketPort("/nowhere")).start())
+        within(AsyncEngine(SocketClient("/nowhere")).start())
 
 
 def test_a_worker_that_does_not_read_delays_no_other() -> None:
     async def ask() -> None:
         inner = make_engine(num_blocks=2_000, max_model_len=8_000)
         async with workers(inner) as (_, (stuck, other)):
-            assert isinstance(stuck.port, SocketPort) and stuck.port._writer is not None
+            assert isinstance(stuck.client, SocketClient) and stuck.client._writer is not None
             reading = asyncio.create_task(read(stuck, "a", PROMPT, script(5_000)))
             await asyncio.sleep(0.02)
-            transport = stuck.port._writer.transport
+            transport = stuck.client._writer.transport
             transport.pause_reading()  # type: ignore[attr-defined]
             assert len(samples_of(await read(other, "a", PROMPT, script(200)))[0][0]) == 200
             while inner.has_work:
@@ -182,7 +187,9 @@ def test_with_random_workers_every_request_has_one_result(seed: int) -> None:
     rng = random.Random(seed)
 
     async def live() -> list[str]:
-        limits = rng.choice((Limits(), Limits(max_waiting=8), Limits(max_per_client=5)))
+        limits = rng.choice(
+            (QueueLimits(), QueueLimits(max_waiting=8), QueueLimits(max_per_client=5))
+        )
         inner = make_engine(
             rng.choice((0.0, 0.0005)), async_scheduling=seed % 2, num_blocks=rng.choice((24, 60)),
             num_scheduler_steps=rng.choice((1, 3)),

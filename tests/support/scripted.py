@@ -19,7 +19,7 @@ from typing import Any
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.clock import RealClock
 from headway.engine.engine import Engine
-from headway.engine.loop import EngineLoop, Limits
+from headway.engine.loop import EngineLoop, QueueLimits
 from headway.errors import HeadwayError
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan
@@ -76,7 +76,7 @@ class Breaking:
 # Engine and app of a server.
 
 
-def served(seconds: float = 0.0, limits: Limits | None = None, **changes: Any) -> ServedEngine:
+def served(seconds: float = 0.0, limits: QueueLimits | None = None, **changes: Any) -> ServedEngine:
     engine = make_engine(seconds, **changes)
     return ServedEngine(
         engine=engine, model_info={"model": "none"}, limits=limits, prepare=answer_pid
@@ -84,7 +84,7 @@ def served(seconds: float = 0.0, limits: Limits | None = None, **changes: Any) -
 
 
 def answer_pid(loop: EngineLoop) -> None:
-    loop.answers["pid"] = lambda _: os.getpid()
+    loop.step_queries["pid"] = lambda _: os.getpid()
 
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]

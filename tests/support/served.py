@@ -20,9 +20,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from headway import Engine, Scheduler, preset
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.input_processor import InputProcessor
-from headway.engine.loop import Limits
+from headway.engine.loop import QueueLimits
 from headway.plan import Embedding, Plan, StepResult
 from headway.request import Request
 from headway.sampling_params import Sampling, TokenLogprobs
@@ -157,7 +157,7 @@ class Server:
     app: FastAPI
     engine: AsyncEngine
     executor: Capitals
-    port: ThreadPort
+    engine_client: ThreadClient
 
     async def post(self, path: str, **fields: Any) -> httpx.Response:
         return await self.client.post(path, json=fields)
@@ -171,7 +171,7 @@ class Server:
 
     async def settled(self) -> None:
         """Wait until no request is open; times out if one leaks."""
-        scheduler = self.port.loop.engine.scheduler
+        scheduler = self.engine_client.loop.engine.scheduler
         async with asyncio.timeout(5):
             while self.engine.num_open or not scheduler.is_idle:
                 await asyncio.sleep(0.005)
@@ -179,7 +179,7 @@ class Server:
 
 @asynccontextmanager
 async def server(
-    limits: Limits | None = None,
+    limits: QueueLimits | None = None,
     max_model_len: int = 256,
     template: str = TEMPLATE,
     vocab_size: int = VOCAB_SIZE,
@@ -189,9 +189,9 @@ async def server(
     executor = Capitals()
     numbers = {"max_model_len": max_model_len, "num_blocks": 256, "block_size": 16}
     config = preset("headway", **numbers, **(policies or {}))
-    port = ThreadPort(Engine(Scheduler(config), executor), limits)
-    port.loop.answers["metrics"] = lambda prefix: f"# {prefix}\n"
-    engine = AsyncEngine(port)
+    engine_client = ThreadClient(Engine(Scheduler(config), executor), limits)
+    engine_client.loop.step_queries["metrics"] = lambda prefix: f"# {prefix}\n"
+    engine = AsyncEngine(engine_client)
     processor = InputProcessor(
         tokenizer=letters(template), vocab_size=vocab_size, hidden_size=HIDDEN_SIZE,
         eos_ids=frozenset({END}),
@@ -204,7 +204,7 @@ async def server(
     app = create_app(context)
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        yield Server(client, app, engine, executor, port)
+        yield Server(client, app, engine, executor, engine_client)
     executor.gate.set()
     await engine.close()
 

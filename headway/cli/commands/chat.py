@@ -20,7 +20,7 @@ from rich.cells import cell_len
 from headway.cli.options.common import spread
 from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
 from headway.cli.view import live
-from headway.cli.view.talk import Conversation
+from headway.cli.view.chat_session import ChatSession
 
 System = Annotated[str, typer.Option(help="System message.", show_default="the model's own")]
 
@@ -42,8 +42,8 @@ def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOpti
     """Chat with a model. Commands: /reset, /system, /stats, /help, /exit."""
     params = sampling.params()
     with model.load() as llm:
-        conversation = Conversation(llm, params, system)
-        conversation.check()
+        session = ChatSession(llm, params, system)
+        session.check()
         write = Writer(shutil.get_terminal_size().columns if sys.stdout.isatty() else None)
         if sys.stdin.isatty():
             with suppress(ImportError):
@@ -53,7 +53,7 @@ def chat_command(system: System = "", *, model: ModelOptions, sampling: ChatOpti
                 "/help lists the commands, Ctrl-D exits.\n"
             )
         for line in _lines():
-            if not conversation.take(line, write):
+            if not session.take(line, write):
                 break
 
 

@@ -115,7 +115,7 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
     with model.load(**defaults) as llm:
         entries = [_entry(llm, index, max_tokens) for index in range(len(PROMPTS))]
         metrics = live.measure(llm)
-        with live.View(llm, [sample.name for sample in PROMPTS], Console(stderr=True)):
+        with live.RunView(llm, [sample.name for sample in PROMPTS], Console(stderr=True)):
             results = llm.generate(
                 [e.content for e in entries], [e.params for e in entries], use_tqdm=False
             )

@@ -134,7 +134,7 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
     values: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
     known = dict.fromkeys((*SLOTS, *NUMBERS))
     for key in values:
-        policy_text.find(f"slot or number in variant {name.strip()!r}", key, known)
+        policy_text.lookup(f"slot or number in variant {name.strip()!r}", key, known)
     for key in NUMBERS:
         if key in values:
             try:

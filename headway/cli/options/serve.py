@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headway.engine.loop import Limits
+from headway.engine.loop import QueueLimits
 from headway.errors import ConfigError
 from headway.lab.checks import one_of
 
@@ -163,8 +163,8 @@ class ServeOptions:
 
         return why_no_cuda() is None
 
-    def limits(self) -> Limits:
-        return Limits(
+    def limits(self) -> QueueLimits:
+        return QueueLimits(
             max_waiting=self.max_waiting, max_waiting_tokens=self.max_waiting_tokens,
             max_per_client=self.max_per_client,
         )  # fmt: skip

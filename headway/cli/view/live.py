@@ -79,7 +79,7 @@ def bar(llm: LLM, title: str, total: int) -> Iterator[None]:
             llm.engine.observers.remove(observe)
 
 
-class View:
+class RunView:
     """An observer that shows all requests. Without a terminal it prints finished requests."""
 
     def __init__(self, llm: LLM, names: Sequence[str], console: Console) -> None:
@@ -93,7 +93,7 @@ class View:
         self._started_at = self._drawn_at = time.perf_counter()
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> RunView:
         self._started_at = time.perf_counter()
         if self._console.is_terminal:
             self._live.start()

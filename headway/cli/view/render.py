@@ -13,7 +13,7 @@ from rich.table import Table
 
 from headway.lab.calibration import HeldOutError
 from headway.lab.cost import Machine, Profile
-from headway.lab.doctor import Finding, examine
+from headway.lab.doctor import Finding, diagnose
 from headway.lab.summary import Summary
 
 MAX_LISTED = 5
@@ -29,7 +29,7 @@ def print_run(
     as_json: bool,
 ) -> None:
     """Print the report of a run with the doctor's findings, as tables or as one JSON object."""
-    findings = examine(summary, config)
+    findings = diagnose(summary, config)
     if as_json:
         doctor = [finding._asdict() for finding in findings]
         print(json.dumps({"config": config, **summary, "doctor": doctor}, indent=2))

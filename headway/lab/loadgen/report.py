@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headway.errors import ConfigError
 from headway.lab.loadgen.load import Outcome
 from headway.observe.run_stats import RunStats, percentiles
-from headway.observe.timeline import RequestTimes
+from headway.observe.timeline import RequestTimeline
 
 Times = Mapping[str, npt.NDArray[np.float64]]  # milliseconds, by keys of LATENCIES
 LATENCIES = {
@@ -137,7 +137,7 @@ def throughput(metrics: RunStats, seconds: float) -> dict[str, Any]:
     return result | _latencies(metrics, requests)
 
 
-def _latencies(metrics: RunStats, requests: Sequence[RequestTimes]) -> dict[str, float]:
+def _latencies(metrics: RunStats, requests: Sequence[RequestTimeline]) -> dict[str, float]:
     gaps = {"mean": metrics.mean_gap()} | {f"p{p}": metrics.gap_percentile(p) for p in (50, 99)}
     times = {
         "ttft": percentiles(request.first_token - request.arrival for request in requests),

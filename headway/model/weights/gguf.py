@@ -136,7 +136,9 @@ def _tensor_infos(cursor: _Cursor, count: int) -> Iterator[tuple[str, TensorInfo
     for _ in range(count):
         name, num_dimensions = cursor.string(), cursor.u32()
         if not 0 < num_dimensions <= MAX_DIMENSIONS:
-            raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+            raise ValueError(
+                f"tensor {name} has {num_dimensions} dimensions; 1 to {MAX_DIMENSIONS} are supported"
+            )
         shape = tuple(cursor.u64() for _ in range(num_dimensions))[::-1]
         if 0 in shape:
             raise ValueError(f"tensor {name} of shape {list(shape)} is empty")

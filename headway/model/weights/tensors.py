@@ -33,7 +33,10 @@ class ExpectedTensors:
     def check(self, name: str, found: Sequence[int] | None) -> tuple[int, ...]:
         """Return the tensor's shape; ModelError if the file's tensor is missing or differs."""
         if name not in self.shapes:
-            raise ModelError(f"{self.path}: this {self.architecture} model has no tensor {name}")
+            raise ModelError(
+                f"{self.path}: unexpected tensor {name}: a {self.architecture} model with this "
+                "config does not have it"
+            )
         if found is None:
             raise ModelError(f"{self.path}: tensor {name} is missing")
         if tuple(found) != self.shapes[name]:

@@ -15,10 +15,10 @@ from headway.server.anthropic.protocol import (
     chat_request,
 )
 from headway.server.context import Context
-from headway.server.generation.conversation import Conversation, open_conversation
+from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
+from headway.server.generation.prompt_runs import Delta, DirectWriter
 from headway.server.generation.prompts import chat_tokens_of, template_options
 from headway.server.generation.request_fields import check_model
-from headway.server.generation.runs import Delta, Straight
 from headway.server.generation.stream import (
     CancellableResponse,
     CompleteResponse,
@@ -62,16 +62,16 @@ class MessageEventStream(EventStreamResponse):
 class MessageBuilder:
     """Builds one message object and its events."""
 
-    def __init__(self, context: Context, conversation: Conversation) -> None:
-        self._context, self._conversation = context, conversation
-        self._parser = conversation.parsers[0]
+    def __init__(self, context: Context, chat: PreparedChat) -> None:
+        self._context, self._chat = context, chat
+        self._parser = chat.parsers[0]
         self._num_blocks = 0
         self._open: str | None = None  # the type of the open content block
 
     def value(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
         """The message object; `reason` is the finish reason, None while generation continues."""
         return {
-            "id": self._conversation.id, "type": "message", "role": "assistant",
+            "id": self._chat.id, "type": "message", "role": "assistant",
             "model": self._context.model_name, "content": content, **self._stop(reason),
             "usage": self._usage(),
         }  # fmt: skip
@@ -121,32 +121,32 @@ class MessageBuilder:
 
     def _stop(self, reason: str | None) -> dict[str, Any]:
         """The finish reason in the terms of Anthropic's API."""
-        stop_string = self._conversation.run.samples[0].stop_string
+        stop_string = self._chat.run.samples[0].stop_string
         if reason == "stop" and stop_string is not None:
             return {"stop_reason": "stop_sequence", "stop_sequence": stop_string}
         return {"stop_reason": STOP_REASONS.get(reason or ""), "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
         """Token counts; Anthropic's input tokens exclude cached ones."""
-        run = self._conversation.run
+        run = self._chat.run
         return {
             "input_tokens": len(run.prompt) - run.num_cached, "output_tokens": run.num_generated,
             "cache_creation_input_tokens": 0, "cache_read_input_tokens": run.num_cached,
         }  # fmt: skip
 
 
-async def _open(context: Context, body: MessagesRequest, *, is_live: bool) -> Conversation:
+async def _open(context: Context, body: MessagesRequest, *, is_live: bool) -> PreparedChat:
     try:
         chat = chat_request(body)
-        return await open_conversation(context, chat, id_prefix="msg", is_live=is_live)
+        return await prepare_chat(context, chat, id_prefix="msg", is_live=is_live)
     except (ApiError, InvalidRequest) as error:
         raise rename_param(api_error(error), FIELD_NAMES) from error
 
 
 async def _response(context: Context, body: MessagesRequest) -> dict[str, Any]:
-    conversation = await _open(context, body, is_live=False)
-    (delta,) = await conversation.all_deltas()
-    parser = conversation.parsers[0]
+    chat = await _open(context, body, is_live=False)
+    (delta,) = await chat.all_deltas()
+    parser = chat.parsers[0]
     parsed = merge_pieces(parser.push(delta))
     content: list[dict[str, Any]] = []
     if parsed.content:
@@ -154,22 +154,22 @@ async def _response(context: Context, body: MessagesRequest) -> dict[str, Any]:
     for call in parsed.calls:
         block = {"type": "tool_use", "id": call.id, "name": call.name}
         content.append({**block, "input": _object(call.arguments)})
-    builder = MessageBuilder(context, conversation)
+    builder = MessageBuilder(context, chat)
     return builder.value(content, parser.finish_reason(delta.finish_reason))
 
 
 async def _events(
     context: Context, body: MessagesRequest, writer: ChunkWriter | None
 ) -> AsyncGenerator[bytes, None]:
-    conversation = await _open(context, body, is_live=True)
-    builder = MessageBuilder(context, conversation)
+    chat = await _open(context, body, is_live=True)
+    builder = MessageBuilder(context, chat)
     first = named_event({"type": "message_start", "message": builder.value([], None)})
 
     def encode(deltas: list[Delta]) -> bytes:
         return b"".join(named_event(event) for delta in deltas for event in builder.push(delta))
 
-    straight = Straight(writer, encode) if writer else None
-    async with aclosing(conversation.run.deltas(straight)) as batches:
+    direct_writer = DirectWriter(writer, encode) if writer else None
+    async with aclosing(chat.run.deltas(direct_writer)) as batches:
         async for deltas in batches:
             yield first + encode(deltas)
             first = b""

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from headway.server.http.errors import ApiError, field_error, format_value
 from headway.server.openai.protocol import (
     MAX_NAME_CHARACTERS,
-    MAX_STOPS,
+    MAX_STOP_STRINGS,
     ChatMessage,
     ChatRequest,
     RequestModel,
@@ -60,7 +60,7 @@ class CountRequest(RequestModel):
 
 class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1, description="Maximum number of tokens to generate.")
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)

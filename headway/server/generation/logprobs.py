@@ -15,39 +15,39 @@ MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> dict[str, Any]:
     """The member `logprobs` of a chat choice."""
-    return {"content": token_entries(tokenizer, scores, as_ids=as_ids), "refusal": None}
+    return {"content": token_entries(tokenizer, logprobs, as_ids=as_ids), "refusal": None}
 
 
 def token_entries(
-    tokenizer: Tokenizer, scores: Sequence[TokenLogprobs], *, as_ids: bool = False
+    tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs], *, as_ids: bool = False
 ) -> list[dict[str, Any]]:
     """One object per token, with its alternatives; `as_ids` writes tokens as ids."""
     entries = []
-    for score in scores:
-        top = [_token(tokenizer, *each, as_ids) for each in score.top]
-        token = _token(tokenizer, score.token, score.logprob, as_ids)
+    for entry in logprobs:
+        top = [_token(tokenizer, *each, as_ids) for each in entry.top]
+        token = _token(tokenizer, entry.token, entry.logprob, as_ids)
         entries.append({**token, "top_logprobs": top})
         yield_gil()
     return entries
 
 
 def prompt_logprobs_of(
-    tokenizer: Tokenizer, num_tokens: int, scores: Mapping[int, TokenLogprobs]
+    tokenizer: Tokenizer, num_tokens: int, logprobs: Mapping[int, TokenLogprobs]
 ) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: a map by token id for each position; None for the first."""
     found: list[dict[str, Any] | None] = []
     for place in range(num_tokens):
-        found.append(None if place not in scores else _ranked(tokenizer, scores[place]))
+        found.append(None if place not in logprobs else _ranked(tokenizer, logprobs[place]))
         yield_gil()
     return found
 
 
-def _ranked(tokenizer: Tokenizer, score: TokenLogprobs) -> dict[str, Any]:
-    found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(score.top, start=1)}
-    found[score.token] = (score.logprob, score.rank)
+def _ranked(tokenizer: Tokenizer, entry: TokenLogprobs) -> dict[str, Any]:
+    found = {token: (logprob, rank) for rank, (token, logprob) in enumerate(entry.top, start=1)}
+    found[entry.token] = (entry.logprob, entry.rank)
     return {
         str(token): {
             "logprob": max(logprob, MIN_LOGPROB), "rank": rank,
@@ -78,23 +78,25 @@ class CompletionLogprobsBuilder:
         self._detokenizer = Detokenizer(tokenizer, skip_special=skip_special)
         self._offset = start
 
-    def push(self, scores: Sequence[tuple[int, TokenLogprobs | None]]) -> dict[str, Any]:
-        """The member `logprobs` for these tokens; the first token of a prompt has no score."""
+    def push(
+        self, tokens_with_logprobs: Sequence[tuple[int, TokenLogprobs | None]]
+    ) -> dict[str, Any]:
+        """The member `logprobs` for these tokens; the first token of a prompt has none."""
         columns: dict[str, Any] = {name: [] for name in COLUMNS}
         offsets, logprobs, tokens, tops = columns.values()
-        for token, score in scores:
+        for token, entry in tokens_with_logprobs:
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push([token]))
-            logprobs.append(max(score.logprob, MIN_LOGPROB) if score else None)
+            logprobs.append(max(entry.logprob, MIN_LOGPROB) if entry else None)
             tokens.append(self._piece(token))
-            tops.append(self._top(score) if score else None)
+            tops.append(self._top(entry) if entry else None)
             yield_gil()
         return columns
 
-    def _top(self, score: TokenLogprobs) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """The alternatives and the token itself, which may not be among them."""
         found: dict[str, float] = {}
-        for token, logprob in (*score.top, (score.token, score.logprob)):
+        for token, logprob in (*entry.top, (entry.token, entry.logprob)):
             found.setdefault(self._piece(token), max(logprob, MIN_LOGPROB))
         return found
 

@@ -108,9 +108,10 @@ def check_num_choices(context: Context, num_prompts: int, n: int) -> None:
     """ApiError if prompts times `n` exceeds the server's limit."""
     limit = context.settings.max_choices
     if num_prompts * n > limit:
-        total = f"{num_prompts} prompts with n {n} make {num_prompts * n} choices"
-        param = "prompt" if num_prompts > 1 else "n"
-        raise ApiError(400, f"prompt: {total} (limit {limit})", param=param)
+        if num_prompts == 1:
+            raise field_error("n", f"must be at most {limit} for 1 prompt, not {n}; lower n")
+        total = f"{num_prompts} prompts with n {n} make {num_prompts * n} choices (limit {limit})"
+        raise ApiError(400, f"prompt: {total}; send fewer prompts or lower n", param="prompt")
 
 
 def check_echoed_logprobs(num_tokens: int, logprobs: int | None, field: str = "logprobs") -> None:

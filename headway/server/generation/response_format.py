@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -34,14 +34,17 @@ async def grammar_of(body: GenerationFields, settings: Settings) -> Grammar | No
     """The grammar of a request's output; None: any text. ApiError if the grammar is invalid."""
     closes = settings.disable_additional_properties  # a request can turn this on, not off
     format, outputs = body.response_format, body.structured_outputs
+    sent = ["structured_outputs"]
     if outputs is None:
-        outputs = _guided_outputs(body.model_extra or {})
+        extra = body.model_extra or {}
+        sent = [name for name in GUIDED_FIELDS if extra.get(name) is not None]
+        outputs = _guided_outputs(extra, sent)
     param = "response_format" if outputs is None else "structured_outputs"
     with attribute_errors_to(param):
         grammar = None if format is None else _from_format(format, closes)
         if outputs is not None:
             if grammar is not None:
-                raise field_error(param, "and response_format exclude each other; send only one")
+                raise _exclusive([*sent, "response_format"])
             grammar = _from_outputs(outputs, closes)
         if grammar is not None:
             grammar = replace(grammar, param=param)
@@ -49,17 +52,27 @@ async def grammar_of(body: GenerationFields, settings: Settings) -> Grammar | No
     return grammar
 
 
-def _guided_outputs(extra: Mapping[str, Any]) -> StructuredOutputs | None:
-    """vLLM's older fields, `guided_json` and so on, as `structured_outputs`; None if absent."""
-    given = {new: extra[old] for old, new in GUIDED_FIELDS.items() if extra.get(old) is not None}
-    if not given:
+def _exclusive(fields: Sequence[str]) -> ApiError:
+    problem = f"{' and '.join(fields)} exclude each other; send only one"
+    return ApiError(400, problem, param=fields[0])
+
+
+def _guided_outputs(extra: Mapping[str, Any], sent: Sequence[str]) -> StructuredOutputs | None:
+    """vLLM's older fields, `guided_json` and so on, as `structured_outputs`.
+
+    `sent` are those fields that `extra` has; None if it has none.
+    """
+    if not sent:
         return None
     try:
-        return StructuredOutputs.model_validate(given)
+        outputs = StructuredOutputs.model_validate({GUIDED_FIELDS[old]: extra[old] for old in sent})
     except ValidationError as error:
         first = error.errors()[0]
         name = next(old for old, new in GUIDED_FIELDS.items() if new == first["loc"][0])
         raise field_error(name, f"is invalid: {first['msg']}") from None
+    if len(sent) > 1:
+        raise _exclusive(sent)
+    return outputs
 
 
 async def check_in_thread(grammar: Grammar, check: Callable[[], None]) -> None:
@@ -92,7 +105,7 @@ def _from_outputs(outputs: StructuredOutputs, closes: bool) -> Grammar:
     closes = given.pop("disable_additional_properties", False) or closes
     if len(given) != 1:
         names = ", ".join(CONSTRUCTORS)
-        problem = f"must have exactly one of {names}, not {len(given)}"
+        problem = f"must have exactly one of {names}, not {' and '.join(given) or 'none of them'}"
         raise field_error("structured_outputs", problem)
     ((name, value),) = given.items()
     if name == "json":

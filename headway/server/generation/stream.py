@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from headway.server.context import Context
-from headway.server.generation.runs import Delta, joined
+from headway.server.generation.prompt_runs import Delta, concatenate_deltas
 from headway.server.http.connection import ChunkWriter, chunk_writer_of
 from headway.server.http.errors import ApiError, api_error
 from headway.server.http.json_output import MAX_PART_ITEMS, large_to_json, to_json
@@ -154,7 +154,7 @@ async def collect(batches: AsyncGenerator[list[Delta], None], num_choices: int) 
         async for deltas in batches:
             for delta in deltas:
                 deltas_of[delta.choice].append(delta)
-    return [joined(deltas) for deltas in deltas_of]
+    return [concatenate_deltas(deltas) for deltas in deltas_of]
 
 
 async def _to_json(value: Mapping[str, Any]) -> bytes:
@@ -206,8 +206,8 @@ class ChunkEncoder:
         if logprobs is None and finish_reason is None and not choice:
             rest = '"logprobs":null,"finish_reason":null'
         else:
-            scores = "null" if logprobs is None else _encode_logprobs(logprobs)
-            rest = f'"logprobs":{scores},{_members({"finish_reason": finish_reason, **(choice or {})})}'
+            encoded = "null" if logprobs is None else _encode_logprobs(logprobs)
+            rest = f'"logprobs":{encoded},{_members({"finish_reason": finish_reason, **(choice or {})})}'
         if not top:
             return f'{self._head}{{"index":{index},{member},{rest}}}{self._tail}'
         return f'{self._head}{{"index":{index},{member},{rest}}}],{_members(top)}}}\n\n'

@@ -9,9 +9,9 @@ from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from headway.server.context import Context
-from headway.server.generation.conversation import Conversation, open_conversation
 from headway.server.generation.logprobs import chat_logprobs, prompt_logprobs_of
-from headway.server.generation.runs import Delta, Straight
+from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
+from headway.server.generation.prompt_runs import Delta, DirectWriter
 from headway.server.generation.stream import (
     CancellableResponse,
     ChunkEncoder,
@@ -39,44 +39,44 @@ def chat(context: Context, body: ChatRequest) -> CancellableResponse:
 class ChatFormatter:
     """Formats the parts of one response as its request asks for."""
 
-    def __init__(self, body: ChatRequest, conversation: Conversation) -> None:
-        self.conversation = conversation
+    def __init__(self, body: ChatRequest, prepared: PreparedChat) -> None:
+        self.prepared = prepared
         self._has_logprobs, self._has_ids = bool(body.logprobs), bool(body.return_token_ids)
         self._tokens_as_ids = bool(body.return_tokens_as_token_ids)
-        self._num_sent = [0] * len(conversation.parsers)  # token ids, by choice
+        self._num_sent = [0] * len(prepared.parsers)  # token ids, by choice
 
     @property
     def usage(self) -> dict[str, Any]:
-        run = self.conversation.run
+        run = self.prepared.run
         return usage_of(len(run.prompt), run.num_generated, run.num_cached)
 
     @property
     def prompt_ids(self) -> dict[str, Any]:
         """The prompt's token ids, if the request asks for them."""
-        return {"prompt_token_ids": self.conversation.run.prompt} if self._has_ids else {}
+        return {"prompt_token_ids": self.prepared.run.prompt} if self._has_ids else {}
 
     def logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not self._has_logprobs:
             return None
-        tokenizer = self.conversation.tokenizer
-        return chat_logprobs(tokenizer, delta.scores, as_ids=self._tokens_as_ids)
+        tokenizer = self.prepared.tokenizer
+        return chat_logprobs(tokenizer, delta.logprobs, as_ids=self._tokens_as_ids)
 
     def token_ids(self, choice: int) -> dict[str, Any]:
         """New token ids of a choice, if the request asks for them."""
         if not self._has_ids:
             return {}
-        tokens = self.conversation.run.samples[choice].tokens
+        tokens = self.prepared.run.samples[choice].tokens
         new = tokens[self._num_sent[choice] :]
         self._num_sent[choice] = len(tokens)
         return {"token_ids": new}
 
 
 async def _response(context: Context, body: ChatRequest) -> dict[str, Any]:
-    conversation = await open_conversation(context, body, id_prefix="chatcmpl", is_live=False)
-    formatter, choices, run = ChatFormatter(body, conversation), [], conversation.run
-    for index, delta in enumerate(await conversation.all_deltas()):
-        parser = conversation.parsers[index]
-        size = len(delta.scores) * ((run.asked.logprobs or 0) + 1)
+    prepared = await prepare_chat(context, body, id_prefix="chatcmpl", is_live=False)
+    formatter, choices, run = ChatFormatter(body, prepared), [], prepared.run
+    for index, delta in enumerate(await prepared.all_deltas()):
+        parser = prepared.parsers[index]
+        size = len(delta.logprobs) * ((run.sampling_params.logprobs or 0) + 1)
         choices.append({
             "index": index,
             "message": _message(merge_pieces(parser.push(delta))),
@@ -85,14 +85,14 @@ async def _response(context: Context, body: ChatRequest) -> dict[str, Any]:
             **formatter.token_ids(index),
         })  # fmt: skip
     value: dict[str, Any] = {
-        "id": conversation.id, "object": KIND, "created": conversation.created,
+        "id": prepared.id, "object": KIND, "created": prepared.created,
         "model": context.model_name,
         "system_fingerprint": context.fingerprint or None, "choices": choices,
         "usage": formatter.usage, **formatter.prompt_ids,
     }  # fmt: skip
     if body.prompt_logprobs is not None:
         size, num_tokens = (body.prompt_logprobs + 1) * len(run.prompt), len(run.prompt)
-        write = partial(prompt_logprobs_of, conversation.tokenizer, num_tokens, run.prompt_scores)
+        write = partial(prompt_logprobs_of, prepared.tokenizer, num_tokens, run.prompt_logprobs)
         value["prompt_logprobs"] = await offload(size, write)
     return value
 
@@ -109,20 +109,18 @@ def _message(parsed: ParsedOutput) -> dict[str, Any]:
 async def _events(
     context: Context, body: ChatRequest, writer: ChunkWriter | None
 ) -> AsyncGenerator[bytes, None]:
-    conversation = await open_conversation(context, body, id_prefix="chatcmpl", is_live=True)
-    formatter = ChatFormatter(body, conversation)
-    encoder = ChunkEncoder(
-        context, conversation.id, CHUNK_KIND, conversation.created, body.stream_options
-    )
+    prepared = await prepare_chat(context, body, id_prefix="chatcmpl", is_live=True)
+    formatter = ChatFormatter(body, prepared)
+    encoder = ChunkEncoder(context, prepared.id, CHUNK_KIND, prepared.created, body.stream_options)
     first = _top_members(encoder, formatter, formatter.prompt_ids)
-    num_choices = len(conversation.parsers)
+    num_choices = len(prepared.parsers)
     roles = "".join(encoder.chunk(index, ROLE, top=first) for index in range(num_choices))
 
     def encode(deltas: list[Delta]) -> bytes:
         return "".join(_event(formatter, encoder, delta) for delta in deltas).encode("ascii")
 
-    straight = Straight(writer, encode) if writer else None
-    async with aclosing(conversation.run.deltas(straight)) as batches:
+    direct_writer = DirectWriter(writer, encode) if writer else None
+    async with aclosing(prepared.run.deltas(direct_writer)) as batches:
         async for deltas in batches:
             yield roles.encode("ascii") + encode(deltas)
             roles = ""
@@ -135,16 +133,16 @@ def _event(formatter: ChatFormatter, encoder: ChunkEncoder, delta: Delta) -> str
 
     The finish reason has its own chunk, because clients ignore the content of the last chunk.
     """
-    parser = formatter.conversation.parsers[delta.choice]
+    parser = formatter.prepared.parsers[delta.choice]
     members = [_member(piece) for piece in parser.push(delta)]
-    scores = formatter.logprobs(delta)
-    if not members and delta.scores:
+    logprobs = formatter.logprobs(delta)
+    if not members and delta.logprobs:
         members = [_member("")]
     event, top = "", _top_members(encoder, formatter, {})
     for member in members:
         ids = formatter.token_ids(delta.choice)
-        event += encoder.chunk(delta.choice, member, scores, choice=ids, top=top)
-        scores = None
+        event += encoder.chunk(delta.choice, member, logprobs, choice=ids, top=top)
+        logprobs = None
     if delta.finish_reason is not None:
         reason = parser.finish_reason(delta.finish_reason)
         ids = formatter.token_ids(delta.choice)

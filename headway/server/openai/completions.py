@@ -14,6 +14,13 @@ from headway.engine.input_processor import Prompt
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from headway.server.context import Context
 from headway.server.generation.logprobs import CompletionLogprobsBuilder, prompt_logprobs_of
+from headway.server.generation.prompt_runs import (
+    AT_ONCE,
+    Delta,
+    DirectWriter,
+    PromptRun,
+    merge_deltas,
+)
 from headway.server.generation.prompts import (
     max_prompt_tokens,
     prompts_of,
@@ -27,7 +34,6 @@ from headway.server.generation.request_fields import (
     sampling_params_of,
 )
 from headway.server.generation.response_format import grammar_of
-from headway.server.generation.runs import AT_ONCE, Delta, Run, Straight, together
 from headway.server.generation.stream import (
     CancellableResponse,
     ChunkEncoder,
@@ -44,7 +50,7 @@ from headway.server.openai.protocol import CompletionRequest
 
 KIND = "text_completion"
 DEFAULT_MAX_TOKENS = 16  # as in OpenAI's API
-ScoredTokens = list[tuple[int, TokenLogprobs | None]]  # the first of a prompt has no score
+TokensWithLogprobs = list[tuple[int, TokenLogprobs | None]]  # the first of a prompt has none
 
 
 def completions(context: Context, body: CompletionRequest) -> CancellableResponse:
@@ -59,7 +65,7 @@ class PreparedCompletion(NamedTuple):
 
     id: str
     created: int  # Unix seconds
-    runs: list[Run]
+    runs: list[PromptRun]
     choices: list[ChoiceBuilder]  # in the order of the prompts
 
     @property
@@ -79,7 +85,7 @@ class ChoiceBuilder:
         self,
         context: Context,
         body: CompletionRequest,
-        run: Run,
+        run: PromptRun,
         prompt: Prompt,
         echo: str,
         sample: int,
@@ -94,7 +100,8 @@ class ChoiceBuilder:
         self._echo_logprobs: CompletionLogprobsBuilder | None = None
         if body.logprobs is not None:
             tokenizer = context.input_processor.need_tokenizer()
-            skips, as_ids = run.asked.skip_special_tokens, bool(body.return_tokens_as_token_ids)
+            skips = run.sampling_params.skip_special_tokens
+            as_ids = bool(body.return_tokens_as_token_ids)
             self._logprobs = CompletionLogprobsBuilder(
                 tokenizer, start=len(self.echo), skip_special=skips, as_ids=as_ids
             )
@@ -105,15 +112,15 @@ class ChoiceBuilder:
     def push(self, delta: Delta) -> tuple[str, dict[str, Any] | None]:
         """Text and logprobs of a delta; the first one includes the echo."""
         text = delta.text if self.shows_output else ""
-        scores = delta.scores if self.shows_output else []
+        entries = delta.logprobs if self.shows_output else []
         logprobs = None
         if self._logprobs is not None:
-            logprobs = self._logprobs.push([(each.token, each) for each in scores])
+            logprobs = self._logprobs.push([(each.token, each) for each in entries])
         if not self._is_first:
             return text, logprobs
         self._is_first = False
         if self._echo_logprobs is not None and logprobs is not None:
-            echoed = self._echo_logprobs.push(self._prompt_scores())
+            echoed = self._echo_logprobs.push(self._prompt_with_logprobs())
             logprobs = {name: echoed[name] + logprobs[name] for name in logprobs}
         return self.echo + text, logprobs
 
@@ -122,7 +129,7 @@ class ChoiceBuilder:
         if self._logprobs is None:
             return 0
         num_echoed = len(self._run.prompt) if self._is_first else 0
-        return (num_echoed + len(delta.scores)) * ((self._run.asked.logprobs or 0) + 1)
+        return (num_echoed + len(delta.logprobs)) * ((self._run.sampling_params.logprobs or 0) + 1)
 
     def finish_reason(self, delta: Delta) -> str | None:
         is_hidden = delta.finish_reason is not None and not self.shows_output
@@ -142,11 +149,11 @@ class ChoiceBuilder:
     def prompt_logprobs(self, context: Context) -> list[dict[str, Any] | None]:
         """The prompt's log probabilities in vLLM's format."""
         run, tokenizer = self._run, context.input_processor.need_tokenizer()
-        return prompt_logprobs_of(tokenizer, len(run.prompt), run.prompt_scores)
+        return prompt_logprobs_of(tokenizer, len(run.prompt), run.prompt_logprobs)
 
-    def _prompt_scores(self) -> ScoredTokens:
-        scores = self._run.prompt_scores
-        return [(token, scores.get(place)) for place, token in enumerate(self._run.prompt)]
+    def _prompt_with_logprobs(self) -> TokensWithLogprobs:
+        entries = self._run.prompt_logprobs
+        return [(token, entries.get(place)) for place, token in enumerate(self._run.prompt)]
 
 
 async def _echoes(context: Context, prompts: list[Prompt]) -> list[str]:
@@ -186,7 +193,7 @@ async def _prepare(
     params_of_each = context.input_processor.params_of_each(params, ids)
     runs = []
     for number, prompt_tokens in enumerate(tokens):
-        run = Run(
+        run = PromptRun(
             context, ids[number], prompt_tokens, params, field="prompt", is_live=is_live,
             number=number, params=params_of_each[number],
         )  # fmt: skip
@@ -222,7 +229,7 @@ async def _sampling_params(context: Context, body: CompletionRequest) -> Samplin
 
 async def _response(context: Context, body: CompletionRequest) -> dict[str, Any]:
     prepared = await _prepare(context, body, is_live=False)
-    outputs = await collect(together(prepared.runs), len(prepared.choices))
+    outputs = await collect(merge_deltas(prepared.runs), len(prepared.choices))
     choices = []
     for index, (choice, complete) in enumerate(zip(prepared.choices, outputs, strict=True)):
         text, logprobs = await offload(choice.size(complete), partial(choice.push, complete))
@@ -251,8 +258,8 @@ async def _events(
         events = [_event(prepared.choices[delta.choice], encoder, delta, top) for delta in deltas]
         return "".join(events).encode("ascii")
 
-    straight = Straight(writer, encode) if writer else None
-    async with aclosing(together(prepared.runs, straight)) as batches:
+    direct_writer = DirectWriter(writer, encode) if writer else None
+    async with aclosing(merge_deltas(prepared.runs, direct_writer)) as batches:
         async for deltas in batches:
             if body.logprobs is None:
                 yield encode(deltas)

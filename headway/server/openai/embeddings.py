@@ -18,9 +18,9 @@ from headway.errors import RequestTooLong
 from headway.plan import Embedding
 from headway.request import Params, Pooling
 from headway.server.context import Context
+from headway.server.generation.prompt_runs import failure, too_long
 from headway.server.generation.prompts import prompts_of, tokens_of
 from headway.server.generation.request_fields import check_model, check_salt, deadline_of
-from headway.server.generation.runs import failure, too_long
 from headway.server.generation.stream import CancellableResponse, CompleteResponse, new_id
 from headway.server.http.errors import field_error
 from headway.server.openai.protocol import FailFastList, SchedulingFields

@@ -13,7 +13,7 @@ from pydantic_core import PydanticKnownError
 
 from headway.sampling_params import HUGE, RANGES
 
-MAX_STOPS = 64
+MAX_STOP_STRINGS = 64
 MAX_NAME_CHARACTERS = 512  # of a name sent by a client
 MAX_BIASES = 4096
 MAX_MESSAGES = 8192
@@ -122,12 +122,12 @@ class GenerationFields(SchedulingFields):
     logit_bias: Annotated[dict[str, float], BeforeValidator(_limit_biases)] | None = Field(
         default=None, max_length=MAX_BIASES, description="Bias by token id, from -100 to 100."
     )
-    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_BIASES)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
-    bad_words: Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    bad_words: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     allowed_token_ids: FailFastList[int] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel
 
-Logprob = float  # natural logarithm
+LogProbability = float  # natural logarithm
 
 
 class ErrorBody(BaseModel):
@@ -32,7 +32,7 @@ class Usage(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    logprob: Logprob
+    logprob: LogProbability
     rank: int
     decoded_token: str
 
@@ -42,9 +42,9 @@ PromptLogprobs = dict[str, PromptLogprob]  # by token id
 
 class CompletionLogprobs(BaseModel):
     text_offset: list[int]
-    token_logprobs: list[Logprob | None]
+    token_logprobs: list[LogProbability | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, Logprob] | None]
+    top_logprobs: list[dict[str, LogProbability] | None]
 
 
 class CompletionChoice(BaseModel):
@@ -69,7 +69,7 @@ class CompletionResponse(BaseModel):
 
 class TopLogprob(BaseModel):
     token: str
-    logprob: Logprob
+    logprob: LogProbability
     bytes: list[int] | None
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from headway.errors import InvalidRequest
 from headway.server.context import Context
-from headway.server.generation.conversation import Conversation, open_conversation
 from headway.server.generation.logprobs import token_entries
-from headway.server.generation.runs import Delta, Straight
+from headway.server.generation.prepared_chat import PreparedChat, prepare_chat
+from headway.server.generation.prompt_runs import Delta, DirectWriter
 from headway.server.generation.stream import (
     CancellableResponse,
     CompleteResponse,
@@ -51,18 +51,16 @@ class ResponsesEventStream(EventStreamResponse):
 class ResponseBuilder:
     """Builds one response object and its events."""
 
-    def __init__(
-        self, context: Context, body: ResponsesRequest, conversation: Conversation
-    ) -> None:
-        self.items = OutputItems(conversation.parsers[0])
-        self._context, self._body, self._conversation = context, body, conversation
+    def __init__(self, context: Context, body: ResponsesRequest, chat: PreparedChat) -> None:
+        self.items = OutputItems(chat.parsers[0])
+        self._context, self._body, self._chat = context, body, chat
 
     def push(self, delta: Delta) -> list[dict[str, Any]]:
         """The events of a delta; the last delta closes the open item."""
-        scores = None
+        logprobs = None
         if self._body.wants_logprobs:
-            scores = token_entries(self._conversation.tokenizer, delta.scores)
-        events = self.items.push(delta, scores)
+            logprobs = token_entries(self._chat.tokenizer, delta.logprobs)
+        events = self.items.push(delta, logprobs)
         if delta.finish_reason is not None:
             status = "incomplete" if delta.finish_reason in INCOMPLETE else "completed"
             events += self.items.close(status)
@@ -72,11 +70,11 @@ class ResponseBuilder:
 
     def value(self, reason: str | None) -> dict[str, Any]:
         """The response object; `reason` is the finish reason, None while generation continues."""
-        body, conversation, limit = self._body, self._conversation, INCOMPLETE.get(reason or "")
+        body, chat, limit = self._body, self._chat, INCOMPLETE.get(reason or "")
         status = "in_progress" if reason is None else "incomplete" if limit else "completed"
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
         return {
-            "id": conversation.id, "object": "response", "created_at": conversation.created,
+            "id": chat.id, "object": "response", "created_at": chat.created,
             "status": status, "background": False, "error": None,
             "incomplete_details": {"reason": limit} if limit else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
@@ -93,7 +91,7 @@ class ResponseBuilder:
         }  # fmt: skip
 
     def _usage(self) -> dict[str, Any]:
-        run = self._conversation.run
+        run = self._chat.run
         num_prompt, num_generated = len(run.prompt), run.num_generated
         return {
             "input_tokens": num_prompt,
@@ -104,20 +102,18 @@ class ResponseBuilder:
         }
 
 
-async def _open(context: Context, body: ResponsesRequest, *, is_live: bool) -> Conversation:
+async def _open(context: Context, body: ResponsesRequest, *, is_live: bool) -> PreparedChat:
     try:
         chat = chat_request(body)
-        return await open_conversation(
-            context, chat, id_prefix="resp", field="input", is_live=is_live
-        )
+        return await prepare_chat(context, chat, id_prefix="resp", field="input", is_live=is_live)
     except (ApiError, InvalidRequest) as error:
         raise rename_param(api_error(error), FIELD_NAMES) from error
 
 
 async def _response(context: Context, body: ResponsesRequest) -> dict[str, Any]:
-    conversation = await _open(context, body, is_live=False)
-    response = ResponseBuilder(context, body, conversation)
-    (delta,) = await conversation.all_deltas()
+    chat = await _open(context, body, is_live=False)
+    response = ResponseBuilder(context, body, chat)
+    (delta,) = await chat.all_deltas()
     response.push(delta)
     return response.value(delta.finish_reason)
 
@@ -125,8 +121,8 @@ async def _response(context: Context, body: ResponsesRequest) -> dict[str, Any]:
 async def _events(
     context: Context, body: ResponsesRequest, writer: ChunkWriter | None, numbers: Iterator[int]
 ) -> AsyncGenerator[bytes, None]:
-    conversation = await _open(context, body, is_live=True)
-    response = ResponseBuilder(context, body, conversation)
+    chat = await _open(context, body, is_live=True)
+    response = ResponseBuilder(context, body, chat)
     first_events = [
         {"type": f"response.{status}", "response": response.value(None)}
         for status in ("created", "in_progress")
@@ -140,8 +136,8 @@ async def _events(
     def encode(deltas: list[Delta]) -> bytes:
         return numbered([event for delta in deltas for event in response.push(delta)])
 
-    straight = Straight(writer, encode) if writer else None
-    async with aclosing(conversation.run.deltas(straight)) as batches:
+    direct_writer = DirectWriter(writer, encode) if writer else None
+    async with aclosing(chat.run.deltas(direct_writer)) as batches:
         async for deltas in batches:
             yield numbered(first_events) + encode(deltas)
             first_events = []

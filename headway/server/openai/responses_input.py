@@ -153,11 +153,11 @@ def _add(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> No
 
 def _add_call(found: list[dict[str, Any]], item: Mapping[str, Any], where: str) -> None:
     """Add a call to the preceding assistant message, or to a new one."""
-    name, arguments = item.get("name"), item.get("arguments")
-    if not isinstance(name, str) or not isinstance(arguments, str):
-        problem = f"{where} must have the strings name and arguments"
-        raise ApiError(400, problem, param="input")
-    function = {"name": name, "arguments": arguments}
+    function = {member: item.get(member) for member in ("name", "arguments")}
+    for member, value in function.items():
+        if not isinstance(value, str):
+            problem = f"{where}.{member} must be a string, not {format_value(value)}"
+            raise ApiError(400, problem, param="input")
     call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": None})
@@ -169,7 +169,8 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(400, f"{where} must be a string or a list of parts", param="input")
+        problem = f"{where} must be a string or a list of parts, not {format_value(content)}"
+        raise ApiError(400, problem, param="input")
     texts = []
     for number, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None

@@ -9,8 +9,8 @@ import copy
 import secrets
 from typing import Any
 
-from headway.server.generation.conversation import OutputParser
-from headway.server.generation.runs import Delta
+from headway.server.generation.prepared_chat import OutputParser
+from headway.server.generation.prompt_runs import Delta
 from headway.server.toolcalls.formats import CallDelta
 
 ResponseEvent = dict[str, Any]
@@ -29,15 +29,15 @@ class OutputItems:
         """A copy of all items."""
         return copy.deepcopy(self._items)
 
-    def push(self, delta: Delta, scores: list[dict[str, Any]] | None) -> list[ResponseEvent]:
-        """The events of a delta; `scores` are attached to its first text."""
+    def push(self, delta: Delta, logprobs: list[dict[str, Any]] | None) -> list[ResponseEvent]:
+        """The events of a delta; `logprobs` are attached to its first text."""
         events: list[ResponseEvent] = []
         for piece in self._parser.push(delta):
             if isinstance(piece, CallDelta):
                 events += self._call(piece)
             else:
-                events += self._text(piece, scores or [])
-                scores = None
+                events += self._text(piece, logprobs or [])
+                logprobs = None
         return events
 
     def close(self, status: str = "completed") -> list[ResponseEvent]:
@@ -68,16 +68,16 @@ class OutputItems:
         })  # fmt: skip
         return copy.deepcopy(events)
 
-    def _text(self, text: str, scores: list[dict[str, Any]]) -> list[ResponseEvent]:
+    def _text(self, text: str, logprobs: list[dict[str, Any]]) -> list[ResponseEvent]:
         events = []
         if not self._is_open or self._items[-1]["type"] != "message":
             events = [*self.close(), *self._begin_message()]
         (part,) = self._items[-1]["content"]
         part["text"] += text
-        part["logprobs"] += scores
+        part["logprobs"] += logprobs
         delta: ResponseEvent = {
             "type": "response.output_text.delta", **self._place(), "content_index": 0,
-            "delta": text, "logprobs": scores,
+            "delta": text, "logprobs": logprobs,
         }  # fmt: skip
         return [*events, delta]
 

@@ -21,8 +21,10 @@ async def tokenize(context: Context, body: TokenizeRequest) -> dict[str, Any]:
     """The tokens of a prompt, or of a conversation as rendered by the chat template."""
     check_model(context, body.model)
     tokenizer = context.input_processor.need_tokenizer()
-    if (body.prompt is None) == (body.messages is None):
-        raise field_error("prompt", "or messages must be given, but not both")
+    if body.prompt is None and body.messages is None:
+        raise field_error("prompt", "is missing; send prompt or messages")
+    if body.prompt is not None and body.messages is not None:
+        raise field_error("prompt", "and messages exclude each other; send only one")
     limit = max_listed_tokens(context)
     if body.messages is not None:
         use, options = _template_arguments(context, body)

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from headway.engine.async_engine import Port
+from headway.engine.async_engine import EngineClient
 from headway.engine.messages import (
     Cancel,
     EngineStopped,
@@ -24,10 +24,10 @@ from headway.engine.messages import (
     Query,
     QueryResult,
     Refusal,
+    SampleUpdate,
     Submit,
-    Tokens,
+    TokenBatch,
     ToLoop,
-    Update,
 )  # fmt: skip
 from headway.server.process.ipc import LOST, frame, read_frame
 
@@ -48,12 +48,12 @@ class WorkerConnection:
 
 
 class EngineService:
-    """Forwards messages between an engine's port and the workers."""
+    """Forwards messages between an engine's client and the workers."""
 
-    def __init__(self, port: Port, model_info: Any = None) -> None:
+    def __init__(self, client: EngineClient, model_info: Any = None) -> None:
         self.stopped: EngineStopped | None = None
         self.workers: dict[str, WorkerConnection] = {}  # by number
-        self._port, self._model_info = port, model_info
+        self._client, self._model_info = client, model_info
         # By the engine's query number: the worker and its own number of the query.
         self._queries: dict[int, tuple[WorkerConnection, int]] = {}
         self._serials, self._numbers = count(), count()
@@ -61,14 +61,14 @@ class EngineService:
 
     async def start(self, path: str | Path) -> None:
         """Start the engine and listen; `path` should be in a directory of mode 0700."""
-        await self._port.open(self._receive)
+        await self._client.open(self._receive)
         self._server = await asyncio.start_unix_server(self._serve, path)
 
     async def close(self) -> None:
         """Stop the engine and close the connections to the workers."""
         assert self._server is not None, "start() was called"
         self._server.close()
-        await self._port.close()
+        await self._client.close()
         for worker in list(self.workers.values()):
             worker.writer.close()
         with suppress(TimeoutError):  # a worker may not read
@@ -84,9 +84,9 @@ class EngineService:
             writer.write(frame([self.stopped]))
         try:
             while True:
-                self._port.send(self._to_engine(worker, await read_frame(reader)))
+                self._client.send(self._to_engine(worker, await read_frame(reader)))
         except LOST:
-            self._port.send([Cancel(worker.engine_id(id)) for id in worker.num_open])
+            self._client.send([Cancel(worker.engine_id(id)) for id in worker.num_open])
         finally:
             del self.workers[worker.number]
             writer.close()
@@ -110,9 +110,9 @@ class EngineService:
             worker: [] for worker in self.workers.values()
         }
         for message in messages:
-            if isinstance(message, Tokens):
+            if isinstance(message, TokenBatch):
                 self._split(message, batches)
-            elif isinstance(message, Update | Refusal):
+            elif isinstance(message, SampleUpdate | Refusal):
                 number, _, id = message.id.partition("-")
                 if (owner := self.workers.get(number)) is not None:
                     batches[owner].append(_to_worker(message, id, owner))
@@ -127,9 +127,11 @@ class EngineService:
             if batch and not worker.writer.is_closing():
                 worker.writer.write(frame(batch))
 
-    def _split(self, message: Tokens, batches: Mapping[WorkerConnection, list[FromLoop]]) -> None:
+    def _split(
+        self, message: TokenBatch, batches: Mapping[WorkerConnection, list[FromLoop]]
+    ) -> None:
         """Add to each worker's batch the tokens of its requests."""
-        parts = {worker.number: Tokens([], []) for worker in batches}
+        parts = {worker.number: TokenBatch([], []) for worker in batches}
         for name, tokens in zip(message.ids, message.tokens, strict=True):
             number, _, id = name.partition("-")
             if (part := parts.get(number)) is not None:
@@ -140,7 +142,9 @@ class EngineService:
                 batch.append(parts[worker.number])
 
 
-def _to_worker(message: Update | Refusal, id: str, owner: WorkerConnection) -> Update | Refusal:
+def _to_worker(
+    message: SampleUpdate | Refusal, id: str, owner: WorkerConnection
+) -> SampleUpdate | Refusal:
     """The message with the worker's own id; records the end of a sample or of the request."""
     if isinstance(message, Refusal):
         owner.num_open.pop(id, None)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headway.engine.async_engine import Receive
+from headway.engine.async_engine import OnMessages
 from headway.engine.messages import EngineStopped, ToLoop
 from headway.errors import ExecutorError
 
@@ -54,8 +54,8 @@ class FrameDecoder:
         return values
 
 
-class SocketPort:
-    """A port to an engine behind a Unix socket; `model_info` is available once it is open."""
+class SocketClient:
+    """A client of an engine behind a Unix socket; `model_info` is available once it is open."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -63,13 +63,13 @@ class SocketPort:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
-    async def open(self, receive: Receive) -> None:
+    async def open(self, on_messages: OnMessages) -> None:
         try:
             reader, self._writer = await asyncio.open_unix_connection(self.path)
             self.model_info = await read_frame(reader)
         except (*LOST, OSError) as error:
             raise ExecutorError(f"cannot connect to the engine at {self.path}: {error}") from None
-        self._reading = asyncio.create_task(self._read(reader, receive))
+        self._reading = asyncio.create_task(self._read(reader, on_messages))
 
     def send(self, messages: list[ToLoop]) -> None:
         assert self._writer is not None, "open() was called"
@@ -84,11 +84,13 @@ class SocketPort:
         with suppress(OSError):
             await self._writer.wait_closed()
 
-    async def _read(self, reader: asyncio.StreamReader, receive: Receive) -> None:
+    async def _read(self, reader: asyncio.StreamReader, on_messages: OnMessages) -> None:
         decoder = FrameDecoder()
         with suppress(*LOST):
             while data := await reader.read(MAX_READ):
                 batches = decoder.feed(data)
                 if batches:
-                    receive([message for batch in batches for message in batch])
-        receive([EngineStopped("the connection to the engine's process was lost")])
+                    on_messages([message for batch in batches for message in batch])
+        on_messages(
+            [EngineStopped("the connection to the engine's process was lost; restart the server")]
+        )

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
 from headway.engine.gc_freeze import gc_freeze
-from headway.engine.loop import EngineLoop, Limits
+from headway.engine.loop import EngineLoop, QueueLimits
 from headway.errors import ConfigError
 from headway.server.http.connection_table import ConnectionTable, Listener, raise_descriptor_limit
 from headway.server.process.shutdown import GracefulServer
@@ -42,7 +42,7 @@ class ServedEngine:
 
     engine: Engine
     model_info: Any  # passed to `make_app`; must be picklable
-    limits: Limits | None = None
+    limits: QueueLimits | None = None
     prepare: Callable[[EngineLoop], None] = do_nothing  # adds observers and queries to the loop
     close: Callable[[], None] = do_nothing  # called after the engine has stopped
 
@@ -87,11 +87,11 @@ def bind(host: str, port: int) -> socket.socket:
 def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Ready) -> int:
     """Serve in this process until a signal; return the exit status."""
     served = factory.make_engine()
-    port = ThreadPort(served.engine, served.limits)
-    served.prepare(port.loop)
+    client = ThreadClient(served.engine, served.limits)
+    served.prepare(client.loop)
     listener = Listener(fileno=bound.detach())
     serving = serve_http(
-        factory, AsyncEngine(port), lambda: served.model_info, listener, ready=ready,
+        factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
         on_start=_install_signal_handlers,
     )  # fmt: skip
     try:

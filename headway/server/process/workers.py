@@ -21,12 +21,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from headway.engine.async_engine import AsyncEngine, ThreadPort
+from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ExecutorError, HeadwayError
 from headway.server.http.connection_table import Listener
 from headway.server.process.engine_service import EngineService
-from headway.server.process.ipc import SocketPort
+from headway.server.process.ipc import SocketClient
 from headway.server.process.serve import SIGNALS, Ready, ServerFactory, serve_http
 from headway.server.process.shutdown import DRAIN_TIMEOUT
 
@@ -57,9 +57,9 @@ def run_engine(factory: ServerFactory, path: str, control: Connection) -> None:
         return
 
     async def serve() -> None:
-        port = ThreadPort(served.engine, served.limits)
-        served.prepare(port.loop)
-        service = EngineService(port, served.model_info)
+        client = ThreadClient(served.engine, served.limits)
+        served.prepare(client.loop)
+        service = EngineService(client, served.model_info)
         await service.start(path)
         stopped, loop = asyncio.Event(), asyncio.get_running_loop()
         _listen_for_stop(control, lambda: loop.call_soon_threadsafe(stopped.set))
@@ -81,9 +81,9 @@ def run_worker(
     teardown = factory.setup()
     if not _wait_for_engine(control):
         return
-    port, shared = SocketPort(path), SharedListener(fileno=bound.detach())
+    client, shared = SocketClient(path), SharedListener(fileno=bound.detach())
     serving = serve_http(
-        factory, AsyncEngine(port), lambda: port.model_info, shared,
+        factory, AsyncEngine(client), lambda: client.model_info, shared,
         ready=lambda _: control.send(None),
         on_start=lambda server: _listen_for_stop(control, server.stop),
     )  # fmt: skip

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeGuard
 
-from headway.errors import InvalidRequest
+from headway.errors import InvalidRequest, shorten
 from headway.grammar.grammar import Grammar, check_grammar, with_bounded_whitespace
 from headway.grammar.json_schema import close_objects
 from headway.server.toolcalls.formats import FORMATS, HERMES, LLAMA3, MISTRAL, ToolFormat
@@ -144,9 +144,14 @@ def _check_tools(tools: Sequence[Tool]) -> None:
         raise InvalidRequest(f"tools must be a list, not {tools!r}")
     names = set[str]()
     for number, tool in enumerate(tools):
-        where, function = f"tools[{number}]", tool.get("function") if _is_map(tool) else None
-        if not _is_map(tool) or tool.get("type") != "function" or not _is_map(function):
-            raise InvalidRequest(f'{where} must be {{"type": "function", "function": {{...}}}}')
+        where = f"tools[{number}]"
+        if not _is_map(tool):
+            raise InvalidRequest(f"{where} must be an object, not {shorten(tool)}")
+        kind, function = tool.get("type"), tool.get("function")
+        if kind != "function":
+            raise InvalidRequest(f"{where}.type must be 'function', not {shorten(kind)}")
+        if not _is_map(function):
+            raise InvalidRequest(f"{where}.function must be an object, not {shorten(function)}")
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             problem = "1 to 64 letters, digits, _ and -"
@@ -155,7 +160,10 @@ def _check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidRequest(f"{where}.function.name {name!r} is a duplicate; names are unique")
         names.add(name)
         if parameters is not None and not _is_map(parameters):
-            raise InvalidRequest(f"{where}.function.parameters must be a JSON schema, an object")
+            wrong = shorten(parameters)
+            raise InvalidRequest(
+                f"{where}.function.parameters must be a JSON schema (an object), not {wrong}"
+            )
 
 
 def _parse_choice(choice: str | Mapping[str, Any] | None, tools: Sequence[Tool]) -> ToolChoice:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from headway.cli.view import live
 from headway.errors import HeadwayError, RequestTooLong
-from headway.observe.timeline import RequestTimes
+from headway.observe.timeline import RequestTimeline
 from headway.plan import StepReport
 from headway.sampling_params import SamplingParams
 
@@ -29,7 +29,7 @@ HELP = """\
 Write = Callable[[str], None]
 
 
-class Conversation:
+class ChatSession:
     """A conversation with a model, and its statistics."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str = "") -> None:
@@ -141,13 +141,13 @@ class Conversation:
         }
         return "\n".join(f"{name:14}{text}" for name, text in lines.items())
 
-    def _last(self, life: RequestTimes) -> str:
-        if life.first_token < 0:
+    def _last(self, times: RequestTimeline) -> str:
+        if times.first_token < 0:
             return "stopped before the first token"
-        rate = (life.num_output - 1) / max(1e-9, life.finished - life.first_token)
+        rate = (times.num_output - 1) / max(1e-9, times.finished - times.first_token)
         return (
-            f"{life.num_output} tokens, first token after {life.first_token - life.arrival:.2f} s, "
-            f"then {rate:.1f} tokens/s; {self.num_cached} of {life.num_prompt} prompt tokens cached"
+            f"{times.num_output} tokens, first token after {times.first_token - times.arrival:.2f} s, "
+            f"then {rate:.1f} tokens/s; {self.num_cached} of {times.num_prompt} prompt tokens cached"
         )
 
 

@@ -1,4 +1,4 @@
-"""Conversations of all chat APIs.
+"""Chat requests of all chat APIs, validated and tokenized.
 
 Chat completions, responses and messages are all read as a `ChatRequest`. The APIs differ only in
 how they write the output: text and tool calls. Knows no connections and writes no JSON.
@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
+from headway.server.generation.prompt_runs import Delta, PromptRun
 from headway.server.generation.prompts import (
     chat_tokens_of,
     max_prompt_tokens,
@@ -23,7 +24,6 @@ from headway.server.generation.request_fields import (
     sampling_params_of,
 )
 from headway.server.generation.response_format import check_in_thread, grammar_of
-from headway.server.generation.runs import Delta, Run
 from headway.server.generation.stream import collect, new_id
 from headway.server.http.errors import attribute_errors_to, field_error
 from headway.server.openai.protocol import ChatRequest
@@ -54,12 +54,12 @@ class OutputParser:
         return "tool_calls" if has_called and reason == "stop" else reason
 
 
-class Conversation(NamedTuple):
+class PreparedChat(NamedTuple):
     """A validated and tokenized chat request."""
 
     id: str
     created: int  # Unix seconds
-    run: Run
+    run: PromptRun
     parsers: list[OutputParser]  # one per sample
     tokenizer: Tokenizer
 
@@ -68,9 +68,9 @@ class Conversation(NamedTuple):
         return await collect(self.run.deltas(), len(self.parsers))
 
 
-async def open_conversation(
+async def prepare_chat(
     context: Context, body: ChatRequest, *, id_prefix: str, is_live: bool, field: str = "messages"
-) -> Conversation:
+) -> PreparedChat:
     """Validate and tokenize a request; ApiError names the field that is wrong.
 
     `field` is the name of the conversation in the request's API.
@@ -89,8 +89,8 @@ async def open_conversation(
     id = new_id(id_prefix)
     parsers = [OutputParser(use.parser() if use else None) for _ in range(params.n)]
     prompt = truncate_prompt(tokens, body)
-    run = Run(context, id, prompt, params, field=field, is_live=is_live)
-    return Conversation(id, int(time.time()), run, parsers, tokenizer)
+    run = PromptRun(context, id, prompt, params, field=field, is_live=is_live)
+    return PreparedChat(id, int(time.time()), run, parsers, tokenizer)
 
 
 async def _sampling_params(

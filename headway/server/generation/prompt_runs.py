@@ -1,6 +1,6 @@
 """Prompts of HTTP requests on their way through the engine.
 
-A `Run` submits one prompt and yields what its samples gain. It aborts the request when the
+A `PromptRun` submits one prompt and yields what its samples gain. It aborts the request when the
 iteration is left. Knows nothing of connections and JSON.
 """
 
@@ -13,7 +13,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.messages import End, Update
+from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.engine.outputs import Delta as Delta  # the endpoints import it from here
 from headway.engine.outputs import OutputBuilder
 from headway.errors import InvalidGrammar, Overloaded, RequestTooLong
@@ -27,14 +27,14 @@ from headway.server.http.middleware import TRACEPARENT
 AT_ONCE = 32  # prompts to open or submit before other streams get a turn
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
+def concatenate_deltas(deltas: Sequence[Delta]) -> Delta:
     """All deltas of one sample as a single one."""
     text = "".join(delta.text for delta in deltas)
-    scores = [score for delta in deltas for score in delta.scores]
-    return Delta(deltas[-1].choice, text, scores, deltas[-1].finish_reason)
+    logprobs = [entry for delta in deltas for entry in delta.logprobs]
+    return Delta(deltas[-1].choice, text, logprobs, deltas[-1].finish_reason)
 
 
-class Outlet(Protocol):
+class ResponseWriter(Protocol):
     """A connection that can be written to without waiting, while it is open."""
 
     @property
@@ -42,14 +42,14 @@ class Outlet(Protocol):
     def write(self, body: bytes) -> None: ...
 
 
-class Straight(NamedTuple):
+class DirectWriter(NamedTuple):
     """Writes deltas to a connection without waking the task that iterates over them."""
 
-    outlet: Outlet
-    form: Callable[[list[Delta]], bytes]
+    writer: ResponseWriter
+    encode: Callable[[list[Delta]], bytes]
 
 
-class Run(OutputBuilder):
+class PromptRun(OutputBuilder):
     """One prompt of an HTTP request, with its n samples.
 
     `field` is the body's field that holds the prompt. With `is_live`, text is made as it is
@@ -62,7 +62,7 @@ class Run(OutputBuilder):
         context: Context,
         id: str,
         prompt: list[int],
-        asked: SamplingParams,
+        sampling_params: SamplingParams,
         *,
         field: str,
         is_live: bool,
@@ -70,12 +70,13 @@ class Run(OutputBuilder):
         params: Params | None = None,
     ) -> None:
         self.field = field
-        self.params = context.input_processor.params(asked, id) if params is None else params
+        processor = context.input_processor
+        self.params = processor.params(sampling_params, id) if params is None else params
         self._engine = context.engine
         self._broken: Exception | None = None  # raised while writing directly
         super().__init__(
-            id, prompt, asked, context.input_processor.tokenizer, partial(self._engine.stop_sample, id),
-            hidden=self.params.stops, is_live=is_live, first_choice=number * asked.n,
+            id, prompt, sampling_params, processor.tokenizer, partial(self._engine.stop_sample, id),
+            hidden=self.params.stops, is_live=is_live, first_choice=number * sampling_params.n,
         )  # fmt: skip
 
     @property
@@ -83,17 +84,19 @@ class Run(OutputBuilder):
         """Whether the prompt may be submitted again later."""
         return not self._engine.is_closing
 
-    async def deltas(self, straight: Straight | None = None) -> AsyncGenerator[list[Delta], None]:
+    async def deltas(
+        self, direct_writer: DirectWriter | None = None
+    ) -> AsyncGenerator[list[Delta], None]:
         """Yield what the samples gain, until all have ended.
 
-        Deltas that were written through `straight` are not yielded. That happens only while the
+        Deltas that were written through `direct_writer` are not yielded. That happens only while the
         caller waits for the next item. Raises ApiError if the request is refused or fails.
         """
         try:
             submitted = self.id, self.prompt, self.params, TRACEPARENT.get()
             with self._engine.submitted(*submitted) as stream:
-                if straight is not None and len(self.samples) == 1:
-                    stream.sink = partial(self._write, straight)
+                if direct_writer is not None and len(self.samples) == 1:
+                    stream.sink = partial(self._write, direct_writer)
                 while stream.num_open:
                     updates = await stream.take()
                     if self._broken is not None:
@@ -103,37 +106,38 @@ class Run(OutputBuilder):
                     if gained:
                         yield gained
         except InvalidGrammar as error:
-            raise grammar_error(self.asked.grammar, str(error)) from error
+            raise grammar_error(self.sampling_params.grammar, str(error)) from error
         except RequestTooLong as error:
             raise too_long(error, self.field) from error
 
-    def _write(self, straight: Straight, update: Update) -> bool:
+    def _write(self, direct_writer: DirectWriter, update: SampleUpdate) -> bool:
         """Write an update directly; False if the reader has to take it."""
-        if update.end is not None or not straight.outlet.is_open:
+        if update.end is not None or not direct_writer.writer.is_open:
             return False
         try:
             delta = self.add_one(update)
-            if _is_shown(delta) and (event := straight.form([delta])):  # held-back text: no event
-                straight.outlet.write(event)
+            # Text that is held back makes no event.
+            if _is_shown(delta) and (event := direct_writer.encode([delta])):
+                direct_writer.writer.write(event)
         except Exception as error:  # fails this request alone: its reader raises it
             self._broken = error
         return self._broken is None
 
-    def _check_ends(self, updates: Sequence[Update]) -> None:
+    def _check_ends(self, updates: Sequence[SampleUpdate]) -> None:
         """ApiError if an error or an abort has ended a sample."""
         for update in updates:
             if update.end is not None and self.samples[update.sample].has_failed:
                 if update.end.error_code == "grammar":
                     error = update.end.error or ""
-                    raise grammar_error(self.asked.grammar, error, "grammar_failed")
+                    raise grammar_error(self.sampling_params.grammar, error, "grammar_failed")
                 raise failure(self._engine, update.end)
 
 
 def _is_shown(delta: Delta) -> bool:
-    return bool(delta.text or delta.scores or delta.finish_reason)
+    return bool(delta.text or delta.logprobs or delta.finish_reason)
 
 
-def failure(engine: AsyncEngine, end: End) -> ApiError:
+def failure(engine: AsyncEngine, end: FinishInfo) -> ApiError:
     """The error for a request that ended with reason `error` or `abort`."""
     if end.reason == "error":
         return ApiError(500, f"a step of the engine failed: {end.error}", code="step_failed")
@@ -148,25 +152,25 @@ def too_long(error: RequestTooLong, field: str) -> ApiError:
     return ApiError(400, f"{field}: {error}", param=field, code=code)
 
 
-Gained = tuple[Run, list[Delta] | Exception | None]  # None: all samples have ended
+Gained = tuple[PromptRun, list[Delta] | Exception | None]  # None: all samples have ended
 
 
-def together(
-    runs: Sequence[Run], straight: Straight | None = None
+def merge_deltas(
+    runs: Sequence[PromptRun], direct_writer: DirectWriter | None = None
 ) -> AsyncGenerator[list[Delta], None]:
     """Yield what several prompts gain. The first that fails ends them all."""
-    return runs[0].deltas(straight) if len(runs) == 1 else _merged(runs)
+    return runs[0].deltas(direct_writer) if len(runs) == 1 else _merged(runs)
 
 
-async def _merged(runs: Sequence[Run]) -> AsyncGenerator[list[Delta], None]:
+async def _merged(runs: Sequence[PromptRun]) -> AsyncGenerator[list[Delta], None]:
     """Submit all prompts at once.
 
     A prompt that finds the queue full is submitted again when another one has ended, so a body with
     more prompts than the queue holds still runs. If all of them find it full, Overloaded is raised.
     """
     queue: asyncio.Queue[Gained] = asyncio.Queue()
-    tasks: dict[Run, asyncio.Task[None]] = {}
-    num_open, parked, is_admitted = len(runs), deque[Run](), False
+    tasks: dict[PromptRun, asyncio.Task[None]] = {}
+    num_open, parked, is_admitted = len(runs), deque[PromptRun](), False
     try:
         for number, run in enumerate(runs):
             tasks[run] = asyncio.create_task(_pump(run, queue))
@@ -197,7 +201,7 @@ async def _merged(runs: Sequence[Run]) -> AsyncGenerator[list[Delta], None]:
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
 
-async def _pump(run: Run, queue: asyncio.Queue[Gained]) -> None:
+async def _pump(run: PromptRun, queue: asyncio.Queue[Gained]) -> None:
     try:
         async for deltas in run.deltas():
             queue.put_nowait((run, deltas))
