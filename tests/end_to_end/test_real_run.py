@@ -312,7 +312,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
 BAD_REQUESTS: list[tuple[Any, dict[str, Any], type[RequestError], str]] = [
     ("", {}, InvalidRequest, "empty prompt; at least one token"),
     ([], {}, InvalidRequest, "empty prompt"),
-    ([3] * 512, {}, RequestTooLong, "512 prompt tokens .* is 512$"),
+    ([3] * 512, {}, RequestTooLong, "512 prompt tokens .* is 512;"),
     ([3] * 300, {"max_tokens": 200}, RequestTooLong, "32 KV blocks; num_blocks is 20"),
     ([3, 256], {}, InvalidRequest, "token id 256 .* 25[56]"),
     ([3, -1], {}, InvalidRequest, "token id -1"),
