@@ -273,5 +273,5 @@ def test_on_a_terminal_ctrl_c_stops_and_ctrl_d_exits(tmp_path: Path) -> None:
 
 def test_the_end_of_a_pipe_ends_the_chat(folder: Path) -> None:
     with typed("hello\nagain"):
-        done = headway("chat", *options_of(folder), "--max-tokens", "3")
+        done = headway("chat", *options_of(folder), "--max-tokens", "3", "--temperature", "0")
     assert done.code == 0 and not done.err and done.out.count("(limit reached: 3 tokens)\n") == 2
