@@ -173,8 +173,8 @@ class Llama:
         tokens = np.ctypeslib.as_array(decode.token, (batch,))
         positions = np.ctypeslib.as_array(decode.pos, (batch,))
         start = perf_counter()
-        firsts = [self.run(each, each.n_tokens // num_prompt) for each in self.prefills]
-        tokens[:] = np.concatenate(firsts)
+        first_tokens = [self.run(each, each.n_tokens // num_prompt) for each in self.prefills]
+        tokens[:] = np.concatenate(first_tokens)
         first, output = perf_counter() - start, [int(tokens[0])]
         for i in range(num_output - 1):
             positions[:] = num_prompt + i

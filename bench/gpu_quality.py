@@ -6,7 +6,7 @@
 
 perplexity    of the licence's first --tokens tokens, from prompt logprobs (prefill)
 ratio         ours / that of transformers in the same type; the goal is within 1 percent
-firsts        prompts of tests/support/real.py whose first token equals that of transformers in the
+first_tokens  prompts of tests/support/real.py whose first token equals that of transformers in the
               same type; `as_float32` counts how often each equals transformers in float32
 places        the same for the most probable token after each token of the text but the last
 decodes       of --output greedy tokens after each prompt, the fraction that transformers also finds
@@ -111,7 +111,7 @@ class Reference:
         mean = float(logprobs.gather(1, targets[:, None]).double().mean())
         return math.exp(-mean), logprobs.argmax(-1).tolist()
 
-    def firsts(self, prompts: dict[str, list[int]]) -> list[int]:
+    def first_tokens(self, prompts: dict[str, list[int]]) -> list[int]:
         return [int(self.logits(tokens)[-1].argmax()) for tokens in prompts.values()]
 
 
@@ -179,8 +179,8 @@ def compare(
 ) -> Figures:
     """Our figures, those of transformers in the same type, and the regret in float32."""
     outputs, places = ours.pop("outputs"), ours.pop("places")
-    firsts = [outputs[name][0] for name in prompts]
-    their_firsts, right_firsts = theirs.firsts(prompts), exact.firsts(prompts)
+    first_tokens = [outputs[name][0] for name in prompts]
+    their_first, right_first = theirs.first_tokens(prompts), exact.first_tokens(prompts)
     perplexity, their_places = theirs.read(text)
     num_same, num_tokens, regrets = 0, 0, []
     for name, prompt in prompts.items():
@@ -194,7 +194,7 @@ def compare(
     ratio = ours["perplexity"] / perplexity
     return ours | {
         "transformers_perplexity": perplexity, "ratio": ratio, "reached": abs(ratio - 1) <= GOAL,
-        "firsts": count_equal(firsts, their_firsts, right_firsts),
+        "first_tokens": count_equal(first_tokens, their_first, right_first),
         "places": count_equal(places, their_places, exact.read(text)[1]),
         "decodes": {
             "same": num_same, "of": num_tokens, "share": num_same / num_tokens,

@@ -10,7 +10,8 @@ token of the long ones. The first long prompt compiles and captures new sizes an
 
 swap: for every context, the time to copy its blocks out and in and to compute its last token (as
 for a request that is swapped in), and the time to recompute all its tokens, each on an idle device;
-which is less; and which the rule `cheaper` picks with the costs measured when the model was loaded.
+which is less; and which the rule `swap_if_cheaper` picks with the costs measured when the model was
+loaded.
 For another --max-num-batched-tokens than the model's, the costs are measured again.
 
 profile: `headway profile`, and its error by kind of step; --log writes all steps.
@@ -42,9 +43,9 @@ from headway.engine.gc_freeze import gc_freeze
 from headway.executor.gpu.swap_cost import measured, recompute_seconds, resume_seconds, swap_seconds
 from headway.lab.loadgen.requests import random_prompt
 from headway.plan import StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import cheaper
+from headway.scheduler.policies import swap_if_cheaper
 
 SHAPES = Path(__file__).parent / "shapes"
 LIMIT_MS = 25.0  # the goal for the longest gap
@@ -77,7 +78,7 @@ class Watch:
     """An observer of the times of tokens."""
 
     def __init__(self) -> None:
-        self.firsts: dict[str, float] = {}
+        self.first_tokens: dict[str, float] = {}
         self.gaps: list[float] = []  # of all decoding requests, including long ones
         self._latest: dict[Request, float] = {}
 
@@ -87,7 +88,7 @@ class Watch:
             if request in latest:
                 self.gaps.append(now - latest[request])
             else:
-                self.firsts[request.id] = now
+                self.first_tokens[request.id] = now
             latest[request] = now
 
 
@@ -103,7 +104,7 @@ class Stage:
         )  # fmt: skip
 
     def ask(self, name: str, prompt: list[int], num_output: int) -> None:
-        self.engine.add(name, prompt, Params(max_tokens=num_output))
+        self.engine.add(name, prompt, RequestParams(max_tokens=num_output))
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         while not is_done():
@@ -117,7 +118,7 @@ class Stage:
         begun = self.clock.now()
         self.ask(name, prompt, 16)
         self.run_until(lambda: name not in self.engine.scheduler.requests)
-        return self.watch.firsts[name] - begun, self.watch.gaps
+        return self.watch.first_tokens[name] - begun, self.watch.gaps
 
 
 def gaps(llm: LLM, sizes: Sizes, budget: int) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def gaps(llm: LLM, sizes: Sizes, budget: int) -> dict[str, Any]:
         for number in range(sizes.num_running):
             prompt = random_prompt(source, sizes.context, vocab_size)
             stage.ask(f"running {number}", prompt, min(2048, room))
-        stage.run_until(lambda: len(stage.watch.firsts) == sizes.num_running)
+        stage.run_until(lambda: len(stage.watch.first_tokens) == sizes.num_running)
         (first_time, first_gaps), *rest = [
             stage.interrupt(f"long {number}", prompt) for number, prompt in enumerate(prompts)
         ]
@@ -159,10 +160,10 @@ class Alone:
         return -(-request.num_computed // self.block_size)
 
 
-def swap_row(llm: LLM, rule: cheaper, num_tokens: int, budget: int) -> dict[str, Any]:
+def swap_row(llm: LLM, rule: swap_if_cheaper, num_tokens: int, budget: int) -> dict[str, Any]:
     """The times for one context, the faster way, and the rule's choice."""
     config, executor = replace(llm.config, max_num_batched_tokens=budget), llm.executor
-    request = Request("probe", [0] * num_tokens, Params())
+    request = Request("probe", [0] * num_tokens, RequestParams())
     request.computed_base = num_tokens
     view: Any = Alone(config.block_size)
     copies = swap_seconds(executor, view.num_private_blocks(request))
@@ -182,7 +183,7 @@ def swap(llm: LLM, sizes: Sizes, budget: int) -> dict[str, Any]:
     config = replace(llm.config, max_num_batched_tokens=budget)
     rule: Any = llm.config.swap
     if budget != llm.config.max_num_batched_tokens:
-        rule = cheaper(**measured(llm.executor, config)._asdict())
+        rule = swap_if_cheaper(**measured(llm.executor, config)._asdict())
     most = min(config.max_model_len, config.num_blocks * config.block_size,
                config.num_host_blocks * config.block_size)  # fmt: skip
     rows = [swap_row(llm, rule, n, budget) for n in sizes.contexts if n <= most]

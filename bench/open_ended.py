@@ -40,7 +40,7 @@ from headway.lab.workload.files import adjust, read_workload
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import StepReport
-from headway.request import Params
+from headway.request import RequestParams
 from headway.scheduler import preset
 from headway.scheduler.headroom import NUM_MOMENTS, PRIOR, Forecast, future_peak
 
@@ -57,7 +57,7 @@ class OpenEnded(WorkloadRequest):
 
     __slots__ = ()
 
-    def params(self, start: float = 0.0) -> Params:
+    def params(self, start: float = 0.0) -> RequestParams:
         return replace(super().params(start), max_tokens=None, eos_ids=ENDS)
 
 

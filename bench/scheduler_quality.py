@@ -48,7 +48,7 @@ SCHEDULERS: dict[str, dict[str, Any]] = {
         **V1, "headroom": "future_peak(learned)", "queue": "shortest_first",
     },
     "victim least_work": {**V1, "victim": "least_work"},
-    "victim fewest_lost": {**V1, "victim": "fewest_lost"},
+    "victim fewest_private_blocks": {**V1, "victim": "fewest_private_blocks"},
     "swap": {**V1, "swap": "swap", "num_host_blocks": 4096},
     "headway": {"name": "headway"},
 }  # fmt: skip

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from headway.plan import Plan, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.support import nano_vllm
 
@@ -41,8 +41,8 @@ OTHERS = {
     "priority": {"queue": "priority(aging=30)"},
     "fair": {"queue": "fair"},
     "shortest_first": {"queue": "shortest_first"},
-    "deadline": {"queue": "deadline"},
-    "prefill_first": {"recipe": "prefill_first"},
+    "earliest_deadline": {"queue": "earliest_deadline"},
+    "prefill_first": {"batching": "prefill_first"},
     "back_off": {"headroom": "back_off(watermark(0.01))"},
     "reserve_outputs": {"headroom": "reserve_outputs"},
     "least_work": {"victim": "least_work"},
@@ -64,7 +64,7 @@ class HeadwayRun:
         self.scheduler = Scheduler(preset(**{**numbers, "num_blocks": num_blocks, **changes}))
         for i in range(num_running):
             prompt = range(i * 2000, i * 2000 + CONTEXT - i % BLOCK)
-            params = Params(
+            params = RequestParams(
                 eos_ids=EOS, max_tokens=num_blocks * BLOCK // max(1, num_running) - CONTEXT
             )
             self.scheduler.add(Request(str(i), prompt, params))
@@ -129,7 +129,7 @@ class PlainRun:
 
 
 def admission_us(scheduler: Scheduler, id: str, prompt: list[int]) -> float:
-    request = Request(id, prompt, Params(max_tokens=4))
+    request = Request(id, prompt, RequestParams(max_tokens=4))
     start = perf_counter()
     scheduler.add(request)
     plan = scheduler.schedule()
@@ -159,7 +159,9 @@ def finish_us() -> float:
     extra = []
     for _ in range(NUM_ROUNDS):
         ours = HeadwayRun(16, num_blocks=4096)
-        ours.scheduler.add(Request("end", range(1 << 20, (1 << 20) + 1000), Params(max_tokens=512)))
+        ours.scheduler.add(
+            Request("end", range(1 << 20, (1 << 20) + 1000), RequestParams(max_tokens=512))
+        )
         times = []
         while "end" in ours.scheduler.requests:
             start = perf_counter()
@@ -179,7 +181,7 @@ def blocked_us() -> float:
         free = ours.timed()
         num_more = (ours.scheduler.kv.num_free + 1) * BLOCK
         tail = range(1 << 24, (1 << 24) + num_more)
-        ours.scheduler.add(Request("head", [*prompt, *tail], Params(max_tokens=1)))
+        ours.scheduler.add(Request("head", [*prompt, *tail], RequestParams(max_tokens=1)))
         blocked = ours.timed()
         assert ours.scheduler.last_plan.blocked[0].reason == "blocks"
         extra.append(blocked - free)
@@ -193,7 +195,9 @@ def headroom_us() -> float:
         ours = HeadwayRun(64, num_blocks=64 * 82)
         ours.scheduler.state.outputs.shares.extend([1.0] * 256)
         free = ours.timed()
-        ours.scheduler.add(Request("head", range(1 << 24, (1 << 24) + 64), Params(eos_ids=EOS)))
+        ours.scheduler.add(
+            Request("head", range(1 << 24, (1 << 24) + 64), RequestParams(eos_ids=EOS))
+        )
         blocked = ours.timed()
         assert ours.scheduler.last_plan.blocked[0].reason == "headroom"
         extra.append(blocked - free)
@@ -201,7 +205,7 @@ def headroom_us() -> float:
 
 
 def run_first(ours: HeadwayRun, prompt: list[int]) -> None:
-    ours.scheduler.add(Request("first", prompt, Params(max_tokens=1)))
+    ours.scheduler.add(Request("first", prompt, RequestParams(max_tokens=1)))
     ours.step()
 
 
@@ -217,7 +221,7 @@ def queue_us(num_waiting: int) -> float:
     queue = Scheduler(preset("vllm_v1")).queue
     times = []
     for number in range(num_waiting + 500):
-        request = Request(str(number), [1], Params(), arrival=float(number))
+        request = Request(str(number), [1], RequestParams(), arrival=float(number))
         start = perf_counter()
         queue.push(request)
         if number >= num_waiting:

@@ -96,9 +96,9 @@ class SleepingExecutor:
         for _ in range(plan.num_steps if plan.decodes else 0):
             self._column = (self._column + 1) % 1000
             columns.append(np.full(len(plan.decodes), 1000 + self._column, dtype=np.intc))
-        firsts = [1000 for chunk in plan.chunks if chunk.is_last]
+        first_tokens = [1000 for chunk in plan.chunks if chunk.is_last]
         # Without async scheduling there is one plan at a time.
-        self._result = StepResult(columns, firsts, now, now + self._seconds)
+        self._result = StepResult(columns, first_tokens, now, now + self._seconds)
         return self
 
     def wait(self) -> StepResult:

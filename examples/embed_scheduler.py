@@ -8,7 +8,7 @@ cache, so a wrong block or slot would change the text. Run it from the root of t
 from __future__ import annotations
 
 from headway import Plan, Request, Scheduler, StepResult, preset
-from headway.request import Params
+from headway.request import RequestParams
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -43,8 +43,8 @@ class ToyExecutor:
         for request in plan.decodes:  # a decode computes its last known token
             self.store(request, request.num_computed - 1, request.num_computed)
         column = [self.next_token(r, r.num_computed) for r in plan.decodes]
-        firsts = [self.next_token(c.request, c.end) for c in plan.chunks if c.is_last]
-        return StepResult([column] if plan.decodes else [], firsts)
+        first_tokens = [self.next_token(c.request, c.end) for c in plan.chunks if c.is_last]
+        return StepResult([column] if plan.decodes else [], first_tokens)
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
     for text in ("hello world", "hello there", "hello world", "a", "quick brown fox"):
         prompt = [LETTERS.index(letter) for letter in text]
         id = f"{len(scheduler.requests)} {text!r}"
-        scheduler.add(Request(id, prompt, Params(max_tokens=12)))
+        scheduler.add(Request(id, prompt, RequestParams(max_tokens=12)))
     while scheduler.requests:
         plan = scheduler.schedule()
         report = scheduler.complete(plan, executor.run(plan))

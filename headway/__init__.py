@@ -13,7 +13,7 @@ from headway.engine.engine import Engine
 from headway.engine.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
 from headway.grammar.grammar import Grammar
 from headway.plan import Plan, StepReport, StepResult
-from headway.request import Request, State
+from headway.request import Request, RequestState
 from headway.sampling_params import SamplingParams, StructuredOutputsParams
 from headway.scheduler import PRESETS, Scheduler, preset
 
@@ -34,10 +34,10 @@ __all__ = [
     "RealClock",
     "Request",
     "RequestOutput",
+    "RequestState",
     "SamplingParams",
     "Scheduler",
     "SchedulerView",
-    "State",
     "StepReport",
     "StepResult",
     "StructuredOutputsParams",

@@ -1,8 +1,8 @@
 """The configuration of a scheduler: six slots that hold policies, and a few numbers.
 
-This file says what a policy may read (`SchedulerView`), what a recipe may do (`StepActions`) and
-which signature each slot has. The policies are in scheduler/policies.py, headroom.py and queues.py;
-ready combinations are in scheduler/presets.py.
+This file says what a policy may read (`SchedulerView`), what a batching rule may do (`StepActions`)
+and which signature each slot has. The policies are in scheduler/policies.py, headroom.py and
+queues.py; ready combinations are in scheduler/presets.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SchedulerView(Protocol):
 
 
 class StepActions(Protocol):
-    """What a recipe may do with the step under construction, and what it may read of it."""
+    """What a batching rule may do with the step under construction, and what it may read of it."""
 
     def decode(self, at_most: int | None = None) -> None: ...
     def prefill(self) -> None: ...
@@ -66,9 +66,9 @@ class QueueRule(Protocol):
     """The order of the waiting queue: the lowest key is served first."""
 
     @property
-    def patience(self) -> int: ...  # how often a blocked request may be overtaken; 0: never
+    def max_overtakes(self) -> int: ...  # how often a blocked request may be overtaken; 0: never
     @property
-    def drifts(self) -> bool: ...  # keys change while requests wait
+    def keys_change(self) -> bool: ...  # keys change while requests wait
     @property
     def preempts(self) -> bool: ...  # whether `outranks` is used
     def key(self, request: Request, view: SchedulerView) -> Any: ...
@@ -76,7 +76,7 @@ class QueueRule(Protocol):
     def outranks(self, waiting: Request, running: Request) -> bool: ...  # may it preempt?
 
 
-Recipe = Callable[[StepActions], None]
+BatchingRule = Callable[[StepActions], None]
 ChunkRule = Callable[[int, int, bool], int]  # (tokens wanted, tokens left, first of its step)
 HeadroomRule = Callable[[Request, SchedulerView], int]  # blocks that an admission leaves free
 VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is preempted first
@@ -109,7 +109,7 @@ class Checked:
 class Config(Checked):
     """The complete description of a scheduler."""
 
-    recipe: Recipe
+    batching: BatchingRule
     queue: QueueRule
     chunk: ChunkRule
     headroom: HeadroomRule

@@ -54,10 +54,10 @@ from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.swap_cost import Timed, measured
 from headway.loading import Loaded, LoadOptions, Progress, load
 from headway.observe.trace import TraceWriter
-from headway.request import Params, Pooling
+from headway.request import Pooling, RequestParams
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import cheaper
+from headway.scheduler.policies import swap_if_cheaper
 from headway.scheduler.presets import NUMBERS, SLOTS
 from headway.text.tokenizer import Tokenizer
 
@@ -279,7 +279,7 @@ class LLM:
         params: AllParams,
         *,
         is_streamed: bool = False,
-        fixed: Params | None = None,
+        fixed: RequestParams | None = None,
     ) -> PromptBatch:
         """Add every prompt to the engine; a refused one has its error in the batch.
 
@@ -329,10 +329,10 @@ class LLM:
 
 
 def with_measured_swap(config: Config, executor: Timed) -> Config:
-    """The config; its default swap policy `cheaper` gets the transfer times of this device."""
-    if config.swap != cheaper() or not config.num_host_blocks:
+    """The config; a default `swap_if_cheaper` gets the times measured on this device."""
+    if config.swap != swap_if_cheaper() or not config.num_host_blocks:
         return config
-    return replace(config, swap=cheaper(**measured(executor, config)._asdict()))
+    return replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

@@ -141,8 +141,8 @@ class Failure(NamedTuple):
 class StepResult:
     """What the executor sampled. Times are seconds on the engine's clock."""
 
-    columns: list[Column] = field(default_factory=list)  # [step][decode], as in `decodes`
-    firsts: list[int] = field(default_factory=list)  # one token per chunk with is_last
+    decode_tokens: list[Column] = field(default_factory=list)  # [step][decode], as in `decodes`
+    first_tokens: list[int] = field(default_factory=list)  # one token per chunk with is_last
     started: float = 0.0
     ended: float = 0.0
     extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
@@ -159,12 +159,12 @@ class StepReport:
 
     def outputs(self) -> Iterator[tuple[Request, list[int]]]:
         """The tokens that each request gains in this step."""
-        plan, columns = self.plan, self.result.columns
+        plan, columns = self.plan, self.result.decode_tokens
         for row, request in enumerate(plan.decodes):
             kept = plan.tokens_kept.get(request, plan.num_steps)
             if kept:
                 yield request, [int(column[row]) for column in columns[:kept]]
         sampled = (c.request for c in plan.chunks if c.is_last)
-        for request, token in zip(sampled, self.result.firsts, strict=True):
+        for request, token in zip(sampled, self.result.first_tokens, strict=True):
             if plan.tokens_kept.get(request, 1):
                 yield request, [token]

@@ -20,7 +20,7 @@ NO_TOKENS: frozenset[int] = frozenset()
 Pooling = Literal["mean", "last"]  # over all prompt tokens, or the last one
 
 
-class State(Enum):
+class RequestState(Enum):
     """The states of a request."""
 
     WAITING = "waiting"  # holds nothing on the device
@@ -32,17 +32,21 @@ class State(Enum):
     __hash__ = object.__hash__  # members are singletons; Enum's own hash runs in Python
 
 
-TRANSITIONS: dict[State, frozenset[State]] = {
-    State.WAITING: frozenset({State.PREFILL, State.FINISHED}),
-    State.PREFILL: frozenset({State.DECODING, State.WAITING, State.SWAPPED, State.FINISHED}),
-    State.DECODING: frozenset({State.WAITING, State.SWAPPED, State.FINISHED}),
-    State.SWAPPED: frozenset({State.PREFILL, State.FINISHED}),
-    State.FINISHED: frozenset(),
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
+    RequestState.PREFILL: frozenset(
+        {RequestState.DECODING, RequestState.WAITING, RequestState.SWAPPED, RequestState.FINISHED}
+    ),
+    RequestState.DECODING: frozenset(
+        {RequestState.WAITING, RequestState.SWAPPED, RequestState.FINISHED}
+    ),
+    RequestState.SWAPPED: frozenset({RequestState.PREFILL, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Params:
+class RequestParams:
     """Options of one request. The scheduler passes `sampling` to the executor unread."""
 
     max_tokens: int | None = 128  # None: up to max_model_len
@@ -142,7 +146,7 @@ class Request:
         self,
         id: str,
         prompt: Iterable[int],
-        params: Params,
+        params: RequestParams,
         *,
         arrival: float = 0.0,
         parent: Request | None = None,
@@ -159,7 +163,7 @@ class Request:
         self.flushed_tokens: array[int] = array("i")  # use `output`, which includes buffered ones
         self.flushed_tick = 0  # tick of its progress up to which tokens are flushed
         self.limit = 0  # length at which it ends; set when it is added
-        self.state = State.WAITING
+        self.state = RequestState.WAITING
         self.row = -1  # in the executor's tables, while it runs
         self.computed_base = 0  # see num_computed
         self.progress = NOT_DECODING
@@ -201,15 +205,15 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return self.state is State.FINISHED
+        return self.state is RequestState.FINISHED
 
-    def move(self, state: State) -> None:
+    def move(self, state: RequestState) -> None:
         """Change the state along TRANSITIONS; anything else is a bug here."""
         assert state in TRANSITIONS[self.state], f"{self} cannot become {state.value}"
         self.state = state
 
 
-def _stop_ids(id: str, params: Params) -> frozenset[int]:
+def _stop_ids(id: str, params: RequestParams) -> frozenset[int]:
     """All token ids that end the request; InvalidRequest names the field that is not a set of ids."""
     for name in ("stop_ids", "eos_ids"):
         ids = getattr(params, name)

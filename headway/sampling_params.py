@@ -20,7 +20,7 @@ COLDEST = 1e-4  # lower is greedy: float32 could not tell equal tokens apart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """What the executor reads of one request; the content of `Params.sampling`."""
+    """What the executor reads of one request; the content of `RequestParams.sampling`."""
 
     temperature: float = 1.0  # 0: greedy
     top_k: int = 0  # 0 or -1: off

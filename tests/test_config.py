@@ -10,7 +10,7 @@ import pytest
 
 from headway.config import Config, SchedulerView, StepActions
 from headway.errors import ConfigError
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, Scheduler, headroom, policies, preset, queues
 from headway.scheduler.presets import NUMBERS, SLOTS, describe, slot
 from tests.support.drive import Driver
@@ -74,7 +74,7 @@ WRONG_POLICIES = {
     ],
     "chunk": ["at_most(0)", "at_most(-5)", "at_most(1.5)"],
     "queue": ["fcfs(-1)", "priority(aging=-1.0)", "fcfs('x')"],
-    "swap": ["cheaper(copy=-1.0)"],
+    "swap": ["swap_if_cheaper(copy=-1.0)"],
 }  # fmt: skip
 
 
@@ -122,25 +122,25 @@ def test_errors_with_and_without_a_suggestion_are_punctuated() -> None:
 
 def test_a_text_is_parsed_as_a_policy() -> None:
     assert slot("queue", "fcfs") == queues.fcfs()
-    assert slot("queue", "fcfs(8)") == queues.fcfs(patience=8)
+    assert slot("queue", "fcfs(8)") == queues.fcfs(max_overtakes=8)
     assert slot("queue", "priority(aging=2.5, preempts=True)") == queues.priority(0, 2.5, True)
     assert slot("chunk", "whole") is policies.whole
     assert slot("chunk", "at_most") == policies.at_most()
     assert slot("chunk", "at_most(64)") == policies.at_most(64)
-    assert slot("headroom", "watermark(0.05)") == policies.watermark(0.05)
-    nested = policies.back_off(policies.watermark(0.02))
+    assert slot("headroom", "watermark(0.05)") == headroom.watermark(0.05)
+    nested = headroom.back_off(headroom.watermark(0.02))
     assert slot("headroom", "back_off(watermark(0.02))") == nested
     assert slot("headroom", "back_off(base=watermark(share=0.02))") == nested
     assert slot("headroom", " back_off( watermark(0.02) ) ") == nested
-    assert slot("headroom", "back_off(future_peak)") == policies.back_off(headroom.future_peak())
-    assert slot("headroom", "back_off(base=watermark)") == policies.back_off(policies.watermark())
+    assert slot("headroom", "back_off(future_peak)") == headroom.back_off(headroom.future_peak())
+    assert slot("headroom", "back_off(base=watermark)") == headroom.back_off(headroom.watermark())
     assert slot("headroom", "future_peak(learned(0.7))") == headroom.future_peak(
         headroom.learned(0.7)
     )
     assert slot("headroom", "future_peak(limit)") == headroom.future_peak(headroom.limit)
     assert slot("headroom", "future_peak(learned)") == headroom.future_peak(headroom.learned())
     assert slot("headroom", "future_peak(margin=0.01)") == headroom.future_peak(margin=0.01)
-    assert slot("swap", "cheaper") == policies.cheaper()
+    assert slot("swap", "swap_if_cheaper") == policies.swap_if_cheaper()
 
 
 def run_requests(config: Config) -> None:
@@ -176,7 +176,7 @@ def user_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_users_function_is_loaded_by_module_and_name(user_module: str) -> None:
     config = preset(queue=f"{user_module}:by_length", headroom=f"{user_module}:half")
-    assert isinstance(config.queue, queues.custom) and config.queue.drifts
+    assert isinstance(config.queue, queues.custom) and config.queue.keys_change
     assert describe(config)["queue"] == f"{user_module}:by_length"
     again = preset(**describe(preset(queue=f"{user_module}:by_length")))
     assert again.queue == config.queue
@@ -201,17 +201,17 @@ def test_functions_and_lambdas_are_policies() -> None:
     def victim(request: Request, view: SchedulerView) -> Any:
         return request.num_prompt
 
-    def recipe(step: StepActions) -> None:
+    def batching(step: StepActions) -> None:
         step.admit()
         step.decode()
 
     config = preset(
-        queue=lambda request, view: -request.num_prompt, victim=victim, recipe=recipe,
+        queue=lambda request, view: -request.num_prompt, victim=victim, batching=batching,
         headroom=lambda request, view: 0, chunk=lambda want, left, is_first: min(want, left),
         swap=lambda request, view: False,
     )  # fmt: skip
     run_requests(config)
-    long, short = (Request(str(n), range(n), Params()) for n in (9, 3))
+    long, short = (Request(str(n), range(n), RequestParams()) for n in (9, 3))
     view = Scheduler(config).state.view
     assert config.queue.key(long, view) < config.queue.key(short, view)
 
@@ -225,7 +225,7 @@ def test_a_value_that_is_not_callable_is_refused(name: str, value: Any) -> None:
 NOT_POLICIES = [
     "__import__('os').system('true')", "__import__('os')", "().__class__", "fcfs.__class__",
     "[x for x in (1,)]", "lambda r, w: 0", "open('/etc/passwd')", "eval('1')", "fcfs(print)",
-    "fcfs(*[1])", "fcfs(**{'patience': 1})", "fcfs()()", "watermark(1)(2, 3)", "fcfs if 1 else 0",
+    "fcfs(*[1])", "fcfs(**{'max_overtakes': 1})", "fcfs()()", "watermark(1)(2, 3)", "fcfs if 1 else 0",
     "f'{1}'", "fcfs; fcfs", "fcfs\nfcfs", "(fcfs", "", " ", "7", "'fcfs'", "None", "fcfs(1, 2, 3)",
     "fcfs(nothing=1)", "(" * 300, "fcfs(" * 120 + ")" * 120, "whole(5, 5, True)",
     "-" * 5000 + "1",
@@ -263,12 +263,12 @@ def test_the_description_of_a_preset_gives_the_same_preset(name: str) -> None:
 VARIATIONS: list[dict[str, Any]] = [
     {"queue": "priority(3, 0.5, True, 7)"},
     {"queue": "shortest_first(aging=0.25)"},
-    {"queue": "fair(2)", "chunk": "at_most(64)", "victim": "fewest_lost"},
-    {"queue": "deadline(slack=5.0)", "swap": "cheaper(1e-07, 2e-06)"},
+    {"queue": "fair(2)", "chunk": "at_most(64)", "victim": "fewest_private_blocks"},
+    {"queue": "earliest_deadline(slack=5.0)", "swap": "swap_if_cheaper(1e-07, 2e-06)"},
     {"headroom": "back_off(future_peak(learned(0.7), 0.03), 0.5)"},
     {"headroom": "back_off(back_off(watermark(0.02)))"},
     {
-        "recipe": "charged_in_full",
+        "batching": "prefill_first_charge_cached",
         "max_num_batched_tokens": 3,
         "max_num_seqs": 9,
         "num_scheduler_steps": 4,
@@ -292,7 +292,7 @@ def test_the_description_of_a_changed_preset_gives_the_same_config(
     [
         ("victim", lambda request: 0, "(request, view)"),
         ("chunk", lambda want, left: 0, "(want, left, is_first)"),
-        ("recipe", lambda: None, "(step)"),
+        ("batching", lambda: None, "(step)"),
         ("queue", lambda request: 0, "(request, view)"),
     ],
 )

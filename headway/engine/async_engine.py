@@ -19,8 +19,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headway import errors
+from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
 from headway.engine.engine import Engine
-from headway.engine.event_loop import EventLoopBridge, RequestStream
 from headway.engine.loop import EngineLoop, QueueLimits
 from headway.engine.messages import (
     Cancel,
@@ -37,7 +37,7 @@ from headway.engine.messages import (
 from headway.engine.outputs import OutputBuilder, RequestOutput
 from headway.engine.preparation_queue import PreparationQueue
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, Overloaded
-from headway.request import Params
+from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:  # needs the packages for text, which the simulator does without
@@ -188,7 +188,7 @@ class AsyncEngine:
             self.client.send([Cancel(request_id)])
 
     async def stream(
-        self, id: str, prompt: Sequence[int], params: Params
+        self, id: str, prompt: Sequence[int], params: RequestParams
     ) -> AsyncIterator[list[SampleUpdate]]:
         """Yield the updates of a request, without text, until all its samples have ended.
 
@@ -200,7 +200,7 @@ class AsyncEngine:
 
     @contextmanager
     def submitted(
-        self, id: str, prompt: Sequence[int], params: Params, traceparent: str = ""
+        self, id: str, prompt: Sequence[int], params: RequestParams, traceparent: str = ""
     ) -> Iterator[RequestStream]:
         """Submit a request. Leaving the context aborts the request unless it has ended."""
         self._check_id(id)

@@ -16,12 +16,12 @@ from headway.errors import ConfigError, ExecutorError, InvalidRequest, ReplayMis
 from headway.executor.base import Executor, Handle, Preparation
 from headway.observe.explain import explain
 from headway.plan import Plan, StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 
 Observer = Callable[[StepReport], None]
 OnObserverError = Callable[[Observer, Exception], None]
-PLAIN = Params()
+PLAIN = RequestParams()
 MAX_SAMPLES = 1024
 MAX_FAULTS = 3  # consecutive failed steps after which the engine stops
 
@@ -92,7 +92,11 @@ class Engine:
         )
 
     def add(
-        self, id: str, prompt: Iterable[int], params: Params = PLAIN, arrival: float | None = None
+        self,
+        id: str,
+        prompt: Iterable[int],
+        params: RequestParams = PLAIN,
+        arrival: float | None = None,
     ) -> list[Request]:
         """Add a request; n samples become n requests that share the prompt's blocks.
 
@@ -228,7 +232,9 @@ def _check_call(id: object, params: object) -> None:
     """InvalidRequest unless id and params have the right types and n is in its range."""
     if not isinstance(id, str):
         raise InvalidRequest(f"the id of a request must be a string, not {shorten(id)}")
-    if not isinstance(params, Params):
-        raise InvalidRequest(f"request {id!r}: params must be a Params, not {shorten(params)}")
+    if not isinstance(params, RequestParams):
+        raise InvalidRequest(
+            f"request {id!r}: params must be a RequestParams, not {shorten(params)}"
+        )
     if problem := number_problem(params.n, 1, MAX_SAMPLES, whole=True):
         raise InvalidRequest(f"request {id!r}: n {problem}")

@@ -1,4 +1,4 @@
-"""Converts user input to engine input: prompts to tokens, and SamplingParams to Params.
+"""Converts user input to engine input: prompts to tokens, and SamplingParams to RequestParams.
 
 Needs the tokenizer and sizes of a model, not the model itself, so an API process can use it.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 from headway.errors import InvalidRequest, shorten
 from headway.grammar.grammar import check_grammar
-from headway.request import Params, Pooling, check_pooling
+from headway.request import Pooling, RequestParams, check_pooling
 from headway.sampling_params import Sampling, SamplingParams, check_tokens, token_level
 from headway.text.chat_template import render_chat
 from headway.text.long_text import check_num_tokens
@@ -122,14 +122,16 @@ class InputProcessor:
             )
         return tokens
 
-    def params_of_each(self, sampling_params: SamplingParams, ids: Sequence[str]) -> list[Params]:
-        """Params of several prompts with the same SamplingParams, which are converted once."""
+    def params_of_each(
+        self, sampling_params: SamplingParams, ids: Sequence[str]
+    ) -> list[RequestParams]:
+        """The RequestParams of several prompts; the SamplingParams are converted once."""
         first = self.params(sampling_params, ids[0])
         if sampling_params.seed is not None:
             return [first] * len(ids)
         return [first, *(_with_seed(first, self.new_seed()) for _ in ids[1:])]
 
-    def params(self, sampling_params: SamplingParams, id: str) -> Params:
+    def params(self, sampling_params: SamplingParams, id: str) -> RequestParams:
         """The engine's params of a request; InvalidRequest if the model cannot follow them."""
         if not isinstance(sampling_params, SamplingParams):
             raise InvalidRequest(
@@ -145,7 +147,7 @@ class InputProcessor:
         bad_words = self._bad_words(sampling_params.bad_words)
         if sampling_params.stop_strings:
             self.need_tokenizer()
-        return Params(
+        return RequestParams(
             max_tokens=sampling_params.max_tokens, min_tokens=sampling_params.min_tokens,
             eos_ids=self.eos_ids, stop_ids=frozenset(sampling_params.stop_token_ids),
             ignore_eos=sampling_params.ignore_eos, priority=sampling_params.priority,
@@ -192,14 +194,14 @@ def embedding_params(
     client: str = "",
     deadline: float | None = None,
     salt: str = "",
-) -> Params:
-    """Params of a request for an embedding.
+) -> RequestParams:
+    """RequestParams of a request for an embedding.
 
     The engine samples one token after every prompt; here it ends the request and is not shown. The
     mean needs the hidden states of all prompt tokens, so it does not read the prefix cache.
     """
     check_pooling(pooling)
-    return Params(
+    return RequestParams(
         max_tokens=1, priority=priority, client=client, deadline=deadline, salt=salt,
         reads_cache=pooling != "mean", pooling=pooling,
     )  # fmt: skip
@@ -214,7 +216,7 @@ def is_single(prompts: object) -> bool:
     )
 
 
-def _with_seed(params: Params, seed: int) -> Params:
+def _with_seed(params: RequestParams, seed: int) -> RequestParams:
     assert isinstance(params.sampling, Sampling), "made by token_level"
     return replace(params, sampling=replace(params.sampling, seed=seed))
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from headway.engine.clock import Clock
 from headway.errors import HeadwayError
 from headway.plan import Embedding, Plan, StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.sampling_params import TokenLogprobs
 
 NO_TOKENS: list[int] = []
@@ -27,7 +27,7 @@ class Submit:
 
     id: str
     prompt: Sequence[int]
-    params: Params
+    params: RequestParams
     traceparent: str = ""  # W3C trace context of the caller; empty: none
 
 

@@ -15,7 +15,7 @@ from headway.engine.messages import SampleUpdate, StepUpdates, TokenBatch
 from headway.engine.outputs import Delta, OutputBuilder
 from headway.errors import ExecutorError, HeadwayError
 from headway.plan import StepReport
-from headway.request import Params
+from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.text.tokenizer import Tokenizer
 
@@ -70,7 +70,7 @@ class OfflineRunner:
         id: str,
         prompt: tuple[str | None, list[int]],
         sampling_params: SamplingParams,
-        params: Params,
+        params: RequestParams,
     ) -> None:
         """Add a prompt, given as text (if it has one) and tokens; raises what engine.add raises."""
         text, tokens = prompt

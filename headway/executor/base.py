@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from headway.plan import Plan, StepResult
-from headway.request import Params
+from headway.request import RequestParams
 
 
 class Handle(Protocol):
@@ -27,10 +27,10 @@ class Executor(Protocol):
 class Preparation(Protocol):
     """Prepares a request's parameters before the engine sees the request. Thread-safe."""
 
-    def ready(self, params: Params) -> Params | None:
+    def ready(self, params: RequestParams) -> RequestParams | None:
         """Return the parameters that the executor needs, or None if preparing them takes long."""
         ...
 
-    def make_ready(self, params: Params) -> Params:
+    def make_ready(self, params: RequestParams) -> RequestParams:
         """Return the parameters that the executor needs, however long that takes."""
         ...

@@ -87,12 +87,12 @@ class CpuExecutor:
         logits = self.decoder.logits(hidden[batch.sampled_n]) if len(batch.sampled_n) else None
         self.model_seconds += time.perf_counter() - begun
         last = [chunk for chunk in chunks if chunk.is_last]
-        firsts = np.array([chunk.request.row for chunk in last], dtype=np.intp)
-        rows = np.concatenate([plan.rows, firsts])
+        first_tokens = np.array([chunk.request.row for chunk in last], dtype=np.intp)
+        rows = np.concatenate([plan.rows, first_tokens])
         tokens = self._sample(logits, rows)
         if plan.decodes:
             column: Column = tokens[: len(plan.decodes)]
-            result.columns.append(column)
+            result.decode_tokens.append(column)
             self.rows.advance(plan.rows, tokens[: len(plan.decodes)])
         self._finish_chunks(chunks, tokens[len(plan.decodes) :], result)
         requests = (*plan.decodes, *(chunk.request for chunk in last))
@@ -112,8 +112,8 @@ class CpuExecutor:
         for chunk in chunks:
             self.rows.lengths[chunk.request.row] = chunk.end
             if chunk.is_last:
-                result.firsts.append(next(sampled))
-                self.rows.last[chunk.request.row] = result.firsts[-1]
+                result.first_tokens.append(next(sampled))
+                self.rows.last[chunk.request.row] = result.first_tokens[-1]
 
 
 def _copy(source: Tensor, target: Tensor, copies: list[Copy]) -> None:

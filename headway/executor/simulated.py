@@ -26,7 +26,7 @@ class VirtualTime(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The output of a simulated request, carried in `Params.sampling`."""
+    """The output of a simulated request, carried in `RequestParams.sampling`."""
 
     num_output: int  # tokens it generates unless a limit stops it earlier, including the end token
     filler: int
@@ -66,8 +66,10 @@ class SimulatedExecutor:
         self._free_at = started + self._seconds(plan)
         num_columns = plan.num_steps if plan.decodes else 0
         columns: list[Column] = [self._sample_decodes(plan) for _ in range(num_columns)]
-        firsts = [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
-        return SimulatedHandle(self._clock, StepResult(columns, firsts, started, self._free_at))
+        first_tokens = [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
+        return SimulatedHandle(
+            self._clock, StepResult(columns, first_tokens, started, self._free_at)
+        )
 
     def _sample_decodes(self, plan: Plan) -> npt.NDArray[np.intc]:
         column = self._fillers[plan.rows]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from headway.errors import ConfigError, FormatError
 from headway.lab.checks import number, text, whole_number
 from headway.plan import Plan
-from headway.scheduler.policies import cheaper
+from headway.scheduler.policies import swap_if_cheaper
 
 FOLDER = Path(__file__).parent / "profiles"
 T = TypeVar("T")
@@ -134,13 +134,13 @@ class Profile:
         machine = self.machine
         return machine.copy_seconds + num_tokens * self.model.kv_bytes / machine.copy_bandwidth
 
-    def cheaper(self) -> cheaper:
+    def swap_if_cheaper(self) -> swap_if_cheaper:
         """The swap rule with this profile's times.
 
         A recomputed prompt shares its step with other requests, so the rule counts the time that it
         adds to a step, without the step's fixed time.
         """
-        return cheaper(
+        return swap_if_cheaper(
             copy=self.model.kv_bytes / self.machine.copy_bandwidth,
             compute=self.unit_costs.token,
             start=self.machine.copy_seconds,

@@ -64,7 +64,7 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
         "back_off": "add KV blocks: back_off delays admission after preemptions",
         "just_preempted": "add KV blocks: preempted requests wait until the next step",
         "reserved_rows": "raise max_num_seqs: the last rows are reserved for other clients",
-        "order": "set the queue's patience, so that small requests can overtake a blocked one",
+        "order": "set the queue's max_overtakes, so that small requests can overtake a blocked one",
     }
     reason = _top_reason(summary)
     return Finding(
@@ -81,9 +81,9 @@ def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None  # another finding covers memory limits
     return Finding(
         f"only {share:.0%} of max_num_seqs run on average while requests wait",
-        "the recipe or the queue rule admits too few requests; "
+        "the batching rule or the queue rule admits too few requests; "
         f"the most frequent reason to wait is {_top_reason(summary)}",
-        "use a continuous recipe instead of static batching, use chunk split_any, or raise "
+        "use a continuous batching rule instead of static batching, use chunk split_any, or raise "
         "max_num_batched_tokens",
     )
 
@@ -130,7 +130,8 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"time between tokens p99 {gaps['p99'] * 1e3:.0f} ms, {gaps['p99'] / gaps['p50']:.0f}x p50",
         "long prompts or preemptions delay decoding requests",
-        "lower max_num_batched_tokens, use chunk at_most(n) or recipe mixed, or avoid preemptions",
+        "lower max_num_batched_tokens, use chunk at_most(n) or batching mixed, or avoid "
+        "preemptions",
     )
 
 
@@ -141,7 +142,7 @@ def _late(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"{misses} of {deadlines} deadlines missed",
         "the queue ignores deadlines, or capacity is too low",
-        "use queue deadline, or fewer requests per GPU",
+        "use queue earliest_deadline, or fewer requests per GPU",
     )
 
 

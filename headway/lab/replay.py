@@ -43,8 +43,8 @@ class RecordedExecutor:
         columns: list[Column] = [
             [self._next(request) for request in plan.decodes] for _ in range(num_columns)
         ]
-        firsts = [self._next(c.request) for c in plan.chunks if c.is_last]
-        return SimulatedHandle(self._clock, StepResult(columns, firsts, started, ended))
+        first_tokens = [self._next(c.request) for c in plan.chunks if c.is_last]
+        return SimulatedHandle(self._clock, StepResult(columns, first_tokens, started, ended))
 
     def _next(self, request: Request) -> int:
         """The next recorded token, or -1 after the recorded end, where no token is kept."""

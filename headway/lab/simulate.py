@@ -21,7 +21,7 @@ from headway.observe.run_stats import RunStats
 from headway.observe.trace import TraceWriter, header
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import cheaper
+from headway.scheduler.policies import swap_if_cheaper
 
 Progress = Callable[[int], None]  # called with the number of requests that have just ended
 
@@ -100,7 +100,7 @@ def _run(
 
 
 def with_profile(config: Config, profile: Profile) -> Config:
-    """The config with the model's length limit and, for the swap rule `cheaper`, its times."""
+    """The config with the model's length limit and the times that `swap_if_cheaper` compares."""
     length = min(config.max_model_len, profile.model.max_model_len)
-    swap = profile.cheaper() if config.swap == cheaper() else config.swap
+    swap = profile.swap_if_cheaper() if config.swap == swap_if_cheaper() else config.swap
     return replace(config, max_model_len=length, swap=swap)

@@ -47,8 +47,8 @@ class RateWindow:
         """Count events that a steady decode step does not have."""
         counts["prompt_tokens"] += stats.num_prompt
         counts["preemptions"] += len(report.plan.events.preempted)
-        counts["firsts"] += len(stats.firsts)
-        counts["ttft_us"] += int(1e6 * sum(stats.firsts))
+        counts["first_tokens"] += len(stats.first_tokens)
+        counts["ttft_us"] += int(1e6 * sum(stats.first_tokens))
         counts["queried"] += stats.num_queried
         counts["hit"] += stats.num_hit
         counts["requests"] += len(stats.finished)
@@ -69,7 +69,7 @@ class RateWindow:
             return sum(share * counts[name] for share, counts in recent)
 
         rates = {name: total(name) / span for name in RATES}
-        rates["ttft"] = total("ttft_us") / 1e6 / max(1.0, total("firsts"))
+        rates["ttft"] = total("ttft_us") / 1e6 / max(1.0, total("first_tokens"))
         rates["itl"] = total("itl_us") / 1e6 / max(1.0, total("gaps"))
         return rates
 
@@ -88,7 +88,7 @@ class RateWindow:
         last = [by_second.get(int(now) - ago, nothing) for ago in range(NUM_SECONDS, 0, -1)]
         return {
             "output_tokens": [counts["output_tokens"] for counts in last],
-            "ttft": list(_means(last, "ttft_us", "firsts")),
+            "ttft": list(_means(last, "ttft_us", "first_tokens")),
             "itl": list(_means(last, "itl_us", "gaps")),
         }
 

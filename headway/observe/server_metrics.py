@@ -97,7 +97,7 @@ class ServerMetrics:
         counters["swapped_blocks", "out"] += len(plan.copies_out)
         counters["swapped_blocks", "in"] += len(plan.copies_in)
         first = self.values.histograms["time_to_first_token_seconds"]
-        for seconds in stats.firsts:
+        for seconds in stats.first_tokens:
             first.observe(seconds)
         for request, times in stats.finished:
             counters["request_success", times.finish_reason] += 1

@@ -92,7 +92,9 @@ class StepStats(Generic[Key]):
     num_admitted: int = 0  # prompt tokens of requests admitted for the first time
     num_queried: int = 0  # those of them that were looked up in the prefix cache
     num_hit: int = 0  # prompt tokens found in the prefix cache
-    firsts: list[float] = field(default_factory=list)  # seconds from arrival to the first token
+    first_tokens: list[float] = field(
+        default_factory=list
+    )  # seconds from arrival to the first token
     gaps: list[tuple[float, int]] = field(default_factory=list)  # seconds between tokens, count
     finished: list[tuple[Key, RequestTimeline]] = field(default_factory=list)
 
@@ -187,7 +189,7 @@ class Timeline(Generic[Key]):
             return
         stats.num_output += 1
         if is_first:
-            stats.firsts.append(stats.now - times.arrival)
+            stats.first_tokens.append(stats.now - times.arrival)
         elif key in self._preempted:
             stats.gaps.append((stats.now - self._preempted.pop(key), 1))
         self._last_token[key] = stats.now

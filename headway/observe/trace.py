@@ -18,7 +18,7 @@ import numpy as np
 from headway.config import Config
 from headway.errors import FormatError
 from headway.plan import Plan, StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler.presets import describe
 
 VERSION = 2
@@ -97,7 +97,7 @@ def describe_request(request: Request) -> Line:
 
 def request_of(line: Line, known: dict[str, Request]) -> Request:
     """The request that an entry of `added` describes. `known` has the requests added before it."""
-    params = Params(
+    params = RequestParams(
         max_tokens=line["max_tokens"], min_tokens=line.get("min_tokens", 0),
         stop_ids=frozenset(line.get("stop_ids", ())), priority=line.get("priority", 0),
         client=line.get("client", ""), deadline=line.get("deadline"), salt=line.get("salt", ""),

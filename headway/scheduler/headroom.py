@@ -1,21 +1,23 @@
-"""Headroom that looks ahead: the most blocks that the batch will hold at any later step.
+"""Headroom rules: the blocks that an admission must leave free.
 
-As long as no request ends, all of them grow, so block use peaks just before one of the requests
-ends. If that peak fits, no request will be preempted. The estimate `limit` assumes that every
-request reaches its limit; it is exact for known lengths, also with partially prefilled prompts and
-shared prefixes. The estimate `learned` uses the outputs that have finished so far, and asks for the
-expected peak plus some standard deviations (see output_lengths.py).
+`future_peak` looks ahead to the most blocks that the batch will hold at any later step. As long as
+no request ends, all of them grow, so block use peaks just before one of the requests ends. If that
+peak fits, no request will be preempted. The estimate `limit` assumes that every request reaches its
+limit; it is exact for known lengths, also with partially prefilled prompts and shared prefixes. The
+estimate `learned` uses the outputs that have finished so far, and asks for the expected peak plus
+some standard deviations (see output_lengths.py).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from headway.config import Checked, SchedulerView, number
+from headway.config import Checked, HeadroomRule, SchedulerView, number
 from headway.errors import ConfigError
 from headway.request import Request
 from headway.scheduler.output_lengths import is_open_ended, survival_curve
@@ -27,6 +29,51 @@ NUM_MOMENTS = 32  # later steps at which the expected peak is computed
 PRESSURE_DEVIATIONS = 0.5  # per recent preemption, for open-ended requests
 MIN_CHANCE = 0.5  # ignore moments that an open-ended new request reaches with a lower chance
 PRIOR = (np.arange(16) + 0.5) / 16  # shares of the allowed output, before any request finished
+
+
+@dataclass(frozen=True)
+class watermark(Checked):
+    """A fixed share of all blocks."""
+
+    share: float = number(0.01, 0, 1)
+
+    def __call__(self, request: Request, view: SchedulerView) -> int:
+        return int(self.share * view.num_blocks)
+
+
+def _num_left(request: Request) -> int:
+    """Tokens that a request may still store; the last sampled token is never stored."""
+    if request.row < 0:
+        return request.limit - 1 - request.num_known
+    return request.limit - 1 - max(request.num_computed, request.prefill_end)
+
+
+@dataclass(frozen=True)
+class reserve_outputs(Checked):
+    """Blocks for this share of the output that the batch and the new request may still generate."""
+
+    ratio: float = number(1.0, 0)
+
+    def __call__(self, request: Request, view: SchedulerView) -> int:
+        size = view.block_size
+        batch = sum(-(-_num_left(r) // size) for r in (*view.running, request))
+        return math.ceil(self.ratio * batch)
+
+
+@dataclass(frozen=True)
+class back_off(Checked):
+    """The headroom of `base`, plus `share` of all blocks for every recent preemption."""
+
+    base: HeadroomRule = watermark()
+    share: float = number(0.01, 0, 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not callable(self.base):
+            raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
+
+    def __call__(self, request: Request, view: SchedulerView) -> int:
+        return self.base(request, view) + int(self.share * view.num_blocks * view.pressure)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Ready-made policies; queue rules are in queues.py, and `future_peak` is in headroom.py.
+"""Ready-made batching, chunk, victim and swap rules; the others are in queues.py and headroom.py.
 
 A policy without numbers is a function. A policy with numbers is a callable frozen dataclass: it
 compares by value, prints as it is written on the command line, and keeps no state.
@@ -6,15 +6,13 @@ compares by value, prints as it is written on the command line, and keeps no sta
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from headway.config import Checked, HeadroomRule, SchedulerView, StepActions, count, number
-from headway.errors import ConfigError
+from headway.config import Checked, SchedulerView, StepActions, count, number
 from headway.request import Request
 
-# recipe: the actions of a step, in order
+# batching: the actions of a step, in order
 
 
 def mixed(step: StepActions) -> None:
@@ -44,7 +42,7 @@ def prefill_first(step: StepActions) -> None:
         step.decode()
 
 
-def charged_in_full(step: StepActions) -> None:
+def prefill_first_charge_cached(step: StepActions) -> None:
     """As prefill_first, but cached tokens use up budget too, and decodes beyond it are deferred."""
     if not (step.num_decoding and step.prefill_streak >= MAX_PREFILL_STEPS):
         step.prefill()
@@ -90,54 +88,6 @@ class at_most(Checked):
         return min(want, left, self.tokens)
 
 
-# headroom: blocks that an admission must leave free
-
-
-@dataclass(frozen=True)
-class watermark(Checked):
-    """A fixed share of all blocks."""
-
-    share: float = number(0.01, 0, 1)
-
-    def __call__(self, request: Request, view: SchedulerView) -> int:
-        return int(self.share * view.num_blocks)
-
-
-def _num_left(request: Request) -> int:
-    """Tokens that a request may still store; the last sampled token is never stored."""
-    if request.row < 0:
-        return request.limit - 1 - request.num_known
-    return request.limit - 1 - max(request.num_computed, request.prefill_end)
-
-
-@dataclass(frozen=True)
-class reserve_outputs(Checked):
-    """Blocks for this share of the output that the batch and the new request may still generate."""
-
-    ratio: float = number(1.0, 0)
-
-    def __call__(self, request: Request, view: SchedulerView) -> int:
-        size = view.block_size
-        batch = sum(-(-_num_left(r) // size) for r in (*view.running, request))
-        return math.ceil(self.ratio * batch)
-
-
-@dataclass(frozen=True)
-class back_off(Checked):
-    """The headroom of `base`, plus `share` of all blocks for every recent preemption."""
-
-    base: HeadroomRule = watermark()
-    share: float = number(0.01, 0, 1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not callable(self.base):
-            raise ConfigError(f"back_off: base must be a headroom rule, not {self.base!r}")
-
-    def __call__(self, request: Request, view: SchedulerView) -> int:
-        return self.base(request, view) + int(self.share * view.num_blocks * view.pressure)
-
-
 # victim: a key; the largest is preempted first
 
 
@@ -156,7 +106,7 @@ def lowest_priority(request: Request, view: SchedulerView) -> Any:
     return request.params.priority, request.history.serial
 
 
-def fewest_lost(request: Request, view: SchedulerView) -> Any:
+def fewest_private_blocks(request: Request, view: SchedulerView) -> Any:
     """Fewest tokens that would leave the cache."""
     return -view.num_private_blocks(request), request.history.serial
 
@@ -180,7 +130,7 @@ def swap(request: Request, view: SchedulerView) -> bool:
 
 
 @dataclass(frozen=True)
-class cheaper(Checked):
+class swap_if_cheaper(Checked):
     """Swap if copying out and in takes less time than recomputing. All costs are in seconds.
 
     The defaults are for a 70B model over PCIe 4: 2,048 tokens take 2 ms to copy one way, or 50 ms

@@ -14,25 +14,25 @@ from headway.errors import ConfigError, shorten
 from headway.scheduler import headroom, policies, policy_text, queues
 
 SLOTS: dict[str, tuple[Any, ...]] = {
-    "recipe": (
+    "batching": (
         policies.mixed, policies.swapped_first, policies.prefill_first,
-        policies.charged_in_full, policies.static,
+        policies.prefill_first_charge_cached, policies.static,
     ),
     "queue": (
-        queues.fcfs, queues.priority, queues.shortest_first, queues.fair, queues.deadline,
+        queues.fcfs, queues.priority, queues.shortest_first, queues.fair, queues.earliest_deadline,
         queues.custom,
     ),
     "chunk": (policies.whole, policies.split_first, policies.split_any, policies.at_most),
     "headroom": (
-        policies.watermark, policies.reserve_outputs, headroom.future_peak, policies.back_off,
+        headroom.watermark, headroom.reserve_outputs, headroom.future_peak, headroom.back_off,
     ),
     "victim": (
         policies.served_last, policies.newest, policies.least_work, policies.lowest_priority,
-        policies.fewest_lost,
+        policies.fewest_private_blocks,
     ),
-    "swap": (policies.recompute, policies.swap, policies.cheaper),
+    "swap": (policies.recompute, policies.swap, policies.swap_if_cheaper),
 }  # fmt: skip
-ARGUMENTS = {"recipe": "step", "chunk": "want left is_first"} | dict.fromkeys(
+ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
     ("queue", "headroom", "victim", "swap"), "request view"
 )
 PARTS: tuple[Any, ...] = (headroom.limit, headroom.learned)  # estimates, arguments of future_peak
@@ -40,35 +40,35 @@ NUMBERS = tuple(f.name for f in fields(Config) if f.default is not MISSING)
 
 PRESETS: dict[str, dict[str, str | int]] = {
     "headway": {
-        "recipe": "swapped_first", "queue": "shortest_first", "chunk": "split_any",
-        "headroom": "future_peak(learned)", "victim": "newest", "swap": "cheaper",
+        "batching": "swapped_first", "queue": "shortest_first", "chunk": "split_any",
+        "headroom": "future_peak(learned)", "victim": "newest", "swap": "swap_if_cheaper",
     },
     "nano_vllm": {
-        "recipe": "prefill_first", "queue": "fcfs", "chunk": "split_first",
+        "batching": "prefill_first", "queue": "fcfs", "chunk": "split_first",
         "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
         "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
     "deep_dive": {
-        "recipe": "mixed", "queue": "fcfs", "chunk": "split_any",
+        "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
         "headroom": "reserve_outputs(1.0)", "victim": "newest", "swap": "recompute",
     },
     "vllm": {
-        "recipe": "swapped_first", "queue": "fcfs", "chunk": "split_any",
-        "headroom": "back_off(watermark(0.01))", "victim": "newest", "swap": "cheaper",
+        "batching": "swapped_first", "queue": "fcfs", "chunk": "split_any",
+        "headroom": "back_off(watermark(0.01))", "victim": "newest", "swap": "swap_if_cheaper",
         "max_num_seqs": 256, "max_num_batched_tokens": 8192,
     },
     "vllm_v1": {
-        "recipe": "mixed", "queue": "fcfs", "chunk": "split_any",
+        "batching": "mixed", "queue": "fcfs", "chunk": "split_any",
         "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
         "max_num_seqs": 256, "max_num_batched_tokens": 8192,
     },
     "minivllm": {
-        "recipe": "charged_in_full", "queue": "fcfs", "chunk": "whole",
+        "batching": "prefill_first_charge_cached", "queue": "fcfs", "chunk": "whole",
         "headroom": "watermark(0.0)", "victim": "newest", "swap": "recompute",
         "max_num_seqs": 512, "max_num_batched_tokens": 16384,
     },
     "static": {
-        "recipe": "static", "queue": "fcfs", "chunk": "split_any",
+        "batching": "static", "queue": "fcfs", "chunk": "split_any",
         "headroom": "reserve_outputs(1.0)", "victim": "newest", "swap": "recompute",
     },
 }  # fmt: skip
@@ -106,6 +106,6 @@ def describe(config: Config) -> dict[str, str | int]:
     """All slots as text and all numbers; `preset(**describe(config))` restores the config."""
     known = [policy for group in (*SLOTS.values(), PARTS) for policy in group]
     values = {f.name: getattr(config, f.name) for f in fields(config)}
-    if isinstance(config.queue, queues.custom) and not config.queue.patience:
+    if isinstance(config.queue, queues.custom) and not config.queue.max_overtakes:
         values["queue"] = config.queue.function
     return {k: policy_text.format_policy(v, known) if k in SLOTS else v for k, v in values.items()}

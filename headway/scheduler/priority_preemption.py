@@ -1,9 +1,9 @@
 """Chooses running requests to preempt so that a waiting one of a higher priority runs in this step.
 
 A waiting request needs a row, blocks and tokens of the step's budget. How many tokens are left for
-it depends on the recipe: some recipes put decodes and prompts into one step, some do not, and one
-admits nothing while a batch decodes. So `DryRun` runs the recipe against counters instead of the
-real state. This module does not change the state.
+it depends on the batching rule: some put decodes and prompts into one step, some do not, and one
+admits nothing while a batch decodes. So `DryRun` runs the rule against counters instead of the real
+state. This module does not change the state.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_PREEMPTIONS = 16  # of one request for a higher priority, whatever the queue
 
 
 class DryRun:
-    """Runs the recipe over counters, as if the requests `without` were preempted."""
+    """Runs the batching rule over counters, as if the requests `without` were preempted."""
 
     def __init__(
         self, request: Request, state: SchedulerState, without: set[Request], prefill_streak: int
@@ -29,7 +29,7 @@ class DryRun:
         self._request, self._state = request, state
         self._partial = [other for other in state.prefilling if other not in without]
         self._has_decodes = self._has_chunks = False
-        state.config.recipe(self)
+        state.config.batching(self)
 
     @property
     def is_idle(self) -> bool:
@@ -100,8 +100,8 @@ class Shortage:
 def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
     """The running requests to preempt for the first in the queue, in the order of the victim rule.
 
-    Empty if it needs none, if all requests that it outranks would not be enough, or if the recipe
-    admits nothing in this step but will after the next decodes.
+    Empty if it needs none, if all requests that it outranks would not be enough, or if the batching
+    rule admits nothing in this step but will after the next decodes.
     """
     outranks, victim = state.config.queue.outranks, state.config.victim
     outranked = [
@@ -117,7 +117,7 @@ def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
     outranked.sort(key=lambda request: victim(request, state.view))
     outranked.reverse()  # the largest key is preempted first
     counts = range(1, len(outranked) + 1)
-    # A random recipe may admit nothing at any count; then nothing is preempted.
+    # A random batching rule may admit nothing at any count; then nothing is preempted.
     num_chosen = next((count for count in counts if shortage.is_met(outranked[:count])), 0)
     return _without_spare(outranked[:num_chosen], shortage)
 
@@ -132,7 +132,7 @@ def _without_spare(chosen: list[Request], shortage: Shortage) -> list[Request]:
 
 
 def _is_turn_of_decodes(first: Request, state: SchedulerState) -> bool:
-    """Whether the recipe admits nothing only because many consecutive steps had no decodes."""
+    """Whether nothing is admitted only because many consecutive steps had no decodes."""
     if not state.prefill_streak or not state.decode_batch.members:
         return False
     now, later = (

@@ -78,7 +78,7 @@ class WaitingQueue:
 
         Skips a request if admitting it would raise its group's service above `max_service`.
         """
-        if self.rule.drifts:
+        if self.rule.keys_change:
             self._refresh_keys()
         if len(self._groups) > 1 or max_service < inf:
             yield from self._walk_groups(max_service)
@@ -167,8 +167,8 @@ def _position(group: deque[Entry], key: Any, request: Request) -> int:
 class Rule(Checked):
     """Defaults of the ready-made rules: one group, stable keys, no preemption."""
 
-    patience: int = count(0, 0)
-    drifts = False
+    max_overtakes: int = count(0, 0)
+    keys_change = False
     preempts = False
 
     def group(self, request: Request) -> str:
@@ -180,7 +180,7 @@ class Rule(Checked):
 
 @dataclass(frozen=True)
 class fcfs(Rule):
-    """First come, first served. A blocked request may be overtaken `patience` times."""
+    """First come, first served. A blocked request may be overtaken `max_overtakes` times."""
 
     def key(self, request: Request, view: SchedulerView) -> Any:
         return request.arrival
@@ -216,14 +216,14 @@ class shortest_first(Rule):
     """Fewest tokens left to compute first, cache hits deducted; one token is worth `aging` seconds."""
 
     aging: float = number(0.001, 0)
-    drifts = True
+    keys_change = True
 
     def key(self, request: Request, view: SchedulerView) -> Any:
         return view.num_uncached(request) * self.aging + request.arrival
 
 
 @dataclass(frozen=True)
-class deadline(Rule):
+class earliest_deadline(Rule):
     """Earliest deadline first; without one, a request is due `slack` seconds after its arrival."""
 
     slack: float = number(60.0, 0)
@@ -249,7 +249,7 @@ class custom(Rule):
     """A user's function (request, view) -> sort key; its keys are refreshed as drifting ones."""
 
     function: Callable[[Request, SchedulerView], Any] = lambda request, view: request.arrival
-    drifts = True
+    keys_change = True
 
     def key(self, request: Request, view: SchedulerView) -> Any:
         return self.function(request, view)

@@ -18,12 +18,13 @@ MAX_COMPARED = 8  # stop tokens that are compared one by one, which is faster fo
 def check_result(plan: Plan, result: StepResult) -> None:
     """ExecutorError unless the result has one token for everything that the plan samples."""
     num_columns = plan.num_steps if plan.decodes else 0
-    num_firsts = sum(chunk.is_last for chunk in plan.chunks)
-    lengths = [len(column) for column in result.columns]
-    if lengths != [len(plan.decodes)] * num_columns or len(result.firsts) != num_firsts:
+    num_first = sum(chunk.is_last for chunk in plan.chunks)
+    lengths = [len(column) for column in result.decode_tokens]
+    if lengths != [len(plan.decodes)] * num_columns or len(result.first_tokens) != num_first:
         raise ExecutorError(
             f"step {plan.step} samples {num_columns} x {len(plan.decodes)} decode tokens and "
-            f"{num_firsts} first tokens; the executor returned {lengths} and {len(result.firsts)}"
+            f"{num_first} first tokens; the executor returned {lengths} and "
+            f"{len(result.first_tokens)}"
         )
 
 
@@ -31,16 +32,16 @@ def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[
     """Hand out what was sampled; returns the requests that finished with it."""
     finished: list[Request] = []
     sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
-    for request, token in zip(sampled, result.firsts, strict=True):
+    for request, token in zip(sampled, result.first_tokens, strict=True):
         if request not in plan.tokens_kept:
             request.flushed_tokens.append(token)
     if sampled:
-        finished += _finish_stopped(plan, 0, sampled, result.firsts, state)
-    for step, column in enumerate(result.columns):
+        finished += _finish_stopped(plan, 0, sampled, result.first_tokens, state)
+    for step, column in enumerate(result.decode_tokens):
         _deliver(plan, column, state)
         finished += _finish_stopped(plan, step, plan.decodes, column, state)
         finished += _finish_at_limit(plan, step, state)
-    if not result.columns:
+    if not result.decode_tokens:
         finished += _finish_at_limit(plan, 0, state)
     return finished
 

@@ -13,7 +13,7 @@ from typing import Any
 from headway.config import Config
 from headway.kv.cache import AdmissionCost, KVCache
 from headway.plan import Admission, Plan, Preemption, StepEvents
-from headway.request import Request, State
+from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
 from headway.scheduler.output_lengths import OutputStatistics
@@ -54,7 +54,7 @@ class SchedulerState:
         self.queue.remove(request)
         self.swapped.pop(request, None)
         self.plan.copies_in += self.kv.allocate(request, cost)
-        request.move(State.PREFILL)
+        request.move(RequestState.PREFILL)
         request.computed_base, request.prefill_end = cost.num_computed, request.num_known
         request.row = self.free_rows.pop()
         self.running[request] = self.prefilling[request] = None
@@ -79,10 +79,10 @@ class SchedulerState:
         copies = self.kv.swap_out(request) if wants_swap else None
         if copies is None:
             self.kv.release(request)
-            request.move(State.WAITING)
+            request.move(RequestState.WAITING)
         else:
             self.plan.copies_out += copies
-            request.move(State.SWAPPED)
+            request.move(RequestState.SWAPPED)
             self.swapped[request] = None
         request.computed_base = 0
         request.history.num_preemptions += 1
@@ -103,7 +103,7 @@ class SchedulerState:
             self.kv.discard_host_copy(request)
         for plan in self.in_flight:
             plan.tokens_kept.setdefault(request, 0)
-        request.move(State.FINISHED)
+        request.move(RequestState.FINISHED)
         request.finish_reason = reason
         del self.requests[request.id]
         for token in request.stops:
@@ -128,7 +128,7 @@ class SchedulerState:
 
     def start_decoding(self, request: Request) -> None:
         """All known tokens are planned: the next plan may decode."""
-        request.move(State.DECODING)
+        request.move(RequestState.DECODING)
         if request.num_computed + 1 < request.limit:
             self.decode_batch.join(request)
         else:  # the token that this plan samples is its last

@@ -1,4 +1,4 @@
-"""Builds the plan of one step: a recipe calls decode, prefill and admit in its order.
+"""Builds the plan of one step: a batching rule calls decode, prefill and admit in its order.
 
 Requests are preempted before tokens are granted, so work that is in a plan is never removed from
 it. For each request that is considered but not admitted, the plan records the reason, what the
@@ -12,18 +12,18 @@ from itertools import chain
 
 from headway.kv.cache import AdmissionCost
 from headway.plan import Blocked, Chunk, NotConsidered, Plan, Reason
-from headway.request import Request, State
+from headway.request import Request, RequestState
 from headway.scheduler.fairness import check_reserved_rows, overtaking_limit
-from headway.scheduler.policies import back_off
+from headway.scheduler.headroom import back_off
 from headway.scheduler.policy_calls import call_chunk
 from headway.scheduler.priority_preemption import choose_victims
 from headway.scheduler.state import SchedulerState
 
-NOT_COMPUTED = frozenset({State.WAITING, State.PREFILL, State.SWAPPED})
+NOT_COMPUTED = frozenset({RequestState.WAITING, RequestState.PREFILL, RequestState.SWAPPED})
 
 
 class StepBuilder:
-    """The actions of a recipe (config.StepActions), over the state whose next plan this is."""
+    """The actions that a batching rule may call (config.StepActions), and what they do."""
 
     def __init__(self, state: SchedulerState, plan: Plan) -> None:
         self.plan = plan
@@ -51,11 +51,11 @@ class StepBuilder:
         return self._state.prefill_streak
 
     def build(self) -> None:
-        """Fill the plan by the recipe; with work at hand it stays empty only if one is in flight."""
+        """Fill the plan; with work at hand it stays empty only if another plan is in flight."""
         state = self._state
         if self._config.queue.preempts and state.queue:
             self._preempt_for_priority()
-        self._config.recipe(self)
+        self._config.batching(self)
         if self.plan.is_empty and state.requests and not state.in_flight:
             self._force()
         num_rest = len(state.queue) - len(self.plan.blocked)
@@ -67,7 +67,7 @@ class StepBuilder:
             if chunk.is_last:
                 state.start_decoding(chunk.request)
 
-    # The actions of a recipe.
+    # The actions of a batching rule.
 
     def decode(self, at_most: int | None = None) -> None:
         """Advance all decoding requests, as far as `at_most` and the token budget allow."""
@@ -216,7 +216,7 @@ class StepBuilder:
                 state.prefilling[request] = state.prefilling.pop(request)
 
     def _admit(self, candidates: Iterable[Request], charge_cached: bool = False) -> None:
-        plan, patience = self.plan, self._config.queue.patience
+        plan, max_overtakes = self.plan, self._config.queue.max_overtakes
         plan.blocked = []
         self._closed = self._reason_to_close()
         if self._closed or not self._state.queue:
@@ -234,9 +234,9 @@ class StepBuilder:
                     continue
                 passed.append(request)
             out_of_tokens = blocked is not None and blocked.reason == "token_budget"
-            if self._closed or out_of_tokens or len(passed) > patience:
+            if self._closed or out_of_tokens or len(passed) > max_overtakes:
                 break
-            if any(other.history.num_overtaken >= patience for other in passed):
+            if any(other.history.num_overtaken >= max_overtakes for other in passed):
                 break
 
     def _reason_to_close(self) -> Reason | None:

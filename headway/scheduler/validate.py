@@ -9,12 +9,12 @@ import numpy as np
 from headway.checks import number_problem
 from headway.config import Config
 from headway.errors import InvalidRequest, RequestTooLong, shorten
-from headway.request import Request, State, check_pooling
+from headway.request import Request, RequestState, check_pooling
 from headway.scheduler.policy_calls import call_chunk
 
 MAX_WHOLE = (1 << 63) - 1
 MAX_SECONDS = 1e15
-# Field of Params: smallest value, largest value, whether it is a whole number.
+# Field of RequestParams: smallest value, largest value, whether it is a whole number.
 NUMBERS: dict[str, tuple[float, float, bool]] = {
     "max_tokens": (1, MAX_WHOLE, True),
     "min_tokens": (0, MAX_WHOLE, True),
@@ -34,7 +34,7 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
     name = f"request {request.id!r}"
     if request.id in used_ids:
         raise InvalidRequest(f"{name}: this id is used by an open request; choose another id")
-    if request.state is not State.WAITING or request.num_generated:
+    if request.state is not RequestState.WAITING or request.num_generated:
         raise InvalidRequest(f"{name} has run before; create a new one")
     _check_prompt(request, name)
     _check_params(request, name)

@@ -15,16 +15,16 @@ from headway.engine.loop import CachedReader, EngineLoop
 from headway.errors import ExecutorError
 from headway.server.settings import check_seconds
 
-PATIENCE = 30.0  # seconds without progress while there is work
+MAX_SILENCE = 30.0  # seconds without progress while there is work
 MAX_WAIT = 1.0  # seconds that one health check waits for the engine's process
 
 
 class Watchdog:
     """Watches an engine loop in this process."""
 
-    def __init__(self, loop: EngineLoop, patience: float = PATIENCE) -> None:
-        check_seconds("watchdog patience", patience, is_finite=False)
-        self.patience = patience
+    def __init__(self, loop: EngineLoop, max_silence: float = MAX_SILENCE) -> None:
+        check_seconds("watchdog max_silence", max_silence, is_finite=False)
+        self.max_silence = max_silence
         self._loop = loop
         self._explanation = CachedReader(loop.engine, loop.engine.why)
         loop.concurrent_queries["problem"] = lambda _: self.problem()
@@ -40,11 +40,11 @@ class Watchdog:
         if engine.has_given_up:
             return engine.stop_message
         seconds = engine.seconds_since_progress
-        if engine.has_work and seconds > self.patience:
+        if engine.has_work and seconds > self.max_silence:
             explanation = self._explanation.get()[0]
             return f"no progress for {seconds:.1f} s although there is work.\n{explanation}"
         # Without work, no step can show that the engine has recovered: a fault then expires.
-        if engine.fault is not None and (engine.has_work or seconds <= self.patience):
+        if engine.fault is not None and (engine.has_work or seconds <= self.max_silence):
             return f"the latest step failed: {engine.fault}"
         return None
 
@@ -52,22 +52,22 @@ class Watchdog:
 class RemoteWatchdog:
     """Watches an engine in another process by querying that process's own watchdog."""
 
-    def __init__(self, patience: float = PATIENCE) -> None:
-        check_seconds("watchdog patience", patience, is_finite=False)
-        self.patience = patience
+    def __init__(self, max_silence: float = MAX_SILENCE) -> None:
+        check_seconds("watchdog max_silence", max_silence, is_finite=False)
+        self.max_silence = max_silence
         self._query: asyncio.Task[Any] | None = None
         self._since = 0.0
 
     async def __call__(self, engine: AsyncEngine) -> str | None:
-        """A description of the problem; None if healthy, or silent for less than `patience`."""
+        """A description of the problem; None if healthy, or silent for less than `max_silence`."""
         now = asyncio.get_running_loop().time
         if self._query is None:
             self._query, self._since = asyncio.create_task(engine.ask("problem")), now()
         query = self._query
-        await asyncio.wait([query], timeout=min(MAX_WAIT, self.patience))
+        await asyncio.wait([query], timeout=min(MAX_WAIT, self.max_silence))
         if not query.done():
             silent = now() - self._since
-            is_stuck = silent >= self.patience
+            is_stuck = silent >= self.max_silence
             return f"the engine has not answered for {silent:.1f} s" if is_stuck else None
         if self._query is query:  # a concurrent check may already have started another query
             self._query = None
@@ -78,8 +78,8 @@ class RemoteWatchdog:
         return problem
 
 
-def watch(engine: AsyncEngine, patience: float = PATIENCE) -> Watchdog | RemoteWatchdog:
+def watch(engine: AsyncEngine, max_silence: float = MAX_SILENCE) -> Watchdog | RemoteWatchdog:
     """The watchdog for an engine in this process or in another one."""
     if isinstance(engine.client, ThreadClient):
-        return Watchdog(engine.client.loop, patience)
-    return RemoteWatchdog(patience)
+        return Watchdog(engine.client.loop, max_silence)
+    return RemoteWatchdog(max_silence)

@@ -192,14 +192,14 @@ def test_simulate_prints_json_with_documented_keys() -> None:
 
 def test_every_slot_and_number_can_be_set() -> None:
     done = headway(
-        "simulate", WORK, "--profile", PROFILE, "--json", *SMALL, "--preset", "vllm", "--recipe",
+        "simulate", WORK, "--profile", PROFILE, "--json", *SMALL, "--preset", "vllm", "--batching",
         "mixed", "--queue", "fair(3)", "--chunk", "at_most(32)", "--headroom", "watermark(0.05)",
         "--victim", "least_work", "--swap", "swap", "--num-scheduler-steps", "2", "--num-host-blocks",
         "9", "--max-model-len", "500", "--async-scheduling", "--limit", "5",
     )  # fmt: skip
     report = json.loads(done.out)
     config = report["config"]
-    assert config["recipe"] == "mixed" and config["queue"] == "fair(patience=3)"
+    assert config["batching"] == "mixed" and config["queue"] == "fair(max_overtakes=3)"
     assert config["chunk"] == "at_most(tokens=32)" and config["victim"] == "least_work"
     assert (config["num_blocks"], config["max_model_len"], config["num_scheduler_steps"]) == (
         40,

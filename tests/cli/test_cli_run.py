@@ -17,7 +17,7 @@ from headway.cli.commands.run import PROMPTS
 from headway.cli.view import live
 from headway.llm import LLM
 from headway.observe.trace import read_trace
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.sampling_params import SamplingParams
 from tests.cli.test_cli import check_summary, headway, sentence
 from tests.cli.test_cli_generate import ROW, options_of, save_tiny
@@ -140,7 +140,7 @@ def test_the_live_view_fits_the_screen_and_does_not_change_tokens(folder: Path, 
 def test_the_live_view_shows_the_end_of_a_text(folder: Path) -> None:
     llm = LLM(str(folder), load_format="dummy", threads=1)
     assert llm.tokenizer is not None
-    request = Request("0", [1], Params())
+    request = Request("0", [1], RequestParams())
     request.flushed_tokens.extend(llm.tokenizer.encode("abc def\nghi  jkl"))
     view = live.RunView(llm, ["one"], Console())
     assert view._tail(request, 8) == "…ghi jkl" and view._tail(request, 40) == "abc def ghi jkl"

@@ -42,7 +42,7 @@ def said(folder: Path) -> Any:
     """What the SDK made of a server's answers."""
     shutil.copy(HERE / "openai_node.mjs", folder)  # it imports from node_modules beside it
     call = f"<tool_call>\n{CALL}\n</tool_call>"
-    with Server(recipe="tests.support.wire.server:wire_recipe") as server:
+    with Server(factory="tests.support.wire.server:wire_factory") as server:
         prompts = [saying(PLAIN), saying(call)]
         command = ["node", "openai_node.mjs", f"{server.url}v1", *prompts]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)

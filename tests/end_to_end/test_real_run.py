@@ -539,8 +539,8 @@ def random_settings(rng: random.Random) -> dict[str, Any]:
         "max_num_seqs": num_rows, "num_scheduler_steps": rng.choice((1, 1, 3, 4)),
         "num_host_blocks": rng.choice((0, 3, 50, 400)),
         "queue": rng.choice(("fcfs", "priority", "shortest_first", "fair")),
-        "swap": rng.choice(("recompute", "swap", "cheaper(start=0.0)")),
-        "victim": rng.choice(("newest", "least_work", "lowest_priority", "fewest_lost")),
+        "swap": rng.choice(("recompute", "swap", "swap_if_cheaper(start=0.0)")),
+        "victim": rng.choice(("newest", "least_work", "lowest_priority", "fewest_private_blocks")),
         "max_model_len": length,
         **rng.choice((
             {}, {"chunk": "at_most(7)"}, {"chunk": "split_any", "max_num_batched_tokens": 17},

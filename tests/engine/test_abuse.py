@@ -31,7 +31,7 @@ from headway.errors import (
     shorten,
 )
 from headway.observe.trace import TraceWriter
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset, queues
 from headway.scheduler.presets import NUMBERS
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
@@ -55,8 +55,8 @@ def make(async_scheduling: int = 0, **changes: Any) -> Engine:
     )
 
 
-def params(seed: int = 0, max_tokens: int = 8, **more: Any) -> Params:
-    return Params(max_tokens=max_tokens, sampling=seed, **more)
+def params(seed: int = 0, max_tokens: int = 8, **more: Any) -> RequestParams:
+    return RequestParams(max_tokens=max_tokens, sampling=seed, **more)
 
 
 def is_poison(request: Request) -> bool:
@@ -239,7 +239,7 @@ TIGHT = {"num_blocks": 9, "num_host_blocks": 6, "swap": "swap", "headroom": "wat
 
 
 @each_scheduling
-@pytest.mark.parametrize("slot", ["recipe", "chunk", "headroom", "victim", "swap"])
+@pytest.mark.parametrize("slot", ["batching", "chunk", "headroom", "victim", "swap"])
 def test_a_policy_error_within_a_step_ends_requests_and_not_the_engine(
     slot: str, async_scheduling: int
 ) -> None:
@@ -324,13 +324,13 @@ JUNK: tuple[Any, ...] = (
     *HUGE, nan, -inf, 1.5, True, False, None, "", "x", "\ud800", "\0", b"", b"abcd", b"abc",
     bytearray(8), (), (1,), [1.5], [None], [[1]], [1 << 31], [10**400], {}, {1: 2}, {1}, object(),
     object, range(3), range(10**12), range(10**30), np.int64(3), np.float64(nan), np.zeros(3),
-    np.array([1, 2]), np.ones((2, 2)), iter("ab"), 1j, Params(), lambda: 1, Ellipsis,
+    np.array([1, 2]), np.ones((2, 2)), iter("ab"), 1j, RequestParams(), lambda: 1, Ellipsis,
 )  # fmt: skip
 junk = st.one_of(
     st.sampled_from(JUNK), st.integers(), st.floats(), st.text(), st.binary(),
     st.recursive(st.integers() | st.floats() | st.text(), st.lists, max_leaves=5),
 )  # fmt: skip
-REQUEST_FIELDS = ("id", "prompt", "arrival", "params", *(f.name for f in fields(Params)))
+REQUEST_FIELDS = ("id", "prompt", "arrival", "params", *(f.name for f in fields(RequestParams)))
 
 
 def check_request(field: str, value: Any) -> None:
@@ -381,7 +381,7 @@ def test_the_error_names_field_and_value_or_limit_of_an_absurd_param(
     field: str, value: Any, shown: str
 ) -> None:
     with pytest.raises(InvalidRequest, match=f"{field} must be .*{shown.replace('+', '.')}"):
-        make().add("a", [1, 2], Params(**{field: value}))
+        make().add("a", [1, 2], RequestParams(**{field: value}))
 
 
 @pytest.mark.parametrize("arrival", [10**400, nan, inf, "z", True, 1e16], ids=shorten)
@@ -456,7 +456,7 @@ def test_the_largest_block_size_works() -> None:
 
 @pytest.mark.parametrize("value", [inf, 10**400, nan], ids=shorten)
 @pytest.mark.parametrize(
-    "make_policy", [queues.deadline, queues.priority, queues.shortest_first], ids=str
+    "make_policy", [queues.earliest_deadline, queues.priority, queues.shortest_first], ids=str
 )
 def test_the_numbers_of_policies_must_be_finite(make_policy: Any, value: Any) -> None:
     with pytest.raises(ConfigError):

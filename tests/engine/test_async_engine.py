@@ -19,7 +19,7 @@ from headway.engine.loop import EngineLoop, QueueLimits
 from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, Submit
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.plan import StepReport
-from headway.request import Params
+from headway.request import RequestParams
 from tests.support.drive import check_no_leaks
 from tests.support.scripted import END, Breaking, make_engine, script
 
@@ -58,7 +58,7 @@ async def running(engine: Engine, limits: QueueLimits | None = None) -> AsyncIte
 
 
 async def read(
-    engine: AsyncEngine, id: str, prompt: list[int], params: Params
+    engine: AsyncEngine, id: str, prompt: list[int], params: RequestParams
 ) -> list[SampleUpdate]:
     """All updates of a request."""
     return [u async for updates in engine.stream(id, prompt, params) for u in updates]
@@ -383,14 +383,14 @@ async def read_randomly(engine: AsyncEngine, rng: random.Random, id: str) -> str
         max_tokens=rng.choice((num_output + 1, 5, 30, 4000)),
     )  # fmt: skip
     prompt = [rng.randrange(3) for _ in range(rng.choice((0, 1, 5, 40, 40)))]
-    patience = rng.choice((None, None, 0, 1, 3))
+    max_updates = rng.choice((None, None, 0, 1, 3))
     await asyncio.sleep(rng.random() * 0.02)
     updates: list[SampleUpdate] = []
     try:
         stream = engine.stream(id, prompt, params)
         async for gained in stream:
             updates += gained
-            if patience is not None and len(updates) > patience:
+            if max_updates is not None and len(updates) > max_updates:
                 return "left"
             if rng.random() < 0.05:
                 engine.stop_sample(id, rng.randrange(n))

@@ -14,7 +14,7 @@ from headway.engine.engine import MAX_FAULTS, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.executor.base import Handle
 from headway.plan import Plan, StepReport, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.support.drive import check_no_leaks
 from tests.support.shadow import EOS, ShadowExecutor, oracle
@@ -68,8 +68,8 @@ class BrokenExecutor:
         raise self.error(f"the device was lost at {where}")
 
 
-def params(seed: int = 0, max_tokens: int | None = 8, **more: Any) -> Params:
-    return Params(max_tokens=max_tokens, sampling=seed, **more)
+def params(seed: int = 0, max_tokens: int | None = 8, **more: Any) -> RequestParams:
+    return RequestParams(max_tokens=max_tokens, sampling=seed, **more)
 
 
 def make(

@@ -10,7 +10,7 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import MAX_FAULTS, MAX_SAMPLES, Engine
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
 from headway.plan import Failure, Plan, StepReport, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.support.drive import result
 
@@ -58,8 +58,8 @@ def pass_time(clock: VirtualClock, seconds: float) -> None:
     clock.advance_to(clock.now() + seconds)
 
 
-def params(max_tokens: int = 4, **more: Any) -> Params:
-    return Params(max_tokens=max_tokens, **more)
+def params(max_tokens: int = 4, **more: Any) -> RequestParams:
+    return RequestParams(max_tokens=max_tokens, **more)
 
 
 # Time.

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from headway.engine.messages import Cancel, Query, Refusal, Submit, ToLoop
 from headway.engine.preparation_queue import PreparationQueue
 from headway.errors import InvalidGrammar, Overloaded
-from headway.request import Params
+from headway.request import RequestParams
 from tests.engine.test_async_engine import read, running, samples_of, within
 from tests.support.scripted import make_engine, script
 
-READY, SLOW = Params(salt="ready"), Params(salt="slow")
+READY, SLOW = RequestParams(salt="ready"), RequestParams(salt="slow")
 
 
 class GatedPreparation:
@@ -31,10 +31,10 @@ class GatedPreparation:
         self.num_started = 0
         self._fault = fault
 
-    def ready(self, params: Params) -> Params | None:
+    def ready(self, params: RequestParams) -> RequestParams | None:
         return None if params.salt == "slow" else params
 
-    def make_ready(self, params: Params) -> Params:
+    def make_ready(self, params: RequestParams) -> RequestParams:
         self.num_started += 1
         assert self.gate.wait(10)
         if self._fault is not None:
@@ -112,7 +112,7 @@ def test_ready_requests_pass_while_another_is_prepared() -> None:
     assert seen == [ready, Query(0, "why"), Cancel("b")]
     preparation.gate.set()
     queue._thread.shutdown()  # type: ignore[union-attr]
-    assert seen[3:] == [Submit("a", [], Params(salt="prepared")), Cancel("a")]
+    assert seen[3:] == [Submit("a", [], RequestParams(salt="prepared")), Cancel("a")]
 
 
 def test_a_request_whose_preparation_fails_is_passed_on_unchanged() -> None:

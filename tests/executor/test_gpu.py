@@ -31,7 +31,7 @@ from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.plan import Copy, Embedding, Plan, StepReport
-from headway.request import Params, Pooling, Request
+from headway.request import Pooling, Request, RequestParams
 from headway.sampling_params import Sampling
 from headway.scheduler import Scheduler, preset
 
@@ -104,7 +104,7 @@ def answers(
     for number in range(count):
         own = [source.randrange(VOCABULARY) for _ in range(source.randint(1, 8))]
         sampling = samplings[number % len(samplings)] if samplings else None
-        params = Params(max_tokens=2 + number % 4, sampling=sampling)
+        params = RequestParams(max_tokens=2 + number % 4, sampling=sampling)
         requests += engine.add(str(number), (shared if number % 2 else []) + own, params)
     engine.run()
     assert engine.fault is None, engine.fault
@@ -218,7 +218,7 @@ def embeddings(
     for number in range(4):
         prompt = [source.randrange(VOCABULARY) for _ in range(source.randint(3, 14))]
         pooling: Pooling = "last" if number % 2 else "mean"
-        engine.add(f"text {number}", prompt[:5], Params(max_tokens=4))
+        engine.add(f"text {number}", prompt[:5], RequestParams(max_tokens=4))
         engine.add(f"{pooling} {number}", prompt, embedding_params(pooling))
     engine.run()
     assert engine.fault is None, engine.fault

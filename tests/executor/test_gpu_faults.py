@@ -32,7 +32,7 @@ from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.plan import Plan
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 
 pytest.importorskip("triton")
@@ -125,7 +125,7 @@ def make(async_scheduling: int = 0, **more: Any) -> tuple[Engine, GpuExecutor]:
 def ask(engine: Engine, count: int = len(PROMPTS)) -> list[Request]:
     """Add requests of different lengths, with new ids."""
     return [
-        engine.add(str(next(NUMBERS)), prompt, Params(max_tokens=limit))[0]
+        engine.add(str(next(NUMBERS)), prompt, RequestParams(max_tokens=limit))[0]
         for prompt, limit in list(zip(PROMPTS, LIMITS, strict=True))[:count]
     ]
 

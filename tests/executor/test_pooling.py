@@ -25,7 +25,7 @@ from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
 from headway.observe.trace import read_trace
 from headway.plan import Embedding, Plan
-from headway.request import Params, Pooling
+from headway.request import Pooling, RequestParams
 from headway.sampling_params import Sampling
 from tests.model.test_batch_invariance import CONFIGS, ScaledCheckpoint, decoder
 from tests.support import real
@@ -102,7 +102,7 @@ def check_equal(found: dict[str, Embedding], expected: dict[str, Embedding]) -> 
 
 
 CRAMPED = {
-    "recipe": "mixed", "queue": "fcfs", "headroom": "watermark(0)", "victim": "newest",
+    "batching": "mixed", "queue": "fcfs", "headroom": "watermark(0)", "victim": "newest",
     "num_blocks": 24, "max_num_batched_tokens": 16,
 }  # fmt: skip
 WAYS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -118,7 +118,7 @@ def run_in_company(run: Run, chance: random.Random) -> None:
     """Embed all prompts with both poolings, in random order, beside generation from them."""
     prompts = some_prompts()
     for number in range(3):
-        run.engine.add(f"long {number}", prompts[2], Params(max_tokens=110))
+        run.engine.add(f"long {number}", prompts[2], RequestParams(max_tokens=110))
         run.engine.step()
     run.embed("mean 6", prompts[6], "mean")  # while outputs need more and more blocks
     for _ in range(25):
@@ -129,7 +129,7 @@ def run_in_company(run: Run, chance: random.Random) -> None:
         if chance.random() < 0.4:
             scored = Sampling(temperature=0.0, prompt_logprobs=0, logprobs=0)
             more = {"sampling": scored, "reads_cache": False} if chance.random() < 0.5 else {}
-            params = Params(max_tokens=20, **more)  # type: ignore[arg-type]
+            params = RequestParams(max_tokens=20, **more)  # type: ignore[arg-type]
             run.engine.add(f"text {number} {pooling}", prompts[number], params)
         run.embed(f"{pooling} {number}", prompts[number], pooling)
         run.engine.step()
@@ -168,7 +168,7 @@ def test_a_position_is_counted_once_however_often_it_is_computed(seed: int) -> N
         assert report is not None and run.engine.fault is None, run.engine.fault
         spans += [(c.start, c.end) for c in report.plan.chunks if c.request is request]
         if texts < 3 and chance.random() < 0.3:
-            run.engine.add(f"text {texts}", prompt, Params(max_tokens=2))
+            run.engine.add(f"text {texts}", prompt, RequestParams(max_tokens=2))
             texts += 1
         if request in scheduler.running and chance.random() < 0.6 and len(spans) < 40:
             scheduler.state.preempt(request, may_swap=False)
@@ -193,7 +193,7 @@ def test_a_sum_keeps_positions_from_before_a_restart_from_zero() -> None:
         starts.append(request.num_computed)
         scheduler.state.preempt(request, may_swap=False)
         scheduler.reset_cache(force=True)
-    run.engine.add("text", prompt, Params(max_tokens=2))
+    run.engine.add("text", prompt, RequestParams(max_tokens=2))
     while not request.is_finished:
         report = run.engine.step()
         assert report is not None and run.engine.fault is None, run.engine.fault
@@ -271,7 +271,7 @@ WRONG: dict[str, dict[str, Any]] = {
 def test_a_request_that_cannot_be_an_embedding_is_rejected(word: str) -> None:
     scheduler = Scheduler(roomy())
     with pytest.raises(InvalidRequest, match=word):
-        scheduler.add(Request("a", [1, 2], Params(**WRONG[word])))
+        scheduler.add(Request("a", [1, 2], RequestParams(**WRONG[word])))
 
 
 # The offline API.

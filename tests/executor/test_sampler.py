@@ -17,7 +17,7 @@ from headway.errors import InvalidRequest
 from headway.executor.sampling.draw import pick, uniforms
 from headway.executor.sampling.logprobs import compute_logprobs
 from headway.executor.sampling.sampler import LogitsProcessor, Sampler
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.sampling_params import Sampling
 
 torch.set_num_threads(1)
@@ -27,7 +27,7 @@ TOLERANCE = 2e-6  # float32 probabilities against float64 ones
 
 
 def a_request(sampling: Any, prompt: Sequence[int] = (0,), **params: Any) -> Request:
-    return Request("r", prompt, Params(sampling=sampling, **params))
+    return Request("r", prompt, RequestParams(sampling=sampling, **params))
 
 
 def sampler_of(samplings: Sequence[Any], vocab_size: int, **params: Any) -> Sampler:

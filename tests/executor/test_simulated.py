@@ -19,9 +19,9 @@ from headway.lab.workload.request import EOS, TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.trace import Line
 from headway.plan import Plan, StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset
-from headway.scheduler.policies import cheaper
+from headway.scheduler.policies import swap_if_cheaper
 
 PROFILE = load_profile("qwen3-0.6b-h200")
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -127,7 +127,11 @@ STRAINS: dict[str, dict[str, Any]] = {
     "recompute": {"num_blocks": 30, "headroom": "watermark(0.0)"},
     "swap": {"num_blocks": 30, "headroom": "watermark(0.0)", "swap": "swap", "num_host_blocks": 30},
     "multi-step": {"num_scheduler_steps": 3, "num_blocks": 60},
-    "deferral": {"recipe": "charged_in_full", "max_num_batched_tokens": 5, "num_blocks": 100},
+    "deferral": {
+        "batching": "prefill_first_charge_cached",
+        "max_num_batched_tokens": 5,
+        "num_blocks": 100,
+    },
     "priority": {"queue": "priority(preempts=True)", "headroom": "watermark(0.0)"},
 }
 
@@ -161,7 +165,7 @@ def test_an_output_longer_than_max_tokens_is_cut(async_scheduling: int) -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 1.0)
     engine = Engine(Scheduler(preset(**SMALL)), executor, clock, async_scheduling=async_scheduling)
-    params = Params(max_tokens=3, eos_ids=frozenset({EOS}), sampling=Script(9, 7, EOS))
+    params = RequestParams(max_tokens=3, eos_ids=frozenset({EOS}), sampling=Script(9, 7, EOS))
     (request,) = engine.add("a", [1, 2, 3], params)
     engine.run()
     assert list(request.output) == [7, 7, 7] and request.finish_reason == "length"
@@ -171,7 +175,7 @@ def test_a_request_without_a_script_fails_an_assertion() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, lambda plan: 1.0)
     scheduler = Scheduler(preset(**SMALL))
-    scheduler.add(Request("a", [1, 2], Params()))
+    scheduler.add(Request("a", [1, 2], RequestParams()))
     with pytest.raises(AssertionError, match="no script"):
         executor.launch(scheduler.schedule())
 
@@ -223,13 +227,13 @@ def test_observers_see_every_step_of_the_trace() -> None:
 
 def test_the_default_swap_rule_takes_the_profiles_costs() -> None:
     config = with_profile(preset("vllm"), PROFILE)
-    assert config.swap == PROFILE.cheaper() != cheaper()
-    chosen = cheaper(copy=1.0)
+    assert config.swap == PROFILE.swap_if_cheaper() != swap_if_cheaper()
+    chosen = swap_if_cheaper(copy=1.0)
     assert with_profile(preset("vllm", swap=chosen), PROFILE).swap == chosen
     assert with_profile(preset("vllm", swap="recompute"), PROFILE).swap == preset("static").swap
     _, text = record("requests=2,prompt=5,output=2", 0, "vllm")
     written = json.loads(text.splitlines()[0])["config"]["swap"]
-    assert preset(swap=written).swap == PROFILE.cheaper()
+    assert preset(swap=written).swap == PROFILE.swap_if_cheaper()
 
 
 def test_the_models_length_limits_requests() -> None:

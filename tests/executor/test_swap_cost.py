@@ -41,9 +41,9 @@ from headway.model.config import from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.plan import Plan
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from headway.scheduler.policies import cheaper
+from headway.scheduler.policies import swap_if_cheaper
 from headway.scheduler.presets import describe, slot
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +73,8 @@ class Alone:
         return -(-request.num_computed // 16)
 
 
-def swaps(rule: cheaper, num_tokens: int) -> bool:
-    request = Request("a", [0] * num_tokens, Params())
+def swaps(rule: swap_if_cheaper, num_tokens: int) -> bool:
+    request = Request("a", [0] * num_tokens, RequestParams())
     request.computed_base = num_tokens
     view: Any = Alone()
     return rule(request, view)
@@ -99,7 +99,7 @@ def test_the_measured_rule_picks_the_faster_way(
 ) -> None:
     executor = Pretended(profile)
     config = replace(CONFIG, max_num_batched_tokens=max_num_batched_tokens)
-    rule = cheaper(*measured(executor, config))
+    rule = swap_if_cheaper(*measured(executor, config))
     for context in CONTEXTS:
         swapping = swap_seconds(executor, context // 16) + resume_seconds(executor, config, context)
         again = recompute_seconds(executor, config, context)
@@ -109,7 +109,7 @@ def test_the_measured_rule_picks_the_faster_way(
 
 def test_the_choice_may_depend_on_the_length() -> None:
     """A rule without a cost for attention could not do this."""
-    rule = cheaper(*measured(Pretended(H200), CONFIG))
+    rule = swap_if_cheaper(*measured(Pretended(H200), CONFIG))
     assert not swaps(rule, 256) and swaps(rule, 32768)
     assert rule.pair > 0 and not swaps(replace(rule, pair=0.0), 32768)
 
@@ -158,9 +158,9 @@ def off(times: Any, parts: Any, wholes: Any) -> float:
 
 
 def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
-    executor, chosen = Pretended(H200), cheaper(copy=1e-3)
+    executor, chosen = Pretended(H200), swap_if_cheaper(copy=1e-3)
     found = with_measured_swap(CONFIG, executor)
-    assert found.swap != cheaper() and replace(found, swap=cheaper()) == CONFIG
+    assert found.swap != swap_if_cheaper() and replace(found, swap=swap_if_cheaper()) == CONFIG
     assert astuple(found.swap) == pytest.approx(measured(executor, CONFIG))  # type: ignore[call-overload]
     assert preset(swap=describe(found)["swap"]).swap == found.swap  # as a trace writes it
     for other in (
@@ -168,7 +168,7 @@ def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
         preset("static", num_host_blocks=8),
     ):  # fmt: skip
         assert with_measured_swap(other, executor) == other
-    assert SwapCost._fields == tuple(cheaper.__dataclass_fields__)
+    assert SwapCost._fields == tuple(swap_if_cheaper.__dataclass_fields__)
 
 
 # On tensors.
@@ -204,7 +204,7 @@ def outputs(executor: Any) -> list[list[int]]:
     executor.now = engine.clock.now
     for number in range(2):
         prompt = [random.randrange(61) for _ in range(5 + 3 * number)]
-        engine.add(str(number), prompt, Params(max_tokens=3))
+        engine.add(str(number), prompt, RequestParams(max_tokens=3))
     requests = list(engine.scheduler.requests.values())
     engine.run()
     assert engine.fault is None, engine.fault

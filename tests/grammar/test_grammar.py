@@ -31,7 +31,7 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import open_checkpoint
 from headway.plan import StepReport
-from headway.request import Params
+from headway.request import RequestParams
 from headway.sampling_params import Sampling
 from tests.support import real
 
@@ -94,7 +94,7 @@ def a_sampler(num_rows: int) -> Sampler:
 
 
 def a_request(grammar: Grammar | None, id: str = "r", **sampling: Any) -> Request:
-    params = Params(
+    params = RequestParams(
         eos_ids=frozenset({LETTERS.end}), sampling=Sampling(grammar=grammar, **sampling)
     )
     return Request(id, [0], params)
@@ -419,9 +419,9 @@ def test_the_matcher_cache_is_bounded() -> None:
 def test_a_prepared_request_carries_its_matcher() -> None:
     grammars = Grammars(WIDTH)
     grammars.matchers.use(LETTERS, {LETTERS.end})
-    plain = Params(sampling=Sampling())
+    plain = RequestParams(sampling=Sampling())
     assert grammars.matchers.ready(plain) is plain
-    asked = Params(sampling=Sampling(grammar=Grammar.choice(["ab"])))
+    asked = RequestParams(sampling=Sampling(grammar=Grammar.choice(["ab"])))
     assert grammars.matchers.ready(asked) is None
     made = grammars.matchers.make_ready(asked)
     assert grammars.matchers.ready(made) == made == grammars.matchers.ready(asked)
@@ -460,7 +460,7 @@ def test_a_failed_grammar_ends_only_its_request(
         found = {}
         for id, grammar in asked:
             sampling = Sampling(temperature=0.0, grammar=grammar)
-            params = Params(max_tokens=12, eos_ids=ends, sampling=sampling)
+            params = RequestParams(max_tokens=12, eos_ids=ends, sampling=sampling)
             found[id] = engine.add(id, [5, 6, 7], params)[0]
         engine.run()
         assert engine.is_healthy and engine.scheduler.num_free == config.num_blocks
@@ -485,9 +485,9 @@ def test_a_dead_end_after_the_last_token_is_ignored(tiny: Path, num_scheduler_st
     late = Grammar.lark('start: "a" "b" NEVER\nNEVER: /[^\\s\\S]/\n')
     for length in (1, 2, 3, 4):
         sampling = Sampling(temperature=0.0, grammar=late)
-        params = Params(max_tokens=length, eos_ids=frozenset(ends), sampling=sampling)
+        params = RequestParams(max_tokens=length, eos_ids=frozenset(ends), sampling=sampling)
         (reasons[length],) = engine.add(str(length), [5, 6, 7], params)
-    engine.add("other", [3, 4], Params(max_tokens=12))
+    engine.add("other", [3, 4], RequestParams(max_tokens=12))
     engine.run()
     found = {length: request.finish_reason for length, request in reasons.items()}
     assert found == {1: "length", 2: "length", 3: "error", 4: "error"}
@@ -562,10 +562,10 @@ def test_the_bundled_model_satisfies_grammars_under_preemption(smollm2: Path) ->
     for number, grammar in enumerate((GRAMMARS[0], GRAMMARS[2], Grammar.choice(["yes", "no"]))):
         for temperature in (0.0, 3.0):
             sampling = Sampling(grammar=grammar, temperature=temperature, seed=number)
-            params = Params(max_tokens=60, eos_ids=frozenset({2}), sampling=sampling, n=2)
+            params = RequestParams(max_tokens=60, eos_ids=frozenset({2}), sampling=sampling, n=2)
             added = trial.engine.add(f"{number} {temperature}", prompt, params)
             asked.update(dict.fromkeys(added, grammar))
-    plain = trial.engine.add("plain", real.prompts()["capital"], Params(max_tokens=24))[0]
+    plain = trial.engine.add("plain", real.prompts()["capital"], RequestParams(max_tokens=24))[0]
     trial.engine.run()
     trial.check_empty()
     assert trial.engine.is_healthy and trial.seen.num_recomputed + trial.seen.num_swapped > 0
@@ -613,7 +613,7 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(smollm2: Path) -> 
         class Watched:
             ready = staticmethod(matchers.ready)
 
-            def make_ready(self, params: Params) -> Params:
+            def make_ready(self, params: RequestParams) -> RequestParams:
                 before = len(steps)
                 made = matchers.make_ready(params)
                 seen.append(len(steps) - before)
@@ -621,18 +621,18 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(smollm2: Path) -> 
 
         llm.engine.preparation = Watched()
 
-        async def answer(engine: AsyncEngine, id: str, params: Params) -> list[int]:
+        async def answer(engine: AsyncEngine, id: str, params: RequestParams) -> list[int]:
             stream = engine.stream(id, [1, 2, 3], params)
             return [token async for updates in stream for u in updates for token in u.tokens]
 
         async def work() -> None:
             engine = AsyncEngine(llm.engine)
             await engine.start()
-            other = asyncio.create_task(answer(engine, "other", Params(max_tokens=400)))
+            other = asyncio.create_task(answer(engine, "other", RequestParams(max_tokens=400)))
             while len(steps) < 3:
                 await asyncio.sleep(0.001)
             ends = {"max_tokens": 8, "eos_ids": llm.input_processor.eos_ids}
-            asked = [Params(sampling=Sampling(grammar=huge(n)), **ends) for n in range(4)]
+            asked = [RequestParams(sampling=Sampling(grammar=huge(n)), **ends) for n in range(4)]
             texts = [answer(engine, str(n), params) for n, params in enumerate(asked)]
             found = await asyncio.gather(*texts)
             assert all(llm.tokenizer.decode(each).startswith("{") for each in found)
@@ -674,7 +674,7 @@ def test_async_scheduling_waits_for_grammars() -> None:
         requests = []
         for number, grammar in enumerate((Grammar.regex("[0-9]{2}"), None, DEAD_END)):
             sampling = Sampling(grammar=grammar, temperature=0.0)
-            params = Params(max_tokens=4, eos_ids=frozenset({0}), sampling=sampling)
+            params = RequestParams(max_tokens=4, eos_ids=frozenset({0}), sampling=sampling)
             requests += engine.add(str(number), [3, 4, 5 + number], params)
         engine.run()
         assert engine.fault is None and requests[2].finish_reason == "error"

@@ -17,7 +17,7 @@ from headway.errors import InvalidGrammar, Overloaded
 from headway.executor.sampling.matchers import Matchers
 from headway.grammar.checker import GrammarChecker
 from headway.grammar.grammar import Grammar, check_grammar, is_checked
-from headway.request import Params
+from headway.request import RequestParams
 from headway.sampling_params import Sampling
 from tests.support import real
 from tests.support.grammar_bombs import bombs
@@ -166,7 +166,7 @@ def matchers(smollm2: Path) -> Matchers:
     ],
 )
 def test_a_request_is_prepared_or_refused(matchers: Matchers, name: str, is_accepted: bool) -> None:
-    params = Params(sampling=Sampling(grammar=bombs()[name]))
+    params = RequestParams(sampling=Sampling(grammar=bombs()[name]))
     if is_accepted:
         assert matchers.ready(matchers.make_ready(params)) is not None
     else:
@@ -179,4 +179,4 @@ def test_a_dead_end_after_required_text_is_found(matchers: Matchers) -> None:
     grammar = Grammar.tool_calls(f'start: {begin} call "}}"\ncall: %json {{"$ref": "#"}}')
     check_grammar(grammar)
     with pytest.raises(InvalidGrammar, match="no text satisfies it"):
-        matchers.make_ready(Params(sampling=Sampling(grammar=grammar)))
+        matchers.make_ready(RequestParams(sampling=Sampling(grammar=grammar)))

@@ -10,13 +10,13 @@ import pytest
 from headway.kv.cache import KVCache
 from headway.kv.pool import BlockPool
 from headway.kv.prefix_index import PrefixIndex, extend_keys
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 
 SIZE = 4
 
 
 def request(tokens: Any, *, salt: str = "", reads_cache: bool = True) -> Request:
-    return Request("r", tokens, Params(salt=salt, reads_cache=reads_cache))
+    return Request("r", tokens, RequestParams(salt=salt, reads_cache=reads_cache))
 
 
 def keys_of(tokens: Any, *, salt: str = "", size: int = SIZE) -> list[bytes]:

@@ -15,9 +15,9 @@ from headway.errors import ConfigError, FormatError
 from headway.lab.cost import Profile, known_profiles, load_profile, save_profile
 from headway.lab.workload.synthetic import nano_vllm_workload
 from headway.plan import Chunk, Copy, Plan
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 
-REQUEST = Request("a", [1], Params())
+REQUEST = Request("a", [1], RequestParams())
 PROFILES = [load_profile(name) for name in known_profiles()]
 each_profile = pytest.mark.parametrize("profile", PROFILES, ids=known_profiles())
 
@@ -130,7 +130,7 @@ def test_prefill_time_is_the_time_of_a_step_with_the_whole_prompt(profile: Profi
 
 @each_profile
 def test_the_swap_rule_has_the_times_of_its_profile(profile: Profile) -> None:
-    rule = profile.cheaper()
+    rule = profile.swap_if_cheaper()
     assert rule.start + rule.copy * 2048 == pytest.approx(profile.copy_seconds(2048))
     added = profile.prefill_seconds(32768) - profile.prefill_seconds(2048)
     pairs = (32768**2 - 2048**2) / 2
@@ -138,7 +138,7 @@ def test_the_swap_rule_has_the_times_of_its_profile(profile: Profile) -> None:
 
 
 def test_a_large_model_is_cheaper_to_copy_than_to_recompute() -> None:
-    rule = load_profile("llama3-70b-4xa100").cheaper()
+    rule = load_profile("llama3-70b-4xa100").swap_if_cheaper()
     assert 20 * (rule.start + rule.copy * 2048) < rule.compute * 2048
 
 

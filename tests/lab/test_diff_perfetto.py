@@ -64,9 +64,9 @@ def test_the_first_step_that_differs_is_found(left: str, right: str) -> None:
     assert difference.step == first
     text = "\n".join(difference.lines)
     assert left in text and right in text
-    recipes = (one[0]["config"]["recipe"], other[0]["config"]["recipe"])
-    if recipes[0] != recipes[1]:
-        assert f"recipe: {left} {recipes[0]}, {right} {recipes[1]}" in difference.lines
+    batching = (one[0]["config"]["batching"], other[0]["config"]["batching"])
+    if batching[0] != batching[1]:
+        assert f"batching: {left} {batching[0]}, {right} {batching[1]}" in difference.lines
 
 
 def test_a_difference_gives_the_decisions_of_both_runs_in_sentences() -> None:

@@ -41,13 +41,13 @@ SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "waiting": (
         {"per_step.waiting": 60.0, "queue_time.p90": 9.0}, "60 requests", "raise max_num_seqs",
     ),
-    "idle": ({"per_step.running_share": 0.2}, "20% of max_num_seqs", "recipe"),
+    "idle": ({"per_step.running_share": 0.2}, "20% of max_num_seqs", "batching"),
     "idle budget": (
         {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "split_any",
     ),
     "prefill": ({"per_step.prefill_share": 0.9}, "90%", "max_num_batched_tokens"),
     "stalls": ({"time_between_tokens.p99": 0.4}, "p99 400 ms, 20x p50", "at_most"),
-    "late": ({"deadline_misses": 30}, "30 of 100", "queue deadline"),
+    "late": ({"deadline_misses": 30}, "30 of 100", "queue earliest_deadline"),
     "unfair": ({"fairness": 0.5}, "0.50", "queue fair"),
 }  # fmt: skip
 
@@ -80,7 +80,7 @@ def test_a_symptom_gives_its_finding_and_no_other(name: str) -> None:
     ("reason", "remedy"),
     [
         ("max_num_seqs", "max_num_seqs"), ("token_budget", "max_num_batched_tokens"), ("blocks", "KV blocks"),
-        ("headroom", "headroom"), ("back_off", "KV blocks"), ("order", "patience"),
+        ("headroom", "headroom"), ("back_off", "KV blocks"), ("order", "max_overtakes"),
         ("", "capacity"),
     ],
 )  # fmt: skip

@@ -29,10 +29,10 @@ from headway.lab.simulate import simulate
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.trace import Line, describe_step
 from headway.plan import Chunk, Copy, Plan, StepReport, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import preset
 
-REQUEST = Request("a", [1], Params())
+REQUEST = Request("a", [1], RequestParams())
 CONFIG = preset(
     "headway", max_num_seqs=32, max_num_batched_tokens=512, num_blocks=2000, max_model_len=8192
 )

@@ -26,7 +26,7 @@ from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import Line, TraceWriter, decisions
 from headway.plan import Column, Plan, StepResult
-from headway.request import Params
+from headway.request import RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset
 
 PROFILE = load_profile("qwen3-0.6b-h200")
@@ -85,7 +85,13 @@ def test_a_run_with_swaps_replays(name: str, async_scheduling: int) -> None:
     check_replay(lines)
 
 
-QUEUES = ["fcfs(2)", "priority(2, 0.01, True)", "shortest_first(3)", "fair(1)", "deadline(2)"]
+QUEUES = [
+    "fcfs(2)",
+    "priority(2, 0.01, True)",
+    "shortest_first(3)",
+    "fair(1)",
+    "earliest_deadline(2)",
+]
 
 
 @each_scheduling
@@ -238,8 +244,8 @@ class RealExecutor:
     def launch(self, plan: Plan) -> RealHandle:
         num_columns = plan.num_steps if plan.decodes else 0
         columns: list[Column] = [[self._token() for _ in plan.decodes] for _ in range(num_columns)]
-        firsts = [self._token() for chunk in plan.chunks if chunk.is_last]
-        result = StepResult(columns, firsts, started=self._clock.now())
+        first_tokens = [self._token() for chunk in plan.chunks if chunk.is_last]
+        result = StepResult(columns, first_tokens, started=self._clock.now())
         return RealHandle(self._clock, result, self._seconds)
 
     def _token(self) -> int:
@@ -265,7 +271,7 @@ def serve_with_reused_ids(engine: Engine, rng: Random) -> None:
     for number in range(120):
         free = [id for id in ("a", "b", "c") if id not in engine.scheduler.requests]
         if free:
-            params = Params(max_tokens=rng.randrange(1, 20), stop_ids=frozenset({0}))
+            params = RequestParams(max_tokens=rng.randrange(1, 20), stop_ids=frozenset({0}))
             engine.add(free[0], [number] * rng.randrange(1, 40), params)
         engine.step()
         if number % 5 == 4 and free:
@@ -286,7 +292,7 @@ def test_requests_that_reuse_an_id_replay_separately(name: str, async_scheduling
 def serve_random_requests(engine: Engine, rng: Random) -> None:
     stops = frozenset({0})
     for i in range(40):
-        params = Params(
+        params = RequestParams(
             max_tokens=rng.randrange(1, 40), stop_ids=stops, min_tokens=rng.randrange(4),
             priority=i % 2, client=f"c{i % 3}", n=1 + i % 2,
         )  # fmt: skip

@@ -20,7 +20,7 @@ from headway.observe.explain import DecisionLog, sentences_of, why_blocked, why_
 from headway.observe.server_metrics import ServerMetrics
 from headway.observe.trace import describe_step
 from headway.plan import Blocked, Plan, Reason, StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
 WORKLOAD = (
@@ -31,7 +31,11 @@ MIXES: list[dict[str, Any]] = [
     {"name": "headway", "queue": "fair", "max_num_seqs": 8, "num_blocks": 200},
     {"name": "vllm_v1", "max_num_seqs": 3, "num_blocks": 60},
     {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True)", "num_blocks": 30},
-    {"name": "vllm_v1", "queue": "priority(aging=0,preempts=True,patience=4)", "num_blocks": 44},
+    {
+        "name": "vllm_v1",
+        "queue": "priority(aging=0,preempts=True,max_overtakes=4)",
+        "num_blocks": 44,
+    },
     {"name": "vllm_v1", "headroom": "back_off(watermark(0.05),share=0.05)", "num_blocks": 30},
     {"name": "vllm", "swap": "swap", "num_host_blocks": 30, "num_blocks": 30},
     {"name": "minivllm", "num_blocks": 36},
@@ -174,10 +178,10 @@ def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
     queue = "priority(aging=0,preempts=True)"
     engine = engine_of(False, "vllm_v1", queue=queue, num_blocks=8, max_num_seqs=4)
     script = Script(8, 7, 1)
-    engine.add("low", [1] * 12, Params(max_tokens=8, priority=5, sampling=script))
-    engine.add("lower", [2] * 12, Params(max_tokens=8, priority=6, sampling=script))
+    engine.add("low", [1] * 12, RequestParams(max_tokens=8, priority=5, sampling=script))
+    engine.add("lower", [2] * 12, RequestParams(max_tokens=8, priority=6, sampling=script))
     engine.step()
-    engine.add("urgent", [3] * 8, Params(max_tokens=8, priority=0, sampling=script))
+    engine.add("urgent", [3] * 8, RequestParams(max_tokens=8, priority=0, sampling=script))
     engine.step()
     plan = engine.scheduler.last_plan
     (blocked,) = plan.blocked
@@ -190,9 +194,11 @@ def test_a_just_preempted_request_does_not_ask_for_blocks() -> None:
 def test_reserved_rows_are_not_worded_as_the_limit() -> None:
     engine = engine_of(False, "headway", queue="fair", max_num_seqs=16, num_blocks=400)
     script = Script(8, 7, 1)
-    engine.add("small", [1], Params(max_tokens=8, client="small", sampling=script))
+    engine.add("small", [1], RequestParams(max_tokens=8, client="small", sampling=script))
     for number in range(20):
-        engine.add(f"r{number}", [number], Params(max_tokens=8, client="large", sampling=script))
+        engine.add(
+            f"r{number}", [number], RequestParams(max_tokens=8, client="large", sampling=script)
+        )
     engine.step()
     blocked = engine.scheduler.last_plan.blocked[0]
     assert (blocked.reason, blocked.need, blocked.have) == ("reserved_rows", 3, 2)
@@ -205,7 +211,7 @@ def test_preemptions_after_a_failed_step_name_the_failure() -> None:
     log, texts = DecisionLog(engine.scheduler.config), list[str]()
     engine.observers.append(lambda report: texts.extend(d.text for d in log.follow(report)))
     for id in "abc":
-        engine.add(id, [ord(id)], Params(max_tokens=8, sampling=Script(8, 7, 1)))
+        engine.add(id, [ord(id)], RequestParams(max_tokens=8, sampling=Script(8, 7, 1)))
     while not engine.scheduler.last_plan.deferred:
         engine.step()
     working = engine.executor

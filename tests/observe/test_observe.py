@@ -165,7 +165,7 @@ def test_the_watchdog_explains_a_stuck_step() -> None:
     async def test() -> None:
         async with watched() as s, blocked(s):
             await asyncio.sleep(0.05)
-            watchdog = watch(s.engine, patience=0.01)
+            watchdog = watch(s.engine, max_silence=0.01)
             problem = await watchdog(s.engine)
             assert problem is not None and "1 of" in problem and "in flight" in problem
         assert isinstance(s.engine.client, ThreadClient)

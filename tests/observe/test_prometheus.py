@@ -25,7 +25,7 @@ from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.prometheus import COUNTERS, GAUGES, HISTOGRAMS, ITL_BUCKETS, Histogram
 from headway.observe.server_metrics import ServerMetrics
 from headway.plan import StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
 ROOT = Path(__file__).parents[2]
@@ -223,7 +223,7 @@ def test_no_state_is_kept_for_finished_requests() -> None:
 def test_gauges_equal_the_scheduler_state_and_reasons_add_up() -> None:
     engine, _ = engine_of("vllm_v1", 0, num_blocks=20, max_num_seqs=2)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
-    script = Params(max_tokens=30, sampling=Script(30, 7, 1))
+    script = RequestParams(max_tokens=30, sampling=Script(30, 7, 1))
     seen_waiting = False
     for number in range(12):
         engine.add(str(number), [number + 1] * 9, script)
@@ -243,7 +243,7 @@ def test_gauges_equal_the_scheduler_state_and_reasons_add_up() -> None:
 def test_an_embedding_counts_as_prompt_and_not_as_generation() -> None:
     engine, _ = engine_of("headway", 0)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
-    params = Params(max_tokens=1, pooling="last", sampling=Script(1, 7, 1))
+    params = RequestParams(max_tokens=1, pooling="last", sampling=Script(1, 7, 1))
     engine.add("a", range(9), params)
     engine.run()
     found = samples(metrics.text())
@@ -315,7 +315,7 @@ def test_a_failure_in_the_metrics_does_not_stop_the_engine(
     engine, _ = engine_of("headway", 0)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
     metrics.values.histograms.clear()
-    (request,) = engine.add("a", [1, 2, 3], Params(max_tokens=3, sampling=Script(3, 7, 1)))
+    (request,) = engine.add("a", [1, 2, 3], RequestParams(max_tokens=3, sampling=Script(3, 7, 1)))
     engine.run()
     assert request.is_finished and "metrics" in caplog.text
 
@@ -324,7 +324,7 @@ def test_a_refused_request_is_not_counted() -> None:
     engine, _ = engine_of("headway", 0)
     metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "tiny")
     with pytest.raises(RequestError):
-        engine.add("a", [], Params())
+        engine.add("a", [], RequestParams())
     assert not metrics._timeline.open
 
 

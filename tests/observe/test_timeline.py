@@ -249,7 +249,7 @@ def test_reports_and_lines_give_the_same_step_statistics(name: str, async_schedu
         mine, other = live.follow(record_of(report)), from_trace.follow(reader.read(line))
         for field in ("now", "num_computed", "num_prompt", "num_output", "num_admitted", "num_hit"):
             assert getattr(mine, field) == getattr(other, field), field
-        assert mine.firsts == other.firsts and sorted(mine.gaps) == sorted(other.gaps)
+        assert mine.first_tokens == other.first_tokens and sorted(mine.gaps) == sorted(other.gaps)
         for (_, one), (_, two) in zip(mine.finished, other.finished, strict=True):
             assert one.phases == two.phases and one.num_recomputed == two.num_recomputed
             assert [phase.name for phase in one.phases[:2]] == ["queued", "prefill"]

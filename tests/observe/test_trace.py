@@ -32,7 +32,7 @@ from headway.observe.trace import (
     unpack_tokens,
 )
 from headway.plan import Plan, StepEvents, StepReport, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import describe
 
@@ -98,7 +98,7 @@ def test_a_long_run_is_one_entry() -> None:
 
 
 PARAMS = st.builds(
-    Params,
+    RequestParams,
     max_tokens=st.none() | st.integers(1, 1000),
     min_tokens=st.integers(0, 5),
     eos_ids=st.frozensets(st.integers(0, 5), max_size=2),
@@ -114,7 +114,7 @@ PARAMS = st.builds(
 
 @given(PARAMS, st.lists(TOKENS, min_size=1, max_size=9), st.floats(0, 1e6), st.booleans())
 def test_a_described_request_reads_back_as_the_same_request(
-    params: Params, prompt: list[int], arrival: float, has_parent: bool
+    params: RequestParams, prompt: list[int], arrival: float, has_parent: bool
 ) -> None:
     parent = Request("parent", prompt, params, arrival=arrival)
     request = Request("r", prompt, params, arrival=arrival, parent=parent if has_parent else None)
@@ -133,7 +133,7 @@ def test_a_described_request_reads_back_as_the_same_request(
 
 def test_the_reader_returns_what_the_writer_wrote(tmp_path: Path) -> None:
     config, file = preset(), tmp_path / "a.jsonl"
-    requests = [Request(str(i), [1, 2, 3, i], Params()) for i in range(3)]
+    requests = [Request(str(i), [1, 2, 3, i], RequestParams()) for i in range(3)]
     reports = [
         StepReport(
             Plan(0, events=StepEvents(added=requests, num_waiting=3)),

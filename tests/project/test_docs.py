@@ -49,7 +49,7 @@ from headway.plan import (
     StepReport,
     StepResult,
 )
-from headway.request import Params, Request, State
+from headway.request import Request, RequestParams, RequestState
 from headway.scheduler.presets import NUMBERS, PARTS, PRESETS, SLOTS, preset, slot
 
 ROOT = Path(__file__).parents[2]
@@ -229,7 +229,7 @@ def rows_after(document: str, mark: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["recipe queue chunk victim", "headroom swap max_num_seqs max_num_batched_tokens"]
+    "kind", ["batching queue chunk victim", "headroom swap max_num_seqs max_num_batched_tokens"]
 )
 def test_preset_tables_equal_the_presets(kind: str) -> None:
     header, *rows = rows_after(read("docs/policies.md"), f"<!-- presets: {kind} -->")
@@ -270,13 +270,13 @@ def test_every_reason_for_waiting_is_documented() -> None:
 
 
 def test_every_state_is_documented() -> None:
-    for state in State:
+    for state in RequestState:
         assert state.name in read("docs/architecture.md")
 
 
 def full_line() -> dict[str, Any]:
     """A trace line with every key."""
-    params = Params(
+    params = RequestParams(
         min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
         reads_cache=False, pooling="mean",
     )  # fmt: skip

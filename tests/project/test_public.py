@@ -22,7 +22,7 @@ from headway.lab.cost import known_profiles, load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import FIELDS, parse_synthetic
 from headway.observe.trace import VERSION, Line
-from headway.request import Params, State
+from headway.request import RequestParams, RequestState
 from headway.sampling_params import SamplingParams
 from headway.scheduler import PRESETS, preset
 from headway.scheduler.presets import NUMBERS, PARTS, SLOTS
@@ -30,17 +30,23 @@ from tests.support.served import server
 
 EXPORTS = {
     "LLM", "PRESETS", "AsyncEngine", "CompletionOutput", "Config", "EmbeddingRequestOutput", "Engine",
-    "Grammar", "Plan", "RealClock", "Request", "RequestOutput", "SamplingParams", "Scheduler", "State",
+    "Grammar", "Plan", "RealClock", "Request", "RequestOutput", "SamplingParams", "Scheduler", "RequestState",
     "StepReport", "StepResult", "StructuredOutputsParams", "VirtualClock", "SchedulerView", "preset",
 }  # fmt: skip
 PRESET_NAMES = ["headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static"]
 POLICIES = {
-    "recipe": ["mixed", "swapped_first", "prefill_first", "charged_in_full", "static"],
-    "queue": ["fcfs", "priority", "shortest_first", "fair", "deadline", "custom"],
+    "batching": [
+        "mixed",
+        "swapped_first",
+        "prefill_first",
+        "prefill_first_charge_cached",
+        "static",
+    ],
+    "queue": ["fcfs", "priority", "shortest_first", "fair", "earliest_deadline", "custom"],
     "chunk": ["whole", "split_first", "split_any", "at_most"],
     "headroom": ["watermark", "reserve_outputs", "future_peak", "back_off"],
-    "victim": ["served_last", "newest", "least_work", "lowest_priority", "fewest_lost"],
-    "swap": ["recompute", "swap", "cheaper"],
+    "victim": ["served_last", "newest", "least_work", "lowest_priority", "fewest_private_blocks"],
+    "swap": ["recompute", "swap", "swap_if_cheaper"],
 }
 NUMBER_NAMES = [
     "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "block_size", "num_blocks", "num_host_blocks",
@@ -70,7 +76,7 @@ ERRORS = {
     "ExecutorError": ["HeadwayError"],
 }
 SCHEDULER_FLAGS = {
-    "--recipe", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-num-seqs",
+    "--batching", "--queue", "--chunk", "--headroom", "--victim", "--swap", "--max-num-seqs",
     "--max-num-batched-tokens", "--num-scheduler-steps", "--block-size", "--num-blocks", "--num-host-blocks",
     "--max-model-len", "--async-scheduling", "--no-async-scheduling",
 }  # fmt: skip
@@ -171,8 +177,14 @@ def test_every_policy_has_a_one_line_description() -> None:
 
 
 def test_the_parameters_of_a_request() -> None:
-    assert [field.name for field in fields(Params)] == PARAM_NAMES
-    assert {s.value for s in State} == {"waiting", "prefill", "decoding", "swapped", "finished"}
+    assert [field.name for field in fields(RequestParams)] == PARAM_NAMES
+    assert {s.value for s in RequestState} == {
+        "waiting",
+        "prefill",
+        "decoding",
+        "swapped",
+        "finished",
+    }
 
 
 def test_the_arguments_of_llm() -> None:

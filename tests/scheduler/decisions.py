@@ -27,7 +27,7 @@ from headway.engine.clock import VirtualClock
 from headway.engine.engine import Engine
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan, StepReport
-from headway.request import Params
+from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset
 
 RECORDED = Path(__file__).with_name("decisions.json")
@@ -36,16 +36,16 @@ NUM_PLAIN_RUNS = 84  # the first runs use the presets' own slots
 NAMES = ("headway", "nano_vllm", "deep_dive", "vllm", "vllm_v1", "minivllm", "static")
 SLOTS = {
     "queue": (
-        "fcfs", "fcfs(patience=2)", "priority(aging=0)", "priority(preempts=True)",
-        "priority(aging=0, preempts=True)", "shortest_first", "fair", "fair(patience=1)", "deadline",
+        "fcfs", "fcfs(max_overtakes=2)", "priority(aging=0)", "priority(preempts=True)",
+        "priority(aging=0, preempts=True)", "shortest_first", "fair", "fair(max_overtakes=1)", "earliest_deadline",
     ),
     "headroom": (
         "watermark(0.0)", "watermark(0.05)", "back_off(watermark(0.02))", "reserve_outputs(1.0)",
         "reserve_outputs(0.3)", "future_peak(limit)", "future_peak(learned)",
         "back_off(future_peak(learned))",
     ),
-    "victim": ("newest", "served_last", "least_work", "lowest_priority", "fewest_lost"),
-    "swap": ("recompute", "swap", "cheaper"),
+    "victim": ("newest", "served_last", "least_work", "lowest_priority", "fewest_private_blocks"),
+    "swap": ("recompute", "swap", "swap_if_cheaper"),
 }  # fmt: skip
 CHUNKS = ("split_any", "split_first", "at_most(24)")
 VOCABULARY = range(1, 50_000)  # of prompts
@@ -56,7 +56,7 @@ class Arrival(NamedTuple):
     time: float
     id: str
     prompt: list[int]
-    params: Params
+    params: RequestParams
 
 
 class Abort(NamedTuple):
@@ -123,7 +123,7 @@ def workload_of(seed: int) -> Workload:
     return Workload(arrivals, sorted(aborts))
 
 
-def params(rng: random.Random, number: int, time: float) -> Params:
+def params(rng: random.Random, number: int, time: float) -> RequestParams:
     """Options of a request; max_tokens is exact, too large or absent."""
     num_output, choice = rng.randrange(1, 90), rng.random()
     max_tokens: int | None = None
@@ -131,7 +131,7 @@ def params(rng: random.Random, number: int, time: float) -> Params:
         max_tokens = num_output
     elif choice < 0.8:
         max_tokens = rng.randrange(num_output, 120)
-    return Params(
+    return RequestParams(
         max_tokens=max_tokens,
         n=rng.choice((1, 1, 1, 1, 3)),
         priority=rng.randrange(4),

@@ -23,7 +23,7 @@ from headway.lab.summary import summarize
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import TraceWriter, describe_step, header
 from headway.plan import Plan
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.observe.test_timeline import Log, check
 
@@ -67,7 +67,7 @@ def random_run(seed: int, async_scheduling: int) -> tuple[list[dict[str, Any]], 
 def add_random(engine: Engine, id: str, rng: Random) -> None:
     length, max_tokens = rng.randint(1, 40), rng.randint(1, 24)
     script = Script(rng.randint(1, max_tokens), filler=7, end=0)
-    params = Params(
+    params = RequestParams(
         max_tokens=max_tokens, eos_ids=frozenset({0}), priority=rng.randrange(3), n=rng.choice((1, 1, 2)),
         client=rng.choice("ab"), sampling=script,
     )  # fmt: skip
@@ -110,13 +110,15 @@ def engine_with(
 
 def add_request(engine: Engine, id: str, **params: Any) -> Request:
     script = Script(12, filler=7, end=0)
-    return engine.add(id, range(1, 9), Params(max_tokens=12, sampling=script, **params))[0]
+    return engine.add(id, range(1, 9), RequestParams(max_tokens=12, sampling=script, **params))[0]
 
 
 SPOILED: dict[str, Callable[[Any], Any]] = {
-    "no columns": lambda result: result.columns.clear(),
-    "a short column": lambda result: result.columns.__setitem__(0, result.columns[0][:-1]),
-    "one token too many in firsts": lambda result: result.firsts.append(7),
+    "no columns": lambda result: result.decode_tokens.clear(),
+    "a short column": lambda result: result.decode_tokens.__setitem__(
+        0, result.decode_tokens[0][:-1]
+    ),
+    "one token too many in first_tokens": lambda result: result.first_tokens.append(7),
 }
 
 
@@ -218,7 +220,7 @@ def test_invalid_parameters_are_refused(params: dict[str, Any]) -> None:
 @pytest.mark.parametrize("arrival", [float("nan"), "z"])
 def test_an_arrival_that_is_not_a_time_is_refused(arrival: Any) -> None:
     with pytest.raises(InvalidRequest, match="arrival"):
-        engine_with().add("a", [1], Params(), arrival)
+        engine_with().add("a", [1], RequestParams(), arrival)
 
 
 def run_cli(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any) -> str:

@@ -23,7 +23,7 @@ from headway.lab.replay import check_replay
 from headway.lab.workload.request import WorkloadRequest
 from headway.observe.trace import TraceWriter
 from headway.plan import Plan, StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.support.drive import Driver
 from tests.support.scenarios import MOMENTS, Scenario, run
@@ -105,16 +105,16 @@ def test_equal_clients_do_not_overtake_each_other(
 ) -> None:
     """Each prompt is computed to its end before the next; alternating would delay all of them."""
     driver = make_driver(max_num_batched_tokens=budget, max_num_seqs=8)
-    firsts: list[str] = []
+    first_tokens: list[str] = []
     for number in range(num_clients):
         driver.add(str(number), length, 3, client=str(number), arrival=float(number))
         for _ in range(gap):
-            firsts += [c.request.id for c in driver.step().chunks if c.is_last]
+            first_tokens += [c.request.id for c in driver.step().chunks if c.is_last]
             assert len(driver.scheduler.state.prefilling) < 2
     while driver.scheduler.requests:
-        firsts += [c.request.id for c in driver.step().chunks if c.is_last]
+        first_tokens += [c.request.id for c in driver.step().chunks if c.is_last]
         assert len(driver.scheduler.state.prefilling) < 2
-    assert firsts == [str(number) for number in range(num_clients)]
+    assert first_tokens == [str(number) for number in range(num_clients)]
 
 
 @given(st.integers(50, 400), st.lists(st.integers(1, 60), min_size=1, max_size=3))
@@ -224,14 +224,14 @@ def overtaking_scenario(seed: int, async_scheduling: int) -> Scenario:
         "vllm_v1", queue="fair", block_size=rng.choice((1, 2, 4)), num_blocks=num_blocks,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=rng.choice((9, 12)), num_host_blocks=16,
         chunk=rng.choice(("split_any", "at_most(3)", "split_first")),
-        recipe=rng.choice(("mixed", "swapped_first", "prefill_first", "charged_in_full")),
+        batching=rng.choice(("mixed", "swapped_first", "prefill_first", "prefill_first_charge_cached")),
         swap=rng.choice(("recompute", "swap")), victim=rng.choice(("newest", "served_last")),
     )  # fmt: skip
     driver, most = Scenario(config, async_scheduling, {}), config.num_blocks * config.block_size - 8
     for number in range(5 * max_num_seqs):
         client = rng.choice(("many", *SIZES))
         length = rng.randrange(1, min(SIZES[client], most) + 1)
-        params = Params(max_tokens=rng.randrange(1, 9), client=client, sampling=number)
+        params = RequestParams(max_tokens=rng.randrange(1, 9), client=client, sampling=number)
         step, prompt = rng.randrange(40), [rng.randrange(3) for _ in range(length)]
         request = Request(str(number), prompt, params, arrival=float(step))
         driver.arrivals.setdefault(step, []).append(request)
@@ -290,18 +290,18 @@ def small_p90(
 ) -> Any:
     """The small client's p90 time to first token; steps take as long as on two CPU cores."""
     config = preset(queue=queue, num_blocks=3000, max_num_batched_tokens=64, max_num_seqs=32)
-    clock, firsts, jobs = VirtualClock(), dict[str, float](), jobs_of(heavy)
+    clock, first_tokens, jobs = VirtualClock(), dict[str, float](), jobs_of(heavy)
 
     def observe(report: StepReport) -> None:
         for chunk in report.plan.chunks:
             if chunk.is_last and chunk.request.params.client == "small":
-                firsts[chunk.request.id] = report.result.ended - chunk.request.arrival
+                first_tokens[chunk.request.id] = report.result.ended - chunk.request.arrival
 
     executor = SimulatedExecutor(clock, lambda plan: 0.008 + 0.0006 * plan.num_tokens)
     engine = Engine(Scheduler(config), executor, clock, observers=[observe])
     if trace:
         engine.observers.append(TraceWriter(trace, config, 0))
-    while len(firsts) < NUM_SMALL:
+    while len(first_tokens) < NUM_SMALL:
         while jobs and (jobs[0].arrival <= clock.now() or not engine.has_work):
             job = jobs.pop(0)
             clock.advance_to(job.arrival)
@@ -310,7 +310,7 @@ def small_p90(
     for id in list(engine.scheduler.requests):
         engine.abort(id)
     engine.run()
-    return statistics.quantiles(firsts.values(), n=10, method="inclusive")[8]
+    return statistics.quantiles(first_tokens.values(), n=10, method="inclusive")[8]
 
 
 @pytest.mark.parametrize("heavy", [LIKE_SMALL, LONG_PROMPTS, LONG_OUTPUTS])

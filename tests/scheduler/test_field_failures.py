@@ -161,7 +161,7 @@ def test_a_long_prompt_is_not_admitted_without_blocks_for_all_its_chunks() -> No
     assert long.history.num_preemptions == 0 and long.history.num_recomputed == 0
 
 
-@pytest.mark.parametrize("victim", ["newest", "served_last", "least_work", "fewest_lost"])
+@pytest.mark.parametrize("victim", ["newest", "served_last", "least_work", "fewest_private_blocks"])
 def test_every_admission_makes_progress_despite_preemptions(victim: str) -> None:
     driver = small_driver(victim=victim, num_blocks=7, max_num_seqs=6)
     for number in range(6):

@@ -8,7 +8,7 @@ from collections import deque
 import pytest
 
 from headway.plan import Plan
-from headway.request import State
+from headway.request import RequestState
 from tests.support.drive import Driver, Row, count_up, names, small_driver
 
 
@@ -34,7 +34,7 @@ def test_a_preempted_request_gets_its_token_in_flight() -> None:
     first = driver.plan()
     second = driver.plan()  # preempts b while its first token is in flight
     assert driver.table[-1] == Row("", "a", (), "b")
-    assert b.state is State.WAITING and b.num_generated == 0
+    assert b.state is RequestState.WAITING and b.num_generated == 0
     driver.finish(first)
     assert b.num_generated == 1
     driver.finish(second)
@@ -146,18 +146,18 @@ def test_random_policies_aborts_and_resets_deliver_each_token_once_and_leak_noth
 def random_driver(seed: int) -> Driver:
     rng = random.Random(seed)
     return small_driver(
-        recipe=rng.choice(("mixed", "swapped_first", "prefill_first", "charged_in_full", "static")),
+        batching=rng.choice(("mixed", "swapped_first", "prefill_first", "prefill_first_charge_cached", "static")),
         queue=rng.choice(
-            ("fcfs", "fcfs(3)", "priority(preempts=True)", "shortest_first", "fair(2)", "deadline")
+            ("fcfs", "fcfs(3)", "priority(preempts=True)", "shortest_first", "fair(2)", "earliest_deadline")
         ),
         chunk=rng.choice(("split_first", "split_any", "at_most(3)")),
         headroom=rng.choice(
             ("watermark(0.1)", "reserve_outputs(0.5)", "future_peak", "back_off(share=0.2)")
         ),
         victim=rng.choice(
-            ("newest", "least_work", "lowest_priority", "fewest_lost", "served_last")
+            ("newest", "least_work", "lowest_priority", "fewest_private_blocks", "served_last")
         ),
-        swap=rng.choice(("recompute", "swap", "cheaper")),
+        swap=rng.choice(("recompute", "swap", "swap_if_cheaper")),
         block_size=rng.choice((1, 2, 4)), num_blocks=24, num_host_blocks=rng.choice((0, 9, 40)),
         max_num_seqs=5, max_num_batched_tokens=rng.choice((5, 12, 40)), num_scheduler_steps=rng.choice((1, 1, 3)),
     )  # fmt: skip
@@ -211,7 +211,7 @@ def test_a_failure_with_two_plans_in_flight_and_a_swap_leaks_nothing() -> None:
     driver.steps(2)
     driver.plan()
     driver.plan()  # b is being swapped out
-    assert driver.requests["b"].state is State.SWAPPED
+    assert driver.requests["b"].state is RequestState.SWAPPED
     driver.scheduler.fail("device lost")
     driver.add("c", 4, 2)
     driver.run()

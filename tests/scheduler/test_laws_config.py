@@ -10,7 +10,7 @@ import pytest
 
 from headway.checks import MAX_PROMPT, MAX_STOPS, MAX_TOKEN_ID, number_problem
 from headway.errors import ConfigError, InvalidRequest, RequestTooLong
-from headway.request import Params, Request, State
+from headway.request import Request, RequestParams, RequestState
 from headway.scheduler import preset, queues
 from headway.scheduler.presets import PRESETS, describe
 from headway.scheduler.validate import validate_request
@@ -34,21 +34,21 @@ RULES = [
     ("headroom", "back_off(share={})", 0, 1, "back_off(base=watermark(share=0.01), share=0.01)"),
     ("headroom", "future_peak(learned({}))", 0, None, None),
     ("headroom", "future_peak(learned(open_deviations={}))", 0, None, None),
-    ("swap", "cheaper({})", 0, None, None),
-    ("swap", "cheaper(compute={})", 0, None, None),
-    ("swap", "cheaper(start={})", 0, None, None),
-    ("swap", "cheaper(pair={})", 0, None, None),
-    ("queue", "fcfs({})", 0, None, "fcfs(patience=0)"),
+    ("swap", "swap_if_cheaper({})", 0, None, None),
+    ("swap", "swap_if_cheaper(compute={})", 0, None, None),
+    ("swap", "swap_if_cheaper(start={})", 0, None, None),
+    ("swap", "swap_if_cheaper(pair={})", 0, None, None),
+    ("queue", "fcfs({})", 0, None, "fcfs(max_overtakes=0)"),
     ("queue", "priority(aging={})", 0, None, None),
     ("queue", "priority(max_preemptions={})", 0, None, None),
     ("queue", "shortest_first(aging={})", 0, None, None),
-    ("queue", "deadline(slack={})", 0, None, None),
+    ("queue", "earliest_deadline(slack={})", 0, None, None),
 ]
 DEFAULTS = {
-    "priority": "priority(patience=0, aging=60.0, preempts=False, max_preemptions=2)",
-    "shortest_first": "shortest_first(patience=0, aging=0.001)",
-    "deadline": "deadline(patience=0, slack=60.0)",
-    "fair": "fair(patience=0)",
+    "priority": "priority(max_overtakes=0, aging=60.0, preempts=False, max_preemptions=2)",
+    "shortest_first": "shortest_first(max_overtakes=0, aging=0.001)",
+    "earliest_deadline": "earliest_deadline(max_overtakes=0, slack=60.0)",
+    "fair": "fair(max_overtakes=0)",
 }
 
 
@@ -90,7 +90,7 @@ def test_learned_and_cheaper_have_their_defaults() -> None:
     assert values["headroom"] == (
         "future_peak(estimate=learned(deviations=2.5, open_deviations=1.0), margin=0.0)"
     )
-    assert values["swap"] == "cheaper(copy=1e-06, compute=2.4e-05, start=0.0001, pair=0.0)"
+    assert values["swap"] == "swap_if_cheaper(copy=1e-06, compute=2.4e-05, start=0.0001, pair=0.0)"
 
 
 def test_presets_have_the_limits_of_their_systems() -> None:
@@ -114,7 +114,7 @@ def test_a_text_that_cannot_be_read_is_shown_up_to_60_characters() -> None:
 def test_a_queue_rule_is_taken_for_the_queue_alone() -> None:
     rule = queues.fcfs()
     assert preset(queue=rule).queue is rule
-    for name in ("victim", "swap", "headroom", "chunk", "recipe"):
+    for name in ("victim", "swap", "headroom", "chunk", "batching"):
         with pytest.raises(ConfigError, match=name):
             preset(**{name: rule})
 
@@ -152,7 +152,7 @@ def limit_of(num_prompt: int, max_tokens: int | None = None, **changes: Any) -> 
     values = {"num_blocks": 10, "block_size": 4, "max_model_len": 100, "max_num_batched_tokens": 64}
     config = preset("vllm_v1", **{**values, **changes})
     return validate_request(
-        Request("a", [1] * num_prompt, Params(max_tokens=max_tokens)), config, ()
+        Request("a", [1] * num_prompt, RequestParams(max_tokens=max_tokens)), config, ()
     )
 
 
@@ -202,7 +202,7 @@ PARAM_BOUNDS: dict[str, tuple[Any, Any]] = {
 @pytest.mark.parametrize("field", PARAM_BOUNDS)
 def test_every_number_of_a_request_has_its_bounds(field: str) -> None:
     def check(value: Any) -> int:
-        request = Request("a", [1], replace(Params(max_tokens=3), **{field: value}))
+        request = Request("a", [1], replace(RequestParams(max_tokens=3), **{field: value}))
         return validate_request(request, preset("vllm_v1"), ())
 
     low, high = PARAM_BOUNDS[field]
@@ -219,7 +219,7 @@ def test_every_number_of_a_request_has_its_bounds(field: str) -> None:
 
 def test_the_arrival_of_a_request_has_the_bounds_of_a_deadline() -> None:
     for arrival, is_right in ((1e15, True), (-1e15, True), (1.1e15, False), (-1.1e15, False)):
-        request = Request("a", [1], Params(max_tokens=3), arrival=arrival)
+        request = Request("a", [1], RequestParams(max_tokens=3), arrival=arrival)
         if is_right:
             assert validate_request(request, preset("vllm_v1"), ()) == 4
         else:
@@ -229,7 +229,7 @@ def test_the_arrival_of_a_request_has_the_bounds_of_a_deadline() -> None:
 
 def test_token_ids_are_32_bit_numbers_that_are_not_negative() -> None:
     for prompt, is_right in (([0], True), ([MAX_TOKEN_ID], True), ([3, -1], False)):
-        request = Request("a", prompt, Params(max_tokens=3))
+        request = Request("a", prompt, RequestParams(max_tokens=3))
         if is_right:
             validate_request(request, preset("vllm_v1"), ())
         else:
@@ -238,25 +238,25 @@ def test_token_ids_are_32_bit_numbers_that_are_not_negative() -> None:
     assert MAX_TOKEN_ID == 2**31 - 1
     for wrong in ([MAX_TOKEN_ID + 1], [1, 2.5], "text", {1: 2}, None, 7, [[1]], ["1"]):
         with pytest.raises(InvalidRequest, match="prompt"):
-            Request("a", wrong, Params())  # type: ignore[arg-type]
+            Request("a", wrong, RequestParams())  # type: ignore[arg-type]
     with pytest.raises(InvalidRequest, match=str(MAX_PROMPT)):
-        Request("a", range(MAX_PROMPT + 1), Params())
+        Request("a", range(MAX_PROMPT + 1), RequestParams())
     with pytest.raises(InvalidRequest, match=str(MAX_PROMPT)):
-        Request("a", range(10**30), Params())
+        Request("a", range(10**30), RequestParams())
 
 
 def test_stop_ids_are_a_bounded_set_of_token_ids() -> None:
     right: tuple[Any, ...] = ({MAX_TOKEN_ID}, [-MAX_TOKEN_ID], (), range(MAX_STOPS), {5: 0}.keys())
     for ids in right:
-        assert Request("a", [1], Params(stop_ids=ids)).stops == frozenset(ids)
+        assert Request("a", [1], RequestParams(stop_ids=ids)).stops == frozenset(ids)
     wrong: tuple[Any, ...] = (
         {MAX_TOKEN_ID + 1}, [-MAX_TOKEN_ID - 1], range(MAX_STOPS + 1), "12", {5: 0}, {1.5}, 7, None,
     )  # fmt: skip
     for ids in wrong:
         for field in ("stop_ids", "eos_ids"):
             with pytest.raises(InvalidRequest, match=field):
-                Request("a", [1], replace(Params(), **{field: ids}))
-    params = Params(stop_ids=frozenset({1}), eos_ids=frozenset({2}))
+                Request("a", [1], replace(RequestParams(), **{field: ids}))
+    params = RequestParams(stop_ids=frozenset({1}), eos_ids=frozenset({2}))
     assert Request("a", [1], params).stops == {1, 2}
     assert Request("a", [1], replace(params, ignore_eos=True)).stops == {1}
     with pytest.raises(InvalidRequest, match="ignore_eos"):
@@ -265,7 +265,7 @@ def test_stop_ids_are_a_bounded_set_of_token_ids() -> None:
 
 def test_an_embedding_samples_one_token_and_a_mean_reads_no_cache() -> None:
     def check(pooling: Any, **more: Any) -> int:
-        params = replace(Params(max_tokens=1, pooling=pooling), **more)
+        params = replace(RequestParams(max_tokens=1, pooling=pooling), **more)
         return validate_request(Request("a", [1, 2], params), preset("vllm_v1"), ())
 
     assert (
@@ -285,22 +285,22 @@ def test_an_embedding_samples_one_token_and_a_mean_reads_no_cache() -> None:
     (("reads_cache", 1), ("client", None), ("client", 5), ("salt", b"x"), ("salt", "a\nb")),
 )
 def test_fields_that_are_no_numbers_have_their_types(field: str, wrong: Any) -> None:
-    params = replace(Params(max_tokens=1), **{field: wrong})
+    params = replace(RequestParams(max_tokens=1), **{field: wrong})
     with pytest.raises(InvalidRequest, match=field):
         validate_request(Request("a", [1, 2], params), preset("vllm_v1"), ())
 
 
 def test_an_id_in_use_and_a_request_that_has_run_are_refused() -> None:
-    request, config = Request("a", [1, 2], Params(max_tokens=1)), preset("vllm_v1")
+    request, config = Request("a", [1, 2], RequestParams(max_tokens=1)), preset("vllm_v1")
     assert validate_request(request, config, {"b"}) == 3
     with pytest.raises(InvalidRequest, match="'a'"):
         validate_request(request, config, {"a"})
     with pytest.raises(InvalidRequest, match="empty"):
-        validate_request(Request("a", [], Params()), config, ())
+        validate_request(Request("a", [], RequestParams()), config, ())
     request.flushed_tokens.append(1)
     with pytest.raises(InvalidRequest, match="'a'"):
         validate_request(request, config, ())
-    request = Request("a", [1, 2], Params(max_tokens=1))
-    request.move(State.FINISHED)
+    request = Request("a", [1, 2], RequestParams(max_tokens=1))
+    request.move(RequestState.FINISHED)
     with pytest.raises(InvalidRequest, match="'a'"):
         validate_request(request, config, ())

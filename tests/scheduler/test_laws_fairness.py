@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler.fairness import (
     MAX_IDLE,
     ServiceCounters,
@@ -18,7 +18,7 @@ from tests.support.drive import Driver
 
 
 def of_group(group: str, num_prompt: int = 10) -> Request:
-    request = Request(group, range(num_prompt), Params(max_tokens=50))
+    request = Request(group, range(num_prompt), RequestParams(max_tokens=50))
     request.history.group, request.limit = group, num_prompt + 50
     return request
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler.headroom import Forecast, future_peak, learned, limit
 from headway.scheduler.output_lengths import OutputStatistics, is_open_ended, survival_curve
 
@@ -25,7 +25,7 @@ each_seed = pytest.mark.parametrize("seed", range(60))
 
 def a_request(number: int, num_prompt: int, max_tokens: int | None, **changes: Any) -> Request:
     """A running request whose known tokens are computed, with its own block numbers."""
-    params = Params(
+    params = RequestParams(
         max_tokens=max_tokens, eos_ids=EOS if changes.pop("stops", True) else frozenset()
     )
     request = Request(str(number), range(num_prompt), params)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from headway.request import Params, Request
-from headway.scheduler import policies
+from headway.request import Request, RequestParams
+from headway.scheduler import headroom, policies
 from headway.scheduler.presets import SLOTS
 
 # Chunk rules.
@@ -27,11 +27,11 @@ def test_chunk_rules_grant_what_they_say() -> None:
                 assert policies.at_most(5)(want, left, is_first) == min(want, left, 5)
 
 
-# Recipes.
+# Batching rules.
 
 
 class Recorder:
-    """A step that records the actions of a recipe; `works` names those that find work."""
+    """A step that records the actions of a batching rule; `works` names those that find work."""
 
     def __init__(self, num_decoding: int, prefill_streak: int, works: str) -> None:
         self.num_decoding, self.prefill_streak, self._works = num_decoding, prefill_streak, works
@@ -64,10 +64,10 @@ CALLS = [
     ("prefill_first", 3, LAST - 1, "admit", "prefill, admit"),
     ("prefill_first", 3, LAST, "prefill", "decode"),
     ("prefill_first", 0, LAST, "prefill", "prefill, admit"),
-    ("charged_in_full", 3, 0, "", "prefill, admit charged, decode 7"),
-    ("charged_in_full", 3, LAST - 1, "admit", "prefill, admit charged"),
-    ("charged_in_full", 3, LAST, "prefill", "decode 7"),
-    ("charged_in_full", 0, LAST, "prefill", "prefill, admit charged"),
+    ("prefill_first_charge_cached", 3, 0, "", "prefill, admit charged, decode 7"),
+    ("prefill_first_charge_cached", 3, LAST - 1, "admit", "prefill, admit charged"),
+    ("prefill_first_charge_cached", 3, LAST, "prefill", "decode 7"),
+    ("prefill_first_charge_cached", 0, LAST, "prefill", "prefill, admit charged"),
     ("static", 3, 0, "", "prefill, decode"),
     ("static", 0, 0, "admit", "prefill, admit"),
     ("static", 3, 1, "admit", "prefill, admit"),
@@ -76,7 +76,7 @@ CALLS = [
 
 
 @pytest.mark.parametrize("name, num_decoding, streak, works, calls", CALLS)
-def test_recipes_act_in_their_order(
+def test_batching_rules_act_in_their_order(
     name: str, num_decoding: int, streak: int, works: str, calls: str
 ) -> None:
     step = Recorder(num_decoding, streak, works)
@@ -84,8 +84,8 @@ def test_recipes_act_in_their_order(
     assert ", ".join(step.calls) == calls
 
 
-def test_every_recipe_is_covered_and_decodes_wait_for_16_steps() -> None:
-    assert {recipe.__name__ for recipe in SLOTS["recipe"]} == {call[0] for call in CALLS}
+def test_every_batching_rule_is_covered_and_decodes_wait_for_16_steps() -> None:
+    assert {batching.__name__ for batching in SLOTS["batching"]} == {call[0] for call in CALLS}
     assert LAST == 16
 
 
@@ -95,7 +95,7 @@ def test_every_recipe_is_covered_and_decodes_wait_for_16_steps() -> None:
 def a_request(
     num_prompt: int, max_tokens: int, num_computed: int, row: int, **more: Any
 ) -> Request:
-    request = Request("a", range(num_prompt), Params(max_tokens=max_tokens, **more))
+    request = Request("a", range(num_prompt), RequestParams(max_tokens=max_tokens, **more))
     request.limit, request.row = num_prompt + max_tokens, row
     request.computed_base, request.prefill_end = num_computed, num_prompt if row >= 0 else 0
     return request
@@ -108,7 +108,7 @@ def a_view(**values: Any) -> Any:
 
 def test_a_watermark_is_its_share_of_all_blocks_rounded_down() -> None:
     for share in (0.0, 0.01, 0.5, 1.0):
-        assert policies.watermark(share)(a_request(1, 1, 0, -1), a_view()) == int(share * 250)
+        assert headroom.watermark(share)(a_request(1, 1, 0, -1), a_view()) == int(share * 250)
 
 
 def test_reserved_outputs_are_the_blocks_that_all_may_still_fill() -> None:
@@ -120,12 +120,12 @@ def test_reserved_outputs_are_the_blocks_that_all_may_still_fill() -> None:
             lefts = [10 + max_tokens - 1 - num_computed, 4, 6]
             wanted = sum(math.ceil(left / 4) for left in lefts)
             view = a_view(running=running)
-            assert policies.reserve_outputs(1.0)(new, view) == wanted
-            assert policies.reserve_outputs(0.3)(new, view) == math.ceil(0.3 * wanted)
+            assert headroom.reserve_outputs(1.0)(new, view) == wanted
+            assert headroom.reserve_outputs(0.3)(new, view) == math.ceil(0.3 * wanted)
 
 
 def test_back_off_adds_a_share_for_every_recent_preemption() -> None:
-    rule = policies.back_off(policies.watermark(0.1), 0.02)
+    rule = headroom.back_off(headroom.watermark(0.1), 0.02)
     for pressure, wanted in ((0.0, 25), (1.0, 30), (2.5, 37)):
         assert rule(a_request(1, 1, 0, -1), a_view(pressure=pressure)) == wanted
 
@@ -147,10 +147,10 @@ def test_victim_rules_choose_by_what_their_names_say() -> None:
         for rule in SLOTS["victim"]
     }
     assert chosen == {
-        "newest": 0, "least_work": 1, "lowest_priority": 2, "fewest_lost": 1, "served_last": 0,
+        "newest": 0, "least_work": 1, "lowest_priority": 2, "fewest_private_blocks": 1, "served_last": 0,
     }  # fmt: skip
     requests[1].computed_base = requests[2].computed_base = private[requests[2]] = 2
-    for name in ("least_work", "lowest_priority", "fewest_lost"):
+    for name in ("least_work", "lowest_priority", "fewest_private_blocks"):
         rule = getattr(policies, name)
         assert max(requests[1:], key=lambda r: rule(r, view)) is requests[2], name
 
@@ -171,7 +171,7 @@ def test_cheaper_swaps_if_two_copies_take_less_time_than_computing(
 ) -> None:
     for num_computed in (9, 20, 37):
         for compute in (0.5, 1.0, 2.0, 2.5, 3.0, 5.0):
-            rule = policies.cheaper(copy=1.0, compute=compute, start=3.0, pair=pair)
+            rule = policies.swap_if_cheaper(copy=1.0, compute=compute, start=3.0, pair=pair)
             request = a_request(40, 9, num_computed, 0)
             view = a_view(num_private_blocks=lambda request: num_private)
             tokens = min(4 * num_private, num_computed)

@@ -117,7 +117,7 @@ def test_the_room_that_victims_leave_is_for_the_request_that_they_were_preempted
     for seed in range(30):
         rng = random.Random(seed)
         world = Driver(
-            "vllm", recipe="swapped_first", queue="priority(preempts=True, aging=0)", swap="swap",
+            "vllm", batching="swapped_first", queue="priority(preempts=True, aging=0)", swap="swap",
             headroom=headroom, block_size=SIZE, num_blocks=rng.randint(14, 18),
             num_host_blocks=40, max_num_seqs=4, max_num_batched_tokens=40,
         )  # fmt: skip
@@ -171,15 +171,17 @@ def test_nothing_is_preempted_for_a_request_that_cannot_start_in_this_step() -> 
     assert world.steps(1)[0].admitted == "first"
 
 
-@pytest.mark.parametrize("recipe", [recipe.__name__ for recipe in SLOTS["recipe"]])
+@pytest.mark.parametrize("batching", [batching.__name__ for batching in SLOTS["batching"]])
 @pytest.mark.parametrize("chunk", ("whole", "split_first", "split_any", "at_most(3)"))
-def test_the_dry_run_of_a_recipe_grants_what_the_step_grants(recipe: str, chunk: str) -> None:
+def test_the_dry_run_of_a_batching_rule_grants_what_the_step_grants(
+    batching: str, chunk: str
+) -> None:
     num_admitted = num_refused = 0
     for seed in range(25):
         rng = random.Random(seed)
         budget = rng.randint(4, 24)
         world = Driver(
-            "vllm_v1", recipe=recipe, chunk=chunk, queue="fcfs", block_size=SIZE, num_blocks=500,
+            "vllm_v1", batching=batching, chunk=chunk, queue="fcfs", block_size=SIZE, num_blocks=500,
             max_num_seqs=30, max_num_batched_tokens=budget,
         )  # fmt: skip
         longest = budget - 1 if chunk == "whole" else 2 * budget
@@ -207,7 +209,7 @@ def test_the_dry_run_of_a_recipe_grants_what_the_step_grants(recipe: str, chunk:
 
 def test_the_dry_run_leaves_out_what_would_be_preempted() -> None:
     world = Driver(
-        "vllm_v1", recipe="mixed", chunk="split_any", queue="fcfs", block_size=SIZE,
+        "vllm_v1", batching="mixed", chunk="split_any", queue="fcfs", block_size=SIZE,
         num_blocks=500, max_num_seqs=30, max_num_batched_tokens=12,
     )  # fmt: skip
     decoding = [world.add(f"d{number}", 1, 30) for number in range(3)]

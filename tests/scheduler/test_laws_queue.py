@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import queues
 from headway.scheduler.queues import NUM_REFRESHED, WaitingQueue
 from tests.support.drive import Driver
@@ -21,7 +21,7 @@ class listed(queues.Rule):
 
     keys: dict[str, Any] = field(default_factory=dict)
     asked: Counter[str] = field(default_factory=Counter)
-    drifts = True
+    keys_change = True
 
     def key(self, request: Request, view: object) -> Any:
         self.asked[request.id] += 1
@@ -45,7 +45,7 @@ def a_queue(rule: Any, number: int, **served: float) -> tuple[WaitingQueue, list
     queue = WaitingQueue(rule, NoService(**served))  # type: ignore[arg-type]
     requests = []
     for serial in range(number):
-        request = Request(str(serial), [1], Params())
+        request = Request(str(serial), [1], RequestParams())
         request.history.serial = serial
         rule.keys.setdefault(request.id, serial)
         queue.push(request)
@@ -125,7 +125,7 @@ def grouped(**served: float) -> tuple[WaitingQueue, dict[str, Request]]:
     queue = WaitingQueue(rule, NoService(**served))  # type: ignore[arg-type]
     requests = {}
     for serial, (group, length) in enumerate((g, n) for n in (10, 20, 30) for g in served):
-        request = Request(f"{group}{length}", range(length), Params(client=group))
+        request = Request(f"{group}{length}", range(length), RequestParams(client=group))
         request.history.serial = serial
         rule.keys[request.id] = 0
         queue.push(request)
@@ -145,7 +145,7 @@ def test_a_group_without_any_service_yet_counts_as_zero(first: str) -> None:
     rule = listed()
     queue = WaitingQueue(rule, NoService(known=0.0))  # type: ignore[arg-type]
     for serial, group in enumerate(("known", "new", "known", "new")):
-        request = Request(f"{group}{serial}", [1], Params(client=group))
+        request = Request(f"{group}{serial}", [1], RequestParams(client=group))
         request.history.serial, rule.keys[request.id] = serial, (serial // 2, group != first)
         queue.push(request)
         assert queue.sort_key(request)[0] == 0.0
@@ -193,22 +193,22 @@ def test_ready_made_keys_order_by_what_their_names_say() -> None:
             def num_uncached(self, request: Request) -> int:
                 return num_uncached
 
-        return rule.key(Request("a", [1], Params(**params), arrival=arrival), Cached())
+        return rule.key(Request("a", [1], RequestParams(**params), arrival=arrival), Cached())
 
     assert key(queues.fcfs(), 3.0) == 3.0 and key(queues.fair(), 3.0) == 3.0
     assert key(queues.priority(aging=60.0), 3.0, priority=2) == 123.0
     assert key(queues.priority(aging=0), 3.0, priority=2) == (2, 3.0)
     assert key(queues.shortest_first(aging=0.5), 3.0, 8) == 7.0
-    assert key(queues.deadline(slack=9.0), 3.0) == 12.0
-    assert key(queues.deadline(slack=9.0), 3.0, deadline=5.0) == 5.0
+    assert key(queues.earliest_deadline(slack=9.0), 3.0) == 12.0
+    assert key(queues.earliest_deadline(slack=9.0), 3.0, deadline=5.0) == 5.0
     assert key(queues.custom(), 3.0) == 3.0
-    drifting = {rule.__name__ for rule in queues.Rule.__subclasses__() if rule.drifts}
+    drifting = {rule.__name__ for rule in queues.Rule.__subclasses__() if rule.keys_change}
     assert {"shortest_first", "custom"} <= drifting
-    assert not drifting & {"fcfs", "priority", "deadline", "fair"}
+    assert not drifting & {"fcfs", "priority", "earliest_deadline", "fair"}
 
 
 def test_only_a_priority_rule_that_preempts_outranks_a_lower_priority() -> None:
-    first, second = (Request("a", [1], Params(priority=p)) for p in (1, 2))
+    first, second = (Request("a", [1], RequestParams(priority=p)) for p in (1, 2))
     rule = queues.priority(preempts=True, max_preemptions=2)
     assert rule.outranks(first, second) and not rule.outranks(second, first)
     assert not rule.outranks(first, first) and not queues.priority().outranks(first, second)
@@ -216,7 +216,12 @@ def test_only_a_priority_rule_that_preempts_outranks_a_lower_priority() -> None:
     assert rule.outranks(first, second)
     second.history.num_priority_preemptions = 2
     assert not rule.outranks(first, second)
-    for other in (queues.fcfs(), queues.fair(), queues.deadline(), queues.shortest_first()):
+    for other in (
+        queues.fcfs(),
+        queues.fair(),
+        queues.earliest_deadline(),
+        queues.shortest_first(),
+    ):
         assert not other.preempts and not other.outranks(first, second)
         assert other.group(first) == ("client " if isinstance(other, queues.fair) else "all")
 
@@ -224,11 +229,11 @@ def test_only_a_priority_rule_that_preempts_outranks_a_lower_priority() -> None:
 # Overtaking a blocked request.
 
 
-@pytest.mark.parametrize("patience", (0, 1, 3))
-def test_a_blocked_request_is_overtaken_as_often_as_its_rule_allows(patience: int) -> None:
+@pytest.mark.parametrize("max_overtakes", (0, 1, 3))
+def test_a_blocked_request_is_overtaken_as_often_as_its_rule_allows(max_overtakes: int) -> None:
     """One request per step fits beside the first; each that passes counts."""
     world = Driver(
-        "vllm_v1", queue=f"fcfs({patience})", block_size=4, num_blocks=20, max_num_seqs=9,
+        "vllm_v1", queue=f"fcfs({max_overtakes})", block_size=4, num_blocks=20, max_num_seqs=9,
         max_num_batched_tokens=100,
     )  # fmt: skip
     world.add("holder", 40, 30)
@@ -237,9 +242,9 @@ def test_a_blocked_request_is_overtaken_as_often_as_its_rule_allows(patience: in
     for number in range(6):
         world.add(f"small{number}", 3, 1)
     world.step()
-    assert large.history.num_overtaken == patience
+    assert large.history.num_overtaken == max_overtakes
     world.steps(3)
-    assert large.history.num_overtaken == patience
+    assert large.history.num_overtaken == max_overtakes
 
 
 def test_only_as_many_blocked_requests_are_examined_as_patience_allows() -> None:

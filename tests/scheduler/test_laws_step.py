@@ -12,7 +12,7 @@ import pytest
 
 from headway.config import StepActions
 from headway.plan import Plan, StepEvents, StepReport, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import policies
 from tests.support.drive import Driver
 
@@ -33,10 +33,10 @@ def keeping(num_blocks: int) -> Callable[[Request, object], int]:
 
 
 def swapping(seed: int, seen: Counter[str], headroom: int) -> Driver:
-    """A tight cache with room on the host; the recipe checks what `admit_swapped` does."""
+    """A tight cache with room on the host; the batching rule checks what `admit_swapped` does."""
     rng, num_kept = random.Random(seed), max(0, headroom)
 
-    def recipe(step: StepActions) -> None:
+    def batching(step: StepActions) -> None:
         state = world.scheduler.state
         due, decoding, before = num_due(world), step.num_decoding, step.tokens_left
         waiting = sorted(state.swapped, key=lambda r: r.history.serial)
@@ -56,7 +56,7 @@ def swapping(seed: int, seen: Counter[str], headroom: int) -> Driver:
         policies.mixed(step)
 
     world = Driver(
-        "vllm", recipe=recipe, queue="fcfs(3)", swap="swap", headroom=keeping(headroom),
+        "vllm", batching=batching, queue="fcfs(3)", swap="swap", headroom=keeping(headroom),
         block_size=SIZE, num_blocks=rng.randint(14, 20), num_host_blocks=30, max_num_seqs=6,
         max_num_batched_tokens=rng.choice((6, 12, 40)),
     )  # fmt: skip
@@ -84,7 +84,7 @@ def test_swapped_requests_leave_blocks_and_tokens_for_the_decodes(headroom: int)
 
 def test_while_room_is_made_for_a_priority_no_swapped_request_takes_it() -> None:
     world = Driver(
-        "vllm", recipe="swapped_first", queue="priority(preempts=True)", swap="swap",
+        "vllm", batching="swapped_first", queue="priority(preempts=True)", swap="swap",
         headroom="watermark(0.0)", block_size=SIZE, num_blocks=10, num_host_blocks=30,
         max_num_seqs=2, max_num_batched_tokens=64, victim="newest",
     )  # fmt: skip
@@ -211,7 +211,7 @@ def test_a_prefill_streak_counts_steps_without_decodes() -> None:
 
 
 def test_a_new_request_has_no_history() -> None:
-    request = Request("a", [1, 2], Params())
+    request = Request("a", [1, 2], RequestParams())
     counts = {f.name: getattr(request.history, f.name) for f in fields(request.history)}
     assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
     assert set(counts.values()) == {0} and len(counts) == 7
@@ -251,6 +251,6 @@ def test_a_new_plan_and_a_new_result_have_nothing_in_them() -> None:
 
 
 def test_a_request_without_parameters_has_the_defaults() -> None:
-    params = Params()
+    params = RequestParams()
     assert (params.max_tokens, params.min_tokens, params.priority, params.n) == (128, 0, 0, 1)
     assert params.reads_cache and not params.ignore_eos and params.deadline is None

@@ -10,7 +10,7 @@ from zlib import crc32
 import pytest
 
 from headway.plan import StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import MAX_PREFILL_STEPS
 from tests.support import nano_vllm
@@ -90,7 +90,7 @@ def compare(workload: Workload, seed: int) -> Counter[str]:
             number, job = jobs.pop(0)
             seq = nano_vllm.Sequence(str(number), job.prompt, job.max_tokens, job.ignore_eos)
             plain.add(seq)
-            params = Params(
+            params = RequestParams(
                 max_tokens=job.max_tokens, eos_ids=frozenset({EOS}), ignore_eos=job.ignore_eos
             )
             ours.add(Request(seq.id, job.prompt, params, arrival=float(step)))
@@ -127,8 +127,8 @@ def compare_step(
     finished = plain.postprocess(tokens)
     sampled = {s.id: t for s, t, split in zip(batch, tokens, is_split, strict=True) if not split}
     result = StepResult(
-        columns=[[sampled[r.id] for r in plan.decodes]] if plan.decodes else [],
-        firsts=[sampled[c.request.id] for c in plan.chunks if c.is_last],
+        decode_tokens=[[sampled[r.id] for r in plan.decodes]] if plan.decodes else [],
+        first_tokens=[sampled[c.request.id] for c in plan.chunks if c.is_last],
     )
     report = ours.complete(plan, result)
     assert sorted(r.id for r in report.finished) == sorted(seq.id for seq in finished)

@@ -18,7 +18,7 @@ from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import ENDS, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.plan import Plan, StepReport
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import preset
 from headway.scheduler.output_lengths import OPEN_ENDED, is_open_ended, survival_curve
 from tests.support.drive import Driver
@@ -34,7 +34,7 @@ class OpenEnded(WorkloadRequest):
 
     __slots__ = ()
 
-    def params(self, start: float = 0.0) -> Params:
+    def params(self, start: float = 0.0) -> RequestParams:
         return replace(super().params(start), max_tokens=None, eos_ids=ENDS)
 
 
@@ -64,7 +64,7 @@ def serve(name: str, text: str, num_blocks: int, **changes: Any) -> tuple[Summar
 
 
 def lone(max_tokens: int | None, num_prompt: int = 10) -> Request:
-    request = Request("a", range(num_prompt), Params(max_tokens=max_tokens))
+    request = Request("a", range(num_prompt), RequestParams(max_tokens=max_tokens))
     request.limit = num_prompt + (max_tokens or 50)
     return request
 
@@ -205,7 +205,7 @@ def test_preemptions_increase_the_headroom() -> None:
     for place in range(8):
         driver.add(str(place), 8, None, eos_ids=frozenset({EOS}))
         driver.step()
-    coming = Request("new", range(8), Params(max_tokens=None, eos_ids=frozenset({EOS})))
+    coming = Request("new", range(8), RequestParams(max_tokens=None, eos_ids=frozenset({EOS})))
     coming.limit = 512
     scheduler = driver.scheduler
     view = scheduler.state.view

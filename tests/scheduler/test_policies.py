@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from headway.plan import Plan
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler.policies import (
     at_most,
-    cheaper,
     recompute,
     split_any,
     split_first,
     swap,
+    swap_if_cheaper,
     whole,
 )  # fmt: skip
 from tests.support.drive import Driver, Row, small_driver
@@ -122,7 +122,7 @@ def test_fair_serves_the_client_with_the_least_service() -> None:
 
 def test_deadline_serves_the_earliest_and_gives_requests_without_one_a_slack() -> None:
     assert order_of_service(
-        "deadline(slack=60.0)", {"id": "none", "arrival": 0.0}, {"id": "soon", "deadline": 10.0},
+        "earliest_deadline(slack=60.0)", {"id": "none", "arrival": 0.0}, {"id": "soon", "deadline": 10.0},
         {"id": "late", "deadline": 90.0},
     ) == ["soon", "none", "late"]  # fmt: skip
 
@@ -216,7 +216,7 @@ def preempted_by(victim: str, *, shared: int = 0) -> str:
         ("least_work", "a"),  # 9 tokens are computed, against 12 and 16
         ("lowest_priority", "b"),
         ("served_last", "b"),  # the queue sorts by priority
-        ("fewest_lost", "b"),  # 3 private blocks, as a has, and it arrived later
+        ("fewest_private_blocks", "b"),  # 3 private blocks, as a has, and it arrived later
     ],
 )
 def test_victim_rules(victim: str, chosen: str) -> None:
@@ -225,7 +225,7 @@ def test_victim_rules(victim: str, chosen: str) -> None:
 
 def test_fewest_lost_counts_only_private_blocks() -> None:
     # a: 16 + 9 tokens in 7 blocks; b: 16 + 12 tokens in 7 blocks; 4 of them are shared. c: 4 blocks.
-    assert preempted_by("fewest_lost", shared=16) == "b"
+    assert preempted_by("fewest_private_blocks", shared=16) == "b"
 
 
 def test_served_last_follows_arrival_under_fcfs_even_after_a_resume() -> None:
@@ -246,7 +246,7 @@ def headroom_of(headroom: str, *, num_preemptions: int = 0, num_blocks: int = 10
     driver.add("running", 8, 9)  # stores 8 tokens now and 16 at its end
     driver.plan()
     driver.scheduler.state.outputs.pressure = float(num_preemptions)
-    waiting = Request("waiting", range(5), Params(max_tokens=5))
+    waiting = Request("waiting", range(5), RequestParams(max_tokens=5))
     waiting.limit = 10
     return driver.scheduler.config.headroom(waiting, driver.scheduler.state.view)
 
@@ -286,7 +286,7 @@ EXACT = ["reserve_outputs(1.0)", "future_peak"]
 
 
 def seeds_with_preemptions(
-    headroom: str, recipe: str, max_tokens: int, num_shared: int
+    headroom: str, batching: str, max_tokens: int, num_shared: int
 ) -> list[int]:
     """Seeds with which a headroom rule preempts although every output reaches max_tokens."""
     failed = []
@@ -294,7 +294,7 @@ def seeds_with_preemptions(
         size = 1 + seed % 5
         most = (12 + seed) * size
         driver = small_driver(
-            "vllm_v1", recipe=recipe, headroom=headroom, num_blocks=12 + seed, block_size=size,
+            "vllm_v1", batching=batching, headroom=headroom, num_blocks=12 + seed, block_size=size,
             max_num_batched_tokens=max_tokens, max_num_seqs=6,
         )  # fmt: skip
         for number in range(20):
@@ -307,10 +307,10 @@ def seeds_with_preemptions(
     return failed
 
 
-@pytest.mark.parametrize("recipe", ["mixed", "prefill_first", "static"])
+@pytest.mark.parametrize("batching", ["mixed", "prefill_first", "static"])
 @pytest.mark.parametrize("headroom", EXACT)
-def test_headroom_with_exact_lengths_never_preempts(recipe: str, headroom: str) -> None:
-    assert seeds_with_preemptions(headroom, recipe, max_tokens=512, num_shared=0) == []
+def test_headroom_with_exact_lengths_never_preempts(batching: str, headroom: str) -> None:
+    assert seeds_with_preemptions(headroom, batching, max_tokens=512, num_shared=0) == []
 
 
 @pytest.mark.parametrize("headroom", EXACT)
@@ -343,28 +343,28 @@ class PrivateBlocks:
 
 
 def test_swap_rules() -> None:
-    request = Request("a", range(40), Params())
+    request = Request("a", range(40), RequestParams())
     request.computed_base = 40
     view: Any = PrivateBlocks(10)
     assert not recompute(request, view)
     assert swap(request, view)
     # Two starts of 100 us and 2 us per token, against 24 us per token: cheaper from 10 tokens on.
-    assert cheaper()(request, view)
-    assert not cheaper()(request, PrivateBlocks(2))  # type: ignore[arg-type]
-    assert cheaper()(request, PrivateBlocks(3))  # type: ignore[arg-type]
-    assert not cheaper(copy=1e-4)(request, view)
+    assert swap_if_cheaper()(request, view)
+    assert not swap_if_cheaper()(request, PrivateBlocks(2))  # type: ignore[arg-type]
+    assert swap_if_cheaper()(request, PrivateBlocks(3))  # type: ignore[arg-type]
+    assert not swap_if_cheaper(copy=1e-4)(request, view)
 
 
 @pytest.mark.parametrize("num_private", [1, 4, 10])
 def test_cheaper_counts_attention_to_all_earlier_tokens(num_private: int) -> None:
     """Recomputed tokens attend to all tokens before them, also to those in shared blocks."""
-    request = Request("a", range(40), Params())
+    request = Request("a", range(40), RequestParams())
     request.computed_base = 40
     tokens = 4 * num_private
     pairs = sum(place + 0.5 for place in range(40 - tokens, 40))
     copies = 2 * 1e-3 * tokens
     for pair, is_cheaper in ((1.01 * copies / pairs, True), (0.99 * copies / pairs, False)):
-        rule = cheaper(copy=1e-3, compute=0.0, start=0.0, pair=pair)
+        rule = swap_if_cheaper(copy=1e-3, compute=0.0, start=0.0, pair=pair)
         assert rule(request, PrivateBlocks(num_private)) == is_cheaper  # type: ignore[arg-type]
 
 

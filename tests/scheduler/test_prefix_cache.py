@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headway.plan import Blocked
-from headway.request import State
+from headway.request import RequestState
 from tests.support.drive import Row, small_driver
 
 
@@ -12,7 +12,7 @@ def test_the_last_token_of_a_prompt_is_a_chunk_and_not_a_decode() -> None:
     a = driver.add("a", 9, 2)
     driver.step()
     plan = driver.plan()
-    assert a.state is State.DECODING and not plan.decodes
+    assert a.state is RequestState.DECODING and not plan.decodes
     assert plan.chunks[0][1:] == (8, 9, 8, True)
     driver.finish(plan)
     assert a.num_generated == 1
@@ -99,7 +99,7 @@ def test_a_request_for_prompt_logprobs_computes_its_whole_prompt_even_if_preempt
     while not b.is_finished:
         plan = driver.step()
         computed |= {p for c in plan.chunks if c.request is b for p in range(c.start, c.end)}
-        if b.state is State.PREFILL and not preempted_at:
+        if b.state is RequestState.PREFILL and not preempted_at:
             preempted_at.append(b.num_computed)
             driver.scheduler.state.preempt(b)
     assert preempted_at == [8]

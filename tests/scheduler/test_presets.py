@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from headway.plan import Blocked, NotConsidered
-from headway.request import State
+from headway.request import RequestState
 from headway.scheduler import PRESETS
 from tests.support.drive import Driver, Row, small_driver
 
@@ -133,7 +133,7 @@ def test_deep_dive_uses_the_four_states() -> None:
         driver.finish(plan)
     states.append(a.state)
     waiting, prefill, decoding, finished = (
-        State.WAITING, State.PREFILL, State.DECODING, State.FINISHED,
+        RequestState.WAITING, RequestState.PREFILL, RequestState.DECODING, RequestState.FINISHED,
     )  # fmt: skip
     assert states == [waiting, prefill, decoding, decoding, finished]
 
@@ -175,7 +175,7 @@ def test_vllm_swaps_the_newest_out_and_resumes_it_before_new_prompts() -> None:
     assert plan.not_considered == NotConsidered(
         "back_off", 1
     )  # a step that preempts for blocks admits no request
-    assert b.state is State.SWAPPED
+    assert b.state is RequestState.SWAPPED
     driver.add("c", 2, 1)
     assert driver.steps(1) == [
         Row("", "a", (), "", (("b", "blocks"),)),  # b needs 4, 2 are free; a ends
@@ -187,9 +187,9 @@ def test_vllm_swaps_the_newest_out_and_resumes_it_before_new_prompts() -> None:
     driver.check_empty()
 
 
-def swapped_b_and_urgent_c(recipe: str) -> Row:
+def swapped_b_and_urgent_c(batching: str) -> Row:
     driver = small_driver(
-        "vllm", recipe=recipe, queue="priority", swap="swap", num_blocks=6, num_host_blocks=6
+        "vllm", batching=batching, queue="priority", swap="swap", num_blocks=6, num_host_blocks=6
     )
     driver.add("a", 10, 5)
     driver.add("b", 10, 4)

@@ -1,4 +1,4 @@
-"""Laws of priority preemption: a high priority waits a few steps, for every budget and recipe."""
+"""Laws of priority preemption: a high priority waits a few steps, with all budgets and rules."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from tests.support.drive import Driver
 
 NUM_LOW = 4
 MAX_WAIT = 3  # steps; one of them may be a decode step of prefill_first
-RECIPES = [recipe.__name__ for recipe in SLOTS["recipe"]]
-each_recipe = pytest.mark.parametrize("recipe", RECIPES)
+BATCHING_RULES = [batching.__name__ for batching in SLOTS["batching"]]
+each_batching = pytest.mark.parametrize("batching", BATCHING_RULES)
 
 
 def prefill_last(step: StepActions) -> None:
-    """A user's recipe: as mixed, but waiting requests go before partially prefilled prompts."""
+    """A user's rule: as mixed, but waiting requests go before partially prefilled prompts."""
     step.decode()
     step.admit()
     step.prefill()
 
 
-def full_batch(recipe: Any, chunk: str, budget: int, **changes: Any) -> Driver:
+def full_batch(batching: Any, chunk: str, budget: int, **changes: Any) -> Driver:
     """A driver whose rows are all taken by requests of low priority."""
-    defers = recipe == "charged_in_full"
+    defers = batching == "prefill_first_charge_cached"
     numbers = {"max_num_seqs": NUM_LOW if defers else min(NUM_LOW, budget), "num_blocks": 400}
-    slots = {"recipe": recipe, "chunk": chunk, "queue": "priority(preempts=True)"}
+    slots = {"batching": batching, "chunk": chunk, "queue": "priority(preempts=True)"}
     driver = Driver("vllm_v1", **{**numbers, **slots, "max_num_batched_tokens": budget, **changes})
     num_output = budget if chunk == "whole" else 200
     for number in range(driver.scheduler.config.max_num_seqs):
@@ -54,28 +54,28 @@ def num_steps_waiting(driver: Driver, id: str, max_steps: int = 100) -> int:
     return max_steps
 
 
-@each_recipe
+@each_batching
 @pytest.mark.parametrize("chunk", ["split_any", "split_first", "at_most(2)"])
-def test_a_high_priority_waits_at_most_3_steps_for_any_budget(recipe: str, chunk: str) -> None:
+def test_a_high_priority_waits_at_most_3_steps_for_any_budget(batching: str, chunk: str) -> None:
     for budget in range(1, 8 * NUM_LOW + 1):
         for num_prompt in (1, 6, 40):
-            driver = full_batch(recipe, chunk, budget)
+            driver = full_batch(batching, chunk, budget)
             start_decoding(driver)
             driver.add("high", range(100, 100 + num_prompt), 2, priority=0)
             assert num_steps_waiting(driver, "high") <= MAX_WAIT, f"{budget=} {num_prompt=}"
             num_preemptions = [
                 request.history.num_priority_preemptions for request in driver.requests.values()
             ]
-            assert max(num_preemptions) == 1 and (recipe == "static" or sum(num_preemptions) == 1)
+            assert max(num_preemptions) == 1 and (batching == "static" or sum(num_preemptions) == 1)
     driver.run()
     driver.check_empty()
 
 
-@each_recipe
-def test_a_prompt_that_must_not_be_split_waits_at_most_3_steps(recipe: str) -> None:
+@each_batching
+def test_a_prompt_that_must_not_be_split_waits_at_most_3_steps(batching: str) -> None:
     for budget in range(16, 8 * NUM_LOW + 1):
         for num_prompt in (1, budget // 2, budget - 2):
-            driver = full_batch(recipe, "whole", budget)
+            driver = full_batch(batching, "whole", budget)
             start_decoding(driver)
             driver.add("high", range(100, 100 + num_prompt), 2, priority=0)
             assert num_steps_waiting(driver, "high") <= MAX_WAIT, f"{budget=} {num_prompt=}"
@@ -83,16 +83,16 @@ def test_a_prompt_that_must_not_be_split_waits_at_most_3_steps(recipe: str) -> N
             driver.check_empty()
 
 
-def test_recipes_that_do_not_mix_preempt_only_one_request_for_its_row() -> None:
+def test_batching_rules_that_do_not_mix_preempt_only_one_request_for_its_row() -> None:
     """Decodes never share the budget with a prompt, so their tokens do not count."""
-    for recipe in ("prefill_first", "charged_in_full"):
-        driver = full_batch(recipe, "whole", 32)
+    for batching in ("prefill_first", "prefill_first_charge_cached"):
+        driver = full_batch(batching, "whole", 32)
         start_decoding(driver)
         driver.add("high", range(100, 130), 2, priority=0)
         assert driver.steps(1)[0].preempted.count("low") == 1
 
 
-def test_recipes_that_mix_preempt_as_many_requests_as_a_whole_prompt_needs() -> None:
+def test_batching_rules_that_mix_preempt_as_many_requests_as_a_whole_prompt_needs() -> None:
     driver = full_batch("mixed", "whole", 32)
     start_decoding(driver)
     driver.add("high", range(100, 130), 2, priority=0)  # 30 of 32 tokens: two decodes fit too
@@ -118,29 +118,29 @@ def test_a_partially_prefilled_prompt_of_low_priority_is_preempted() -> None:
     assert driver.requests["long"].history.num_priority_preemptions == 1
 
 
-@each_recipe
-def test_no_preemption_for_equal_priorities_or_with_free_rows(recipe: str) -> None:
-    driver = full_batch(recipe, "split_any", 16)
+@each_batching
+def test_no_preemption_for_equal_priorities_or_with_free_rows(batching: str) -> None:
+    driver = full_batch(batching, "split_any", 16)
     start_decoding(driver)
     driver.add("equal", [100], 2, priority=5)
     driver.steps(3)
     assert not any(r.history.num_priority_preemptions for r in driver.requests.values())
-    driver = full_batch(recipe, "split_any", 16, max_num_seqs=NUM_LOW)
+    driver = full_batch(batching, "split_any", 16, max_num_seqs=NUM_LOW)
     driver.scheduler.abort("low0")
-    if recipe != "static":  # it admits nothing while it decodes, so it preempts the whole batch
+    if batching != "static":  # it admits nothing while it decodes, so it preempts the whole batch
         start_decoding(driver)
         driver.add("high", [100], 2, priority=0)
         assert num_steps_waiting(driver, "high") <= MAX_WAIT
         assert not any(r.history.num_priority_preemptions for r in driver.requests.values())
 
 
-@each_recipe
+@each_batching
 @pytest.mark.parametrize("chunk", ["whole", "split_any"])
 def test_a_request_is_preempted_at_most_twice_by_a_stream_of_high_priorities(
-    recipe: str, chunk: str
+    batching: str, chunk: str
 ) -> None:
     for budget in (16, 20):
-        driver = full_batch(recipe, chunk, budget)
+        driver = full_batch(batching, chunk, budget)
         start_decoding(driver)
         for number in range(40):
             driver.add(f"high{number}", [100 + number], 3, priority=0)
@@ -151,7 +151,7 @@ def test_a_request_is_preempted_at_most_twice_by_a_stream_of_high_priorities(
         assert 1 <= max(num_preemptions) <= 2  # the default max_preemptions is 2
 
 
-def test_a_users_recipe_is_handled_like_a_ready_made_one() -> None:
+def test_a_users_batching_rule_is_handled_like_a_ready_made_one() -> None:
     for budget in (NUM_LOW, NUM_LOW + 1, 32):
         driver = full_batch(prefill_last, "split_any", budget)
         start_decoding(driver)

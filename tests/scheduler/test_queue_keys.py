@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headway.errors import PolicyError
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset, queues
 from headway.scheduler.policy_calls import is_orderable
 from headway.scheduler.queues import WaitingQueue
@@ -34,7 +34,7 @@ class given_keys(queues.Rule):
 
     keys: list[Any] = field(default_factory=list)
     num_groups: int = 1
-    drifts = True
+    keys_change = True
 
     def key(self, request: Request, view: object) -> Any:
         return self.keys.pop() if self.keys else 0.0
@@ -70,7 +70,7 @@ def test_remove_removes_exactly_that_request(
     for number, (action, choice) in enumerate([*actions, *[("remove", 0)] * len(actions)]):
         try:
             if action == "push":
-                request = Request(str(number), [1], Params())
+                request = Request(str(number), [1], RequestParams())
                 request.history.serial = number
                 queue.push(request)
                 waiting.append(request)
@@ -95,7 +95,7 @@ def test_remove_removes_exactly_that_request(
 def test_a_key_without_an_order_is_refused_and_shown(key: Any) -> None:
     scheduler = Scheduler(preset(queue=lambda request, view: key))
     with pytest.raises(PolicyError, match="request 'a'") as caught:
-        scheduler.add(Request("a", [1], Params()))
+        scheduler.add(Request("a", [1], RequestParams()))
     assert repr(key)[:40] in str(caught.value) and scheduler.is_idle
 
 
@@ -104,7 +104,7 @@ def test_a_key_of_ordered_values_is_accepted(key: Any) -> None:
     assert is_orderable(key)
     scheduler = Scheduler(preset(queue=lambda request, view: key))
     for id in "abc":
-        scheduler.add(Request(id, [1], Params()))
+        scheduler.add(Request(id, [1], RequestParams()))
     for id in "bac":
         assert scheduler.abort(id) and id not in {request.id for request in scheduler.queue}
     assert scheduler.is_idle
@@ -115,7 +115,7 @@ def test_a_key_that_contains_itself_is_refused() -> None:
     endless.append(endless)
     scheduler = Scheduler(preset(queue=lambda request, view: endless))
     with pytest.raises(PolicyError, match="queue"):
-        scheduler.add(Request("a", [1], Params()))
+        scheduler.add(Request("a", [1], RequestParams()))
     assert scheduler.is_idle
 
 
@@ -133,7 +133,7 @@ def test_the_group_rule_is_called_once_per_request() -> None:
 
     scheduler = Scheduler(preset(queue=changing(), num_blocks=64))
     for id in "ab":
-        scheduler.add(Request(id, [1, 2], Params(max_tokens=3)))
+        scheduler.add(Request(id, [1, 2], RequestParams(max_tokens=3)))
     scheduler.schedule()
     assert scheduler.abort("a") and scheduler.abort("b")
     assert calls == ["a", "b"] and not scheduler.requests

@@ -13,7 +13,7 @@ import pytest
 
 from headway.config import Config, SchedulerView, StepActions
 from headway.plan import Plan
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, Scheduler, preset, queues
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError, oracle
@@ -62,7 +62,7 @@ def test_output_depends_neither_on_policy_nor_on_a_plan_in_flight(batch: int) ->
 
 
 def make(id: str, num_prompt: int, max_tokens: int, **params: object) -> Request:
-    each = Params(max_tokens=max_tokens, sampling=int(id), **params)  # type: ignore[arg-type]
+    each = RequestParams(max_tokens=max_tokens, sampling=int(id), **params)  # type: ignore[arg-type]
     return Request(id, [int(id) + 3] * num_prompt, each, arrival=float(id))
 
 
@@ -124,7 +124,7 @@ def test_a_sample_whose_parent_is_never_added_finishes() -> None:
 def test_a_decode_that_is_deferred_and_then_forced_gains_one_token(async_scheduling: int) -> None:
     """The first decode takes the budget, finds no block and is preempted; the other decodes."""
     config = tight(
-        recipe="charged_in_full", victim="lowest_priority", swap="recompute", num_blocks=4,
+        batching="prefill_first_charge_cached", victim="lowest_priority", swap="recompute", num_blocks=4,
         max_num_seqs=2, max_num_batched_tokens=1,
     )  # fmt: skip
     seen = run(
@@ -143,8 +143,8 @@ def decode_twice(step: StepActions) -> None:
 
 
 @pytest.mark.parametrize("async_scheduling", (0, 1))
-def test_a_recipe_may_call_decode_twice(async_scheduling: int) -> None:
-    config = tight(recipe=decode_twice, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=4)
+def test_a_batching_rule_may_call_decode_twice(async_scheduling: int) -> None:
+    config = tight(batching=decode_twice, num_blocks=8, max_num_seqs=2, max_num_batched_tokens=4)
     run(Scenario(config, async_scheduling, {0: [make("0", 1, 4), make("1", 1, 3)]}))
 
 
@@ -281,7 +281,7 @@ def test_a_wrong_plan_is_detected(tamper: Tamper) -> None:
 
 
 def test_the_oracle_applies_every_stop_condition() -> None:
-    free = Params(max_tokens=50, ignore_eos=True, sampling=7)
+    free = RequestParams(max_tokens=50, ignore_eos=True, sampling=7)
     output, reason = oracle([1, 2], free, 1000)
     assert len(output) == 50 and reason == "length"
     first = output[0]

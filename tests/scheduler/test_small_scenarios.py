@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import PRESETS, preset
 from tests.support.scenarios import Scenario, run
 from tests.support.shadow import EOS
@@ -21,7 +21,7 @@ MAX_REQUESTS = 4
 def request(number: int, shape: tuple[int, int], step: int) -> Request:
     """Requests with odd numbers share a prompt, and those with even numbers; some may stop early."""
     num_prompt, max_tokens = shape
-    params = Params(
+    params = RequestParams(
         max_tokens=max_tokens,
         eos_ids=frozenset({EOS, 1, 2}),
         ignore_eos=number % 3 > 0,

@@ -9,7 +9,7 @@ import pytest
 
 from headway.errors import InvalidRequest
 from headway.plan import StepReport
-from headway.request import TRANSITIONS, Params, Request, State
+from headway.request import TRANSITIONS, Request, RequestParams, RequestState
 from tests.support.drive import Driver
 
 EOS = 2
@@ -168,8 +168,8 @@ def test_each_output_is_reported_once_and_finished_once(num_scheduler_steps: int
 
 
 def test_states_change_only_along_the_listed_transitions() -> None:
-    for before, after in product(State, State):
-        request = Request("a", [1], Params())
+    for before, after in product(RequestState, RequestState):
+        request = Request("a", [1], RequestParams())
         request.state = before
         if after in TRANSITIONS[before]:
             request.move(after)
@@ -181,8 +181,12 @@ def test_states_change_only_along_the_listed_transitions() -> None:
 
 
 def test_every_state_may_become_finished_and_finished_is_final() -> None:
-    assert TRANSITIONS[State.FINISHED] == frozenset()
-    assert all(State.FINISHED in TRANSITIONS[s] for s in State if s is not State.FINISHED)
+    assert TRANSITIONS[RequestState.FINISHED] == frozenset()
+    assert all(
+        RequestState.FINISHED in TRANSITIONS[s]
+        for s in RequestState
+        if s is not RequestState.FINISHED
+    )
 
 
 def test_requests_with_swaps_change_state_only_along_the_listed_transitions() -> None:
@@ -191,7 +195,7 @@ def test_requests_with_swaps_change_state_only_along_the_listed_transitions() ->
         max_num_batched_tokens=8,
     )  # fmt: skip
     requests = [driver.add(name, 10, 6) for name in "abc"]
-    states: dict[str, list[State]] = {r.id: [r.state] for r in requests}
+    states: dict[str, list[RequestState]] = {r.id: [r.state] for r in requests}
     while driver.scheduler.requests:
         plan = driver.plan()
         for r in requests:
@@ -199,13 +203,15 @@ def test_requests_with_swaps_change_state_only_along_the_listed_transitions() ->
         driver.finish(plan)
         for r in requests:
             states[r.id].append(r.state)
-    assert any(State.SWAPPED in seen for seen in states.values())
+    assert any(RequestState.SWAPPED in seen for seen in states.values())
     for seen in states.values():
         for before, after in pairwise(seen):
             # A short prompt passes PREFILL within one call of plan().
             direct = before is after or after in TRANSITIONS[before]
-            assert direct or (State.PREFILL in TRANSITIONS[before] and after is State.DECODING)
-        assert seen[-1] is State.FINISHED
+            assert direct or (
+                RequestState.PREFILL in TRANSITIONS[before] and after is RequestState.DECODING
+            )
+        assert seen[-1] is RequestState.FINISHED
 
 
 # Abort
@@ -216,7 +222,7 @@ def test_abort_while_waiting_removes_the_request() -> None:
     driver.add("a", 4, 4)
     b = driver.add("b", 4, 4)
     driver.step()
-    assert b.state is State.WAITING and driver.scheduler.abort("b")
+    assert b.state is RequestState.WAITING and driver.scheduler.abort("b")
     assert b.is_finished and b.finish_reason == "abort"
     driver.run()
     driver.check_empty()
@@ -226,7 +232,7 @@ def test_abort_of_a_partially_prefilled_prompt_frees_its_blocks() -> None:
     driver = make_driver([], max_num_batched_tokens=8)
     a = driver.add("a", 20, 4)
     driver.step()
-    assert a.state is State.PREFILL and driver.scheduler.abort("a")
+    assert a.state is RequestState.PREFILL and driver.scheduler.abort("a")
     assert driver.scheduler.num_free == 64
     driver.check_empty()
 
@@ -236,7 +242,7 @@ def test_abort_while_decoding_keeps_the_output() -> None:
     a = driver.add("a", 4, 8)
     for _ in range(3):
         driver.step()
-    assert a.state is State.DECODING and driver.scheduler.abort("a")
+    assert a.state is RequestState.DECODING and driver.scheduler.abort("a")
     assert generated(a) == [5, 6, 7]
     driver.check_empty()
 
@@ -249,7 +255,7 @@ def test_abort_while_swapped_frees_the_host_blocks() -> None:
     driver.add("a", 10, 5)
     b = driver.add("b", 10, 4)
     driver.steps(4)
-    assert b.state is State.SWAPPED and driver.scheduler.abort("b")
+    assert b.state is RequestState.SWAPPED and driver.scheduler.abort("b")
     driver.run()
     driver.check_empty()
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.event_loop import EventLoopBridge, RequestStream
+from headway.engine.asyncio_bridge import EventLoopBridge, RequestStream
 from headway.engine.input_processor import InputProcessor, Prompt
 from headway.engine.messages import FinishInfo, FromLoop, Query, SampleUpdate, TokenBatch, ToLoop
-from headway.request import Params
+from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.prompt_runs import Delta, DirectWriter, PromptRun
@@ -166,7 +166,7 @@ async def test_tokens_of_several_steps_arrive_together() -> None:
     client = Quiet()
     engine = AsyncEngine(client)
     await engine.start()
-    with engine.submitted("a", [1], Params()) as stream:
+    with engine.submitted("a", [1], RequestParams()) as stream:
         stream.sink = lambda update: pytest.fail("it is late: its reader has them together")
         reader = asyncio.create_task(stream.take())
         await asyncio.sleep(0)

@@ -14,7 +14,7 @@ from headway import Engine, Scheduler, preset
 from headway.engine.input_processor import embedding_params
 from headway.engine.loop import EngineLoop, QueueLimits
 from headway.engine.messages import FromLoop, SampleUpdate, Submit, TokenBatch
-from headway.request import Params
+from headway.request import RequestParams
 from headway.server.process.ipc import FrameDecoder, frame
 from tests.server.test_http import error
 from tests.support.served import HIDDEN_SIZE, MODEL, Capitals, Server, embedding, on_loop, server
@@ -189,7 +189,7 @@ def test_a_step_with_an_embedding_sends_other_tokens_in_one_message() -> None:
     config = preset("headway", max_model_len=64, num_blocks=64, block_size=16)
     loop = EngineLoop(Engine(Scheduler(config), Capitals()), sent.append)
     for id in ("a", "b"):
-        loop.post([Submit(id, [97, 98, 99], Params(max_tokens=9))])
+        loop.post([Submit(id, [97, 98, 99], RequestParams(max_tokens=9))])
     loop._read()
     loop.engine.step()
     loop.post([Submit("vector", [97, 98], embedding_params("mean"))])

@@ -25,7 +25,7 @@ def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
         engine, gate = gated_engine()
         running = AsyncEngine(ThreadClient(engine))
         await running.start()
-        watchdog = watch(running, patience=0.4)
+        watchdog = watch(running, max_silence=0.4)
         assert isinstance(watchdog, Watchdog) and await watchdog(running) is None
         await asyncio.sleep(0.5)
         assert await watchdog(running) is None, "an idle engine is healthy"
@@ -48,7 +48,7 @@ def test_the_watchdog_reports_a_stuck_step_until_it_ends() -> None:
 
 def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
     engine, gate = gated_engine()
-    watchdog = Watchdog(ThreadClient(engine).loop, patience=0.3)
+    watchdog = Watchdog(ThreadClient(engine).loop, max_silence=0.3)
     gate.num_faults = 1
     engine.add("a", [1], scripted())
     engine.run()
@@ -66,7 +66,7 @@ def test_a_fault_counts_until_a_step_succeeds_or_time_passes() -> None:
 
 def test_an_engine_that_has_given_up_stays_unhealthy() -> None:
     engine, gate = gated_engine()
-    watchdog = Watchdog(ThreadClient(engine).loop, patience=0.01)
+    watchdog = Watchdog(ThreadClient(engine).loop, max_silence=0.01)
     gate.num_faults = MAX_FAULTS
     for number in range(MAX_FAULTS):
         engine.add(str(number), [1], scripted())
@@ -83,7 +83,7 @@ def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:
         remote_client = SilentClient(client)
         remote = AsyncEngine(remote_client)
         await remote.start()
-        watchdog = watch(remote, patience=0.1)
+        watchdog = watch(remote, max_silence=0.1)
         assert isinstance(watchdog, RemoteWatchdog)
         assert await asyncio.gather(*(watchdog(remote) for _ in range(5))) == [None] * 5
         gate.num_faults = 1
@@ -100,7 +100,7 @@ def test_an_engine_in_another_process_is_healthy_while_it_responds() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("patience", [0, -1, float("nan")])
-def test_the_watchdog_time_must_be_positive(patience: float) -> None:
-    with pytest.raises(ConfigError, match="patience"):
-        RemoteWatchdog(patience)
+@pytest.mark.parametrize("max_silence", [0, -1, float("nan")])
+def test_the_watchdog_time_must_be_positive(max_silence: float) -> None:
+    with pytest.raises(ConfigError, match="max_silence"):
+        RemoteWatchdog(max_silence)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from headway.plan import Column, Plan, StepReport, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
 Sample = Callable[[Request, int], int]  # (request, position of the token) -> token
-PARAMS = frozenset(Params.__dataclass_fields__)
+PARAMS = frozenset(RequestParams.__dataclass_fields__)
 
 
 def count_up(request: Request, position: int) -> int:
@@ -71,7 +71,7 @@ class Driver:
         if isinstance(prompt, int):
             first = 1000 * (len(self.requests) + 1)
             prompt = range(first, first + prompt)
-        request = Request(id, prompt, Params(max_tokens=max_tokens, **params), **more)
+        request = Request(id, prompt, RequestParams(max_tokens=max_tokens, **params), **more)
         self.scheduler.add(request)
         self.requests[id] = request
         return request
@@ -133,7 +133,7 @@ def check_no_leaks(scheduler: Scheduler) -> None:
     kv.free_host_blocks()
     assert set(kv.pool.refs) == {0} and kv.num_free == kv.pool.num_blocks
     assert set(kv.host.refs) <= {0} and kv.host.num_free == kv.host.num_blocks
-    scheduler.add(probe := Request("probe", [1], Params(max_tokens=1)))
+    scheduler.add(probe := Request("probe", [1], RequestParams(max_tokens=1)))
     plan = scheduler.schedule()
     assert 0 <= probe.row < scheduler.config.max_num_seqs
     scheduler.complete(plan, result(plan))

@@ -11,7 +11,7 @@ from headway.engine.engine import Engine
 from headway.executor.base import Handle
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan, StepResult
-from headway.request import Params
+from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset
 
 SIZES = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 2, "max_num_batched_tokens": 64}
@@ -52,6 +52,6 @@ def gated_engine(**changes: Any) -> tuple[Engine, Gate]:
     return Engine(Scheduler(preset("vllm_v1", **{**SIZES, **changes})), gate, clock), gate
 
 
-def scripted(num_output: int = 5, **more: Any) -> Params:
+def scripted(num_output: int = 5, **more: Any) -> RequestParams:
     """Parameters of a request that generates this many tokens."""
-    return Params(max_tokens=num_output, sampling=Script(num_output, 7, 1), **more)
+    return RequestParams(max_tokens=num_output, sampling=Script(num_output, 7, 1), **more)

@@ -16,7 +16,7 @@ from typing import Any
 from headway.config import Config, HeadroomRule, SchedulerView, StepActions
 from headway.errors import RequestTooLong
 from headway.plan import Plan
-from headway.request import Params, Request, State
+from headway.request import Request, RequestParams, RequestState
 from headway.scheduler import Scheduler, headroom, policies, queues
 from headway.scheduler.presets import SLOTS
 from tests.support.shadow import EOS, VOCABULARY, Handle, ShadowExecutor, oracle
@@ -45,7 +45,7 @@ class Scenario:
 # Policies that are allowed, but not sensible.
 
 
-def wild_recipe(rng: random.Random) -> Callable[[StepActions], None]:
+def wild_batching(rng: random.Random) -> Callable[[StepActions], None]:
     """The actions of a step in any order and number, with any arguments, or none of them."""
     actions: list[Callable[[StepActions], None]] = [
         lambda step: step.decode(),
@@ -59,11 +59,11 @@ def wild_recipe(rng: random.Random) -> Callable[[StepActions], None]:
     ]
     fixed = rng.choices(actions, k=rng.randrange(4)) if rng.random() < 0.5 else None
 
-    def recipe(step: StepActions) -> None:
+    def batching(step: StepActions) -> None:
         for action in rng.choices(actions, k=rng.randrange(5)) if fixed is None else fixed:
             action(step)
 
-    return recipe
+    return batching
 
 
 def wild_chunk(rng: random.Random) -> Callable[[int, int, bool], int]:
@@ -81,8 +81,8 @@ class wild_queue:
     """Random keys that change at every call, clients as groups, random preemption."""
 
     rng: random.Random
-    patience: int
-    drifts: bool
+    max_overtakes: int
+    keys_change: bool
     preempts: bool
     max_preemptions: int = 3
 
@@ -100,29 +100,29 @@ class wild_queue:
 
 
 def random_queue(rng: random.Random) -> Any:
-    patience = rng.choice((0, 0, 1, 3))
+    max_overtakes = rng.choice((0, 0, 1, 3))
     return rng.choice((
-        queues.fcfs(patience),
-        queues.priority(patience, rng.choice((0.0, 2.0)), rng.random() < 0.8),
-        queues.priority(patience, preempts=True, max_preemptions=rng.randrange(1, 4)),
-        queues.shortest_first(patience, rng.choice((0.01, 1.0))),
-        queues.deadline(patience, rng.choice((1.0, 60.0))),
-        queues.fair(patience),
-        queues.custom(patience, lambda request, view: (-request.num_prompt, request.id)),
-        queues.custom(patience, lambda request, view: rng.random()),
-        wild_queue(rng, patience, rng.random() < 0.5, rng.random() < 0.5),
+        queues.fcfs(max_overtakes),
+        queues.priority(max_overtakes, rng.choice((0.0, 2.0)), rng.random() < 0.8),
+        queues.priority(max_overtakes, preempts=True, max_preemptions=rng.randrange(1, 4)),
+        queues.shortest_first(max_overtakes, rng.choice((0.01, 1.0))),
+        queues.earliest_deadline(max_overtakes, rng.choice((1.0, 60.0))),
+        queues.fair(max_overtakes),
+        queues.custom(max_overtakes, lambda request, view: (-request.num_prompt, request.id)),
+        queues.custom(max_overtakes, lambda request, view: rng.random()),
+        wild_queue(rng, max_overtakes, rng.random() < 0.5, rng.random() < 0.5),
     ))  # fmt: skip
 
 
 def random_headroom(rng: random.Random) -> HeadroomRule:
     base: HeadroomRule = rng.choice((
-        policies.watermark(rng.choice((0.0, 0.1, 0.5, 1.0))),
-        policies.reserve_outputs(rng.choice((0.2, 1.0, 3.0))),
+        headroom.watermark(rng.choice((0.0, 0.1, 0.5, 1.0))),
+        headroom.reserve_outputs(rng.choice((0.2, 1.0, 3.0))),
         headroom.future_peak(rng.choice((headroom.limit, headroom.learned(0.5))), rng.choice((0.0, 0.2))),
-        policies.watermark(0.0),
+        headroom.watermark(0.0),
         wild_headroom(rng),
     ))  # fmt: skip
-    return policies.back_off(base, rng.choice((0.05, 0.3))) if rng.random() < 0.25 else base
+    return headroom.back_off(base, rng.choice((0.05, 0.3))) if rng.random() < 0.25 else base
 
 
 def random_slots(rng: random.Random) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def random_slots(rng: random.Random) -> dict[str, Any]:
     chunks = (*SLOTS["chunk"][:3], policies.at_most(rng.randrange(1, 6)), wild_chunk(rng))
     swaps = (
         *SLOTS["swap"][:2], policies.swap,
-        policies.cheaper(start=rng.choice((0.0, 1e-4))),
+        policies.swap_if_cheaper(start=rng.choice((0.0, 1e-4))),
         lambda request, view: rng.random() < 0.5,
     )  # fmt: skip
     victims = (
@@ -139,7 +139,7 @@ def random_slots(rng: random.Random) -> dict[str, Any]:
         lambda request, view: len(request.tokens),
     )
     return {
-        "recipe": rng.choice((*SLOTS["recipe"], wild_recipe(rng))),
+        "batching": rng.choice((*SLOTS["batching"], wild_batching(rng))),
         "queue": random_queue(rng),
         "chunk": rng.choice(chunks),
         "headroom": random_headroom(rng),
@@ -157,11 +157,11 @@ def greedy(step: StepActions) -> None:
 
 def many_swaps(rng: random.Random) -> dict[str, Any]:
     """Settings that cause many swaps between device and host."""
-    recipes = (greedy, greedy, policies.charged_in_full, *SLOTS["recipe"][:2])
+    batchings = (greedy, greedy, policies.prefill_first_charge_cached, *SLOTS["batching"][:2])
     return {
-        "recipe": rng.choice(recipes),
+        "batching": rng.choice(batchings),
         "chunk": rng.choice((policies.split_any, policies.at_most(2))),
-        "headroom": policies.watermark(0.0),
+        "headroom": headroom.watermark(0.0),
         "swap": policies.swap,
         "max_num_seqs": rng.randrange(3, 6),
         "block_size": rng.choice((1, 2, 4)),
@@ -196,8 +196,8 @@ def random_tokens(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(3) for _ in range(length)]
 
 
-def random_params(rng: random.Random, max_tokens: int | None) -> Params:
-    return Params(
+def random_params(rng: random.Random, max_tokens: int | None) -> RequestParams:
+    return RequestParams(
         max_tokens=max_tokens,
         min_tokens=rng.choice((0, 0, 0, rng.randrange(6))),
         eos_ids=frozenset({EOS}),
@@ -437,7 +437,7 @@ class ScenarioRun:
         assert not any(r.kv.blocks or r.row >= 0 for r in waiting), (
             "a waiting request holds blocks or a row"
         )
-        assert {r for r in waiting if r.state is State.SWAPPED} == scheduler.swapped.keys()
+        assert {r for r in waiting if r.state is RequestState.SWAPPED} == scheduler.swapped.keys()
         rows = [r.row for r in scheduler.running]
         assert sorted(rows + scheduler.state.free_rows) == list(
             range(self.scenario.config.max_num_seqs)

@@ -23,7 +23,7 @@ from headway.engine.loop import EngineLoop, QueueLimits
 from headway.errors import HeadwayError
 from headway.executor.simulated import Script, SimulatedExecutor
 from headway.plan import Plan
-from headway.request import Params
+from headway.request import RequestParams
 from headway.scheduler import Scheduler, preset
 from headway.server.process.serve import ServedEngine, ServerFactory, bind, serve_single_process
 from headway.server.process.workers import Supervisor
@@ -53,11 +53,11 @@ def make_engine(seconds: float = 0.0, async_scheduling: int = 0, **changes: Any)
     )
 
 
-def script(num_output: int, filler: int = 1, **more: Any) -> Params:
-    """Params of a request that generates `filler` tokens, then END."""
+def script(num_output: int, filler: int = 1, **more: Any) -> RequestParams:
+    """RequestParams of a request that generates `filler` tokens, then END."""
     more = {"max_tokens": num_output + 1, **more}
     asked = Script(num_output=num_output, filler=filler, end=END)
-    return Params(sampling=asked, eos_ids=frozenset({END}), **more)
+    return RequestParams(sampling=asked, eos_ids=frozenset({END}), **more)
 
 
 class Breaking:

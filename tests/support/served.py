@@ -145,7 +145,7 @@ class Capitals:
         for row, request in enumerate(plan.decodes):
             yield request, [int(column[row]) for column in self._result.columns]
         sampled = (chunk.request for chunk in plan.chunks if chunk.is_last)
-        for request, token in zip(sampled, self._result.firsts, strict=True):
+        for request, token in zip(sampled, self._result.first_tokens, strict=True):
             yield request, [token]
 
 

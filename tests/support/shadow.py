@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from headway.plan import Chunk, Plan, StepResult
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler
 
 VOCABULARY = 8
@@ -39,7 +39,9 @@ def draw(state: int, seed: int) -> int:
     return (mixed ^ (mixed >> 33)) % VOCABULARY
 
 
-def oracle(prompt: Iterable[int], params: Params, max_model_len: int) -> tuple[list[int], str]:
+def oracle(
+    prompt: Iterable[int], params: RequestParams, max_model_len: int
+) -> tuple[list[int], str]:
     """The output of a request that runs alone, and its finish reason."""
     state, num_prompt = 0, 0
     for token in prompt:
@@ -235,12 +237,14 @@ class ShadowExecutor:
         for row in (*rows, *(self._row(chunk.request) for chunk in chunks)):
             self._read(row)
         sampled = [chunk.request for chunk in chunks if chunk.is_last]
-        result.firsts += [self._sample(self._row(request)) for request in sampled]
+        result.first_tokens += [self._sample(self._row(request)) for request in sampled]
         if rows:  # past its end a row may sample anything; EOS would do the most harm
             column = [
                 self._sample(r) if lives else EOS for r, lives in zip(rows, live, strict=True)
             ]
-            result.columns.append(np.array(column, dtype=np.intc) if plan.step % 2 else column)
+            result.decode_tokens.append(
+                np.array(column, dtype=np.intc) if plan.step % 2 else column
+            )
         growing = [r for r, lives in zip(rows, live, strict=True) if lives]
         growing += [self._row(request) for request in sampled]
         ends.append([r.owner for r in growing if len(r.path) >= r.owner.limit - 1])

@@ -78,8 +78,8 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
     bound = bind(serving.host, serving.port)
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    recipe = _recipe(serving, model, settings)
-    stop_logs = recipe.setup()
+    factory = _factory(serving, model, settings)
+    stop_logs = factory.setup()
 
     def ready(info: ModelInfo) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -89,15 +89,15 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
     try:
         with bound:
             if serving.has_engine_process(model.device):
-                status = Supervisor(recipe, bound, serving.api_server_count).run(ready)
+                status = Supervisor(factory, bound, serving.api_server_count).run(ready)
             else:
-                status = serve_single_process(recipe, bound, ready)
+                status = serve_single_process(factory, bound, ready)
     finally:
         stop_logs()
     raise typer.Exit(status)
 
 
-def _recipe(serving: ServeOptions, model: ModelOptions, settings: Settings) -> ServerFactory:
+def _factory(serving: ServeOptions, model: ModelOptions, settings: Settings) -> ServerFactory:
     from headway.server.process.serve import ServerFactory
 
     return ServerFactory(

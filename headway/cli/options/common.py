@@ -41,7 +41,7 @@ DEFAULT_WORKLOAD = (
 
 
 SLOT_HELP = {
-    "recipe": "How a step combines prompts and decodes",
+    "batching": "How a step combines prompts and decodes",
     "queue": "Order of waiting requests",
     "chunk": "How prompts are split over steps",
     "headroom": "KV blocks that must stay free at an admission",
@@ -98,7 +98,7 @@ AsyncScheduling = Annotated[
 class SchedulerOptions:
     """The policies and numbers of a scheduler; None keeps the preset's value."""
 
-    recipe: Annotated[str | None, _slot("recipe")] = None
+    batching: Annotated[str | None, _slot("batching")] = None
     queue: Annotated[str | None, _slot("queue")] = None
     chunk: Annotated[str | None, _slot("chunk")] = None
     headroom: Annotated[str | None, _slot("headroom")] = None

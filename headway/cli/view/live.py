@@ -21,7 +21,7 @@ from headway.observe.explain import Decision, DecisionLog
 from headway.observe.run_stats import RunStats
 from headway.observe.trace import header
 from headway.plan import StepReport
-from headway.request import Request, State
+from headway.request import Request, RequestState
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -30,8 +30,8 @@ SECONDS_BETWEEN = 0.1
 NUM_EVENTS = 5
 BAR, TAIL_TOKENS, MIN_TAIL = 8, 40, 12
 STYLES = {
-    State.WAITING: "dim", State.PREFILL: "yellow", State.DECODING: "cyan",
-    State.SWAPPED: "magenta", State.FINISHED: "green",
+    RequestState.WAITING: "dim", RequestState.PREFILL: "yellow", RequestState.DECODING: "cyan",
+    RequestState.SWAPPED: "magenta", RequestState.FINISHED: "green",
 }  # fmt: skip
 DECISION_STYLES = {
     "waiting": "dim", "admitted": "yellow", "preempted": "magenta", "deferred": "dim",

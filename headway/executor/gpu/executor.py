@@ -55,8 +55,8 @@ class PendingStep:
         for column, order in self.columns:
             tokens = column.numpy() if order is None else column.numpy()[order]
             if num_decodes:
-                result.columns.append(tokens[:num_decodes])
-            result.firsts += tokens[num_decodes:].tolist()
+                result.decode_tokens.append(tokens[:num_decodes])
+            result.first_tokens += tokens[num_decodes:].tolist()
         result.started = max(result.started, self.owner.free_at)
         result.ended = self.owner.free_at = self.owner.now()
         return result

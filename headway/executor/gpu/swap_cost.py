@@ -17,7 +17,7 @@ import numpy.typing as npt
 from headway.config import Config
 from headway.executor.base import Executor
 from headway.plan import Admission, Chunk, Copy, Plan
-from headway.request import Params, Request
+from headway.request import Request, RequestParams
 
 FloatArray = npt.NDArray[np.float64]
 MAX_RECOMPUTED, MAX_COPIED = 32768, 16384  # recomputed and copied tokens, at most
@@ -34,7 +34,7 @@ class Timed(Executor, Protocol):
 
 
 class SwapCost(NamedTuple):
-    """Costs of swapping and recomputing, as the swap rule `cheaper` takes them. In seconds."""
+    """The arguments of the swap rule `swap_if_cheaper`, in seconds."""
 
     copy: float  # per token, one way
     compute: float  # per token
@@ -111,7 +111,7 @@ def _prefill_seconds(
     executor: Timed, config: Config, num_tokens: int, pieces: Sequence[tuple[int, int]]
 ) -> float:
     """Prefill the chunks [start, end) of one prompt, one plan each, without sampling."""
-    request = Request("probe", [place % 32 for place in range(num_tokens)], Params())
+    request = Request("probe", [place % 32 for place in range(num_tokens)], RequestParams())
     request.row, request.limit = 0, num_tokens + 1
     request.kv.blocks = list(range(-(-num_tokens // config.block_size)))
     plans = [Plan(0, chunks=[Chunk(request, a, b, a, False)]) for a, b in pieces]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from headway.grammar.checker import GrammarChecker
 from headway.grammar.grammar import Grammar, raise_if_invalid
 from headway.grammar.sandbox import GrammarVocabulary
-from headway.request import Params
+from headway.request import RequestParams
 from headway.sampling_params import Sampling
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class Matchers:
             self._read_vocabulary()
             self._vocabulary_checker().start()
 
-    def ready(self, params: Params) -> Params | None:
+    def ready(self, params: RequestParams) -> RequestParams | None:
         """Return the params with their compiled grammar; None if it has not been compiled yet."""
         sampling = params.sampling
         if not isinstance(sampling, Sampling) or sampling.grammar is None:
@@ -93,7 +93,7 @@ class Matchers:
         found = self._find(sampling.grammar)
         return None if found is None else _with_grammar(params, sampling, found)
 
-    def make_ready(self, params: Params) -> Params:
+    def make_ready(self, params: RequestParams) -> RequestParams:
         """Compile the grammar, however long it takes, and return the params with it.
 
         Raise InvalidGrammar if it cannot be compiled, or not followed within its limits. Raise
@@ -159,7 +159,9 @@ class Matchers:
         return self._checker
 
 
-def _with_grammar(params: Params, sampling: Sampling, grammar: CompiledGrammar) -> Params:
+def _with_grammar(
+    params: RequestParams, sampling: Sampling, grammar: CompiledGrammar
+) -> RequestParams:
     return replace(params, sampling=replace(sampling, grammar=grammar))
 
 

@@ -10,7 +10,7 @@ from array import array
 from dataclasses import dataclass
 
 from headway.executor.simulated import Script
-from headway.request import NO_TOKENS, Params, Request
+from headway.request import NO_TOKENS, Request, RequestParams
 
 EOS = 0  # ends a request whose output is shorter than its max_tokens
 ENDS = frozenset({EOS})
@@ -45,12 +45,12 @@ class WorkloadRequest:
             tokens.extend(piece)
         return tokens
 
-    def params(self, start: float = 0.0) -> Params:
+    def params(self, start: float = 0.0) -> RequestParams:
         """Its parameters, for a workload that starts at `start` on the engine's clock."""
         last = self.pieces[-1][
             -1
         ]  # rarely shared, so a good filler token; EOS would end the output
-        return Params(
+        return RequestParams(
             max_tokens=self.max_tokens, client=self.client, priority=self.priority, n=self.n,
             deadline=None if self.deadline is None else start + self.deadline,
             eos_ids=ENDS if self.num_output < self.max_tokens else NO_TOKENS,

@@ -17,7 +17,7 @@ from headway.engine.messages import FinishInfo, SampleUpdate
 from headway.engine.outputs import Delta as Delta  # the endpoints import it from here
 from headway.engine.outputs import OutputBuilder
 from headway.errors import InvalidGrammar, Overloaded, RequestTooLong
-from headway.request import Params
+from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.response_format import grammar_error
@@ -67,7 +67,7 @@ class PromptRun(OutputBuilder):
         field: str,
         is_live: bool,
         number: int = 0,
-        params: Params | None = None,
+        params: RequestParams | None = None,
     ) -> None:
         self.field = field
         processor = context.input_processor

@@ -99,15 +99,15 @@ def _field_error(error: Mapping[str, Any], body: Any) -> FieldError:
 
 def _furthest(errors: Sequence[FieldError]) -> list[FieldError]:
     """The first error of each union member, for the members that matched the longest."""
-    firsts: dict[str | int, FieldError] = {}
+    first_tokens: dict[str | int, FieldError] = {}
     for each in errors:
-        firsts.setdefault(each.location[each.num_common], each)
+        first_tokens.setdefault(each.location[each.num_common], each)
 
     def order(error: FieldError) -> list[int]:
         return [part if isinstance(part, int) else 0 for part in error.place]
 
-    last = max(order(each) for each in firsts.values())
-    return [each for each in firsts.values() if order(each) == last]
+    last = max(order(each) for each in first_tokens.values())
+    return [each for each in first_tokens.values() if order(each) == last]
 
 
 def _message(same: Sequence[FieldError]) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from headway.engine.input_processor import embedding_params
 from headway.errors import RequestTooLong
 from headway.plan import Embedding
-from headway.request import Params, Pooling
+from headway.request import Pooling, RequestParams
 from headway.server.context import Context
 from headway.server.generation.prompt_runs import failure, too_long
 from headway.server.generation.prompts import prompts_of, tokens_of
@@ -94,7 +94,7 @@ def _check_dimensions(context: Context, dimensions: int | None) -> None:
         raise field_error("dimensions", f"{problem}; shorter vectors are not supported")
 
 
-async def _params(context: Context, body: EmbeddingRequest) -> Params:
+async def _params(context: Context, body: EmbeddingRequest) -> RequestParams:
     check_salt(body.cache_salt)
     return embedding_params(
         body.pooling or "mean",
@@ -106,7 +106,7 @@ async def _params(context: Context, body: EmbeddingRequest) -> Params:
 
 
 async def _embed_all(
-    context: Context, prompts: Sequence[list[int]], params: Params
+    context: Context, prompts: Sequence[list[int]], params: RequestParams
 ) -> list[Embedding]:
     id = new_id("embd")
     tasks = [
@@ -121,7 +121,7 @@ async def _embed_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _embed(context: Context, id: str, prompt: list[int], params: Params) -> Embedding:
+async def _embed(context: Context, id: str, prompt: list[int], params: RequestParams) -> Embedding:
     """The vector of one input. Cancelling this coroutine cancels the engine request."""
     try:
         with context.engine.submitted(id, prompt, params) as stream:
