@@ -28,7 +28,7 @@ from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend
 from headway.model.registry import resolve
 from headway.model.weights.checkpoint import open_checkpoint
-from headway.request import Params
+from headway.request import RequestParams
 from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer
 
@@ -195,7 +195,7 @@ class Trial:
     ) -> dict[str, list[list[int]]]:
         """The tokens after each prompt: one list per sample."""
         asked = {
-            name: self.engine.add(name, tokens, Params(max_tokens=num_tokens, **params))
+            name: self.engine.add(name, tokens, RequestParams(max_tokens=num_tokens, **params))
             for name, tokens in prompts.items()
         }
         self.engine.run()
