@@ -17,7 +17,7 @@ $(READY): pyproject.toml requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	@touch $@
 
-run: $(READY)  ## serve ten prompts with the default model and show the scheduler's decisions
+run: $(READY)  ## run ten prompts with the default model and show the scheduler's decisions
 	@$(BIN)/headway run
 
 demo: $(READY)  ## compare static with continuous batching, and all presets, in the simulator

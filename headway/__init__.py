@@ -1,7 +1,7 @@
 """Headway: an LLM inference engine built around its scheduler.
 
 `LLM` and `SamplingParams` are the offline API, `AsyncEngine` the one for asyncio. The other names
-serve programs that drive the scheduler themselves; their parameters are `headway.request.Params`.
+serve programs that drive the scheduler themselves; their parameters are `headway.request.RequestParams`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -21,8 +21,8 @@ NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
 Embedding = npt.NDArray[np.float32]  # [hidden size], normalized to length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
 Reason = Literal[
-    "max_num_seqs", "reserved_rows", "token_budget", "blocks", "headroom", "back_off", "order",
-    "just_preempted",
+    "max_num_seqs", "reserved_rows", "token_budget", "blocks", "headroom", "back_off",
+    "just_preempted", "after_preemption", "parent", "behind_blocked", "not_reached",
 ]  # fmt: skip
 
 
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     request: Request
     start: int
     end: int
-    store_from: int  # above `start` only if a full cache hit computes its last token again
+    store_from: int  # `end` for a full cache hit, whose last token is computed but not stored
     is_last: bool  # the known tokens end here, so the next token is sampled
 
 

@@ -54,7 +54,7 @@ class RequestParams:
     eos_ids: frozenset[int] = NO_TOKENS
     stop_ids: frozenset[int] = NO_TOKENS
     ignore_eos: bool = False
-    priority: int = 0  # lower is sooner
+    priority: int = 0  # lower values run first
     client: str = ""  # for fair queueing
     deadline: float | None = None  # seconds on the engine's clock
     salt: str = ""  # prefixes are shared only between equal salts
@@ -167,7 +167,7 @@ class Request:
         self.row = -1  # in the executor's tables, while it runs
         self.computed_base = 0  # see num_computed
         self.progress = NOT_DECODING
-        self.prefill_end = 0  # tokens to compute before it decodes; set at admission
+        self.prefill_end = 0  # tokens to compute before it decodes; 0 while it waits
         self.kv = KVAllocation()
         self.history = History()
         self.finish_reason: str | None = None  # stop, length, abort or error

@@ -15,7 +15,7 @@ from headway.errors import InvalidRequest
 from headway.grammar.grammar import Grammar
 
 MAX_LOGPROBS = 100
-COLDEST = 1e-4  # lower is greedy: float32 could not tell equal tokens apart
+COLDEST = 1e-4  # lower temperatures are greedy: float32 could not tell tokens apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     grammar: Grammar | None = None  # set from structured_outputs if that is given
-    priority: int = 0  # lower runs sooner
+    priority: int = 0  # lower values run first
     client: str = ""  # for fair queueing
     deadline: float | None = None  # seconds on the engine's clock
     salt: str = ""  # prefixes are shared only between equal salts

@@ -204,7 +204,7 @@ class AsyncEngine:
     ) -> Iterator[RequestStream]:
         """Submit a request. Leaving the context aborts the request unless it has ended."""
         self._check_id(id)
-        # A wrong n is refused, which takes one message.
+        # An invalid n gives a single Refusal.
         num_samples = params.n if isinstance(params.n, int) else 1
         stream = self._streams[id] = RequestStream(max(1, num_samples))
         try:

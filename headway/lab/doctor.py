@@ -29,13 +29,14 @@ def diagnose(summary: Summary, config: dict[str, Any]) -> list[Finding]:
     return [finding for check in checks if (finding := check(summary, config))]
 
 
-MEMORY = ("blocks", "headroom", "back_off", "just_preempted")
+MEMORY = ("blocks", "headroom", "back_off", "just_preempted", "after_preemption")
+DERIVED = ("behind_blocked", "not_reached", "parent")  # other requests have the actual reason
 
 
 def _top_reason(summary: Summary) -> str:
-    """The most frequent reason for waiting; `order` counts only if there is no other."""
+    """The most frequent reason for waiting; one that follows from others counts only alone."""
     reasons = summary["waiting_steps_by_reason"]
-    own = {reason: steps for reason, steps in reasons.items() if reason != "order"} or reasons
+    own = {reason: steps for reason, steps in reasons.items() if reason not in DERIVED} or reasons
     return max(own, key=lambda reason: own[reason]) if own else ""
 
 
@@ -64,7 +65,9 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
         "back_off": "add KV blocks: back_off delays admission after preemptions",
         "just_preempted": "add KV blocks: preempted requests wait until the next step",
         "reserved_rows": "raise max_num_seqs: the last rows are reserved for other clients",
-        "order": "set the queue's max_overtakes, so that small requests can overtake a blocked one",
+        "after_preemption": "add KV blocks or use headroom future_peak: preemptions stop admissions",
+        "behind_blocked": "set the queue's max_overtakes, so that requests can overtake a blocked one",
+        "not_reached": "use a batching rule that admits requests while others decode",
     }
     reason = _top_reason(summary)
     return Finding(

@@ -30,12 +30,14 @@ BLOCKED = {
     "reserved_rows": "it needs {need} free rows; {have} are free and reserved for "
     "clients with fewer running requests",
     "just_preempted": "it was just preempted; it can be admitted after the current step",
-    "order": "another sample of the request computes the shared prompt first",
+    "parent": "another sample of the request computes the shared prompt first",
 }
 NOT_CONSIDERED = {
     "max_num_seqs": "the limit of {limit} running requests (max_num_seqs) was reached",
     "token_budget": "the token budget of the step was used up",
-    "back_off": "the step preempted a request, so it admitted none",
+    "after_preemption": "the step preempted a request, so it admitted none",
+    "behind_blocked": "blocked requests are ahead in the queue",
+    "not_reached": "the step did not reach this part of the queue",
 }
 
 
@@ -67,12 +69,8 @@ def why_blocked(reason: str, need: int, have: int) -> str:
     return text.replace(" tokens", " token").replace(" blocks", " block") if need == 1 else text
 
 
-def why_not_considered(reason: str, max_num_seqs: int, *, is_behind_blocked: bool) -> str:
+def why_not_considered(reason: str, max_num_seqs: int) -> str:
     """Why a step did not consider the rest of the queue."""
-    if reason == "order":
-        if is_behind_blocked:
-            return "blocked requests are ahead in the queue"
-        return "the step did not reach this part of the queue"
     return NOT_CONSIDERED[reason].format(limit=max_num_seqs)
 
 
@@ -81,11 +79,9 @@ def waits(id: str, reason: str, need: int, have: int) -> str:
     return f"request {id} waits: {why_blocked(reason, need, have)}"
 
 
-def not_considered(
-    reason: str, num_requests: int, max_num_seqs: int, *, is_behind_blocked: bool
-) -> str:
+def not_considered(reason: str, num_requests: int, max_num_seqs: int) -> str:
     """The rest of the queue stays in the queue."""
-    why = why_not_considered(reason, max_num_seqs, is_behind_blocked=is_behind_blocked)
+    why = why_not_considered(reason, max_num_seqs)
     were = "was" if num_requests == 1 else "were"
     return f"{_count(num_requests, 'queued request')} {were} not considered: {why}"
 
@@ -194,8 +190,7 @@ class DecisionLog:
             self._waits.pop(None, None)
         elif self._waits.get(None) != rest.reason:
             self._waits[None] = rest.reason
-            is_behind = bool(plan.blocked)
-            text = not_considered(*rest, self._max_num_seqs, is_behind_blocked=is_behind)
+            text = not_considered(*rest, self._max_num_seqs)
             yield Decision(plan.step, "waiting", text)
 
 
@@ -216,8 +211,7 @@ def sentences_of(line: Line, max_num_seqs: int) -> Iterator[str]:
         yield waits(id, reason, need, have)
     if line.get("not_considered"):
         reason, count = line["not_considered"]
-        is_behind = bool(line.get("blocked"))
-        yield not_considered(reason, count, max_num_seqs, is_behind_blocked=is_behind)
+        yield not_considered(reason, count, max_num_seqs)
     for end in line.get("finished", ()):
         yield finished(end["id"], num_packed(end["output"]), end["finish_reason"])
 
@@ -259,8 +253,7 @@ def _waiting(scheduler: Scheduler) -> list[str]:
     if len(still) > MAX_LISTED:
         lines.append(f"  Considered and not admitted: {len(still) - MAX_LISTED} more.")
     if rest := plan.not_considered:
-        limit, is_behind = scheduler.config.max_num_seqs, bool(plan.blocked)
-        lines.append(f"  {not_considered(*rest, limit, is_behind_blocked=is_behind)}.")
+        lines.append(f"  {not_considered(*rest, scheduler.config.max_num_seqs)}.")
     elif not still:
         lines.append("  They arrived after the latest plan; the next step considers them.")
     return lines

@@ -78,7 +78,7 @@ class SnapshotBuilder:
         rest = NEXT_STEP
         if plan.not_considered:
             reason, limit = plan.not_considered.reason, scheduler.config.max_num_seqs
-            rest = why_not_considered(reason, limit, is_behind_blocked=bool(plan.blocked))
+            rest = why_not_considered(reason, limit)
         for request in islice(scheduler.queue, MAX_REQUESTS):
             why = NEXT_STEP if request.arrival > planned else reasons.get(request, rest)
             yield {**_row(request, now, {}), "why": why}

@@ -3,7 +3,7 @@
 `future_peak` looks ahead to the most blocks that the batch will hold at any later step. As long as
 no request ends, all of them grow, so block use peaks just before one of the requests ends. If that
 peak fits, no request will be preempted. The estimate `limit` assumes that every request reaches its
-limit; it is exact for known lengths, also with partially prefilled prompts and shared prefixes. The
+limit; it is exact for known lengths, including partially prefilled prompts and shared prefixes. The
 estimate `learned` uses the outputs that have finished so far, and asks for the expected peak plus
 some standard deviations (see output_lengths.py).
 """

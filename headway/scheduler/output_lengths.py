@@ -72,7 +72,7 @@ class SurvivalCurve:
         return np.exp(-hazard), np.sqrt(np.minimum(variance, 1.0))
 
     def _at(self, lengths: Floats) -> Floats:
-        """Both sums at these lengths; straight lines between edges."""
+        """Both sums at these lengths; linear interpolation."""
         places = _bin(lengths)
         whole = places.astype(np.intp)
         steps = np.diff(self.sums).take(whole, axis=1)  # take: faster than an index here

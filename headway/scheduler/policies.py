@@ -107,7 +107,7 @@ def lowest_priority(request: Request, view: SchedulerView) -> Any:
 
 
 def fewest_private_blocks(request: Request, view: SchedulerView) -> Any:
-    """Fewest tokens that would leave the cache."""
+    """The request whose preemption frees the fewest blocks."""
     return -view.num_private_blocks(request), request.history.serial
 
 
@@ -120,12 +120,12 @@ def served_last(request: Request, view: SchedulerView) -> Any:
 
 
 def recompute(request: Request, view: SchedulerView) -> bool:
-    """Drop them; prompt and output are computed again."""
+    """Drop the victim's KV blocks; prompt and output are computed again."""
     return False
 
 
 def swap(request: Request, view: SchedulerView) -> bool:
-    """Copy them to the host, as long as it has free blocks."""
+    """Copy the victim's KV blocks to the host, as long as it has free blocks."""
     return True
 
 

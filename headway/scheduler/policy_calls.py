@@ -9,7 +9,14 @@ from __future__ import annotations
 from operator import index
 from typing import Any
 
-from headway.config import ChunkRule, QueueRule, SchedulerView
+from headway.config import (
+    ChunkRule,
+    HeadroomRule,
+    QueueRule,
+    SchedulerView,
+    SwapRule,
+    VictimRule,
+)
 from headway.errors import PolicyError, shorten
 from headway.request import Request
 
@@ -61,6 +68,37 @@ def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
     except Exception as error:
         where = f"for {want} tokens wanted and {left} left"
         raise policy_failed("chunk", where, error) from error
+
+
+def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:
+    """The key of a running request; PolicyError unless it has an order."""
+    try:
+        key = rule(request, view)
+    except Exception as error:
+        raise policy_failed("victim", f"for request {request.id!r}", error) from error
+    if not is_orderable(key):
+        raise PolicyError(
+            f"victim policy returned {shorten(key)} as the key of request {request.id!r}; "
+            "return a number, a string or a tuple of these, without NaN or None",
+            slot="victim",
+        )
+    return key
+
+
+def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> int:
+    """Blocks to leave free when the request is admitted, at least 0; PolicyError if not a number."""
+    try:
+        return max(0, int(rule(request, view)))
+    except Exception as error:
+        raise policy_failed("headroom", f"for request {request.id!r}", error) from error
+
+
+def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool:
+    """Whether to swap the request out rather than recompute it."""
+    try:
+        return bool(rule(request, view))
+    except Exception as error:
+        raise policy_failed("swap", f"for request {request.id!r}", error) from error
 
 
 def is_orderable(key: Any) -> bool:

@@ -9,7 +9,7 @@ state. This module does not change the state.
 from __future__ import annotations
 
 from headway.request import Request
-from headway.scheduler.policy_calls import call_chunk
+from headway.scheduler.policy_calls import call_chunk, call_victim
 from headway.scheduler.state import SchedulerState
 
 MAX_PREEMPTIONS = 16  # of one request for a higher priority, whatever the queue's rule allows
@@ -114,8 +114,8 @@ def choose_victims(first: Request, state: SchedulerState) -> list[Request]:
     shortage = Shortage(first, state)
     if shortage.is_met([]) or not shortage.is_met(outranked) or _is_turn_of_decodes(first, state):
         return []
-    outranked.sort(key=lambda request: victim(request, state.view))
-    outranked.reverse()  # the largest key is preempted first
+    # The largest key is preempted first; on ties, partially prefilled requests.
+    outranked.sort(key=lambda request: call_victim(victim, request, state.view), reverse=True)
     counts = range(1, len(outranked) + 1)
     # A random batching rule may admit nothing at any count; then nothing is preempted.
     num_chosen = next((count for count in counts if shortage.is_met(outranked[:count])), 0)

@@ -213,7 +213,10 @@ class priority(Rule):
 
 @dataclass(frozen=True)
 class shortest_first(Rule):
-    """Fewest tokens left to compute first, cache hits deducted; one token is worth `aging` seconds."""
+    """Fewest tokens left to compute first, cache hits deducted.
+
+    Each token counts as arriving `aging` seconds later.
+    """
 
     aging: float = number(0.001, 0)
     keys_change = True
@@ -246,7 +249,7 @@ class fair(Rule):
 
 @dataclass(frozen=True)
 class custom(Rule):
-    """A user's function (request, view) -> sort key; its keys are refreshed as drifting ones."""
+    """A user's function (request, view) -> sort key; its keys are computed again while requests wait."""
 
     function: Callable[[Request, SchedulerView], Any] = lambda request, view: request.arrival
     keys_change = True

@@ -17,6 +17,7 @@ from headway.request import Request, RequestState
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.fairness import group_of
 from headway.scheduler.output_lengths import OutputStatistics
+from headway.scheduler.policy_calls import call_swap
 from headway.scheduler.queues import WaitingQueue
 
 
@@ -73,7 +74,7 @@ class SchedulerState:
     ) -> None:
         """Put a running request back into the queue; it keeps its generated tokens."""
         num_computed = request.num_computed
-        wants_swap = may_swap and self.config.swap(request, self.view)
+        wants_swap = may_swap and call_swap(self.config.swap, request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._stop_running(request)
         copies = self.kv.swap_out(request) if wants_swap else None
@@ -84,7 +85,7 @@ class SchedulerState:
             self.plan.copies_out += copies
             request.move(RequestState.SWAPPED)
             self.swapped[request] = None
-        request.computed_base = 0
+        request.computed_base = request.prefill_end = 0
         request.history.num_preemptions += 1
         request.history.num_priority_preemptions += is_priority
         self.outputs.pressure += not is_priority

@@ -1,4 +1,4 @@
-"""Builds the plan of one step: a batching rule calls decode, prefill and admit in its order.
+"""Builds the plan of one step: a batching rule calls decode, prefill and admit in the order it needs.
 
 Requests are preempted before tokens are granted, so work that is in a plan is never removed from
 it. For each request that is considered but not admitted, the plan records the reason, what the
@@ -15,7 +15,7 @@ from headway.plan import Blocked, Chunk, NotConsidered, Plan, Reason
 from headway.request import Request, RequestState
 from headway.scheduler.fairness import check_reserved_rows, overtaking_limit
 from headway.scheduler.headroom import back_off
-from headway.scheduler.policy_calls import call_chunk
+from headway.scheduler.policy_calls import call_chunk, call_headroom, call_victim
 from headway.scheduler.priority_preemption import choose_victims
 from headway.scheduler.state import SchedulerState
 
@@ -32,7 +32,9 @@ class StepBuilder:
         self._had_to_preempt = False
         self._closed: Reason | None = None  # why no more requests can be admitted
         self._blocks_for_decodes = 0  # reserved by admit_swapped
-        self._preempted_for: Request | None = None  # admitted without headroom: room was made
+        self._preempted_for: Request | None = (
+            None  # others were preempted for it: no headroom check
+        )
 
     @property
     def tokens_left(self) -> int:
@@ -60,7 +62,8 @@ class StepBuilder:
             self._force()
         num_rest = len(state.queue) - len(self.plan.blocked)
         if num_rest:
-            reason = "back_off" if self._had_to_preempt else self._closed or "order"
+            open_reason: Reason = "behind_blocked" if self.plan.blocked else "not_reached"
+            reason = "after_preemption" if self._had_to_preempt else self._closed or open_reason
             self.plan.not_considered = NotConsidered(reason, num_rest)
         state.kv.free_host_blocks()
         for chunk in self.plan.chunks:
@@ -154,7 +157,7 @@ class StepBuilder:
         candidates = (*state.prefilling, *state.decode_batch.members, *self.plan.deferred)
         return max(
             (r for r in candidates if r not in planned and r in state.running),
-            key=lambda r: self._config.victim(r, state.view),
+            key=lambda r: call_victim(self._config.victim, r, state.view),
         )
 
     def _preempt_for_priority(self) -> None:
@@ -180,7 +183,7 @@ class StepBuilder:
         kv, history, size = self._state.kv, request.history, self._config.block_size
         start = request.num_computed
         end = request.computed_base = start + num_tokens
-        # Only a full hit starts in a block of known content; it is shared, so it is not stored.
+        # Only a full hit starts in a published block, which must not be written.
         is_stored = kv.pool.index.key_of[request.kv.blocks[start // size]] is not None
         is_last = end == request.prefill_end
         self.plan.chunks.append(Chunk(request, start, end, end if is_stored else start, is_last))
@@ -230,7 +233,7 @@ class StepBuilder:
                 self._closed = self._reason_to_close()
             else:
                 plan.blocked.append(blocked)
-                if blocked.reason == "order":  # it waits for its parent, not for room
+                if blocked.reason == "parent":  # it does not wait for room
                     continue
                 passed.append(request)
             out_of_tokens = blocked is not None and blocked.reason == "token_budget"
@@ -242,7 +245,7 @@ class StepBuilder:
     def _reason_to_close(self) -> Reason | None:
         """Why no more requests can be admitted in this step."""
         if self._had_to_preempt:
-            return "back_off"  # admitted requests would compete with those just preempted
+            return "after_preemption"  # admitted requests would compete with those just preempted
         if len(self._state.running) >= self._config.max_num_seqs:
             return "max_num_seqs"
         return "token_budget" if self._state.tokens_left <= 0 else None
@@ -273,7 +276,7 @@ class StepBuilder:
         """Blocked if its parent has not computed the prompt, or a token of it is in flight."""
         parent = request.parent
         if parent is not None and not parent.num_generated and parent.state in NOT_COMPUTED:
-            return Blocked(request, "order", 1, 0)
+            return Blocked(request, "parent", 1, 0)
         if request in self._state.preempted_in_flight:
             return Blocked(request, "just_preempted", 1, 0)
         return None
@@ -289,7 +292,7 @@ class StepBuilder:
         is_alone = not (state.running or state.in_flight)
         if is_alone or request is self._preempted_for:
             return None
-        headroom = max(0, int(self._config.headroom(request, state.view)))
+        headroom = call_headroom(self._config.headroom, request, state.view)
         room = self._blocks_for_decodes + headroom
         if cost.num_blocks + room > free:
             need = kv.num_blocks_needed(request, cost)

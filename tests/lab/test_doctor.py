@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headway.lab.cost import load_profile
-from headway.lab.doctor import Finding, diagnose
+from headway.lab.doctor import DERIVED, Finding, diagnose
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic
@@ -80,12 +80,14 @@ def test_a_symptom_gives_its_finding_and_no_other(name: str) -> None:
     ("reason", "remedy"),
     [
         ("max_num_seqs", "max_num_seqs"), ("token_budget", "max_num_batched_tokens"), ("blocks", "KV blocks"),
-        ("headroom", "headroom"), ("back_off", "KV blocks"), ("order", "max_overtakes"),
+        ("headroom", "headroom"), ("back_off", "KV blocks"),
+        ("behind_blocked", "max_overtakes"), ("not_reached", "batching"),
+        ("after_preemption", "future_peak"),
         ("", "capacity"),
     ],
 )  # fmt: skip
 def test_the_remedy_for_waiting_follows_the_most_frequent_reason(reason: str, remedy: str) -> None:
-    others = {"other": 1} if reason not in ("", "order") else {}
+    others = {"other": 1} if reason not in ("", *DERIVED) else {}
     reasons = {**others, **({reason: 99} if reason else {})}
     changes = {
         "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
@@ -95,12 +97,12 @@ def test_the_remedy_for_waiting_follows_the_most_frequent_reason(reason: str, re
 
 
 def test_waiting_in_order_is_not_the_main_reason_if_there_is_another() -> None:
-    reasons = {"order": 99, "blocks": 5}
+    reasons = {"behind_blocked": 99, "blocks": 5}
     changes = {
         "per_step.waiting": 60.0, "queue_time.p90": 9.0, "waiting_steps_by_reason": reasons,
     }  # fmt: skip
     (finding,) = diagnose(summary_with(changes), CONFIG)
-    assert "blocks" in finding.cause and "order" not in finding.cause
+    assert "blocks" in finding.cause and "behind" not in finding.cause
 
 
 def test_swapping_without_host_memory_is_found() -> None:

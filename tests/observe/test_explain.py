@@ -69,27 +69,27 @@ class Checker:
         for blocked in plan.blocked:
             self.check_blocked(blocked, plan, config)
         if rest := plan.not_considered:
-            behind = bool(plan.blocked)
-            text = why_not_considered(rest.reason, config.max_num_seqs, is_behind_blocked=behind)
+            text = why_not_considered(rest.reason, config.max_num_seqs)
             if rest.reason == "max_num_seqs":
                 assert numbers_in(text) == [config.max_num_seqs] == [plan.events.num_running]
             else:
                 assert not numbers_in(text)
-            if rest.reason == "back_off":
+            if rest.reason == "after_preemption":
                 assert self.engine.scheduler.state.outputs.pressure > 0
-            assert ("ahead" in text) == (rest.reason == "order" and behind)
+            assert ("ahead" in text) == (rest.reason == "behind_blocked")
+            assert (rest.reason == "behind_blocked") <= bool(plan.blocked)
             self.seen[f"not considered: {rest.reason}"] += 1
 
     def check_blocked(self, blocked: Blocked, plan: Plan, config: Config) -> None:
         text = why_blocked(blocked.reason, blocked.need, blocked.have)
-        if blocked.reason in ("order", "just_preempted"):
+        if blocked.reason in ("parent", "just_preempted"):
             assert not numbers_in(text) and "block" not in text
         else:
             assert numbers_in(text) == [blocked.need, blocked.have]
             assert blocked.need > blocked.have
         if blocked.reason == "just_preempted":
             assert blocked.request.history.num_preemptions > 0 and blocked.request.row < 0
-        elif blocked.reason == "order":
+        elif blocked.reason == "parent":
             assert blocked.request.parent is not None
         elif blocked.reason == "reserved_rows":
             assert blocked.have == config.max_num_seqs - plan.events.num_running > 0
@@ -165,7 +165,7 @@ def test_every_sentence_agrees_with_its_plan() -> None:
         for async_scheduling in (False, True):
             seen += follow(engine_of(async_scheduling, **mix))
     blocked = [f"blocked: {reason}" for reason in explain.BLOCKED]
-    rest = [f"not considered: {reason}" for reason in (*explain.NOT_CONSIDERED, "order")]
+    rest = [f"not considered: {reason}" for reason in explain.NOT_CONSIDERED]
     for kind in (*blocked, *rest, *get_args(explain.Kind)):
         assert seen[kind] > 0, kind
 

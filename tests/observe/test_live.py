@@ -77,7 +77,7 @@ def test_a_snapshot_lists_requests_and_decisions_but_no_prompt() -> None:
     assert [r["id"] for r in running["requests"]] == ["a", "b"]
     assert (running["count"], running["limit"]) == (2, 2)
     assert [r["id"] for r in waiting["requests"]] == ["c", "d"] and waiting["count"] == 2
-    why = why_not_considered("max_num_seqs", 2, is_behind_blocked=False)
+    why = why_not_considered("max_num_seqs", 2)
     assert [r["why"] for r in waiting["requests"]] == [why, why]
     assert s["kv_blocks"]["used"] == 40 - engine.scheduler.num_free > 0
     assert str(SECRET) not in text

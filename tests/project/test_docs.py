@@ -289,7 +289,7 @@ def full_line() -> dict[str, Any]:
         new_blocks=[(request, 0)], chunks=[Chunk(request, 0, 1, 0, True)],
         copies_out=[Copy(0, 0)], copies_in=[Copy(0, 0)],
         admitted=[Admission(request, 1, 1, True)],
-        blocked=[Blocked(request, "blocks", 1, 0)], not_considered=NotConsidered("order", 1),
+        blocked=[Blocked(request, "blocks", 1, 0)], not_considered=NotConsidered("not_reached", 1),
         reaching_limit=[[request]], tokens_kept={request: 0}, events=StepEvents(
             num_free=1, num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0),
             schedule_ended=1.0, preempted=[Preemption(request, True, 1, True)],

@@ -327,4 +327,4 @@ def test_the_keys_of_a_trace() -> None:
     ended = set().union(*(e for line in steps for e in line.get("finished", ())))
     assert {"id", "finish_reason", "output", "recomputed", "stop_token"} <= ended <= END_KEYS
     kinds = {b[1] for line in steps for b in line.get("blocked", ())}
-    assert kinds <= {"token_budget", "blocks", "headroom", "order", "back_off", "just_preempted"}
+    assert kinds <= {"token_budget", "blocks", "headroom", "parent", "back_off", "just_preempted"}

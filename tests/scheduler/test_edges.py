@@ -26,6 +26,7 @@ from headway.plan import Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from tests.observe.test_timeline import Log, check
+from tests.support.shadow import ShadowExecutor
 
 PROFILE = load_profile("qwen3-0.6b-h200")
 each_scheduling = pytest.mark.parametrize("async_scheduling", [0, 1])
@@ -262,3 +263,23 @@ def test_a_trace_with_an_invalid_field_gives_a_one_line_error(
     (tmp_path / "bad.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     monkeypatch.chdir(tmp_path)
     run_cli(["trace", "bad.jsonl", *mode], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("slot", "policy"),
+    [
+        ("victim", lambda request, view: None), ("victim", lambda request, view: 1 / 0),
+        ("headroom", lambda request, view: "many"), ("swap", lambda request, view: 1 / 0),
+    ],
+)  # fmt: skip
+def test_a_policy_that_fails_is_named_with_its_request(slot: str, policy: Any) -> None:
+    config = {"num_blocks": 6, "block_size": 4, slot: policy}
+    scheduler = Scheduler(preset("vllm_v1", **config))
+    engine = Engine(scheduler, ShadowExecutor(scheduler), VirtualClock())
+    for id in ("a", "b"):
+        engine.add(id, range(10, 19), RequestParams(max_tokens=12, sampling=1))
+    faults = set[str]()
+    while engine.has_work:
+        engine.step()
+        faults |= {engine.fault} if engine.fault else set()
+    assert faults and all(f"{slot} policy" in fault and "request '" in fault for fault in faults)

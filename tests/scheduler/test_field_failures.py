@@ -395,7 +395,7 @@ def test_samples_of_a_prompt_wait_for_the_parent_that_computes_it() -> None:
         driver.add(name, range(12), 2, parent=parent)
     assert driver.steps(2) == [
         Row("0", "", (("0", 0, 8),), "", ()),
-        Row("", "", (("0", 8, 12),), "", (("1", "order"), ("2", "order"))),
+        Row("", "", (("0", 8, 12),), "", (("1", "parent"), ("2", "parent"))),
     ]
     assert driver.steps(1)[0].chunks == (("1", 11, 12), ("2", 11, 12))
     driver.run()

@@ -260,4 +260,4 @@ def test_only_as_many_blocked_requests_are_examined_as_patience_allows() -> None
     assert [b.request.id for b in plan.blocked] == ["large0", "large1", "large2"]
     assert [(b.reason, b.need, b.have) for b in plan.blocked] == [("blocks", 15, 9)] * 3
     assert plan.not_considered is not None
-    assert (plan.not_considered.reason, plan.not_considered.num_requests) == ("order", 2)
+    assert (plan.not_considered.reason, plan.not_considered.num_requests) == ("behind_blocked", 2)

@@ -127,7 +127,7 @@ def test_every_plan_records_the_state_after_it_and_why_requests_wait(seed: int) 
             assert plan.not_considered.num_requests == rest > 0
             if plan.not_considered.reason == "max_num_seqs":
                 assert len(scheduler.running) == 3
-            if plan.not_considered.reason == "back_off":
+            if plan.not_considered.reason == "after_preemption":
                 assert events.preempted
         assert plan.decode_context == sum(
             r.num_computed - 1 for r in plan.decodes if r.row >= 0

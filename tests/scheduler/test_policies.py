@@ -5,12 +5,15 @@ Blocks hold four tokens unless a test changes it.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 
+from headway.config import SchedulerView
 from headway.plan import Plan
 from headway.request import Request, RequestParams
+from headway.scheduler import headroom
 from headway.scheduler.policies import (
     at_most,
     recompute,
@@ -382,3 +385,38 @@ def preempting_plan(num_host_blocks: int) -> Plan:
 def test_swap_falls_back_to_recompute_when_the_host_is_full() -> None:
     assert preempting_plan(3).events.preempted[0].is_swap
     assert not preempting_plan(2).events.preempted[0].is_swap
+
+
+class Full:
+    """A view in which no block is free, so that `future_peak` computes its estimate."""
+
+    def __init__(self, view: SchedulerView) -> None:
+        self._view, self.num_free = view, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._view, name)
+
+
+class Ample(Full):
+    """A view with so many free blocks that `future_peak` takes its shortcut."""
+
+    def __init__(self, view: SchedulerView) -> None:
+        super().__init__(view)
+        self.num_free = 1 << 20
+
+
+def test_the_shortcut_of_future_peak_is_never_below_its_estimate() -> None:
+    """Also for requests that were preempted before; they have been partially computed."""
+    rule, num_resumed = headroom.future_peak(), 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        driver = small_driver("vllm_v1", num_blocks=24, max_num_seqs=6)
+        for number in range(8):
+            driver.add(f"r{number}", rng.randint(4, 24), rng.randint(8, 40))
+        while driver.scheduler.requests:
+            driver.step()
+            view = driver.scheduler.state.view
+            for request in driver.scheduler.queue:
+                num_resumed += request.history.num_preemptions > 1
+                assert rule(request, Ample(view)) >= rule(request, Full(view)), request
+    assert num_resumed > 20

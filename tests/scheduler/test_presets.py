@@ -173,7 +173,7 @@ def test_vllm_swaps_the_newest_out_and_resumes_it_before_new_prompts() -> None:
     assert driver.table[-1] == Row("", "a", (), "b", ())
     assert plan.events.preempted[0].is_swap and len(plan.copies_out) == 3
     assert plan.not_considered == NotConsidered(
-        "back_off", 1
+        "after_preemption", 1
     )  # a step that preempts for blocks admits no request
     assert b.state is RequestState.SWAPPED
     driver.add("c", 2, 1)

@@ -103,7 +103,7 @@ def latency_command(
     *,
     model: ModelOptions,
 ) -> None:
-    """Measure the time of a batch, one batch after the other.
+    """Measure the latency of batches that run one after the other.
 
     Every batch has new random prompts, so the prefix cache has no effect.
     """

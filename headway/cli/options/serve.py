@@ -89,7 +89,9 @@ class ServeOptions:
     ] = 30.0
     watchdog: Annotated[
         float,
-        _server("Seconds without progress, with work to do, after which /health fails.", min=0.1),
+        _server(
+            "Fail /health if requests are pending and no step ends for this many seconds.", min=0.1
+        ),
     ] = 30.0
     metrics_prefix: Annotated[
         str, _server("Metric name prefix. Use 'vllm' for existing vLLM dashboards.")
@@ -114,7 +116,8 @@ class ServeOptions:
         int | None, _limit("Maximum number of open requests per `user`.", show_default=NONE, min=1)
     ] = None
     timeout: Annotated[
-        float | None, _limit("Seconds for a complete request.", show_default=NONE, min=0.001)
+        float | None,
+        _limit("Maximum duration of a request, in seconds.", show_default=NONE, min=0.001),
     ] = None
     stall_timeout: Annotated[
         float, _limit("Disconnect a client that reads nothing for this many seconds.", min=0.001)
