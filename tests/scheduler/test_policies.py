@@ -398,7 +398,7 @@ class Full:
 
 
 class Ample(Full):
-    """A view with so many free blocks that `future_peak` takes its shortcut."""
+    """A view with enough free blocks that `future_peak` takes its shortcut."""
 
     def __init__(self, view: SchedulerView) -> None:
         super().__init__(view)
