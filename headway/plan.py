@@ -43,6 +43,8 @@ class Admission(NamedTuple):
     num_cached: int
     num_swapped: int
     is_resume: bool
+    num_hits: int = 0  # leading blocks found in the cache
+    blocks: tuple[int, ...] = ()  # its block table
 
 
 class Preemption(NamedTuple):
@@ -52,6 +54,8 @@ class Preemption(NamedTuple):
     is_swap: bool
     num_lost: int
     is_priority: bool  # preempted for a higher priority, not for lack of blocks
+    num_due: int = 0  # blocks that decodes needed; 0 unless blocks were the cause
+    num_free: int = 0  # blocks that were free then
 
 
 class Blocked(NamedTuple):

@@ -155,10 +155,10 @@ class DecisionLog:
 
     def _changes(self, report: StepReport) -> Iterator[Decision]:
         plan, events, name = report.plan, report.plan.events, self._name
-        for request, is_swap, num_lost, is_priority in events.preempted[-MAX_EACH:]:
+        for request, is_swap, num_lost, is_priority, *_ in events.preempted[-MAX_EACH:]:
             text = preempted(name(request), is_swap, num_lost, is_priority, plan.step)
             yield Decision(plan.step, "preempted", text)
-        for request, num_cached, num_swapped, is_resume in plan.admitted[-MAX_EACH:]:
+        for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:
             text = admitted(name(request), num_cached, num_swapped, is_resume)
             yield Decision(plan.step, "admitted", text)
         yield from self._waiting(plan)

@@ -37,19 +37,25 @@ def header(config: Config, async_scheduling: bool, **more: Any) -> Line:
     }
 
 
-def describe_step(report: StepReport) -> Line:
-    """One completed step as plain data. Empty fields are left out."""
+def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool = False) -> Line:
+    """One completed step as plain data. Empty fields are left out.
+
+    With `has_blocks` the numbers of all blocks are included. With `redact` a trace has lengths in
+    place of token ids; such a trace cannot be replayed.
+    """
     plan, result, events = report.plan, report.result, report.plan.events
     line: Line = {
         "step": plan.step, "t": events.schedule_ended, "start": result.started, "end": result.ended,
         "running": events.num_running, "waiting": events.num_waiting, "free": events.num_free,
-        "added": [describe_request(r) for r in events.added],
+        "added": [describe_request(r, redact) for r in events.added],
         "aborted": [[r.id, r.history.aborted_after] for r in events.aborted],
         "aborted_in_flight": [[r.id, r.history.aborted_after] for r in events.aborted_in_flight],
         "preempted": [
             [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_priority)]
             for p in events.preempted
         ],
+        "short_of_blocks": [[p.num_due, p.num_free] for p in events.preempted]
+        if any(p.num_due for p in events.preempted) else [],
         "admitted": [
             [a.request.id, a.num_cached, a.num_swapped, int(a.is_resume)] for a in plan.admitted
         ],
@@ -61,7 +67,8 @@ def describe_step(report: StepReport) -> Line:
         "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
         "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
         "not_considered": list(plan.not_considered) if plan.not_considered else [],
-        "finished": [_describe_end(r) for r in report.finished],
+        "finished": [_describe_end(r, redact) for r in report.finished],
+        "blocks": _describe_blocks(plan) if has_blocks else {},
     }  # fmt: skip
     return {key: value for key, value in line.items() if value or key in STEP_FIELDS}
 
@@ -79,10 +86,22 @@ def _unless_zero(counts: tuple[int, int]) -> list[int]:
     return list(counts) if any(counts) else []
 
 
-def describe_request(request: Request) -> Line:
+def _describe_blocks(plan: Plan) -> dict[str, list[Any]]:
+    """Block tables of admissions, new blocks of decodes, and copies; empty lists are left out."""
+    blocks = {
+        "hits": [a.num_hits for a in plan.admitted],
+        "admitted": [pack_tokens(array("i", a.blocks)) for a in plan.admitted],
+        "new": [[request.id, block] for request, block in plan.new_blocks],
+        "out": [list(copy) for copy in plan.copies_out],
+        "in": [list(copy) for copy in plan.copies_in],
+    }
+    return {key: value for key, value in blocks.items() if value}
+
+
+def describe_request(request: Request, redact: bool = False) -> Line:
     """All fields that a replay needs to submit the same request again."""
     params, line = request.params, dict[str, Any](id=request.id, arrival=request.arrival)
-    line["prompt"] = pack_tokens(request.prompt)
+    line["prompt"] = request.num_prompt if redact else pack_tokens(request.prompt)
     line["max_tokens"] = params.max_tokens
     parent = request.parent.id if request.parent else None
     optional: list[tuple[str, Any, Any]] = [  # each with the default that is left out
@@ -91,6 +110,7 @@ def describe_request(request: Request) -> Line:
         ("salt", params.salt, ""), ("stop_ids", sorted(request.stops), []),
         ("parent", parent, None), ("reads_cache", params.reads_cache, True),
         ("pooling", params.pooling, None),
+        ("limit", request.limit, request.num_prompt + (params.max_tokens or 0)),
     ]  # fmt: skip
     return line | {key: value for key, value, default in optional if value != default}
 
@@ -109,7 +129,7 @@ def request_of(line: Line, known: dict[str, Request]) -> Request:
     )
 
 
-def _describe_end(request: Request) -> Line:
+def _describe_end(request: Request, redact: bool = False) -> Line:
     history, line = request.history, {"id": request.id, "finish_reason": request.finish_reason}
     optional: list[tuple[str, Any, Any]] = [
         ("cached", history.num_cached, 0), ("recomputed", history.num_recomputed, 0),
@@ -117,7 +137,8 @@ def _describe_end(request: Request) -> Line:
         ("error", request.error, None),
     ]  # fmt: skip
     known = {key: value for key, value, default in optional if value != default}
-    return {**line, "output": pack_tokens(request.output), **known}
+    output = request.num_generated if redact else pack_tokens(request.output)
+    return {**line, "output": output, **known}
 
 
 def pack_tokens(tokens: array[int]) -> list[Any]:
@@ -153,8 +174,10 @@ def unpack_tokens(packed: Iterable[Any]) -> array[int]:
     return tokens
 
 
-def num_packed(packed: Iterable[Any]) -> int:
-    """The number of tokens in a packed list, without unpacking it."""
+def num_packed(packed: int | Iterable[Any]) -> int:
+    """The number of tokens in a packed list, without unpacking it, or in a redacted one."""
+    if isinstance(packed, int):
+        return packed
     return sum(item[1] if isinstance(item, list) else 1 for item in packed)
 
 

@@ -67,12 +67,22 @@ class SchedulerState:
         request.history.admission = self._num_admitted
         self._num_admitted += 1
         num_swapped = cost.num_computed - num_hit
-        self.plan.admitted.append(Admission(request, num_hit, num_swapped, is_resume))
+        self.plan.admitted.append(
+            Admission(
+                request, num_hit, num_swapped, is_resume, cost.num_hits, tuple(request.kv.blocks)
+            )
+        )
 
     def preempt(
-        self, request: Request, *, may_swap: bool = True, is_priority: bool = False
+        self,
+        request: Request,
+        *,
+        may_swap: bool = True,
+        is_priority: bool = False,
+        num_due: int = 0,
     ) -> None:
         """Put a running request back into the queue; it keeps its generated tokens."""
+        num_free = self.kv.num_free if num_due else 0
         num_computed = request.num_computed
         wants_swap = may_swap and call_swap(self.config.swap, request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
@@ -91,7 +101,9 @@ class SchedulerState:
         self.outputs.pressure += not is_priority
         self.preempted_in_flight.add(request)
         is_swap = copies is not None
-        self.events.preempted.append(Preemption(request, is_swap, num_computed, is_priority))
+        self.events.preempted.append(
+            Preemption(request, is_swap, num_computed, is_priority, num_due, num_free)
+        )
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, running or waiting; its tokens in flight will be dropped."""

@@ -87,7 +87,7 @@ class StepBuilder:
         due = batch.due()
         while len(due) > state.kv.num_free:
             self._had_to_preempt = True
-            state.preempt(self._choose_victim())
+            state.preempt(self._choose_victim(), num_due=len(due))
             due = batch.due()
         if batch.members:
             plan.decodes, plan.rows = batch.batch.requests, batch.batch.rows

@@ -51,7 +51,7 @@ class Log:
         plan = report.plan
         for request, tokens in report.outputs() if plan.step >= 0 else ():
             self.times[request] += [report.result.ended] * len(tokens)
-        for request, num_cached, _, is_resume in plan.admitted:
+        for request, num_cached, _, is_resume, *_ in plan.admitted:
             self.admitted.setdefault(request, plan.events.schedule_ended)
             self.totals["queried"] += 0 if is_resume else request.num_prompt
             self.totals["hit"] += 0 if is_resume else num_cached

@@ -50,7 +50,7 @@ class Log:
             self.times[request] += [report.result.ended] * len(tokens)
         for request in report.finished:
             self.ends[request] = report.result.ended
-        for request, num_cached, num_swapped, _ in plan.admitted:
+        for request, num_cached, num_swapped, *_ in plan.admitted:
             if request not in self.admitted:
                 self.admitted[request] = plan.events.schedule_ended
                 self.totals["prompt"] += request.num_prompt

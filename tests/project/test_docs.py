@@ -292,7 +292,7 @@ def full_line() -> dict[str, Any]:
         blocked=[Blocked(request, "blocks", 1, 0)], not_considered=NotConsidered("not_reached", 1),
         reaching_limit=[[request]], tokens_kept={request: 0}, events=StepEvents(
             num_free=1, num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0),
-            schedule_ended=1.0, preempted=[Preemption(request, True, 1, True)],
+            schedule_ended=1.0, preempted=[Preemption(request, True, 1, True, 1, 0)],
         ),
     )  # fmt: skip
     for record in (plan, plan.events):

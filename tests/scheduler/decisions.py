@@ -182,18 +182,22 @@ def describe(report: StepReport) -> dict[str, Any]:
     }
 
 
-def decisions_of(seed: int) -> list[str]:
-    """Run a simulation to its end; returns its steps as lines of JSON."""
+def engine_of(seed: int) -> Engine:
+    """The engine of a run, before its first request."""
     name, changes = changes_of(seed)
-    clock, lines = VirtualClock(), list[str]()
-    engine = Engine(
+    clock = VirtualClock()
+    return Engine(
         Scheduler(preset(name, **changes)),
         SimulatedExecutor(clock, step_seconds, 1e-4),
         clock,
         async_scheduling=bool(seed // len(NAMES) % 2),
-        observers=[lambda report: lines.append(json.dumps(describe(report)))],
     )
-    workload = workload_of(seed)
+
+
+def run(engine: Engine, seed: int) -> None:
+    """Send the requests of a run to its engine and step it to the end."""
+    clock, workload = engine.clock, workload_of(seed)
+    assert isinstance(clock, VirtualClock)
     while engine.has_work or workload.next_time < inf:
         while workload.arrivals and workload.arrivals[0].time <= clock.now():
             new = workload.arrivals.pop(0)
@@ -204,6 +208,13 @@ def decisions_of(seed: int) -> list[str]:
             engine.step()
         elif workload.next_time < inf:
             clock.advance_to(workload.next_time)
+
+
+def decisions_of(seed: int) -> list[str]:
+    """Run a simulation to its end; returns its steps as lines of JSON."""
+    engine, lines = engine_of(seed), list[str]()
+    engine.observers.append(lambda report: lines.append(json.dumps(describe(report))))
+    run(engine, seed)
     return lines
 
 

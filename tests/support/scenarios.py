@@ -491,7 +491,7 @@ class ScenarioRun:
             seen["deferred, then preempted"] += preemption.request in plan.deferred
             if preemption.is_swap:
                 self.swapped.add(preemption.request)
-        for request, num_cached, num_swapped, is_resume in plan.admitted:
+        for request, num_cached, num_swapped, is_resume, *_ in plan.admitted:
             seen["cache hits"] += num_cached > 0
             seen["resumed from cache and host"] += bool(num_cached and num_swapped)
             seen["resumed from host"] += num_swapped > 0

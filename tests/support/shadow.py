@@ -205,7 +205,7 @@ class ShadowExecutor:
     def _check_copies_in(self, plan: Plan) -> None:
         """Blocks copied from the host hold the tokens that the admitted requests expect there."""
         targets = {copy.target for copy in plan.copies_in}
-        for request, num_cached, num_swapped, _ in plan.admitted:
+        for request, num_cached, num_swapped, *_ in plan.admitted:
             path = self.trie.path(request.params.salt, request.tokens)
             for place, block in enumerate(request.kv.blocks):
                 if block in targets:

@@ -1,0 +1,211 @@
+"""The state of a recorded run at one step, and the operations that change it.
+
+A film stores a run as operations on small integers. `FilmState` applies them; the lab page has the
+same interpreter in TypeScript. The state is that of the scheduler right after it has made a plan:
+tokens that the plan computes count as computed, tokens that it samples are not known yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Op(IntEnum):
+    """An operation, followed by its arguments; r is the number of a request in the film."""
+
+    ADD = 1  # r: it waits
+    ADMIT = 2  # r, computed tokens, cached tokens, hit blocks, published blocks, n, n blocks
+    CHUNK = 3  # r, start, end
+    DECODING = 4  # r: its prompt is computed
+    JOIN = 5  # r: the decode steps that follow advance it
+    LEAVE = 6  # r: they do not
+    DECODE = 7  # n: all that have joined compute n tokens
+    COMPUTED = 8  # r, n: computed tokens, where they differ from the others
+    RESULT = 9  # n: all that have joined have n more known tokens
+    GENERATED = 10  # r, n: known output tokens
+    BLOCK = 11  # r, block: one more block
+    PREEMPT = 12  # r, is_swap, published blocks, n, n host blocks
+    FINISH = 13  # r, reason, output tokens, published blocks
+    WAIT = 14  # r, reason, need, have: considered and not admitted; reason -1: no longer
+    REST = 15  # reason, n: queued requests that were not considered; n 0: none
+    DEFER = 16  # r: its decode is left out of this step
+    COPY = 17  # blocks to the host, blocks from the host
+    FORGET = 18  # all cached content
+
+
+NUM_ARGUMENTS = {
+    Op.ADD: 1, Op.ADMIT: 6, Op.CHUNK: 3, Op.DECODING: 1, Op.JOIN: 1, Op.LEAVE: 1, Op.DECODE: 1,
+    Op.COMPUTED: 2, Op.RESULT: 1, Op.GENERATED: 2, Op.BLOCK: 2, Op.PREEMPT: 4, Op.FINISH: 4,
+    Op.WAIT: 4, Op.REST: 2, Op.DEFER: 1, Op.COPY: 2, Op.FORGET: 0,
+}  # fmt: skip
+HAS_LIST = frozenset({Op.ADMIT, Op.PREEMPT})  # the last argument is the length of a list
+
+
+class Status(IntEnum):
+    """The state of a request, as request.RequestState."""
+
+    WAITING = 0
+    PREFILL = 1
+    DECODING = 2
+    SWAPPED = 3
+
+
+@dataclass(slots=True, eq=False)
+class FilmRequest:
+    """A request that has not finished."""
+
+    status: Status = Status.WAITING
+    computed: int = 0  # less the decode counter, once it has joined
+    generated: int = 0  # less the result counter, once it has joined
+    cached: int = 0  # tokens that its latest admission did not compute
+    num_preemptions: int = 0
+    blocks: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
+    blocked: tuple[int, int, int] | None = None  # reason, need, have
+
+
+def split(ops: Sequence[int]) -> Iterator[tuple[Op, Sequence[int]]]:
+    """The operations of a list, each with its arguments."""
+    place, end = 0, len(ops)
+    while place < end:
+        op = Op(ops[place])
+        last = place + 1 + NUM_ARGUMENTS[op]
+        if op in HAS_LIST:
+            last += ops[last - 1]
+        yield op, ops[place + 1 : last]
+        place = last
+
+
+class FilmState:
+    """All requests that have not finished, and the content of the KV blocks."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.requests: dict[int, FilmRequest] = {}
+        self.joined: dict[int, None] = {}  # requests that decode steps advance
+        self.refs: dict[int, int] = {}  # holders of each held block
+        self.published: set[int] = set()  # blocks whose content can be matched
+        self.rest: tuple[int, int] | None = None  # reason and number of requests not considered
+        self.num_finished = 0
+        self._num_decoded = self._num_results = 0
+
+    def apply(self, op: Op, args: Sequence[int]) -> None:
+        """Apply one operation."""
+        HANDLERS[op](self, *args)
+
+    def computed(self, r: int) -> int:
+        return self.requests[r].computed + (self._num_decoded if r in self.joined else 0)
+
+    def generated(self, r: int) -> int:
+        return self.requests[r].generated + (self._num_results if r in self.joined else 0)
+
+    @property
+    def cached_blocks(self) -> set[int]:
+        """Blocks without a holder whose content can be matched."""
+        return self.published - self.refs.keys()
+
+    # The operations.
+
+    def _add(self, r: int) -> None:
+        self.requests[r] = FilmRequest()
+
+    def _admit(
+        self, r: int, computed: int, cached: int, num_hits: int, published: int, *blocks: int
+    ) -> None:
+        request = self.requests[r]
+        request.status, request.computed, request.cached = Status.PREFILL, computed, cached
+        request.blocked = None
+        request.host.clear()
+        request.blocks = list(blocks[1:])
+        for place, block in enumerate(request.blocks):
+            if place < num_hits:
+                self.refs[block] = self.refs.get(block, 0) + 1
+            else:
+                self._take(block)
+        self.published.update(request.blocks[num_hits:published])
+
+    def _chunk(self, r: int, start: int, end: int) -> None:
+        request, size = self.requests[r], self.block_size
+        request.computed = end
+        self.published.update(request.blocks[start // size : end // size])
+
+    def _decoding(self, r: int) -> None:
+        self.requests[r].status = Status.DECODING
+
+    def _join(self, r: int) -> None:
+        self.joined[r] = None
+        self.requests[r].computed -= self._num_decoded
+        self.requests[r].generated -= self._num_results
+
+    def _leave(self, r: int) -> None:
+        del self.joined[r]
+        self.requests[r].computed += self._num_decoded
+        self.requests[r].generated += self._num_results
+
+    def _decode(self, n: int) -> None:
+        self._num_decoded += n
+
+    def _set_computed(self, r: int, n: int) -> None:
+        self.requests[r].computed = n - (self._num_decoded if r in self.joined else 0)
+
+    def _result(self, n: int) -> None:
+        self._num_results += n
+
+    def _set_generated(self, r: int, n: int) -> None:
+        self.requests[r].generated = n - (self._num_results if r in self.joined else 0)
+
+    def _block(self, r: int, block: int) -> None:
+        self.requests[r].blocks.append(block)
+        self._take(block)
+
+    def _preempt(self, r: int, is_swap: int, published: int, *host: int) -> None:
+        request = self.requests[r]
+        self._release(r, published)
+        request.status = Status.SWAPPED if is_swap else Status.WAITING
+        request.computed, request.host = 0, list(host[1:])
+        request.num_preemptions += 1
+
+    def _finish(self, r: int, reason: int, num_output: int, published: int) -> None:
+        self._release(r, published)
+        del self.requests[r]
+        self.num_finished += 1
+
+    def _wait(self, r: int, reason: int, need: int, have: int) -> None:
+        self.requests[r].blocked = (reason, need, have) if reason >= 0 else None
+
+    def _rest(self, reason: int, n: int) -> None:
+        self.rest = (reason, n) if n else None
+
+    def _nothing(self, *args: int) -> None:
+        """For what concerns one step only, and changes no state."""
+
+    def _forget(self) -> None:
+        self.published.clear()
+
+    def _take(self, block: int) -> None:
+        self.refs[block] = 1
+        self.published.discard(block)
+
+    def _release(self, r: int, published: int) -> None:
+        request = self.requests[r]
+        if r in self.joined:
+            self._leave(r)
+        self.published.update(request.blocks[:published])
+        for block in request.blocks:
+            self.refs[block] -= 1
+            if not self.refs[block]:
+                del self.refs[block]
+        request.blocks = []
+
+
+HANDLERS = {
+    Op.ADD: FilmState._add, Op.ADMIT: FilmState._admit, Op.CHUNK: FilmState._chunk,
+    Op.DECODING: FilmState._decoding, Op.JOIN: FilmState._join, Op.LEAVE: FilmState._leave,
+    Op.DECODE: FilmState._decode, Op.COMPUTED: FilmState._set_computed,
+    Op.RESULT: FilmState._result, Op.GENERATED: FilmState._set_generated,
+    Op.BLOCK: FilmState._block, Op.PREEMPT: FilmState._preempt, Op.FINISH: FilmState._finish,
+    Op.WAIT: FilmState._wait, Op.REST: FilmState._rest, Op.DEFER: FilmState._nothing,
+    Op.COPY: FilmState._nothing, Op.FORGET: FilmState._forget,
+}  # fmt: skip

@@ -1,0 +1,102 @@
+"""A film shows the state of the scheduler: after every plan, in every scenario, by seek and by play."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from headway.lab.film.builder import REASONS, FilmBuilder
+from headway.lab.film.state import FilmState, Status, split
+from headway.observe.trace import Line, describe_step
+from headway.plan import Plan
+from headway.request import RequestState
+from headway.scheduler import Scheduler
+from tests.scheduler import decisions
+
+STATUS = {
+    RequestState.WAITING: Status.WAITING, RequestState.PREFILL: Status.PREFILL,
+    RequestState.DECODING: Status.DECODING, RequestState.SWAPPED: Status.SWAPPED,
+}  # fmt: skip
+State = dict[str, Any]
+
+
+def state_of(scheduler: Scheduler) -> State:
+    """What the scheduler knows right after it has made a plan."""
+    pool, plan = scheduler.kv.pool, scheduler.last_plan
+    blocked = {b.request: (REASONS.index(b.reason), b.need, b.have) for b in plan.blocked}
+    rest = plan.not_considered
+    return {
+        "requests": {
+            r.id: (
+                STATUS[r.state], r.num_computed, r.num_generated, list(r.kv.blocks),
+                list(r.kv.host.blocks) if r.kv.host else [], blocked.get(r),
+                r.history.num_preemptions,
+            )
+            for r in scheduler.requests.values()
+        },
+        "joined": {r.id for r in scheduler.state.decode_batch.members},
+        "held": {block: count for block, count in enumerate(pool.refs) if count},
+        "cached": set(pool._cached),
+        "rest": (REASONS.index(rest.reason), rest.num_requests) if rest else None,
+    }  # fmt: skip
+
+
+def shown(film: FilmState, ids: list[str]) -> State:
+    """The same of a film."""
+    return {
+        "requests": {
+            ids[r]: (
+                each.status, film.computed(r), film.generated(r), each.blocks, each.host,
+                each.blocked, each.num_preemptions,
+            )
+            for r, each in film.requests.items()
+        },
+        "joined": {ids[r] for r in film.joined},
+        "held": film.refs,
+        "cached": film.cached_blocks,
+        "rest": film.rest,
+    }  # fmt: skip
+
+
+class Recorded:
+    """A run with its trace and, for every line, the state of the scheduler after its plan."""
+
+    def __init__(self, seed: int) -> None:
+        self.engine = decisions.engine_of(seed)
+        self.lines: list[Line] = []
+        self.states: dict[int, State] = {}
+        self.engine.observers.append(
+            lambda report: self.lines.append(describe_step(report, has_blocks=True))
+        )
+        scheduler = self.engine.scheduler
+        schedule = scheduler.schedule
+
+        def recording() -> Plan:
+            plan = schedule()
+            if not plan.is_empty:
+                self.states[plan.step] = state_of(scheduler)
+            return plan
+
+        scheduler.schedule = recording  # type: ignore[method-assign]
+        decisions.run(self.engine, seed)
+
+
+@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 4))
+def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
+    run = Recorded(seed)
+    builder = FilmBuilder(run.engine.scheduler.config.block_size)
+    again = FilmState(run.engine.scheduler.config.block_size)
+    for line in run.lines:
+        frame = builder.add(line)
+        for op, args in split(frame.ops):
+            again.apply(op, args)
+        ids = [entry.id for entry in builder.entries]
+        if line["step"] >= 0:
+            expected = run.states[line["step"]]
+            found = shown(builder.state, ids)
+            for key, value in expected.items():
+                assert found[key] == value, (line["step"], key)
+            assert shown(again, ids) == found
+    builder.finish()
+    assert not builder.state.requests and not builder.state.refs
