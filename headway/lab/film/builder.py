@@ -47,6 +47,7 @@ class Frame:
 
     ops: list[int] = field(default_factory=list)
     added: list[FilmEntry] = field(default_factory=list)
+    finished: dict[str, int] = field(default_factory=dict)  # numbers by id
 
 
 class FilmBuilder:
@@ -56,17 +57,18 @@ class FilmBuilder:
         self.state = FilmState(block_size)
         self.entries: list[FilmEntry] = []
         self._size = block_size
-        self._numbers: dict[str, int] = {}  # of the open requests, by id
+        self.numbers: dict[str, int] = {}  # of the open requests, by id
         self._results: deque[_Result] = deque()  # not known yet when the latest plan was made
         self._aborted: list[Line] = []  # after the latest plan was made
         self._ending: dict[int, list[int]] = {}  # by the decode count at which they may end
         self._blocked: dict[int, tuple[int, int, int]] = {}
+        self.has_new_block = False  # in the latest plan a request waits for another reason
         self._num_decoded = 0
         self._frame = Frame()
 
     def add(self, line: Line) -> Frame:
         """The operations that lead from the previous plan to the plan of this line."""
-        self._frame = Frame()
+        self._frame, self.has_new_block = Frame(), False
         self._catch_up(line.get("in_flight", 0))
         aborted, later = line.get("aborted", ()), line.get("aborted_in_flight", ())
         finished = list(line.get("finished", ()))
@@ -121,13 +123,13 @@ class FilmBuilder:
                 num_prompt = num_packed(line["prompt"])
                 limit = line.get("limit") or num_prompt + line["max_tokens"]
                 entry = FilmEntry(line["id"], num_prompt, limit, line)
-                number = self._numbers[entry.id] = len(self.entries)
+                number = self.numbers[entry.id] = len(self.entries)
                 self.entries.append(entry)
                 self._frame.added.append(entry)
                 self._emit(Op.ADD, number)
 
     def _finish(self, end: Line) -> None:
-        r = self._numbers.pop(end["id"])
+        r = self._frame.finished[end["id"]] = self.numbers.pop(end["id"])
         num_output = num_packed(end["output"])
         published = self._num_published(r, num_output)
         self._leave(r)
@@ -136,7 +138,7 @@ class FilmBuilder:
     def _recover(self, line: Line) -> None:
         """After a failed step all running requests wait again, and the cache is empty."""
         for id, *_ in line.get("preempted", ()):
-            r = self._numbers.get(id)
+            r = self.numbers.get(id)
             if r is not None and self.state.requests[r].status in RUNNING:
                 self._leave(r)
                 self._emit(Op.PREEMPT, r, 0, 0, 0)
@@ -151,19 +153,19 @@ class FilmBuilder:
         blocks = line.get("blocks", {})
         copies = deque(blocks.get("out", ()))
         for id, how, *_ in line.get("preempted", ()):
-            self._preempt(self._numbers[id], how == "swap", copies)
+            self._preempt(self.numbers[id], how == "swap", copies)
         if line.get("copied_out") or line.get("copied_in"):
             self._emit(Op.COPY, line.get("copied_out", 0), line.get("copied_in", 0))
         for place, admission in enumerate(line.get("admitted", ())):
             self._admit(admission, place, blocks)
         for id, start, end, _ in line.get("chunks", ()):
-            self._emit(Op.CHUNK, self._numbers[id], start, end)
+            self._emit(Op.CHUNK, self.numbers[id], start, end)
         for id, block in blocks.get("new", ()):
-            self._emit(Op.BLOCK, self._numbers[id], block)
+            self._emit(Op.BLOCK, self.numbers[id], block)
         gains = self._decode(line)
         for id, _, _, is_last in line.get("chunks", ()):
             if is_last:
-                r = self._numbers[id]
+                r = self.numbers[id]
                 gains[r] = 1
                 self._emit(Op.DECODING, r)
                 self._join(r)
@@ -189,14 +191,14 @@ class FilmBuilder:
             num_hits = blocks["hits"][place]
         published = num_computed // self._size if num_swapped else num_hits
         self._emit(
-            Op.ADMIT, self._numbers[id], num_computed, num_cached, num_hits, published,
+            Op.ADMIT, self.numbers[id], num_computed, num_cached, num_hits, published,
             len(table), *table,
         )  # fmt: skip
 
     def _decode(self, line: Line) -> dict[int, int]:
         """Advance the requests that decode; those that reach their limit do not decode again."""
         state, gains = self.state, dict[int, int]()
-        deferred = [self._numbers[id] for id in line.get("deferred", ())]
+        deferred = [self.numbers[id] for id in line.get("deferred", ())]
         deferred = [r for r in deferred if state.requests[r].status is Status.DECODING]
         for r in deferred:
             gains[r] = 0
@@ -241,13 +243,15 @@ class FilmBuilder:
         """Changes of what requests wait for."""
         state, now = self.state, dict[int, tuple[int, int, int]]()
         for id, reason, need, have in line.get("blocked", ()):
-            now[self._numbers[id]] = REASONS.index(reason), need, have
+            now[self.numbers[id]] = REASONS.index(reason), need, have
         for r in [r for r in self._blocked if r not in now]:
             if r in state.requests and state.requests[r].blocked:
                 self._emit(Op.WAIT, r, -1, 0, 0)
         for r, blocked in now.items():
-            if state.requests[r].blocked != blocked:
+            before = state.requests[r].blocked
+            if before != blocked:
                 self._emit(Op.WAIT, r, *blocked)
+                self.has_new_block |= before is None or before[0] != blocked[0]
         self._blocked = now
         rest = line.get("not_considered")
         now_rest = (REASONS.index(rest[0]), rest[1]) if rest else None

@@ -88,7 +88,7 @@ class FilmState:
         self.refs: dict[int, int] = {}  # holders of each held block
         self.published: set[int] = set()  # blocks whose content can be matched
         self.rest: tuple[int, int] | None = None  # reason and number of requests not considered
-        self.num_finished = 0
+        self.num_swapped = self.num_finished = 0
         self._num_decoded = self._num_results = 0
 
     def apply(self, op: Op, args: Sequence[int]) -> None:
@@ -115,6 +115,7 @@ class FilmState:
         self, r: int, computed: int, cached: int, num_hits: int, published: int, *blocks: int
     ) -> None:
         request = self.requests[r]
+        self.num_swapped -= request.status is Status.SWAPPED
         request.status, request.computed, request.cached = Status.PREFILL, computed, cached
         request.blocked = None
         request.host.clear()
@@ -166,9 +167,11 @@ class FilmState:
         request.status = Status.SWAPPED if is_swap else Status.WAITING
         request.computed, request.host = 0, list(host[1:])
         request.num_preemptions += 1
+        self.num_swapped += is_swap
 
     def _finish(self, r: int, reason: int, num_output: int, published: int) -> None:
         self._release(r, published)
+        self.num_swapped -= self.requests[r].status is Status.SWAPPED
         del self.requests[r]
         self.num_finished += 1
 

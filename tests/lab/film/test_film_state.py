@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import random
 from typing import Any
 
 import pytest
 
-from headway.lab.film.builder import REASONS, FilmBuilder
+from headway.lab.film.builder import REASONS
+from headway.lab.film.format import FilmWriter, header_record
+from headway.lab.film.reader import Film
 from headway.lab.film.state import FilmState, Status, split
-from headway.observe.trace import Line, describe_step
+from headway.observe.trace import Line, describe_step, header
 from headway.plan import Plan
 from headway.request import RequestState
 from headway.scheduler import Scheduler
@@ -82,21 +86,35 @@ class Recorded:
         decisions.run(self.engine, seed)
 
 
+def film_of(run: Recorded) -> Film:
+    """The film of a run, written and read again in pieces."""
+    config = run.engine.scheduler.config
+    writer, film = FilmWriter(config.block_size), Film()
+    data = header_record(header(config, run.engine.async_scheduling))
+    for line in run.lines:
+        data += writer.add(json.loads(json.dumps(line)))
+        data = data[film.read(data) :]
+    data += writer.finish(steps=len(run.lines))
+    assert film.read(data) == len(data) and film.end == {"steps": len(run.lines)}
+    return film
+
+
 @pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 4))
 def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
+    """By playing from start to end, and by seeking any frame."""
     run = Recorded(seed)
-    builder = FilmBuilder(run.engine.scheduler.config.block_size)
-    again = FilmState(run.engine.scheduler.config.block_size)
-    for line in run.lines:
-        frame = builder.add(line)
-        for op, args in split(frame.ops):
-            again.apply(op, args)
-        ids = [entry.id for entry in builder.entries]
-        if line["step"] >= 0:
-            expected = run.states[line["step"]]
-            found = shown(builder.state, ids)
-            for key, value in expected.items():
-                assert found[key] == value, (line["step"], key)
-            assert shown(again, ids) == found
-    builder.finish()
-    assert not builder.state.requests and not builder.state.refs
+    film = film_of(run)
+    ids = [request[0] for request in film.requests]
+    played = FilmState(run.engine.scheduler.config.block_size)
+    rng = random.Random(seed)
+    for frame in range(film.num_frames):
+        for op, args in split(film.ops(frame)):
+            played.apply(op, args)
+        step = film.column("step", frame)
+        if step >= 0:
+            assert shown(played, ids) == run.states[step], f"step {step}"
+            assert film.column("running", frame) == run.lines[frame]["running"]
+        if rng.random() < 0.1:
+            assert shown(film.state(frame), ids) == shown(played, ids), f"frame {frame}"
+    assert not played.requests and not played.refs
+    assert played.num_finished == len(film.requests)

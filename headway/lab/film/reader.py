@@ -1,0 +1,118 @@
+"""Reads a film: the numbers of every frame, and the state at any of them."""
+
+from __future__ import annotations
+
+import json
+import struct
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headway.errors import HeadwayError
+from headway.lab.film.format import COLUMNS, TIMES, VERSION, Record, Text, restore
+from headway.lab.film.state import FilmState, Op, split
+
+Ints = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive frames, and the state before the first of them."""
+
+    first: int
+    times: npt.NDArray[np.float64]  # [frame, planned started ended]
+    columns: dict[str, Ints]
+    offsets: Ints  # of each frame's operations
+    ops: Ints
+    keyframe: Ints
+    requests: list[list[Any]]
+    texts: list[Text]
+
+
+class Film:
+    """A film that is read record by record."""
+
+    def __init__(self) -> None:
+        self.header: dict[str, Any] = {}
+        self.end: dict[str, Any] | None = None
+        self.chunks: list[Chunk] = []
+        self.requests: list[list[Any]] = []
+        self._firsts: list[int] = []
+
+    @property
+    def num_frames(self) -> int:
+        return self.chunks[-1].first + len(self.chunks[-1].times) if self.chunks else 0
+
+    def read(self, data: bytes) -> int:
+        """Read all complete records; returns the number of bytes that were used."""
+        place = 0
+        while place + 8 <= len(data):
+            kind, length = struct.unpack_from("<II", data, place)
+            end = place + 8 + length + -length % 8
+            if end > len(data):
+                break
+            self._read_record(Record(kind), data[place + 8 : place + 8 + length])
+            place = end
+        return place
+
+    def _read_record(self, kind: Record, payload: bytes) -> None:
+        if kind is Record.CHUNK:
+            chunk = _chunk(payload)
+            self.chunks.append(chunk)
+            self._firsts.append(chunk.first)
+            self.requests += chunk.requests
+        elif kind is Record.END:
+            self.end = json.loads(payload)
+        else:
+            self.header = json.loads(payload)
+            if self.header.get("film") != VERSION:
+                raise HeadwayError(f"film version {self.header.get('film')} cannot be read")
+
+    def chunk_of(self, frame: int) -> Chunk:
+        return self.chunks[bisect_right(self._firsts, frame) - 1]
+
+    def ops(self, frame: int) -> list[int]:
+        """The operations of a frame."""
+        chunk = self.chunk_of(frame)
+        start, end = chunk.offsets[frame - chunk.first : frame - chunk.first + 2]
+        ops: list[int] = chunk.ops[start:end].tolist()
+        return ops
+
+    def column(self, name: str, frame: int) -> int:
+        chunk = self.chunk_of(frame)
+        return int(chunk.columns[name][frame - chunk.first])
+
+    def texts(self, frame: int) -> Iterator[Text]:
+        return (text for text in self.chunk_of(frame).texts if text[0] == frame)
+
+    def state(self, frame: int) -> FilmState:
+        """The state right after the plan of a frame."""
+        chunk = self.chunk_of(frame)
+        state = restore(chunk.keyframe.tolist(), self.header["config"]["block_size"])
+        for op, args in self._ops_from(chunk, frame):
+            state.apply(op, args)
+        return state
+
+    def _ops_from(self, chunk: Chunk, frame: int) -> Iterator[tuple[Op, Any]]:
+        end = chunk.offsets[frame - chunk.first + 1]
+        return split(chunk.ops[:end].tolist())
+
+
+def _chunk(payload: bytes) -> Chunk:
+    num_frames, num_ops, num_key, _ = struct.unpack_from("<IIII", payload)
+    times = np.frombuffer(payload, "<f8", num_frames * len(TIMES), 16)
+    place = 16 + times.nbytes
+    sizes = [*[num_frames] * len(COLUMNS), num_frames + 1, num_ops, num_key]
+    parts: list[Ints] = []
+    for size in sizes:
+        parts.append(np.frombuffer(payload, "<i4", size, place))
+        place += 4 * size
+    names = json.loads(payload[place:])
+    return Chunk(
+        names["first"], times.reshape(-1, len(TIMES)), dict(zip(COLUMNS, parts, strict=False)),
+        *parts[len(COLUMNS) :], names["requests"], [tuple(text) for text in names["texts"]],
+    )  # fmt: skip
