@@ -102,7 +102,7 @@ export interface Dial {
 
 const PARTS: Record<string, string[]> = {
   uniform: ["from", "to"], lognormal: ["mean", "sigma", "from", "to"], fixed: [""],
-  poisson: ["per second"], bursty: ["per second", "variation"], zipf: ["exponent"], heavy: ["share"],
+  poisson: ["per s"], bursty: ["per s", "variation"], zipf: ["exponent"], heavy: ["share"],
 };
 
 /** The numbers of a workload such as `requests=60,prompt=uniform(20,60)`. */

@@ -34,7 +34,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "requests": [{"id": "ABCDEF"[i], "prompt": p, "output": o} for i, (p, o) in enumerate(TWENTY)],
     },
     "swap": {
-        "preset": "vllm", "set": {"num_blocks": 90, "swap": "swap"},
+        "preset": "vllm", "set": {"num_blocks": 90, "swap": "swap", "num_host_blocks": 60},
         "workload": "requests=60,prompt=uniform(20,200),output=uniform(20,120),arrivals=poisson(40)",
     },
     "prefix": {

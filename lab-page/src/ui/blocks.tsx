@@ -102,7 +102,7 @@ function hostsOf(view: View): [number, number][] {
 }
 
 function layout(numDevice: number, numHost: number, width: number, height: number): Grid {
-  for (let size = 24; size > 1; size--) {
+  for (let size = 32; size > 1; size--) {
     const columns = Math.max(1, Math.floor(width / size));
     const rows = Math.ceil(numDevice / columns), hostFrom = rows + GAP_ROWS;
     const all = numHost ? hostFrom + Math.ceil(numHost / columns) : rows;

@@ -4,12 +4,12 @@ import type { ReadonlySignal } from "@preact/signals";
 import { color } from "../colors";
 import type { Film } from "../film";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
-import { hovered, lit, seek, select, span, version } from "../store";
+import { hovered, lit, seek, select, selected, span, version } from "../store";
 import type { Life } from "../timeline";
 import type { View } from "../view";
 import { Canvas } from "./canvas";
 
-const GUTTER = 56, AXIS = 16, MIN_ROW = 7, MAX_ROW = 18, MIN_SPAN = 20;
+const GUTTER = 56, AXIS = 16, MIN_ROW = 5, MAX_ROW = 18, MIN_SPAN = 20;
 const COLORS: Record<number, string> = {
   [WAITING]: "waiting", [PREFILL]: "prefill", [DECODING]: "decoding", [SWAPPED]: "swapped",
 };
@@ -52,9 +52,8 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     const id = film && r !== undefined ? film.entries[r].id : null;
     if (kind === "move") hovered.value = id;
     else {
-      if (id !== null && hovered.value !== null && x < GUTTER) select(id);
       if (x >= GUTTER) seek(Math.floor(frameAt(x)));
-      if (id !== null && x >= GUTTER) select(id === null ? null : id);
+      if (id !== null && (x < GUTTER || selected.value !== id)) select(id);
     }
   };
   const onWheel = (event: WheelEvent, x: number) => {

@@ -23,7 +23,7 @@ export function Transport() {
   return (
     <section class="transport" aria-label="Steps">
       <div class="buttons">
-        <Press label="First step" keys="Home" off={isAtStart} on={() => seek(0)}>⏮</Press>
+        <Press label="First step" keys="Home" off={isAtStart} on={() => seek(0)}>|◀</Press>
         <Press label="Previous decision" keys="[" off={isAtStart} on={() => seekMark(-1)}>◀◆</Press>
         <Press label="Back one step" keys="←" off={isAtStart} on={() => stepBy(-1)}>◀ Back</Press>
         <Press label="Run one step" keys="→" off={isAtEnd} on={() => stepBy(1)} main>Step ▶</Press>
@@ -31,7 +31,7 @@ export function Transport() {
         <Press label={isPlaying.value ? "Pause" : "Play"} keys="space" on={() => play()}>
           {isPlaying.value ? "❚❚ Pause" : "▶▶ Play"}
         </Press>
-        <Press label="Last step" keys="End" off={isAtEnd} on={seekEnd}>⏭</Press>
+        <Press label="Last step" keys="End" off={isAtEnd} on={seekEnd}>▶|</Press>
         <label class="speed">
           <span class="hide-narrow">speed</span>
           <select
