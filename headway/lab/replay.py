@@ -57,23 +57,16 @@ class RecordedExecutor:
 def replay(trace: Iterable[Line]) -> Iterator[Line]:
     """The steps of the scheduler when it decides the recorded run again."""
     header, *steps = trace
-    run = _Replay(header, steps)
-    for line in steps:
-        if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
-            raise ReplayMismatch(
-                f"step {line['step']}: a step of the recorded run failed; "
-                "only runs without failed steps can be replayed"
-            )
-        yield from run.step(line)
-    yield from run.finish()
+    return Replay(header, steps).lines()
 
 
-class _Replay:
+class Replay:
     """An engine that receives the recorded requests and aborts in their recorded order."""
 
-    def __init__(self, header: Line, steps: list[Line]) -> None:
+    def __init__(self, header: Line, steps: list[Line], *, has_blocks: bool = False) -> None:
+        self._steps = steps
         self._clock, self._lines = VirtualClock(), list[Line]()
-        self._scheduler = Scheduler(preset(**header["config"]))
+        self.scheduler = Scheduler(preset(**header["config"]))
         self._known: dict[str, Request] = {}
         self._outputs: Outputs = {}
         self._reasons: dict[str, str] = {}  # finish reasons for aborts: abort or stop
@@ -82,14 +75,27 @@ class _Replay:
         for end in (end for line in steps for end in line.get("finished", ())):
             self._ends[end["id"]].append(end)
         self._engine = Engine(
-            self._scheduler,
+            self.scheduler,
             RecordedExecutor(self._clock, steps, self._outputs),
             self._clock,
             async_scheduling=header["async_scheduling"],
-            observers=[lambda report: self._lines.append(describe_step(report))],
+            observers=[
+                lambda report: self._lines.append(describe_step(report, has_blocks=has_blocks))
+            ],
         )
 
-    def step(self, line: Line) -> list[Line]:
+    def lines(self) -> Iterator[Line]:
+        """The steps, decided again. ReplayMismatch if a step of the recorded run failed."""
+        for line in self._steps:
+            if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
+                raise ReplayMismatch(
+                    f"step {line['step']}: a step of the recorded run failed; "
+                    "only runs without failed steps can be replayed"
+                )
+            yield from self._step(line)
+        yield from self._finish()
+
+    def _step(self, line: Line) -> list[Line]:
         """Submit what the line records and take its step."""
         added, aborted = line.get("added", []), line.get("aborted", [])
         num_added, num_aborted = line.get("num_early", (0, 0))
@@ -105,7 +111,7 @@ class _Replay:
         self._aborts = line.get("aborted_in_flight", [])
         return self._take_lines()
 
-    def finish(self) -> Iterator[Line]:
+    def _finish(self) -> Iterator[Line]:
         """Run until no work is left."""
         self._submit([], self._aborts, 0)
         while self._engine.has_work:
@@ -116,7 +122,7 @@ class _Replay:
         """Add and abort requests in the recorded order; `num_before` were added earlier."""
         for number, entry in enumerate([*added, None], start=num_before):
             for id in [id for id, after in aborted if max(after, num_before) == number]:
-                self._scheduler.abort(id, self._reasons.get(id, "abort"))
+                self.scheduler.abort(id, self._reasons.get(id, "abort"))
             if entry is not None:
                 self._add(entry)
 
@@ -126,7 +132,7 @@ class _Replay:
         end = ends.popleft() if ends else None
         self._outputs[request] = list(unpack_tokens(end["output"])) if end else []
         self._reasons[request.id] = end["finish_reason"] if end else "abort"
-        self._scheduler.add(request)
+        self.scheduler.add(request)
 
     def _take_lines(self) -> list[Line]:
         lines, self._lines = self._lines, []

@@ -92,7 +92,9 @@ def preempted(
     rule, num_candidates, seconds = alternatives
     text += f"; chosen by {rule} among {num_candidates}"
     if seconds:
-        text += f"; swapping takes {_milliseconds(seconds[0])}, recomputing {_milliseconds(seconds[1])}"
+        text += (
+            f"; swapping takes {_milliseconds(seconds[0])}, recomputing {_milliseconds(seconds[1])}"
+        )
     return text
 
 

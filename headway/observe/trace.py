@@ -88,7 +88,7 @@ def _unless_zero(counts: tuple[int, int]) -> list[int]:
 
 def _describe_blocks(plan: Plan) -> dict[str, list[Any]]:
     """Block tables of admissions, new blocks of decodes, and copies; empty lists are left out."""
-    blocks = {
+    blocks: dict[str, list[Any]] = {
         "hits": [a.num_hits for a in plan.admitted],
         "admitted": [pack_tokens(array("i", a.blocks)) for a in plan.admitted],
         "new": [[request.id, block] for request, block in plan.new_blocks],

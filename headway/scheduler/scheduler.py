@@ -47,6 +47,11 @@ class Scheduler:
         return self.state.plan
 
     @property
+    def num_steps(self) -> int:
+        """Plans with work so far; the number of the next one."""
+        return self._num_steps
+
+    @property
     def num_free(self) -> int:
         """Free KV blocks on the device."""
         return self.kv.num_free
@@ -176,7 +181,13 @@ class Scheduler:
         Sizes must not change: ConfigError names a number that does. The waiting queue is sorted
         again if its rule changes.
         """
-        for name in ("max_num_seqs", "block_size", "num_blocks", "num_host_blocks", "max_model_len"):
+        for name in (
+            "max_num_seqs",
+            "block_size",
+            "num_blocks",
+            "num_host_blocks",
+            "max_model_len",
+        ):
             if getattr(config, name) != getattr(self.config, name):
                 raise ConfigError(f"{name} cannot change while the scheduler runs")
         if config.queue is not self.config.queue:

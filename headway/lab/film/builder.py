@@ -185,7 +185,8 @@ class FilmBuilder:
 
     def _admit(self, admission: Sequence[Any], place: int, blocks: dict[str, list[Any]]) -> None:
         id, num_cached, num_swapped, _ = admission
-        num_computed, table, num_hits = num_cached + num_swapped, (), 0
+        num_computed, num_hits = num_cached + num_swapped, 0
+        table: tuple[int, ...] = ()
         if "admitted" in blocks:
             table = tuple(unpack_tokens(blocks["admitted"][place]))
             num_hits = blocks["hits"][place]

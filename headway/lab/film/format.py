@@ -187,15 +187,15 @@ def restore(numbers: Sequence[int], block_size: int) -> FilmState:
     for _ in range(num_requests):
         r, status, computed, generated, cached, preemptions = (next(rest) for _ in range(6))
         why, need, have, is_joined = (next(rest) for _ in range(4))
-        tables = [[next(rest) for _ in range(next(rest))] for _ in range(2)]
+        blocks, host = ([next(rest) for _ in range(next(rest))] for _ in range(2))
         blocked = (why, need, have) if why >= 0 else None
         state.requests[r] = FilmRequest(
-            Status(status), computed, generated, cached, preemptions, *tables, blocked
+            Status(status), computed, generated, cached, preemptions, blocks, host, blocked
         )
         state.num_swapped += status == Status.SWAPPED
         if is_joined:
             state.joined[r] = None
-        for block in tables[0]:
+        for block in blocks:
             state.refs[block] = state.refs.get(block, 0) + 1
     for _ in range(next(rest)):
         start, length = next(rest), next(rest)

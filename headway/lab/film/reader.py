@@ -112,7 +112,8 @@ def _chunk(payload: bytes) -> Chunk:
         parts.append(np.frombuffer(payload, "<i4", size, place))
         place += 4 * size
     names = json.loads(payload[place:])
+    offsets, ops, keyframe = parts[len(COLUMNS) :]
     return Chunk(
         names["first"], times.reshape(-1, len(TIMES)), dict(zip(COLUMNS, parts, strict=False)),
-        *parts[len(COLUMNS) :], names["requests"], [tuple(text) for text in names["texts"]],
+        offsets, ops, keyframe, names["requests"], [tuple(text) for text in names["texts"]],
     )  # fmt: skip

@@ -37,13 +37,12 @@ class PolicyRecorder:
         self._now = Answers()
         self._by_step: dict[int, Answers] = {}
         self._asked: list[tuple[str, Any]] = []
-        self.wrap()
+        self.reconfigure(scheduler.config)
         self._schedule = scheduler.schedule
         scheduler.schedule = self._recording  # type: ignore[method-assign]
 
-    def wrap(self) -> None:
-        """Record the policies of the scheduler's present config."""
-        config = self._scheduler.config
+    def reconfigure(self, config: Config) -> None:
+        """Use the policies of this config from the next plan on, and record them."""
         self._scheduler.reconfigure(
             replace(
                 config, victim=self._victim(config.victim), swap=self._swap(config.swap),

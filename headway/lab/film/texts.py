@@ -80,4 +80,4 @@ class FilmTexts:
         elif self._reasons.get("") != rest[0]:
             self._reasons[""] = rest[0]
             limit = int(self.config["max_num_seqs"])
-            yield "waiting", "", explain.not_considered(*rest, limit)
+            yield "waiting", "", explain.not_considered(rest[0], rest[1], limit)
