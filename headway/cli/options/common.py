@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -157,14 +157,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     taken = inspect.signature(command).parameters.values()
     shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
-    of_groups = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default,
-            annotation=get_type_hints(group, include_extras=True)[f.name],
-        )
-        for group in groups.values()
-        for f in fields(group)
-    ]  # fmt: skip
+    of_groups = [option for group in groups.values() for option in _options_of(group)]
     # The scheduler's options are many; --help shows them last.
     of_groups.sort(key=lambda p: p.annotation.__metadata__[0].rich_help_panel == SCHEDULER)
     shown += of_groups
@@ -178,6 +171,18 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return run
+
+
+@cache
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters; evaluating the annotations takes a while."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+        )
+        for f in fields(group)
+    ]
 
 
 def load_workload(
