@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from headway import __version__
-from headway.cli.commands import demo
 from headway.cli.commands.simulate import parse_variant
 from headway.cli.main import main
 from headway.cli.options.replaced import REPLACED
@@ -314,7 +313,7 @@ def test_lists_are_complete() -> None:
 def test_the_demo_names_the_command_that_runs_it() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
     target = makefile.partition("\ndemo:")[2].partition("\n\n")[0]
-    assert "headway demo" in target and "make run" not in (demo.__doc__ or "")
+    assert "headway demo" in target
 
 
 # Errors.

@@ -426,9 +426,7 @@ def test_a_calibration_covers_many_sizes_and_holds_out_another_workload(
     assert work == make_calibration(max_tokens, spec)
     assert work.held_out != make_calibration(max_tokens, spec, seed=1).held_out
     if max_tokens > 100:
-        lines = log_of(
-            profile_of(SLOW), work.before, num_blocks=50_000, max_model_len=max_tokens
-        )
+        lines = log_of(profile_of(SLOW), work.before, num_blocks=50_000, max_model_len=max_tokens)
         assert missing_coverage(observations(lines)) == []
 
 

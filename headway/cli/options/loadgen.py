@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
+from headway.checks import whole_number
 from headway.cli.options.common import load_workload
 from headway.errors import ConfigError
-from headway.lab.checks import whole_number
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model
 from headway.lab.loadgen.requests import (

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headway.checks import one_of
 from headway.engine.loop import QueueLimits
 from headway.errors import ConfigError
-from headway.lab.checks import one_of
 
 if TYPE_CHECKING:
     from headway.server.settings import ConnectionSettings, Settings
