@@ -269,7 +269,7 @@ def test_every_law_of_the_scheduler_holds_while_requests_overtake(async_scheduli
 RATE, TIMES, NUM_SMALL = 1.0, 20, 30
 LIKE_SMALL, LONG_PROMPTS = (
     (LengthRange(200, 300), LengthRange(8, 24)),
-    (LengthRange(2000, 4000), LengthRange(8, 24)),
+    (LengthRange(1000, 2000), LengthRange(8, 24)),
 )
 LONG_OUTPUTS = (LengthRange(200, 300), LengthRange(200, 300))
 
