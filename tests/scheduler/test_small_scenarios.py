@@ -15,7 +15,7 @@ from tests.support.scenarios import Scenario, run
 from tests.support.shadow import EOS
 
 SHAPES = ((1, 4), (2, 3), (3, 2), (1, 1))  # prompt tokens, output tokens; each fits in 4 slots
-# Block size, blocks, and requests at most; (2, 2) has the 4 slots of (1, 4).
+# Block size, blocks, and the longest sequence of requests; (2, 2) has the 4 slots of (1, 4).
 GEOMETRIES = ((1, 4, 4), (2, 2, 3), (2, 3, 4))
 MAX_REQUESTS = 4
 Shapes = tuple[tuple[int, int], ...]
@@ -44,12 +44,12 @@ def arrivals_of(shapes: Shapes, gap: int) -> dict[int, list[Request]]:
     return arrivals
 
 
-def workloads(max_requests: int) -> Iterator[tuple[Shapes, int]]:
+def workloads(longest: int) -> Iterator[tuple[Shapes, int]]:
     """All sequences of up to four shapes, and the steps between two arrivals: none or one.
 
     Four arrive only together, and without the shortest shape, to bound the number.
     """
-    for length in range(1, max_requests + 1):
+    for length in range(1, longest + 1):
         choices = SHAPES[:3] if length == MAX_REQUESTS else SHAPES
         gaps = (0, 1) if 1 < length < MAX_REQUESTS else (0,)
         yield from product(product(choices, repeat=length), gaps)
@@ -58,14 +58,14 @@ def workloads(max_requests: int) -> Iterator[tuple[Shapes, int]]:
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_small_scenario_ends(name: str, geometry: tuple[int, int, int]) -> None:
-    block_size, num_blocks, max_requests = geometry
+    block_size, num_blocks, longest = geometry
     without_host = preset(
         name, block_size=block_size, num_blocks=num_blocks, max_num_seqs=3, max_num_batched_tokens=4
     )
     with_host = replace(without_host, num_host_blocks=2, swap=policies.swap)
     seen: Counter[str] = Counter()
     for async_scheduling in (0, 1):
-        for shapes, gap in workloads(max_requests):
+        for shapes, gap in workloads(longest):
             try:
                 counts = run(Scenario(without_host, async_scheduling, arrivals_of(shapes, gap)))
                 if counts["preempted, recomputed"]:  # otherwise no block would be swapped
