@@ -14,7 +14,6 @@ from headway import __version__
 from headway.cli.commands import (
     bench,
     chat,
-    demo,
     generate,
     lists,
     profile,
@@ -47,7 +46,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "simulate": simulate.simulate_command,
     "compare": simulate.compare_command,
     "trace": trace.trace_command,
-    "demo": demo.demo_command,
+    "demo": simulate.demo_command,
     "presets": lists.presets_command,
     "profiles": lists.profiles_command,
 }
