@@ -204,18 +204,23 @@ def read_trace(path: Path) -> Iterator[Line]:
     """Yield the header, then the steps. FormatError names the file and the line that is wrong."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            number = 0
-            for number, text in enumerate(file, start=1):
-                yield _checked(path, number, text)
+            yield from parse_trace(path, file)
     except OSError as error:
         raise FormatError(path, None, error.strerror or str(error)) from None
     except UnicodeDecodeError:
         raise FormatError(path, None, "not a Headway trace: not UTF-8 text") from None
+
+
+def parse_trace(name: object, texts: Iterable[str]) -> Iterator[Line]:
+    """Yield the header, then the steps, of lines of text. FormatError has the name and the line."""
+    number = 0
+    for number, text in enumerate(texts, start=1):
+        yield _checked(name, number, text)
     if not number:
-        raise FormatError(path, 1, "not a Headway trace: the file is empty")
+        raise FormatError(name, 1, "not a Headway trace: the file is empty")
 
 
-def _checked(path: Path, number: int, text: str) -> Line:
+def _checked(path: object, number: int, text: str) -> Line:
     try:
         line = json.loads(text)
     except ValueError as error:
@@ -227,7 +232,7 @@ def _checked(path: Path, number: int, text: str) -> Line:
     return dict(line)
 
 
-def _check_header(path: Path, line: Any) -> None:
+def _check_header(path: object, line: Any) -> None:
     if not isinstance(line, dict) or "headway_trace" not in line:
         raise FormatError(path, 1, "not a Headway trace: the header line is missing")
     if line["headway_trace"] != VERSION:

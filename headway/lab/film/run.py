@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 from headway.engine.clock import VirtualClock
@@ -15,17 +16,18 @@ from headway.lab.film.format import FilmWriter, header_record
 from headway.lab.film.recorder import PolicyRecorder
 from headway.lab.film.spec import Edit, RunSpec, config_of, described, profile_of, requests_of
 from headway.lab.film.texts import FilmTexts
-from headway.lab.replay import Replay
+from headway.lab.replay import Replay, check_replay
 from headway.lab.simulate import with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, describe_step, header
+from headway.observe.trace import Line, describe_step, header, read_trace
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
 from headway.scheduler.presets import describe
 
 MAX_FRAMES = 200_000
+MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it is shown
 
 
 class FilmedRun:
@@ -157,3 +159,31 @@ def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
     except (ReplayMismatch, PolicyError) as failure:
         error = str(failure)
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
+
+
+def film_of_file(path: Path) -> Iterator[bytes]:
+    """A film of a trace file; FormatError if it is not one."""
+    return film_of_lines(lambda: read_trace(path))
+
+
+def film_of_lines(read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
+    """A film of a recorded run. `read` gives its header and steps, each time anew.
+
+    A short run is decided again, which shows blocks and alternatives. A long run, a redacted one,
+    and one that cannot be repeated are shown from their lines.
+    """
+    head = next(read())  # errors in the header are raised here
+    return _film_of_recorded(head, read)
+
+
+def _film_of_recorded(head: Line, read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
+    lines, problem = list(islice(read(), MAX_REPLAYED + 2)), ""
+    if len(lines) <= MAX_REPLAYED + 1 and not head.get("is_redacted"):
+        try:
+            num_steps = check_replay(lines)
+            assert num_steps == len(lines) - 1
+            yield from film_of_replay(lines)
+            return
+        except (HeadwayError, KeyError, TypeError, ValueError) as error:
+            problem = str(error)
+    yield from film_of_trace(read(), notice=problem)
