@@ -113,9 +113,9 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
-def short_prompts() -> dict[str, list[int]]:
-    """All prompts but the longest, which has a third of all tokens."""
-    return {name: tokens for name, tokens in prompts().items() if len(tokens) < 200}
+def short_prompts(longest: int) -> dict[str, list[int]]:
+    """The prompts of at most `longest` tokens."""
+    return {name: tokens for name, tokens in prompts().items() if len(tokens) <= longest}
 
 
 @cache
