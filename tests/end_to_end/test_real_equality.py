@@ -29,7 +29,6 @@ from headway.scheduler.presets import DEFAULT
 from tests.support import real
 from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 
-
 # The reference equals transformers.
 
 

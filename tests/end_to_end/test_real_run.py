@@ -562,7 +562,7 @@ def test_random_settings_do_not_change_the_output(tiny: str, seed: int) -> None:
         for s in range(len(PROMPTS))
     ]
     with open_llm(tiny, max_model_len=220) as llm:
-        expected = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, params, strict=True)])
+        expected = outcome(llm.generate(PROMPTS, params))
     settings = random_settings(rng)
     with open_llm(tiny, **settings) as llm:
         assert outcome(llm.generate(PROMPTS, params)) == expected, settings
