@@ -33,7 +33,7 @@ from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer
 
 REFERENCE = Path(__file__).with_name("real_reference.json")
-NUM_TOKENS = 64
+NUM_TOKENS = 40
 TIE = 1e-4  # logits this close may be in either order
 # (prompt, position in the output, the reference's token, the other token) of every such pair.
 TIES: list[tuple[str, int, int, int]] = []
