@@ -320,8 +320,8 @@ def test_a_pass_that_cannot_be_captured_runs_uncaptured(error: Exception, is_lat
         graphs._graphs[size] = Unlaunchable()  # type: ignore[assignment]
 
     graphs.capture = capture  # type: ignore[method-assign]
-    results = [answers(lambda *_: executor, config, about) for _ in range(2)]
-    assert results == [answers(plain, config, about)] * 2
+    results = [answers(lambda *_: executor, config, about, count=2) for _ in range(2)]
+    assert results == [answers(plain, config, about, count=2)] * 2
     assert len(tried) == 1 and not len(graphs), "after one failure nothing more is captured"
 
 

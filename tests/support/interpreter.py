@@ -17,6 +17,7 @@ def speed_up() -> None:
     )
     semantic = sys.modules["triton.language.semantic"].TritonSemantic
     interpreter.InterpretedFunction.__call__ = prepared_once(interpreter.InterpretedFunction)
+    interpreter._patch_attr = called_directly(interpreter.interpreter_semantic)
     semantic.binary_op_sanitize_overflow_impl = check_overflow
     semantic.broadcast_impl_value = broadcast_values(interpreter.TensorHandle, core.block_type)
     core._unwrap_if_constexpr = unwrapped_by_type(core)
@@ -40,6 +41,23 @@ def prepared_once(kind: Any) -> Any:
         return prepare(self, *args, **options)
 
     return call
+
+
+def called_directly(semantic: Any) -> Any:
+    """The interpreter wraps every function of its language twice, and copies all options."""
+
+    def patch(module: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        function = getattr(
+            member, "__wrapped__", member
+        )  # without the check that `_semantic` is given
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(module, name, call)
+
+    return patch
 
 
 def check_overflow(_self: Any, left: Any, right: Any, operation: Any) -> None:
