@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Attention
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
@@ -322,7 +321,7 @@ def random_batch(rng: random.Random, block_size: int) -> tuple[ForwardBatch, int
     return real.batch_of(mixed, block_size), num_blocks
 
 
-OnBackend = tuple[Attention, Tensor]
+OnBackend = tuple[Any, Tensor]  # a pass that can run the steps of a layer, and its cache
 
 
 def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -> list[OnBackend]:
@@ -335,8 +334,7 @@ def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -
         (PlainBackend(torch.float64), torch.float64),
     ):
         copy = blocks.to(kind, copy=True)
-        taken: Any = backend.begin(config, batch, copy, angles.cos(), angles.sin())
-        pair.append((taken, copy))
+        pair.append((backend.begin(config, batch, copy, angles.cos(), angles.sin()), copy))
     return pair
 
 
