@@ -288,7 +288,14 @@ def test_a_model_folder_in_the_cache_has_a_name(cache: Path) -> None:
 def test_an_unknown_name_lists_the_attempts_and_the_known_models() -> None:
     with pytest.raises(ModelError) as error:
         resolve("Smolm2-135M")
-    for part in ("'Smolm2-135M'", "bundled", "folder", ".gguf", "org/name", "Known models: smollm2"):
+    for part in (
+        "'Smolm2-135M'",
+        "bundled",
+        "folder",
+        ".gguf",
+        "org/name",
+        "Known models: smollm2",
+    ):
         assert part in str(error.value)
     assert "Did you mean smollm2-135m?" in str(error.value)
     with pytest.raises(ModelError, match="Did you mean smollm2-135m?"):
