@@ -75,6 +75,12 @@ class FilmWriter:
         self.num_frames = 0
         self._start()
 
+    def load(self, state: dict[str, Any]) -> None:
+        """Start in the middle of a run; call it before the first line."""
+        frame = self.builder.load(state)
+        self._start()
+        self._entries += frame.added
+
     def _start(self) -> None:
         self._first = self.num_frames
         self._keyframe = keyframe(self.builder.state)
