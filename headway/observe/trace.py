@@ -189,12 +189,23 @@ def decisions(line: Line) -> Line:
 class TraceWriter:
     """An observer of the engine that writes each step to a file."""
 
-    def __init__(self, file: IO[str], config: Config, async_scheduling: bool, **more: Any) -> None:
-        self._file = file
+    def __init__(
+        self,
+        file: IO[str],
+        config: Config,
+        async_scheduling: bool,
+        *,
+        has_blocks: bool = False,
+        redact: bool = False,
+        **more: Any,
+    ) -> None:
+        self._file, self._has_blocks, self._redact = file, has_blocks, redact
+        more |= {"has_blocks": True} if has_blocks else {}
+        more |= {"is_redacted": True} if redact else {}
         self.write(header(config, async_scheduling, **more))
 
     def __call__(self, report: StepReport) -> None:
-        self.write(describe_step(report))
+        self.write(describe_step(report, has_blocks=self._has_blocks, redact=self._redact))
 
     def write(self, line: Line) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from headway.scheduler import Scheduler
 from headway.scheduler.presets import describe
 
 MAX_FRAMES = 200_000
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it is shown
 
 
@@ -57,7 +58,7 @@ class FilmedRun:
 
     def film(self, **more: Any) -> Iterator[bytes]:
         """The bytes of the film, while it is made. A failure is told in the end record."""
-        yield header_record(self.header, source="simulation", has_blocks=True, **more)
+        yield header_record({**self.header, "has_blocks": True}, source="simulation", **more)
         error = ""
         try:
             while self._has_more():
@@ -129,17 +130,17 @@ def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
     head = next(steps)
     texts, stats = FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"]["block_size"])
-    first = next(steps, None)
-    has_blocks = first is not None and "blocks" in first
-    yield header_record(head, source="trace", has_blocks=has_blocks, **more)
-    error = ""
+    yield header_record(head, source="trace", **more)
+    error, number = "", 1
     try:
-        for line in chain([first] if first else [], steps):
+        for number, line in enumerate(steps, start=2):
             stats.add(line)
             if chunk := writer.add(line, texts.follow(line)):
                 yield chunk
     except HeadwayError as failure:
         error = str(failure)
+    except MALFORMED as failure:
+        error = f"line {number} does not continue the run: {type(failure).__name__} {failure}"
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
@@ -149,7 +150,7 @@ def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
     replay = Replay(head, steps, has_blocks=True)
     recorder, texts, stats = PolicyRecorder(replay.scheduler), FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"]["block_size"])
-    yield header_record(head, source="replay", has_blocks=True, **more)
+    yield header_record({**head, "has_blocks": True}, source="replay", **more)
     error = ""
     try:
         for line in replay.lines():
@@ -177,13 +178,14 @@ def film_of_lines(read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
 
 
 def _film_of_recorded(head: Line, read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
-    lines, problem = list(islice(read(), MAX_REPLAYED + 2)), ""
-    if len(lines) <= MAX_REPLAYED + 1 and not head.get("is_redacted"):
+    problem = ""
+    if not head.get("is_redacted"):
         try:
-            num_steps = check_replay(lines)
-            assert num_steps == len(lines) - 1
-            yield from film_of_replay(lines)
-            return
-        except (HeadwayError, KeyError, TypeError, ValueError) as error:
+            lines = list(islice(read(), MAX_REPLAYED + 2))
+            if len(lines) <= MAX_REPLAYED + 1:
+                check_replay(lines)
+                yield from film_of_replay(lines)
+                return
+        except (HeadwayError, *MALFORMED) as error:
             problem = str(error)
     yield from film_of_trace(read(), notice=problem)
