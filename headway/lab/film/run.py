@@ -131,16 +131,17 @@ def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
     texts, stats = FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"]["block_size"])
     yield header_record(head, source="trace", **more)
-    error, number = "", 1
+    error = ""
     try:
-        for number, line in enumerate(steps, start=2):
+        for line in steps:
             stats.add(line)
             if chunk := writer.add(line, texts.follow(line)):
                 yield chunk
     except HeadwayError as failure:
         error = str(failure)
     except MALFORMED as failure:
-        error = f"line {number} does not continue the run: {type(failure).__name__} {failure}"
+        line_number = writer.num_frames + 2
+        error = f"line {line_number} does not continue the run: {type(failure).__name__} {failure}"
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
