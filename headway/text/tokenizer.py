@@ -82,7 +82,7 @@ class Tokenizer:
         `special` adds the tokens that the tokenizer puts around a text (usually BOS, or nothing).
         RequestTooLong if there are more than `max_tokens`; a very long text is then not encoded.
         """
-        _check_text(text, "the text")
+        _check_text(text)
         if len(text) <= SHORT:
             ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         else:
@@ -124,13 +124,6 @@ class Tokenizer:
             spelled = [token.encode() for token in self._backend.get_vocab()]
         return TokenBound.of(self._backend, spelled, is_byte_level)
 
-    def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The ids of each text, encoded on all cores."""
-        for index, text in enumerate(texts):
-            _check_text(text, f"text {index}")
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
-        return [encoding.ids for encoding in found]
-
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of all ids together; ids outside the vocabulary are skipped."""
         if len(ids) <= SHORT:
@@ -167,12 +160,12 @@ class Tokenizer:
         _write(folder, "generation_config.json", {"eos_token_id": sorted(self.eos_ids)})
 
 
-def _check_text(text: str, what: str) -> None:
+def _check_text(text: str) -> None:
     """InvalidRequest if a text contains half of a surrogate pair."""
     place = find_lone_surrogate(text)
     if place is not None:
         raise InvalidRequest(
-            f"{what} contains {text[place]!r} at character {place}, half of a surrogate pair; "
+            f"the text contains {text[place]!r} at character {place}, half of a surrogate pair; "
             "decode the text as UTF-8 or UTF-16 before sending it"
         )
 
