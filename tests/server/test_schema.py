@@ -8,13 +8,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import requests
 import uvicorn
 from hypothesis import HealthCheck, settings
 
 from tests.support import served
 
 schemathesis = pytest.importorskip("schemathesis")
+import requests  # noqa: E402
 from schemathesis import checks  # noqa: E402
 from schemathesis.pytest.lazy import get_all_tests  # noqa: E402
 
