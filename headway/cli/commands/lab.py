@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import webbrowser
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +19,7 @@ from headway.lab.film.reader import Film
 from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
 from headway.lab.web.app import LabApp
+from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
 from headway.lab.web.export import exported
 from headway.lab.web.server import LabServer
@@ -42,6 +44,12 @@ def lab_command(
     open_page: Annotated[
         bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
     ] = True,
+    attach: Annotated[
+        str | None, typer.Option(help="Follow a running server, e.g. http://host:8000.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key of that server.", envvar="HEADWAY_API_KEY")
+    ] = None,
     preset: options.Preset = "headway",
     profile: options.ProfileName = DEFAULT_PROFILE,
     async_scheduling: options.AsyncScheduling = False,
@@ -50,6 +58,10 @@ def lab_command(
 ) -> None:
     """Step through every decision of the scheduler on a web page."""
     options.import_from_working_directory()
+    if attach:
+        next(follow(attach, api_key))  # tell at once if it cannot be followed
+        _serve(LabApp("attach", live=partial(follow, attach, api_key)), port, open_page)
+        return
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
     if export:

@@ -28,6 +28,7 @@ class Record(IntEnum):
     HEADER = 1
     CHUNK = 2
     END = 3
+    IDLE = 4  # nothing happened; keeps a connection open
 
 
 class Mark(IntFlag):

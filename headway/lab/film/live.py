@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headway.engine.engine import Engine
+from headway.engine.loop import EngineLoop
 from headway.errors import ConfigError
 from headway.observe.trace import Line, describe_request, describe_step, header
 from headway.plan import StepReport
@@ -24,6 +25,14 @@ MAX_SECONDS = 15.0  # without a call, after which a viewer is dropped
 class _Viewer:
     seen: float  # when it last called
     lines: list[Line] = field(default_factory=list)
+
+
+def install(loop: EngineLoop) -> None:
+    """Let the engine of a loop be watched, by queries between its steps."""
+    live = LiveLines(loop.engine)
+    loop.step_queries |= {
+        "film_start": live.start, "film_lines": live.take, "film_stop": live.stop,
+    }  # fmt: skip
 
 
 class LiveLines:

@@ -75,7 +75,7 @@ class LabApp:
                 raise ConfigError("this lab follows no server; start it with --attach")
             return Response(200, FILM, self.live())
         if method == "GET" and not path.startswith("api/"):
-            return _static(path or "index.html")
+            return static(path or "index.html")
         return _json(404, {"error": f"there is no {method} /{path}"})
 
     def _film(self, data: Any) -> Iterator[bytes]:
@@ -116,7 +116,8 @@ def _json(status: int, data: Any) -> Response:
     return Response(status, "application/json", [json.dumps(data).encode()])
 
 
-def _static(name: str) -> Response:
+def static(name: str) -> Response:
+    """A file of the page; 404 if there is none with this name."""
     file = STATIC / name
     if "/" in name or file.suffix not in TYPES or not file.is_file():
         return _json(404, {"error": f"there is no page /{name}"})
