@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from headway.errors import ConfigError, HeadwayError
+from headway.lab.film.fork import fork
 from headway.lab.film.run import FilmedRun, film_of_file, film_of_lines
 from headway.lab.film.spec import read_spec
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
-from headway.observe.trace import parse_trace
+from headway.observe.trace import parse_trace, read_trace
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
@@ -85,7 +86,8 @@ class LabApp:
         if spec.trace not in self.traces:
             known = ", ".join(self.traces) or "none"
             raise ConfigError(f"unknown trace {spec.trace!r}; opened traces: {known}")
-        return film_of_file(self.traces[spec.trace])
+        path = self.traces[spec.trace]
+        return fork(list(read_trace(path)), spec) if spec.edits else film_of_file(path)
 
     def _export(self, data: Any) -> Response:
         if not isinstance(data, dict) or "spec" not in data:

@@ -118,6 +118,21 @@ def test_a_recorded_run_shows_the_states_of_the_run_itself(
     assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
 
 
+def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
+    plain = film_of(ask(server, "POST", "/api/film", {"trace": "run"})[1])
+    edits = [{"step": 9, "set": {"victim": "least_work"}}, {"step": 9, "abort": "3"},
+             {"step": 14, "add": {"id": "new", "prompt": 30, "output": 4}}]  # fmt: skip
+    forked = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": edits})[1])
+    assert forked.end and not forked.end["error"] and forked.header["source"] == "fork"
+    assert all(plain.ops(frame) == forked.ops(frame) for frame in range(9))
+    reasons = forked.end["summary"]["finish_reasons"]
+    assert reasons == {"abort": 1, "length": 12}
+    # Without a change that matters the future is the recorded one, but for its times.
+    same = [{"step": 9, "set": {"victim": "newest"}}]
+    again = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": same})[1])
+    assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames))
+
+
 def test_a_redacted_trace_is_shown_from_its_lines(server: LabServer) -> None:
     file, config = io.StringIO(), preset("vllm_v1", num_blocks=24)
     writer: list[TraceWriter] = []
