@@ -120,7 +120,7 @@ def test_a_recorded_run_shows_the_states_of_the_run_itself(
 
 def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
     plain = film_of(ask(server, "POST", "/api/film", {"trace": "run"})[1])
-    edits = [{"step": 9, "set": {"victim": "least_work"}}, {"step": 9, "abort": "3"},
+    edits = [{"step": 9, "set": {"victim": "least_work"}}, {"step": 9, "abort": "2"},
              {"step": 14, "add": {"id": "new", "prompt": 30, "output": 4}}]  # fmt: skip
     forked = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": edits})[1])
     assert forked.end and not forked.end["error"] and forked.header["source"] == "fork"
