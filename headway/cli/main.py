@@ -14,8 +14,8 @@ from headway import __version__
 from headway.cli.commands import (
     bench,
     chat,
-    demo,
     generate,
+    lab,
     lists,
     profile,
     run,
@@ -47,7 +47,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "simulate": simulate.simulate_command,
     "compare": simulate.compare_command,
     "trace": trace.trace_command,
-    "demo": demo.demo_command,
+    "lab": lab.lab_command,
+    "step": lab.step_command,
+    "demo": simulate.demo_command,
     "presets": lists.presets_command,
     "profiles": lists.profiles_command,
 }

@@ -44,6 +44,11 @@ NOT_CONSIDERED = {
 # One sentence for each decision.
 
 
+def arrived(id: str, num_prompt: int) -> str:
+    """A request enters the queue."""
+    return f"request {id} arrives with {_count(num_prompt, 'prompt token')}"
+
+
 def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str:
     """A waiting request starts to run."""
     parts = [f"request {id} is admitted{' again' if is_resume else ''}"]
@@ -54,13 +59,43 @@ def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str
     return ", ".join(parts)
 
 
-def preempted(id: str, is_swap: bool, num_lost: int, is_priority: bool, step: int) -> str:
-    """A running request goes back to the queue. Step -1 reports preemptions after a failure."""
+class Alternatives(NamedTuple):
+    """What the scheduler compared when it preempted a request."""
+
+    victim_rule: str
+    num_candidates: int
+    seconds: tuple[float, float] | None = None  # to swap out and in, and to recompute
+
+
+def preempted(
+    id: str,
+    is_swap: bool,
+    num_lost: int,
+    is_priority: bool,
+    step: int,
+    short: tuple[int, int] = (0, 0),
+    alternatives: Alternatives | None = None,
+) -> str:
+    """A running request goes back to the queue. Step -1 reports preemptions after a failure.
+
+    `short` has the blocks that decodes needed and those that were free.
+    """
     cause = "a step failed" if step < 0 else "KV blocks ran out"
     if is_priority:
         cause = "a request with a higher priority waits"
+    if short[0]:
+        cause += f" (decodes needed {short[0]}, {short[1]} free)"
     fate = "swapped out" if is_swap else "to recompute"
-    return f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
+    text = f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
+    if alternatives is None:
+        return text
+    rule, num_candidates, seconds = alternatives
+    text += f"; chosen by {rule} among {num_candidates}"
+    if seconds:
+        text += (
+            f"; swapping takes {_milliseconds(seconds[0])}, recomputing {_milliseconds(seconds[1])}"
+        )
+    return text
 
 
 def why_blocked(reason: str, need: int, have: int) -> str:
@@ -74,9 +109,14 @@ def why_not_considered(reason: str, max_num_seqs: int) -> str:
     return NOT_CONSIDERED[reason].format(limit=max_num_seqs)
 
 
-def waits(id: str, reason: str, need: int, have: int) -> str:
-    """A considered request stays in the queue."""
-    return f"request {id} waits: {why_blocked(reason, need, have)}"
+def waits(
+    id: str, reason: str, need: int, have: int, headroom: int | None = None, rule: str = ""
+) -> str:
+    """A considered request stays in the queue. `headroom` is the part of `need` that `rule` adds."""
+    text = f"request {id} waits: {why_blocked(reason, need, have)}"
+    if headroom is not None and reason in ("headroom", "back_off"):
+        text += f" ({need - headroom} for its tokens, {headroom} by {rule})"
+    return text
 
 
 def not_considered(reason: str, num_requests: int, max_num_seqs: int) -> str:
@@ -115,6 +155,10 @@ def finished(id: str, num_output: int, reason: str | None, *, is_pooling: bool =
     if is_pooling:
         result = "its embedding" if num_output else "no embedding"
     return f"request {id} finished with {result} ({reason})"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
 
 
 def _count(number: int, noun: str) -> str:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from headway import __version__
-from headway.cli.commands import demo
 from headway.cli.commands.simulate import parse_variant
 from headway.cli.main import main
 from headway.cli.options.replaced import REPLACED
@@ -89,19 +88,16 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_the_module_runs_as_a_program() -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "headway"]
-    version = subprocess.run(
-        [*command, "--version"], capture_output=True, text=True, cwd=root, check=False
-    )
-    expected = f"headway {__version__} (commit {commit()})"
-    assert (version.returncode, version.stdout.strip()) == (0, expected)
     wrong = subprocess.run(
-        [*command, "simulate", "--preset", "unknown"],
-        capture_output=True, text=True, cwd=root, check=False,
+        [sys.executable, "-m", "headway", "simulate", "--preset", "unknown"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert wrong.returncode == 2 and "'unknown'" in wrong.stderr
     assert "Traceback" not in wrong.stderr and not wrong.stdout
+
+
+def test_the_version_names_the_commit() -> None:
+    assert headway("--version").out.strip() == f"headway {__version__} (commit {commit()})"
 
 
 def make_checkout(folder: Path, *lines: str) -> Path:
@@ -317,7 +313,7 @@ def test_lists_are_complete() -> None:
 def test_the_demo_names_the_command_that_runs_it() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
     target = makefile.partition("\ndemo:")[2].partition("\n\n")[0]
-    assert "headway demo" in target and "make run" not in (demo.__doc__ or "")
+    assert "headway demo" in target
 
 
 # Errors.

@@ -52,6 +52,7 @@ def said(session: ChatSession, *lines: str) -> str:
     return "".join(pieces)
 
 
+@pytest.mark.usefixtures("shared_weights")
 def test_the_bundled_model_chats_through_a_pipe(smollm2: Path) -> None:
     with typed("What is the capital of France?\n/stats\n\n/exit\nnever read\n"):
         done = headway(

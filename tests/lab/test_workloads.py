@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from bench.trace_files import measure_hits
+from bench.trace_files import ideal_cache_hits, measure_hits
 from headway.errors import ConfigError, FormatError
-from headway.lab.workload.files import ideal_cache_hits, read_workload, write_workload
+from headway.lab.workload.files import read_workload, write_workload
 from headway.lab.workload.request import (
     EOS,
     FIRST_TOKEN,

@@ -169,7 +169,7 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-@pytest.mark.usefixtures("scratch_folder")
+@pytest.mark.usefixtures("scratch_folder", "shared_weights")
 @pytest.mark.parametrize("name", NAMES)
 def test_shown_output_is_real(name: str) -> None:
     for shown in shown_in(read(name)):

@@ -15,8 +15,8 @@ from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import MAX_PREFILL_STEPS
 from tests.support import nano_vllm
 
-NUM_WORKLOADS = 600
-NUM_PARTS = 3
+NUM_WORKLOADS = 400
+NUM_PARTS = 2
 STREAM_EVERY = 20
 EOS = 0
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from headway.cli.options import prompts
 from headway.cli.options.common import check_writable, spread
-from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
+from headway.cli.options.model import ModelOptions, SamplingOptions, sampling_option
 from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live
 from headway.errors import HeadwayError, InvalidRequest
@@ -53,20 +53,12 @@ class GenerateOptions(SamplingOptions):
     """Sampling options that `headway chat` does not have."""
 
     ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Continue after the end token.", rich_help_panel=SAMPLING
-        ),
+        bool, sampling_option("Continue after the end token.", "--ignore-eos")
     ] = False
-    n: Annotated[
-        int, typer.Option("--n", "-n", help="Outputs per prompt.", rich_help_panel=SAMPLING)
-    ] = 1
+    n: Annotated[int, sampling_option("Outputs per prompt.", "--n", "-n")] = 1
     logprobs: Annotated[
         int | None,
-        typer.Option(
-            help="Return log probabilities, with N alternatives per token.",
-            rich_help_panel=SAMPLING,
-        ),
+        sampling_option("Return log probabilities, with N alternatives per token."),
     ] = None
 
 

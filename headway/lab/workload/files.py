@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from headway.checks import number, whole_number
 from headway.engine.engine import MAX_SAMPLES
 from headway.errors import FormatError
-from headway.lab.checks import number, whole_number
 from headway.lab.workload.request import (
     LAST_TOKEN,
     MAX_TOKENS,
@@ -42,17 +42,6 @@ from headway.lab.workload.request import (
 from headway.lab.workload.rows import Row, read_rows
 
 MOONCAKE_BLOCK = 512  # tokens behind one hash id
-
-
-class CacheHits(NamedTuple):
-    """Prompt blocks of a workload, and those that an unlimited prefix cache would hit."""
-
-    num_blocks: int
-    num_hits: int
-
-    @property
-    def ratio(self) -> float:
-        return self.num_hits / self.num_blocks
 
 
 def read_workload(
@@ -107,25 +96,6 @@ def _line(request: WorkloadRequest) -> dict[str, Any]:
         "priority": request.priority, "n": request.n,
     }  # fmt: skip
     return line if request.deadline is None else {**line, "deadline": request.deadline}
-
-
-def ideal_cache_hits(path: str | Path, skip: Container[str] = ()) -> CacheHits:
-    """Count the blocks of a Mooncake file, and those that an unlimited prefix cache would hit.
-
-    Requests whose ids are in `skip`, such as rejected ones, are ignored. Every hash id counts as
-    one block, including a partial last one. A block is a hit if it and all blocks before it in its
-    prompt occur in prompts of earlier lines.
-    """
-    seen: set[int | str] = set()
-    num_blocks = num_hits = 0
-    numbers = count()  # a line without an id is named by its number, as in `read_workload`
-    rows = read_rows(Path(path), lambda row: (row.text("id", str(next(numbers))), row.hashes()))
-    for hashes in (hashes for id, hashes in rows if id not in skip):
-        new = (place for place, block in enumerate(hashes) if block not in seen)
-        num_hits += next(new, len(hashes))
-        num_blocks += len(hashes)
-        seen.update(hashes)
-    return CacheHits(num_blocks, num_hits)
 
 
 def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
