@@ -3,14 +3,6 @@
 import { Film } from "./film";
 import { Catalog, fromBase64, Spec } from "./spec";
 
-/** What an exported file says about itself. */
-export interface Embedded {
-  catalog?: Partial<Catalog>;
-  spec?: Spec;
-  other?: Spec | null;
-  frame?: number;
-}
-
 export async function fetchCatalog(): Promise<Catalog> {
   const answer = await fetch("api/catalog");
   if (!answer.ok) throw new Error(await sentence(answer));
@@ -80,10 +72,15 @@ async function sentence(answer: Response): Promise<string> {
 
 export const hasEmbedded = (id: string): boolean => document.getElementById(id) !== null;
 
-export function embeddedFacts(): Embedded {
-  const text = document.getElementById("embedded")?.textContent;
-  return text ? (JSON.parse(text) as Embedded) : {};
+/** The catalog in an exported file, if it has one. */
+export function embeddedCatalog(): Partial<Catalog> {
+  const text = document.getElementById("catalog")?.textContent;
+  return text ? (JSON.parse(text) as Partial<Catalog>) : {};
 }
+
+/** The state with which an exported file opens. */
+export const embeddedHash = (): string =>
+  document.querySelector<HTMLMetaElement>('meta[name="lab-hash"]')?.content ?? "";
 
 function embedded(id: string): ReadableStream<Uint8Array> {
   const bytes = fromBase64(document.getElementById(id)?.textContent ?? "");
@@ -92,9 +89,9 @@ function embedded(id: string): ReadableStream<Uint8Array> {
 }
 
 /** Download what is shown as one HTML file. */
-export async function download(spec: Spec, other: Spec | null, frame: number): Promise<void> {
+export async function download(spec: Spec, other: Spec | null, hash: string): Promise<void> {
   const headers = { "Content-Type": "application/json" };
-  const body = JSON.stringify({ spec, other, frame });
+  const body = JSON.stringify({ spec, other, hash });
   const answer = await fetch("api/export", { method: "POST", body, headers });
   if (!answer.ok) throw new Error(await sentence(answer));
   const link = document.createElement("a");

@@ -5,7 +5,7 @@
 import { FilmState, nextOp, OP } from "./state";
 import { Timeline } from "./timeline";
 
-const HEADER = 1, CHUNK = 2, END = 3;
+const HEADER = 1, CHUNK = 2, END = 3, IDLE = 4;
 const VERSION = 1;
 const NUM_PARSED = 12; // chunks whose sentences stay parsed
 
@@ -22,12 +22,14 @@ export interface Header {
   source?: string;
   has_blocks?: boolean;
   is_redacted?: boolean;
+  notice?: string; // why a recorded run is shown from its lines alone
   reason_texts?: Record<string, string>;
 }
 
 export interface End {
   summary?: Record<string, unknown>;
   rejected?: [string, string][];
+  numbers?: Record<string, number | null>; // of the story that the run belongs to, by label
   error?: string;
 }
 
@@ -167,7 +169,7 @@ export class Film {
     if (kind === CHUNK) this.addChunk(payload);
     else if (kind === HEADER) this.readHeader(JSON.parse(decode(payload)) as Header);
     else if (kind === END) this.end = JSON.parse(decode(payload)) as End;
-    else throw new Error(`the film has a record of unknown kind ${kind}`);
+    else if (kind !== IDLE) throw new Error(`the film has a record of unknown kind ${kind}`);
   }
 
   private readHeader(header: Header): void {

@@ -1,6 +1,7 @@
 // All state of the page in the hash of its URL, so that a link shows the same frame.
 
 import { batch, effect } from "@preact/signals";
+import { download } from "./api";
 import { pack, Spec, unpack } from "./spec";
 import * as store from "./store";
 
@@ -9,10 +10,10 @@ let timer = 0, written = "";
 
 export function toHash(): string {
   const parts: [string, string][] = [];
-  const { a, b } = store;
+  const { a, b, position } = store, frame = position.value;
   if (a.spec.value) parts.push(["spec", pack(a.spec.value)]);
   if (b.spec.value) parts.push(["other", pack(b.spec.value)]);
-  parts.push(["frame", String(store.wanted ?? store.position.value)]);
+  parts.push(["frame", String(store.wanted ?? frame)]);
   if (store.isComparing.value && store.sync.value === "time") {
     parts.push(["sync", "time"], ["clock", String(store.clock.value)]);
   }
@@ -25,6 +26,15 @@ export function toHash(): string {
   }
   if (store.span.value) parts.push(["span", store.span.value.join("-")]);
   return `#${parts.map(([key, value]) => `${key}=${value}`).join("&")}`;
+}
+
+/** Save what is shown as one HTML file. */
+export async function exportFile(): Promise<void> {
+  try {
+    await download(store.a.spec.value ?? {}, store.b.spec.value, toHash());
+  } catch (error) {
+    store.banner.value = (error as Error).message;
+  }
 }
 
 export interface Link {

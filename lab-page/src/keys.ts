@@ -1,9 +1,10 @@
 // The keyboard: every control has a key.
 
 import {
-  a, canRun, chosenState, edit, exportFile, isComparing, isHelpOpen, open, partsAt, play, seek, seekEnd,
+  a, canRun, canEdit, chosenState, edit, isComparing, isHelpOpen, open, partsAt, play, seek, seekEnd,
   seekMark, seekTime, select, selected, speed, stepBy, sync, theme, viewA,
 } from "./store";
+import { exportFile } from "./hash";
 import { isAdding, isForking } from "./ui/dialogs";
 import { toggleSecond } from "./ui/setup";
 import { currentStory, openStory } from "./ui/story";
@@ -69,11 +70,11 @@ const ACTIONS: Record<string, () => void> = {
   "+": () => faster(1), "=": () => faster(1), "-": () => faster(-1), Home: () => seek(0), End: seekEnd,
   j: () => focus("jump"), ArrowDown: () => nextRequest(1), ArrowUp: () => nextRequest(-1),
   w: () => { if (selected.value === null) nextRequest(1); focus("why"); },
-  a: () => { if (canRun.value) isAdding.value = true; },
-  x: () => { if (canRun.value && selected.value !== null) edit({ abort: selected.value }); },
-  c: toggleSecond, f: () => { if (canRun.value) isForking.value = true; },
+  a: () => { if (canEdit.value) isAdding.value = true; },
+  x: () => { if (canEdit.value && selected.value !== null) edit({ abort: selected.value }); },
+  c: toggleSecond, f: () => { if (canEdit.value) isForking.value = true; },
   p: () => { if (partsAt.value >= 0) seek(partsAt.value); }, s: toggleSync, r: reset, m: () => focus("setup"),
-  e: () => { if (canRun.value) void exportFile(); }, t: toggleTheme,
+  e: () => { if (canEdit.value) void exportFile(); }, t: toggleTheme,
   Escape: () => { select(null); chosenState.value = null; }, "?": () => (isHelpOpen.value = !isHelpOpen.value),
 };
 

@@ -2,7 +2,7 @@
 
 import { effect } from "@preact/signals";
 import { render } from "preact";
-import { embeddedFacts, fetchCatalog, hasEmbedded } from "./api";
+import { embeddedCatalog, embeddedHash, fetchCatalog, hasEmbedded } from "./api";
 import { refreshColors } from "./colors";
 import { followHash, fromHash, type Link } from "./hash";
 import { listen } from "./keys";
@@ -17,25 +17,26 @@ const EMPTY: Catalog = {
 };
 
 function openLink({ spec, other, frame }: Link): void {
-  if (catalog.value?.mode === "lab") open(spec ?? catalog.value.default, spec ? other : null, frame ?? 0);
+  const known = catalog.value;
+  const usual = known?.traces.length ? { trace: known.traces[0].name } : known?.default;
+  if (known?.mode === "lab") open(spec ?? usual!, spec ? other : null, frame ?? 0);
   else if (frame !== null) want(frame);
 }
 
 async function openEmbedded(link: Link): Promise<void> {
-  const facts = embeddedFacts();
-  catalog.value = { ...EMPTY, ...facts.catalog, mode: "export" };
-  a.spec.value = facts.spec ?? null;
-  want(link.frame ?? facts.frame ?? 0);
-  await load(a, { kind: "embedded", id: "film" });
-  if (!hasEmbedded("film2")) return;
-  b.spec.value = facts.other ?? {};
-  await load(b, { kind: "embedded", id: "film2" });
+  catalog.value = { ...EMPTY, ...embeddedCatalog(), mode: "export" };
+  a.spec.value = link.spec;
+  want(link.frame ?? 0);
+  await load(a, { kind: "embedded", id: "film0" });
+  if (!hasEmbedded("film1")) return;
+  b.spec.value = link.other ?? {};
+  await load(b, { kind: "embedded", id: "film1" });
 }
 
 async function start(): Promise<void> {
-  const link = fromHash(location.hash);
+  const link = fromHash(location.hash || embeddedHash());
   followHash(openLink);
-  if (hasEmbedded("film")) return openEmbedded(link);
+  if (hasEmbedded("film0")) return openEmbedded(link);
   try {
     catalog.value = await fetchCatalog();
   } catch {

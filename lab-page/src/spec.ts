@@ -26,27 +26,45 @@ export interface Spec {
   set?: Record<string, Value>;
   profile?: string;
   async_scheduling?: boolean;
-  seed?: number;
   edits?: Edit[];
   story?: string;
+}
+
+export interface Look {
+  step: number;
+  text: string;
+  run?: string; // spec, other or a name of more
+}
+
+/** A number that the runs of a story give: of one run, or of one per another. */
+export interface StoryNumber {
+  label: string;
+  metric: string;
+  unit?: string;
+  run?: string;
+  per?: string;
+  digits?: number;
+  scale?: number; // from seconds and shares to the unit
 }
 
 export interface Story {
   name: string;
   title: string;
   text: string[];
+  lesson?: string;
   spec: Spec;
   other: Spec | null;
-  looks: { frame?: number; step?: number; text: string }[];
+  more?: Record<string, Spec>; // further runs
+  looks: Look[];
   question?: { text: string; choices: string[]; answer: number; why: string[] } | null;
-  numbers: { label: string; metric: string; value: number; unit?: string }[];
+  numbers: StoryNumber[];
 }
 
 export interface Catalog {
   mode: "lab" | "serve" | "attach" | "export";
   presets: Record<string, Record<string, Value>>;
-  slots: Record<string, { value: string; help: string }[]>;
-  numbers: Record<string, { low: number; high: number; default: Value | null; help: string }>;
+  slots: Record<string, { help: string; values: { value: string; help: string }[] }>;
+  numbers: Record<string, { low: number; high: number; default: Value | null; help?: string }>;
   profiles: { name: string; description: string }[];
   stories: Story[];
   traces: { name: string; title: string }[];
@@ -85,7 +103,6 @@ export function tidy(spec: Spec): Spec {
   const out: Spec = { ...spec };
   if (out.set && !Object.keys(out.set).length) delete out.set;
   if (out.edits && !out.edits.length) delete out.edits;
-  if (!out.seed) delete out.seed;
   if (!out.async_scheduling) delete out.async_scheduling;
   return out;
 }
@@ -109,6 +126,7 @@ const PARTS: Record<string, string[]> = {
 export function dials(text: string): Dial[] {
   const found: Dial[] = [];
   for (const field of text.matchAll(/([a-z_]+)\s*=\s*((?:[^,(]|\([^)]*\))+)/g)) {
+    if (field[1] === "seed") continue;
     const [all, key, value] = field, offset = field.index + all.length - value.length;
     const call = /([a-z_]+)\(/.exec(value)?.[1] ?? "";
     let place = 0;
@@ -131,4 +149,13 @@ function dial(label: string, text: string, start: number): Dial {
 export function turn(text: string, dial: Dial, value: number): string {
   const shown = Number.isInteger(dial.value) ? String(Math.round(value)) : value.toFixed(2);
   return text.slice(0, dial.start) + shown + text.slice(dial.end);
+}
+
+/** The seed in a workload's text. */
+export const seedOf = (text: string): number => Number(/(?:^|,)\s*seed\s*=\s*(\d+)/.exec(text)?.[1] ?? 0);
+
+/** The text with another seed. */
+export function withSeed(text: string, seed: number): string {
+  const bare = text.replace(/(^|,)\s*seed\s*=\s*\d+/, "").replace(/^,/, "");
+  return seed ? `${bare},seed=${seed}` : bare;
 }

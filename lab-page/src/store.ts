@@ -1,7 +1,7 @@
 // The state of the page as signals, and the actions that change it.
 
 import { batch, computed, effect, signal, Signal } from "@preact/signals";
-import { download, Source, stream } from "./api";
+import { Source, stream } from "./api";
 import { Film, whereTheyPart } from "./film";
 import { Catalog, Edit, Spec, tidy } from "./spec";
 import { makeView, View } from "./view";
@@ -50,6 +50,11 @@ export const whyNot = computed(() => {
   if (mode === "lab" || !mode) return "";
   return "This page follows a live server. Start `headway lab` to run a workload of your own.";
 });
+
+/** Whether the run can be changed in the middle; and why not. */
+export const canEdit = computed(() => canRun.value && a.spec.value !== null);
+export const whyNoEdit = computed(() =>
+  whyNot.value || (canEdit.value ? "" : "Open the file with `headway lab FILE` to change this run."));
 
 export const numFrames = computed(() => {
   version.value;
@@ -227,6 +232,9 @@ export async function load(each: Side, source: Source): Promise<void> {
       arrived();
     });
     if (film.end?.error) banner.value = film.end.error;
+    else if (film.header?.notice) {
+      banner.value = `Shown from the recorded lines, without alternatives: ${film.header.notice}`;
+    }
     if (!film.numFrames && !film.end?.error) banner.value = "The run has no steps: no request arrived.";
   } catch (error) {
     if (!abort.signal.aborted) banner.value = (error as Error).message;
@@ -259,7 +267,7 @@ export function open(spec: Spec, other: Spec | null, frame: number | null = null
 export function change(changes: Partial<Spec>): void {
   const spec = { ...(a.spec.value ?? {}), ...changes };
   const shared: Partial<Spec> = {};
-  for (const key of ["workload", "requests", "trace", "seed", "profile", "story"] as const) {
+  for (const key of ["workload", "requests", "trace", "profile", "story"] as const) {
     if (key in changes) Object.assign(shared, { [key]: changes[key] });
   }
   open(spec, b.spec.value && { ...b.spec.value, ...shared });
@@ -279,12 +287,4 @@ export function edit(change: Omit<Edit, "step">): void {
 export function fork(set: Record<string, string | number>): void {
   const spec = a.spec.value!;
   open(spec, { ...spec, edits: [...(spec.edits ?? []), { step: editStep(), set }] });
-}
-
-export async function exportFile(): Promise<void> {
-  try {
-    await download(a.spec.value ?? {}, b.spec.value, position.value);
-  } catch (error) {
-    banner.value = (error as Error).message;
-  }
 }

@@ -31,6 +31,7 @@ export interface View {
   film: Film;
   frame: number;
   step: number;
+  isAfter: boolean; // after that step: the run has ended, or the step failed
   time: number;
   state: FilmState;
   work: StepWork;
@@ -60,9 +61,16 @@ export function makeView(film: Film, frame: number): View {
   }
   counts[FINISHED] = Math.max(numFinished, state.numFinished);
   return {
-    film, frame, step: film.column("step", frame), time: film.planned.at(frame), state, work,
+    film, frame, step: stepOf(film, frame), isAfter: film.column("step", frame) < 0, time: film.planned.at(frame), state, work,
     groups, counts, numFinished: counts[FINISHED],
   };
+}
+
+/** The step of a frame; of a frame without a plan, the step before. */
+export function stepOf(film: Film, frame: number): number {
+  let at = frame;
+  while (at > 0 && film.column("step", at) < 0) at--;
+  return film.column("step", at);
 }
 
 function openRow(film: Film, state: FilmState, r: number, chunk: [number, number] | null): Row {
@@ -81,7 +89,7 @@ function finishedRow(film: Film, r: number): Row {
   const numPrompt = entry?.numPrompt ?? 0, length = numPrompt + finish.numOutput;
   return {
     r, id: entry?.id ?? String(r), status: FINISHED, numPrompt, limit: entry?.limit ?? length,
-    cached: 0, computed: length, generated: finish.numOutput, preemptions: life.preemptions.length,
+    cached: 0, computed: finish.numOutput ? length : 0, generated: finish.numOutput, preemptions: life.preemptions.length,
     numBlocks: 0, numHost: 0, blocked: null, chunk: null,
     finish: film.header!.finish_reasons[finish.reason] ?? "",
   };

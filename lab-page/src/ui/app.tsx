@@ -1,10 +1,12 @@
 // The whole page.
 
 import { useSignal } from "@preact/signals";
+import { exportFile } from "../hash";
 import { reset, toggleTheme } from "../keys";
 import {
-  a, b, banner, canRun, catalog, exportFile, isComparing, isHelpOpen, viewA, viewB, whyNot,
+  a, b, banner, canEdit, catalog, isComparing, isHelpOpen, viewA, viewB, whyNoEdit,
 } from "../store";
+import type { Spec } from "../spec";
 import { Blocks } from "./blocks";
 import { Budget } from "./budget";
 import { Charts } from "./charts";
@@ -14,7 +16,8 @@ import { Log, Why } from "./log";
 import { Machine } from "./machine";
 import { Requests } from "./requests";
 import { Setup } from "./setup";
-import { StoryPanel, Summary } from "./story";
+import { StoryPanel } from "./story";
+import { Summary } from "./summary";
 import { Transport } from "./transport";
 
 export function App() {
@@ -25,6 +28,7 @@ export function App() {
       <Banner />
       <div class="page">
         <aside id="setup">
+          <StoryPanel />
           <details
             class="card" open={isSetupOpen.value}
             onToggle={(event) => (isSetupOpen.value = event.currentTarget.open)}
@@ -32,7 +36,6 @@ export function App() {
             <summary>Setup</summary>
             <Setup />
           </details>
-          <StoryPanel />
           <Summary />
         </aside>
         <main>
@@ -66,7 +69,7 @@ function Two() {
       {sides.map(([view, side, name], i) => (
         <div class="panes half" key={name} data-side={i ? "b" : "a"}>
           <h2 class="side">
-            {i ? "Second" : "First"}: {nameOf(side.spec.value)}
+            {i ? "Second" : "First"}: {nameOf(side.spec.value, (i ? a : b).spec.value)}
             <small>{view.value ? `step ${view.value.step}` : "loading"}</small>
           </h2>
           <Budget view={view} name={name} />
@@ -82,11 +85,15 @@ function Two() {
   );
 }
 
-function nameOf(spec: { preset?: string; set?: object; edits?: { step: number; set?: object }[] } | null): string {
-  const fork = spec?.edits?.filter((edit) => edit.set).at(-1);
-  const changes = Object.entries(spec?.set ?? {}).map(([key, value]) => `${key} ${value}`);
-  if (fork) changes.push(`from step ${fork.step} ${Object.entries(fork.set!).map((e) => e.join(" ")).join(", ")}`);
-  return [spec?.preset ?? "as recorded", ...changes.slice(-3)].join(", ");
+/** The scheduler of a spec in words; beside another one, only what differs. */
+function nameOf(spec: Spec | null, other: Spec | null = null): string {
+  const sets = Object.entries(spec?.set ?? {}).filter(([key, value]) => other?.set?.[key] !== value);
+  const changes = sets.map(([key, value]) => `${key} ${value}`);
+  for (const { step, set } of spec?.edits ?? []) {
+    if (set) changes.push(`from step ${step} ${Object.entries(set).map((each) => each.join(" ")).join(", ")}`);
+  }
+  const preset = spec?.trace ? `${spec.trace} as recorded` : (spec?.preset ?? "headway");
+  return [preset, ...changes.slice(-3)].join(", ");
 }
 
 function Header() {
@@ -109,9 +116,9 @@ function Header() {
 }
 
 function Action({ text, hint, on }: { text: string; hint: string; on: () => void }) {
-  const isOff = !canRun.value;
+  const isOff = !canEdit.value;
   return (
-    <button type="button" disabled={isOff} title={isOff ? whyNot.value : hint} onClick={on}>{text}</button>
+    <button type="button" disabled={isOff} title={isOff ? whyNoEdit.value : hint} onClick={on}>{text}</button>
   );
 }
 

@@ -118,6 +118,14 @@ function drawGrid(
 ): void {
   const { size, columns } = grid, gap = size > 5 ? 2 : size > 2 ? 1 : 0, side = size - gap;
   const empty = color("cell"), stored = color("cached"), ink = color("ink");
+  const number = (block: number, x: number, y: number, shade: string) => {
+    if (size < 24) return;
+    context.fillStyle = color(shade);
+    context.font = "9px system-ui, sans-serif";
+    context.textAlign = "left";
+    context.textBaseline = "top";
+    context.fillText(String(block), x + 3, y + 3);
+  };
   for (let block = 0; block < grid.numDevice; block++) {
     const x = (block % columns) * size, y = Math.floor(block / columns) * size;
     const holders = owners.get(block);
@@ -126,11 +134,13 @@ function drawGrid(
     if (!holders) {
       context.fillStyle = view.state.published[block] ? stored : empty;
       context.fillRect(x, y, side, side);
+      number(block, x, y, "quiet");
       continue;
     }
     context.fillStyle = ownerColor(chosen >= 0 && !isOther ? chosen : holders[0]);
     context.fillRect(x, y, side, side);
     if (holders.length > 1) drawShared(context, x, y, side, holders);
+    else number(block, x, y, "on-owner");
     if (chosen >= 0 && !isOther && size > 4) {
       context.strokeStyle = ink;
       context.lineWidth = size > 10 ? 2 : 1;

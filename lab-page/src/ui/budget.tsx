@@ -6,6 +6,8 @@ import { hovered, lit, select } from "../store";
 import type { View } from "../view";
 import { count, plural } from "./words";
 
+const CUT = 0.4, SHARE = 0.7; // below this use, the used part takes this share of the bar
+
 export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   paint.value;
   const now = view.value;
@@ -15,7 +17,9 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
   const used = decodes + chunks.reduce((sum, chunk) => sum + chunk.end - chunk.start, 0);
   const total = Math.max(limit, used, 1), unused = Math.max(0, limit - used);
   const numSteps = now ? now.film.column("num_steps", now.frame) : 1;
-  const width = (tokens: number) => ({ width: `${(100 * tokens) / total}%` });
+  const isCut = used > 0 && used / total < CUT; // the unused part is drawn shorter than it is
+  const scale = isCut ? SHARE / used : 1 / total;
+  const width = (tokens: number) => ({ width: `${100 * tokens * scale}%` });
   return (
     <section class="card budget" aria-label={`Token budget of the step${name}`}>
       <h2>
@@ -35,12 +39,17 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
             />
           );
         })}
+        {unused > 0 && (
+          <i class={isCut ? "unused cut" : "unused"} title={isCut ? "not to scale" : undefined}>
+            {count(unused)} unused
+          </i>
+        )}
       </div>
       <p class="legend one-line">
         <i class="swatch decodes" /> {plural(decodes, "decode")}
         {numSteps > 1 && ` × ${numSteps} steps`}
         {" · "}{plural(chunks.length, "prompt chunk")} {chunks.length > 0 && `(${chunkText(now!)})`}
-        {" · "}{count(unused)} unused
+        {" · "}{count(unused)} unused{isCut && ", not to scale"}
       </p>
     </section>
   );

@@ -18,7 +18,7 @@ const HEIGHT = 96, REDRAW = 250; // pixels; ms between redraws while frames arri
 const column = (name: string) => (film: Film) => film.columns[name]!.values;
 const CHARTS: Chart[] = [
   {
-    title: "Running and waiting requests",
+    title: "Requests",
     lines: [
       { label: "running", color: "decoding", values: column("running") },
       { label: "waiting", color: "waiting", values: column("waiting") },
@@ -85,12 +85,7 @@ function Plot({ chart }: { chart: Chart }) {
     timer.current = 0;
     const u = plot.current;
     if (!u) return;
-    u.setData(dataOf(chart) as unknown as uPlot.AlignedData, false);
-    const [min, max] = shownSpan(numFrames.peek());
-    u.batch(() => {
-      u.setScale("x", { min, max });
-      u.redraw();
-    });
+    u.setData(dataOf(chart) as unknown as uPlot.AlignedData);
     move();
   };
   useSignalEffect(() => {
@@ -172,14 +167,14 @@ function make(chart: Chart, place: HTMLElement, onReady: () => void): uPlot {
   const options: uPlot.Options = {
     width: place.clientWidth || 300, height: HEIGHT, series, legend: { show: false },
     padding: [6, 6, 0, 0],
-    scales: { x: { time: false }, y: { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } },
+    scales: { x: { time: false, range: () => shownSpan(numFrames.peek()) }, y: { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } },
     axes: [
       { ...axis, size: 18, gap: 2 },
       { ...axis, size: 44, gap: 3, space: 22, values: (_, ticks) => ticks.map((t) => Number.isInteger(t) ? count(t) : "") },
     ],
     cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false } },
     hooks: {
-      ready: [onReady],
+      draw: [onReady], // scales are set right before
       setSelect: [(u) => {
         if (u.select.width < 8) return;
         const from = u.posToVal(u.select.left, "x"), to = u.posToVal(u.select.left + u.select.width, "x");

@@ -3,7 +3,7 @@
 import { signal, useSignal } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import { KEYS } from "../keys";
-import { a, canRun, catalog, edit, editStep, fork, isHelpOpen, whyNot } from "../store";
+import { a, canEdit, catalog, edit, editStep, fork, isHelpOpen, whyNoEdit } from "../store";
 
 export const isAdding = signal(false), isForking = signal(false);
 
@@ -64,7 +64,7 @@ function AddForm() {
     >
       <p>The request arrives before step {editStep()}. The workload runs again with it.</p>
       <label class="field"><span>id</span>
-        <input value={id.value} required onInput={(event) => (id.value = event.currentTarget.value)} />
+        <input autofocus value={id.value} required onInput={(event) => (id.value = event.currentTarget.value)} />
       </label>
       {numbers.map(([label, value, low]) => (
         <label class="field" key={label}><span>{label}</span>
@@ -82,7 +82,7 @@ function AddForm() {
 function ForkForm() {
   const { slots, numbers } = catalog.value!, names = [...Object.keys(slots), ...Object.keys(numbers)];
   const name = useSignal("victim" in slots ? "victim" : names[0]), value = useSignal("");
-  const config = a.film.value?.header?.config ?? {}, options = slots[name.value];
+  const config = a.film.value?.header?.config ?? {}, options = slots[name.value]?.values;
   return (
     <form
       onSubmit={(event) => {
@@ -97,11 +97,12 @@ function ForkForm() {
       </p>
       <label class="field"><span>slot or number</span>
         <select
-          value={name.value}
+          autofocus value={name.value}
           onChange={(event) => { name.value = event.currentTarget.value; value.value = ""; }}
         >
           {names.map((each) => <option key={each} value={each}>{each}</option>)}
         </select>
+        {slots[name.value]?.help && <small class="quiet">{slots[name.value].help}.</small>}
       </label>
       <label class="field"><span>new value (now {String(config[name.value] ?? "default")})</span>
         <input
@@ -133,8 +134,8 @@ function ForkForm() {
 function Submit({ text }: { text: string }) {
   return (
     <p class="submit">
-      <button type="submit" class="main" disabled={!canRun.value}>{text}</button>
-      {!canRun.value && <span class="quiet"> {whyNot.value}</span>}
+      <button type="submit" class="main" disabled={!canEdit.value}>{text}</button>
+      {!canEdit.value && <span class="quiet"> {whyNoEdit.value}</span>}
     </p>
   );
 }

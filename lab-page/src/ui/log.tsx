@@ -3,8 +3,8 @@
 import { signal, type ReadonlySignal } from "@preact/signals";
 import { hovered, lit, seek, select, selected, viewA } from "../store";
 import { STATES, WAITING } from "../state";
-import { catalog, canRun, edit, whyNot } from "../store";
-import { rowOf, Row, View } from "../view";
+import { canEdit, catalog, edit, whyNoEdit } from "../store";
+import { rowOf, Row, stepOf, View } from "../view";
 import { needOf, Progress, reasonOf } from "./requests";
 import { count, plural, seconds, thing } from "./words";
 
@@ -49,7 +49,7 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
               }}
               onMouseEnter={() => (hovered.value = id ?? null)} onMouseLeave={() => (hovered.value = null)}
             >
-              <span class="when">{view.film.column("step", frame)}</span>
+              <span class="when">{stepOf(view.film, frame)}</span>
               <span>{text}</span>
             </button>
           </li>
@@ -107,8 +107,8 @@ function Answer({ row, view }: { row: Row; view: View }) {
       </dl>
       {row.finish === null && view === viewA.value && (
         <button
-          type="button" class="small" disabled={!canRun.value}
-          title={canRun.value ? "Run again; the request is aborted before the next step" : whyNot.value}
+          type="button" class="small" disabled={!canEdit.value}
+          title={canEdit.value ? "Run again; the request is aborted before the next step" : whyNoEdit.value}
           onClick={() => edit({ abort: row.id })}
         >
           Abort {row.id} here

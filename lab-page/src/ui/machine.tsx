@@ -15,10 +15,10 @@ interface Edge { from: string; to: string; path: string; label: string; at: [num
 const EDGES: Edge[] = [
   { from: "waiting", to: "prefill", path: "M114 56H156", label: "admit", at: [136, 49] },
   { from: "prefill", to: "decoding", path: "M266 56H308", label: "done", at: [288, 49] },
-  { from: "decoding", to: "waiting", path: "M366 34C366 2 62 2 62 28", label: "preempt, compute again", at: [214, 9] },
-  { from: "decoding", to: "swapped", path: "M330 78L262 124", label: "preempt, swap out", at: [322, 106] },
+  { from: "decoding", to: "waiting", path: "M366 34C366 2 62 2 62 28", label: "preempt, compute again", at: [214, 25] },
+  { from: "decoding", to: "swapped", path: "M330 78L262 124", label: "swap out", at: [328, 108] },
   { from: "swapped", to: "prefill", path: "M206 128V84", label: "swap in", at: [180, 106] },
-  { from: "decoding", to: "finished", path: "M372 78V122", label: "end", at: [388, 100] },
+  { from: "decoding", to: "finished", path: "M376 78V122", label: "end", at: [391, 103] },
   { from: "prefill", to: "waiting", path: "M166 72L116 72", label: "", at: [0, 0] },
   { from: "prefill", to: "swapped", path: "M228 78V122", label: "", at: [0, 0] },
 ];
@@ -26,20 +26,20 @@ const EDGES: Edge[] = [
 export function Machine({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   const now = view.value, moves = now ? movesOf(now) : new Set<string>();
   const row = now && rowOf(now, lit.value), own = row ? STATES[row.status] : null;
-  const chosen = chosenState.value;
+  const chosen = chosenState.value, arrow = `arrow-${name.replace(/\W/g, "")}`;
   const meaning = chosen && (catalog.value?.states[chosen] ?? "");
   return (
     <section class="card machine" aria-label={`States of a request${name}`}>
       <h2>States of a request</h2>
-      <svg viewBox="0 0 428 182" role="group" aria-label="State machine">
+      <svg viewBox="0 0 428 180" role="group" aria-label="State machine">
         <defs>
-          <marker id={`arrow${name.trim()}`} viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
+          <marker id={arrow} viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
             <path d="M0 0L8 4L0 8z" class="head" />
           </marker>
         </defs>
         {EDGES.map(({ from, to, path, label, at }) => (
           <g key={path} class={moves.has(`${from} ${to}`) ? "edge now" : "edge"}>
-            <path d={path} marker-end={`url(#arrow${name.trim()})`} />
+            <path d={path} marker-end={`url(#${arrow})`} />
             {label && <text x={at[0]} y={at[1]}>{label}</text>}
           </g>
         ))}

@@ -53,7 +53,7 @@ function Request({ row, view }: { row: Row; view: View }) {
   paint.value;
   const isLit = lit.value === row.id;
   const isOther = chosenState.value !== null && STATES[row.status] !== chosenState.value;
-  const classes = ["row", isLit && "lit", isOther && "dim"].filter(Boolean).join(" ");
+  const classes = ["row", isLit && "lit", isOther && "dim", row.blocked && "blocked"].filter(Boolean).join(" ");
   return (
     <li>
       <button
@@ -97,8 +97,12 @@ function titleOf(row: Row): string {
   );
 }
 
-function noteOf(row: Row, view: View): string {
+function noteOf(row: Row, view: View): preact.ComponentChildren {
   if (row.finish !== null) return row.finish === "length" ? `${row.generated} tokens` : row.finish;
+  if (row.blocked?.need) {
+    const what = thing(view.film.header!.reasons[row.blocked.reason]);
+    return <>needs {count(row.blocked.need)}<span class="unit"> {what}</span>, has {count(row.blocked.have)}</>;
+  }
   if (row.blocked) return needOf(row, view);
   if (row.chunk) return `+${count(row.chunk[1] - row.chunk[0])} tokens`;
   if (row.status === DECODING) return `${row.generated}/${row.limit - row.numPrompt}`;

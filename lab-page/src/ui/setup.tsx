@@ -2,7 +2,7 @@
 
 import { useSignal } from "@preact/signals";
 import { a, b, canRun, catalog, change, load, open, seek, whyNot } from "../store";
-import { Dial, dials, Edit, Spec, turn, Value } from "../spec";
+import { Dial, dials, Edit, seedOf, Spec, turn, Value, withSeed } from "../spec";
 import { openStory } from "./story";
 
 export function Setup() {
@@ -13,24 +13,31 @@ export function Setup() {
       {whyNot.value && <p class="hint">{whyNot.value}</p>}
       <fieldset disabled={!canRun.value}>
         <legend class="unseen">Run</legend>
-        <Stories />
         <Workload spec={spec} />
-        <Scheduler spec={spec} title="Scheduler" onChange={(changes) => change(changes)} />
-        <Second spec={spec} />
+        {spec.trace ? (
+          <p class="hint">
+            A recorded run keeps its scheduler. Press Fork to change a policy from a step on.
+          </p>
+        ) : (
+          <>
+            <Scheduler spec={spec} title="Scheduler" onChange={(changes) => change(changes)} />
+            <Second spec={spec} />
+          </>
+        )}
         <Edits spec={spec} />
       </fieldset>
     </section>
   );
 }
 
-function Stories() {
-  const { stories } = catalog.value!;
+export function Stories() {
+  const stories = catalog.value?.stories ?? [];
   if (!stories.length) return null;
   return (
     <label class="field">
       <span>Story</span>
       <select
-        id="story" value={a.spec.value?.story ?? ""}
+        id="story" disabled={!canRun.value} value={a.spec.value?.story ?? ""}
         onChange={(event) => {
           const story = stories.find(({ name }) => name === event.currentTarget.value);
           if (story) openStory(story);
@@ -92,8 +99,8 @@ function Workload({ spec }: { spec: Spec }) {
         <label class="field">
           <span>Seed</span>
           <input
-            id="seed" type="number" min="0" value={spec.seed ?? 0}
-            onChange={(event) => change({ seed: Number(event.currentTarget.value) })}
+            id="seed" type="number" min="0" value={seedOf(shown)} disabled={!spec.workload}
+            onChange={(event) => run(withSeed(shown, Number(event.currentTarget.value)))}
           />
         </label>
         <label class="field">
@@ -186,18 +193,18 @@ function Scheduler({ spec, title, onChange }: SchedulerProps) {
       </label>
       <details>
         <summary>Slots and numbers{numChanged > 0 && <b> {numChanged} changed</b>}</summary>
-        {Object.entries(slots).map(([slot, values]) => (
-          <label class="field row2" key={slot}>
+        {Object.entries(slots).map(([slot, { help, values }]) => (
+          <label class="field row2" key={slot} title={help}>
             <span>{slot}</span>
             <input
               list={`values-${slot}`} value={set[slot] ?? ""} placeholder={String(base[slot] ?? "")}
               class={slot in set ? "changed" : ""} spellcheck={false}
-              title={values.map(({ value, help }) => `${value}: ${help}`).join("\n")}
+              title={values.map((each) => `${each.value}: ${each.help}`).join("\n")}
               onChange={(event) => put(slot, event.currentTarget.value.trim())}
             />
             {isFirst && (
               <datalist id={`values-${slot}`}>
-                {values.map(({ value, help }) => <option key={value} value={value}>{help}</option>)}
+                {values.map((each) => <option key={each.value} value={each.value}>{each.help}</option>)}
               </datalist>
             )}
           </label>
@@ -229,7 +236,7 @@ function Scheduler({ spec, title, onChange }: SchedulerProps) {
 /** A second scheduler on the same workload. */
 export function toggleSecond(): void {
   const spec = a.spec.value;
-  if (!spec || !canRun.value) return;
+  if (!spec || spec.trace || !canRun.value) return;
   const names = Object.keys(catalog.value!.presets);
   const other = names.find((name) => name !== spec.preset && name !== "static") ?? names[0];
   open(spec, b.spec.value ? null : { ...spec, preset: other });

@@ -6,6 +6,7 @@ import {
   partsAt, play, position, seek, seekEnd, seekMark, seekStep, seekTime, speed, stepBy, sync, version,
   viewA, viewB,
 } from "../store";
+import { stepOf } from "../view";
 import { Canvas } from "./canvas";
 import { count, seconds } from "./words";
 
@@ -59,7 +60,7 @@ export function Transport() {
             onChange={(event) => seekStep(Number(event.currentTarget.value))}
           />
         </label>
-        <span>of {count(lastStep())}</span>
+        <span>of {count(lastStep())}{view?.isAfter ? ", after it" : ""}</span>
         <span class="time">{view ? seconds(isByTime ? clock.value : view.time) : ""}</span>
         <span class="loading" role="status">
           {(a.isLoading.value || b.isLoading.value) && !isLive.value ? "running…" : ""}
@@ -82,8 +83,7 @@ function lastStep(): number {
   version.value;
   const film = a.film.value ?? b.film.value;
   if (!film?.numFrames) return 0;
-  const last = film.numFrames - 1, step = film.column("step", last);
-  return step < 0 && last > 0 ? film.column("step", last - 1) : step;
+  return stepOf(film, film.numFrames - 1);
 }
 
 interface PressProps {
