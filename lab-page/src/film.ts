@@ -2,7 +2,7 @@
 // The same as headway/lab/film/reader.py. Frames are kept as the bytes that arrived; numbers that
 // charts and searches need are also in columns that grow. Sentences are parsed when they are shown.
 
-import { FilmState, nextOp, OP } from "./state";
+import { DECODING, FilmState, nextOp, OP, PREFILL } from "./state";
 import { Timeline } from "./timeline";
 
 const HEADER = 1, CHUNK = 2, END = 3, IDLE = 4;
@@ -93,6 +93,10 @@ export class Growing<T extends Int32Array | Float64Array> {
 
   at(i: number): number {
     return this.array[i];
+  }
+
+  set(i: number, value: number): void {
+    this.array[i] = value;
   }
 
   get values(): T {
@@ -211,6 +215,17 @@ export class Film {
     if (!this.chunks.length) this.timeline.start(FilmState.restore(keyframe, this.blockSize));
     this.timeline.add(first, offsets, ops);
     this.chunks.push(chunk);
+    if (this.column("step", first + length - 1) < 0) this.fillLast(first + length - 1);
+  }
+
+  /** The frame after the last plan has no line in the trace; its numbers follow from its state. */
+  private fillLast(frame: number): void {
+    const { requests, refs } = this.state(frame);
+    const isRunning = ({ status }: { status: number }) => status === PREFILL || status === DECODING;
+    const running = [...requests.values()].filter(isRunning).length;
+    this.columns.running.set(frame, running);
+    this.columns.waiting.set(frame, requests.size - running);
+    this.columns.free.set(frame, this.numBlocks - refs.reduce((sum, n) => sum + +(n > 0), 0));
   }
 
   private chunkOf(frame: number): Chunk {

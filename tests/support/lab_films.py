@@ -1,6 +1,6 @@
 """Films for the unit tests of the lab page: swaps, shared prefixes, async scheduling, preemptions.
 
-    python -m tests.support.lab_films DIRECTORY     write them
+python -m tests.support.lab_films DIRECTORY     write them
 """
 
 from __future__ import annotations
