@@ -9,6 +9,8 @@ export async function fetchCatalog(): Promise<Catalog> {
   return (await answer.json()) as Catalog;
 }
 
+const BUSY = 24; // ms of reading between two pictures
+
 export type Source =
   | { kind: "spec"; spec: Spec }
   | { kind: "live" }
@@ -21,11 +23,16 @@ export async function stream(
 ): Promise<void> {
   const body = source.kind === "embedded" ? embedded(source.id) : await request(source, signal);
   const reader = body.getReader();
+  let rested = 0;
   try {
     for (;;) {
       const { done, value } = await reader.read();
       if (done) break;
       if (film.read(value)) onProgress();
+      if (performance.now() - rested > BUSY) { // let the page draw
+        await new Promise((resolve) => setTimeout(resolve));
+        rested = performance.now();
+      }
     }
   } catch (error) {
     if (signal.aborted || !(error instanceof TypeError)) throw error;

@@ -208,12 +208,16 @@ function arrived(): void {
   isScheduled = true;
   setTimeout(() => {
     isScheduled = false;
-    batch(() => {
-      version.value = version.peek() + 1;
-      if (isFollowing.value) seek(numFrames.value - 1, false);
-      else if (wanted !== null && position.value !== wanted) seek(wanted, false);
-    });
+    refresh();
   }, 60);
+}
+
+function refresh(): void {
+  batch(() => {
+    version.value = version.peek() + 1;
+    if (isFollowing.value) seek(numFrames.value - 1, false);
+    else if (wanted !== null && position.value !== wanted) seek(wanted, false);
+  });
 }
 
 /** Load a film into a side. What is shown stays until the first frames of the new film arrive. */
@@ -227,6 +231,7 @@ export async function load(each: Side, source: Source): Promise<void> {
         batch(() => {
           if (each.film.value) span.value = null;
           each.film.value = film;
+          refresh(); // the first frames at once
         });
       }
       arrived();

@@ -1,6 +1,7 @@
 // The KV block pool as a grid: free, held, shared, cached and host blocks, coloured by owner.
 
 import type { ReadonlySignal } from "@preact/signals";
+import { useRef } from "preact/hooks";
 import { color, ownerColor } from "../colors";
 import { hovered, lit, select } from "../store";
 import { rowOf, View } from "../view";
@@ -14,23 +15,26 @@ interface Grid {
   hostFrom: number; // first row of host blocks
 }
 
+interface Drawn { grid: Grid; owners: Map<number, number[]>; hosts: [number, number][] }
+
 const GAP_ROWS = 1;
 
 export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   const now = view.value;
-  let grid: Grid | null = null, owners = new Map<number, number[]>(), hosts: [number, number][] = [];
+  const drawn = useRef<Drawn | null>(null); // by the latest draw, for the pointer
   const draw = (context: CanvasRenderingContext2D, width: number, height: number) => {
     const at = view.value, id = lit.value;
     context.clearRect(0, 0, width, height);
     if (!at) return;
-    owners = ownersOf(at);
-    hosts = hostsOf(at);
-    grid = layout(at.film.numBlocks, hosts.length, width, height);
+    const owners = ownersOf(at), hosts = hostsOf(at);
+    const grid = layout(at.film.numBlocks, hosts.length, width, height);
+    drawn.current = { grid, owners, hosts };
     drawGrid(context, at, grid, owners, hosts, id === null ? -1 : (at.film.numbers.get(id) ?? -1));
   };
   const onPoint = (x: number, y: number, kind: "move" | "click") => {
     const at = view.peek();
-    if (!grid || !at) return;
+    if (!drawn.current || !at) return;
+    const { grid, owners, hosts } = drawn.current;
     const column = Math.floor(x / grid.size), row = Math.floor(y / grid.size);
     const place = row * grid.columns + column;
     const host = (row - grid.hostFrom) * grid.columns + column;

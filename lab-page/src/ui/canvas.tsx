@@ -31,10 +31,10 @@ export function Canvas({ draw, label, class: name, onPoint, onLeave, onWheel }: 
     const [width, height] = size.value, canvas = ref.current;
     if (!canvas || !width || !height) return;
     const ratio = window.devicePixelRatio || 1;
-    canvas.width = width * ratio;
-    canvas.height = height * ratio;
+    const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
+    if (canvas.width !== w || canvas.height !== h) [canvas.width, canvas.height] = [w, h];
     const context = canvas.getContext("2d")!;
-    context.scale(ratio, ratio);
+    context.setTransform(ratio, 0, 0, ratio, 0, 0);
     draw(context, width, height);
   });
   const point = (kind: "move" | "click") => (event: MouseEvent) =>

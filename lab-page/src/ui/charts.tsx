@@ -77,8 +77,9 @@ function Plot({ chart }: { chart: Chart }) {
     const u = plot.current, line = cursor.current;
     if (!u || !line || !numFrames.peek()) return;
     const x = u.valToPos(Math.max(0, frameOf(a)), "x");
-    const isOutside = x < 0 || x > u.over.clientWidth;
-    line.style.transform = `translateX(${u.over.offsetLeft + x}px)`;
+    const { left, width } = u.bbox, ratio = devicePixelRatio || 1; // reading the document is slow
+    const isOutside = x < 0 || x > width / ratio;
+    line.style.transform = `translateX(${left / ratio + x}px)`;
     line.style.visibility = isOutside ? "hidden" : "visible";
   };
   const refresh = () => {

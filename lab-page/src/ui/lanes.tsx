@@ -1,6 +1,7 @@
 // One lane per request over time, with the present frame and marks of preemptions and ends.
 
 import type { ReadonlySignal } from "@preact/signals";
+import { useRef } from "preact/hooks";
 import { color } from "../colors";
 import type { Film } from "../film";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
@@ -13,6 +14,8 @@ const GUTTER = 56, AXIS = 16, MIN_ROW = 5, MAX_ROW = 18, MIN_SPAN = 20;
 const COLORS: Record<number, string> = {
   [WAITING]: "waiting", [PREFILL]: "prefill", [DECODING]: "decoding", [SWAPPED]: "swapped",
 };
+
+interface Drawn { rows: number[]; height: number; shown: [number, number]; width: number }
 
 /** The frames that lanes and charts show. */
 export function shownSpan(numFrames: number): [number, number] {
@@ -33,22 +36,24 @@ export function zoom(factor: number, middle: number, numFrames: number): void {
 }
 
 export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  let rows: number[] = [], height = MAX_ROW, shown: [number, number] = [0, 1], width = 1;
+  const drawn = useRef<Drawn>({ rows: [], height: MAX_ROW, shown: [0, 1], width: 1 }); // for the pointer
   const draw = (context: CanvasRenderingContext2D, w: number, h: number) => {
     version.value;
     const now = view.value;
     context.clearRect(0, 0, w, h);
     if (!now) return;
-    shown = shownSpan(now.film.numFrames);
-    width = w - GUTTER;
-    const most = Math.floor((h - AXIS) / MIN_ROW);
-    rows = pick(now.film, shown, now.frame, most);
-    height = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor((h - AXIS) / Math.max(1, rows.length))));
+    const shown = shownSpan(now.film.numFrames), width = w - GUTTER;
+    const rows = pick(now.film, shown, now.frame, Math.floor((h - AXIS) / MIN_ROW));
+    const height = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor((h - AXIS) / Math.max(1, rows.length))));
+    drawn.current = { rows, height, shown, width };
     paintLanes(context, now, rows, height, shown, width, h);
   };
-  const frameAt = (x: number) => shown[0] + ((x - GUTTER) / width) * (shown[1] - shown[0]);
+  const frameAt = (x: number) => {
+    const { shown, width } = drawn.current;
+    return shown[0] + ((x - GUTTER) / width) * (shown[1] - shown[0]);
+  };
   const onPoint = (x: number, y: number, kind: "move" | "click") => {
-    const film = view.peek()?.film, r = rows[Math.floor(y / height)];
+    const { rows, height } = drawn.current, film = view.peek()?.film, r = rows[Math.floor(y / height)];
     const id = film && r !== undefined ? film.entries[r].id : null;
     if (kind === "move") hovered.value = id;
     else {

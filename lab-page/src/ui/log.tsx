@@ -8,7 +8,7 @@ import { rowOf, Row, stepOf, View } from "../view";
 import { needOf, Progress, reasonOf } from "./requests";
 import { count, plural, seconds, thing } from "./words";
 
-const MAX_SHOWN = 120;
+const MAX_SHOWN = 48;
 const onlySelected = signal(false);
 
 export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
@@ -35,12 +35,12 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
   if (!view || !found.length) return <p class="none">{none}</p>;
   return (
     <ol class="sentences">
-      {found.map((i) => {
+      {found.map((i, place) => {
         const { frame, kind, request, text } = view.film.text(i);
         const id = request >= 0 ? view.film.entries[request]?.id : undefined;
         const classes = [kind, frame === view.frame && "now", id !== undefined && id === lit.value && "lit"];
         return (
-          <li key={i} class={classes.filter(Boolean).join(" ")}>
+          <li key={place} class={classes.filter(Boolean).join(" ")}>
             <button
               type="button"
               onClick={() => {

@@ -7,7 +7,7 @@ import { catalog, chosenState, hovered, lit, select, selected } from "../store";
 import type { Groups, Row, View } from "../view";
 import { count, thing } from "./words";
 
-const MAX_ROWS = 80; // rows of one group in the document
+const MAX_ROWS = 32; // rows of one group in the document
 const TITLES: Record<keyof Groups, string> = {
   running: "Running", waiting: "Waiting", swapped: "Swapped", finished: "Finished",
 };
@@ -41,7 +41,7 @@ function Group({ group, view }: { group: keyof Groups; view: View | null }) {
     <div class={`group ${group}`}>
       <h3>{TITLES[group]} <b>{total}</b></h3>
       <ul>
-        {rows.slice(0, MAX_ROWS).map((row) => <Request key={row.r} row={row} view={view!} />)}
+        {rows.slice(0, MAX_ROWS).map((row, i) => <Request key={i} row={row} view={view!} />)}
         {!rows.length && <li class="none">{NONE[group]}</li>}
         {total > MAX_ROWS && <li class="none">and {count(total - Math.min(MAX_ROWS, rows.length))} more</li>}
       </ul>
