@@ -6,6 +6,7 @@ import { color, ownerColor } from "../colors";
 import { hovered, lit, select } from "../store";
 import { rowOf, View } from "../view";
 import { Canvas } from "./canvas";
+import { Legend } from "./legend";
 import { count, plural } from "./words";
 
 interface Grid {
@@ -18,6 +19,9 @@ interface Grid {
 interface Drawn { grid: Grid; owners: Map<number, number[]>; hosts: [number, number][] }
 
 const GAP_ROWS = 1;
+const LEGEND: [string, string][] = [
+  ["held", "held"], ["shared", "shared"], ["free-cached", "cached, free"], ["free", "free"], ["host", "on the host"],
+];
 
 export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   const now = view.value;
@@ -62,11 +66,7 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
           This run was recorded without block numbers. Record with --trace-blocks to see the grid.
         </p>
       )}
-      <p class="legend">
-        <i class="swatch held" /> held <i class="swatch shared" /> shared{" "}
-        <i class="swatch free-cached" /> cached, free <i class="swatch free" /> free{" "}
-        <i class="swatch host" /> on the host
-      </p>
+      <Legend items={LEGEND} />
       <Table view={now} />
     </section>
   );
@@ -144,7 +144,7 @@ function drawGrid(
     context.fillStyle = ownerColor(chosen >= 0 && !isOther ? chosen : holders[0]);
     context.fillRect(x, y, side, side);
     if (holders.length > 1) drawShared(context, x, y, side, holders);
-    else number(block, x, y, "on-owner");
+    else if (chosen < 0 || !isOther) number(block, x, y, "on-owner");
     if (chosen >= 0 && !isOther && size > 4) {
       context.strokeStyle = ink;
       context.lineWidth = size > 10 ? 2 : 1;
