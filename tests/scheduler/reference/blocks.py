@@ -18,8 +18,8 @@ class Sequence:
         max_model_length: int | None = None,
     ) -> None:  # fmt: skip
         self.id = id
-        self.prompt = list(prompt)
-        self.output: list[int] = []
+        self.token_ids = list(prompt)
+        self.num_prompt = len(prompt)
         self.max_tokens = max_tokens
         self.ignore_eos = ignore_eos
         self.max_model_length = max_model_length
@@ -29,7 +29,7 @@ class Sequence:
         self.prefill_end = 0  # tokens to compute before it decodes
 
     def __len__(self) -> int:
-        return len(self.prompt) + len(self.output)
+        return len(self.token_ids)
 
     @property
     def is_decoding(self) -> bool:
@@ -37,8 +37,8 @@ class Sequence:
         return self.prefill_end <= self.num_computed < len(self)
 
     @property
-    def token_ids(self) -> list[int]:
-        return self.prompt + self.output
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.num_prompt
 
 
 class Blocks:
@@ -145,7 +145,9 @@ class PrefixBlocks(Blocks):
     def append(self, seq: Sequence) -> None:
         super().append(seq)
         if len(seq) % self.block_size == 0:  # the last block is full once this token is computed
-            self.publish(seq.block_table[-1], self.hashes(seq)[-1])
+            chain = self.hash_of[seq.block_table[-2]] if len(seq.block_table) > 1 else 0
+            key = hash((chain, *seq.token_ids[-self.block_size :]))
+            self.publish(seq.block_table[-1], key)
 
     def publish(self, block: int, key: int) -> None:
         self.hash_of[block] = key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
 from typing import NamedTuple
 from zlib import crc32
 
@@ -16,7 +15,7 @@ from tests.scheduler.reference.blocks import Sequence
 from tests.scheduler.reference.listing import Batch, Limits, Listing
 
 MAX_STEPS = 20_000
-STREAM_EVERY = 20
+STREAM_EVERY = 10
 
 
 class Job(NamedTuple):
@@ -37,46 +36,58 @@ class Workload(NamedTuple):
 def random_workload(seed: int, *, is_cut: bool = True, has_totals: bool = False) -> Workload:
     """Tiny vocabularies make equal prefixes; a small pool causes preemptions.
 
-    Without `is_cut`, the token budget holds any request at its full length.
+    Without `is_cut`, the token budget holds any request at its full length. With `has_totals`,
+    half of the requests have a limit of prompt and output together.
     """
     rng = random.Random(seed)
-    block_size = rng.choice((1, 2, 4, 16))
-    vocabulary = rng.choice((2, 2, 3, 50))
-    longest = rng.choice((4, 12, 40)) if block_size < 16 else rng.choice((40, 90))
-    max_num_seqs = rng.choice((1, 2, 3, 5, 12))
-    stems = [[rng.randrange(vocabulary) for _ in range(longest)] for _ in range(2)]
-    jobs, step = [], 0
-    for _ in range(rng.randrange(2, 24)):
-        step += rng.choice((0, 0, 0, 1, 2, 9))
-        stem = rng.choice(stems)[: rng.randrange(longest)]
-        tail = [rng.randrange(vocabulary) for _ in range(rng.randrange(1, longest))]
-        prompt = (stem + tail)[:longest]
-        total = len(prompt) + rng.randrange(1, longest) if rng.random() < 0.5 else None
-        ignores_eos = rng.random() < 0.5
-        jobs.append(
-            Job(step, prompt, rng.randrange(1, longest + 2), ignores_eos, total if has_totals else None)
-        )
-    if seed % STREAM_EVERY == 0:
+    block_size, vocabulary = rng.choice((1, 2, 4, 16)), rng.choice((2, 2, 3, 50))
+    longest = rng.choice((4, 12, 30)) if block_size < 16 else rng.choice((40, 70))
+    jobs = _random_jobs(rng, vocabulary, longest, has_totals)
+    max_num_seqs, is_stream = rng.choice((1, 2, 3, 5, 12)), seed % STREAM_EVERY == 0
+    if is_stream:
         jobs, max_num_seqs, longest = steady_stream(rng), 200, 12
     lengths = [len(job.prompt) + job.max_tokens - 1 for job in jobs]
     most = -(-max(lengths) // block_size)
     num_blocks = most + rng.choice((0, 0, 1, 2, most // 2, most, 3 * most))
-    if seed % STREAM_EVERY == 0:
-        num_blocks = rng.choice((15, 30, 400))
+    if is_stream:
+        num_blocks = rng.choice((15, 20, 30, 400))
     budget = max_num_seqs + rng.choice((0, 1, 3, longest, 4 * longest))
     if not is_cut:
         budget = max(max(lengths), rng.choice((1, budget, 4 * longest)))
-    limits = Limits(
-        max_num_seqs, budget, num_blocks, block_size, num_host_blocks=rng.choice((0, most, 9 * most))
-    )
+    num_host_blocks = rng.choice((0, most, 9 * most))
+    limits = Limits(max_num_seqs, budget, num_blocks, block_size, num_host_blocks)
     return Workload(jobs, limits, vocabulary, seed)
+
+
+def _random_jobs(
+    rng: random.Random, vocabulary: int, longest: int, has_totals: bool
+) -> list[Job]:
+    stems = [[rng.randrange(vocabulary) for _ in range(longest)] for _ in range(2)]
+    jobs, step = [], 0
+    for _ in range(rng.randrange(2, 18)):
+        step += rng.choice((0, 0, 0, 1, 2, 9))
+        stem = rng.choice(stems)[: rng.randrange(longest)]
+        tail = [rng.randrange(vocabulary) for _ in range(rng.randrange(1, longest))]
+        prompt = (stem + tail)[:longest]
+        total = len(prompt) + rng.randrange(1, longest)
+        jobs.append(
+            Job(
+                step, prompt, rng.randrange(1, longest + 2), rng.random() < 0.5,
+                total if has_totals and rng.random() < 0.5 else None,
+            )
+        )  # fmt: skip
+    return jobs
 
 
 def steady_stream(rng: random.Random) -> list[Job]:
     """A prompt arrives at every step, so that decodes run only after a streak of prefills."""
     return [
         Job(
-            step, [rng.randrange(50) for _ in range(rng.randrange(1, 6))], rng.randrange(1, 6), True, None
+            step,
+            [rng.randrange(50) for _ in range(rng.randrange(1, 6))],
+            rng.randrange(1, 6),
+            True,
+            None,
         )
         for step in range(60)
     ]
@@ -111,7 +122,7 @@ class Pair:
         )
         params = RequestParams(
             max_tokens=job.max_tokens, eos_ids=frozenset({self.workload.limits.eos}),
-            ignore_eos=job.ignore_eos,
+            ignore_eos=job.ignore_eos, max_total_tokens=job.max_total_tokens,
         )  # fmt: skip
         self.ours.add(Request(id, job.prompt, params, arrival=float(self.step)))
 
@@ -138,7 +149,7 @@ class Pair:
         for seq in [seq for seq, _ in batch.prefill] + batch.decode:
             request = ended.get(seq.id) or self.ours.requests[seq.id]
             if request.tokens.tolist() != seq.token_ids:
-                return f"output of {seq.id}: {seq.output} in the listing, {request.output} here"
+                return f"output of {seq.id}: {seq.token_ids} in the listing, {request.tokens} here"
         return None
 
     def token(self, id: str, length: int) -> int:
@@ -155,6 +166,7 @@ class Pair:
 
     def count(self, batch: Batch, plan: Plan) -> None:
         self.seen["preemptions"] += len(plan.events.preempted)
+        self.seen["discarded outputs"] += sum(p.num_discarded > 0 for p in plan.events.preempted)
         self.seen["swaps"] += sum(p.is_swap for p in plan.events.preempted)
         self.seen["cache hits"] += sum(a.num_cached > 0 for a in plan.admitted)
         self.seen["hits after preemption"] += sum(
@@ -176,5 +188,3 @@ def tokens_of(batch: Batch) -> dict[str, int]:
 def planned_tokens(plan: Plan) -> dict[str, int]:
     return {c.request.id: c.end - c.start for c in plan.chunks} | {r.id: 1 for r in plan.decodes}
 
-
-Make = Callable[[Workload], tuple[Listing, Config]]

@@ -60,11 +60,11 @@ class Course(Listing):
     def preempt(self, seq: Sequence) -> None:
         """Generated tokens are discarded and generated again."""
         self.running.remove(seq)
-        self.discard_output(seq)
         super().preempt(seq)
+        self.discard_output(seq)
 
     def discard_output(self, seq: Sequence) -> None:
-        seq.output = []
+        del seq.token_ids[seq.num_prompt :]
 
     def finish(self, seq: Sequence) -> None:
         self.finished.append(seq)
@@ -93,4 +93,4 @@ class CourseText(Course):
 
     def blocks_at_end(self, seq: Sequence) -> int:
         """The last token is sampled, but its keys and values are never stored."""
-        return -(-(len(seq.prompt) + seq.max_tokens - 1) // self.blocks.block_size)
+        return -(-(seq.num_prompt + seq.max_tokens - 1) // self.blocks.block_size)

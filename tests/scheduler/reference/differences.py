@@ -61,7 +61,7 @@ class CacheContent(Listing):
         prompts = {seq.id for seq, _ in batch.prefill}
 
         def order(seq: Sequence) -> tuple[bool, bool]:
-            is_stopped = seq.output[-1] == self.limits.eos and not seq.ignore_eos
+            is_stopped = seq.token_ids[-1] == self.limits.eos and not seq.ignore_eos
             return not is_stopped, (seq.id in prompts) != is_stopped
 
         return sorted(finished, key=order)

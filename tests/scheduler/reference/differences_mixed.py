@@ -85,7 +85,7 @@ class WholeBlocksReserved(CourseText):
 
     def num_left(self, seq: Sequence) -> int:
         """Tokens to store beyond the known ones; the last one sampled is never stored."""
-        return len(seq.prompt) + seq.max_tokens - 1 - len(seq)
+        return seq.num_prompt + seq.max_tokens - 1 - len(seq)
 
 
 # Of the blog
@@ -242,18 +242,19 @@ class ThreeQueuesCacheContent(CacheContent, ThreeQueues):
 
 
 DEEP_DIVE_LISTING: dict[str, type] = {
-    "step limits": StepLimits, "no admission after preemption": NoAdmissionAfterPreemption,
-    "newest preempted": NewestIsPreempted, "output kept": KeepsOutput,
+    "step limits": StepLimits, "newest preempted": NewestIsPreempted,
+    "no admission after preemption": NoAdmissionAfterPreemption,
     "prefix cache": PrefixCache, "block size 1": EveryBlockSize,
 }  # fmt: skip
+DEEP_DIVE_LISTING_KEPT: dict[str, type] = {**DEEP_DIVE_LISTING, "output kept": KeepsOutput}
 DEEP_DIVE_TEXT: dict[str, type] = {
     "step limits": StepLimits, "whole blocks reserved": WholeBlocksReserved,
     "prefix cache": PrefixCache, "block size 1": EveryBlockSize,
 }  # fmt: skip
 VLLM: dict[str, type] = {
     "waits for room": WaitsForRoom, "room for decodes": RoomForDecodes,
-    "one watermark": OneWatermark, "back-off": BackOff,
-    "no admission after preemption": NoPromptAfterPreemption, "arrival order": ArrivalOrder,
+    "one watermark": OneWatermark, "back-off": BackOff, "arrival order": ArrivalOrder,
+    "no admission after preemption": NoPromptAfterPreemption,
     "cache content": ThreeQueuesCacheContent, "private blocks": PrivateBlocksCopied,
     "full hit": FullHit, "shared blocks": UsedHits,
 }  # fmt: skip

@@ -86,7 +86,7 @@ class Listing:
         for seq in [seq for seq, _ in batch.prefill] + batch.decode:
             if seq.num_computed < len(seq):  # the rest of a cut prompt comes in a later step
                 continue
-            seq.output.append(tokens[seq.id])
+            seq.token_ids.append(tokens[seq.id])
             if self.is_finished(seq):
                 finished.append(seq)
         for seq in self.order_of_ends(finished, batch):
@@ -101,6 +101,6 @@ class Listing:
         self.blocks.free(seq)
 
     def is_finished(self, seq: Sequence) -> bool:
-        if seq.output[-1] == self.limits.eos and not seq.ignore_eos:
+        if seq.token_ids[-1] == self.limits.eos and not seq.ignore_eos:
             return True
-        return len(seq.output) == seq.max_tokens
+        return seq.num_generated >= seq.max_tokens
