@@ -99,16 +99,17 @@ class RunMetrics:
         counts = self.stats.steps["running"][self._places[first] : self._places[last] + 1]
         return sum(counts) / len(counts) / int(self.stats.config["max_num_seqs"])
 
+
 Function = Callable[..., float | None]
 ID, NTH, STEP, NONE = r"[^,]+", r"[^,]+(,\s*[1-9]\d*)?", r"\d+", ""  # forms of the arguments
 
 
 def _event(kind: str) -> Function:
-    return lambda run, id, count="1": run.event(kind, id, count)
+    return lambda run, request, count="1": run.event(kind, request, count)
 
 
 def _mean(time: Callable[[RequestTimeline], float]) -> Function:
-    return lambda run, id: run.mean(id, time)
+    return lambda run, request: run.mean(request, time)
 
 
 def _at_step(column: str) -> Function:

@@ -1,6 +1,6 @@
 """Runs stories and measures their numbers.
 
-    python -m headway.lab.stories.measure [NAME...]     print the numbers of these stories, or of all
+python -m headway.lab.stories.measure [NAME...]     print the numbers of these stories, or of all
 """
 
 from __future__ import annotations
