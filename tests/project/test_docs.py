@@ -31,6 +31,7 @@ import typer.main
 from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
+from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
@@ -103,6 +104,8 @@ def run_command(command: str) -> str | None:
         return run_headway(arguments)
     if command == "make demo":
         return run_headway(["demo"])
+    if arguments[:2] == ["-m", "headway.lab.stories.measure"]:
+        return "".join(f"{line}\n" for name in arguments[2:] for line in report(name))
     if program == "python" and arguments[0].startswith("examples/"):
         example = [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
         return subprocess.run(example, check=True, capture_output=True, text=True).stdout

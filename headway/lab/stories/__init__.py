@@ -1,7 +1,7 @@
 """The stories of the lab: runs that show one thing each, with a question and the numbers that result.
 
 A story is a TOML file in this folder, named NUMBER-NAME.toml, with these keys:
-    title, lesson       strings; stories of one lesson follow each other
+    title, lesson       the story's title, and the lesson of docs/course/ that it belongs to
     text                paragraphs
     spec                a run, as in headway/lab/film/spec.py
     other               a second run to compare with, as changes of spec; `set` is merged

@@ -6,6 +6,7 @@ python -m headway.lab.stories.measure [NAME...]     print the numbers of these s
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from headway.lab.film.reader import Film
 from headway.lab.film.run import FilmedRun
@@ -40,18 +41,24 @@ def _value(film: Film, label: str) -> float | None:
     return value
 
 
-def report(name: str) -> None:
-    """Print the numbers of a story as they come out."""
+def report(name: str) -> Iterator[str]:
+    """The numbers of a story as its runs give them, one line each; ConfigError if unknown."""
     story = find_story(name)
     measured = measure(story)
     width = max(map(len, measured), default=0)
     for number in story.numbers:
         value = measured[number.label]
         shown = "none" if value is None else f"{value:,.{number.digits}f}"
-        print(f"{number.label:{width}}  {shown} {number.unit}".rstrip())
+        yield f"{number.label:{width}}  {shown} {number.unit}".rstrip()
+
+
+def main(names: list[str]) -> None:
+    """Print the numbers of these stories, or of all."""
+    for name in names or [story.name for story in load_stories()]:
+        if len(names) != 1:
+            print(f"{name}:")
+        print(*report(name), sep="\n")
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:] or [story.name for story in load_stories()]:
-        print(f"{name}:")
-        report(name)
+    main(sys.argv[1:])
