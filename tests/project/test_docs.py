@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -97,6 +98,11 @@ def run_headway(arguments: list[str]) -> str:
     return printed.getvalue()
 
 
+@cache
+def story_report(name: str) -> str:
+    return "".join(f"{line}\n" for line in report(name))
+
+
 def run_command(command: str) -> str | None:
     """The output of a command; None for a command that is not run here."""
     program, *arguments = shlex.split(command)
@@ -105,7 +111,7 @@ def run_command(command: str) -> str | None:
     if command == "make demo":
         return run_headway(["demo"])
     if arguments[:2] == ["-m", "headway.lab.stories.measure"]:
-        return "".join(f"{line}\n" for name in arguments[2:] for line in report(name))
+        return story_report(*arguments[2:])
     if program == "python" and arguments[0].startswith("examples/"):
         example = [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
         return subprocess.run(example, check=True, capture_output=True, text=True).stdout
