@@ -28,6 +28,7 @@ class Record(IntEnum):
     HEADER = 1
     CHUNK = 2
     END = 3
+    IDLE = 4  # nothing happened; keeps a connection open
 
 
 class Mark(IntFlag):
@@ -74,6 +75,12 @@ class FilmWriter:
         self.builder = FilmBuilder(block_size)
         self.num_frames = 0
         self._start()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Start in the middle of a run; call it before the first line."""
+        frame = self.builder.load(state)
+        self._start()
+        self._entries += frame.added
 
     def _start(self) -> None:
         self._first = self.num_frames

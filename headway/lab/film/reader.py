@@ -65,6 +65,8 @@ class Film:
             self.chunks.append(chunk)
             self._firsts.append(chunk.first)
             self.requests += chunk.requests
+        elif kind is Record.IDLE:
+            return
         elif kind is Record.END:
             self.end = json.loads(payload)
         else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from headway.engine.clock import VirtualClock
@@ -16,18 +17,20 @@ from headway.lab.film.metrics import RunMetrics
 from headway.lab.film.recorder import PolicyRecorder
 from headway.lab.film.spec import Edit, RunSpec, config_of, described, profile_of, requests_of
 from headway.lab.film.texts import FilmTexts
-from headway.lab.replay import Replay
+from headway.lab.replay import Replay, check_replay
 from headway.lab.simulate import with_profile
 from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, describe_step, header
+from headway.observe.trace import Line, describe_step, header, read_trace
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
 from headway.scheduler.presets import describe
 
 MAX_FRAMES = 200_000
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it is shown
 
 
 class FilmedRun:
@@ -58,7 +61,7 @@ class FilmedRun:
 
     def film(self, **more: Any) -> Iterator[bytes]:
         """The bytes of the film, while it is made. A failure is told in the end record."""
-        yield header_record(self.header, source="simulation", has_blocks=True, **more)
+        yield header_record({**self.header, "has_blocks": True}, source="simulation", **more)
         error = ""
         try:
             while self._has_more():
@@ -135,17 +138,18 @@ def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
     head = next(steps)
     texts, stats = FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"]["block_size"])
-    first = next(steps, None)
-    has_blocks = first is not None and "blocks" in first
-    yield header_record(head, source="trace", has_blocks=has_blocks, **more)
+    yield header_record(head, source="trace", **more)
     error = ""
     try:
-        for line in chain([first] if first else [], steps):
+        for line in steps:
             stats.add(line)
             if chunk := writer.add(line, texts.follow(line)):
                 yield chunk
     except HeadwayError as failure:
         error = str(failure)
+    except MALFORMED as failure:
+        line_number = writer.num_frames + 2
+        error = f"line {line_number} does not continue the run: {type(failure).__name__} {failure}"
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
@@ -155,7 +159,7 @@ def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
     replay = Replay(head, steps, has_blocks=True)
     recorder, texts, stats = PolicyRecorder(replay.scheduler), FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"]["block_size"])
-    yield header_record(head, source="replay", has_blocks=True, **more)
+    yield header_record({**head, "has_blocks": True}, source="replay", **more)
     error = ""
     try:
         for line in replay.lines():
@@ -165,3 +169,32 @@ def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
     except (ReplayMismatch, PolicyError) as failure:
         error = str(failure)
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
+
+
+def film_of_file(path: Path) -> Iterator[bytes]:
+    """A film of a trace file; FormatError if it is not one."""
+    return film_of_lines(lambda: read_trace(path))
+
+
+def film_of_lines(read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
+    """A film of a recorded run. `read` gives its header and steps, each time anew.
+
+    A short run is decided again, which shows blocks and alternatives. A long run, a redacted one,
+    and one that cannot be repeated are shown from their lines.
+    """
+    head = next(read())  # errors in the header are raised here
+    return _film_of_recorded(head, read)
+
+
+def _film_of_recorded(head: Line, read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
+    problem = ""
+    if not head.get("is_redacted"):
+        try:
+            lines = list(islice(read(), MAX_REPLAYED + 2))
+            if len(lines) <= MAX_REPLAYED + 1:
+                check_replay(lines)
+                yield from film_of_replay(lines)
+                return
+        except (HeadwayError, *MALFORMED) as error:
+            problem = str(error)
+    yield from film_of_trace(read(), notice=problem)
