@@ -22,6 +22,7 @@ from headway.lab.stories import (
     read_story,
 )
 from headway.lab.stories.measure import films_of, measure, report
+from headway.lab.web.app import LabApp
 
 STORIES = load_stories()
 NAMES = [story.name for story in STORIES]
@@ -96,6 +97,19 @@ def test_a_film_has_the_numbers_to_which_its_run_contributes() -> None:
     ratio = "continuous / static, 8 rows"
     assert ratio in numbers_of("worth") and ratio in numbers_of("worth/other")
     assert ratio not in numbers_of("worth/static_32")
+
+
+def test_the_page_gets_all_stories_and_can_run_one() -> None:
+    app = LabApp()
+    (body,) = app.handle("GET", "api/catalog", {}, b"").body
+    stories = {story["name"]: story for story in json.loads(body)["stories"]}
+    assert list(stories) == NAMES
+    spec = json.dumps(stories["free-first"]["spec"]).encode()
+    film = Film()
+    film.read(b"".join(app.handle("POST", "api/film", {}, spec).body))
+    assert film.end is not None and film.end["numbers"]["2 is admitted in step"] == 10
+    (body,) = LabApp("serve").handle("GET", "api/catalog", {}, b"").body
+    assert json.loads(body)["stories"] == []
 
 
 def test_a_changed_story_gives_other_numbers_and_none_for_what_is_gone() -> None:
