@@ -3,7 +3,7 @@
     python bench/scheduler_step.py            prints one JSON object
 
 step_us          schedule + complete by number of running requests, context about 1000, blocks of 16
-plain_step_us    the same work by the plain model of nano-vLLM in tests/support/nano_vllm.py
+plain_step_us    the same work by the plain model of nano-vLLM in tests/scheduler/reference/
 admit_cold_us    add + schedule of a 4096-token prompt that is not in the prefix cache
 admit_hit_us     the same with the whole prompt in the prefix cache
 finish_us        extra time of the step that ends a request of 1000 prompt and 512 output tokens
@@ -31,7 +31,9 @@ import numpy as np
 from headway.plan import Plan, StepResult
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
-from tests.support import nano_vllm
+from tests.scheduler.reference.blocks import Sequence
+from tests.scheduler.reference.listing import Limits
+from tests.scheduler.reference.nano_vllm import NanoVLLM
 
 CONTEXT, BLOCK, SIZES, PROMPT = 1000, 16, (64, 256, 1024), 4096
 EOS = frozenset({2})
@@ -102,16 +104,17 @@ class PlainRun:
 
     def __init__(self, num_running: int) -> None:
         blocks = (CONTEXT + NUM_STEPS * (NUM_ROUNDS + 4)) // BLOCK + 2
-        self.scheduler = nano_vllm.Scheduler(num_running, 1 << 30, num_running * blocks, BLOCK)
+        self.scheduler = NanoVLLM(Limits(num_running, 1 << 30, num_running * blocks, BLOCK))
         for i in range(num_running):
             prompt = list(range(i * 2000, i * 2000 + CONTEXT - i % BLOCK))
-            self.scheduler.add(nano_vllm.Sequence(str(i), prompt, 1 << 20))
+            self.scheduler.add(Sequence(str(i), prompt, 1 << 20))
+        self.tokens = {str(i): 7 for i in range(num_running)}
         self.step()
         self.step()
 
     def step(self) -> None:
-        batch, _ = self.scheduler.schedule()
-        self.scheduler.postprocess([7] * len(batch))
+        batch = self.scheduler.step()
+        self.scheduler.postprocess(batch, self.tokens)
 
     def timed(self) -> float:
         scheduler, total = self.scheduler, 0.0
@@ -119,11 +122,8 @@ class PlainRun:
             self.step()
         for _ in range(NUM_STEPS):
             start = perf_counter()
-            batch, _ = scheduler.schedule()
-            total += perf_counter() - start
-            tokens = [7] * len(batch)
-            start = perf_counter()
-            scheduler.postprocess(tokens)
+            batch = scheduler.step()
+            scheduler.postprocess(batch, self.tokens)
             total += perf_counter() - start
         return total / NUM_STEPS * 1e6
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from headway.checks import number_problem
 from headway.errors import ConfigError
@@ -80,7 +80,8 @@ BatchingRule = Callable[[StepActions], None]
 ChunkRule = Callable[[int, int, bool], int]  # (tokens wanted, tokens left, first of its step)
 HeadroomRule = Callable[[Request, SchedulerView], int]  # blocks that an admission leaves free
 VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is preempted first
-SwapRule = Callable[[Request, SchedulerView], bool]  # True: keep the computed tokens on the host
+# True: keep the computed tokens on the host; "discard": drop the output as well.
+SwapRule = Callable[[Request, SchedulerView], bool | Literal["discard"]]
 
 
 def number(default: float, low: float, high: float = math.inf) -> Any:

@@ -56,6 +56,7 @@ class Preemption(NamedTuple):
     is_priority: bool  # preempted for a higher priority, not for lack of blocks
     num_due: int = 0  # blocks that decodes needed; 0 unless blocks were the cause
     num_free: int = 0  # blocks that were free then
+    num_discarded: int = 0  # generated tokens that it generates again; see policies.discard_output
 
 
 class Blocked(NamedTuple):
@@ -162,13 +163,20 @@ class StepReport:
     finished: list[Request]
 
     def outputs(self) -> Iterator[tuple[Request, list[int]]]:
-        """The tokens that each request gains in this step."""
+        """The tokens that each request gains in this step; none that it has had before."""
         plan, columns = self.plan, self.result.decode_tokens
         for row, request in enumerate(plan.decodes):
             kept = plan.tokens_kept.get(request, plan.num_steps)
-            if kept:
-                yield request, [int(column[row]) for column in columns[:kept]]
+            first = _num_repeated(request, kept) if request.history.num_discarded else 0
+            if first < kept:
+                yield request, [int(column[row]) for column in columns[first:kept]]
         sampled = (c.request for c in plan.chunks if c.is_last)
         for request, token in zip(sampled, self.result.first_tokens, strict=True):
-            if plan.tokens_kept.get(request, 1):
+            if plan.tokens_kept.get(request, 1) and not _num_repeated(request, 1):
                 yield request, [token]
+
+
+def _num_repeated(request: Request, num_gained: int) -> int:
+    """How many of the latest tokens were reported before a preemption discarded them."""
+    num_before = request.num_generated - num_gained
+    return max(0, min(num_gained, request.history.num_discarded - num_before))

@@ -50,6 +50,7 @@ class RequestParams:
     """Options of one request. The scheduler passes `sampling` to the executor unread."""
 
     max_tokens: int | None = 128  # None: up to max_model_len
+    max_total_tokens: int | None = None  # prompt and output; None: up to max_model_len
     min_tokens: int = 0  # stop tokens are ignored before this many are generated
     eos_ids: frozenset[int] = NO_TOKENS
     stop_ids: frozenset[int] = NO_TOKENS
@@ -130,6 +131,7 @@ class History:
     num_overtaken: int = 0
     aborted_after: int = 0  # number of pending arrivals when it was aborted; for exact replay
     group: str | None = None  # set by the queue's rule when the request is added
+    num_discarded: int = 0  # most generated tokens that a preemption discarded
     max_num_computed: int = 0  # computing a token below this again is counted as recomputed
 
 

@@ -225,6 +225,8 @@ def _update(
     if extra is None:
         return SampleUpdate(id, request.sample, tokens, None, None, end)
     logprobs, prompt_logprobs = extra.logprobs.get(request), extra.prompt.get(request)
+    if logprobs and request.history.num_discarded:  # without tokens that are generated again
+        logprobs = logprobs[len(logprobs) - len(tokens) :]
     return SampleUpdate(
         id, request.sample, tokens, logprobs, prompt_logprobs, end, extra.embeddings.get(request)
     )

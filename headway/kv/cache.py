@@ -100,6 +100,10 @@ class KVCache:
             self.pool.drop(block)
         kv.blocks.clear()
 
+    def trim_keys(self, request: Request) -> None:
+        """Forget the keys of blocks beyond the known tokens."""
+        del request.kv.keys[request.num_known // self.block_size :]
+
     def swap_out(self, request: Request) -> list[Copy] | None:
         """Copy the request's blocks to the host and release them; None if the host is full.
 

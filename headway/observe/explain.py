@@ -75,6 +75,7 @@ def preempted(
     step: int,
     short: tuple[int, int] = (0, 0),
     alternatives: Alternatives | None = None,
+    discards: bool = False,
 ) -> str:
     """A running request goes back to the queue. Step -1 reports preemptions after a failure.
 
@@ -86,6 +87,7 @@ def preempted(
     if short[0]:
         cause += f" (decodes needed {short[0]}, {short[1]} free)"
     fate = "swapped out" if is_swap else "to recompute"
+    fate += ", output discarded" if discards else ""
     text = f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
     if alternatives is None:
         return text
@@ -199,8 +201,11 @@ class DecisionLog:
 
     def _changes(self, report: StepReport) -> Iterator[Decision]:
         plan, events, name = report.plan, report.plan.events, self._name
-        for request, is_swap, num_lost, is_priority, *_ in events.preempted[-MAX_EACH:]:
-            text = preempted(name(request), is_swap, num_lost, is_priority, plan.step)
+        for event in events.preempted[-MAX_EACH:]:
+            id, discards = name(event.request), event.num_discarded > 0
+            text = preempted(
+                id, event.is_swap, event.num_lost, event.is_priority, plan.step, discards=discards
+            )
             yield Decision(plan.step, "preempted", text)
         for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:
             text = admitted(name(request), num_cached, num_swapped, is_resume)
@@ -241,7 +246,8 @@ class DecisionLog:
 def sentences_of(line: Line, max_num_seqs: int) -> Iterator[str]:
     """All decisions of one trace line, in sentences."""
     for id, how, num_lost, is_priority in line.get("preempted", ()):
-        yield preempted(id, how == "swap", num_lost, bool(is_priority), line["step"])
+        is_swap, discards = how == "swap", how == "discard"
+        yield preempted(id, is_swap, num_lost, bool(is_priority), line["step"], discards=discards)
     for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
         yield admitted(id, num_cached, num_swapped, bool(is_resume))
     for id, start, end, _ in line.get("chunks", ()):

@@ -17,7 +17,7 @@ import numpy as np
 
 from headway.config import Config
 from headway.errors import FormatError
-from headway.plan import Plan, StepReport
+from headway.plan import Plan, Preemption, StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler.presets import describe
 
@@ -51,8 +51,7 @@ def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool 
         "aborted": [[r.id, r.history.aborted_after] for r in events.aborted],
         "aborted_in_flight": [[r.id, r.history.aborted_after] for r in events.aborted_in_flight],
         "preempted": [
-            [p.request.id, "swap" if p.is_swap else "recompute", p.num_lost, int(p.is_priority)]
-            for p in events.preempted
+            [p.request.id, _kind(p), p.num_lost, int(p.is_priority)] for p in events.preempted
         ],
         "short_of_blocks": [[p.num_due, p.num_free] for p in events.preempted]
         if any(p.num_due for p in events.preempted) else [],
@@ -71,6 +70,13 @@ def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool 
         "blocks": _describe_blocks(plan) if has_blocks else {},
     }  # fmt: skip
     return {key: value for key, value in line.items() if value or key in STEP_FIELDS}
+
+
+def _kind(preemption: Preemption) -> str:
+    """What happens to the victim's KV blocks and output."""
+    if preemption.is_swap:
+        return "swap"
+    return "discard" if preemption.num_discarded else "recompute"
 
 
 def dropped(plan: Plan) -> tuple[int, int]:
@@ -105,6 +111,7 @@ def describe_request(request: Request, redact: bool = False) -> Line:
     line["max_tokens"] = params.max_tokens
     parent = request.parent.id if request.parent else None
     optional: list[tuple[str, Any, Any]] = [  # each with the default that is left out
+        ("max_total_tokens", params.max_total_tokens, None),
         ("min_tokens", params.min_tokens, 0), ("priority", params.priority, 0),
         ("client", params.client, ""), ("deadline", params.deadline, None),
         ("salt", params.salt, ""), ("stop_ids", sorted(request.stops), []),
@@ -118,7 +125,8 @@ def describe_request(request: Request, redact: bool = False) -> Line:
 def request_of(line: Line, known: dict[str, Request]) -> Request:
     """The request that an entry of `added` describes. `known` has the requests added before it."""
     params = RequestParams(
-        max_tokens=line["max_tokens"], min_tokens=line.get("min_tokens", 0),
+        max_tokens=line["max_tokens"], max_total_tokens=line.get("max_total_tokens"),
+        min_tokens=line.get("min_tokens", 0),
         stop_ids=frozenset(line.get("stop_ids", ())), priority=line.get("priority", 0),
         client=line.get("client", ""), deadline=line.get("deadline"), salt=line.get("salt", ""),
         reads_cache=line.get("reads_cache", True), pooling=line.get("pooling"),

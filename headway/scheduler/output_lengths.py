@@ -34,7 +34,9 @@ DECAY = 0.97  # of `pressure` per step: a preemption counts half after 23 steps
 
 def is_open_ended(request: Request) -> bool:
     """Whether the limit of a request says little about the length of its output."""
-    return request.params.max_tokens is None or request.limit - request.num_prompt > OPEN_ENDED
+    params = request.params
+    is_unbounded = params.max_tokens is None and params.max_total_tokens is None
+    return is_unbounded or request.limit - request.num_prompt > OPEN_ENDED
 
 
 class OutputStatistics:

@@ -7,7 +7,7 @@ compares by value, prints as it is written on the command line, and keeps no sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from headway.config import Checked, SchedulerView, StepActions, count, number
 from headway.request import Request
@@ -101,6 +101,11 @@ def least_work(request: Request, view: SchedulerView) -> Any:
     return -request.num_computed, request.history.serial
 
 
+def fewest_generated(request: Request, view: SchedulerView) -> Any:
+    """Fewest output tokens so far; among equals, the latest arrival."""
+    return -request.num_generated, request.history.serial
+
+
 def lowest_priority(request: Request, view: SchedulerView) -> Any:
     """The largest priority number; among equals, the latest arrival."""
     return request.params.priority, request.history.serial
@@ -127,6 +132,11 @@ def recompute(request: Request, view: SchedulerView) -> bool:
 def swap(request: Request, view: SchedulerView) -> bool:
     """Copy the victim's KV blocks to the host, as long as it has free blocks."""
     return True
+
+
+def discard_output(request: Request, view: SchedulerView) -> Literal["discard"]:
+    """Drop the victim's KV blocks and its output; the output is generated again."""
+    return "discard"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ nothing: the caller decides what a failure ends.
 from __future__ import annotations
 
 from operator import index
-from typing import Any
+from typing import Any, Literal
 
 from headway.config import (
     ChunkRule,
@@ -93,10 +93,11 @@ def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> 
         raise policy_failed("headroom", f"for request {request.id!r}", error) from error
 
 
-def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool:
-    """Whether to swap the request out rather than recompute it."""
+def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | Literal["discard"]:
+    """Whether to swap the request out rather than recompute it, or to discard its output too."""
     try:
-        return bool(rule(request, view))
+        answer = rule(request, view)
+        return "discard" if isinstance(answer, str) and answer == "discard" else bool(answer)
     except Exception as error:
         raise policy_failed("swap", f"for request {request.id!r}", error) from error
 

@@ -27,10 +27,10 @@ SLOTS: dict[str, tuple[Any, ...]] = {
         headroom.watermark, headroom.reserve_outputs, headroom.future_peak, headroom.back_off,
     ),
     "victim": (
-        policies.served_last, policies.newest, policies.least_work, policies.lowest_priority,
-        policies.fewest_private_blocks,
+        policies.served_last, policies.newest, policies.least_work, policies.fewest_generated,
+        policies.lowest_priority, policies.fewest_private_blocks,
     ),
-    "swap": (policies.recompute, policies.swap, policies.swap_if_cheaper),
+    "swap": (policies.recompute, policies.swap, policies.swap_if_cheaper, policies.discard_output),
 }  # fmt: skip
 ARGUMENTS = {"batching": "step", "chunk": "want left is_first"} | dict.fromkeys(
     ("queue", "headroom", "victim", "swap"), "request view"

@@ -59,9 +59,9 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """True if no request is queued, running or in flight, and all blocks are free."""
-        holds = self.requests or self.running or self.queue or self.swapped or self.in_flight
+        held = (self.requests, self.running, self.queue, self.swapped, self.in_flight)
         blocks = self.kv.num_free, self.kv.host.num_free
-        return not holds and blocks == (self.config.num_blocks, self.config.num_host_blocks)
+        return not any(held) and blocks == (self.config.num_blocks, self.config.num_host_blocks)
 
     def add(self, *requests: Request) -> None:
         """Queue requests, all or none; RequestError or PolicyError if one cannot be queued."""

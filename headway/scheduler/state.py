@@ -6,6 +6,7 @@ Every change of a request's state is here; which request changes, and when, is d
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -81,13 +82,13 @@ class SchedulerState:
         is_priority: bool = False,
         num_due: int = 0,
     ) -> None:
-        """Put a running request back into the queue; it keeps its generated tokens."""
+        """Put a running request back into the queue; it keeps its output unless the rule discards it."""
         num_free = self.kv.num_free if num_due else 0
         num_computed = request.num_computed
-        wants_swap = may_swap and call_swap(self.config.swap, request, self.view)
+        answer = may_swap and call_swap(self.config.swap, request, self.view)
         self.queue.push(request)  # first, so that a user's key that raises changes nothing
         self._stop_running(request)
-        copies = self.kv.swap_out(request) if wants_swap else None
+        copies = self.kv.swap_out(request) if answer is True else None
         if copies is None:
             self.kv.release(request)
             request.move(RequestState.WAITING)
@@ -100,10 +101,23 @@ class SchedulerState:
         request.history.num_priority_preemptions += is_priority
         self.outputs.pressure += not is_priority
         self.preempted_in_flight.add(request)
-        is_swap = copies is not None
+        num_discarded = self._discard_output(request) if answer == "discard" else 0
         self.events.preempted.append(
-            Preemption(request, is_swap, num_computed, is_priority, num_due, num_free)
-        )
+            Preemption(
+                request, copies is not None, num_computed, is_priority, num_due, num_free,
+                num_discarded,
+            )
+        )  # fmt: skip
+
+    def _discard_output(self, request: Request) -> int:
+        """Forget the output of a request, tokens in flight included; returns its known tokens."""
+        num_generated, history = request.num_generated, request.history
+        history.num_discarded = max(history.num_discarded, num_generated)
+        request.flushed_tokens = array("i")
+        self.kv.trim_keys(request)
+        for plan in self.in_flight:
+            plan.tokens_kept.setdefault(request, 0)
+        return num_generated
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, running or waiting; its tokens in flight will be dropped."""

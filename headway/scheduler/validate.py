@@ -17,12 +17,13 @@ MAX_SECONDS = 1e15
 # Field of RequestParams: smallest value, largest value, whether it is a whole number.
 NUMBERS: dict[str, tuple[float, float, bool]] = {
     "max_tokens": (1, MAX_WHOLE, True),
+    "max_total_tokens": (2, MAX_WHOLE, True),
     "min_tokens": (0, MAX_WHOLE, True),
     "n": (1, MAX_WHOLE, True),
     "priority": (-MAX_WHOLE, MAX_WHOLE, True),
     "deadline": (-MAX_SECONDS, MAX_SECONDS, False),
 }
-OPTIONAL = ("max_tokens", "deadline")
+OPTIONAL = ("max_tokens", "max_total_tokens", "deadline")
 TYPES: dict[str, type] = {"reads_cache": bool, "client": str, "salt": str}
 
 
@@ -45,13 +46,22 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
             need=request.num_prompt + 1,
             limit=config.max_model_len,
         )
+    total = request.params.max_total_tokens
+    if total is not None and request.num_prompt >= total:
+        raise RequestTooLong(
+            f"{name} has {request.num_prompt} prompt tokens and needs room for one output token; "
+            f"its max_total_tokens is {total}; shorten the prompt or raise max_total_tokens",
+            need=request.num_prompt + 1,
+            limit=total,
+        )
     return _final_length(request, config, name)
 
 
 def _final_length(request: Request, config: Config, name: str) -> int:
     """The length at which the request ends; RequestTooLong if the cache or a step is too small."""
     max_tokens, budget = request.params.max_tokens, config.max_num_batched_tokens
-    length = min(config.max_model_len, request.num_prompt + (max_tokens or config.max_model_len))
+    longest = min(config.max_model_len, request.params.max_total_tokens or config.max_model_len)
+    length = min(longest, request.num_prompt + (max_tokens or longest))
     if max_tokens is None:  # as far as blocks and budget allow
         length = min(length, config.num_blocks * config.block_size + 1)
         if call_chunk(config.chunk, length, budget, True) < 1:

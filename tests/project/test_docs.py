@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -31,6 +32,7 @@ import typer.main
 from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
+from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
@@ -96,6 +98,11 @@ def run_headway(arguments: list[str]) -> str:
     return printed.getvalue()
 
 
+@cache
+def story_report(name: str) -> str:
+    return "".join(f"{line}\n" for line in report(name))
+
+
 def run_command(command: str) -> str | None:
     """The output of a command; None for a command that is not run here."""
     program, *arguments = shlex.split(command)
@@ -103,6 +110,8 @@ def run_command(command: str) -> str | None:
         return run_headway(arguments)
     if command == "make demo":
         return run_headway(["demo"])
+    if arguments[:2] == ["-m", "headway.lab.stories.measure"]:
+        return story_report(*arguments[2:])
     if program == "python" and arguments[0].startswith("examples/"):
         example = [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
         return subprocess.run(example, check=True, capture_output=True, text=True).stdout

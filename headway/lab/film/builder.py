@@ -203,6 +203,8 @@ class FilmBuilder:
         copies = deque(blocks.get("out", ()))
         for id, how, *_ in line.get("preempted", ()):
             self._preempt(self.numbers[id], how == "swap", copies)
+            if how == "discard":
+                self._discard_output(self.numbers[id])
         if line.get("copied_out") or line.get("copied_in"):
             self._emit(Op.COPY, line.get("copied_out", 0), line.get("copied_in", 0))
         for place, admission in enumerate(line.get("admitted", ())):
@@ -231,6 +233,12 @@ class FilmBuilder:
         published = self._num_published(r, self.state.generated(r))
         self._leave(r)
         self._emit(Op.PREEMPT, r, int(is_swap), published, len(host), *host)
+
+    def _discard_output(self, r: int) -> None:
+        """The request keeps neither its output nor tokens in flight."""
+        for result in self._results:
+            result.gains[r] = 0
+        self._emit(Op.GENERATED, r, 0)
 
     def _admit(self, admission: Sequence[Any], place: int, blocks: dict[str, list[Any]]) -> None:
         id, num_cached, num_swapped, _ = admission

@@ -8,7 +8,7 @@ swap rule compared.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from headway.config import Config, HeadroomRule, SchedulerView, SwapRule, VictimRule
 from headway.plan import Plan
@@ -78,7 +78,7 @@ class PolicyRecorder:
         return recorded
 
     def _swap(self, rule: SwapRule) -> SwapRule:
-        def recorded(request: Request, view: SchedulerView) -> bool:
+        def recorded(request: Request, view: SchedulerView) -> bool | Literal["discard"]:
             self._close_victims()  # the victim is chosen: the next keys are for another one
             if isinstance(rule, swap_if_cheaper):
                 self._now.swap_seconds[request.id] = rule.seconds(request, view)

@@ -13,11 +13,13 @@ from headway.engine.engine import Engine
 from headway.errors import ConfigError, HeadwayError, PolicyError, ReplayMismatch, RequestError
 from headway.executor.simulated import SimulatedExecutor
 from headway.lab.film.format import FilmWriter, header_record
+from headway.lab.film.metrics import RunMetrics
 from headway.lab.film.recorder import PolicyRecorder
 from headway.lab.film.spec import Edit, RunSpec, config_of, described, profile_of, requests_of
 from headway.lab.film.texts import FilmTexts
 from headway.lab.replay import Replay, check_replay
 from headway.lab.simulate import with_profile
+from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.run_stats import RunStats
@@ -53,6 +55,7 @@ class FilmedRun:
         )  # fmt: skip
         self.header = header(self._config, spec.async_scheduling, profile=self._profile.name)
         self._texts, self._stats = FilmTexts(self.header), RunStats(self.header)
+        self._numbers, self._metrics = numbers_of(spec.story), RunMetrics(self._stats)
         self._writer, self._chunks = FilmWriter(self._config.block_size), list[bytes]()
         self._rejected: list[tuple[str, str]] = []
 
@@ -70,7 +73,10 @@ class FilmedRun:
         except HeadwayError as failure:
             error = str(failure)
         summary = summarize(self._stats, len(self._rejected))
-        yield self._writer.finish(summary=summary, rejected=self._rejected, error=error)
+        numbers = {label: self._metrics.value(metric) for label, metric in self._numbers.items()}
+        yield self._writer.finish(
+            summary=summary, rejected=self._rejected, error=error, numbers=numbers
+        )
 
     def _has_more(self) -> bool:
         return bool(self._requests or self._engine.has_work or self._edits_left())
@@ -116,6 +122,8 @@ class FilmedRun:
     def _observe(self, report: StepReport) -> None:
         self._stats(report)
         line = describe_step(report, has_blocks=True)
+        if self._numbers:
+            self._metrics.follow(line)
         texts = self._texts.follow(line, self._recorder.take(line["step"]))
         self._chunks.append(self._writer.add(line, texts))
 

@@ -7,6 +7,7 @@ step 17 all mean: run it again, with one more edit.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from typing import Any
 
 from headway.config import Config
@@ -116,9 +117,26 @@ def requests_of(spec: RunSpec, space: TokenSpace) -> list[WorkloadRequest]:
         synthetic = parse_synthetic(spec.workload)
         _check_number(synthetic.requests)
         return synthetic.generate()
-    _check_number(len(spec.requests))
-    requests = [described(each, space, str(place)) for place, each in enumerate(spec.requests)]
+    listed: list[Any] = []
+    for group in spec.requests:
+        listed += _copies(group)
+        _check_number(len(listed))
+    requests = [described(each, space, str(place)) for place, each in enumerate(listed)]
     return sorted(requests, key=lambda request: request.arrival)
+
+
+def _copies(data: Any) -> list[Any]:
+    """A listed request, or `count` copies of it: ids with numbers, `every` seconds apart."""
+    if not isinstance(data, dict) or not {"count", "every"} & data.keys():
+        return [data]
+    one = {key: value for key, value in data.items() if key not in ("count", "every")}
+    id, count = str(data.get("id", "")), _number(data, str(data.get("id", "")), "count", 1)
+    arrival, every = _seconds(data, id, "arrival"), _seconds(data, id, "every")
+    _check_number(count)
+    return [
+        {**one, "id": f"{id}{place}", "arrival": round(arrival + every * place, 9)}
+        for place in range(count)
+    ]
 
 
 def _check_number(number: int) -> None:
@@ -139,18 +157,23 @@ def described(data: Any, space: TokenSpace, default_id: str) -> WorkloadRequest:
     id = str(data.get("id", default_id))
     prompt, output = _number(data, id, "prompt", 16), _number(data, id, "output", 16)
     max_tokens = _number(data, id, "max_tokens", output)
-    arrival = data.get("arrival", 0.0)
-    if isinstance(arrival, bool) or not isinstance(arrival, int | float) or not arrival >= 0:
-        raise ConfigError(f"request {id}: arrival must be at least 0, not {shorten(arrival)}")
+    arrival = _seconds(data, id, "arrival")
     pieces: list[Any] = []
     if prefix := data.get("prefix"):
         name, length = _prefix(prefix, id)
         pieces += space.shared(name, length)
     return WorkloadRequest(
-        id=id, arrival=float(arrival), pieces=join([*pieces, space.take(prompt)]),
+        id=id, arrival=arrival, pieces=join([*pieces, space.take(prompt)]),
         num_output=min(output, max_tokens), max_tokens=max_tokens, client=str(data.get("client", "")),
         priority=_number(data, id, "priority", 0, -MAX_NUMBER), n=_number(data, id, "n", 1),
     )  # fmt: skip
+
+
+def _seconds(data: dict[str, Any], id: str, name: str) -> float:
+    value = data.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+        raise ConfigError(f"request {id}: {name} must be at least 0 seconds, not {shorten(value)}")
+    return float(value)
 
 
 def _prefix(prefix: Any, id: str) -> tuple[str, int]:

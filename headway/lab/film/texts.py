@@ -63,7 +63,7 @@ class FilmTexts:
                 alternatives = explain.Alternatives(rule, len(candidates), seconds)
             text = explain.preempted(
                 id, how == "swap", num_lost, bool(is_priority), line["step"], tuple(short),
-                alternatives,
+                alternatives, how == "discard",
             )  # fmt: skip
             yield "preempted", id, text
 

@@ -16,6 +16,7 @@ from headway.errors import ConfigError, HeadwayError
 from headway.lab.film.fork import fork
 from headway.lab.film.run import FilmedRun, film_of_file, film_of_lines
 from headway.lab.film.spec import read_spec
+from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
 from headway.observe.trace import parse_trace, read_trace
@@ -52,7 +53,9 @@ class LabApp:
         live: Callable[[], Iterator[bytes]] | None = None,
     ) -> None:
         self.mode, self.traces, self.live = mode, traces or {}, live
-        self.stories = stories or []
+        if stories is None:  # only a lab with a scheduler of its own can run them
+            stories = [story.describe() for story in load_stories()] if mode == "lab" else []
+        self.stories = stories
 
     def handle(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
         """Answer one request; errors that a user can cause are sentences in JSON."""

@@ -113,7 +113,7 @@ def film_of(run: Recorded) -> Film:
     return film
 
 
-@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 4))
+@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 9))
 def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
     """By playing from start to end, and by seeking any frame."""
     run = Recorded(seed)
@@ -134,7 +134,7 @@ def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> 
     assert played.num_finished == len(film.requests)
 
 
-@pytest.mark.parametrize("seed", range(2, decisions.NUM_RUNS, 7))
+@pytest.mark.parametrize("seed", range(2, decisions.NUM_RUNS, 19))
 def test_a_film_that_starts_in_the_middle_shows_the_same_states(seed: int) -> None:
     run = Recorded(seed, watch_from=random.Random(seed).randrange(2, 40))
     if run.watched is None:  # a short run

@@ -18,7 +18,7 @@ from tests.scheduler import decisions
 from tests.support.drive import check_no_leaks
 
 
-@pytest.mark.parametrize("seed", range(1, decisions.NUM_RUNS, 9))
+@pytest.mark.parametrize("seed", range(1, decisions.NUM_RUNS, 19))
 def test_recording_changes_no_decision_and_finds_what_led_to_it(seed: int) -> None:
     engine, lines = decisions.engine_of(seed), list[str]()
     recorder = PolicyRecorder(engine.scheduler)
@@ -45,7 +45,7 @@ def test_recording_changes_no_decision_and_finds_what_led_to_it(seed: int) -> No
     assert digest == decisions.recorded_digests()[seed]
 
 
-@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 20))
+@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 29))
 def test_policies_can_change_in_the_middle(seed: int) -> None:
     """All slots change every few steps; every request still finishes and nothing leaks."""
     engine, rng = decisions.engine_of(seed), random.Random(seed)

@@ -1,0 +1,190 @@
+"""Random workloads, and a preset and a reference model run side by side on them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import NamedTuple
+from zlib import crc32
+
+from headway.config import Config
+from headway.plan import Plan, StepReport, StepResult
+from headway.request import Request, RequestParams
+from headway.scheduler import Scheduler
+from tests.scheduler.reference.blocks import Sequence
+from tests.scheduler.reference.listing import Batch, Limits, Listing
+
+MAX_STEPS = 20_000
+STREAM_EVERY = 10
+
+
+class Job(NamedTuple):
+    step: int  # of its arrival
+    prompt: list[int]
+    max_tokens: int
+    ignore_eos: bool
+    max_total_tokens: int | None
+
+
+class Workload(NamedTuple):
+    jobs: list[Job]
+    limits: Limits
+    vocabulary: int
+    seed: int
+
+
+def random_workload(seed: int, *, is_cut: bool = True, has_totals: bool = False) -> Workload:
+    """Tiny vocabularies make equal prefixes; a small pool causes preemptions.
+
+    Without `is_cut`, the token budget holds any request at its full length. With `has_totals`,
+    half of the requests have a limit of prompt and output together.
+    """
+    rng = random.Random(seed)
+    block_size, vocabulary = rng.choice((1, 2, 4, 16)), rng.choice((2, 2, 3, 50))
+    longest = rng.choice((4, 12, 30)) if block_size < 16 else rng.choice((40, 70))
+    jobs = _random_jobs(rng, vocabulary, longest, has_totals)
+    max_num_seqs, is_stream = rng.choice((1, 2, 3, 5, 12)), seed % STREAM_EVERY == 0
+    if is_stream:
+        jobs, max_num_seqs, longest = steady_stream(rng), 200, 12
+    lengths = [len(job.prompt) + job.max_tokens - 1 for job in jobs]
+    most = -(-max(lengths) // block_size)
+    num_blocks = most + rng.choice((0, 0, 1, 2, most // 2, most, 3 * most))
+    if is_stream:
+        num_blocks = rng.choice((15, 20, 30, 400))
+    budget = max_num_seqs + rng.choice((0, 1, 3, longest, 4 * longest))
+    if not is_cut:
+        budget = max(max(lengths), rng.choice((1, budget, 4 * longest)))
+    num_host_blocks = rng.choice((0, most, 9 * most))
+    limits = Limits(max_num_seqs, budget, num_blocks, block_size, num_host_blocks)
+    return Workload(jobs, limits, vocabulary, seed)
+
+
+def _random_jobs(
+    rng: random.Random, vocabulary: int, longest: int, has_totals: bool
+) -> list[Job]:
+    stems = [[rng.randrange(vocabulary) for _ in range(longest)] for _ in range(2)]
+    jobs, step = [], 0
+    for _ in range(rng.randrange(2, 18)):
+        step += rng.choice((0, 0, 0, 1, 2, 9))
+        stem = rng.choice(stems)[: rng.randrange(longest)]
+        tail = [rng.randrange(vocabulary) for _ in range(rng.randrange(1, longest))]
+        prompt = (stem + tail)[:longest]
+        total = len(prompt) + rng.randrange(1, longest)
+        jobs.append(
+            Job(
+                step, prompt, rng.randrange(1, longest + 2), rng.random() < 0.5,
+                total if has_totals and rng.random() < 0.5 else None,
+            )
+        )  # fmt: skip
+    return jobs
+
+
+def steady_stream(rng: random.Random) -> list[Job]:
+    """A prompt arrives at every step, so that decodes run only after a streak of prefills."""
+    return [
+        Job(
+            step,
+            [rng.randrange(50) for _ in range(rng.randrange(1, 6))],
+            rng.randrange(1, 6),
+            True,
+            None,
+        )
+        for step in range(60)
+    ]
+
+
+class Pair:
+    """A reference and a preset on the same workload."""
+
+    def __init__(self, reference: Listing, config: Config, workload: Workload) -> None:
+        self.reference, self.ours, self.workload = reference, Scheduler(config), workload
+        self.seen: Counter[str] = Counter()
+        self.step = 0
+
+    def run(self) -> str | None:
+        """The first difference between the two, or None."""
+        jobs = list(enumerate(self.workload.jobs))
+        while jobs or self.ours.requests:
+            while jobs and jobs[0][1].step <= self.step:
+                self.add(*jobs.pop(0))
+            self.step += 1
+            if self.ours.requests:
+                problem = self.compare_step()
+                if problem:
+                    return f"step {self.step}: {problem}"
+            assert self.step < MAX_STEPS, "too many steps"
+        return None
+
+    def add(self, number: int, job: Job) -> None:
+        id = str(number)
+        self.reference.add(
+            Sequence(id, job.prompt, job.max_tokens, job.ignore_eos, job.max_total_tokens)
+        )
+        params = RequestParams(
+            max_tokens=job.max_tokens, eos_ids=frozenset({self.workload.limits.eos}),
+            ignore_eos=job.ignore_eos, max_total_tokens=job.max_total_tokens,
+        )  # fmt: skip
+        self.ours.add(Request(id, job.prompt, params, arrival=float(self.step)))
+
+    def compare_step(self) -> str | None:
+        batch, plan = self.reference.step(), self.ours.schedule()
+        self.count(batch, plan)
+        for name, theirs, ours in (
+            ("preempted", [(s.id, how) for s, how in self.reference.preempted], preempted(plan)),
+            ("tokens", tokens_of(batch), planned_tokens(plan)),
+            ("free blocks", self.reference.blocks.num_free, plan.events.num_free),
+        ):
+            if theirs != ours:
+                return f"{name}: {theirs} in the listing, {ours} here"
+        report = self.ours.complete(plan, self.result(plan))
+        finished = self.reference.postprocess(batch, self.sampled(batch))
+        ends = sorted(seq.id for seq in finished), sorted(r.id for r in report.finished)
+        if ends[0] != ends[1]:
+            return f"finished: {ends[0]} in the listing, {ends[1]} here"
+        self.seen["finished"] += len(finished)
+        return self.compare_outputs(batch, report)
+
+    def compare_outputs(self, batch: Batch, report: StepReport) -> str | None:
+        ended = {request.id: request for request in report.finished}
+        for seq in [seq for seq, _ in batch.prefill] + batch.decode:
+            request = ended.get(seq.id) or self.ours.requests[seq.id]
+            if request.tokens.tolist() != seq.token_ids:
+                return f"output of {seq.id}: {seq.token_ids} in the listing, {request.tokens} here"
+        return None
+
+    def token(self, id: str, length: int) -> int:
+        return crc32(f"{self.workload.seed} {id} {length}".encode()) % self.workload.vocabulary
+
+    def sampled(self, batch: Batch) -> dict[str, int]:
+        scheduled = [seq for seq, _ in batch.prefill] + batch.decode
+        return {seq.id: self.token(seq.id, len(seq)) for seq in scheduled}
+
+    def result(self, plan: Plan) -> StepResult:
+        decodes = [self.token(r.id, r.num_known) for r in plan.decodes]
+        firsts = [self.token(c.request.id, c.end) for c in plan.chunks if c.is_last]
+        return StepResult(decode_tokens=[decodes] if decodes else [], first_tokens=firsts)
+
+    def count(self, batch: Batch, plan: Plan) -> None:
+        self.seen["preemptions"] += len(plan.events.preempted)
+        self.seen["discarded outputs"] += sum(p.num_discarded > 0 for p in plan.events.preempted)
+        self.seen["swaps"] += sum(p.is_swap for p in plan.events.preempted)
+        self.seen["cache hits"] += sum(a.num_cached > 0 for a in plan.admitted)
+        self.seen["hits after preemption"] += sum(
+            a.num_cached > 0 and a.is_resume for a in plan.admitted
+        )
+        self.seen["cut prompts"] += sum(not c.is_last for c in plan.chunks)
+        self.seen["deferred decodes"] += len(plan.deferred)
+
+
+def preempted(plan: Plan) -> list[tuple[str, str]]:
+    return [(p.request.id, "swap" if p.is_swap else "recompute") for p in plan.events.preempted]
+
+
+def tokens_of(batch: Batch) -> dict[str, int]:
+    """Tokens computed of each sequence; a decode computes one."""
+    return {seq.id: num for seq, num in batch.prefill} | {seq.id: 1 for seq in batch.decode}
+
+
+def planned_tokens(plan: Plan) -> dict[str, int]:
+    return {c.request.id: c.end - c.start for c in plan.chunks} | {r.id: 1 for r in plan.decodes}
+

@@ -1,0 +1,108 @@
+"""Presets against plain models of the listings they are named after, step by step.
+
+With all its differences from tests/scheduler/reference/ a listing makes the same batches as the
+preset, so nothing else differs. Without any single one of them it does not, so each one occurs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from headway.errors import RequestTooLong
+from headway.request import Request, RequestParams
+from headway.scheduler import Scheduler, preset
+from headway.scheduler.policies import MAX_PREFILL_STEPS
+from tests.scheduler.reference import differences, differences_mixed
+from tests.scheduler.reference.compare import Pair, Workload, random_workload
+from tests.scheduler.reference.course import Course, CourseText
+from tests.scheduler.reference.listing import Listing
+from tests.scheduler.reference.minivllm import MiniVLLM
+from tests.scheduler.reference.nano_vllm import NanoVLLM
+from tests.scheduler.reference.three_queues import ThreeQueues
+
+NUM_WORKLOADS = 300
+DOCUMENT = Path(__file__).parents[2] / "docs" / "policies.md"
+
+
+class Case(NamedTuple):
+    """A listing, the preset with settings, their differences, and how often things happen."""
+
+    listing: type[Listing]
+    preset: str
+    settings: dict[str, Any]
+    differences: dict[str, type]
+    min_events: dict[str, int]
+    workload: dict[str, bool] = {}  # arguments of random_workload
+
+
+CASES = {
+    "nano_vllm": Case(
+        NanoVLLM, "nano_vllm", {}, differences.NANO_VLLM,
+        {"preemptions": 300, "hits after preemption": 200, "cut prompts": 2000},
+    ),
+    "minivllm": Case(
+        MiniVLLM, "minivllm", {}, differences.MINIVLLM,
+        {"preemptions": 300, "hits after preemption": 200, "deferred decodes": 100},
+        {"is_cut": False, "has_totals": True},
+    ),
+    "deep_dive, listing": Case(
+        Course, "deep_dive", {"headroom": "watermark(0.0)", "swap": "discard_output"},
+        differences_mixed.DEEP_DIVE_LISTING,
+        {"preemptions": 100, "discarded outputs": 50, "cut prompts": 2000},
+    ),
+    "deep_dive, output kept": Case(
+        Course, "deep_dive", {"headroom": "watermark(0.0)"},
+        differences_mixed.DEEP_DIVE_LISTING_KEPT, {"preemptions": 100, "cut prompts": 2000},
+    ),
+    "deep_dive, text": Case(
+        CourseText, "deep_dive", {}, differences_mixed.DEEP_DIVE_TEXT, {"cut prompts": 2000},
+    ),
+    "vllm": Case(
+        ThreeQueues, "vllm", {}, differences_mixed.VLLM,
+        {"preemptions": 200, "swaps": 100, "cut prompts": 1000},
+    ),
+}  # fmt: skip
+
+
+def pair(case: Case, seed: int, names: Iterable[str]) -> Pair:
+    """The preset, and the listing with the named differences, on a random workload."""
+    changed = differences.build(case.listing, [case.differences[name] for name in names])
+    settings, options, arguments = dict(case.settings), dict[str, Any](), dict(case.workload)
+    if case.listing is ThreeQueues:
+        share = (0.01, 0.01, 0.05, 0.1)[seed % 4]
+        options = {"is_chunked": seed % 3 > 0, "watermark": share}
+        arguments["is_cut"] = options["is_chunked"]
+        settings["headroom"] = f"back_off(watermark({share}), {share})"
+        settings["chunk"] = "split_any" if options["is_chunked"] else "whole"
+    workload = random_workload(seed, **arguments)
+    limits = workload.limits._asdict()
+    del limits["eos"]
+    config = preset(case.preset, **limits, **settings)
+    return Pair(changed(workload.limits, **options), config, workload)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_differs_but_the_listed_differences(name: str) -> None:
+    case, seen = CASES[name], Counter[str]()
+    for seed in range(NUM_WORKLOADS):
+        both = pair(case, seed, case.differences)
+        problem = both.run()
+        assert problem is None, f"workload {seed}, {problem}: {both.workload}"
+        seen += both.seen
+    rare = {event: seen[event] for event, least in case.min_events.items() if seen[event] < least}
+    assert not rare, f"too few of these events: {rare}"
+
+
+@pytest.mark.parametrize(
+    ("name", "difference"), [(name, each) for name, case in CASES.items() for each in case.differences]
+)
+def test_every_listed_difference_occurs(name: str, difference: str) -> None:
+    case = CASES[name]
+    others = [each for each in case.differences if each != difference]
+    assert any(pair(case, seed, others).run() for seed in range(NUM_WORKLOADS))
