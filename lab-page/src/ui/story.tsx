@@ -6,7 +6,7 @@ import { Film } from "../film";
 import type { Look, Spec, Story, StoryNumber } from "../spec";
 import { a, b, canRun, catalog, open, seek, seekStep, Side, version } from "../store";
 import { Stories } from "./setup";
-import { count } from "./words";
+import { fixed } from "./words";
 
 export const guess = signal<number | null>(null); // -1: shown without a guess
 const hidden = signal<Record<string, Record<string, number | null>>>({}); // numbers of runs not shown
@@ -165,7 +165,7 @@ function Numbers({ story }: { story: Story }) {
     <dl class="numbers">
       {story.numbers.map((number) => {
         const value = valueOf(story, number), digits = number.digits ?? 0;
-        const shown = value === null ? "…" : digits ? value.toFixed(digits) : count(value);
+        const shown = value === null ? "…" : fixed(value, digits);
         return (
           <div key={number.label}>
             <dt>{number.label}</dt>
