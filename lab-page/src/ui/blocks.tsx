@@ -18,7 +18,7 @@ interface Grid {
 
 interface Drawn { grid: Grid; owners: Map<number, number[]>; hosts: [number, number][] }
 
-const GAP_ROWS = 1;
+const GAP_ROWS = 1, MAX_SHOWN = 400;
 const LEGEND: [string, string][] = [
   ["held", "held"], ["shared", "shared"], ["free-cached", "cached, free"], ["free", "free"], ["host", "on the host"],
 ];
@@ -31,7 +31,7 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
     context.clearRect(0, 0, width, height);
     if (!at) return;
     const owners = ownersOf(at), hosts = hostsOf(at);
-    const grid = layout(at.film.numBlocks, hosts.length, width, height);
+    const grid = layout(numShown(at), hosts.length, width, height);
     drawn.current = { grid, owners, hosts };
     drawGrid(context, at, grid, owners, hosts, id === null ? -1 : (at.film.numbers.get(id) ?? -1));
   };
@@ -54,7 +54,10 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
     <section class="card blocks" aria-label={`KV blocks${name}`}>
       <h2>
         KV blocks
-        <small>{numbers && `${count(numbers.free)} of ${count(now.film.numBlocks)} not held`}</small>
+        <small>
+          {numbers && `${count(numbers.free)} of ${count(now.film.numBlocks)} not held`}
+          {now && numShown(now) < now.film.numBlocks && `, the first ${count(numShown(now))} shown`}
+        </small>
       </h2>
       {hasBlocks ? (
         <Canvas
@@ -85,6 +88,12 @@ function Table({ view }: { view: View | null }) {
         : id === null ? "Select a request to see its block table." : `${id} holds no blocks.`}
     </p>
   );
+}
+
+/** In a large pool, only blocks up to the highest one that the run uses. */
+function numShown(view: View): number {
+  const { numBlocks, timeline } = view.film;
+  return numBlocks <= MAX_SHOWN ? numBlocks : Math.min(numBlocks, Math.max(MAX_SHOWN, timeline.maxBlock + 1));
 }
 
 function ownersOf(view: View): Map<number, number[]> {

@@ -45,7 +45,13 @@ export function Stories() {
         }}
       >
         <option value="">None: a workload of your own</option>
-        {stories.map(({ name, title }) => <option key={name} value={name}>{title}</option>)}
+        {[...new Set(stories.map(({ lesson }) => lesson ?? "Stories"))].map((lesson) => (
+          <optgroup key={lesson} label={lesson}>
+            {stories.filter((story) => (story.lesson ?? "Stories") === lesson).map(({ name, title }) => (
+              <option key={name} value={name}>{title}</option>
+            ))}
+          </optgroup>
+        ))}
       </select>
     </label>
   );

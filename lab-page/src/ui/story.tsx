@@ -43,23 +43,26 @@ export function StoryPanel() {
   return (
     <section class="card story" aria-label="Story">
       <Stories />
-      {story.text.map((text, i) => <p key={i}>{text}</p>)}
+      {!isOpen && <p>{beginning(story.text[0] ?? "")}</p>}
       {story.question && <Question story={story} />}
+      {isOpen && story.text.map((text, i) => <p key={i}>{text}</p>)}
+      {isOpen && story.looks.length > 0 && <Looks story={story} />}
       {isOpen && <Numbers story={story} />}
       {isOpen && runsOf(story).length > 1 && <Runs story={story} />}
-      {story.looks.length > 0 && <Looks story={story} isOpen={isOpen} />}
     </section>
   );
 }
 
-function Looks({ story, isOpen }: { story: Story; isOpen: boolean }) {
-  const looks = story.looks.filter(({ run }) => isOpen || (run ?? "spec") === "spec");
+/** The first two sentences: what runs. The others tell what comes out. */
+const beginning = (text: string): string => text.split(/(?<=[.!?])\s+/).slice(0, 2).join(" ");
+
+function Looks({ story }: { story: Story }) {
   return (
-    <ol class="looks">
-      {looks.map((look, i) => (
+    <ol class="looks" aria-label="Steps to look at">
+      {story.looks.map((look, i) => (
         <li key={i}>
           <button type="button" onClick={() => lookAt(story, look)}>
-            <span class="when">step {look.step}</span>
+            <span class="when">step {look.step}{look.run && look.run !== "spec" && <small>{look.run}</small>}</span>
             <span>{look.text}</span>
           </button>
         </li>
