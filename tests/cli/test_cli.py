@@ -275,6 +275,19 @@ def test_trace_replays_a_file(traces: dict[str, Path]) -> None:
     assert done.code == 0 and "steps replayed" in done.out
 
 
+def test_trace_replays_a_users_policy_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_replayed.py").write_text("def one(request, view):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    trace = tmp_path / "t.jsonl"
+    run = ("--headroom", "my_replayed:one", "--profile", PROFILE, "--trace-out", trace)
+    assert headway("simulate", WORK, *run, *SMALL).code == 0
+    del sys.modules["my_replayed"]
+    done = headway("trace", trace, "--replay")
+    assert done.code == 0 and "all decisions are equal" in done.out, done.err
+
+
 def test_trace_exports_for_perfetto(traces: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "events.json"
     assert headway("trace", traces["headway"], "--perfetto", out).code == 0

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from headway.cli.options.common import import_from_working_directory
 from headway.cli.view import render
 from headway.errors import ConfigError, FormatError, HeadwayError
 from headway.lab.diff import diff
@@ -39,6 +40,7 @@ def trace_command(
     """Summarize a trace file, export it, replay it, or compare it with another."""
     if sum(map(bool, (perfetto, diff_with, replay))) > 1:
         raise ConfigError("--perfetto, --diff and --replay cannot be combined; give one of them")
+    import_from_working_directory()  # the recorded policies may be there
     try:
         if perfetto:
             _export(file, perfetto, json_)
