@@ -49,6 +49,7 @@ from headway.errors import (
     InvalidRequest,
     PolicyError,
     RequestError,
+    RequestTooLong,
 )
 from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.swap_cost import Timed, measured
@@ -302,11 +303,18 @@ class LLM:
                     engine_params = fixed or self.input_processor.params(sampling_params, id)
                     self._runner.add(batch, id, tokens, sampling_params, engine_params)
                 except (RequestError, PolicyError) as error:
-                    batch.results.append(error)
+                    batch.results.append(self._with_advice(error))
         except Exception:  # the prompts before this one must not stay in the engine
             self._runner.close(batch)
             raise
         return batch
+
+    def _with_advice(self, error: RequestError | PolicyError) -> RequestError | PolicyError:
+        """The error; advises to raise max_model_len if the model allows it."""
+        limit = self.loaded.decoder.config.max_model_len
+        if isinstance(error, RequestTooLong) and error.limit == self.config.max_model_len < limit:
+            error.args = (f"{error}, or raise max_model_len, up to {limit}",)
+        return error
 
     def _raise_refusal(self, batch: PromptBatch, prompts: Prompts) -> None:
         """Abort the batch and raise the error of its first refused prompt, if there is one."""

@@ -429,6 +429,12 @@ def test_invalid_numbers_are_reported_for_synthetic_workloads(more: tuple[str, s
     sentence("simulate", WORK, "--profile", PROFILE, *more)
 
 
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_length_above_the_profiles_limit_is_reported_with_both_numbers(command: str) -> None:
+    text = sentence(command, WORK, "--profile", PROFILE, "--max-model-len", "50000")
+    assert all(part in text for part in ("max_model_len", "40960", "50000", PROFILE))
+
+
 def test_an_unwritable_file_is_reported_with_its_name(
     traces: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -160,6 +160,16 @@ def test_a_refused_prompt_raises_before_anything_runs(llm: LLM) -> None:
     assert llm.engine.scheduler.is_idle
 
 
+def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(
+    llm: LLM, model: str
+) -> None:
+    with pytest.raises(RequestTooLong, match="raise max_model_len, up to 512"):
+        llm.generate([3] * 300)
+    with LLM(model, num_blocks=60) as full, pytest.raises(RequestTooLong, match="512") as caught:
+        full.generate([3] * 600)
+    assert "raise" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -167,6 +177,7 @@ def test_a_refused_prompt_raises_before_anything_runs(llm: LLM) -> None:
         ({"max_num_seq": 9}, "max_num_seqs"),
         ({"enforce_egar": True}, "enforce_eager"),
         ({"zzz": 1}, "zzz"),
+        ({"max_model_len": 513}, "512.*513"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
     ],
 )

@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from headway.config import Config
-from headway.errors import FormatError
+from headway.errors import ConfigError, FormatError
 from headway.lab.cost import Profile
 from headway.lab.workload.files import adjust, read_workload
 from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
@@ -197,6 +197,12 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     import_from_working_directory()
     changes = dict(changes)
     config = preset(name, **changes)
+    limit = profile.model.max_model_len
+    if changes.get("max_model_len", 0) > limit:
+        raise ConfigError(
+            f"max_model_len must be at most {limit}, the limit of the model of profile "
+            f"{profile.name}, not {changes['max_model_len']}"
+        )
     if "num_blocks" not in changes:
         changes["num_blocks"] = profile.num_blocks(config.block_size)
     if config.swap is not recompute:
