@@ -160,9 +160,7 @@ def test_a_refused_prompt_raises_before_anything_runs(llm: LLM) -> None:
     assert llm.engine.scheduler.is_idle
 
 
-def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(
-    llm: LLM, model: str
-) -> None:
+def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(llm: LLM, model: str) -> None:
     with pytest.raises(RequestTooLong, match="raise max_model_len, up to 512"):
         llm.generate([3] * 300)
     with LLM(model, num_blocks=60) as full, pytest.raises(RequestTooLong, match="512") as caught:

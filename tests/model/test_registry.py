@@ -313,7 +313,9 @@ def test_an_unknown_name_lists_the_attempts_and_the_known_models() -> None:
     with pytest.raises(ModelError, match="Did you mean smollm2-135m?"):
         resolve("SMOLLM2-135M")
     for name in ("", "zzzz", "a/b/c"):
-        with pytest.raises(ModelError, match="unknown model .*Bundled and cached models: ") as error:
+        with pytest.raises(
+            ModelError, match="unknown model .*Bundled and cached models: "
+        ) as error:
             resolve(name)
         assert "Did you mean" not in str(error.value)
 
