@@ -75,7 +75,8 @@ def _number(text: str, default: str = "from the preset") -> Any:
 Workload = Annotated[
     str,
     typer.Argument(
-        help="Workload file (Azure .csv, Mooncake .jsonl, Headway .jsonl) or synthetic workload, "
+        help="Workload file (Azure .csv, Mooncake or Headway .jsonl, decision trace) or synthetic "
+        "workload, "
         "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
     ),
 ]
