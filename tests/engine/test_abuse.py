@@ -33,6 +33,7 @@ from headway.errors import (
 from headway.observe.trace import TraceWriter
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset, queues
+from headway.scheduler.policy_calls import call_chunk, call_headroom
 from headway.scheduler.presets import NUMBERS
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support import real
@@ -143,6 +144,39 @@ def test_a_policy_error_names_slot_request_type_and_message() -> None:
     with pytest.raises(PolicyError, match="queue.*'poison'.*Broken.*no key") as caught:
         make(queue=poisoned_key).add("poison", [1], params())
     assert isinstance(caught.value.__cause__, Broken) and caught.value.slot == "queue"
+
+
+def raises_in_a_call(*given: object) -> Any:
+    return json.loads("{")  # another module's line raises
+
+
+@pytest.mark.parametrize("slot", ["batching", "queue", "chunk", "headroom", "victim", "swap"])
+def test_a_policy_error_names_the_policy_and_its_line(slot: str) -> None:
+    engine = make(**{"num_host_blocks": 9, slot: raises_in_a_call})
+    line = raises_in_a_call.__code__.co_firstlineno + 1
+    try:
+        for number in range(9):  # more than the cache holds
+            engine.add(str(number), [number] * 20, params(max_tokens=40))
+        while engine.has_work and not engine.fault:
+            engine.step()
+        text = engine.fault or ""
+    except PolicyError as error:
+        text = str(error)
+    assert f"{slot} policy {__name__}:raises_in_a_call failed" in text
+    assert "JSONDecodeError: Expecting" in text and text.endswith(f"({__file__}:{line})")
+
+
+@pytest.mark.parametrize("slot", ["headroom", "chunk"])
+@pytest.mark.parametrize("result", [None, "5", nan, [1]])
+def test_a_result_that_is_no_number_is_shown(slot: str, result: object) -> None:
+    def wrong(*given: object) -> Any:
+        return result
+
+    call = {"headroom": call_headroom, "chunk": call_chunk}[slot]
+    arguments: list[Any] = [1, 2, True] if slot == "chunk" else [Request("a", [1], params()), None]
+    with pytest.raises(PolicyError, match=f"{slot} policy .*wrong returned .*; return a number") as e:
+        call(wrong, *arguments)
+    assert repr(result) in str(e.value)
 
 
 @each_poison
