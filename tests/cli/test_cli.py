@@ -224,9 +224,15 @@ def test_simulate_reads_workload_files(tmp_path: Path) -> None:
 
 
 def test_rejected_requests_are_shown_with_their_reasons() -> None:
-    done = headway("simulate", "requests=3,prompt=1000,output=5", "--profile", PROFILE, *SMALL)
-    assert done.code == 0
-    assert "3 requests" in done.out and "rejected" in done.out and "40" in done.out
+    mixed = "requests=9,prompt=0.5*fixed(1000)+0.5*fixed(9),output=5"
+    done = headway("simulate", mixed, "--profile", PROFILE, *SMALL)
+    assert done.code == 0 and not done.err
+    assert "rejected" in done.out and "40" in done.out
+    for more in ((), ("--json",)):
+        work = "requests=3,prompt=1000,output=5"
+        done = headway("simulate", work, "--profile", PROFILE, *SMALL, *more)
+        assert done.code == 1 and "3" in done.out and "rejected" in done.out
+        assert done.err.startswith("error: ") and "num_blocks is 40" in done.err
 
 
 def test_compare_shows_presets_and_variants_side_by_side() -> None:
@@ -299,10 +305,13 @@ def test_trace_shows_where_two_files_differ(traces: dict[str, Path]) -> None:
     left, right = traces.values()
     same = headway("trace", left, "--diff", left)
     assert same.code == 0 and "equal decisions" in same.out
+    assert f"{left} and {left}" in same.out
+    assert headway("trace", left, "--diff", left, "--json").code == 0
     done = headway("trace", left, "--diff", right)
-    assert done.code == 0 and "differ from step" in done.out
-    found = json.loads(headway("trace", left, "--diff", right, "--json").out)
-    assert set(found) == {"step", "lines"} and isinstance(found["step"], int)
+    assert done.code == 1 and "differ from step" in done.out and not done.err
+    done = headway("trace", left, "--diff", right, "--json")
+    found = json.loads(done.out)
+    assert set(found) == {"step", "lines"} and isinstance(found["step"], int) and done.code == 1
 
 
 def test_demo_compares_static_and_continuous_batching() -> None:

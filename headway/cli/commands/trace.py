@@ -13,7 +13,7 @@ from rich.markup import escape
 from headway.cli.options.common import import_from_working_directory
 from headway.cli.view import render
 from headway.errors import ConfigError, FormatError, HeadwayError
-from headway.lab.diff import diff
+from headway.lab.diff import Difference, diff
 from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
 from headway.observe.perfetto import to_perfetto
@@ -29,7 +29,9 @@ def trace_command(
     diff_with: Annotated[
         Path | None,
         typer.Option(
-            "--diff", help="Show the first different decision between this trace and FILE."
+            "--diff",
+            help="Show the first different decision between this trace and FILE; exit with 1 if "
+            "there is one.",
         ),
     ] = None,
     replay: Annotated[
@@ -70,14 +72,22 @@ def _export(file: Path, target: Path, as_json: bool) -> None:
 
 
 def _diff(file: Path, other: Path, as_json: bool) -> None:
-    names = (file.name, other.name) if file.name != other.name else ("left", "right")
+    """Print the first difference; exit code 1 if there is one."""
+    are_distinct = file.name != other.name
+    names = (file.name, other.name) if are_distinct else (str(file), str(other))
     found = diff(read_trace(file), read_trace(other), names)
     if as_json:
         print(json.dumps(found._asdict()))
-        return
+    else:
+        _show_difference(found, names)
+    if found.step is not None:
+        raise typer.Exit(1)
+
+
+def _show_difference(found: Difference, names: tuple[str, str]) -> None:
     where = "have equal decisions" if found.step is None else f"differ from step {found.step} on"
     console = Console()
-    console.print(f"[bold]{escape(names[0])} and {escape(names[1])} {where}[/]")
+    console.print(f"[bold]{escape(names[0])} and {escape(names[1])} {where}[/]", soft_wrap=True)
     for line in found.lines:
         console.print(f"  {line}", highlight=False, markup=False)
 

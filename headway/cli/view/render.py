@@ -177,6 +177,12 @@ def seconds(value: float) -> str:
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
 
 
+def print_error(text: str) -> None:
+    """An error on stderr, on one line."""
+    line = f"[bold red]error:[/] {escape(text)}"
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
+
+
 def print_profile(profile: Profile, error: HeldOutError, out: Path) -> None:
     """The numbers of a new profile, its error, and the next command."""
     console = Console()
