@@ -21,8 +21,8 @@ from headway.cli.commands import (
     top,
     trace,
 )
+from headway.cli.options.command import Command
 from headway.cli.options.packages import install, is_optional
-from headway.cli.options.replaced import Command
 from headway.cli.view.render import print_error
 from headway.errors import HeadwayError
 from headway.version import commit
@@ -32,7 +32,7 @@ app = typer.Typer(
     help="An LLM inference engine built around its scheduler.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run_command,

@@ -25,7 +25,6 @@ from headway.config import (
 from headway.errors import PolicyError, shorten
 from headway.request import Request
 
-
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 KEYS = "return a number, a string or a tuple of these, without NaN or None"
 
@@ -39,9 +38,7 @@ def policy_failed(slot: str, rule: object, where: str, error: Exception) -> Poli
     return PolicyError(f"{text} ({line})" if line else text, slot=slot)
 
 
-def _bad_result(
-    slot: str, rule: object, result: object, purpose: str, advice: str
-) -> PolicyError:
+def _bad_result(slot: str, rule: object, result: object, purpose: str, advice: str) -> PolicyError:
     """The PolicyError for a value that a policy must not return."""
     text = f"{slot} policy {_name(rule)} returned {shorten(result)} {purpose}; {advice}"
     return PolicyError(text, slot=slot)

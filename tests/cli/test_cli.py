@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer.main
 
 from headway import __version__
 from headway.cli.commands.simulate import parse_variant
-from headway.cli.main import main
+from headway.cli.main import COMMANDS, app, main
 from headway.cli.options.replaced import REPLACED
 from headway.errors import ConfigError
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
@@ -134,6 +135,30 @@ def test_help_names_every_command() -> None:
     assert headway("--help").code == 0
     for command in ("simulate", "compare", "trace", "demo", "presets", "profiles"):
         assert headway(command, "--help").code == 0
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench serve", "bench throughput", "bench latency"])
+def test_help_truncates_nothing_in_a_narrow_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    group = typer.main.get_command(app)
+    for name in command.split():
+        group = group.commands[name]  # type: ignore[attr-defined]
+    text = headway(*command.split(), "--help").out
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    for parameter in group.params:
+        for flag in (*parameter.opts, *parameter.secondary_opts):
+            assert flag in text.split() or not flag.startswith("--") or f"{flag}," in text, flag
+    if "--headroom" in text:
+        policies = [policy.__name__ for each in SLOTS.values() for policy in each]
+        assert not [name for name in policies if name not in text and name != "custom"]
+
+
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    for words in (("--help",), ("bench", "--help")):
+        commands = headway(*words).out.partition("Commands:")[2]
+        assert commands.count(".") >= 3 and "..." not in commands and "…" not in commands
 
 
 def test_simulate_reports_a_run() -> None:
@@ -492,7 +517,9 @@ def test_every_old_flag_is_tested_and_an_unrelated_command_does_not_name_it() ->
 
 
 def test_an_unknown_option_is_reported_without_a_traceback() -> None:
-    refused("simulate", WORK, "--colour", "red")
-    refused("simulate", WORK, "--max-num-batched-tokens", "many")
+    assert "--colour" in sentence("simulate", WORK, "--colour", "red")
+    for form in (("--num-blocks", "many"), ("--num-blocks=many",)):
+        assert "--num-blocks many: " in sentence("simulate", WORK, *form)
+    assert "--port 99999: " in sentence("serve", "--port", "99999")
+    assert "file" in sentence("trace").lower()
     refused("nonsense")
-    refused("trace")

@@ -174,7 +174,9 @@ def test_a_result_that_is_no_number_is_shown(slot: str, result: object) -> None:
 
     call = {"headroom": call_headroom, "chunk": call_chunk}[slot]
     arguments: list[Any] = [1, 2, True] if slot == "chunk" else [Request("a", [1], params()), None]
-    with pytest.raises(PolicyError, match=f"{slot} policy .*wrong returned .*; return a number") as e:
+    with pytest.raises(
+        PolicyError, match=f"{slot} policy .*wrong returned .*; return a number"
+    ) as e:
         call(wrong, *arguments)
     assert repr(result) in str(e.value)
 

@@ -124,11 +124,11 @@ def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
 
 
 def _recorded(path: Path, make: Callable[[Row], WorkloadRequest]) -> Iterator[WorkloadRequest]:
-    for number, row in enumerate(trace_rows(path)):
+    for place, row in enumerate(trace_rows(path)):
         try:
             yield make(row)
         except ValueError as error:
-            raise FormatError(path, None, f"request {number}: {error}") from None
+            raise FormatError(path, None, f"request {place}: {error}") from None
 
 
 def _pieces(row: Row, space: TokenSpace) -> Pieces:
