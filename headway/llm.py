@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from headway.config import Config
 from headway.engine.clock import RealClock
@@ -50,6 +50,7 @@ from headway.errors import (
     PolicyError,
     RequestError,
     RequestTooLong,
+    shorten,
 )
 from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.swap_cost import Timed, measured
@@ -61,6 +62,7 @@ from headway.scheduler import Scheduler
 from headway.scheduler.policies import swap_if_cheaper
 from headway.scheduler.presets import NUMBERS, SLOTS
 from headway.text.tokenizer import Tokenizer
+from headway.unsupported import ONE_DEVICE, unsupported
 
 Prompts = PromptInput | Sequence[PromptInput]
 AllParams = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
@@ -112,8 +114,7 @@ class LLM:
         _check_settings(settings)
         if tensor_parallel_size != 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}; a model runs on "
-                "one device"
+                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}; {ONE_DEVICE}"
             )
         options = LoadOptions(
             device=device, dtype=dtype, quantization=quantization, load_format=load_format,
@@ -159,6 +160,8 @@ class LLM:
         prompts: Prompts,
         sampling_params: AllParams = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
         *,
         on_finish: OnFinish | None = None,
     ) -> list[RequestOutput]:
@@ -166,15 +169,17 @@ class LLM:
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         `sampling_params` is one for all prompts or one for each; the default is
-        `SamplingParams()`. `use_tqdm` shows a progress bar if stderr is a terminal. `on_finish` is
-        called with the position and output of each prompt as soon as it has finished.
+        `SamplingParams()`. `use_tqdm` shows a progress bar if stderr is a terminal. `priority`
+        has one for each prompt; lower values run first. `on_finish` is called with the position
+        and output of each prompt as soon as it has finished.
 
         If a prompt is refused, its RequestError (which names its position) is raised before
         anything runs. If a step fails while a request runs, its outputs have finish_reason
         "error", and `error` says why.
         """
+        _check_lora(lora_request)
         with self._runner.interruptible():
-            batch = self._submit(prompts, sampling_params)
+            batch = self._submit(prompts, sampling_params, priority=priority)
             self._raise_refusal(batch, prompts)
             self._run(batch, use_tqdm, on_finish)
         return [builder.output() for builder in batch.builders]
@@ -202,6 +207,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: AllParams = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -213,6 +219,9 @@ class LLM:
         The model's chat template renders the messages; `chat_template_kwargs` are further
         variables for it. `add_generation_prompt` is true unless `continue_final_message` is.
         """
+        _check_lora(lora_request)
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise InvalidRequest(f"messages must be a list, not {shorten(messages)}")
         options = {
             **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tools": tools,
@@ -235,6 +244,10 @@ class LLM:
             self._raise_refusal(batch, prompts)
             self._run(batch, use_tqdm)
         return [_embedding_output(builder) for builder in batch.builders]
+
+    def beam_search(self, *given: object, **named: object) -> NoReturn:
+        """vLLM's beam search is not supported."""
+        raise ConfigError("beam_search is not supported: outputs are sampled, or greedy")
 
     def stream(self, prompts: Prompts, sampling_params: AllParams = None) -> Iterator[Delta]:
         """Yield text as it is generated. Leaving the loop early aborts the requests."""
@@ -281,6 +294,7 @@ class LLM:
         *,
         is_streamed: bool = False,
         fixed: RequestParams | None = None,
+        priority: Sequence[int] | None = None,
     ) -> PromptBatch:
         """Add every prompt to the engine; a refused one has its error in the batch.
 
@@ -294,6 +308,12 @@ class LLM:
                 f"{len(listed)} prompts but {len(each)} sampling parameters; give one "
                 "SamplingParams or one for each prompt"
             )
+        if priority is not None:
+            if len(priority) != len(listed):
+                raise InvalidRequest(
+                    f"{len(listed)} prompts but {len(priority)} priorities; give one for each prompt"
+                )
+            each = [replace(own, priority=p) for own, p in zip(each, priority, strict=True)]
         batch = PromptBatch(is_streamed=is_streamed)
         try:
             for prompt, sampling_params in zip(listed, each, strict=True):
@@ -349,10 +369,17 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     problems = []
     for name in settings:
         if name not in known:
+            if problem := unsupported(name):
+                raise ConfigError(problem)
             close = get_close_matches(name, known, 1)
             problems.append(repr(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
     if problems:
         raise ConfigError(f"LLM has no argument {', '.join(problems)}")
+
+
+def _check_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise ConfigError(unsupported("lora_request"))
 
 
 def _seeds(seed: int | None) -> Callable[[], int]:

@@ -516,6 +516,11 @@ def test_every_old_flag_is_tested_and_an_unrelated_command_does_not_name_it() ->
     assert "No such option" in refused("demo", "--depth", "1")
 
 
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--enable-lora"])
+def test_an_option_of_vllm_that_is_not_supported_is_reported_as_such(flag: str) -> None:
+    assert f"{flag} is not supported: " in sentence("serve", flag, "2")
+
+
 def test_an_unknown_option_is_reported_without_a_traceback() -> None:
     assert "--colour" in sentence("simulate", WORK, "--colour", "red")
     for form in (("--num-blocks", "many"), ("--num-blocks=many",)):

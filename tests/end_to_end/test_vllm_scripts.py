@@ -176,7 +176,9 @@ def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(llm: LLM, 
         ({"enforce_egar": True}, "enforce_eager"),
         ({"zzz": 1}, "zzz"),
         ({"max_model_len": 513}, "512.*513"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size.*one device"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching is not supported: .*always on"),
+        ({"enable_lora": True}, "enable_lora is not supported"),
     ],
 )
 def test_an_unknown_or_unsupported_argument_is_named(
@@ -184,6 +186,32 @@ def test_an_unknown_or_unsupported_argument_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         LLM(model, **settings)
+
+
+def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
+    seen: list[int] = []
+    llm.engine.observers.append(
+        lambda report: seen.extend(r.params.priority for r in report.plan.events.added)
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    assert len(llm.generate(["Marta", "Marta"], greedy, lora_request=None, priority=[3, 1])) == 2
+    llm.engine.observers.pop()
+    assert seen == [3, 1]
+    with pytest.raises(InvalidRequest, match="2 prompts but 1 priorities"):
+        llm.generate(["Marta", "Marta"], greedy, priority=[3])
+
+
+def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:
+    given: Any = object()
+    with pytest.raises(ConfigError, match="lora_request is not supported"):
+        llm.generate("Marta", lora_request=given)
+    with pytest.raises(ConfigError, match="lora_request is not supported"):
+        llm.chat([{"role": "user", "content": "Hello"}], lora_request=given)
+    with pytest.raises(ConfigError, match="beam_search is not supported"):
+        llm.beam_search(["Marta"], given)
+    for wrong in ("hello", {"role": "user", "content": "Hello"}, 7):
+        with pytest.raises(InvalidRequest, match="messages must be a list"):
+            llm.chat(wrong)  # type: ignore[arg-type]
 
 
 def test_the_async_engine_takes_text_and_sampling_params(model: str) -> None:

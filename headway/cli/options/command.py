@@ -9,6 +9,7 @@ from typer.core import TyperCommand
 
 from headway.cli.options.replaced import REPLACED
 from headway.errors import ConfigError
+from headway.unsupported import unsupported
 
 
 class Command(TyperCommand):
@@ -30,6 +31,8 @@ class Command(TyperCommand):
         new = [flag for flag in REPLACED.get(old, ()) if flag in known - {old}]
         if new:
             return f"there is no option {old}; use {' or '.join(new)}"
+        if problem := unsupported(old):
+            return problem
         for flag, value in pairwise([word for each in given for word in each.split("=", 1)]):
             if parameter is not None and flag in parameter.opts:
                 return f"{flag} {value}: {error.message}"
