@@ -152,6 +152,7 @@ class LLM:
             self._trace = _open_trace(Path(trace_out))
             self.engine.observers.append(TraceWriter(self._trace, self.config, async_scheduling))
         self._runner = OfflineRunner(self.engine, self.tokenizer)
+        self._is_closed = False
         self.engine.observers += observers
         self._numbers = count()
 
@@ -270,7 +271,8 @@ class LLM:
         return self.engine.scheduler.reset_cache()
 
     def close(self) -> None:
-        """Abort open requests and close the trace file."""
+        """Abort open requests and close the trace file. Later calls raise ExecutorError."""
+        self._is_closed = True
         self._runner.close_all()
         if self._trace is not None:
             self._trace.close()
@@ -300,6 +302,8 @@ class LLM:
 
         `fixed` are the engine's params of every request, in place of `params`.
         """
+        if self._is_closed:
+            raise ExecutorError("this LLM has been closed; create a new one")
         listed: list[PromptInput] = _listed(prompts)
         default = SamplingParams() if params is None else params
         each = default if isinstance(default, Sequence) else [default] * len(listed)

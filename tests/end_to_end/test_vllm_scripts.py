@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import pairwise
+from pathlib import Path
 from random import randint, seed
 from typing import Any
 
 import pytest
 
 from headway import LLM, AsyncEngine, SamplingParams
-from headway.errors import ConfigError, InvalidRequest, RequestTooLong
+from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
 
@@ -212,6 +213,17 @@ def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:
     for wrong in ("hello", {"role": "user", "content": "Hello"}, 7):
         with pytest.raises(InvalidRequest, match="messages must be a list"):
             llm.chat(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_closed_llm_says_so(model: str, is_traced: bool, tmp_path: Path) -> None:
+    llm = LLM(model, num_blocks=60, trace_out=tmp_path / "t.jsonl" if is_traced else None)
+    llm.generate("Marta", SamplingParams(max_tokens=2))
+    llm.close()
+    llm.close()
+    for call in (llm.generate, llm.try_generate, llm.embed, lambda p: list(llm.stream(p))):
+        with pytest.raises(ExecutorError, match="closed"):
+            call("Marta")  # type: ignore[operator]
 
 
 def test_the_async_engine_takes_text_and_sampling_params(model: str) -> None:
