@@ -198,7 +198,7 @@ def test_without_torch_the_error_names_what_to_install() -> None:
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: ") and "torch" in done.stderr
-    assert "pip install 'headway[torch]'" in done.stderr and done.stderr.count("\n") == 1
+    assert "pip install '.[torch]'" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_an_invalid_line_is_reported_and_the_others_run(tiny: list[str], tmp_path: Path) -> None:
