@@ -164,6 +164,7 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
         *,
+        request_ids: Sequence[str] | None = None,
         on_finish: OnFinish | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of prompts; outputs are in the order of the prompts.
@@ -171,8 +172,9 @@ class LLM:
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         `sampling_params` is one for all prompts or one for each; the default is
         `SamplingParams()`. `use_tqdm` shows a progress bar if stderr is a terminal. `priority`
-        has one for each prompt; lower values run first. `on_finish` is called with the position
-        and output of each prompt as soon as it has finished.
+        has one for each prompt; lower values run first. `request_ids` are the ids in outputs and
+        traces; the default is a number. `on_finish` is called with the position and output of each
+        prompt as soon as it has finished.
 
         If a prompt is refused, its RequestError (which names its position) is raised before
         anything runs. If a step fails while a request runs, its outputs have finish_reason
@@ -180,7 +182,7 @@ class LLM:
         """
         _check_lora(lora_request)
         with self._runner.interruptible():
-            batch = self._submit(prompts, sampling_params, priority=priority)
+            batch = self._submit(prompts, sampling_params, priority=priority, ids=request_ids)
             self._raise_refusal(batch, prompts)
             self._run(batch, use_tqdm, on_finish)
         return [builder.output() for builder in batch.builders]
@@ -297,6 +299,7 @@ class LLM:
         is_streamed: bool = False,
         fixed: RequestParams | None = None,
         priority: Sequence[int] | None = None,
+        ids: Sequence[str] | None = None,
     ) -> PromptBatch:
         """Add every prompt to the engine; a refused one has its error in the batch.
 
@@ -312,16 +315,14 @@ class LLM:
                 f"{len(listed)} prompts but {len(each)} sampling parameters; give one "
                 "SamplingParams or one for each prompt"
             )
+        _check_count("request ids", ids, listed)
+        _check_count("priorities", priority, listed)
         if priority is not None:
-            if len(priority) != len(listed):
-                raise InvalidRequest(
-                    f"{len(listed)} prompts but {len(priority)} priorities; give one for each prompt"
-                )
             each = [replace(own, priority=p) for own, p in zip(each, priority, strict=True)]
         batch = PromptBatch(is_streamed=is_streamed)
         try:
-            for prompt, sampling_params in zip(listed, each, strict=True):
-                id = str(next(self._numbers))
+            for position, (prompt, sampling_params) in enumerate(zip(listed, each, strict=True)):
+                id = str(next(self._numbers)) if ids is None else ids[position]
                 try:
                     tokens = self.input_processor.read_prompt(prompt)
                     engine_params = fixed or self.input_processor.params(sampling_params, id)
@@ -379,6 +380,13 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
             problems.append(repr(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
     if problems:
         raise ConfigError(f"LLM has no argument {', '.join(problems)}")
+
+
+def _check_count(what: str, given: Sequence[object] | None, prompts: list[Any]) -> None:
+    if given is not None and len(given) != len(prompts):
+        raise InvalidRequest(
+            f"{len(prompts)} prompts but {len(given)} {what}; give one for each prompt"
+        )
 
 
 def _check_lora(lora_request: object) -> None:

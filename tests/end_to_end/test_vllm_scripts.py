@@ -200,6 +200,8 @@ def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
     assert seen == [3, 1]
     with pytest.raises(InvalidRequest, match="2 prompts but 1 priorities"):
         llm.generate(["Marta", "Marta"], greedy, priority=[3])
+    with pytest.raises(InvalidRequest, match="2 prompts but 3 request ids"):
+        llm.generate(["Marta", "Marta"], greedy, request_ids=["a", "b", "c"])
 
 
 def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:

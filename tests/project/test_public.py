@@ -201,7 +201,8 @@ def test_the_methods_of_llm() -> None:
                  for name in ("generate", "chat", "embed", "stream")}  # fmt: skip
     assert arguments == {
         "generate": [
-            "prompts", "sampling_params", "use_tqdm", "lora_request", "priority", "on_finish",
+            "prompts", "sampling_params", "use_tqdm", "lora_request", "priority",
+            "request_ids", "on_finish",
         ],
         "chat": [
             "messages", "sampling_params", "use_tqdm", "lora_request", "add_generation_prompt",

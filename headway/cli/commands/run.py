@@ -115,10 +115,11 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
     with model.load(**defaults) as llm:
         entries = [_entry(llm, index, max_tokens) for index in range(len(PROMPTS))]
         metrics = live.measure(llm)
-        with live.RunView(llm, [sample.name for sample in PROMPTS], Console(stderr=True)):
+        with live.RunView(llm, Console(stderr=True)):
             results = llm.generate(
-                [e.content for e in entries], [e.params for e in entries], use_tqdm=False
-            )
+                [e.content for e in entries], [e.params for e in entries], use_tqdm=False,
+                request_ids=[e.id for e in entries],
+            )  # fmt: skip
     summary = summarize(metrics)
     if json_:
         rows = [generate.row(*both) for both in zip(entries, results, strict=True)]
