@@ -201,6 +201,28 @@ def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str
     )
 
 
+LIMITS = {
+    "max_waiting": QueueLimits(max_waiting=5),
+    "max_waiting_tokens": QueueLimits(max_waiting_tokens=5 * 3),
+    "max_per_client": QueueLimits(max_per_client=5),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_sample_counts_for_the_limits_of_the_queue(limit: str) -> None:
+    messages: list[FromLoop] = []
+    loop = EngineLoop(make(), messages.extend, LIMITS[limit])
+    for id, n in (("a", 2), ("b", 4), ("c", 3), ("d", 1)):
+        loop._take(Submit(id, [7] * 3, params(n=n)))
+    loop._flush()
+    refused = {m.id: m.message for m in messages if isinstance(m, Refusal)}
+    assert list(refused) == ["b", "d"], "two and three samples are five"
+    assert "4 samples" in refused["b"]
+    alone = EngineLoop(make(), messages.extend, LIMITS[limit])
+    alone._take(Submit("a", [7] * 3, params(n=9)))
+    assert len(alone.engine.scheduler.queue) == 9, "an empty queue takes it, or it never runs"
+
+
 def test_a_prompt_without_a_length_is_refused_by_a_loop_with_a_token_limit() -> None:
     messages: list[FromLoop] = []
     loop = EngineLoop(make(), messages.extend, QueueLimits(max_waiting_tokens=10))
