@@ -436,6 +436,22 @@ def test_an_invalid_variant_is_reported(variant: str) -> None:
     sentence("compare", WORK, "--presets", "static", "--variant", variant)
 
 
+def test_a_wrong_name_in_a_variant_is_reported_after_the_variants_name() -> None:
+    text = sentence("compare", WORK, "--variant", "careful: vllm_v1; headrom=1")
+    assert "variant 'careful': unknown slot or number 'headrom'; did you mean headroom?" in text
+
+
+def test_a_wrong_field_of_a_synthetic_workload_is_reported_with_a_suggestion() -> None:
+    text = sentence("simulate", "request=60")
+    assert "'request=60'; did you mean requests? Known: requests, " in text
+    assert "did you mean" not in sentence("simulate", "requests=")
+
+
+def test_allowed_tokens_are_refused_for_a_synthetic_workload() -> None:
+    text = sentence("simulate", "requests=3", "--allowed-tokens", "99")
+    assert "--allowed-tokens" in text and "'requests=3,max_tokens=99'" in text
+
+
 def test_a_name_that_is_used_twice_is_reported() -> None:
     variant = ("--variant", "static: vllm")
     assert "static" in sentence("compare", WORK, "--presets", "static", *variant)

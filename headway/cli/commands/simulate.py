@@ -157,7 +157,10 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
     values: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
     known = dict.fromkeys((*SLOTS, *NUMBERS))
     for key in values:
-        policy_text.lookup(f"slot or number in variant {name.strip()!r}", key, known)
+        try:
+            policy_text.lookup("slot or number", key, known)
+        except ConfigError as error:
+            raise ConfigError(f"variant {name.strip()!r}: {error}") from None
     for key in NUMBERS:
         if key in values:
             try:

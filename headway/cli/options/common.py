@@ -114,7 +114,11 @@ class SchedulerOptions:
         int | None, _number("KV cache blocks on the device.", default="as many as fit")
     ] = None
     num_host_blocks: Annotated[
-        int | None, _number("KV cache blocks in host memory, for swapping.")
+        int | None,
+        _number(
+            "KV cache blocks in host memory, for swapping.",
+            default="0; up to num_blocks if the swap rule may swap",
+        ),
     ] = None
     max_model_len: Annotated[int | None, _number(MAX_MODEL_LEN)] = None
 
@@ -185,6 +189,11 @@ def load_workload(
 ) -> list[WorkloadRequest]:
     """The requests of a file or of a synthetic workload."""
     if "=" in text and not Path(text).exists():
+        if max_tokens is not None:
+            raise ConfigError(
+                "--allowed-tokens is for workload files; a synthetic workload has a field "
+                f"max_tokens: '{text},max_tokens={max_tokens}'"
+            )
         return adjust(parse_synthetic(text).generate(), limit, speed)
     return read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
 
