@@ -260,6 +260,13 @@ def test_rejected_requests_are_shown_with_their_reasons() -> None:
         assert done.err.startswith("error: ") and "num_blocks is 40" in done.err
 
 
+def test_one_is_singular() -> None:
+    work = "requests=1,prompt=5,output=1"
+    assert "s, 1 step " in headway("simulate", work, "--profile", PROFILE).out
+    done = headway("simulate", "requests=1,prompt=999,output=1", "--profile", PROFILE, *SMALL)
+    assert "1 request was rejected" in done.out
+
+
 def test_compare_shows_presets_and_variants_side_by_side() -> None:
     arguments = [
         "compare", WORK, "--profile", PROFILE, *SMALL, "--presets", "vllm_v1, static",

@@ -157,10 +157,10 @@ def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:
         f"{summary['output_tokens_per_second']:.1f} tokens/s[/] from "
         f"{escape(Path(llm.model_name).name)}; median time to first token "
         f"{render.seconds(summary['ttft']['p50'])}.",
-        f"{summary['steps']:,} steps with {summary['per_step']['running']:.1f} running requests on "
+        f"{render.counted(summary['steps'], 'step')} with {summary['per_step']['running']:.1f} running requests on "
         f"average; {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens from the prefix "
-        f"cache; {summary['preemptions']} preemptions; {summary['recomputed_tokens']} tokens "
-        "recomputed.",
+        f"cache; {render.counted(summary['preemptions'], 'preemption')}; "
+        f"{render.counted(summary['recomputed_tokens'], 'token')} recomputed.",
         "",
         *HINTS,
     )
@@ -173,7 +173,7 @@ def _panel(sample: ExamplePrompt, result: RequestOutput) -> Panel:
     body = Text("… " if sample.prefix else "", "dim").append(sample.text, "dim")
     body.append("\n\n" if sample.is_chat else " ").append(text, "not dim")
     first_token = render.seconds(result.metrics.first_token)
-    facts = f"{result.num_generated} tokens, first token after {first_token}"
+    facts = f"{render.counted(result.num_generated, 'token')}, first token after {first_token}"
     if result.num_cached_tokens:
         num_prompt = len(result.prompt_token_ids)
         facts += f", {result.num_cached_tokens} of {num_prompt} prompt tokens cached"

@@ -50,7 +50,7 @@ def trace_command(
             _diff(file, diff_with, json_)
         elif replay:
             num_steps = check_replay(read_trace(file))
-            text = f"{num_steps} steps replayed; all decisions are equal"
+            text = f"{render.counted(num_steps, 'step')} replayed; all decisions are equal"
             print(json.dumps({"equal_steps": num_steps}) if json_ else text)
         else:
             _summarize(file, json_)
@@ -67,7 +67,7 @@ def _export(file: Path, target: Path, as_json: bool) -> None:
         target.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     except OSError as error:
         raise FormatError(target, None, f"cannot be written: {error.strerror}") from None
-    text = f"{len(events)} events written to {target}; open the file in ui.perfetto.dev"
+    text = f"{render.counted(len(events), 'event')} written to {target}; open the file in ui.perfetto.dev"
     print(json.dumps({"events": len(events)}) if as_json else text)
 
 
