@@ -38,6 +38,7 @@ from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
 from headway.observe.run_stats import RunStats
+from headway.observe.server_metrics import NEW
 from headway.plan import (
     Admission,
     Blocked,
@@ -276,6 +277,13 @@ def test_every_member_of_a_policy_interface_is_documented(protocol: Any) -> None
 def test_every_reason_for_waiting_is_documented() -> None:
     rows = rows_after(read("docs/policies.md"), "## Waiting, and why")
     assert {row[0].strip("`") for row in rows[1:]} == set(get_args(Reason))
+
+
+def test_every_reason_of_the_waiting_metric_is_documented() -> None:
+    entry = re.search(r"- `waiting_by_reason\{reason\}`:.*?(?=\n- )", read("docs/metrics.md"), re.S)
+    assert entry is not None
+    named = re.findall(r"`(\w+)`", entry[0])
+    assert set(named) - {"num_requests_waiting"} == {*get_args(Reason), NEW}
 
 
 def test_every_state_is_documented() -> None:
