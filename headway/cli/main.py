@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from headway import __version__
 from headway.cli.commands import (
@@ -24,8 +22,9 @@ from headway.cli.commands import (
     top,
     trace,
 )
+from headway.cli.options.command import Command
 from headway.cli.options.packages import install, is_optional
-from headway.cli.options.replaced import Command
+from headway.cli.view.render import print_error
 from headway.errors import HeadwayError
 from headway.version import commit
 
@@ -34,7 +33,7 @@ app = typer.Typer(
     help="An LLM inference engine built around its scheduler.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run_command,
@@ -84,8 +83,7 @@ def main() -> None:
     try:
         app()
     except HeadwayError as error:
-        text = f"[bold red]error:[/] {escape(str(error))}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        print_error(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:  # a base installation has only scheduler and simulator
         if not is_optional(error.name):

@@ -96,6 +96,8 @@ def resolve(
         return in_cache
     if path.is_file():
         raise ModelError(f"{path} is not a .gguf file; use a .gguf file or a model's folder")
+    if path.suffix == ".gguf" or path.is_absolute() or name.startswith(("~", "./", "../")):
+        raise ModelError(f"there is no such file or folder: {path}")
     if HUB_ID.fullmatch(name):
         return _from_hub(name, snapshot or _hub_snapshot)
     raise _unknown(name)
@@ -169,5 +171,5 @@ def _unknown(name: str) -> ModelError:
     hint = f" Did you mean {close[0]}?" if close else ""
     return ModelError(
         f"unknown model {name!r}: not a bundled or cached model, a folder, a .gguf file or a hub "
-        f"id (org/name). Known models: {', '.join(names)}.{hint}"
+        f"id (org/name). Bundled and cached models: {', '.join(names)}.{hint}"
     )

@@ -8,8 +8,7 @@ line. Each number in a sentence is a number of the plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from headway.config import Config
@@ -184,8 +183,8 @@ NO_DECISIONS: list[Decision] = []
 class DecisionLog:
     """Describes the decisions of a live run in sentences. A reason to wait is reported when it changes."""
 
-    def __init__(self, config: Config, name: Callable[[Request], str] = attrgetter("id")) -> None:
-        self._max_num_seqs, self._name = config.max_num_seqs, name
+    def __init__(self, config: Config) -> None:
+        self._max_num_seqs = config.max_num_seqs
         self._waits: dict[Request | None, str] = {}  # the last reason of each waiting request
         self._has_deferred = False
 
@@ -200,15 +199,15 @@ class DecisionLog:
         return NO_DECISIONS
 
     def _changes(self, report: StepReport) -> Iterator[Decision]:
-        plan, events, name = report.plan, report.plan.events, self._name
+        plan, events = report.plan, report.plan.events
         for event in events.preempted[-MAX_EACH:]:
-            id, discards = name(event.request), event.num_discarded > 0
             text = preempted(
-                id, event.is_swap, event.num_lost, event.is_priority, plan.step, discards=discards
-            )
+                event.request.id, event.is_swap, event.num_lost, event.is_priority, plan.step,
+                discards=event.num_discarded > 0,
+            )  # fmt: skip
             yield Decision(plan.step, "preempted", text)
         for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:
-            text = admitted(name(request), num_cached, num_swapped, is_resume)
+            text = admitted(request.id, num_cached, num_swapped, is_resume)
             yield Decision(plan.step, "admitted", text)
         yield from self._waiting(plan)
         if plan.deferred and not self._has_deferred:
@@ -226,14 +225,14 @@ class DecisionLog:
         """The sentence for a request that has finished."""
         is_pooling = request.params.pooling is not None
         num_output, reason = request.num_generated, request.finish_reason
-        return finished(self._name(request), num_output, reason, is_pooling=is_pooling)
+        return finished(request.id, num_output, reason, is_pooling=is_pooling)
 
     def _waiting(self, plan: Plan) -> Iterator[Decision]:
         """Requests whose reason to wait has changed."""
         for request, reason, need, have in plan.blocked:
             if self._waits.get(request) != reason and not request.is_finished:
                 self._waits[request] = reason
-                yield Decision(plan.step, "waiting", waits(self._name(request), reason, need, have))
+                yield Decision(plan.step, "waiting", waits(request.id, reason, need, have))
         rest = plan.not_considered
         if rest is None:
             self._waits.pop(None, None)

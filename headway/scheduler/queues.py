@@ -60,7 +60,8 @@ class WaitingQueue:
             else:
                 group.append((key, request))
         except Exception as error:
-            raise policy_failed("queue", f"to compare request {request.id!r}", error) from error
+            where = f"to compare request {request.id!r}"
+            raise policy_failed("queue", self.rule, where, error) from error
         self._groups[name] = group
         self._keys[request] = key
 
@@ -146,7 +147,8 @@ class WaitingQueue:
                 moved = [(o, n) for o, n in zip(old, new, strict=True) if o[1][0] != n[0]]
                 self._move(group, moved)
             except Exception as error:  # keys that do not compare
-                raise policy_failed("queue", "to compare waiting requests", error) from error
+                where = "to compare waiting requests"
+                raise policy_failed("queue", self.rule, where, error) from error
 
     def _move(self, group: deque[Entry], moved: list[tuple[tuple[int, Entry], Entry]]) -> None:
         """Sort entries by their new keys; if keys do not compare, the group stays as it is."""

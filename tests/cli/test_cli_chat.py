@@ -93,7 +93,8 @@ def test_commands_have_their_effects(llm: LLM) -> None:
         == (session._prompt(session.messages)[:16])
     )
     stats = said(session, "/stats")
-    for word in ("8 tokens", "tokens/s", "cached", "KV cache", "steps", "preemptions", "512"):
+    for word in ("8 tokens", "tokens/s", "cached", "KV cache", "steps", "preemptions", "512",
+                 "1 answer, "):  # fmt: skip
         assert word in stats, stats
     said(session, "/reset")
     assert not session.messages and session.system == "be brief"

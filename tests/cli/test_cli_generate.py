@@ -198,7 +198,7 @@ def test_without_torch_the_error_names_what_to_install() -> None:
     )
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: ") and "torch" in done.stderr
-    assert "pip install 'headway[torch]'" in done.stderr and done.stderr.count("\n") == 1
+    assert "pip install '.[torch]'" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_an_invalid_line_is_reported_and_the_others_run(tiny: list[str], tmp_path: Path) -> None:
@@ -234,6 +234,14 @@ def test_errors_are_printed_without_json_as_well(tiny: list[str], tmp_path: Path
     done = headway("generate", "--file", file, *tiny, "--max-tokens", "1")
     assert done.code == 1 and f"error: {file}:2: " in done.err and "512" in done.err
     assert "2 prompts, 2 tokens" in done.err and "bbb" not in done.out
+
+
+def test_the_error_of_one_of_several_prompts_names_the_prompt(tiny: list[str]) -> None:
+    done = headway("generate", "a", "b" * 600, *tiny, "--max-tokens", "1")
+    assert done.code == 1 and "error: prompt 2: " in done.err and "1 prompt, 1 token in" in done.err
+    done = headway("generate", "b" * 600, *tiny, "--max-tokens", "1")
+    assert done.code == 1 and "512" in done.err and "prompt 1" not in done.err
+    assert len(done.err.splitlines()) == 1, "no statistics of nothing"
 
 
 def test_without_a_valid_line_no_model_is_loaded(tmp_path: Path) -> None:

@@ -294,16 +294,24 @@ def test_an_unknown_name_lists_the_attempts_and_the_known_models() -> None:
         "folder",
         ".gguf",
         "org/name",
-        "Known models: smollm2",
+        "Bundled and cached models: smollm2",
     ):
         assert part in str(error.value)
     assert "Did you mean smollm2-135m?" in str(error.value)
     with pytest.raises(ModelError, match="Did you mean smollm2-135m?"):
         resolve("SMOLLM2-135M")
-    for name in ("", "zzzz", "./not/here", "../x", "a/b/c"):
-        with pytest.raises(ModelError, match="unknown model") as error:
+    for name in ("", "zzzz", "a/b/c"):
+        with pytest.raises(
+            ModelError, match="unknown model .*Bundled and cached models: "
+        ) as error:
             resolve(name)
         assert "Did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["/x/nope.gguf", "nope.gguf", "a/b.gguf", "./not/here", "../x"])
+def test_a_path_without_a_file_is_reported_as_such(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"no such file or folder: {Path(name)}$"):
+        resolve(name, snapshot=lambda _: pytest.fail("a path is no hub id"))
 
 
 def test_a_hub_id_is_downloaded_from_the_hub(tmp_path: Path) -> None:

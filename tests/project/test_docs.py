@@ -38,6 +38,7 @@ from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
 from headway.observe.run_stats import RunStats
+from headway.observe.server_metrics import NEW
 from headway.plan import (
     Admission,
     Blocked,
@@ -278,6 +279,13 @@ def test_every_reason_for_waiting_is_documented() -> None:
     assert {row[0].strip("`") for row in rows[1:]} == set(get_args(Reason))
 
 
+def test_every_reason_of_the_waiting_metric_is_documented() -> None:
+    entry = re.search(r"- `waiting_by_reason\{reason\}`:.*?(?=\n- )", read("docs/metrics.md"), re.S)
+    assert entry is not None
+    named = re.findall(r"`(\w+)`", entry[0])
+    assert set(named) - {"num_requests_waiting"} == {*get_args(Reason), NEW}
+
+
 def test_every_state_is_documented() -> None:
     for state in RequestState:
         assert state.name in read("docs/architecture.md")
@@ -309,7 +317,8 @@ def full_line() -> dict[str, Any]:
             value = getattr(record, field.name)
             if isinstance(value, list) and not value:  # of requests
                 setattr(record, field.name, [request])
-    return trace.describe_step(StepReport(plan, StepResult([], [], 1.0, 2.0), [request]))
+    report = StepReport(plan, StepResult([], [], 1.0, 2.0), [request])
+    return trace.describe_step(report, has_blocks=True)
 
 
 @pytest.mark.parametrize("part", ["header", "step", "added", "finished"])

@@ -21,6 +21,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "errors": (),
     "checks": ("errors",),
     "version": (),
+    "unsupported": (),
     "request": ("errors", "checks"),
     "grammar": ("errors", "grammar"),
     "grammar.sandbox": (),
@@ -41,6 +42,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "loading": (*TYPES, "scheduler", "model", "text", "engine"),
     "llm": (
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
+        "unsupported",
     ),
     "lab": (
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe", "lab",
@@ -50,7 +52,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     ),
     "cli": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
-        "lab", "server", "cli", "version",
+        "lab", "server", "cli", "version", "unsupported",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

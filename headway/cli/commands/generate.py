@@ -19,7 +19,7 @@ from headway.cli.options import prompts
 from headway.cli.options.common import check_writable, spread
 from headway.cli.options.model import ModelOptions, SamplingOptions, sampling_option
 from headway.cli.options.prompts import PromptEntry
-from headway.cli.view import live
+from headway.cli.view import live, render
 from headway.errors import HeadwayError, InvalidRequest
 
 if TYPE_CHECKING:  # these need optional packages
@@ -86,7 +86,7 @@ def generate_command(
         seconds, results = _run(asks, model, emit)
     if emit is None:
         _show(asks, results)
-    if not json_:
+    if results and not json_:
         _print(Console(stderr=True), Text(_rates(results, seconds), "dim"))
     if any(ask.error for ask in asks):
         raise typer.Exit(1)
@@ -193,6 +193,7 @@ def _rates(results: dict[int, RequestOutput], seconds: float) -> str:
     num_cached = sum(result.num_cached_tokens for result in results.values())
     rate = num_tokens / seconds if seconds else 0.0
     return (
-        f"{len(results)} prompt{'s' * (len(results) != 1)}, {num_tokens:,} tokens in {seconds:.1f} s: {rate:.1f} tokens/s; "
+        f"{render.counted(len(results), 'prompt')}, {render.counted(num_tokens, 'token')} in "
+        f"{seconds:.1f} s: {rate:.1f} tokens/s; "
         f"{num_cached:,} of {num_prompt:,} prompt tokens from the cache"
     )

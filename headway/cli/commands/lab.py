@@ -18,7 +18,6 @@ from headway.lab.film.format import Mark
 from headway.lab.film.reader import Film
 from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
-from headway.lab.stories import load_stories
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
@@ -73,8 +72,7 @@ def lab_command(
             raise FormatError(export, None, f"cannot be written: {error.strerror}") from None
         print(f"{export} written ({export.stat().st_size / 1e3:.0f} kB); open it in a browser")
         return
-    stories = [story.describe() for story in load_stories()]
-    _serve(LabApp(traces=traces, stories=stories), port, open_page)
+    _serve(LabApp(traces=traces), port, open_page)
 
 
 @options.spread

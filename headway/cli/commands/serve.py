@@ -1,4 +1,4 @@
-"""`headway serve`: serve a model over HTTP with the OpenAI API."""
+"""`headway serve`: serve a model over HTTP with the APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelInfo:
 
 @spread
 def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOptions) -> None:
-    """Serve a model over HTTP: OpenAI's API, metrics, and a live page at /.
+    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, and a live page at /.
 
     After SIGTERM or Ctrl-C the server rejects new requests, finishes open ones and exits; after a
     second signal it exits at once.

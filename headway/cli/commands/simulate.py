@@ -64,7 +64,10 @@ def simulate_command(
     selection: options.WorkloadOptions,
     scheduler: options.SchedulerOptions,
 ) -> None:
-    """Run a workload through the scheduler on a virtual clock and report the result."""
+    """Run a workload through the scheduler on a virtual clock and report the result.
+
+    The exit code is 1 if all requests were rejected.
+    """
     chosen = load_profile(profile)
     config = options.make_config(preset, chosen, scheduler.changes())
     requests = selection.load(workload)
@@ -87,6 +90,9 @@ def simulate_command(
     summary = summarize(result.metrics, len(result.rejected))
     title = f"{preset} on {chosen.name}"
     render.print_run(title, summary, result.metrics.config, result.rejected, as_json=json_)
+    if len(result.rejected) == len(requests):
+        render.print_error(f"all requests were rejected; the first: {result.rejected[0][1]}")
+        raise typer.Exit(1)
 
 
 @options.spread
@@ -151,7 +157,10 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
     values: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
     known = dict.fromkeys((*SLOTS, *NUMBERS))
     for key in values:
-        policy_text.lookup(f"slot or number in variant {name.strip()!r}", key, known)
+        try:
+            policy_text.lookup("slot or number", key, known)
+        except ConfigError as error:
+            raise ConfigError(f"variant {name.strip()!r}: {error}") from None
     for key in NUMBERS:
         if key in values:
             try:

@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from headway.config import Config
-from headway.errors import FormatError
+from headway.errors import ConfigError, FormatError
 from headway.lab.cost import Profile
 from headway.lab.workload.files import adjust, read_workload
 from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
@@ -75,7 +75,8 @@ def _number(text: str, default: str = "from the preset") -> Any:
 Workload = Annotated[
     str,
     typer.Argument(
-        help="Workload file (Azure .csv, Mooncake .jsonl, Headway .jsonl) or synthetic workload, "
+        help="Workload file (Azure .csv, Mooncake or Headway .jsonl, decision trace) or synthetic "
+        "workload, "
         "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
     ),
 ]
@@ -113,7 +114,11 @@ class SchedulerOptions:
         int | None, _number("KV cache blocks on the device.", default="as many as fit")
     ] = None
     num_host_blocks: Annotated[
-        int | None, _number("KV cache blocks in host memory, for swapping.")
+        int | None,
+        _number(
+            "KV cache blocks in host memory, for swapping.",
+            default="0; up to num_blocks if the swap rule may swap",
+        ),
     ] = None
     max_model_len: Annotated[int | None, _number(MAX_MODEL_LEN)] = None
 
@@ -184,6 +189,11 @@ def load_workload(
 ) -> list[WorkloadRequest]:
     """The requests of a file or of a synthetic workload."""
     if "=" in text and not Path(text).exists():
+        if max_tokens is not None:
+            raise ConfigError(
+                "--allowed-tokens is for workload files; a synthetic workload has a field "
+                f"max_tokens: '{text},max_tokens={max_tokens}'"
+            )
         return adjust(parse_synthetic(text).generate(), limit, speed)
     return read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
 
@@ -197,6 +207,12 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     import_from_working_directory()
     changes = dict(changes)
     config = preset(name, **changes)
+    limit = profile.model.max_model_len
+    if changes.get("max_model_len", 0) > limit:
+        raise ConfigError(
+            f"max_model_len must be at most {limit}, the limit of the model of profile "
+            f"{profile.name}, not {changes['max_model_len']}"
+        )
     if "num_blocks" not in changes:
         changes["num_blocks"] = profile.num_blocks(config.block_size)
     if config.swap is not recompute:

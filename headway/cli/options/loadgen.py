@@ -109,8 +109,8 @@ class LoadgenOptions:
     trace: Annotated[
         str | None,
         _load(
-            "Arrivals and lengths from a workload file (Azure .csv, Mooncake or Headway .jsonl) or "
-            "a synthetic workload, e.g. 'arrivals=poisson(5),prompt=uniform(100,1024)'."
+            "Arrivals and lengths from a workload file (Azure .csv, Mooncake or Headway .jsonl, "
+            "decision trace) or a synthetic workload, e.g. 'arrivals=poisson(5),prompt=uniform(100,1024)'."
         ),
     ] = None
     input_len: Annotated[str, _load("Prompt tokens: 128, or a range such as 100-1024.")] = "128"

@@ -77,7 +77,7 @@ class ForkedRun:
         self._config = preset(**self._head["config"])
 
     def film(self) -> Iterator[bytes]:
-        """The bytes of the film; a failure is told in the end record."""
+        """The bytes of the film; a failure is in the end record."""
         texts, stats = FilmTexts(self._head), RunStats(self._head)
         writer, error = FilmWriter(self._head["config"]["block_size"]), ""
         yield header_record({**self._head, "has_blocks": True}, source="fork")

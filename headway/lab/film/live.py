@@ -1,6 +1,6 @@
 """Follows a running engine: its present state, then a line for every step.
 
-The engine only describes its steps, without token ids, while somebody watches. The film is made by
+The engine only describes its steps, without token ids, while a page is open. The film is made by
 the process that serves the page.
 """
 

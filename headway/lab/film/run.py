@@ -60,7 +60,7 @@ class FilmedRun:
         self._rejected: list[tuple[str, str]] = []
 
     def film(self, **more: Any) -> Iterator[bytes]:
-        """The bytes of the film, while it is made. A failure is told in the end record."""
+        """The bytes of the film, while it is made. A failure is in the end record."""
         yield header_record({**self.header, "has_blocks": True}, source="simulation", **more)
         error = ""
         try:

@@ -1,6 +1,6 @@
 """The sentences of a film: every decision of a step, with what the scheduler compared.
 
-A reason to wait is told when it changes, not in every step.
+A reason to wait is given when it changes, not in every step.
 """
 
 from __future__ import annotations

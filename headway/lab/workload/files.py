@@ -13,6 +13,7 @@
               prefix         the name of a shared prefix in front of `prompt`
               prefix_tokens  the length of that prefix
               client, priority, deadline (seconds, on the clock of `arrival`), n, id: optional
+    .jsonl  a decision trace, if it begins with the header of one; see recorded.py
 
 A prompt given as a length gets token ids that no other prompt of the file has, so it shares no
 prefix. Knows no distribution and no engine.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 from headway.checks import number, whole_number
 from headway.engine.engine import MAX_SAMPLES
 from headway.errors import FormatError
+from headway.lab.workload.recorded import is_trace, trace_rows
 from headway.lab.workload.request import (
     LAST_TOKEN,
     MAX_TOKENS,
@@ -118,7 +120,15 @@ def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
             deadline=row.seconds("deadline") if "deadline" in row else None,
         )  # fmt: skip
 
-    return read_rows(path, make)
+    return _recorded(path, make) if is_trace(path) else read_rows(path, make)
+
+
+def _recorded(path: Path, make: Callable[[Row], WorkloadRequest]) -> Iterator[WorkloadRequest]:
+    for place, row in enumerate(trace_rows(path)):
+        try:
+            yield make(row)
+        except ValueError as error:
+            raise FormatError(path, None, f"request {place}: {error}") from None
 
 
 def _pieces(row: Row, space: TokenSpace) -> Pieces:

@@ -21,6 +21,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from random import Random
 from typing import Any
@@ -179,8 +180,11 @@ def parse_synthetic(text: str) -> Synthetic:
         if key in FIELDS and value:
             values[key] = FIELDS[key](value)
         elif part.strip():
-            known = ", ".join(FIELDS)
-            raise ConfigError(f"synthetic workload: unknown field {part.strip()!r}; known: {known}")
+            close = get_close_matches(key, FIELDS, n=1)
+            hint = f"did you mean {close[0]}? Known" if close and key not in FIELDS else "known"
+            raise ConfigError(
+                f"synthetic workload: unknown field {part.strip()!r}; {hint}: {', '.join(FIELDS)}"
+            )
     return Synthetic(**values)
 
 

@@ -176,7 +176,7 @@ def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: str) -
     assert film.num_frames >= 1 and film.end is not None and ":3:" in film.end["error"]
 
 
-def test_policies_that_fail_are_told_at_the_end(server: LabServer, tmp_path: Path) -> None:
+def test_a_policy_with_other_arguments_is_refused(server: LabServer, tmp_path: Path) -> None:
     spec = {**SPEC, "set": {"num_blocks": 24, "headroom": "os:getcwd"}}
     assert "headroom" in error_of(ask(server, "POST", "/api/film", spec))
 
