@@ -147,7 +147,8 @@ def test_the_numbers_of_a_story_are_on_the_page(page: Any, story: str) -> None:
         "n => document.querySelectorAll('[data-metric]').length >= n", arg=len(found.numbers)
     )
     shown = page.eval_on_selector_all(
-        "[data-metric]", "all => Object.fromEntries(all.map(e => [e.dataset.metric, e.textContent]))"
+        "[data-metric]",
+        "all => Object.fromEntries(all.map(e => [e.dataset.metric, e.textContent]))",
     )
     for number in found.numbers:
         assert number.shown in shown[number.label], number.label

@@ -94,15 +94,20 @@ function Runs({ story }: { story: Story }) {
         onChange={(event) => choose(isFirst, event.currentTarget.value)}
       >
         {!isFirst && <option value="">none</option>}
-        {runs.map(([name, spec]) => <option key={name} value={name}>{runText(name, spec)}</option>)}
+        {runs.map(([name, spec]) => <option key={name} value={name}>{runText(story, name, spec)}</option>)}
       </select>
     </label>
   );
   return <div class="runs">{picker(a, "First run", true)}{picker(b, "Second run", false)}</div>;
 }
 
-const runText = (name: string, spec: Spec): string =>
-  name === "spec" || name === "other" ? `${spec.preset ?? "headway"}${name === "other" ? " (second)" : ""}` : name;
+/** A run by its name, or by what differs from the story's first run. */
+function runText(story: Story, name: string, spec: Spec): string {
+  if (name !== "spec" && name !== "other") return name.replaceAll("_", " ");
+  const against = name === "spec" ? story.other?.set : story.spec.set;
+  const changes = Object.entries(spec.set ?? {}).filter(([key, value]) => against?.[key] !== value);
+  return [spec.preset ?? "headway", ...changes.map(([key, value]) => `${key} ${value}`)].join(", ");
+}
 
 function Question({ story }: { story: Story }) {
   const { text, choices, answer, why } = story.question!, chosen = guess.value;
@@ -168,6 +173,7 @@ function Numbers({ story }: { story: Story }) {
     <dl class="numbers">
       {story.numbers.map((number) => {
         const value = valueOf(story, number), digits = number.digits ?? 0;
+        if (value === null && !canRun.value) return null; // its run is not in the exported file
         const shown = value === null ? "…" : fixed(value, digits);
         return (
           <div key={number.label}>

@@ -59,9 +59,7 @@ def random_workload(seed: int, *, is_cut: bool = True, has_totals: bool = False)
     return Workload(jobs, limits, vocabulary, seed)
 
 
-def _random_jobs(
-    rng: random.Random, vocabulary: int, longest: int, has_totals: bool
-) -> list[Job]:
+def _random_jobs(rng: random.Random, vocabulary: int, longest: int, has_totals: bool) -> list[Job]:
     stems = [[rng.randrange(vocabulary) for _ in range(longest)] for _ in range(2)]
     jobs, step = [], 0
     for _ in range(rng.randrange(2, 18)):
@@ -187,4 +185,3 @@ def tokens_of(batch: Batch) -> dict[str, int]:
 
 def planned_tokens(plan: Plan) -> dict[str, int]:
     return {c.request.id: c.end - c.start for c in plan.chunks} | {r.id: 1 for r in plan.decodes}
-
