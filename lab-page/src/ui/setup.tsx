@@ -1,7 +1,7 @@
 // What runs: story, workload, scheduler. Every change runs again from the start.
 
 import { useSignal } from "@preact/signals";
-import { a, b, canRun, catalog, change, load, open, runAgain, seek, version, whyNot } from "../store";
+import { a, b, canRun, catalog, change, load, open, runAgain, seek, selected, version, whyNot } from "../store";
 import { Dial, dials, Edit, seedOf, Spec, turn, Value, withSeed } from "../spec";
 import { openStory } from "./story";
 
@@ -85,7 +85,7 @@ function Workload({ spec }: { spec: Spec }) {
   const text = useSignal<string | null>(null); // while a slider is moved
   const shown = text.value ?? spec.workload ?? "";
   const run = (workload: string) => {
-    text.value = null;
+    text.value = selected.value = null;
     if (workload.trim()) change({ workload, requests: undefined, trace: undefined, story: undefined });
   };
   return (
@@ -152,7 +152,7 @@ function Workload({ spec }: { spec: Spec }) {
           onChange={(event) => {
             const file = event.currentTarget.files?.[0];
             if (!file) return;
-            b.film.value = b.spec.value = a.spec.value = null;
+            b.film.value = b.spec.value = a.spec.value = selected.value = null;
             seek(0);
             void load(a, { kind: "file", file });
           }}

@@ -4,7 +4,7 @@ import { signal } from "@preact/signals";
 import { stream } from "../api";
 import { Film } from "../film";
 import type { Look, Spec, Story, StoryNumber } from "../spec";
-import { a, b, canRun, catalog, open, seek, seekStep, Side, version } from "../store";
+import { a, b, canRun, catalog, open, seek, seekStep, selected, Side, version } from "../store";
 import { Stories } from "./setup";
 import { fixed } from "./words";
 
@@ -14,7 +14,7 @@ const asked = new Set<string>();
 
 /** Show a story from its start. The second run appears after the guess. */
 export function openStory(story: Story): void {
-  guess.value = null;
+  guess.value = selected.value = null;
   open(story.spec, story.question ? null : story.other, 0);
 }
 
