@@ -21,6 +21,8 @@ from headway.scheduler.output_lengths import OutputStatistics
 from headway.scheduler.policy_calls import call_swap
 from headway.scheduler.queues import WaitingQueue
 
+MAX_DISCARDS = 8  # of one request; then it keeps its output, so that every request ends
+
 
 class SchedulerState:
     """All requests that are not finished, where they are, and the KV cache."""
@@ -101,7 +103,8 @@ class SchedulerState:
         request.history.num_priority_preemptions += is_priority
         self.outputs.pressure += not is_priority
         self.preempted_in_flight.add(request)
-        num_discarded = self._discard_output(request) if answer == "discard" else 0
+        is_discard = answer == "discard" and request.history.num_preemptions <= MAX_DISCARDS
+        num_discarded = self._discard_output(request) if is_discard else 0
         self.events.preempted.append(
             Preemption(
                 request, copies is not None, num_computed, is_priority, num_due, num_free,

@@ -65,7 +65,7 @@ CASES = {
     ),
     "vllm": Case(
         ThreeQueues, "vllm", {}, differences_mixed.VLLM,
-        {"preemptions": 200, "swaps": 100, "cut prompts": 1000},
+        {"preemptions": 300, "swaps": 200, "cut prompts": 1000}, {"has_swaps": True},
     ),
 }  # fmt: skip
 

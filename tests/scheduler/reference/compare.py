@@ -33,15 +33,21 @@ class Workload(NamedTuple):
     seed: int
 
 
-def random_workload(seed: int, *, is_cut: bool = True, has_totals: bool = False) -> Workload:
+def random_workload(
+    seed: int, *, is_cut: bool = True, has_totals: bool = False, has_swaps: bool = False
+) -> Workload:
     """Tiny vocabularies make equal prefixes; a small pool causes preemptions.
 
     Without `is_cut`, the token budget holds any request at its full length. With `has_totals`,
-    half of the requests have a limit of prompt and output together.
+    half of the requests have a limit of prompt and output together. With `has_swaps`, half of the
+    workloads have outputs that are long enough to swap, and room for them on the host.
     """
     rng = random.Random(seed)
     block_size, vocabulary = rng.choice((1, 2, 4, 16)), rng.choice((2, 2, 3, 50))
     longest = rng.choice((4, 12, 30)) if block_size < 16 else rng.choice((40, 70))
+    has_swaps = has_swaps and seed % 4 >= 2
+    if has_swaps:
+        block_size, vocabulary, longest = rng.choice((1, 2, 4)), 50, 24
     jobs = _random_jobs(rng, vocabulary, longest, has_totals)
     max_num_seqs, is_stream = rng.choice((1, 2, 3, 5, 12)), seed % STREAM_EVERY == 0
     if is_stream:
@@ -54,7 +60,7 @@ def random_workload(seed: int, *, is_cut: bool = True, has_totals: bool = False)
     budget = max_num_seqs + rng.choice((0, 1, 3, longest, 4 * longest))
     if not is_cut:
         budget = max(max(lengths), rng.choice((1, budget, 4 * longest)))
-    num_host_blocks = rng.choice((0, most, 9 * most))
+    num_host_blocks = 20 * most if has_swaps else rng.choice((0, most, 9 * most))
     limits = Limits(max_num_seqs, budget, num_blocks, block_size, num_host_blocks)
     return Workload(jobs, limits, vocabulary, seed)
 
