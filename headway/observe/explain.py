@@ -159,10 +159,10 @@ class DecisionLog:
     def _changes(self, report: StepReport) -> Iterator[Decision]:
         plan, events, name = report.plan, report.plan.events, self._name
         for event in events.preempted[-MAX_EACH:]:
-            id, discards = name(event.request), event.num_discarded > 0
             text = preempted(
-                id, event.is_swap, event.num_lost, event.is_priority, plan.step, discards
-            )
+                name(event.request), event.is_swap, event.num_lost, event.is_priority, plan.step,
+                event.is_discard,
+            )  # fmt: skip
             yield Decision(plan.step, "preempted", text)
         for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:
             text = admitted(name(request), num_cached, num_swapped, is_resume)

@@ -100,7 +100,8 @@ def test_nothing_differs_but_the_listed_differences(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "difference"), [(name, each) for name, case in CASES.items() for each in case.differences]
+    ("name", "difference"),
+    [(name, each) for name, case in CASES.items() for each in case.differences],
 )
 def test_every_listed_difference_occurs(name: str, difference: str) -> None:
     case = CASES[name]

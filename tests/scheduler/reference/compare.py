@@ -65,9 +65,7 @@ def random_workload(
     return Workload(jobs, limits, vocabulary, seed)
 
 
-def _random_jobs(
-    rng: random.Random, vocabulary: int, longest: int, has_totals: bool
-) -> list[Job]:
+def _random_jobs(rng: random.Random, vocabulary: int, longest: int, has_totals: bool) -> list[Job]:
     stems = [[rng.randrange(vocabulary) for _ in range(longest)] for _ in range(2)]
     jobs, step = [], 0
     for _ in range(rng.randrange(2, 18)):
@@ -172,7 +170,7 @@ class Pair:
 
     def count(self, batch: Batch, plan: Plan) -> None:
         self.seen["preemptions"] += len(plan.events.preempted)
-        self.seen["discarded outputs"] += sum(p.num_discarded > 0 for p in plan.events.preempted)
+        self.seen["discarded outputs"] += sum(p.is_discard for p in plan.events.preempted)
         self.seen["swaps"] += sum(p.is_swap for p in plan.events.preempted)
         self.seen["cache hits"] += sum(a.num_cached > 0 for a in plan.admitted)
         self.seen["hits after preemption"] += sum(
@@ -193,4 +191,3 @@ def tokens_of(batch: Batch) -> dict[str, int]:
 
 def planned_tokens(plan: Plan) -> dict[str, int]:
     return {c.request.id: c.end - c.start for c in plan.chunks} | {r.id: 1 for r in plan.decodes}
-
