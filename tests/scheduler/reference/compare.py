@@ -149,10 +149,13 @@ class Pair:
         return self.compare_outputs(batch, report)
 
     def compare_outputs(self, batch: Batch, report: StepReport) -> str | None:
+        """All tokens of what has ended, and the lengths of what goes on."""
         ended = {request.id: request for request in report.finished}
         for seq in [seq for seq, _ in batch.prefill] + batch.decode:
             request = ended.get(seq.id) or self.ours.requests[seq.id]
-            if request.tokens.tolist() != seq.token_ids:
+            if len(seq) != request.num_known or (
+                request.is_finished and request.tokens.tolist() != seq.token_ids
+            ):
                 return f"output of {seq.id}: {seq.token_ids} in the listing, {request.tokens} here"
         return None
 
