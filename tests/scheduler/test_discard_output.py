@@ -58,7 +58,7 @@ def test_the_output_of_a_victim_is_computed_or_generated_again(
 
 
 def test_a_request_keeps_its_output_after_many_preemptions() -> None:
-    """Otherwise two requests could preempt each other for ever."""
+    """Otherwise two requests could preempt each other without end."""
     driver = Driver("deep_dive", headroom="watermark(0.0)", swap="discard_output", block_size=4)
     request = driver.add("a", 6, 9)
     for _ in range(MAX_DISCARDS + 1):
