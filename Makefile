@@ -95,6 +95,10 @@ bench: $(READY)  ## cost of the scheduler, quality of its decisions, and speed o
 picture: $(READY)  ## make docs/images/run.svg, the picture of `make run` in the README
 	$(BIN)/python docs/images/picture.py
 
+page:  ## build the lab page from lab-page/; needs npm
+	cd lab-page && npm ci --no-audit --no-fund --ignore-scripts
+	cd lab-page && npx tsc --noEmit && node build.mjs
+
 dist: $(READY)  ## build a wheel and an sdist in dist/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check build
 	$(BIN)/python -m build --outdir dist
@@ -104,4 +108,4 @@ clean:  ## remove environments, caches and build output
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 .PHONY: help run demo test tests test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
-  picture dist clean
+  picture page dist clean

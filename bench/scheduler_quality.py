@@ -18,6 +18,7 @@ import json
 import statistics
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -26,7 +27,7 @@ import headway.lab.workload.synthetic as synthetic
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.synthetic import nano_vllm_workload
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.scheduler import preset
 
 POOLS = (65_536, 32_768)
@@ -56,6 +57,28 @@ VLLM_MEASURED = {
     "65536": {"plain": [2510, 161, 66447], "0.01": [2519, 60, 29310], "0.05": [2570, 18, 11527]},
     "32768": {"plain": [4406, 198, 70153], "0.05": [4481, 17, 10253]},
 }
+
+
+def nano_vllm_workload(unknown_lengths: bool = False) -> list[WorkloadRequest]:
+    """nano-vLLM's benchmark: 256 requests at once, input and output each 100 to 1024 tokens.
+
+    The lengths are those that its benchmark draws after seed(0). With `unknown_lengths` the outputs
+    are the same, but max_tokens is 1024 for all: the scheduler does not know where they end.
+    """
+    random, space = Random(0), TokenSpace()
+    prompts: list[range] = []
+    for _ in range(256):
+        prompts.append(space.take(random.randint(100, 1024)))
+        for _ in prompts[-1]:
+            random.randint(0, 10_000)  # nano-vLLM draws a token here
+    outputs = [random.randint(100, 1024) for _ in prompts]
+    return [
+        WorkloadRequest(
+            id=str(place), pieces=(prompt,), num_output=output,
+            max_tokens=1024 if unknown_lengths else output,
+        )
+        for place, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+    ]  # fmt: skip
 
 
 def row(changes: dict[str, Any], num_tokens: int, is_unknown: bool) -> dict[str, int]:

@@ -13,21 +13,54 @@ from __future__ import annotations
 import json
 import resource
 import sys
+from collections.abc import Container
+from itertools import count
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
-from headway.lab.workload.files import MOONCAKE_BLOCK, ideal_cache_hits, read_workload
+from headway.lab.workload.files import MOONCAKE_BLOCK, read_workload
+from headway.lab.workload.rows import read_rows
 from headway.plan import StepReport
 from headway.scheduler import preset
 
 PROFILE = "llama3.1-8b-a100-80gb"
 BLOCK = 16
+
+
+class CacheHits(NamedTuple):
+    """Prompt blocks of a workload, and those that an unlimited prefix cache would hit."""
+
+    num_blocks: int
+    num_hits: int
+
+    @property
+    def ratio(self) -> float:
+        return self.num_hits / self.num_blocks
+
+
+def ideal_cache_hits(path: str | Path, skip: Container[str] = ()) -> CacheHits:
+    """Count the blocks of a Mooncake file, and those that an unlimited prefix cache would hit.
+
+    Requests whose ids are in `skip`, such as rejected ones, are ignored. Every hash id counts as
+    one block, including a partial last one. A block is a hit if it and all blocks before it in its
+    prompt occur in prompts of earlier lines.
+    """
+    seen: set[int | str] = set()
+    num_blocks = num_hits = 0
+    numbers = count()  # a line without an id is named by its number, as in `read_workload`
+    rows = read_rows(Path(path), lambda row: (row.text("id", str(next(numbers))), row.hashes()))
+    for hashes in (hashes for id, hashes in rows if id not in skip):
+        new = (place for place, block in enumerate(hashes) if block not in seen)
+        num_hits += next(new, len(hashes))
+        num_blocks += len(hashes)
+        seen.update(hashes)
+    return CacheHits(num_blocks, num_hits)
 
 
 def measure_run(path: str) -> dict[str, Any]:

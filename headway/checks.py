@@ -1,4 +1,8 @@
-"""Checks of values that users give; every error names the value and its range."""
+"""Checks of values that users give; every error names the value and its range.
+
+`whole_number`, `number`, `text` and `one_of` return the value or raise ConfigError; readers of
+files catch it and add the file and the line.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,11 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sized
 from contextlib import suppress
 from itertools import islice
-from math import inf
+from math import inf, isfinite
 from operator import index
+from typing import Any
 
-from headway.errors import InvalidRequest, shorten
+from headway.errors import ConfigError, InvalidRequest, shorten
 
 MAX_FLOAT = sys.float_info.max
 MAX_TOKEN_ID = (1 << 31) - 1
@@ -36,6 +41,52 @@ def number_problem(value: object, low: float, high: float = inf, *, whole: bool)
 
 def _text(number: float) -> str:
     return str(number) if isinstance(number, int) else f"{number:g}"
+
+
+def whole_number(name: str, value: Any, low: int, high: int | None = None) -> int:
+    """An int in [low, high]; bool and float are refused."""
+    problem = number_problem(value, low, inf if high is None else high, whole=True)
+    if problem:
+        raise ConfigError(f"{name} {problem}")
+    return int(value)
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    low: float | None = None,
+    above: float | None = None,
+    high: float | None = None,
+) -> float:
+    """A finite int or float with low <= value, above < value and value <= high where given."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_good = (
+        is_number
+        and isfinite(value)
+        and (low is None or value >= low)
+        and (above is None or value > above)
+        and (high is None or value <= high)
+    )
+    if not is_good:
+        limits = {"at least": low, "above": above, "at most": high}
+        given = [f"{words} {limit:g}" for words, limit in limits.items() if limit is not None]
+        raise ConfigError(f"{name} must be a number {' and '.join(given)}, not {value!r}")
+    return float(value)
+
+
+def text(name: str, value: Any) -> str:
+    """A str."""
+    if not isinstance(value, str):
+        raise ConfigError(f"{name} must be a string, not {value!r}")
+    return value
+
+
+def one_of(name: str, value: str, known: Collection[str]) -> str:
+    """One of the known values."""
+    if value not in known:
+        raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}")
+    return value
 
 
 def token_array(name: str, ids: Iterable[int]) -> array[int]:

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from headway.config import Config
 from headway.engine.clock import RealClock
@@ -49,6 +49,8 @@ from headway.errors import (
     InvalidRequest,
     PolicyError,
     RequestError,
+    RequestTooLong,
+    shorten,
 )
 from headway.executor.factory import count_blocks, make_executor
 from headway.executor.gpu.swap_cost import Timed, measured
@@ -60,6 +62,7 @@ from headway.scheduler import Scheduler
 from headway.scheduler.policies import swap_if_cheaper
 from headway.scheduler.presets import NUMBERS, SLOTS
 from headway.text.tokenizer import Tokenizer
+from headway.unsupported import ONE_DEVICE, unsupported
 
 Prompts = PromptInput | Sequence[PromptInput]
 AllParams = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
@@ -111,8 +114,7 @@ class LLM:
         _check_settings(settings)
         if tensor_parallel_size != 1:
             raise ConfigError(
-                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}; a model runs on "
-                "one device"
+                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}; {ONE_DEVICE}"
             )
         options = LoadOptions(
             device=device, dtype=dtype, quantization=quantization, load_format=load_format,
@@ -150,6 +152,7 @@ class LLM:
             self._trace = _open_trace(Path(trace_out))
             self.engine.observers.append(TraceWriter(self._trace, self.config, async_scheduling))
         self._runner = OfflineRunner(self.engine, self.tokenizer)
+        self._is_closed = False
         self.engine.observers += observers
         self._numbers = count()
 
@@ -158,22 +161,28 @@ class LLM:
         prompts: Prompts,
         sampling_params: AllParams = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
+        priority: Sequence[int] | None = None,
         *,
+        request_ids: Sequence[str] | None = None,
         on_finish: OnFinish | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or a list of prompts; outputs are in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids`.
         `sampling_params` is one for all prompts or one for each; the default is
-        `SamplingParams()`. `use_tqdm` shows a progress bar if stderr is a terminal. `on_finish` is
-        called with the position and output of each prompt as soon as it has finished.
+        `SamplingParams()`. `use_tqdm` shows a progress bar if stderr is a terminal. `priority`
+        has one for each prompt; lower values run first. `request_ids` are the ids in outputs and
+        traces; the default is a number. `on_finish` is called with the position and output of each
+        prompt as soon as it has finished.
 
         If a prompt is refused, its RequestError (which names its position) is raised before
         anything runs. If a step fails while a request runs, its outputs have finish_reason
         "error", and `error` says why.
         """
+        _check_lora(lora_request)
         with self._runner.interruptible():
-            batch = self._submit(prompts, sampling_params)
+            batch = self._submit(prompts, sampling_params, priority=priority, ids=request_ids)
             self._raise_refusal(batch, prompts)
             self._run(batch, use_tqdm, on_finish)
         return [builder.output() for builder in batch.builders]
@@ -201,6 +210,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: AllParams = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         *,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
@@ -212,6 +222,9 @@ class LLM:
         The model's chat template renders the messages; `chat_template_kwargs` are further
         variables for it. `add_generation_prompt` is true unless `continue_final_message` is.
         """
+        _check_lora(lora_request)
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise InvalidRequest(f"messages must be a list, not {shorten(messages)}")
         options = {
             **(chat_template_kwargs or {}), "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message, "tools": tools,
@@ -235,6 +248,10 @@ class LLM:
             self._run(batch, use_tqdm)
         return [_embedding_output(builder) for builder in batch.builders]
 
+    def beam_search(self, *given: object, **named: object) -> NoReturn:
+        """vLLM's beam search is not supported."""
+        raise ConfigError("beam_search is not supported: outputs are sampled, or greedy")
+
     def stream(self, prompts: Prompts, sampling_params: AllParams = None) -> Iterator[Delta]:
         """Yield text as it is generated. Leaving the loop early aborts the requests."""
         with self._runner.interruptible():
@@ -256,7 +273,8 @@ class LLM:
         return self.engine.scheduler.reset_cache()
 
     def close(self) -> None:
-        """Abort open requests and close the trace file."""
+        """Abort open requests and close the trace file. Later calls raise ExecutorError."""
+        self._is_closed = True
         self._runner.close_all()
         if self._trace is not None:
             self._trace.close()
@@ -280,11 +298,15 @@ class LLM:
         *,
         is_streamed: bool = False,
         fixed: RequestParams | None = None,
+        priority: Sequence[int] | None = None,
+        ids: Sequence[str] | None = None,
     ) -> PromptBatch:
         """Add every prompt to the engine; a refused one has its error in the batch.
 
         `fixed` are the engine's params of every request, in place of `params`.
         """
+        if self._is_closed:
+            raise ExecutorError("this LLM has been closed; create a new one")
         listed: list[PromptInput] = _listed(prompts)
         default = SamplingParams() if params is None else params
         each = default if isinstance(default, Sequence) else [default] * len(listed)
@@ -293,20 +315,31 @@ class LLM:
                 f"{len(listed)} prompts but {len(each)} sampling parameters; give one "
                 "SamplingParams or one for each prompt"
             )
+        _check_count("request ids", ids, listed)
+        _check_count("priorities", priority, listed)
+        if priority is not None:
+            each = [replace(own, priority=p) for own, p in zip(each, priority, strict=True)]
         batch = PromptBatch(is_streamed=is_streamed)
         try:
-            for prompt, sampling_params in zip(listed, each, strict=True):
-                id = str(next(self._numbers))
+            for position, (prompt, sampling_params) in enumerate(zip(listed, each, strict=True)):
+                id = str(next(self._numbers)) if ids is None else ids[position]
                 try:
                     tokens = self.input_processor.read_prompt(prompt)
                     engine_params = fixed or self.input_processor.params(sampling_params, id)
                     self._runner.add(batch, id, tokens, sampling_params, engine_params)
                 except (RequestError, PolicyError) as error:
-                    batch.results.append(error)
+                    batch.results.append(self._with_advice(error))
         except Exception:  # the prompts before this one must not stay in the engine
             self._runner.close(batch)
             raise
         return batch
+
+    def _with_advice(self, error: RequestError | PolicyError) -> RequestError | PolicyError:
+        """The error; advises to raise max_model_len if the model allows it."""
+        limit = self.loaded.decoder.config.max_model_len
+        if isinstance(error, RequestTooLong) and error.limit == self.config.max_model_len < limit:
+            error.args = (f"{error}, or raise max_model_len, up to {limit}",)
+        return error
 
     def _raise_refusal(self, batch: PromptBatch, prompts: Prompts) -> None:
         """Abort the batch and raise the error of its first refused prompt, if there is one."""
@@ -341,10 +374,24 @@ def _check_settings(settings: Mapping[str, Any]) -> None:
     problems = []
     for name in settings:
         if name not in known:
+            if problem := unsupported(name):
+                raise ConfigError(problem)
             close = get_close_matches(name, known, 1)
             problems.append(repr(name) + (f" (did you mean {close[0]!r}?)" if close else ""))
     if problems:
         raise ConfigError(f"LLM has no argument {', '.join(problems)}")
+
+
+def _check_count(what: str, given: Sequence[object] | None, prompts: list[Any]) -> None:
+    if given is not None and len(given) != len(prompts):
+        raise InvalidRequest(
+            f"{len(prompts)} prompts but {len(given)} {what}; give one for each prompt"
+        )
+
+
+def _check_lora(lora_request: object) -> None:
+    if lora_request is not None:
+        raise ConfigError(unsupported("lora_request"))
 
 
 def _seeds(seed: int | None) -> Callable[[], int]:

@@ -116,6 +116,7 @@ def load(
     check_attention(options.attention, device)
     path = resolve(model, progress=_with_title(progress, f"downloading {model}"))
     checkpoint = _checkpoint(path, options.load_format, device)
+    _max_model_len(checkpoint.config, settings)  # before the weights are loaded, which takes long
     backend = choose_backend(checkpoint.config, precision, device, kv_dtype, options.attention)
     decoder = _decoder(checkpoint, backend, device, _with_title(progress, f"loading {model}"))
     tokenizer = find_tokenizer(path)
@@ -181,9 +182,7 @@ def fit(
 ) -> Config:
     """A preset with these settings, and with the length and blocks that model and memory allow."""
     changes = {name: value for name, value in settings.items() if value is not None}
-    changes["max_model_len"] = min(
-        changes.get("max_model_len", model.max_model_len), model.max_model_len
-    )
+    changes["max_model_len"] = _max_model_len(model, settings)
     _set_limits(changes, preset_name, is_gpu=room is not None)
     config = preset(preset_name, **changes)
     block = config.block_size * model.kv_bytes(itemsize)
@@ -198,6 +197,19 @@ def fit(
     config = preset(preset_name, **changes)
     _check_memory(config.num_blocks * block, config.num_host_blocks * block, room)
     return config
+
+
+def _max_model_len(model: ModelConfig, settings: Mapping[str, Any]) -> Any:
+    """The given value or the model's limit; ConfigError if it is above that limit."""
+    given = settings.get("max_model_len")
+    if given is None:
+        return model.max_model_len
+    if isinstance(given, int) and given > model.max_model_len:
+        raise ConfigError(
+            f"max_model_len must be at most {model.max_model_len}, the limit of this model, not "
+            f"{given}"
+        )
+    return given
 
 
 def _set_limits(changes: dict[str, Any], preset_name: str, *, is_gpu: bool) -> None:

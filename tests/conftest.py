@@ -6,11 +6,18 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from headway.model.registry import resolve
 from tests.support.interpreter import speed_up
+
+if TYPE_CHECKING:
+    from headway.model.backends.base import Backend
+    from headway.model.decoder import Decoder
+    from headway.model.devices import Device
+    from headway.model.weights.checkpoint import Checkpoint
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
 if shutil.which("nvidia-smi") is None:  # checked without torch, before triton is imported
@@ -30,6 +37,7 @@ SLOW = (
     "scheduler/test_listings.py",
     "scheduler/test_output_lengths.py",
 )
+DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,6 +50,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def smollm2() -> Path:
     """The GGUF file of the default model."""
     return resolve("smollm2-135m")
+
+
+@pytest.fixture
+def shared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load the weights of a model file once per process, however many LLMs use it on a CPU."""
+    from headway import loading
+
+    load_decoder = loading._decoder
+
+    def shared(checkpoint: Checkpoint, backend: Backend, device: Device, progress: Any) -> Decoder:
+        if checkpoint.path is None or device.type != "cpu":
+            return load_decoder(checkpoint, backend, device, progress)
+        key = checkpoint.path, backend.name
+        if key not in DECODERS:
+            DECODERS[key] = load_decoder(checkpoint, backend, device, progress)
+        return DECODERS[key]
+
+    monkeypatch.setattr(loading, "_decoder", shared)
 
 
 @pytest.fixture

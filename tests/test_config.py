@@ -112,6 +112,21 @@ def test_the_error_for_an_unknown_policy_lists_and_suggests_known_ones(name: str
     assert known[0] in error_of(**{name: "zzzzzz"})
 
 
+@pytest.mark.parametrize("text", ["limit", "learned", "learned(2.0)", "back_off(limit)"])
+def test_an_estimate_is_no_headroom_rule(text: str) -> None:
+    assert "write future_peak(l" in error_of(headroom=text)
+    for value in (headroom.limit, headroom.learned, headroom.learned(2.0)):
+        assert "future_peak" in error_of(headroom=value)
+    known = error_of(headroom="zzzzzz").partition("Known: ")[2].split(", ")
+    assert known == [policy.__name__ for policy in SLOTS["headroom"]]
+
+
+@pytest.mark.parametrize("text", ["zzzzzz", "watermark", "learner(1.0)"])
+def test_an_unknown_estimate_lists_the_estimates(text: str) -> None:
+    error = error_of(headroom=f"future_peak({text})")
+    assert "future_peak" in error and error.endswith("Known: limit, learned")
+
+
 def test_errors_with_and_without_a_suggestion_are_punctuated() -> None:
     assert "'zzzzzz'. Known: " in error_of(queue="zzzzzz")
     assert "'fcfsx'; did you mean fcfs? Known: " in error_of(queue="fcfsx")

@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 
 from headway import __version__
 from headway.cli.commands import (
     bench,
     chat,
-    demo,
     generate,
+    lab,
     lists,
     profile,
     run,
@@ -24,8 +22,9 @@ from headway.cli.commands import (
     top,
     trace,
 )
+from headway.cli.options.command import Command
 from headway.cli.options.packages import install, is_optional
-from headway.cli.options.replaced import Command
+from headway.cli.view.render import print_error
 from headway.errors import HeadwayError
 from headway.version import commit
 
@@ -34,7 +33,7 @@ app = typer.Typer(
     help="An LLM inference engine built around its scheduler.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 COMMANDS: dict[str, Callable[..., None]] = {
     "run": run.run_command,
@@ -47,7 +46,9 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "simulate": simulate.simulate_command,
     "compare": simulate.compare_command,
     "trace": trace.trace_command,
-    "demo": demo.demo_command,
+    "lab": lab.lab_command,
+    "step": lab.step_command,
+    "demo": simulate.demo_command,
     "presets": lists.presets_command,
     "profiles": lists.profiles_command,
 }
@@ -82,8 +83,7 @@ def main() -> None:
     try:
         app()
     except HeadwayError as error:
-        text = f"[bold red]error:[/] {escape(str(error))}"
-        Console(stderr=True).print(text, highlight=False, soft_wrap=True)
+        print_error(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:  # a base installation has only scheduler and simulator
         if not is_optional(error.name):

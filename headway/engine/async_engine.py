@@ -3,7 +3,8 @@
     engine = AsyncEngine(llm.engine, input_processor=llm.input_processor)
     await engine.start()
     async for output in engine.generate("Hello, my name is", SamplingParams(max_tokens=20)):
-        print(output.outputs[0].text)
+        pass  # output.outputs[0].text is the text so far
+    print(output.outputs[0].text)
 
 The engine runs on a thread, or in another process: an `EngineClient` carries the messages. Leaving
 an iteration early aborts its request. One AsyncEngine belongs to one event loop.

@@ -197,29 +197,36 @@ class EngineLoop:
             self._waiting_tokens += len(requests) * requests[0].num_prompt
 
     def _check_limits(self, message: Submit) -> None:
-        """Overloaded if the queue is full, or the client has too many open requests."""
+        """Overloaded if the queue is full, or the client has too many open requests.
+
+        Each of n samples counts. An empty queue takes any request, or it could never run.
+        """
         scheduler, limits = self.engine.scheduler, self.limits
-        num_waiting = len(scheduler.queue)
-        if limits.max_waiting is not None and num_waiting >= limits.max_waiting:
+        num_waiting, n = len(scheduler.queue), message.params.n
+        num_samples = n if isinstance(n, int) else 1  # the engine refuses any other n
+        if limits.max_waiting is not None and _exceeds(
+            num_waiting, num_samples, limits.max_waiting
+        ):
             raise Overloaded(
                 f"queue is full: {num_waiting} requests waiting (limit {limits.max_waiting})"
+                f"{_and_samples(num_samples)}"
             )
         if limits.max_waiting_tokens is not None:
             waiting = self._num_waiting_tokens()
             # The engine refuses a prompt that has no length.
             num_prompt = len(message.prompt) if isinstance(message.prompt, Sized) else 0
-            if num_waiting and waiting + num_prompt > limits.max_waiting_tokens:
+            if num_waiting and waiting + num_samples * num_prompt > limits.max_waiting_tokens:
                 raise Overloaded(
                     f"queue is full: {waiting} tokens waiting, and this prompt has {num_prompt} "
-                    f"(limit {limits.max_waiting_tokens})"
+                    f"(limit {limits.max_waiting_tokens}){_and_samples(num_samples)}"
                 )
         if limits.max_per_client is not None:
             client = message.params.client
             num_open = sum(r.params.client == client for r in scheduler.requests.values())
-            if num_open >= limits.max_per_client:
+            if _exceeds(num_open, num_samples, limits.max_per_client):
                 raise Overloaded(
                     f"client {client!r} has {num_open} open requests "
-                    f"(limit {limits.max_per_client})"
+                    f"(limit {limits.max_per_client}){_and_samples(num_samples)}"
                 )
 
     def _num_waiting_tokens(self) -> int:
@@ -257,3 +264,12 @@ class EngineLoop:
         """Deliver the updates of a step before anything else reacts to them."""
         self._outbox += self._updates.of(report)
         self._flush()
+
+
+def _exceeds(num_present: int, num_new: int, limit: int) -> bool:
+    """Whether more requests exceed a limit; a first request with many samples does not."""
+    return num_present >= limit or (num_present > 0 and num_present + num_new > limit)
+
+
+def _and_samples(num_samples: int) -> str:
+    return f", and this request has {num_samples} samples" if num_samples > 1 else ""

@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from headway.checks import number, text, whole_number
 from headway.errors import ConfigError, FormatError
-from headway.lab.checks import number, text, whole_number
 from headway.plan import Plan
 from headway.scheduler.policies import swap_if_cheaper
 

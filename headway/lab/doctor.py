@@ -40,6 +40,21 @@ def _top_reason(summary: Summary) -> str:
     return max(own, key=lambda reason: own[reason]) if own else ""
 
 
+def _has(config: dict[str, Any], slot: str, value: str) -> bool:
+    """Whether the slot has this value, with any numbers."""
+    return str(config[slot]).partition("(")[0] == value.partition("(")[0]
+
+
+def _remedies(config: dict[str, Any], *remedies: str | tuple[str, str] | None) -> str:
+    """The remedies as one sentence, without slot values that the configuration already has."""
+    texts = [
+        each if isinstance(each, str) else f"use {each[0]} {each[1]}"
+        for each in remedies
+        if each is not None and (isinstance(each, str) or not _has(config, *each))
+    ]
+    return f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
+
+
 def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
     rate, tax = summary["preemptions_per_second"], summary["recompute_tax"]
     if rate <= 1 and tax <= 0.05:
@@ -48,8 +63,14 @@ def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"{degree}: {rate:.1f} preemptions/s, {tax:.1%} of all computed tokens are recomputed",
         "requests are admitted although the KV cache has no room for their outputs",
-        "use headroom future_peak or a higher watermark, lower max_num_seqs, use victim "
-        "least_work, or swap if the host has memory",
+        _remedies(
+            config,
+            ("headroom", "future_peak"),
+            "raise the watermark" if "watermark" in str(config["headroom"]) else None,
+            "lower max_num_seqs",
+            ("victim", "least_work"),
+            "swap if the host has memory" if _has(config, "swap", "recompute") else None,
+        ),
     )
 
 
@@ -65,7 +86,8 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
         "back_off": "add KV blocks: back_off delays admission after preemptions",
         "just_preempted": "add KV blocks: preempted requests wait until the next step",
         "reserved_rows": "raise max_num_seqs: the last rows are reserved for other clients",
-        "after_preemption": "add KV blocks or use headroom future_peak: preemptions stop admissions",
+        "after_preemption": _remedies(config, "add KV blocks", ("headroom", "future_peak"))
+        + ": preemptions stop admissions",
         "behind_blocked": "set the queue's max_overtakes, so that requests can overtake a blocked one",
         "not_reached": "use a batching rule that admits requests while others decode",
     }
@@ -86,8 +108,12 @@ def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
         f"only {share:.0%} of max_num_seqs run on average while requests wait",
         "the batching rule or the queue rule admits too few requests; "
         f"the most frequent reason to wait is {_top_reason(summary)}",
-        "use a continuous batching rule instead of static batching, use chunk split_any, or raise "
-        "max_num_batched_tokens",
+        _remedies(
+            config,
+            ("batching", "mixed") if _has(config, "batching", "static") else None,
+            ("chunk", "split_any"),
+            "raise max_num_batched_tokens",
+        ),
     )
 
 
@@ -98,7 +124,7 @@ def _budget(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"a step computes {summary['per_step']['tokens']:.0f} tokens, {share:.1%} of its budget",
         "steps use little of max_num_batched_tokens while requests wait",
-        "use chunk split_any, raise max_num_seqs or add KV blocks",
+        _remedies(config, ("chunk", "split_any"), "raise max_num_seqs", "add KV blocks"),
     )
 
 
@@ -106,11 +132,13 @@ def _prefill(summary: Summary, config: dict[str, Any]) -> Finding | None:
     share = summary["per_step"]["prefill_share"]
     if share <= 0.8:
         return None
+    is_cut = _has(config, "chunk", "at_most")
+    smaller = "lower n of at_most(n)" if is_cut else "use chunk at_most(n)"
     return Finding(
         f"{share:.0%} of the computed tokens are prompt tokens (typical: 20-40%)",
         "the workload is prefill-bound: long prompts, short outputs",
-        "raise max_num_batched_tokens with a low max_num_seqs, or share prefixes; use chunk "
-        "at_most(n) if the time between tokens is too long",
+        f"raise max_num_batched_tokens with a low max_num_seqs, or share prefixes; {smaller} if the "
+        "time between tokens is too long",
     )
 
 
@@ -132,9 +160,14 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None
     return Finding(
         f"time between tokens p99 {gaps['p99'] * 1e3:.0f} ms, {gaps['p99'] / gaps['p50']:.0f}x p50",
-        "long prompts or preemptions delay decoding requests",
-        "lower max_num_batched_tokens, use chunk at_most(n) or batching mixed, or avoid "
-        "preemptions",
+        f"long prompts{' or preemptions' if summary['preemptions'] else ''} delay decoding requests",
+        _remedies(
+            config,
+            "lower max_num_batched_tokens",
+            ("chunk", "at_most(n)"),
+            ("batching", "mixed"),
+            "avoid preemptions" if summary["preemptions"] else None,
+        ),
     )
 
 
@@ -144,8 +177,10 @@ def _late(summary: Summary, config: dict[str, Any]) -> Finding | None:
         return None
     return Finding(
         f"{misses} of {deadlines} deadlines missed",
-        "the queue ignores deadlines, or capacity is too low",
-        "use queue earliest_deadline, or fewer requests per GPU",
+        "capacity is too low"
+        if _has(config, "queue", "earliest_deadline")
+        else "the queue ignores deadlines, or capacity is too low",
+        _remedies(config, ("queue", "earliest_deadline"), "send fewer requests to each GPU"),
     )
 
 
@@ -155,5 +190,5 @@ def _unfair(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"fairness between clients is {summary['fairness']:.2f} (1 is equal)",
         "a few clients send most of the work",
-        "use queue fair",
+        _remedies(config, ("queue", "fair"), "lower max_num_batched_tokens"),
     )

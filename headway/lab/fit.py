@@ -30,6 +30,8 @@ NEGLIGIBLE = 1e-9  # seconds
 # Physical limits of one device, by index of the search point: from a slow CPU core to several times
 # the fastest GPU.
 RATES = {0: ("bandwidth", 1e8, 2e13, "bytes/s"), 1: ("flops", 1e8, 1e16, "FLOP/s")}
+LOWER_BOUNDS = np.array([*(np.log(low) for _, low, _, _ in RATES.values()), -80, -80, -40])
+UPPER_BOUNDS = np.array([*(np.log(high) for _, _, high, _ in RATES.values()), 80, 80, 40])
 MAX_LOSS_RATIO = 1.01  # a point whose loss is within this ratio of the best fits equally well
 FASTER = 4.0  # a rate is undetermined if this multiple of it fits equally well
 NUM_HALVINGS = 8
@@ -178,14 +180,13 @@ def missing_coverage(plain: Observations) -> list[str]:
 
 def _machine(point: Numbers) -> Machine:
     """The machine of a search point: logarithms, and the log-odds of the overlap."""
-    rates = [np.clip(point[i], np.log(low), np.log(high)) for i, (_, low, high, _) in RATES.items()]
-    bandwidth, flops = np.exp(rates).tolist()
-    fixed, min_attention = np.exp(np.clip(point[2:4], -80, 80)).tolist()
+    bounded = np.minimum(np.maximum(point, LOWER_BOUNDS), UPPER_BOUNDS)
+    bandwidth, flops, fixed, min_attention = np.exp(bounded[:4]).tolist()
     return Machine(
         bandwidth=bandwidth, bandwidth_share=1.0, flops=flops, flops_share=1.0,
         fixed_seconds=fixed if fixed > NEGLIGIBLE else 0.0,
         attention_seconds=min_attention if min_attention > NEGLIGIBLE else 0.0,
-        overlap=float(1 / (1 + np.exp(-np.clip(point[4], -40, 40)))),
+        overlap=float(1 / (1 + np.exp(-bounded[4]))),
         host_seconds=0.0, copy_bandwidth=bandwidth, copy_seconds=0.0,
     )  # fmt: skip
 

@@ -8,7 +8,7 @@ can be replayed if it was recorded to its end and no step failed.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 
 from headway.engine.clock import VirtualClock
@@ -32,6 +32,7 @@ class RecordedExecutor:
         self._times = deque((line["start"], line["end"]) for line in steps if line["step"] >= 0)
         self._outputs = outputs
         self._num_sampled: dict[Request, int] = {}
+        self.is_forked = False  # see film/fork.py
 
     def launch(self, plan: Plan) -> SimulatedHandle:
         if not self._times:
@@ -57,66 +58,98 @@ class RecordedExecutor:
 def replay(trace: Iterable[Line]) -> Iterator[Line]:
     """The steps of the scheduler when it decides the recorded run again."""
     header, *steps = trace
-    run = _Replay(header, steps)
-    for line in steps:
-        if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
-            raise ReplayMismatch(
-                f"step {line['step']}: a step of the recorded run failed; "
-                "only runs without failed steps can be replayed"
-            )
-        yield from run.step(line)
-    yield from run.finish()
+    return Replay(header, steps).lines()
 
 
-class _Replay:
+class Replay:
     """An engine that receives the recorded requests and aborts in their recorded order."""
 
-    def __init__(self, header: Line, steps: list[Line]) -> None:
+    def __init__(
+        self,
+        header: Line,
+        steps: list[Line],
+        *,
+        has_blocks: bool = False,
+        executor: Callable[[VirtualClock, list[Line], Outputs], RecordedExecutor] | None = None,
+    ) -> None:
+        self._steps = steps
         self._clock, self._lines = VirtualClock(), list[Line]()
-        self._scheduler = Scheduler(preset(**header["config"]))
+        self.scheduler = Scheduler(preset(**header["config"]))
         self._known: dict[str, Request] = {}
-        self._outputs: Outputs = {}
+        self.outputs: Outputs = {}
         self._reasons: dict[str, str] = {}  # finish reasons for aborts: abort or stop
         self._aborts: list[tuple[str, int]] = []  # aborts while the previous plan was in flight
         self._ends = defaultdict[str, deque[Line]](deque)  # an id may be used several times
         for end in (end for line in steps for end in line.get("finished", ())):
             self._ends[end["id"]].append(end)
-        self._engine = Engine(
-            self._scheduler,
-            RecordedExecutor(self._clock, steps, self._outputs),
+        self.engine = Engine(
+            self.scheduler,
+            (executor or RecordedExecutor)(self._clock, steps, self.outputs),
             self._clock,
             async_scheduling=header["async_scheduling"],
-            observers=[lambda report: self._lines.append(describe_step(report))],
+            observers=[
+                lambda report: self._lines.append(describe_step(report, has_blocks=has_blocks))
+            ],
         )
+
+    def lines(self) -> Iterator[Line]:
+        """The steps, decided again. ReplayMismatch if a step of the recorded run failed."""
+        for line in self._steps:
+            if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
+                raise ReplayMismatch(
+                    f"step {line['step']}: a step of the recorded run failed; "
+                    "only runs without failed steps can be replayed"
+                )
+            yield from self.step(line)
+        yield from self._finish()
 
     def step(self, line: Line) -> list[Line]:
         """Submit what the line records and take its step."""
         added, aborted = line.get("added", []), line.get("aborted", [])
         num_added, num_aborted = line.get("num_early", (0, 0))
-        is_drained = self._engine.num_in_flight > line.get("in_flight", 0)
+        is_drained = self.engine.num_in_flight > line.get("in_flight", 0)
         if not is_drained:
             num_added, num_aborted = len(added), len(aborted)
         self._submit(added[:num_added], self._aborts + aborted[:num_aborted], 0)
         if is_drained:
-            self._engine.step()
+            self.engine.step()
         self._clock.advance_to(line["t"])
         self._submit(added[num_added:], aborted[num_aborted:], num_added)
-        self._engine.step()
+        self.engine.step()
         self._aborts = line.get("aborted_in_flight", [])
         return self._take_lines()
 
-    def finish(self) -> Iterator[Line]:
+    def fork(self, coming: list[Line]) -> None:
+        """Stop following the recorded steps; `coming` requests arrive at their recorded times."""
+        self._coming = deque(coming)
+        executor = self.engine.executor
+        assert isinstance(executor, RecordedExecutor)
+        executor.is_forked = True
+
+    def step_on(self) -> list[Line] | None:
+        """One step after a fork; None if no work is left."""
+        while self._coming and self._coming[0]["arrival"] <= self._clock.now():
+            self._add(self._coming.popleft())
+        if self.engine.has_work:
+            self.engine.step()
+        elif self._coming:
+            self._clock.advance_to(self._coming[0]["arrival"])
+        else:
+            return None
+        return self._take_lines()
+
+    def _finish(self) -> Iterator[Line]:
         """Run until no work is left."""
         self._submit([], self._aborts, 0)
-        while self._engine.has_work:
-            self._engine.step()
+        while self.engine.has_work:
+            self.engine.step()
             yield from self._take_lines()
 
     def _submit(self, added: list[Line], aborted: list[tuple[str, int]], num_before: int) -> None:
         """Add and abort requests in the recorded order; `num_before` were added earlier."""
         for number, entry in enumerate([*added, None], start=num_before):
             for id in [id for id, after in aborted if max(after, num_before) == number]:
-                self._scheduler.abort(id, self._reasons.get(id, "abort"))
+                self.scheduler.abort(id, self._reasons.get(id, "abort"))
             if entry is not None:
                 self._add(entry)
 
@@ -124,9 +157,9 @@ class _Replay:
         request = self._known[entry["id"]] = request_of(entry, self._known)
         ends = self._ends[request.id]
         end = ends.popleft() if ends else None
-        self._outputs[request] = list(unpack_tokens(end["output"])) if end else []
+        self.outputs[request] = list(unpack_tokens(end["output"])) if end else []
         self._reasons[request.id] = end["finish_reason"] if end else "abort"
-        self._scheduler.add(request)
+        self.scheduler.add(request)
 
     def _take_lines(self) -> list[Line]:
         lines, self._lines = self._lines, []

@@ -1,6 +1,6 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3, which differ only in their config.
 
-The batch is an argument; nothing about it is weights between passes. Knows no requests and no
+The batch is an argument; nothing about it is kept between passes. Knows no requests and no
 scheduler. The backend does all arithmetic.
 """
 

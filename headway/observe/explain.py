@@ -8,8 +8,7 @@ line. Each number in a sentence is a number of the plan.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from headway.config import Config
@@ -44,6 +43,11 @@ NOT_CONSIDERED = {
 # One sentence for each decision.
 
 
+def arrived(id: str, num_prompt: int) -> str:
+    """A request enters the queue."""
+    return f"request {id} arrives with {_count(num_prompt, 'prompt token')}"
+
+
 def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str:
     """A waiting request starts to run."""
     parts = [f"request {id} is admitted{' again' if is_resume else ''}"]
@@ -54,16 +58,45 @@ def admitted(id: str, num_cached: int, num_swapped: int, is_resume: bool) -> str
     return ", ".join(parts)
 
 
+class Alternatives(NamedTuple):
+    """What the scheduler compared when it preempted a request."""
+
+    victim_rule: str
+    num_candidates: int
+    seconds: tuple[float, float] | None = None  # to swap out and in, and to recompute
+
+
 def preempted(
-    id: str, is_swap: bool, num_lost: int, is_priority: bool, step: int, discards: bool = False
+    id: str,
+    is_swap: bool,
+    num_lost: int,
+    is_priority: bool,
+    step: int,
+    short: tuple[int, int] = (0, 0),
+    alternatives: Alternatives | None = None,
+    discards: bool = False,
 ) -> str:
-    """A running request goes back to the queue. Step -1 reports preemptions after a failure."""
+    """A running request goes back to the queue. Step -1 reports preemptions after a failure.
+
+    `short` has the blocks that decodes needed and those that were free.
+    """
     cause = "a step failed" if step < 0 else "KV blocks ran out"
     if is_priority:
         cause = "a request with a higher priority waits"
+    if short[0]:
+        cause += f" (decodes needed {short[0]}, {short[1]} free)"
     fate = "swapped out" if is_swap else "to recompute"
     fate += ", output discarded" if discards else ""
-    return f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
+    text = f"request {id} is preempted because {cause}, {_count(num_lost, 'token')} {fate}"
+    if alternatives is None:
+        return text
+    rule, num_candidates, seconds = alternatives
+    text += f"; chosen by {rule} among {num_candidates}"
+    if seconds:
+        text += (
+            f"; swapping takes {_milliseconds(seconds[0])}, recomputing {_milliseconds(seconds[1])}"
+        )
+    return text
 
 
 def why_blocked(reason: str, need: int, have: int) -> str:
@@ -77,9 +110,14 @@ def why_not_considered(reason: str, max_num_seqs: int) -> str:
     return NOT_CONSIDERED[reason].format(limit=max_num_seqs)
 
 
-def waits(id: str, reason: str, need: int, have: int) -> str:
-    """A considered request stays in the queue."""
-    return f"request {id} waits: {why_blocked(reason, need, have)}"
+def waits(
+    id: str, reason: str, need: int, have: int, headroom: int | None = None, rule: str = ""
+) -> str:
+    """A considered request stays in the queue. `headroom` is the part of `need` that `rule` adds."""
+    text = f"request {id} waits: {why_blocked(reason, need, have)}"
+    if headroom is not None and reason in ("headroom", "back_off"):
+        text += f" ({need - headroom} for its tokens, {headroom} by {rule})"
+    return text
 
 
 def not_considered(reason: str, num_requests: int, max_num_seqs: int) -> str:
@@ -120,6 +158,10 @@ def finished(id: str, num_output: int, reason: str | None, *, is_pooling: bool =
     return f"request {id} finished with {result} ({reason})"
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
@@ -141,8 +183,8 @@ NO_DECISIONS: list[Decision] = []
 class DecisionLog:
     """Describes the decisions of a live run in sentences. A reason to wait is reported when it changes."""
 
-    def __init__(self, config: Config, name: Callable[[Request], str] = attrgetter("id")) -> None:
-        self._max_num_seqs, self._name = config.max_num_seqs, name
+    def __init__(self, config: Config) -> None:
+        self._max_num_seqs = config.max_num_seqs
         self._waits: dict[Request | None, str] = {}  # the last reason of each waiting request
         self._has_deferred = False
 
@@ -157,15 +199,15 @@ class DecisionLog:
         return NO_DECISIONS
 
     def _changes(self, report: StepReport) -> Iterator[Decision]:
-        plan, events, name = report.plan, report.plan.events, self._name
+        plan, events = report.plan, report.plan.events
         for event in events.preempted[-MAX_EACH:]:
             text = preempted(
-                name(event.request), event.is_swap, event.num_lost, event.is_priority, plan.step,
-                event.is_discard,
+                event.request.id, event.is_swap, event.num_lost, event.is_priority, plan.step,
+                discards=event.is_discard,
             )  # fmt: skip
             yield Decision(plan.step, "preempted", text)
         for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:
-            text = admitted(name(request), num_cached, num_swapped, is_resume)
+            text = admitted(request.id, num_cached, num_swapped, is_resume)
             yield Decision(plan.step, "admitted", text)
         yield from self._waiting(plan)
         if plan.deferred and not self._has_deferred:
@@ -183,14 +225,14 @@ class DecisionLog:
         """The sentence for a request that has finished."""
         is_pooling = request.params.pooling is not None
         num_output, reason = request.num_generated, request.finish_reason
-        return finished(self._name(request), num_output, reason, is_pooling=is_pooling)
+        return finished(request.id, num_output, reason, is_pooling=is_pooling)
 
     def _waiting(self, plan: Plan) -> Iterator[Decision]:
         """Requests whose reason to wait has changed."""
         for request, reason, need, have in plan.blocked:
             if self._waits.get(request) != reason and not request.is_finished:
                 self._waits[request] = reason
-                yield Decision(plan.step, "waiting", waits(self._name(request), reason, need, have))
+                yield Decision(plan.step, "waiting", waits(request.id, reason, need, have))
         rest = plan.not_considered
         if rest is None:
             self._waits.pop(None, None)
@@ -204,7 +246,7 @@ def sentences_of(line: Line, max_num_seqs: int) -> Iterator[str]:
     """All decisions of one trace line, in sentences."""
     for id, how, num_lost, is_priority in line.get("preempted", ()):
         is_swap, discards = how == "swap", how == "discard"
-        yield preempted(id, is_swap, num_lost, bool(is_priority), line["step"], discards)
+        yield preempted(id, is_swap, num_lost, bool(is_priority), line["step"], discards=discards)
     for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
         yield admitted(id, num_cached, num_swapped, bool(is_resume))
     for id, start, end, _ in line.get("chunks", ()):

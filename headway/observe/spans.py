@@ -39,7 +39,8 @@ def check_installed() -> None:
             is_installed = False
         if not is_installed:
             raise ConfigError(
-                f"--spans needs {name}, which is not installed: pip install 'headway[otel]'"
+                f"--spans needs {name}, which is not installed: pip install '.[otel]' in "
+                "Headway's folder"
             )
 
 

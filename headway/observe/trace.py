@@ -94,7 +94,7 @@ def _unless_zero(counts: tuple[int, int]) -> list[int]:
 
 def _describe_blocks(plan: Plan) -> dict[str, list[Any]]:
     """Block tables of admissions, new blocks of decodes, and copies; empty lists are left out."""
-    blocks = {
+    blocks: dict[str, list[Any]] = {
         "hits": [a.num_hits for a in plan.admitted],
         "admitted": [pack_tokens(array("i", a.blocks)) for a in plan.admitted],
         "new": [[request.id, block] for request, block in plan.new_blocks],
@@ -197,12 +197,23 @@ def decisions(line: Line) -> Line:
 class TraceWriter:
     """An observer of the engine that writes each step to a file."""
 
-    def __init__(self, file: IO[str], config: Config, async_scheduling: bool, **more: Any) -> None:
-        self._file = file
+    def __init__(
+        self,
+        file: IO[str],
+        config: Config,
+        async_scheduling: bool,
+        *,
+        has_blocks: bool = False,
+        redact: bool = False,
+        **more: Any,
+    ) -> None:
+        self._file, self._has_blocks, self._redact = file, has_blocks, redact
+        more |= {"has_blocks": True} if has_blocks else {}
+        more |= {"is_redacted": True} if redact else {}
         self.write(header(config, async_scheduling, **more))
 
     def __call__(self, report: StepReport) -> None:
-        self.write(describe_step(report))
+        self.write(describe_step(report, has_blocks=self._has_blocks, redact=self._redact))
 
     def write(self, line: Line) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
@@ -212,18 +223,23 @@ def read_trace(path: Path) -> Iterator[Line]:
     """Yield the header, then the steps. FormatError names the file and the line that is wrong."""
     try:
         with path.open(encoding="utf-8-sig") as file:
-            number = 0
-            for number, text in enumerate(file, start=1):
-                yield _checked(path, number, text)
+            yield from parse_trace(path, file)
     except OSError as error:
         raise FormatError(path, None, error.strerror or str(error)) from None
     except UnicodeDecodeError:
         raise FormatError(path, None, "not a Headway trace: not UTF-8 text") from None
+
+
+def parse_trace(name: object, texts: Iterable[str]) -> Iterator[Line]:
+    """Yield the header, then the steps, of lines of text. FormatError has the name and the line."""
+    number = 0
+    for number, text in enumerate(texts, start=1):
+        yield _checked(name, number, text)
     if not number:
-        raise FormatError(path, 1, "not a Headway trace: the file is empty")
+        raise FormatError(name, 1, "not a Headway trace: the file is empty")
 
 
-def _checked(path: Path, number: int, text: str) -> Line:
+def _checked(path: object, number: int, text: str) -> Line:
     try:
         line = json.loads(text)
     except ValueError as error:
@@ -235,7 +251,7 @@ def _checked(path: Path, number: int, text: str) -> Line:
     return dict(line)
 
 
-def _check_header(path: Path, line: Any) -> None:
+def _check_header(path: object, line: Any) -> None:
     if not isinstance(line, dict) or "headway_trace" not in line:
         raise FormatError(path, 1, "not a Headway trace: the header line is missing")
     if line["headway_trace"] != VERSION:

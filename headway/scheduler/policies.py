@@ -153,8 +153,13 @@ class swap_if_cheaper(Checked):
     pair: float = number(0.0, 0)  # one token, per token before it: attention
 
     def __call__(self, request: Request, view: SchedulerView) -> bool:
+        swap, recompute = self.seconds(request, view)
+        return swap < recompute
+
+    def seconds(self, request: Request, view: SchedulerView) -> tuple[float, float]:
+        """Estimated time to swap out and in, and to recompute."""
         private = view.num_private_blocks(request) * view.block_size
         tokens = min(private, request.num_computed)
         num_before = request.num_computed - tokens / 2  # shared tokens come first
         again = (self.compute + self.pair * num_before) * tokens
-        return 2 * (self.start + self.copy * tokens) < again
+        return 2 * (self.start + self.copy * tokens), again

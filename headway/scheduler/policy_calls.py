@@ -1,4 +1,4 @@
-"""Call a policy and check its result; a PolicyError names the slot, the request and the cause.
+"""Call a policy and check its result; a PolicyError names slot, policy, request, cause and line.
 
 A policy may be a user's function, so it may raise anything and return anything. These calls change
 nothing: the caller decides what a failure ends.
@@ -6,26 +6,67 @@ nothing: the caller decides what a failure ends.
 
 from __future__ import annotations
 
+import os
 from operator import index
+from pathlib import Path
+from traceback import walk_tb
 from typing import Any, Literal
 
 from headway.config import (
+    BatchingRule,
     ChunkRule,
     HeadroomRule,
     QueueRule,
     SchedulerView,
+    StepActions,
     SwapRule,
     VictimRule,
 )
 from headway.errors import PolicyError, shorten
 from headway.request import Request
 
+PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+KEYS = "return a number, a string or a tuple of these, without NaN or None"
 
-def policy_failed(slot: str, where: str, error: Exception) -> PolicyError:
+
+def policy_failed(slot: str, rule: object, where: str, error: Exception) -> PolicyError:
     """The PolicyError for an exception that a policy raised."""
     if isinstance(error, PolicyError):
         return error
-    return PolicyError(f"{slot} policy failed {where}: {type(error).__name__}: {error}", slot=slot)
+    cause, line = f"{type(error).__name__}: {error}", _line_of_policy(error)
+    text = f"{slot} policy {_name(rule)} failed {where}: {cause}"
+    return PolicyError(f"{text} ({line})" if line else text, slot=slot)
+
+
+def _bad_result(slot: str, rule: object, result: object, purpose: str, advice: str) -> PolicyError:
+    """The PolicyError for a value that a policy must not return."""
+    text = f"{slot} policy {_name(rule)} returned {shorten(result)} {purpose}; {advice}"
+    return PolicyError(text, slot=slot)
+
+
+def _name(rule: object) -> str:
+    """module:function; module:class for an object."""
+    rule = getattr(rule, "function", rule)  # of a queue rule that wraps a user's function
+    named: Any = rule if hasattr(rule, "__qualname__") else type(rule)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _line_of_policy(error: Exception) -> str | None:
+    """file:line, the latest in the file of the user's policy; None if no such file took part."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    outside = [(file, line) for file, line in lines if not file.startswith(PACKAGE)]
+    own = [line for file, line in outside if file == outside[0][0]]
+    return f"{outside[0][0]}:{own[-1]}" if own else None
+
+
+def call_batching(rule: BatchingRule, step: StepActions) -> None:
+    """Let the batching rule build the step; PolicyError if a user's rule raises."""
+    try:
+        rule(step)
+    except Exception as error:
+        if _line_of_policy(error) is None:
+            raise
+        raise policy_failed("batching", rule, "to build a step", error) from error
 
 
 def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
@@ -33,13 +74,9 @@ def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
     try:
         key = rule.key(request, view)
     except Exception as error:
-        raise policy_failed("queue", f"for request {request.id!r}", error) from error
+        raise policy_failed("queue", rule, f"for request {request.id!r}", error) from error
     if not is_orderable(key):
-        raise PolicyError(
-            f"queue policy returned {shorten(key)} as the sort key of request {request.id!r}; "
-            "return a number, a string or a tuple of these, without NaN or None",
-            slot="queue",
-        )
+        raise _bad_result("queue", rule, key, f"as the sort key of request {request.id!r}", KEYS)
     return key
 
 
@@ -48,26 +85,27 @@ def call_group(rule: QueueRule, request: Request) -> str:
     try:
         group = rule.group(request)
     except Exception as error:
-        raise policy_failed("queue", f"in group() for request {request.id!r}", error) from error
+        where = f"in group() for request {request.id!r}"
+        raise policy_failed("queue", rule, where, error) from error
     if not isinstance(group, str):
-        raise PolicyError(
-            f"queue policy returned {shorten(group)} as the group of request {request.id!r}; "
-            "return a string",
-            slot="queue",
-        )
+        purpose = f"as the group of request {request.id!r}"
+        raise _bad_result("queue", rule, group, purpose, "return a string")
     return group
 
 
 def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
     """Tokens of `want` that the chunk rule grants, in [0, min(want, left)]; floats round down."""
+    where = f"for {want} tokens wanted and {left} left"
     try:
         granted: Any = rule(want, left, is_first)
+    except Exception as error:
+        raise policy_failed("chunk", rule, where, error) from error
+    try:
         granted = granted if isinstance(granted, float) else index(granted)
         # In this order, NaN reaches int(), which raises.
         return int(max(min(granted, want, left), 0))
-    except Exception as error:
-        where = f"for {want} tokens wanted and {left} left"
-        raise policy_failed("chunk", where, error) from error
+    except Exception:
+        raise _bad_result("chunk", rule, granted, where, "return a number") from None
 
 
 def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:
@@ -75,22 +113,23 @@ def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:
     try:
         key = rule(request, view)
     except Exception as error:
-        raise policy_failed("victim", f"for request {request.id!r}", error) from error
+        raise policy_failed("victim", rule, f"for request {request.id!r}", error) from error
     if not is_orderable(key):
-        raise PolicyError(
-            f"victim policy returned {shorten(key)} as the key of request {request.id!r}; "
-            "return a number, a string or a tuple of these, without NaN or None",
-            slot="victim",
-        )
+        raise _bad_result("victim", rule, key, f"as the key of request {request.id!r}", KEYS)
     return key
 
 
 def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> int:
     """Blocks to leave free when the request is admitted, at least 0; PolicyError if not a number."""
+    where = f"for request {request.id!r}"
     try:
-        return max(0, int(rule(request, view)))
+        blocks: Any = rule(request, view)
     except Exception as error:
-        raise policy_failed("headroom", f"for request {request.id!r}", error) from error
+        raise policy_failed("headroom", rule, where, error) from error
+    try:
+        return max(0, int(blocks + 0))  # int() alone would take a text
+    except Exception:
+        raise _bad_result("headroom", rule, blocks, where, "return a number") from None
 
 
 def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | Literal["discard"]:
@@ -99,7 +138,7 @@ def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | L
         answer = rule(request, view)
         return "discard" if isinstance(answer, str) and answer == "discard" else bool(answer)
     except Exception as error:
-        raise policy_failed("swap", f"for request {request.id!r}", error) from error
+        raise policy_failed("swap", rule, f"for request {request.id!r}", error) from error
 
 
 def is_orderable(key: Any) -> bool:

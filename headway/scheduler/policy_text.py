@@ -11,18 +11,48 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from headway.errors import ConfigError
 
 
-def parse_policy(what: str, text: str, known: Mapping[str, Any]) -> Any:
-    """The policy that a text names; ConfigError that lists the known names if there is none."""
+@dataclass(frozen=True)
+class Names:
+    """The names that a text may use, and those that are arguments of one policy only."""
+
+    what: str  # for errors
+    known: Mapping[str, Any]
+    inner: Mapping[str, Mapping[str, Any]]  # by the policy that takes them
+
+    def find(self, name: str) -> Any:
+        """The value of a name; ConfigError if it is unknown or an argument of another policy."""
+        for policy, names in self.inner.items():
+            if name in names and name not in self.known:
+                raise ConfigError(
+                    f"{self.what}: {name} is an argument of {policy}; write {policy}({name})"
+                )
+        return lookup(self.what, name, self.known)
+
+    def of_arguments(self, policy: str) -> Names:
+        """The names in the arguments of a policy."""
+        if policy not in self.inner:
+            return self
+        return Names(f"argument of {self.what} {policy}", self.inner[policy], {})
+
+
+def parse_policy(
+    what: str, text: str, known: Mapping[str, Any], inner: Mapping[str, Mapping[str, Any]]
+) -> Any:
+    """The policy that a text names; ConfigError that lists the known names if there is none.
+
+    `inner` has the names that only the arguments of a policy may use, by the policy's name.
+    """
+    names = Names(what, known, inner)
     try:
         if ":" in text:
-            return _imported(what, text, known)
-        return instantiate(_evaluate(ast.parse(text.strip(), mode="eval").body, known, what))
+            return _imported(text, names)
+        return instantiate(_evaluate(ast.parse(text.strip(), mode="eval").body, names))
     except (SyntaxError, RecursionError, MemoryError):
         raise ConfigError(
             f"{what}: cannot parse {text[:60]!r}; write a policy name, name(arguments) or "
@@ -71,13 +101,14 @@ def lookup(what: str, name: str, known: Mapping[str, Any]) -> Any:
     raise ConfigError(f"unknown {what} {name!r}{hint} Known: {', '.join(known)}")
 
 
-def _evaluate(node: ast.expr, known: Mapping[str, Any], what: str) -> Any:
+def _evaluate(node: ast.expr, names: Names) -> Any:
     if isinstance(node, ast.Name):
-        return lookup(what, node.id, known)
+        return names.find(node.id)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-        arguments = [instantiate(_evaluate(argument, known, what)) for argument in node.args]
-        named = {k.arg or "**": instantiate(_evaluate(k.value, known, what)) for k in node.keywords}
-        return _call(lookup(what, node.func.id, known), arguments, named, what)
+        function, inner = names.find(node.func.id), names.of_arguments(node.func.id)
+        arguments = [instantiate(_evaluate(argument, inner)) for argument in node.args]
+        named = {k.arg or "**": instantiate(_evaluate(k.value, inner)) for k in node.keywords}
+        return _call(function, arguments, named, names.what)
     return ast.literal_eval(node)
 
 
@@ -90,7 +121,7 @@ def _call(function: Any, arguments: list[Any], named: dict[str, Any], what: str)
         raise ConfigError(f"{what}: {error}") from None
 
 
-def _imported(what: str, text: str, known: Mapping[str, Any]) -> Any:
+def _imported(text: str, names: Names) -> Any:
     """A user's policy: `module:name`, or `module:name(number)` if it is a dataclass."""
     place, bracket, rest = text.strip().partition("(")
     module, _, attribute = place.partition(":")
@@ -100,9 +131,11 @@ def _imported(what: str, text: str, known: Mapping[str, Any]) -> Any:
             value = getattr(value, part)
     except Exception as error:  # a module may raise anything when it is imported
         problem = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{what}: cannot load {text!r}: {problem}") from None
+        raise ConfigError(f"{names.what}: cannot load {text!r}: {problem}") from None
     if bracket:
-        return _evaluate(ast.parse(f"own({rest}", mode="eval").body, {**known, "own": value}, what)
+        known = {**names.known, **{k: v for each in names.inner.values() for k, v in each.items()}}
+        own = Names(names.what, {**known, "own": value}, names.inner)
+        return _evaluate(ast.parse(f"own({rest}", mode="eval").body, own)
     return instantiate(value)
 
 

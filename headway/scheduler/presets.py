@@ -6,6 +6,7 @@ A slot value can be written as text: `fcfs`, `watermark(0.05)`, `back_off(waterm
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -87,10 +88,10 @@ def slot(name: str, value: Any) -> Any:
     """The value of a slot; text is read, any other value is checked and used."""
     ready_made = policy_text.lookup("slot", name, SLOTS)
     if isinstance(value, str):
-        parts = PARTS if name == "headroom" else ()
-        value = policy_text.parse_policy(
-            name, value, {f.__name__: f for f in (*ready_made, *parts)}
-        )
+        parts = {"future_peak": _by_name(PARTS)} if name == "headroom" else {}
+        value = policy_text.parse_policy(name, value, _by_name(ready_made), parts)
+    if any(value is part or type(value) is part for part in PARTS):
+        raise ConfigError(f"{name}: {shorten(value)} is an estimate; use future_peak(estimate)")
     value = policy_text.instantiate(value)
     if name == "queue" and hasattr(value, "key") and hasattr(value, "outranks"):
         return value
@@ -100,6 +101,10 @@ def slot(name: str, value: Any) -> Any:
         )
     policy_text.check_arguments(name, value, ARGUMENTS[name])
     return queues.custom(function=value) if name == "queue" else value
+
+
+def _by_name(policies: Iterable[Any]) -> dict[str, Any]:
+    return {policy.__name__: policy for policy in policies}
 
 
 def describe(config: Config) -> dict[str, str | int]:

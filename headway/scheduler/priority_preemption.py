@@ -9,7 +9,7 @@ state. This module does not change the state.
 from __future__ import annotations
 
 from headway.request import Request
-from headway.scheduler.policy_calls import call_chunk, call_victim
+from headway.scheduler.policy_calls import call_batching, call_chunk, call_victim
 from headway.scheduler.state import SchedulerState
 
 MAX_PREEMPTIONS = 16  # of one request for a higher priority, whatever the queue's rule allows
@@ -29,7 +29,7 @@ class DryRun:
         self._request, self._state = request, state
         self._partial = [other for other in state.prefilling if other not in without]
         self._has_decodes = self._has_chunks = False
-        state.config.batching(self)
+        call_batching(state.config.batching, self)
 
     @property
     def is_idle(self) -> bool:

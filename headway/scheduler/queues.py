@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
@@ -60,7 +60,8 @@ class WaitingQueue:
             else:
                 group.append((key, request))
         except Exception as error:
-            raise policy_failed("queue", f"to compare request {request.id!r}", error) from error
+            where = f"to compare request {request.id!r}"
+            raise policy_failed("queue", self.rule, where, error) from error
         self._groups[name] = group
         self._keys[request] = key
 
@@ -72,6 +73,26 @@ class WaitingQueue:
         if not group:
             del self._groups[name]
             self._next_refresh.pop(name, None)
+
+    def change_rule(self, rule: QueueRule, running: Iterable[Request]) -> None:
+        """Sort by another rule; groups start again with no service but that of running requests.
+
+        PolicyError, and no change, if the rule cannot be used.
+        """
+        other, requests = WaitingQueue(rule, self._view), [*self, *running]
+        groups = [request.history.group for request in requests]
+        try:
+            for request in requests:
+                request.history.group = call_group(rule, request)
+                other.counters.arrive(group_of(request))
+            for request in self:
+                other.push(request)
+        except BaseException:
+            for request, group in zip(requests, groups, strict=True):
+                request.history.group = group
+            raise
+        self.rule, self.counters = rule, other.counters
+        self._groups, self._keys, self._next_refresh = other._groups, other._keys, {}
 
     def walk(self, max_service: float = inf) -> Iterator[Request]:
         """The order of service; the request just yielded may be removed before the next.
@@ -126,7 +147,8 @@ class WaitingQueue:
                 moved = [(o, n) for o, n in zip(old, new, strict=True) if o[1][0] != n[0]]
                 self._move(group, moved)
             except Exception as error:  # keys that do not compare
-                raise policy_failed("queue", "to compare waiting requests", error) from error
+                where = "to compare waiting requests"
+                raise policy_failed("queue", self.rule, where, error) from error
 
     def _move(self, group: deque[Entry], moved: list[tuple[tuple[int, Entry], Entry]]) -> None:
         """Sort entries by their new keys; if keys do not compare, the group stays as it is."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from headway.config import Config
+from headway.errors import ConfigError
 from headway.kv.cache import KVCache
 from headway.plan import Plan, StepEvents, StepReport, StepResult
 from headway.request import Request
@@ -46,6 +47,11 @@ class Scheduler:
         return self.state.plan
 
     @property
+    def num_steps(self) -> int:
+        """Plans with work so far; the number of the next one."""
+        return self._num_steps
+
+    @property
     def num_free(self) -> int:
         """Free KV blocks on the device."""
         return self.kv.num_free
@@ -53,9 +59,9 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         """True if no request is queued, running or in flight, and all blocks are free."""
-        holds = self.requests or self.running or self.queue or self.swapped or self.in_flight
+        held = (self.requests, self.running, self.queue, self.swapped, self.in_flight)
         blocks = self.kv.num_free, self.kv.host.num_free
-        return not holds and blocks == (self.config.num_blocks, self.config.num_host_blocks)
+        return not any(held) and blocks == (self.config.num_blocks, self.config.num_host_blocks)
 
     def add(self, *requests: Request) -> None:
         """Queue requests, all or none; RequestError or PolicyError if one cannot be queued."""
@@ -168,6 +174,25 @@ class Scheduler:
         self.state.preempted_in_flight.clear()
         self.kv.pool.forget_all()
         return True
+
+    def reconfigure(self, config: Config) -> None:
+        """Use other policies and another token budget from the next plan on.
+
+        Sizes must not change: ConfigError names a number that does. The waiting queue is sorted
+        again if its rule changes.
+        """
+        for name in (
+            "max_num_seqs",
+            "block_size",
+            "num_blocks",
+            "num_host_blocks",
+            "max_model_len",
+        ):
+            if getattr(config, name) != getattr(self.config, name):
+                raise ConfigError(f"{name} cannot change while the scheduler runs")
+        if config.queue is not self.config.queue:
+            self.queue.change_rule(config.queue, self.running)
+        self.config = self.state.config = config
 
     def _launch(self, plan: Plan) -> None:
         """The plan has work: it reports the pending events and is in flight from now on."""

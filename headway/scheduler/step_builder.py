@@ -15,7 +15,7 @@ from headway.plan import Blocked, Chunk, NotConsidered, Plan, Reason
 from headway.request import Request, RequestState
 from headway.scheduler.fairness import check_reserved_rows, overtaking_limit
 from headway.scheduler.headroom import back_off
-from headway.scheduler.policy_calls import call_chunk, call_headroom, call_victim
+from headway.scheduler.policy_calls import call_batching, call_chunk, call_headroom, call_victim
 from headway.scheduler.priority_preemption import choose_victims
 from headway.scheduler.state import SchedulerState
 
@@ -57,7 +57,7 @@ class StepBuilder:
         state = self._state
         if self._config.queue.preempts and state.queue:
             self._preempt_for_priority()
-        self._config.batching(self)
+        call_batching(self._config.batching, self)
         if self.plan.is_empty and state.requests and not state.in_flight:
             self._force()
         num_rest = len(state.queue) - len(self.plan.blocked)

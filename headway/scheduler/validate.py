@@ -42,7 +42,7 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
     if request.num_prompt >= config.max_model_len:
         raise RequestTooLong(
             f"{name} has {request.num_prompt} prompt tokens and needs room for one output token; "
-            f"max_model_len is {config.max_model_len}; shorten the prompt or raise max_model_len",
+            f"max_model_len is {config.max_model_len}; shorten the prompt",
             need=request.num_prompt + 1,
             limit=config.max_model_len,
         )

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
+from pydantic import BaseModel
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
@@ -123,10 +124,10 @@ def create_app(context: Context, routers: Iterable[APIRouter] = ()) -> FastAPI:
     return app
 
 
-def _errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    return {
-        status: {"model": ErrorResponse, "description": DESCRIPTIONS[status]} for status in statuses
-    }
+def _errors(
+    *statuses: int, model: type[BaseModel] = ErrorResponse
+) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": model, "description": DESCRIPTIONS[status]} for status in statuses}
 
 
 def _openai_routes(context: Context) -> APIRouter:
@@ -158,10 +159,7 @@ def _openai_routes(context: Context) -> APIRouter:
 
 
 def _anthropic_routes(context: Context) -> APIRouter:
-    errors: dict[int | str, dict[str, Any]] = {
-        status: {"model": AnthropicErrorResponse, "description": DESCRIPTIONS[status]}
-        for status in GENERATION_ERRORS
-    }
+    errors = _errors(*GENERATION_ERRORS, model=AnthropicErrorResponse)
     router = APIRouter(prefix="/v1", responses=errors, route_class=JsonRoute)
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": EVENTS}}
 

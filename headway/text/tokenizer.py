@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from headway.errors import InvalidRequest, ModelError
+from headway.errors import InvalidRequest, ModelError, find_lone_surrogate
 from headway.text.gguf_vocab import SPACE, Vocabulary
 from headway.text.long_text import (
     Cutter,
@@ -82,12 +82,12 @@ class Tokenizer:
         `special` adds the tokens that the tokenizer puts around a text (usually BOS, or nothing).
         RequestTooLong if there are more than `max_tokens`; a very long text is then not encoded.
         """
-        data = _check_text(text, "the text")
+        _check_text(text)
         if len(text) <= SHORT:
             ids: list[int] = self._backend.encode(text, add_special_tokens=special).ids
         else:
             if max_tokens is not None and self._bound is not None:
-                check_num_tokens(self._bound.least(data), max_tokens)
+                check_num_tokens(self._bound.least(text.encode()), max_tokens)
             ids = self._encode_long(text, special, max_tokens)
         check_num_tokens(len(ids), max_tokens, is_exact=True)
         return ids
@@ -123,13 +123,6 @@ class Tokenizer:
         else:  # a space is one byte in a text and three in a token; three keeps the bound safe
             spelled = [token.encode() for token in self._backend.get_vocab()]
         return TokenBound.of(self._backend, spelled, is_byte_level)
-
-    def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[list[int]]:
-        """The ids of each text, encoded on all cores."""
-        for index, text in enumerate(texts):
-            _check_text(text, f"text {index}")
-        found = self._backend.encode_batch_fast(list(texts), add_special_tokens=special)
-        return [encoding.ids for encoding in found]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of all ids together; ids outside the vocabulary are skipped."""
@@ -167,15 +160,14 @@ class Tokenizer:
         _write(folder, "generation_config.json", {"eos_token_id": sorted(self.eos_ids)})
 
 
-def _check_text(text: str, what: str) -> bytes:
-    """The text as UTF-8; InvalidRequest if it contains half of a surrogate pair."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
+def _check_text(text: str) -> None:
+    """InvalidRequest if a text contains half of a surrogate pair."""
+    place = find_lone_surrogate(text)
+    if place is not None:
         raise InvalidRequest(
-            f"{what} contains {text[error.start]!r} at character {error.start}, half of a surrogate"
-            " pair; decode the text as UTF-8 or UTF-16 before sending it"
-        ) from None
+            f"the text contains {text[place]!r} at character {place}, half of a surrogate pair; "
+            "decode the text as UTF-8 or UTF-16 before sending it"
+        )
 
 
 def _byte_alphabet() -> dict[str, int]:

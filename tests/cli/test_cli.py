@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer.main
 
 from headway import __version__
-from headway.cli.commands import demo
 from headway.cli.commands.simulate import parse_variant
-from headway.cli.main import main
+from headway.cli.main import COMMANDS, app, main
 from headway.cli.options.replaced import REPLACED
 from headway.errors import ConfigError
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
@@ -89,19 +89,16 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_the_module_runs_as_a_program() -> None:
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "headway"]
-    version = subprocess.run(
-        [*command, "--version"], capture_output=True, text=True, cwd=root, check=False
-    )
-    expected = f"headway {__version__} (commit {commit()})"
-    assert (version.returncode, version.stdout.strip()) == (0, expected)
     wrong = subprocess.run(
-        [*command, "simulate", "--preset", "unknown"],
-        capture_output=True, text=True, cwd=root, check=False,
+        [sys.executable, "-m", "headway", "simulate", "--preset", "unknown"],
+        capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False,
     )  # fmt: skip
     assert wrong.returncode == 2 and "'unknown'" in wrong.stderr
     assert "Traceback" not in wrong.stderr and not wrong.stdout
+
+
+def test_the_version_names_the_commit() -> None:
+    assert headway("--version").out.strip() == f"headway {__version__} (commit {commit()})"
 
 
 def make_checkout(folder: Path, *lines: str) -> Path:
@@ -138,6 +135,30 @@ def test_help_names_every_command() -> None:
     assert headway("--help").code == 0
     for command in ("simulate", "compare", "trace", "demo", "presets", "profiles"):
         assert headway(command, "--help").code == 0
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench serve", "bench throughput", "bench latency"])
+def test_help_truncates_nothing_in_a_narrow_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    group = typer.main.get_command(app)
+    for name in command.split():
+        group = group.commands[name]  # type: ignore[attr-defined]
+    text = headway(*command.split(), "--help").out
+    assert "…" not in text and all(len(line) <= 80 for line in text.splitlines())
+    for parameter in group.params:
+        for flag in (*parameter.opts, *parameter.secondary_opts):
+            assert flag in text.split() or not flag.startswith("--") or f"{flag}," in text, flag
+    if "--headroom" in text:
+        policies = [policy.__name__ for each in SLOTS.values() for policy in each]
+        assert not [name for name in policies if name not in text and name != "custom"]
+
+
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    for words in (("--help",), ("bench", "--help")):
+        commands = headway(*words).out.partition("Commands:")[2]
+        assert commands.count(".") >= 3 and "..." not in commands and "…" not in commands
 
 
 def test_simulate_reports_a_run() -> None:
@@ -228,9 +249,22 @@ def test_simulate_reads_workload_files(tmp_path: Path) -> None:
 
 
 def test_rejected_requests_are_shown_with_their_reasons() -> None:
-    done = headway("simulate", "requests=3,prompt=1000,output=5", "--profile", PROFILE, *SMALL)
-    assert done.code == 0
-    assert "3 requests" in done.out and "rejected" in done.out and "40" in done.out
+    mixed = "requests=9,prompt=0.5*fixed(1000)+0.5*fixed(9),output=5"
+    done = headway("simulate", mixed, "--profile", PROFILE, *SMALL)
+    assert done.code == 0 and not done.err
+    assert "rejected" in done.out and "40" in done.out
+    for more in ((), ("--json",)):
+        work = "requests=3,prompt=1000,output=5"
+        done = headway("simulate", work, "--profile", PROFILE, *SMALL, *more)
+        assert done.code == 1 and "3" in done.out and "rejected" in done.out
+        assert done.err.startswith("error: ") and "num_blocks is 40" in done.err
+
+
+def test_one_is_singular() -> None:
+    work = "requests=1,prompt=5,output=1"
+    assert "s, 1 step " in headway("simulate", work, "--profile", PROFILE).out
+    done = headway("simulate", "requests=1,prompt=999,output=1", "--profile", PROFILE, *SMALL)
+    assert "1 request was rejected" in done.out
 
 
 def test_compare_shows_presets_and_variants_side_by_side() -> None:
@@ -279,6 +313,19 @@ def test_trace_replays_a_file(traces: dict[str, Path]) -> None:
     assert done.code == 0 and "steps replayed" in done.out
 
 
+def test_trace_replays_a_users_policy_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_replayed.py").write_text("def one(request, view):\n    return 1\n")
+    monkeypatch.chdir(tmp_path)
+    trace = tmp_path / "t.jsonl"
+    run = ("--headroom", "my_replayed:one", "--profile", PROFILE, "--trace-out", trace)
+    assert headway("simulate", WORK, *run, *SMALL).code == 0
+    del sys.modules["my_replayed"]
+    done = headway("trace", trace, "--replay")
+    assert done.code == 0 and "all decisions are equal" in done.out, done.err
+
+
 def test_trace_exports_for_perfetto(traces: dict[str, Path], tmp_path: Path) -> None:
     out = tmp_path / "events.json"
     assert headway("trace", traces["headway"], "--perfetto", out).code == 0
@@ -290,10 +337,13 @@ def test_trace_shows_where_two_files_differ(traces: dict[str, Path]) -> None:
     left, right = traces.values()
     same = headway("trace", left, "--diff", left)
     assert same.code == 0 and "equal decisions" in same.out
+    assert f"{left} and {left}" in same.out
+    assert headway("trace", left, "--diff", left, "--json").code == 0
     done = headway("trace", left, "--diff", right)
-    assert done.code == 0 and "differ from step" in done.out
-    found = json.loads(headway("trace", left, "--diff", right, "--json").out)
-    assert set(found) == {"step", "lines"} and isinstance(found["step"], int)
+    assert done.code == 1 and "differ from step" in done.out and not done.err
+    done = headway("trace", left, "--diff", right, "--json")
+    found = json.loads(done.out)
+    assert set(found) == {"step", "lines"} and isinstance(found["step"], int) and done.code == 1
 
 
 def test_demo_compares_static_and_continuous_batching() -> None:
@@ -317,7 +367,7 @@ def test_lists_are_complete() -> None:
 def test_the_demo_names_the_command_that_runs_it() -> None:
     makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
     target = makefile.partition("\ndemo:")[2].partition("\n\n")[0]
-    assert "headway demo" in target and "make run" not in (demo.__doc__ or "")
+    assert "headway demo" in target
 
 
 # Errors.
@@ -393,6 +443,22 @@ def test_an_invalid_variant_is_reported(variant: str) -> None:
     sentence("compare", WORK, "--presets", "static", "--variant", variant)
 
 
+def test_a_wrong_name_in_a_variant_is_reported_after_the_variants_name() -> None:
+    text = sentence("compare", WORK, "--variant", "careful: vllm_v1; headrom=1")
+    assert "variant 'careful': unknown slot or number 'headrom'; did you mean headroom?" in text
+
+
+def test_a_wrong_field_of_a_synthetic_workload_is_reported_with_a_suggestion() -> None:
+    text = sentence("simulate", "request=60")
+    assert "'request=60'; did you mean requests? Known: requests, " in text
+    assert "did you mean" not in sentence("simulate", "requests=")
+
+
+def test_allowed_tokens_are_refused_for_a_synthetic_workload() -> None:
+    text = sentence("simulate", "requests=3", "--allowed-tokens", "99")
+    assert "--allowed-tokens" in text and "'requests=3,max_tokens=99'" in text
+
+
 def test_a_name_that_is_used_twice_is_reported() -> None:
     variant = ("--variant", "static: vllm")
     assert "static" in sentence("compare", WORK, "--presets", "static", *variant)
@@ -418,6 +484,12 @@ def test_invalid_numbers_are_reported(tmp_path: Path, more: tuple[str, str]) -> 
 @pytest.mark.parametrize("more", [("--limit", "0"), ("--limit", "-3"), ("--speed", "0")])
 def test_invalid_numbers_are_reported_for_synthetic_workloads(more: tuple[str, str]) -> None:
     sentence("simulate", WORK, "--profile", PROFILE, *more)
+
+
+@pytest.mark.parametrize("command", ["simulate", "compare"])
+def test_a_length_above_the_profiles_limit_is_reported_with_both_numbers(command: str) -> None:
+    text = sentence(command, WORK, "--profile", PROFILE, "--max-model-len", "50000")
+    assert all(part in text for part in ("max_model_len", "40960", "50000", PROFILE))
 
 
 def test_an_unwritable_file_is_reported_with_its_name(
@@ -467,8 +539,15 @@ def test_every_old_flag_is_tested_and_an_unrelated_command_does_not_name_it() ->
     assert "No such option" in refused("demo", "--depth", "1")
 
 
+@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--enable-lora"])
+def test_an_option_of_vllm_that_is_not_supported_is_reported_as_such(flag: str) -> None:
+    assert f"{flag} is not supported: " in sentence("serve", flag, "2")
+
+
 def test_an_unknown_option_is_reported_without_a_traceback() -> None:
-    refused("simulate", WORK, "--colour", "red")
-    refused("simulate", WORK, "--max-num-batched-tokens", "many")
+    assert "--colour" in sentence("simulate", WORK, "--colour", "red")
+    for form in (("--num-blocks", "many"), ("--num-blocks=many",)):
+        assert "--num-blocks many: " in sentence("simulate", WORK, *form)
+    assert "--port 99999: " in sentence("serve", "--port", "99999")
+    assert "file" in sentence("trace").lower()
     refused("nonsense")
-    refused("trace")

@@ -51,6 +51,7 @@ def test_json_output_has_results_config_and_summary(tiny: list[str], tmp_path: P
     header, *steps = read_trace(trace)
     assert header["config"] == run["config"] and run["config"]["max_num_seqs"] == 6
     assert len([step for step in steps if step["step"] >= 0]) == run["summary"]["steps"]
+    assert [entry["id"] for step in steps for entry in step.get("added", ())] == NAMES
     assert headway("trace", trace, "--replay").code == 0
 
 
@@ -95,12 +96,12 @@ def shown(llm: LLM, width: int, num_tokens: int) -> tuple[str, list[list[int]], 
     console = Console(file=screen, force_terminal=True, width=width, height=40, color_system=None)
     names = ["one", "two", "three"]
     begun = time.perf_counter()
-    first = int(next(llm._numbers)) + 1
-    view = live.RunView(llm, ["?"] * first + names, console)
-    with view:
+    with live.RunView(llm, console):
         results = llm.generate(
-            ["hello " * 9, "x", "[bold]hm[/]"], SamplingParams(temperature=0, max_tokens=num_tokens)
-        )
+            ["hello " * 9, "x", "[bold]hm[/]"],
+            SamplingParams(temperature=0, max_tokens=num_tokens), request_ids=names,
+        )  # fmt: skip
+    assert [result.request_id for result in results] == names
     seconds = time.perf_counter() - begun
     return screen.getvalue(), [result.outputs[0].token_ids for result in results], seconds
 
@@ -142,7 +143,7 @@ def test_the_live_view_shows_the_end_of_a_text(folder: Path) -> None:
     assert llm.tokenizer is not None
     request = Request("0", [1], RequestParams())
     request.flushed_tokens.extend(llm.tokenizer.encode("abc def\nghi  jkl"))
-    view = live.RunView(llm, ["one"], Console())
+    view = live.RunView(llm, Console())
     assert view._tail(request, 8) == "…ghi jkl" and view._tail(request, 40) == "abc def ghi jkl"
 
 

@@ -95,7 +95,7 @@ def test_missing_packages_are_reported_with_the_install_command() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert done.returncode == 2 and "torch, fastapi" in done.stderr
-    assert "pip install 'headway[torch,server]'" in done.stderr
+    assert "pip install '.[torch,server]'" in done.stderr
 
 
 def test_an_error_of_the_engine_process_is_reported_as_in_one_process() -> None:

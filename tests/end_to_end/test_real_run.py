@@ -47,7 +47,7 @@ def open_llm(tiny: str, **settings: Any) -> LLM:
 
 def sampled(num_prompts: int = len(PROMPTS), **more: Any) -> list[SamplingParams]:
     """Random sampling, with another seed for each prompt."""
-    return [SamplingParams(**{"max_tokens": 40, "seed": s, **more}) for s in range(num_prompts)]
+    return [SamplingParams(**{"max_tokens": 24, "seed": s, **more}) for s in range(num_prompts)]
 
 
 Outcome = list[tuple[str, list[int], str | None, str | int | None]]
@@ -70,11 +70,19 @@ def check_idle(llm: LLM) -> None:
     assert scheduler.kv.host.num_free == llm.config.num_host_blocks
 
 
-def stops_of(llm: LLM) -> list[str]:
+@pytest.fixture(scope="module")
+def expected(tiny: str) -> Outcome:
+    """The outcome of all prompts, which no setting and no earlier interrupt changes."""
+    with open_llm(tiny) as llm:
+        return outcome(llm.generate(PROMPTS, sampled()))
+
+
+@pytest.fixture(scope="module")
+def stops(tiny: str) -> list[str]:
     """For every prompt, four characters from the middle of its output."""
-    return [
-        result.outputs[0].text[10:14] for result in llm.generate(PROMPTS, sampled(ignore_eos=True))
-    ]
+    with open_llm(tiny) as llm:
+        results = llm.generate(PROMPTS, sampled(ignore_eos=True))
+    return [result.outputs[0].text[10:14] for result in results]
 
 
 # Traces.
@@ -83,10 +91,8 @@ def stops_of(llm: LLM) -> list[str]:
 @MODES
 @pytest.mark.parametrize("swap", ["recompute", "swap"])
 def test_a_recorded_run_replays_with_the_same_decisions(
-    tiny: str, tmp_path: Path, swap: str, async_scheduling: int, steps: int
+    tiny: str, stops: list[str], tmp_path: Path, swap: str, async_scheduling: int, steps: int
 ) -> None:
-    with open_llm(tiny) as llm:
-        stops = stops_of(llm)
     path = tmp_path / "trace.jsonl"
     cramped = {"preset": "vllm_v1", "swap": swap, "num_blocks": 24, "num_host_blocks": 60}
     with open_llm(
@@ -164,34 +170,33 @@ CRAMPED = {"num_blocks": 30, "num_host_blocks": 20, "preset": "vllm", "swap": "s
 @MODES
 @pytest.mark.parametrize("calls", [1, 2, 15])
 def test_an_interrupted_step_leaves_nothing_behind(
-    tiny: str, async_scheduling: int, steps: int, calls: int
+    tiny: str, expected: Outcome, async_scheduling: int, steps: int, calls: int
 ) -> None:
     with open_llm(
         tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
     ) as llm:
-        before = outcome(llm.generate(PROMPTS, sampled()))
         fail_once(llm, KeyboardInterrupt(), calls)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, sampled())
         check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, sampled())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == expected
 
 
-def test_repeated_interrupts_leave_nothing_behind(tiny: str) -> None:
+def test_repeated_interrupts_leave_nothing_behind(tiny: str, expected: Outcome) -> None:
     with open_llm(tiny) as llm:
-        before = outcome(llm.generate(PROMPTS, sampled()))
+        assert outcome(llm.generate(PROMPTS, sampled())) == expected
         for _ in range(5):
             fail_once(llm, KeyboardInterrupt(), 1)
             with pytest.raises(KeyboardInterrupt):
                 llm.generate(PROMPTS, sampled())
             check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, sampled())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == expected
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])
 @pytest.mark.parametrize("place", ["observer", "on_finish", "stream"])
 def test_an_interrupt_between_steps_leaves_nothing_behind(
-    tiny: str, async_scheduling: int, place: str
+    tiny: str, expected: Outcome, async_scheduling: int, place: str
 ) -> None:
     armed: list[int] = []
 
@@ -206,7 +211,7 @@ def test_an_interrupt_between_steps_leaves_nothing_behind(
             interrupt(report)
 
     with open_llm(tiny, async_scheduling=async_scheduling, observers=[observe], **CRAMPED) as llm:
-        before = outcome(llm.generate(PROMPTS, sampled()))
+        assert outcome(llm.generate(PROMPTS, sampled())) == expected
         armed.append(1)
         with pytest.raises(KeyboardInterrupt):
             if place == "stream":
@@ -216,7 +221,7 @@ def test_an_interrupt_between_steps_leaves_nothing_behind(
                 wanted = interrupt if place == "on_finish" else None
                 llm.generate(PROMPTS, sampled(), on_finish=wanted)
         check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, sampled())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == expected
 
 
 class Lines:
@@ -271,25 +276,24 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind(tiny: str, async_schedul
 
 @MODES
 def test_a_failed_step_ends_only_requests_in_flight(
-    tiny: str, async_scheduling: int, steps: int
+    tiny: str, expected: Outcome, async_scheduling: int, steps: int
 ) -> None:
     with open_llm(
         tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, max_num_seqs=4
     ) as llm:
-        before = outcome(llm.generate(PROMPTS, sampled()))
         fail_once(llm, RuntimeError("the device has failed"), 4)
         results = llm.generate(PROMPTS, sampled())
         failed = [r.outputs[0].finish_reason == "error" for r in results]
         assert 1 <= sum(failed) <= 4
-        for has_failed, result, expected in zip(failed, results, before, strict=True):
+        for has_failed, result, right in zip(failed, results, expected, strict=True):
             sample = result.outputs[0]
             if has_failed:
                 assert "the device has failed" in (sample.error or "")
-                assert sample.token_ids == expected[1][: len(sample.token_ids)]
+                assert sample.token_ids == right[1][: len(sample.token_ids)]
             else:
-                assert outcome([result]) == [expected] and sample.error is None
+                assert outcome([result]) == [right] and sample.error is None
         check_idle(llm)
-        assert outcome(llm.generate(PROMPTS, sampled())) == before
+        assert outcome(llm.generate(PROMPTS, sampled())) == expected
 
 
 # Validation.
@@ -401,14 +405,13 @@ def streamed(llm: LLM, params: list[SamplingParams]) -> Outcome:
 
 @MODES
 def test_deltas_add_up_to_the_generated_output(
-    tiny: str, async_scheduling: int, steps: int
+    tiny: str, stops: list[str], async_scheduling: int, steps: int
 ) -> None:
     with open_llm(
         tiny, async_scheduling=async_scheduling, num_scheduler_steps=steps, **CRAMPED
     ) as llm:
-        stops = stops_of(llm)
         params = [
-            SamplingParams(seed=s, max_tokens=40, n=1 + s % 2, stop=stop if s % 4 else None)
+            SamplingParams(seed=s, max_tokens=24, n=1 + s % 2, stop=stop if s % 4 else None)
             for s, stop in enumerate(stops)
         ]
         whole = [(*parts[:3], None) for parts in outcome(llm.generate(PROMPTS, params))]
@@ -448,7 +451,7 @@ def test_a_stop_string_ends_the_text_at_its_position(
         observers=[count],
         **CRAMPED,
     ) as llm:
-        free = llm.generate(PROMPTS, sampled(ignore_eos=True))
+        free = llm.generate(PROMPTS, sampled(ignore_eos=True, max_tokens=40))
         decode, num_split = llm.loaded.tokenizer.decode, 0  # type: ignore[union-attr]
         for first, length in ((0, 1), (7, 2), (11, 9), (30, 4)):
             texts = [result.outputs[0].text for result in free]
@@ -511,7 +514,7 @@ def test_a_conversation_continues_from_the_cache_with_the_same_output(
 
 
 def test_a_seed_gives_the_same_output_under_all_settings(tiny: str) -> None:
-    wanted = sampled(max_tokens=60, top_p=0.95, temperature=1.2)
+    wanted = sampled(max_tokens=40, top_p=0.95, temperature=1.2)
     with open_llm(tiny) as llm:
         alone = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, wanted, strict=True)])
         assert outcome(llm.generate(PROMPTS, wanted)) == alone
@@ -562,7 +565,7 @@ def test_random_settings_do_not_change_the_output(tiny: str, seed: int) -> None:
         for s in range(len(PROMPTS))
     ]
     with open_llm(tiny, max_model_len=220) as llm:
-        expected = outcome([llm.generate([p], w)[0] for p, w in zip(PROMPTS, params, strict=True)])
+        expected = outcome(llm.generate(PROMPTS, params))
     settings = random_settings(rng)
     with open_llm(tiny, **settings) as llm:
         assert outcome(llm.generate(PROMPTS, params)) == expected, settings
@@ -589,7 +592,7 @@ def reference(tiny: str) -> Any:
 
 @MODES
 def test_log_probabilities_equal_those_of_transformers(
-    tiny: str, reference: Any, async_scheduling: int, steps: int
+    tiny: str, stops: list[str], reference: Any, async_scheduling: int, steps: int
 ) -> None:
     """For output and prompt tokens, with bias, top_k, preemption, EOS and stop strings."""
     scored = {"logprobs": 3, "prompt_logprobs": 2, "logit_bias": {7: 4.0}, "top_k": 50}
@@ -600,7 +603,6 @@ def test_log_probabilities_equal_those_of_transformers(
         preset="vllm_v1",
         num_blocks=26,
     ) as llm:
-        stops = stops_of(llm)
         params = [SamplingParams(seed=s, n=1 + s % 2, max_tokens=40, stop=stop if s % 3 else None,
                                  **scored) for s, stop in enumerate(stops)]  # type: ignore[arg-type] # fmt: skip
         results = llm.generate(PROMPTS, params)
@@ -661,14 +663,14 @@ def test_changes_of_the_logits_apply_to_every_token(
 # Memory.
 
 
-def num_alive(*kinds: type) -> int:
+def alive() -> Counter[type]:
+    """The number of objects of each type."""
     gc.collect()
-    return sum(type(found) in kinds for found in gc.get_objects())
+    return Counter(map(type, gc.get_objects()))
 
 
-def test_finished_requests_leave_no_objects_behind(tiny: str) -> None:
+def test_finished_requests_leave_no_objects_behind(tiny: str, stops: list[str]) -> None:
     with open_llm(tiny, **CRAMPED) as llm:
-        stops = stops_of(llm)
 
         def many(seed: int) -> None:
             for number in range(seed, seed + 10):
@@ -683,15 +685,14 @@ def test_finished_requests_leave_no_objects_behind(tiny: str) -> None:
 
         many(0)  # 150 requests
         check_idle(llm)
-        kinds, gathered = num_alive(Request), num_alive(OutputBuilder)
-        gc.collect()
-        before = len(gc.get_objects())
+        before = alive()
         many(100)
         many(200)
         check_idle(llm)
-        assert num_alive(Request) <= kinds + 4 and num_alive(OutputBuilder) <= gathered
-        gc.collect()
-        assert len(gc.get_objects()) - before < 200, "300 requests left objects behind"
+        after = alive()
+        assert after[Request] <= before[Request] + 4
+        assert after[OutputBuilder] <= before[OutputBuilder]
+        assert after.total() - before.total() < 200, "300 requests left objects behind"
 
 
 SIZES: dict[Any, int] = {

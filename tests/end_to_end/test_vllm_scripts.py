@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from itertools import pairwise
+from pathlib import Path
 from random import randint, seed
 from typing import Any
 
 import pytest
 
 from headway import LLM, AsyncEngine, SamplingParams
-from headway.errors import ConfigError, InvalidRequest, RequestTooLong
+from headway.errors import ConfigError, ExecutorError, InvalidRequest, RequestTooLong
 from headway.sampling_params import StructuredOutputsParams
 from tests.support import real
 
@@ -160,6 +161,14 @@ def test_a_refused_prompt_raises_before_anything_runs(llm: LLM) -> None:
     assert llm.engine.scheduler.is_idle
 
 
+def test_raising_max_model_len_is_advised_only_if_the_model_allows_it(llm: LLM, model: str) -> None:
+    with pytest.raises(RequestTooLong, match="raise max_model_len, up to 512"):
+        llm.generate([3] * 300)
+    with LLM(model, num_blocks=60) as full, pytest.raises(RequestTooLong, match="512") as caught:
+        full.generate([3] * 600)
+    assert "raise" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -167,7 +176,10 @@ def test_a_refused_prompt_raises_before_anything_runs(llm: LLM) -> None:
         ({"max_num_seq": 9}, "max_num_seqs"),
         ({"enforce_egar": True}, "enforce_eager"),
         ({"zzz": 1}, "zzz"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
+        ({"max_model_len": 513}, "512.*513"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size.*one device"),
+        ({"enable_prefix_caching": False}, "enable_prefix_caching is not supported: .*always on"),
+        ({"enable_lora": True}, "enable_lora is not supported"),
     ],
 )
 def test_an_unknown_or_unsupported_argument_is_named(
@@ -175,6 +187,45 @@ def test_an_unknown_or_unsupported_argument_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=named):
         LLM(model, **settings)
+
+
+def test_priorities_are_one_for_each_prompt(llm: LLM) -> None:
+    seen: list[int] = []
+    llm.engine.observers.append(
+        lambda report: seen.extend(r.params.priority for r in report.plan.events.added)
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=2)
+    assert len(llm.generate(["Marta", "Marta"], greedy, lora_request=None, priority=[3, 1])) == 2
+    llm.engine.observers.pop()
+    assert seen == [3, 1]
+    with pytest.raises(InvalidRequest, match="2 prompts but 1 priorities"):
+        llm.generate(["Marta", "Marta"], greedy, priority=[3])
+    with pytest.raises(InvalidRequest, match="2 prompts but 3 request ids"):
+        llm.generate(["Marta", "Marta"], greedy, request_ids=["a", "b", "c"])
+
+
+def test_calls_that_are_not_supported_say_so(llm: LLM) -> None:
+    given: Any = object()
+    with pytest.raises(ConfigError, match="lora_request is not supported"):
+        llm.generate("Marta", lora_request=given)
+    with pytest.raises(ConfigError, match="lora_request is not supported"):
+        llm.chat([{"role": "user", "content": "Hello"}], lora_request=given)
+    with pytest.raises(ConfigError, match="beam_search is not supported"):
+        llm.beam_search(["Marta"], given)
+    for wrong in ("hello", {"role": "user", "content": "Hello"}, 7):
+        with pytest.raises(InvalidRequest, match="messages must be a list"):
+            llm.chat(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_closed_llm_says_so(model: str, is_traced: bool, tmp_path: Path) -> None:
+    llm = LLM(model, num_blocks=60, trace_out=tmp_path / "t.jsonl" if is_traced else None)
+    llm.generate("Marta", SamplingParams(max_tokens=2))
+    llm.close()
+    llm.close()
+    for call in (llm.generate, llm.try_generate, llm.embed, lambda p: list(llm.stream(p))):
+        with pytest.raises(ExecutorError, match="closed"):
+            call("Marta")  # type: ignore[operator]
 
 
 def test_the_async_engine_takes_text_and_sampling_params(model: str) -> None:

@@ -33,6 +33,7 @@ from headway.errors import (
 from headway.observe.trace import TraceWriter
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset, queues
+from headway.scheduler.policy_calls import call_chunk, call_headroom
 from headway.scheduler.presets import NUMBERS
 from headway.scheduler.validate import MAX_SECONDS, MAX_WHOLE
 from tests.support import real
@@ -145,6 +146,41 @@ def test_a_policy_error_names_slot_request_type_and_message() -> None:
     assert isinstance(caught.value.__cause__, Broken) and caught.value.slot == "queue"
 
 
+def raises_in_a_call(*given: object) -> Any:
+    return json.loads("{")  # another module's line raises
+
+
+@pytest.mark.parametrize("slot", ["batching", "queue", "chunk", "headroom", "victim", "swap"])
+def test_a_policy_error_names_the_policy_and_its_line(slot: str) -> None:
+    engine = make(**{"num_host_blocks": 9, slot: raises_in_a_call})
+    line = raises_in_a_call.__code__.co_firstlineno + 1
+    try:
+        for number in range(9):  # more than the cache holds
+            engine.add(str(number), [number] * 20, params(max_tokens=40))
+        while engine.has_work and not engine.fault:
+            engine.step()
+        text = engine.fault or ""
+    except PolicyError as error:
+        text = str(error)
+    assert f"{slot} policy {__name__}:raises_in_a_call failed" in text
+    assert "JSONDecodeError: Expecting" in text and text.endswith(f"({__file__}:{line})")
+
+
+@pytest.mark.parametrize("slot", ["headroom", "chunk"])
+@pytest.mark.parametrize("result", [None, "5", nan, [1]])
+def test_a_result_that_is_no_number_is_shown(slot: str, result: object) -> None:
+    def wrong(*given: object) -> Any:
+        return result
+
+    call = {"headroom": call_headroom, "chunk": call_chunk}[slot]
+    arguments: list[Any] = [1, 2, True] if slot == "chunk" else [Request("a", [1], params()), None]
+    with pytest.raises(
+        PolicyError, match=f"{slot} policy .*wrong returned .*; return a number"
+    ) as e:
+        call(wrong, *arguments)
+    assert repr(result) in str(e.value)
+
+
 @each_poison
 def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str) -> None:
     messages: list[FromLoop] = []
@@ -163,6 +199,28 @@ def test_a_loop_refuses_a_request_after_a_policy_error_and_continues(poison: str
     assert gained == {"a", "b"} and not any(
         isinstance(message, EngineStopped) for message in messages
     )
+
+
+LIMITS = {
+    "max_waiting": QueueLimits(max_waiting=5),
+    "max_waiting_tokens": QueueLimits(max_waiting_tokens=5 * 3),
+    "max_per_client": QueueLimits(max_per_client=5),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_every_sample_counts_for_the_limits_of_the_queue(limit: str) -> None:
+    messages: list[FromLoop] = []
+    loop = EngineLoop(make(), messages.extend, LIMITS[limit])
+    for id, n in (("a", 2), ("b", 4), ("c", 3), ("d", 1)):
+        loop._take(Submit(id, [7] * 3, params(n=n)))
+    loop._flush()
+    refused = {m.id: m.message for m in messages if isinstance(m, Refusal)}
+    assert list(refused) == ["b", "d"], "two and three samples are five"
+    assert "4 samples" in refused["b"]
+    alone = EngineLoop(make(), messages.extend, LIMITS[limit])
+    alone._take(Submit("a", [7] * 3, params(n=9)))
+    assert len(alone.engine.scheduler.queue) == 9, "an empty queue takes it, or it never runs"
 
 
 def test_a_prompt_without_a_length_is_refused_by_a_loop_with_a_token_limit() -> None:

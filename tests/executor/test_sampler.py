@@ -46,6 +46,14 @@ def run(sampler: Sampler, row: int, steps: torch.Tensor) -> list[int]:
     return [int(sampler.sample(logits[None], np.array([row]))[0]) for logits in steps]
 
 
+def run_all(sampler: Sampler, steps: torch.Tensor) -> list[list[int]]:
+    """The tokens of each row, all of which get logits in every step."""
+    rows = np.arange(steps.shape[1])
+    drawn = torch.stack([sampler.sample(logits, rows) for logits in steps], dim=1)
+    outputs: list[list[int]] = drawn.tolist()
+    return outputs
+
+
 # Plain references, one row at a time, in float64.
 
 
@@ -162,9 +170,9 @@ def test_tokens_are_drawn_with_their_probability(sampling: dict[str, Any]) -> No
 
 
 def test_the_tokens_of_one_request_are_drawn_independently() -> None:
-    sampler = sampler_of([Sampling(seed=5)], 4)
-    drawn = run(sampler, 0, torch.zeros(4000, 4))
-    pairs = np.bincount([4 * a + b for a, b in zip(drawn[::2], drawn[1::2], strict=True)])
+    sampler = sampler_of([Sampling(seed=seed) for seed in range(8)], 4)
+    drawn = np.array(run_all(sampler, torch.zeros(500, 8, 4)))
+    pairs = np.bincount((4 * drawn[:, ::2] + drawn[:, 1::2]).ravel())
     assert ((pairs - 125) ** 2 / 125).sum() < 37.7  # once in a thousand, 15 degrees of freedom
 
 
@@ -401,14 +409,21 @@ def test_no_stop_token_is_generated_before_min_tokens(
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bad_words_never_appear(temperature: float) -> None:
     words = ((1,), (2, 3), (4, 4, 5), (6, 7))
-    steps = some_logits(2500, 8, seed=4, scale=0.3)
-    drawn = run(sampler_of([Sampling(temperature=temperature, bad_words=words)], 8), 0, steps)
-    for word in words:
-        assert all(tuple(drawn[at : at + len(word)]) != word for at in range(len(drawn)))
-    free = run(sampler_of([Sampling(temperature=temperature)], 8), 0, steps)
+    steps = some_logits(250, 10, 8, seed=4, scale=0.3)
+
+    def outputs(**more: Any) -> list[list[int]]:
+        rows = [Sampling(temperature=temperature, seed=seed, **more) for seed in range(10)]
+        return run_all(sampler_of(rows, 8), steps)
+
+    def appears(word: tuple[int, ...], drawn: list[int]) -> bool:
+        return any(tuple(drawn[at : at + len(word)]) == word for at in range(len(drawn)))
+
+    banned, free = outputs(bad_words=words), outputs()
+    assert not any(appears(word, drawn) for word in words for drawn in banned)
     for word in words:  # without the ban they do appear
-        assert any(tuple(free[at : at + len(word)]) == word for at in range(len(free)))
-    assert {3, 5, 7} <= set(drawn)  # the last tokens of bad words are not banned elsewhere
+        assert any(appears(word, drawn) for drawn in free)
+    for drawn in banned:  # the last tokens of bad words are not banned elsewhere
+        assert {3, 5, 7} <= set(drawn)
 
 
 def test_a_bad_word_may_start_before_a_preemption_but_not_in_the_prompt() -> None:

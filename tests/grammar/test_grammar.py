@@ -145,7 +145,7 @@ samplings = st.fixed_dictionaries({
 })  # fmt: skip
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(grammar=st.sampled_from(GRAMMARS), sampling=samplings, seed=st.integers(0, 10**6))
 def test_a_finished_output_satisfies_its_grammar(
     grammar: Grammar, sampling: dict[str, Any], seed: int
@@ -602,8 +602,8 @@ def huge(number: int) -> Grammar:
     return Grammar.json_schema({"anyOf": kinds})
 
 
-def test_an_engine_continues_while_huge_grammars_are_compiled(smollm2: Path) -> None:
-    with LLM(str(smollm2), kv_memory="64MiB", threads=1) as llm:
+def test_an_engine_continues_while_huge_grammars_are_compiled(tiny: Path) -> None:
+    with LLM(str(tiny), kv_memory="4MiB", threads=1) as llm:
         matchers = llm.executor.sampler.grammars.matchers
         matchers.warm_up()
         steps: list[StepReport] = []
@@ -632,7 +632,7 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(smollm2: Path) -> 
             while len(steps) < 3:
                 await asyncio.sleep(0.001)
             ends = {"max_tokens": 8, "eos_ids": llm.input_processor.eos_ids}
-            asked = [RequestParams(sampling=Sampling(grammar=huge(n)), **ends) for n in range(4)]
+            asked = [RequestParams(sampling=Sampling(grammar=huge(n)), **ends) for n in range(2)]
             texts = [answer(engine, str(n), params) for n, params in enumerate(asked)]
             found = await asyncio.gather(*texts)
             assert all(llm.tokenizer.decode(each).startswith("{") for each in found)
@@ -641,7 +641,7 @@ def test_an_engine_continues_while_huge_grammars_are_compiled(smollm2: Path) -> 
             await engine.close()
 
         asyncio.run(asyncio.wait_for(work(), 60))
-    assert len(seen) == 4 and sum(seen) >= 4  # 0 if the engine's thread compiled them
+    assert len(seen) == 2 and sum(seen) >= 4  # 0 if the engine's thread compiled them
 
 
 class Digits:

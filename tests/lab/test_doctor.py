@@ -13,7 +13,7 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.scheduler import preset
-from headway.scheduler.presets import describe
+from headway.scheduler.presets import PRESETS, SLOTS, describe
 
 CONFIG: dict[str, Any] = describe(preset("vllm_v1"))
 HEALTHY: Summary = {
@@ -41,9 +41,9 @@ SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "waiting": (
         {"per_step.waiting": 60.0, "queue_time.p90": 9.0}, "60 requests", "raise max_num_seqs",
     ),
-    "idle": ({"per_step.running_share": 0.2}, "20% of max_num_seqs", "batching"),
+    "idle": ({"per_step.running_share": 0.2}, "20% of max_num_seqs", "raise max_num_batched"),
     "idle budget": (
-        {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "split_any",
+        {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "max_num_seqs",
     ),
     "prefill": ({"per_step.prefill_share": 0.9}, "90%", "max_num_batched_tokens"),
     "stalls": ({"time_between_tokens.p99": 0.4}, "p99 400 ms, 20x p50", "at_most"),
@@ -74,6 +74,28 @@ def test_a_symptom_gives_its_finding_and_no_other(name: str) -> None:
     findings = diagnose(summary_with(changes), CONFIG)
     assert len(findings) == 1
     assert symptom in findings[0].symptom and remedy in findings[0].remedy and findings[0].cause
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_no_remedy_names_what_the_configuration_has(name: str) -> None:
+    queues = ("fcfs", "fair", "earliest_deadline")
+    for chunk, queue in ((c, q) for c in ("split_any", "at_most(9)", "whole") for q in queues):
+        config: dict[str, Any] = describe(preset(name, chunk=chunk, queue=queue))
+        for changes, _, _ in SYMPTOMS.values():
+            summary = summary_with({**changes, "preemptions": 0})
+            for finding in diagnose(summary, {**config, "num_host_blocks": 9}):
+                for slot in SLOTS:
+                    value = str(config[slot]).partition("(")[0]
+                    assert f"use {slot} {value}" not in finding.remedy
+                assert "avoid preemptions" not in finding.remedy
+                assert "watermark" not in finding.remedy or "watermark" in str(config["headroom"])
+                assert finding.remedy and "or preemptions" not in finding.cause
+
+
+def test_a_remedy_names_what_the_configuration_lacks() -> None:
+    config = describe(preset("static", chunk="whole"))
+    (finding,) = diagnose(summary_with(SYMPTOMS["idle"][0]), config)
+    assert "use batching mixed, use chunk split_any or raise" in finding.remedy
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -87,6 +88,7 @@ def disturbed(lines: list[Line], noise: float, slow: float, seed: int = 0) -> li
     return changed
 
 
+@cache
 def logs(profile: Profile, **changes: Any) -> tuple[list[Line], list[Line]]:
     """The fitted and the held-out log of a calibration on the profile's machine."""
     work = make_calibration(2048)
@@ -203,7 +205,7 @@ def fitted_launch_bound(seed: int, noise: float) -> Fit:
     return fit(observations(disturbed(log_of(profile, waves), noise, slow=0.0, seed=seed)), TINY)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.1])
 def test_rates_stay_within_physical_limits_and_undetermined_ones_are_named(
     seed: int, noise: float
@@ -226,18 +228,17 @@ def test_an_undetermined_rate_is_a_lower_bound_that_predicts_as_well() -> None:
 
 
 @pytest.mark.parametrize("spec", [QUICK_GPU_CALIBRATION, GPU_CALIBRATION], ids=["quick", "full"])
-@pytest.mark.parametrize("seed", range(2))
-def test_a_noisy_gpu_log_determines_both_rates(spec: CalibrationSpec, seed: int) -> None:
+def test_a_noisy_gpu_log_determines_both_rates(spec: CalibrationSpec) -> None:
     profile = load_profile("qwen3-0.6b-h200-headway")
     changes = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "num_blocks": 60_000}
     work = make_calibration(8192, spec)
-    lines = disturbed(
-        log_of(profile, work.before + work.after, **changes), noise=0.03, slow=0.02, seed=seed
-    )
-    machine, warnings = fit(observations(lines), profile.model)
-    assert not warnings
-    assert machine.bandwidth == pytest.approx(profile.machine.bandwidth, rel=0.4)
-    assert machine.flops == pytest.approx(profile.machine.flops, rel=0.4)
+    clean = log_of(profile, work.before + work.after, **changes)
+    for seed in range(2):
+        lines = disturbed(clean, noise=0.03, slow=0.02, seed=seed)
+        machine, warnings = fit(observations(lines), profile.model)
+        assert not warnings
+        assert machine.bandwidth == pytest.approx(profile.machine.bandwidth, rel=0.4)
+        assert machine.flops == pytest.approx(profile.machine.flops, rel=0.4)
 
 
 # Copies and the host.
@@ -425,9 +426,7 @@ def test_a_calibration_covers_many_sizes_and_holds_out_another_workload(
     assert work == make_calibration(max_tokens, spec)
     assert work.held_out != make_calibration(max_tokens, spec, seed=1).held_out
     if max_tokens > 100:
-        lines = log_of(
-            profile_of(SLOW), work.before + work.after, num_blocks=50_000, max_model_len=max_tokens
-        )
+        lines = log_of(profile_of(SLOW), work.before, num_blocks=50_000, max_model_len=max_tokens)
         assert missing_coverage(observations(lines)) == []
 
 

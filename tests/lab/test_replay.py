@@ -36,11 +36,11 @@ SMALL = {"block_size": 4, "num_blocks": 40, "max_num_seqs": 8, "max_num_batched_
 WORKLOADS = {
     "at once": "requests=16,prompt=uniform(5,60),output=uniform(1,30)",
     "far between": "requests=8,arrivals=poisson(5),prompt=uniform(5,60),output=uniform(1,9)",
-    "shared prefixes": "requests=24,arrivals=poisson(300),prompt=uniform(5,30),"
+    "shared prefixes": "requests=16,arrivals=poisson(300),prompt=uniform(5,30),"
     "output=uniform(1,30),prefix=2x32@0.6,seed=1",
-    "samples": "requests=12,arrivals=poisson(200),prompt=uniform(5,60),output=uniform(1,30),"
+    "samples": "requests=9,arrivals=poisson(200),prompt=uniform(5,60),output=uniform(1,30),"
     "max_tokens=30,n=2,seed=2",
-    "unknown lengths": "requests=24,arrivals=bursty(200,3),prompt=uniform(5,60),"
+    "unknown lengths": "requests=16,arrivals=bursty(200,3),prompt=uniform(5,60),"
     "output=uniform(1,40),max_tokens=40,prefix=1x16@0.5,clients=3,priorities=3,"
     "slack=uniform(0.01,0.3),seed=3",
 }

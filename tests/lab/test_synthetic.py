@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import pytest
 
+from bench.scheduler_quality import nano_vllm_workload
 from headway.errors import ConfigError
-from headway.lab.workload.synthetic import nano_vllm_workload, parse_synthetic
+from headway.lab.workload.synthetic import parse_synthetic
 
 
 def test_the_nano_vllm_workload_has_the_lengths_of_its_benchmark() -> None:

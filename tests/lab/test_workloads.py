@@ -5,6 +5,8 @@ The tests write their own files; no public trace is needed.
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 from array import array
 from pathlib import Path
@@ -12,9 +14,11 @@ from typing import Any
 
 import pytest
 
-from bench.trace_files import measure_hits
+from bench.trace_files import ideal_cache_hits, measure_hits
 from headway.errors import ConfigError, FormatError
-from headway.lab.workload.files import ideal_cache_hits, read_workload, write_workload
+from headway.lab.cost import load_profile
+from headway.lab.simulate import simulate
+from headway.lab.workload.files import read_workload, write_workload
 from headway.lab.workload.request import (
     EOS,
     FIRST_TOKEN,
@@ -23,6 +27,8 @@ from headway.lab.workload.request import (
     WorkloadRequest,
 )
 from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.trace import num_packed
+from headway.scheduler import preset
 
 OWN = {"arrival": 0, "prompt": 3, "output": 2}
 
@@ -233,3 +239,73 @@ def test_a_token_space_starts_again_within_32_bits() -> None:
     runs = [space.take(100_000_000) for _ in range(60)]
     assert all(run.start >= FIRST_TOKEN and run.stop - 1 <= LAST_TOKEN for run in runs)
     assert len({run.start for run in runs}) == len(runs)
+
+
+# Decision traces.
+
+TRACED = (
+    "requests=30,arrivals=poisson(200),prompt=uniform(5,60),output=uniform(2,30),max_tokens=40,"
+    "prefix=2x32@0.5,clients=3,priorities=3,slack=uniform(0.1,2),n=2"
+)
+TRACE_HEADER = {
+    "headway_trace": 2, "async_scheduling": False,
+    "config": {"max_model_len": 100, "num_blocks": 3, "block_size": 8},
+}  # fmt: skip
+STEP = dict.fromkeys(("step", "t", "start", "end", "running", "waiting", "free", "decodes"), 0)
+
+
+def recorded(text: str | list[WorkloadRequest]) -> list[dict[str, Any]]:
+    """The trace of a simulated run."""
+    jobs = parse_synthetic(text).generate() if isinstance(text, str) else text
+    file, config = io.StringIO(), preset("headway", num_blocks=60, max_num_seqs=8, queue="priority")
+    assert not simulate(jobs, config, load_profile("qwen3-0.6b-h200"), trace=file).rejected
+    return [json.loads(line) for line in file.getvalue().splitlines()]
+
+
+def test_a_trace_of_a_simulation_is_its_workload(tmp_path: Path) -> None:
+    """The recorded requests, simulated again, give the same decisions."""
+    trace = recorded(TRACED)
+    found = read_workload(save(tmp_path, "a.jsonl", *trace))
+    assert found == [
+        dataclasses.replace(job, pieces=mine.pieces)
+        for job, mine in zip(parse_synthetic(TRACED).generate(), found, strict=True)
+    ]
+    assert recorded(found) == trace
+    assert any(job.deadline and job.client and job.priority for job in found)
+
+
+def test_a_redacted_trace_has_prompts_of_the_same_length_without_prefixes(tmp_path: Path) -> None:
+    trace = recorded(TRACED)
+    for line in trace[1:]:
+        for entry in line.get("added", ()):
+            entry["prompt"] = num_packed(entry["prompt"])
+        for end in line.get("finished", ()):
+            end["output"] = num_packed(end["output"])
+    found, jobs = read_workload(save(tmp_path, "a.jsonl", *trace)), parse_synthetic(TRACED)
+    lengths = [(job.num_prompt, job.num_output, job.n) for job in jobs.generate()]
+    assert [(job.num_prompt, job.num_output, job.n) for job in found] == lengths
+    assert len({job.prompt()[0] for job in found}) == len(found)
+
+
+def test_ids_that_repeat_requests_without_limit_and_open_requests_are_read(tmp_path: Path) -> None:
+    entry = {"id": "a", "arrival": 1.0, "prompt": [5, 6], "max_tokens": None}
+    again = {**entry, "arrival": 2.0, "max_tokens": 9}
+    path = save(
+        tmp_path, "a.jsonl", TRACE_HEADER,
+        {**STEP, "added": [entry, {**entry, "id": "a/1", "parent": "a"}]},
+        {**STEP, "finished": [{"id": id, "output": [[7, n, 0]]} for id, n in (("a", 3), ("a/1", 6))]},
+        {**STEP, "added": [again]},
+    )  # fmt: skip
+    first, second = read_workload(path)
+    assert (first.num_output, first.max_tokens, first.n) == (4, 3 * 8 + 1 - 2, 2)
+    assert (second.num_output, second.max_tokens, second.arrival) == (9, 9, 2.0)
+    assert first.id != second.id
+
+
+@pytest.mark.parametrize(
+    "entry", [{"id": "a"}, {"id": "a", "arrival": -1, "prompt": [5], "max_tokens": 1}, 7]
+)
+def test_an_incomplete_trace_is_reported_with_its_name(tmp_path: Path, entry: object) -> None:
+    path = save(tmp_path, "a.jsonl", TRACE_HEADER, {**STEP, "added": [entry]})
+    with pytest.raises(FormatError, match=r"a\.jsonl: "):
+        read_workload(path)

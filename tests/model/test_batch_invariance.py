@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Attention
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
@@ -143,7 +142,7 @@ def test_logits_are_bit_identical_alone_and_in_any_batch(name: str, precision: s
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_the_bundled_model_gives_bit_identical_logits_in_prefill_and_decode(precision: str) -> None:
     model, rng = real.decoder(precision), random.Random(precision)
-    names = ("name", "chat", "emoji", "dijkstra")
+    names = ("name", "chat", "emoji")
     sequences = [real.prompts()[name] + real.reference()[name][:8] for name in names]
     alone = [real.logits_of(model, tokens) for tokens in sequences]
     for one, other in zip(alone, logits_in_batches(model, sequences, 16, rng), strict=True):
@@ -322,7 +321,7 @@ def random_batch(rng: random.Random, block_size: int) -> tuple[ForwardBatch, int
     return real.batch_of(mixed, block_size), num_blocks
 
 
-OnBackend = tuple[Attention, Tensor]
+OnBackend = tuple[Any, Tensor]  # a pass that can run the steps of a layer, and its cache
 
 
 def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -> list[OnBackend]:
@@ -335,8 +334,7 @@ def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -
         (PlainBackend(torch.float64), torch.float64),
     ):
         copy = blocks.to(kind, copy=True)
-        taken: Any = backend.begin(config, batch, copy, angles.cos(), angles.sin())
-        pair.append((taken, copy))
+        pair.append((backend.begin(config, batch, copy, angles.cos(), angles.sin()), copy))
     return pair
 
 

@@ -426,6 +426,12 @@ def test_no_more_blocks_are_allocated_than_all_requests_can_fill() -> None:
     assert config.num_blocks == 3 * 7
 
 
+def test_max_model_len_above_the_models_limit_is_rejected_with_both_numbers() -> None:
+    assert fit(LONG, 2, "vllm_v1", None, {"max_model_len": 8192}).max_model_len == 8192
+    with pytest.raises(ConfigError, match="max_model_len .*8192.*9000"):
+        fit(LONG, 2, "vllm_v1", None, {"max_model_len": 9000})
+
+
 @pytest.mark.parametrize("settings", [{"num_blocks": 10**6}, {"num_host_blocks": 5 * 10**7}])
 def test_blocks_that_do_not_fit_on_gpu_or_host_are_rejected(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"needs [0-9.]+ GiB.* [0-9.]+ GiB .*--kv-memory"):

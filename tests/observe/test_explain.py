@@ -24,7 +24,7 @@ from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
 WORKLOAD = (
-    "requests=40,arrivals=bursty(300,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
+    "requests=16,arrivals=bursty(300,3),prompt=uniform(5,60),output=uniform(1,40),max_tokens=40,"
     "clients=3,priorities=3,n=2,seed={}"
 )
 MIXES: list[dict[str, Any]] = [

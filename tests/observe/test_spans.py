@@ -243,5 +243,5 @@ def test_the_error_for_missing_packages_names_the_pip_command(
 ) -> None:
     check_installed()
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    with pytest.raises(ConfigError, match=r"pip install 'headway\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
         check_installed()

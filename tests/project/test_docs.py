@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -31,11 +32,13 @@ import typer.main
 from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
+from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
 from headway.lab.workload.rows import FIELDS
 from headway.observe import trace
 from headway.observe.run_stats import RunStats
+from headway.observe.server_metrics import NEW
 from headway.plan import (
     Admission,
     Blocked,
@@ -96,6 +99,11 @@ def run_headway(arguments: list[str]) -> str:
     return printed.getvalue()
 
 
+@cache
+def story_report(name: str) -> str:
+    return "".join(f"{line}\n" for line in report(name))
+
+
 def run_command(command: str) -> str | None:
     """The output of a command; None for a command that is not run here."""
     program, *arguments = shlex.split(command)
@@ -103,6 +111,8 @@ def run_command(command: str) -> str | None:
         return run_headway(arguments)
     if command == "make demo":
         return run_headway(["demo"])
+    if arguments[:2] == ["-m", "headway.lab.stories.measure"]:
+        return story_report(*arguments[2:])
     if program == "python" and arguments[0].startswith("examples/"):
         example = [sys.executable, str(ROOT / arguments[0]), *arguments[1:]]
         return subprocess.run(example, check=True, capture_output=True, text=True).stdout
@@ -169,7 +179,7 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
 
 
-@pytest.mark.usefixtures("scratch_folder")
+@pytest.mark.usefixtures("scratch_folder", "shared_weights")
 @pytest.mark.parametrize("name", NAMES)
 def test_shown_output_is_real(name: str) -> None:
     for shown in shown_in(read(name)):
@@ -269,6 +279,13 @@ def test_every_reason_for_waiting_is_documented() -> None:
     assert {row[0].strip("`") for row in rows[1:]} == set(get_args(Reason))
 
 
+def test_every_reason_of_the_waiting_metric_is_documented() -> None:
+    entry = re.search(r"- `waiting_by_reason\{reason\}`:.*?(?=\n- )", read("docs/metrics.md"), re.S)
+    assert entry is not None
+    named = re.findall(r"`(\w+)`", entry[0])
+    assert set(named) - {"num_requests_waiting"} == {*get_args(Reason), NEW}
+
+
 def test_every_state_is_documented() -> None:
     for state in RequestState:
         assert state.name in read("docs/architecture.md")
@@ -300,7 +317,8 @@ def full_line() -> dict[str, Any]:
             value = getattr(record, field.name)
             if isinstance(value, list) and not value:  # of requests
                 setattr(record, field.name, [request])
-    return trace.describe_step(StepReport(plan, StepResult([], [], 1.0, 2.0), [request]))
+    report = StepReport(plan, StepResult([], [], 1.0, 2.0), [request])
+    return trace.describe_step(report, has_blocks=True)
 
 
 @pytest.mark.parametrize("part", ["header", "step", "added", "finished"])

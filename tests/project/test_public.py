@@ -202,14 +202,17 @@ def test_the_methods_of_llm() -> None:
     methods = {name for name in vars(headway.LLM) if not name.startswith("_")}
     assert methods == {
         "generate", "try_generate", "chat", "embed", "stream", "chat_tokens", "get_tokenizer",
-        "reset_cache", "close",
+        "reset_cache", "close", "beam_search",
     }  # fmt: skip
     arguments = {name: list(inspect.signature(getattr(headway.LLM, name)).parameters)[1:]
                  for name in ("generate", "chat", "embed", "stream")}  # fmt: skip
     assert arguments == {
-        "generate": ["prompts", "sampling_params", "use_tqdm", "on_finish"],
+        "generate": [
+            "prompts", "sampling_params", "use_tqdm", "lora_request", "priority",
+            "request_ids", "on_finish",
+        ],
         "chat": [
-            "messages", "sampling_params", "use_tqdm", "add_generation_prompt",
+            "messages", "sampling_params", "use_tqdm", "lora_request", "add_generation_prompt",
             "continue_final_message", "tools", "chat_template_kwargs",
         ],
         "embed": ["prompts", "pooling", "use_tqdm"],

@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PLACES = ("headway", "tests", "bench", "docs", "examples")
 FILES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
-SUFFIXES = {".py", ".md", ".js", ".mjs", ".html", ".css", ".c", ".h"}
+SUFFIXES = {".py", ".md", ".toml", ".js", ".mjs", ".html", ".css", ".c", ".h"}
 
 # Phrases, in any case, as whole words. An underscore separates words too: test names are sentences.
 PHRASES = (

@@ -257,7 +257,7 @@ def test_every_law_of_the_scheduler_holds_while_requests_overtake(async_scheduli
         partial.clear()
         partial.update(scheduler.state.prefilling)
 
-    for seed in range(60):
+    for seed in range(40):
         partial.clear()
         seen += run(overtaking_scenario(seed, async_scheduling), observe)
     assert seen["overtakes"] > 50 and seen["reserved rows"] > 50, seen
@@ -266,10 +266,10 @@ def test_every_law_of_the_scheduler_holds_while_requests_overtake(async_scheduli
 
 # Times to first token, in simulated time.
 
-RATE, TIMES, NUM_SMALL = 1.0, 20, 50
+RATE, TIMES, NUM_SMALL = 1.0, 20, 30
 LIKE_SMALL, LONG_PROMPTS = (
     (LengthRange(200, 300), LengthRange(8, 24)),
-    (LengthRange(2000, 4000), LengthRange(8, 24)),
+    (LengthRange(1000, 2000), LengthRange(8, 24)),
 )
 LONG_OUTPUTS = (LengthRange(200, 300), LengthRange(200, 300))
 

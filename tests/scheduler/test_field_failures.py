@@ -119,7 +119,7 @@ def test_an_id_in_use_is_refused_until_its_request_ends() -> None:
 
 def test_max_model_len_is_enforced() -> None:
     driver = small_driver(num_blocks=64, max_model_len=16)
-    with pytest.raises(RequestTooLong, match="16;.*raise max_model_len") as refusal:
+    with pytest.raises(RequestTooLong, match="16;.*shorten the prompt$") as refusal:
         driver.add("no room for one more", 16, 1)
     assert (refusal.value.need, refusal.value.limit) == (17, 16)
     a = driver.add("a", 15, 50)

@@ -11,7 +11,8 @@ import random
 import pytest
 
 from headway.plan import Plan, StepReport
-from headway.request import Request
+from headway.request import Request, RequestParams
+from headway.scheduler import Scheduler, preset
 from tests.support.drive import Driver
 
 
@@ -229,3 +230,20 @@ def test_a_scheduler_is_idle_only_without_requests_plans_and_held_blocks() -> No
     assert not world.scheduler.is_idle  # a plan is in flight
     world.finish(plan)
     assert world.scheduler.is_idle
+
+
+@pytest.mark.parametrize("part", ["requests", "running", "swapped", "in_flight", "queue", "blocks"])
+def test_a_scheduler_is_idle_only_if_every_part_of_it_is_empty(part: str) -> None:
+    """Also after an interruption in the middle of a change, when the parts do not agree."""
+    scheduler = Scheduler(preset("vllm", num_blocks=8, num_host_blocks=8))
+    assert scheduler.is_idle
+    request = Request("a", [1, 2, 3], RequestParams(max_tokens=2))
+    if part == "queue":
+        scheduler.queue.push(request)
+    elif part == "blocks":
+        scheduler.kv.pool.take(1)
+    elif part == "in_flight":
+        scheduler.in_flight.append(Plan(0))
+    else:
+        getattr(scheduler, part)["a" if part == "requests" else request] = request
+    assert not scheduler.is_idle

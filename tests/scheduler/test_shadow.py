@@ -18,7 +18,7 @@ from headway.scheduler import PRESETS, Scheduler, preset, queues
 from tests.support.scenarios import Scenario, Tamper, random_scenario, run
 from tests.support.shadow import ShadowError, oracle
 
-NUM_BATCHES = 6
+NUM_BATCHES = 4
 BATCH = 300  # seeds; each is run with and without a plan in flight
 
 # How often each kind of event occurs at least in a batch.
@@ -33,9 +33,10 @@ MIN_EVENTS = {
     "ends within a multi-step plan": 8, "samples of one prompt": 500,
     "plans while another is in flight": 1600,
     "blocked: token_budget": 80, "blocked: blocks": 800, "blocked: headroom": 800,
-    "blocked: order": 800, "blocked: back_off": 15, "blocked: just_preempted": 15,
+    "blocked: parent": 800, "blocked: back_off": 15, "blocked: just_preempted": 15,
     "not considered: max_num_seqs": 800, "not considered: token_budget": 160,
-    "not considered: order": 800, "not considered: back_off": 30,
+    "not considered: behind_blocked": 500, "not considered: after_preemption": 30,
+    "not considered: not_reached": 30,
     "finish: stop": 500, "finish: length": 800, "finish: abort": 80, "finish: error": 15,
 }  # fmt: skip
 TOO_RARE = {"crashes while swapping"}  # has a test of its own below

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
 from headway.request import Request, RequestParams
-from headway.scheduler import PRESETS, preset
+from headway.scheduler import PRESETS, policies, preset
 from tests.support.scenarios import Scenario, run
 from tests.support.shadow import EOS
 
 SHAPES = ((1, 4), (2, 3), (3, 2), (1, 1))  # prompt tokens, output tokens; each fits in 4 slots
-GEOMETRIES = ((1, 4), (2, 2), (2, 3))  # block size, blocks
+# Block size, blocks, and the longest sequence of requests; (2, 2) has the 4 slots of (1, 4).
+GEOMETRIES = ((1, 4, 4), (2, 2, 3), (2, 3, 4))
 MAX_REQUESTS = 4
+Shapes = tuple[tuple[int, int], ...]
 
 
 def request(number: int, shape: tuple[int, int], step: int) -> Request:
@@ -32,41 +35,42 @@ def request(number: int, shape: tuple[int, int], step: int) -> Request:
     return Request(str(number), [number % 2] * num_prompt, params, arrival=float(step))
 
 
-def workloads() -> Iterator[dict[int, list[Request]]]:
-    """All sequences of up to four shapes, that arrive together or one per step.
+def arrivals_of(shapes: Shapes, gap: int) -> dict[int, list[Request]]:
+    """The requests by the step of their arrival."""
+    arrivals: dict[int, list[Request]] = {}
+    for number, shape in enumerate(shapes):
+        step = number * gap
+        arrivals.setdefault(step, []).append(request(number, shape, step))
+    return arrivals
+
+
+def workloads(longest: int) -> Iterator[tuple[Shapes, int]]:
+    """All sequences of up to four shapes, and the steps between two arrivals: none or one.
 
     Four arrive only together, and without the shortest shape, to bound the number.
     """
-    for length in range(1, MAX_REQUESTS + 1):
-        is_longest = length == MAX_REQUESTS
-        choices, gaps = (SHAPES[:3], (0,)) if is_longest else (SHAPES, (0, 1))
-        for shapes, gap in product(product(choices, repeat=length), gaps):
-            arrivals: dict[int, list[Request]] = {}
-            for number, shape in enumerate(shapes):
-                step = number * gap
-                arrivals.setdefault(step, []).append(request(number, shape, step))
-            yield arrivals
+    for length in range(1, longest + 1):
+        choices = SHAPES[:3] if length == MAX_REQUESTS else SHAPES
+        gaps = (0, 1) if 1 < length < MAX_REQUESTS else (0,)
+        yield from product(product(choices, repeat=length), gaps)
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_small_scenario_ends(name: str, geometry: tuple[int, int]) -> None:
-    block_size, num_blocks = geometry
+def test_every_small_scenario_ends(name: str, geometry: tuple[int, int, int]) -> None:
+    block_size, num_blocks, longest = geometry
+    without_host = preset(
+        name, block_size=block_size, num_blocks=num_blocks, max_num_seqs=3, max_num_batched_tokens=4
+    )
+    with_host = replace(without_host, num_host_blocks=2, swap=policies.swap)
     seen: Counter[str] = Counter()
-    for num_host_blocks, async_scheduling in product((0, 2), (0, 1)):
-        # With host blocks every victim is swapped, however short it is.
-        changes = {"swap": "swap"} if num_host_blocks else {}
-        config = preset(
-            name, block_size=block_size, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
-            max_num_seqs=3, max_num_batched_tokens=4, **changes,
-        )  # fmt: skip
-        for number, arrivals in enumerate(workloads()):
+    for async_scheduling in (0, 1):
+        for shapes, gap in workloads(longest):
             try:
-                seen += run(Scenario(config, async_scheduling, arrivals))
+                counts = run(Scenario(without_host, async_scheduling, arrivals_of(shapes, gap)))
+                if counts["preempted, recomputed"]:  # otherwise no block would be swapped
+                    counts += run(Scenario(with_host, async_scheduling, arrivals_of(shapes, gap)))
             except Exception as error:
-                shapes = [(r.num_prompt, r.params.max_tokens) for g in arrivals.values() for r in g]
-                raise AssertionError(
-                    f"scenario {number}: {shapes} at steps {list(arrivals)}, "
-                    f"{async_scheduling=}, {num_host_blocks=}"
-                ) from error
+                raise AssertionError(f"{shapes=}, {gap=}, {async_scheduling=}") from error
+            seen += counts
     assert not seen["refused"] and seen["cache hits"] and seen["stops in flight"]

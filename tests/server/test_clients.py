@@ -51,7 +51,7 @@ WEATHER: Any = {
         "name": "get_weather",
         "parameters": {
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 12}},
+            "properties": {"city": {"type": "string", "maxLength": 4}},
             "required": ["city"],
             "additionalProperties": False,
         },
@@ -239,9 +239,9 @@ def test_the_client_raises_its_own_error_classes(client: Any) -> None:
         client.completions.create(model=NAME, prompt="x", temperature=-1)
     assert caught.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="prompt") as caught:
-        client.completions.create(prompt=[1] * 20_000, max_tokens=1, **GREEDY)
+        client.completions.create(prompt=[1] * 9_000, max_tokens=1, **GREEDY)
     with pytest.raises(openai.BadRequestError, match="input") as caught:
-        client.embeddings.create(model=NAME, input=[1] * 20_000)
+        client.embeddings.create(model=NAME, input=[1] * 9_000)
     assert caught.value.code == "context_length_exceeded"
 
 
@@ -278,7 +278,7 @@ def test_output_satisfies_its_json_schema(client: Any) -> None:
 
 def test_output_can_be_any_json_object(client: Any) -> None:
     answer = client.chat.completions.create(
-        messages=TALK, max_completion_tokens=80, response_format={"type": "json_object"}, **GREEDY
+        messages=TALK, max_completion_tokens=40, response_format={"type": "json_object"}, **GREEDY
     )
     text = answer.choices[0].message.content
     assert text.lstrip().startswith("{")
@@ -400,14 +400,14 @@ def test_anthropics_client_gets_json_that_satisfies_a_schema(claude: Any) -> Non
 
 def test_bench_serve_replays_a_mooncake_trace(url: str, tmp_path: Path) -> None:
     file = tmp_path / "mooncake.jsonl"
-    lines = [{"timestamp": 50 * i, "input_length": 520, "output_length": 3, "hash_ids": [7, 8 + i]}
+    lines = [{"timestamp": 50 * i, "input_length": 40, "output_length": 3, "hash_ids": [7 + i // 2]}
              for i in range(3)]  # fmt: skip
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     address = Address.parse(url)
     load = send(address, RequestFormat(model=find_model(address)), read_workload(file), timeout=60)
     result = serve_report.report(load.outcomes, load.max_concurrency)
     assert (result["completed"], result["errors"]) == (3, {})
-    assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 520, 9)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (3 * 40, 9)
 
 
 def test_docs_name_every_field_path_and_limit(llm: LLM) -> None:

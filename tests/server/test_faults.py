@@ -264,11 +264,11 @@ async def load(
 
 @each_layout
 def test_sigterm_lets_requests_finish_and_cancels_the_rest(num_workers: int) -> None:
-    with Server(num_workers=num_workers, seconds=0.004, grace=2.5, is_real=True) as server:
-        ends = within(load(server, [100] * 8 + [2000] * 8, (signal.SIGTERM,)), 20)
+    with Server(num_workers=num_workers, seconds=0.004, grace=1.5, is_real=True) as server:
+        ends = within(load(server, [60] * 8 + [2000] * 8, (signal.SIGTERM,)), 20)
         assert server.process.wait(10) == 0
     assert [reason_of(said) for said in ends[:8]] == ["stop"] * 8
-    assert all(text_of(said) == "A" * 100 for said in ends[:8])
+    assert all(text_of(said) == "A" * 60 for said in ends[:8])
     assert [reason_of(said) for said in ends[8:]] == ["shutting_down"] * 8
     assert all(set(text_of(said)) == {"A"} for said in ends[8:])
 

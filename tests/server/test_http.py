@@ -16,9 +16,17 @@ from headway import VirtualClock
 from headway.engine.loop import QueueLimits
 from headway.engine.messages import Cancel, Submit
 from headway.errors import ConfigError
+from headway.server.anthropic.protocol import CountRequest, MessagesRequest
 from headway.server.generation.prepared_chat import OutputParser
 from headway.server.generation.prompt_runs import Delta
-from headway.server.openai.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from headway.server.openai.embeddings import EmbeddingRequest
+from headway.server.openai.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from headway.server.openai.responses_input import ResponsesRequest
 from headway.server.settings import Settings, read_api_keys
 from headway.server.toolcalls.choice import tool_use
 from headway.server.toolcalls.formats import CallDelta
@@ -376,19 +384,30 @@ def bodies(request: type[BaseModel], start: dict[str, Any]) -> st.SearchStrategy
     return st.dictionaries(fields, VALUES, max_size=3).map(lambda wrong: {**start, **wrong})
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    st.tuples(st.just(COMPLETIONS), bodies(CompletionRequest, {"prompt": "abc"}))
-    | st.tuples(st.just(CHAT), bodies(ChatRequest, {"messages": HELLO}))
-    | st.tuples(st.just("/tokenize"), bodies(TokenizeRequest, {"prompt": "abc"}))
-)
+MESSAGES = {"model": MODEL, "messages": HELLO}
+BODIES: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    COMPLETIONS: (CompletionRequest, {"prompt": "abc"}),
+    CHAT: (ChatRequest, {"messages": HELLO}),
+    "/v1/responses": (ResponsesRequest, {"input": "abc"}),
+    "/v1/messages": (MessagesRequest, {**MESSAGES, "max_tokens": 4}),
+    "/v1/messages/count_tokens": (CountRequest, MESSAGES),
+    "/v1/embeddings": (EmbeddingRequest, {"input": "abc"}),
+    "/tokenize": (TokenizeRequest, {"prompt": "abc"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [97]}),
+}
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.one_of([st.tuples(st.just(path), bodies(*start)) for path, start in BODIES.items()]))
 @on_loop
 async def test_no_body_causes_a_server_error(asked: tuple[str, dict[str, Any]]) -> None:
     async with server() as here:
         content, kind = json.dumps(asked[1]).encode(), {"content-type": "application/json"}
         response = await here.client.post(asked[0], content=content, headers=kind)
         assert response.status_code < 500, response.text
-        if response.status_code != 200:
+        if asked[0].startswith("/v1/messages"):
+            assert response.status_code == 200 or response.json()["type"] == "error"
+        elif response.status_code != 200:
             error(response, response.status_code)
         await here.settled()
 

@@ -45,15 +45,18 @@ def read(said: bytes) -> tuple[int, dict[str, str], Any]:
     return int(first.split()[1]), headers, json.loads(body)
 
 
-@pytest.mark.parametrize("sent", [b"G", b"GET / HTTP/1.1\r\nHost: a\r\n", GET + b"\r\n" + GET])
-def test_a_slow_head_is_a_408(here: Server, sent: bytes) -> None:
-    with connected(here) as connection:
-        connection.sendall(sent)
-        said = answer(connection)
-    start = said.rindex(b"HTTP/1.1 ")
-    status, headers, body = read(said[start:])
-    assert status == 408 and headers["connection"] == "close"
-    assert body["error"]["code"] == "timeout" and f"{SHORT:g}" in body["error"]["message"]
+def test_a_slow_head_is_a_408(here: Server) -> None:
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connected(here)) for _ in range(3)]
+        heads = (b"G", b"GET / HTTP/1.1\r\nHost: a\r\n", GET + b"\r\n" + GET)
+        for connection, sent in zip(connections, heads, strict=True):
+            connection.sendall(sent)
+        answers = [answer(connection) for connection in connections]
+    for said in answers:
+        start = said.rindex(b"HTTP/1.1 ")
+        status, headers, body = read(said[start:])
+        assert status == 408 and headers["connection"] == "close"
+        assert body["error"]["code"] == "timeout" and f"{SHORT:g}" in body["error"]["message"]
 
 
 def test_a_head_sent_byte_by_byte_has_the_same_timeout(here: Server) -> None:
@@ -71,11 +74,10 @@ def test_a_head_sent_byte_by_byte_has_the_same_timeout(here: Server) -> None:
         assert said.startswith(b"HTTP/1.1 408")
 
 
-@pytest.mark.parametrize("sent", [b"", b"\r\n"], ids=["nothing", "line ends"])
-def test_a_silent_connection_is_closed_without_a_response(here: Server, sent: bytes) -> None:
-    with connected(here) as connection:
-        connection.sendall(sent)
-        assert answer(connection) == b""
+def test_a_silent_connection_is_closed_without_a_response(here: Server) -> None:
+    with connected(here) as silent, connected(here) as almost:
+        almost.sendall(b"\r\n")
+        assert answer(silent) == answer(almost) == b""
 
 
 def test_an_idle_connection_is_closed_after_the_keep_alive_timeout(here: Server) -> None:
@@ -99,7 +101,7 @@ def test_an_unread_body_does_not_keep_a_connection_open(here: Server) -> None:
 
 
 def test_a_stream_may_take_longer_than_all_timeouts(here: Server) -> None:
-    asked = {"prompt": SLOWLY + saying("x" * 150), "max_tokens": 200, "stream": True}  # 1.5 s
+    asked = {"prompt": SLOWLY + saying("x" * 100), "max_tokens": 200, "stream": True}  # 1 s
     response = httpx.post(f"{here.url}v1/completions", json=asked, timeout=20)
     assert response.text.count('"text":"x"') > 10 and response.text.endswith("data: [DONE]\n\n")
 
@@ -176,6 +178,7 @@ def num_sockets(here: Server) -> int:
 def test_running_out_of_descriptors_is_survived_with_few_log_lines(num_workers: int) -> None:
     max_descriptors = 160
     options = {"num_workers": num_workers, "max_descriptors": max_descriptors, "head_timeout": 1.0}
+    options["is_forked"] = not num_workers  # forked workers would not inherit the limit
     with Server(max_connections=10_000, **options) as here, ExitStack() as stack:
         lines: list[str] = []
         threading.Thread(

@@ -250,7 +250,7 @@ def until(is_so: Callable[[], bool]) -> None:
 
 
 def test_workers_share_a_port_and_stop_in_order() -> None:
-    with Server(num_workers=2, seconds=0.002) as server:
+    with Server(num_workers=2, seconds=0.002, is_forked=False) as server:
         children = server.children()
         assert len(children) >= 3
         assert all(httpx.get(server.url).json()["model"] == "none" for _ in range(6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,11 @@ def speed_up() -> None:
     )
     semantic = sys.modules["triton.language.semantic"].TritonSemantic
     interpreter.InterpretedFunction.__call__ = prepared_once(interpreter.InterpretedFunction)
+    interpreter._patch_attr = called_directly(interpreter.interpreter_semantic)
     semantic.binary_op_sanitize_overflow_impl = check_overflow
+    semantic.broadcast_impl_value = broadcast_values(interpreter.TensorHandle, core.block_type)
+    core._unwrap_if_constexpr = unwrapped_by_type(core)
+    core.dtype.__eq__ = equal_if_same(core.dtype)
     core.block_type.__init__ = described_once(core)
     core.tensor.__init__ = shaped_once(core.tensor)
     interpreter._get_np_dtype = looked_up_once(interpreter._get_np_dtype)
@@ -38,6 +43,23 @@ def prepared_once(kind: Any) -> Any:
     return call
 
 
+def called_directly(semantic: Any) -> Any:
+    """The interpreter wraps every function of its language twice, and copies all options."""
+
+    def patch(module: Any, name: str, member: Any, _builder: Any, scope: Any) -> None:
+        function = getattr(
+            member, "__wrapped__", member
+        )  # without the check that `_semantic` is given
+
+        def call(*args: Any, **options: Any) -> Any:
+            options["_semantic"] = semantic
+            return function(*args, **options)
+
+        scope.set_attr(module, name, call)
+
+    return patch
+
+
 def check_overflow(_self: Any, left: Any, right: Any, operation: Any) -> None:
     """The interpreter checks every integer sum and product for overflow, with dozens of its own
     operations, and does not report it. This takes a few numpy operations, and asserts."""
@@ -47,6 +69,58 @@ def check_overflow(_self: Any, left: Any, right: Any, operation: Any) -> None:
         found = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](*numbers)
         low, high = kind.get_int_min_value(), kind.get_int_max_value()
         assert low <= found.min() and found.max() <= high, f"{name}: {kind} overflows"
+
+
+def broadcast_values(handle: Any, block_type: Any) -> Any:
+    """The interpreter compares shapes as values of the language. This uses lists of integers."""
+
+    def broadcast(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        shapes = [each.type.shape.values if each.type.is_block() else [] for each in (left, right)]
+        if shapes[0] == shapes[1]:
+            return left, right
+        shape = common_shape(*map(tuple, shapes))
+        if shapes[0] != shape:
+            left = repeated(self, left, shape)
+        if shapes[1] != shape:
+            right = repeated(self, right, shape)
+        return left, right
+
+    def repeated(semantic: Any, value: Any, shape: list[int]) -> Any:
+        data = np.empty(shape, value.handle.data.dtype)
+        data[...] = value.handle.data
+        kind = block_type(value.type.scalar, shape)
+        return semantic.make_tensor(handle(data, value.handle.dtype), kind)
+
+    return broadcast
+
+
+@cache
+def common_shape(left: tuple[int, ...], right: tuple[int, ...]) -> list[int]:
+    return list(np.broadcast_shapes(left, right))
+
+
+def unwrapped_by_type(core: Any) -> Any:
+    """Most values are of types that cannot contain a constant."""
+    unwrap, plain = core._unwrap_if_constexpr, dict[type, bool]()
+    containers = (list, tuple, core.tuple, core.constexpr)
+
+    def unwrapped(value: Any) -> Any:
+        kind = type(value)
+        if kind not in plain:
+            plain[kind] = not issubclass(kind, containers)
+        return value if plain[kind] else unwrap(value)
+
+    return unwrapped
+
+
+def equal_if_same(kind: Any) -> Any:
+    """Most types that are compared are the same object."""
+    compare = kind.__eq__
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or bool(compare(self, other))
+
+    return equal
 
 
 def described_once(core: Any) -> Any:

@@ -419,8 +419,9 @@ class ScenarioRun:
         """Reference counts, the prefix index, the queue and the rows are consistent."""
         scheduler, kv = self.scheduler, self.scheduler.kv
         held = [0] * kv.pool.num_blocks
-        for block in (b for r in scheduler.running for b in r.kv.blocks):
-            held[block] += 1
+        for request in scheduler.running:
+            for block in request.kv.blocks:
+                held[block] += 1
         assert held == kv.pool.refs, "wrong reference counts"
         assert kv.num_free == held.count(0), "wrong number of free blocks"
         held = [0] * kv.host.num_blocks

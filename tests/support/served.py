@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import numpy as np
-from fastapi import FastAPI
+from fastapi import FastAPI, routing
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
@@ -50,6 +50,9 @@ CHAT_TEMPLATE = (  # also renders calls
     "{% if add_generation_prompt %}a:{% endif %}"
 )
 MODEL = "letters"
+
+# All apps have the same response models, whose validators take most of the time to make an app.
+routing.create_model_field = functools.cache(routing.create_model_field)  # type: ignore[assignment]
 
 
 def letters(template: str = TEMPLATE) -> Tokenizer:

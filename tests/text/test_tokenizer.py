@@ -205,18 +205,9 @@ def test_encoding_drops_only_bytes_without_a_token(smollm2: Path, text: str) -> 
     assert tokenizer.decode(tokenizer.encode(kept), skip_special=False) == kept
 
 
-def test_a_batch_is_encoded_like_its_texts_one_by_one(smollm2: Path) -> None:
-    tokenizer = bundled(smollm2)
-    assert tokenizer.encode_batch(CORPUS) == [tokenizer.encode(text) for text in CORPUS]
-    assert SPACED.encode_batch(["he", "the"]) == [SPACED.encode("he"), SPACED.encode("the")]
-    assert SPACED.encode_batch(["he"], special=False) == [SPACED.encode("he")[1:]]
-
-
 def test_half_a_surrogate_pair_is_refused_with_its_position(smollm2: Path) -> None:
     with pytest.raises(InvalidRequest, match=r"the text contains '\\ud83d' at character 3"):
         bundled(smollm2).encode("abc\ud83d")
-    with pytest.raises(InvalidRequest, match=r"text 1 contains '\\udc00' at character 0"):
-        bundled(smollm2).encode_batch(["fine", "\udc00"])
 
 
 # Named splits.

@@ -15,9 +15,9 @@ from rich.console import Console
 
 from headway.cli.commands import bench_serve
 from headway.cli.options import prompts
+from headway.cli.options.command import Command
 from headway.cli.options.common import Json, progress_bar, spread
 from headway.cli.options.model import ModelOptions
-from headway.cli.options.replaced import Command
 from headway.cli.view import live
 from headway.engine.gc_freeze import gc_freeze
 from headway.errors import ConfigError, ExecutorError, InvalidRequest
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Measure throughput, latency or a server. Result keys are those of `vllm bench`.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,
 )
 NumPrompts = Annotated[int, typer.Option(help="Number of requests, all submitted at once.", min=1)]
 InputLen = Annotated[str, typer.Option(help="Prompt tokens: 128, or a range such as 100-1024.")]

@@ -220,6 +220,7 @@ def _draw(
     console.print(plots.text(drawn), markup=False, highlight=False)
     if plot != "-":
         console.print(
-            f"{plot} was not written: matplotlib is not installed; pip install 'headway[lab]'",
+            f"{plot} was not written: matplotlib is not installed; pip install '.[lab]' in "
+            "Headway's folder",
             markup=False,
         )

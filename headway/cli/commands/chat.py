@@ -18,7 +18,7 @@ import typer
 from rich.cells import cell_len
 
 from headway.cli.options.common import spread
-from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
+from headway.cli.options.model import ModelOptions, SamplingOptions, sampling_option
 from headway.cli.view import live
 from headway.cli.view.chat_session import ChatSession
 
@@ -29,12 +29,8 @@ System = Annotated[str, typer.Option(help="System message.", show_default="the m
 class ChatOptions(SamplingOptions):
     """Sampling options with defaults for chats."""
 
-    max_tokens: Annotated[
-        int, typer.Option(help="Maximum number of tokens of an answer.", rich_help_panel=SAMPLING)
-    ] = 512
-    temperature: Annotated[
-        float, typer.Option(help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING)
-    ] = 0.7
+    max_tokens: Annotated[int, sampling_option("Maximum number of tokens of an answer.")] = 512
+    temperature: Annotated[float, sampling_option("Sampling temperature; 0 is greedy.")] = 0.7
 
 
 @spread

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from headway.cli.options import prompts
 from headway.cli.options.common import check_writable, spread
-from headway.cli.options.model import SAMPLING, ModelOptions, SamplingOptions
+from headway.cli.options.model import ModelOptions, SamplingOptions, sampling_option
 from headway.cli.options.prompts import PromptEntry
-from headway.cli.view import live
+from headway.cli.view import live, render
 from headway.errors import HeadwayError, InvalidRequest
 
 if TYPE_CHECKING:  # these need optional packages
@@ -53,20 +53,12 @@ class GenerateOptions(SamplingOptions):
     """Sampling options that `headway chat` does not have."""
 
     ignore_eos: Annotated[
-        bool,
-        typer.Option(
-            "--ignore-eos", help="Continue after the end token.", rich_help_panel=SAMPLING
-        ),
+        bool, sampling_option("Continue after the end token.", "--ignore-eos")
     ] = False
-    n: Annotated[
-        int, typer.Option("--n", "-n", help="Outputs per prompt.", rich_help_panel=SAMPLING)
-    ] = 1
+    n: Annotated[int, sampling_option("Outputs per prompt.", "--n", "-n")] = 1
     logprobs: Annotated[
         int | None,
-        typer.Option(
-            help="Return log probabilities, with N alternatives per token.",
-            rich_help_panel=SAMPLING,
-        ),
+        sampling_option("Return log probabilities, with N alternatives per token."),
     ] = None
 
 
@@ -94,7 +86,7 @@ def generate_command(
         seconds, results = _run(asks, model, emit)
     if emit is None:
         _show(asks, results)
-    if not json_:
+    if results and not json_:
         _print(Console(stderr=True), Text(_rates(results, seconds), "dim"))
     if any(ask.error for ask in asks):
         raise typer.Exit(1)
@@ -201,6 +193,7 @@ def _rates(results: dict[int, RequestOutput], seconds: float) -> str:
     num_cached = sum(result.num_cached_tokens for result in results.values())
     rate = num_tokens / seconds if seconds else 0.0
     return (
-        f"{len(results)} prompt{'s' * (len(results) != 1)}, {num_tokens:,} tokens in {seconds:.1f} s: {rate:.1f} tokens/s; "
+        f"{render.counted(len(results), 'prompt')}, {render.counted(num_tokens, 'token')} in "
+        f"{seconds:.1f} s: {rate:.1f} tokens/s; "
         f"{num_cached:,} of {num_prompt:,} prompt tokens from the cache"
     )

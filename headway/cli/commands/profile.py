@@ -45,10 +45,7 @@ Out = Annotated[
 Name = Annotated[
     str | None, typer.Option(help="Name of the profile.", show_default="model and dtype")
 ]
-Device = Annotated[str, typer.Option(help="As for `headway run`.")]
-Dtype = Annotated[str, typer.Option(help="As for `headway run`.")]
-Quantization = Annotated[str, typer.Option(help="As for `headway run`.")]
-LoadFormat = Annotated[str, typer.Option(help="As for `headway run`.")]
+AsForRun = Annotated[str, typer.Option(help="As for `headway run`.")]
 KvMemory = Annotated[
     str | None,
     typer.Option(help="Memory of the KV cache, e.g. 2GiB.", show_default=KV_MEMORY_DEFAULT),
@@ -87,11 +84,11 @@ def profile_command(
     model: ModelName = "smollm2-135m",
     out: Out = None,
     name: Name = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    quantization: Quantization = "none",
+    device: AsForRun = "auto",
+    dtype: AsForRun = "auto",
+    quantization: AsForRun = "none",
     threads: Threads = None,
-    load_format: LoadFormat = "auto",
+    load_format: AsForRun = "auto",
     kv_memory: KvMemory = None,
     quick: Quick = False,
     json_: Json = False,

@@ -115,10 +115,11 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
     with model.load(**defaults) as llm:
         entries = [_entry(llm, index, max_tokens) for index in range(len(PROMPTS))]
         metrics = live.measure(llm)
-        with live.RunView(llm, [sample.name for sample in PROMPTS], Console(stderr=True)):
+        with live.RunView(llm, Console(stderr=True)):
             results = llm.generate(
-                [e.content for e in entries], [e.params for e in entries], use_tqdm=False
-            )
+                [e.content for e in entries], [e.params for e in entries], use_tqdm=False,
+                request_ids=[e.id for e in entries],
+            )  # fmt: skip
     summary = summarize(metrics)
     if json_:
         rows = [generate.row(*both) for both in zip(entries, results, strict=True)]
@@ -156,10 +157,10 @@ def _show(llm: LLM, results: Sequence[RequestOutput], summary: Summary) -> None:
         f"{summary['output_tokens_per_second']:.1f} tokens/s[/] from "
         f"{escape(Path(llm.model_name).name)}; median time to first token "
         f"{render.seconds(summary['ttft']['p50'])}.",
-        f"{summary['steps']:,} steps with {summary['per_step']['running']:.1f} running requests on "
+        f"{render.counted(summary['steps'], 'step')} with {summary['per_step']['running']:.1f} running requests on "
         f"average; {num_cached:,} of {summary['prompt_tokens']:,} prompt tokens from the prefix "
-        f"cache; {summary['preemptions']} preemptions; {summary['recomputed_tokens']} tokens "
-        "recomputed.",
+        f"cache; {render.counted(summary['preemptions'], 'preemption')}; "
+        f"{render.counted(summary['recomputed_tokens'], 'token')} recomputed.",
         "",
         *HINTS,
     )
@@ -172,7 +173,7 @@ def _panel(sample: ExamplePrompt, result: RequestOutput) -> Panel:
     body = Text("… " if sample.prefix else "", "dim").append(sample.text, "dim")
     body.append("\n\n" if sample.is_chat else " ").append(text, "not dim")
     first_token = render.seconds(result.metrics.first_token)
-    facts = f"{result.num_generated} tokens, first token after {first_token}"
+    facts = f"{render.counted(result.num_generated, 'token')}, first token after {first_token}"
     if result.num_cached_tokens:
         num_prompt = len(result.prompt_token_ids)
         facts += f", {result.num_cached_tokens} of {num_prompt} prompt tokens cached"

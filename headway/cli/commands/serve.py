@@ -1,4 +1,4 @@
-"""`headway serve`: serve a model over HTTP with the OpenAI API."""
+"""`headway serve`: serve a model over HTTP with the APIs of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ModelInfo:
 
 @spread
 def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOptions) -> None:
-    """Serve a model over HTTP: OpenAI's API, metrics, and a live page at /.
+    """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, and a live page at /.
 
     After SIGTERM or Ctrl-C the server rejects new requests, finishes open ones and exits; after a
     second signal it exits at once.
@@ -137,12 +137,14 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
     closing.callback(_close, llm)
 
     def prepare(loop: EngineLoop) -> None:
+        from headway.lab.film import live
         from headway.observe import server_metrics as metrics
         from headway.observe import spans
         from headway.server import health
 
         metrics.ServerMetrics(loop, info.model_name)
         health.Watchdog(loop, serving.watchdog)
+        live.install(loop)
         loop.begin = partial(_use_device, llm, model.threads)
         if serving.spans:
             closing.callback(spans.install(loop, info.model_name))
@@ -155,18 +157,20 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
 
 def make_app(settings: Settings, patience: float, engine: AsyncEngine, info: ModelInfo) -> Any:
     """The ASGI application over an engine in this or another process."""
+    from headway.server import lab, live
     from headway.server.app import create_app
     from headway.server.context import Context
     from headway.server.health import watch
     from headway.server.http.middleware import AccessLogMiddleware, TraceContextMiddleware
-    from headway.server.live import router
 
     context = Context(
         engine=engine, input_processor=info.input_processor, model_name=info.model_name,
         max_model_len=info.max_model_len, settings=settings, health=watch(engine, patience),
         tool_call_parser=info.tool_call_parser, fingerprint=info.fingerprint,
     )  # fmt: skip
-    return TraceContextMiddleware(AccessLogMiddleware(create_app(context, [router(context)])))
+    return TraceContextMiddleware(
+        AccessLogMiddleware(create_app(context, [live.router(context), lab.router(context)]))
+    )
 
 
 def read_template(path: Path) -> str:

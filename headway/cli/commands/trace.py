@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from headway.cli.options.common import import_from_working_directory
 from headway.cli.view import render
 from headway.errors import ConfigError, FormatError, HeadwayError
-from headway.lab.diff import diff
+from headway.lab.diff import Difference, diff
 from headway.lab.replay import check_replay
 from headway.lab.summary import summarize
 from headway.observe.perfetto import to_perfetto
@@ -28,7 +29,9 @@ def trace_command(
     diff_with: Annotated[
         Path | None,
         typer.Option(
-            "--diff", help="Show the first different decision between this trace and FILE."
+            "--diff",
+            help="Show the first different decision between this trace and FILE; exit with 1 if "
+            "there is one.",
         ),
     ] = None,
     replay: Annotated[
@@ -39,6 +42,7 @@ def trace_command(
     """Summarize a trace file, export it, replay it, or compare it with another."""
     if sum(map(bool, (perfetto, diff_with, replay))) > 1:
         raise ConfigError("--perfetto, --diff and --replay cannot be combined; give one of them")
+    import_from_working_directory()  # the recorded policies may be there
     try:
         if perfetto:
             _export(file, perfetto, json_)
@@ -46,7 +50,7 @@ def trace_command(
             _diff(file, diff_with, json_)
         elif replay:
             num_steps = check_replay(read_trace(file))
-            text = f"{num_steps} steps replayed; all decisions are equal"
+            text = f"{render.counted(num_steps, 'step')} replayed; all decisions are equal"
             print(json.dumps({"equal_steps": num_steps}) if json_ else text)
         else:
             _summarize(file, json_)
@@ -63,19 +67,27 @@ def _export(file: Path, target: Path, as_json: bool) -> None:
         target.write_text(json.dumps({"traceEvents": events}), encoding="utf-8")
     except OSError as error:
         raise FormatError(target, None, f"cannot be written: {error.strerror}") from None
-    text = f"{len(events)} events written to {target}; open the file in ui.perfetto.dev"
+    text = f"{render.counted(len(events), 'event')} written to {target}; open the file in ui.perfetto.dev"
     print(json.dumps({"events": len(events)}) if as_json else text)
 
 
 def _diff(file: Path, other: Path, as_json: bool) -> None:
-    names = (file.name, other.name) if file.name != other.name else ("left", "right")
+    """Print the first difference; exit code 1 if there is one."""
+    are_distinct = file.name != other.name
+    names = (file.name, other.name) if are_distinct else (str(file), str(other))
     found = diff(read_trace(file), read_trace(other), names)
     if as_json:
         print(json.dumps(found._asdict()))
-        return
+    else:
+        _show_difference(found, names)
+    if found.step is not None:
+        raise typer.Exit(1)
+
+
+def _show_difference(found: Difference, names: tuple[str, str]) -> None:
     where = "have equal decisions" if found.step is None else f"differ from step {found.step} on"
     console = Console()
-    console.print(f"[bold]{escape(names[0])} and {escape(names[1])} {where}[/]")
+    console.print(f"[bold]{escape(names[0])} and {escape(names[1])} {where}[/]", soft_wrap=True)
     for line in found.lines:
         console.print(f"  {line}", highlight=False, markup=False)
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from headway.config import Config
-from headway.errors import FormatError
+from headway.errors import ConfigError, FormatError
 from headway.lab.cost import Profile
 from headway.lab.workload.files import adjust, read_workload
 from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
@@ -34,7 +34,7 @@ from headway.scheduler.policies import recompute
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, preset
 from headway.scheduler.queues import custom
 
-SCHEDULER, WORKLOAD = "Scheduler", "Workload"
+SCHEDULER = "Scheduler"
 DEFAULT_WORKLOAD = (
     "requests=200,arrivals=poisson(10),prompt=lognormal(300,0.8),output=lognormal(250,0.7)"
 )
@@ -50,47 +50,47 @@ SLOT_HELP = {
 }
 
 
+def panel(name: str) -> Callable[..., Any]:
+    """A function that makes an option in this panel of --help, from its help and its flags."""
+
+    def option(text: str, *flags: str, **more: Any) -> Any:
+        return typer.Option(*flags, help=text, rich_help_panel=name, **more)
+
+    return option
+
+
+scheduler_option = panel(SCHEDULER)
+_workload = panel("Workload")
+
+
 def _slot(name: str) -> Any:
     known = ", ".join(f.__name__ for f in SLOTS[name] if f is not custom)
-    return typer.Option(
-        help=f"{SLOT_HELP[name]}: {known}, or module:function.",
-        rich_help_panel=SCHEDULER,
-        show_default="from the preset",
-    )
+    return _number(f"{SLOT_HELP[name]}: {known}, or module:function.")
 
 
 def _number(text: str, default: str = "from the preset") -> Any:
-    return typer.Option(help=text, rich_help_panel=SCHEDULER, show_default=default)
+    return scheduler_option(text, show_default=default)
 
 
 Workload = Annotated[
     str,
     typer.Argument(
-        help="Workload file (Azure .csv, Mooncake .jsonl, Headway .jsonl) or synthetic workload, "
+        help="Workload file (Azure .csv, Mooncake or Headway .jsonl, decision trace) or synthetic "
+        "workload, "
         "e.g. 'arrivals=poisson(5),prompt=uniform(100,1024),output=lognormal(200,0.8)'."
     ),
 ]
 ProfileName = Annotated[
     str, typer.Option("--profile", help="Name of a bundled profile, or a .json file.")
 ]
-Preset = Annotated[
-    str,
-    typer.Option(
-        "--preset", help=f"Scheduler preset: {', '.join(PRESETS)}.", rich_help_panel=SCHEDULER
-    ),
-]
+Preset = Annotated[str, scheduler_option(f"Scheduler preset: {', '.join(PRESETS)}.", "--preset")]
 MAX_NUM_SEQS = "Maximum number of running requests."
 MAX_NUM_BATCHED_TOKENS = "Maximum number of tokens computed in one step."
 MAX_MODEL_LEN = "Maximum number of tokens of a request, prompt and output together."
 ASYNC_SCHEDULING = "Schedule the next step while the current one runs."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 AsyncScheduling = Annotated[
-    bool,
-    typer.Option(
-        "--async-scheduling/--no-async-scheduling",
-        help=ASYNC_SCHEDULING,
-        rich_help_panel=SCHEDULER,
-    ),
+    bool, scheduler_option(ASYNC_SCHEDULING, "--async-scheduling/--no-async-scheduling")
 ]
 
 
@@ -114,7 +114,11 @@ class SchedulerOptions:
         int | None, _number("KV cache blocks on the device.", default="as many as fit")
     ] = None
     num_host_blocks: Annotated[
-        int | None, _number("KV cache blocks in host memory, for swapping.")
+        int | None,
+        _number(
+            "KV cache blocks in host memory, for swapping.",
+            default="0; up to num_blocks if the swap rule may swap",
+        ),
     ] = None
     max_model_len: Annotated[int | None, _number(MAX_MODEL_LEN)] = None
 
@@ -128,18 +132,13 @@ class SchedulerOptions:
 class WorkloadOptions:
     """How the requests of a workload are selected and changed."""
 
-    limit: Annotated[
-        int | None, typer.Option(help="Use only the first N requests.", rich_help_panel=WORKLOAD)
-    ] = None
-    speed: Annotated[
-        float, typer.Option(help="Divide arrival times by this factor.", rich_help_panel=WORKLOAD)
-    ] = 1.0
+    limit: Annotated[int | None, _workload("Use only the first N requests.")] = None
+    speed: Annotated[float, _workload("Divide arrival times by this factor.")] = 1.0
     allowed_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="max_tokens of requests whose workload file has none. If it is larger than the "
+        _workload(
+            "max_tokens of requests whose workload file has none. If it is larger than the "
             "real output, the scheduler does not know when a request ends.",
-            rich_help_panel=WORKLOAD,
             show_default="the real output",
             min=1,
             max=MAX_TOKENS,
@@ -157,14 +156,7 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     groups: dict[str, Any] = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
     taken = inspect.signature(command).parameters.values()
     shown = [p.replace(annotation=hints[p.name]) for p in taken if p.name not in groups]
-    of_groups = [
-        inspect.Parameter(
-            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default,
-            annotation=get_type_hints(group, include_extras=True)[f.name],
-        )
-        for group in groups.values()
-        for f in fields(group)
-    ]  # fmt: skip
+    of_groups = [option for group in groups.values() for option in _options_of(group)]
     # The scheduler's options are many; --help shows them last.
     of_groups.sort(key=lambda p: p.annotation.__metadata__[0].rich_help_panel == SCHEDULER)
     shown += of_groups
@@ -180,11 +172,28 @@ def spread(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+@cache
+def _options_of(group: Any) -> list[inspect.Parameter]:
+    """The fields of a dataclass as parameters; evaluating the annotations takes a while."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name]
+        )
+        for f in fields(group)
+    ]
+
+
 def load_workload(
     text: str, limit: int | None, speed: float, max_tokens: int | None
 ) -> list[WorkloadRequest]:
     """The requests of a file or of a synthetic workload."""
     if "=" in text and not Path(text).exists():
+        if max_tokens is not None:
+            raise ConfigError(
+                "--allowed-tokens is for workload files; a synthetic workload has a field "
+                f"max_tokens: '{text},max_tokens={max_tokens}'"
+            )
         return adjust(parse_synthetic(text).generate(), limit, speed)
     return read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
 
@@ -198,6 +207,12 @@ def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
     import_from_working_directory()
     changes = dict(changes)
     config = preset(name, **changes)
+    limit = profile.model.max_model_len
+    if changes.get("max_model_len", 0) > limit:
+        raise ConfigError(
+            f"max_model_len must be at most {limit}, the limit of the model of profile "
+            f"{profile.name}, not {changes['max_model_len']}"
+        )
     if "num_blocks" not in changes:
         changes["num_blocks"] = profile.num_blocks(config.block_size)
     if config.swap is not recompute:

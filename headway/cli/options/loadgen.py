@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from headway.cli.options.common import load_workload
+from headway.checks import whole_number
+from headway.cli.options.common import load_workload, panel
 from headway.errors import ConfigError
-from headway.lab.checks import whole_number
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model
 from headway.lab.loadgen.requests import (
@@ -23,19 +23,7 @@ from headway.lab.loadgen.requests import (
 )
 from headway.lab.workload.request import WorkloadRequest
 
-LOAD, REQUESTS, TRACE = "Load", "Requests", "Trace"
-
-
-def _load(text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=LOAD, **more)
-
-
-def _request(text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=REQUESTS, **more)
-
-
-def _trace(text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=TRACE, **more)
+_load, _request, _trace = panel("Load"), panel("Requests"), panel("Trace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,8 +109,8 @@ class LoadgenOptions:
     trace: Annotated[
         str | None,
         _load(
-            "Arrivals and lengths from a workload file (Azure .csv, Mooncake or Headway .jsonl) or "
-            "a synthetic workload, e.g. 'arrivals=poisson(5),prompt=uniform(100,1024)'."
+            "Arrivals and lengths from a workload file (Azure .csv, Mooncake or Headway .jsonl, "
+            "decision trace) or a synthetic workload, e.g. 'arrivals=poisson(5),prompt=uniform(100,1024)'."
         ),
     ] = None
     input_len: Annotated[str, _load("Prompt tokens: 128, or a range such as 100-1024.")] = "128"

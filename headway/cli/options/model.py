@@ -11,7 +11,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
@@ -23,22 +22,9 @@ from headway.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from headway.llm import LLM
 
-MODEL, SAMPLING = "Model", "Sampling"
+_model, sampling_option = options.panel("Model"), options.panel("Sampling")
 MODEL_HELP = "Bundled model name, model folder, .gguf file or Hugging Face id."
 KV_MEMORY_DEFAULT = "a fraction of the free memory"
-
-
-def _model(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=MODEL, **more)
-
-
-def _sampling(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=SAMPLING, **more)
-
-
-def _scheduler(text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=options.SCHEDULER, **more)
-
 
 Device = Annotated[
     str, _model("cpu, cuda, cuda:1, or auto: a GPU if there is one, otherwise the CPU.")
@@ -95,24 +81,25 @@ class ModelOptions(options.SchedulerOptions):
     preset: options.Preset = "headway"
     async_scheduling: Annotated[
         bool | None,
-        typer.Option(
+        options.scheduler_option(
+            options.ASYNC_SCHEDULING,
             "--async-scheduling/--no-async-scheduling",
-            help=options.ASYNC_SCHEDULING,
-            rich_help_panel=options.SCHEDULER,
             show_default="on with a GPU",
         ),
     ] = None
     max_num_seqs: Annotated[
         int | None,
-        _scheduler(options.MAX_NUM_SEQS, show_default="64; on a GPU from the preset"),
+        options.scheduler_option(options.MAX_NUM_SEQS, show_default="64; on a GPU from the preset"),
     ] = None
     max_num_batched_tokens: Annotated[
         int | None,
-        _scheduler(options.MAX_NUM_BATCHED_TOKENS, show_default="512; on a GPU from the preset"),
+        options.scheduler_option(
+            options.MAX_NUM_BATCHED_TOKENS, show_default="512; on a GPU from the preset"
+        ),
     ] = None
     max_model_len: Annotated[
         int | None,
-        _scheduler(options.MAX_MODEL_LEN, show_default="the model's limit"),
+        options.scheduler_option(options.MAX_MODEL_LEN, show_default="the model's limit"),
     ] = None
 
     def load(self, **defaults: Any) -> LLM:
@@ -136,20 +123,20 @@ class ModelOptions(options.SchedulerOptions):
 class SamplingOptions:
     """How tokens are sampled, and when the output ends."""
 
-    max_tokens: Annotated[int, _sampling("Maximum number of output tokens.")] = 128
-    temperature: Annotated[float, _sampling("Sampling temperature; 0 is greedy.")] = 0.0
+    max_tokens: Annotated[int, sampling_option("Maximum number of output tokens.")] = 128
+    temperature: Annotated[float, sampling_option("Sampling temperature; 0 is greedy.")] = 0.0
     top_p: Annotated[
-        float, _sampling("Sample from the most probable tokens up to this total probability.")
+        float, sampling_option("Sample from the most probable tokens up to this total probability.")
     ] = 1
-    top_k: Annotated[int, _sampling("Sample from the K most probable tokens; 0: all.")] = 0
+    top_k: Annotated[int, sampling_option("Sample from the K most probable tokens; 0: all.")] = 0
     min_p: Annotated[
-        float, _sampling("Minimum probability relative to the most probable token.")
+        float, sampling_option("Minimum probability relative to the most probable token.")
     ] = 0
     repetition_penalty: Annotated[
-        float, _sampling("Above 1, repeated tokens are less probable.")
+        float, sampling_option("Above 1, repeated tokens are less probable.")
     ] = 1
-    seed: Annotated[int | None, _sampling("Random seed.", show_default="random")] = None
-    stop: Annotated[list[str] | None, _sampling("Stop string. May be repeated.")] = None
+    seed: Annotated[int | None, sampling_option("Random seed.", show_default="random")] = None
+    stop: Annotated[list[str] | None, sampling_option("Stop string. May be repeated.")] = None
 
     def params(self) -> SamplingParams:
         """The sampling parameters of a request; InvalidRequest for an invalid value."""

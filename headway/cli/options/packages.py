@@ -30,7 +30,7 @@ def check_extras(purpose: str, *extras: str) -> None:
 
 def install(*extras: str) -> str:
     """The pip command for these extras."""
-    return f"pip install 'headway[{','.join(extras)}]'"
+    return f"pip install '.[{','.join(extras)}]' in Headway's folder"
 
 
 def _is_installed(name: str) -> bool:

@@ -28,7 +28,7 @@ class PromptEntry:
 
     index: int = 0
     id: str = ""
-    where: str = ""  # file and line; empty for the command line
+    where: str = ""  # file and line, or the place among several prompts of the command line
     content: str | list[int] = ""
     messages: list[Any] | None = None
     params: SamplingParams
@@ -50,7 +50,11 @@ def read_prompts(
     prompts: Iterable[str], file: Path | None, params: SamplingParams
 ) -> list[PromptEntry]:
     """All prompts, numbered: first those of the command line, then those of the file."""
-    entries = [PromptEntry(content=text, params=params) for text in prompts]
+    texts = list(prompts)
+    entries = [
+        PromptEntry(content=text, params=params, where=f"prompt {place}" if len(texts) > 1 else "")
+        for place, text in enumerate(texts, start=1)
+    ]
     if file is not None:
         entries += _read(file, params)
     for index, entry in enumerate(entries):

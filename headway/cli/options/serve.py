@@ -4,32 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from headway.checks import one_of
+from headway.cli.options.common import panel
 from headway.engine.loop import QueueLimits
 from headway.errors import ConfigError
-from headway.lab.checks import one_of
 
 if TYPE_CHECKING:
     from headway.server.settings import ConnectionSettings, Settings
 
-SERVER, LIMITS, LOGS = "Server", "Limits", "Logs"
+_server, _limit, _logs = panel("Server"), panel("Limits"), panel("Logs")
 NONE = "no limit"
 PARSERS = ("auto", "hermes", "qwen", "llama3", "mistral")
-
-
-def _server(text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=SERVER, **more)
-
-
-def _limit(text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=LIMITS, **more)
-
-
-def _logs(text: str, **more: Any) -> Any:
-    return typer.Option(help=text, rich_help_panel=LOGS, **more)
 
 
 @dataclass(frozen=True, kw_only=True)

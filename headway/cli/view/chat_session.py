@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headway.cli.view import live
+from headway.cli.view.render import counted
 from headway.errors import HeadwayError, RequestTooLong
 from headway.observe.timeline import RequestTimeline
 from headway.plan import StepReport
@@ -131,13 +132,14 @@ class ChatSession:
         lines = {
             "last answer": self._last(requests[-1]),
             "conversation": f"{num_said:,} of {self.llm.config.max_model_len:,} tokens",
-            "total": f"{len(requests)} answers, {totals['output_tokens']:,} tokens; "
+            "total": f"{counted(len(requests), 'answer')}, "
+            f"{counted(totals['output_tokens'], 'token')}; "
             f"{totals['cached_tokens']:,} of {totals['prompt_tokens']:,} prompt tokens cached",
             "KV cache": f"{num_held} of {scheduler.config.num_blocks:,} blocks used, "
             f"{len(scheduler.kv.pool.index.block_of):,} blocks in the prefix cache",
-            "scheduler": f"{len(self.metrics.steps['running']):,} steps, "
-            f"{totals['swaps'] + totals['recomputes']} preemptions, "
-            f"{totals['recomputed_tokens']} tokens recomputed",
+            "scheduler": f"{counted(len(self.metrics.steps['running']), 'step')}, "
+            f"{counted(totals['swaps'] + totals['recomputes'], 'preemption')}, "
+            f"{counted(totals['recomputed_tokens'], 'token')} recomputed",
         }
         return "\n".join(f"{name:14}{text}" for name, text in lines.items())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -82,14 +82,13 @@ def bar(llm: LLM, title: str, total: int) -> Iterator[None]:
 class RunView:
     """An observer that shows all requests. Without a terminal it prints finished requests."""
 
-    def __init__(self, llm: LLM, names: Sequence[str], console: Console) -> None:
+    def __init__(self, llm: LLM, console: Console) -> None:
         self._llm = llm
-        self._names = names  # names of the requests, by request number
         self._console = console
         self._requests: dict[str, Request] = {}
         self._tally: Counter[str] = Counter()
         self._events: deque[Text] = deque(maxlen=NUM_EVENTS)
-        self._log = DecisionLog(llm.config, self._name)
+        self._log = DecisionLog(llm.config)
         self._started_at = self._drawn_at = time.perf_counter()
         self._live = Live(console=console, auto_refresh=False, transient=True)
 
@@ -132,9 +131,6 @@ class RunView:
     def _rate(self) -> float:
         return self._tally["tokens"] / max(1e-9, time.perf_counter() - self._started_at)
 
-    def _name(self, request: Request) -> str:
-        return self._names[int(request.id)]
-
     def _draw(self, seconds: float) -> RenderableType:
         scheduler, num_seen = self._llm.engine.scheduler, len(self._requests)
         num_blocks = scheduler.config.num_blocks
@@ -151,7 +147,7 @@ class RunView:
 
     def _table(self) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
-        width = max(map(len, self._names))
+        width = max(map(len, self._requests))
         room = self._console.width - width - 2 * BAR - 25  # other columns and gaps
         for column in ("request", "state", "prompt", "output", "text"):
             table.add_column(column, no_wrap=True)
@@ -165,7 +161,7 @@ class RunView:
             prompt = meter(num_computed, request.num_prompt, BAR, "yellow")
             output = meter(request.num_generated, max_output, BAR, style)
             table.add_row(
-                Text(self._name(request), style),
+                Text(request.id, style),
                 Text(state, style),
                 prompt.append(f" {request.num_prompt:>3}", "dim"),
                 output.append(f" {request.num_generated:>3}", "dim"),

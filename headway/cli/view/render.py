@@ -60,7 +60,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
     reasons = summary["waiting_steps_by_reason"]
     facts = [
         ("requests", f"{summary['completed']:,} of {summary['requests']:,} completed"),
-        ("time", f"{summary['seconds']:,.1f} s, {summary['steps']:,} steps"),
+        ("time", f"{summary['seconds']:,.1f} s, {counted(summary['steps'], 'step')}"),
         (
             "throughput",
             f"{summary['requests_per_second']:,.2f} requests/s, "
@@ -87,7 +87,7 @@ def _facts(summary: Summary) -> list[tuple[str, str]]:
         ),
         ("swapped blocks", f"{swapped['out']:,} out, {swapped['in']:,} in"),
         ("prefix cache", f"{summary['cache_hit_ratio']:.1%} of prompt tokens hit"),
-        ("waited for", ", ".join(f"{k} ({v:,} steps)" for k, v in reasons.items()) or "-"),
+        ("waited for", ", ".join(f"{k} ({counted(v, 'step')})" for k, v in reasons.items()) or "-"),
     ]
     if summary["clients"] > 1:
         facts.append(("fairness", f"{summary['fairness']:.3f} over {summary['clients']} clients"))
@@ -163,9 +163,15 @@ def _print_findings(console: Console, findings: list[Finding]) -> None:
 def _print_rejected(console: Console, rejected: Sequence[tuple[str, str]]) -> None:
     """The number of rejected requests, and the reasons of the first few."""
     if rejected:
-        console.print(f"\n[red]{len(rejected)} requests were rejected[/]")
+        verb = "was" if len(rejected) == 1 else "were"
+        console.print(f"\n[red]{counted(len(rejected), 'request')} {verb} rejected[/]")
         for _, reason in rejected[:MAX_LISTED]:
             console.print(f"  {reason}", highlight=False, markup=False)
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun, which gets an s unless the number is 1."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def seconds(value: float) -> str:
@@ -175,6 +181,12 @@ def seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.1f} s"
     return f"{value * 1e3:.0f} ms" if value >= 0.1 else f"{value * 1e3:.1f} ms"
+
+
+def print_error(text: str) -> None:
+    """An error on stderr, on one line."""
+    line = f"[bold red]error:[/] {escape(text)}"
+    Console(stderr=True).print(line, highlight=False, soft_wrap=True)
 
 
 def print_profile(profile: Profile, error: HeldOutError, out: Path) -> None:

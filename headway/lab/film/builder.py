@@ -64,11 +64,37 @@ class FilmBuilder:
         self._blocked: dict[int, tuple[int, int, int]] = {}
         self.has_new_block = False  # in the latest plan a request waits for another reason
         self._num_decoded = 0
+        self._in_flight: set[int] = set()  # plans made before the film started
+        self._is_partial = False  # the film started in the middle
         self._frame = Frame()
+
+    def load(self, state: dict[str, Any]) -> Frame:
+        """Start in the middle of a run, with the state that `live.state_of` describes."""
+        self._frame, self._in_flight = Frame(), set(state["in_flight"])
+        for line in state["requests"]:
+            r = self._add(line)
+            request = self.state.requests[r]
+            request.status = Status[line["status"].upper()]
+            request.computed, request.generated = line["computed"], line["generated"]
+            request.cached, request.num_preemptions = line["cached"], line["preemptions"]
+            request.blocks, request.host = list(line["blocks"]), list(line["host"])
+            for block in request.blocks:
+                self.state.refs[block] = self.state.refs.get(block, 0) + 1
+            self.state.num_swapped += request.status is Status.SWAPPED
+            if request.status is Status.DECODING:
+                self._join(r)
+        self.state.published.update(state["published"])
+        frame, self._frame = self._frame, Frame()
+        frame.ops.clear()  # the keyframe of the first chunk has all of it
+        self._is_partial = True
+        return frame
 
     def add(self, line: Line) -> Frame:
         """The operations that lead from the previous plan to the plan of this line."""
         self._frame, self.has_new_block = Frame(), False
+        if line["step"] in self._in_flight:
+            self._skip(line)
+            return self._frame
         self._catch_up(line.get("in_flight", 0))
         aborted, later = line.get("aborted", ()), line.get("aborted_in_flight", ())
         finished = list(line.get("finished", ()))
@@ -113,6 +139,23 @@ class FilmBuilder:
         for end in result.ended:
             self._finish(end)
 
+    def _skip(self, line: Line) -> None:
+        """A plan that was in flight when the film started: only its result is new."""
+        self._in_flight.remove(line["step"])
+        num_steps = line.get("num_steps", 1) if line["decodes"] else 0
+        gains = {
+            r: num_steps for r, request in self.state.requests.items()
+            if request.status is Status.DECODING and r not in self.state.joined
+        }  # fmt: skip
+        deferred = dict.fromkeys(line.get("deferred", ()), 0)
+        first = {id: 1 for id, _, _, is_last in line.get("chunks", ()) if is_last}
+        gains |= {self.numbers[id]: n for id, n in (deferred | first).items() if id in self.numbers}
+        later = {id for id, _ in line.get("aborted_in_flight", ())}
+        ends = [end for end in line.get("finished", ()) if end["id"] in self.numbers]
+        self._aborted = [end for end in ends if end["id"] in later]
+        ended = [end for end in ends if end["id"] not in later]
+        self._results.append(_Result(num_steps, gains, ended))
+
     def _arrive(self, added: Sequence[Line], afters: list[int], ends: list[Line]) -> None:
         """New requests and aborts, in the order in which they came."""
         for place, line in enumerate([*added, None]):
@@ -120,15 +163,21 @@ class FilmBuilder:
                 if after == place:
                     self._finish(end)
             if line is not None:
-                num_prompt = num_packed(line["prompt"])
-                limit = line.get("limit") or num_prompt + line["max_tokens"]
-                entry = FilmEntry(line["id"], num_prompt, limit, line)
-                number = self.numbers[entry.id] = len(self.entries)
-                self.entries.append(entry)
-                self._frame.added.append(entry)
-                self._emit(Op.ADD, number)
+                self._add(line)
+
+    def _add(self, line: Line) -> int:
+        num_prompt = num_packed(line["prompt"])
+        limit = line.get("limit") or num_prompt + line["max_tokens"]
+        entry = FilmEntry(line["id"], num_prompt, limit, line)
+        number = self.numbers[entry.id] = len(self.entries)
+        self.entries.append(entry)
+        self._frame.added.append(entry)
+        self._emit(Op.ADD, number)
+        return number
 
     def _finish(self, end: Line) -> None:
+        if self._is_partial and end["id"] not in self.numbers:
+            return  # it was aborted before the film started
         r = self._frame.finished[end["id"]] = self.numbers.pop(end["id"])
         num_output = num_packed(end["output"])
         published = self._num_published(r, num_output)
@@ -193,7 +242,8 @@ class FilmBuilder:
 
     def _admit(self, admission: Sequence[Any], place: int, blocks: dict[str, list[Any]]) -> None:
         id, num_cached, num_swapped, _ = admission
-        num_computed, table, num_hits = num_cached + num_swapped, (), 0
+        num_computed, num_hits = num_cached + num_swapped, 0
+        table: tuple[int, ...] = ()
         if "admitted" in blocks:
             table = tuple(unpack_tokens(blocks["admitted"][place]))
             num_hits = blocks["hits"][place]

@@ -28,6 +28,7 @@ class Record(IntEnum):
     HEADER = 1
     CHUNK = 2
     END = 3
+    IDLE = 4  # nothing happened; keeps a connection open
 
 
 class Mark(IntFlag):
@@ -74,6 +75,12 @@ class FilmWriter:
         self.builder = FilmBuilder(block_size)
         self.num_frames = 0
         self._start()
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Start in the middle of a run; call it before the first line."""
+        frame = self.builder.load(state)
+        self._start()
+        self._entries += frame.added
 
     def _start(self) -> None:
         self._first = self.num_frames
@@ -187,15 +194,15 @@ def restore(numbers: Sequence[int], block_size: int) -> FilmState:
     for _ in range(num_requests):
         r, status, computed, generated, cached, preemptions = (next(rest) for _ in range(6))
         why, need, have, is_joined = (next(rest) for _ in range(4))
-        tables = [[next(rest) for _ in range(next(rest))] for _ in range(2)]
+        blocks, host = ([next(rest) for _ in range(next(rest))] for _ in range(2))
         blocked = (why, need, have) if why >= 0 else None
         state.requests[r] = FilmRequest(
-            Status(status), computed, generated, cached, preemptions, *tables, blocked
+            Status(status), computed, generated, cached, preemptions, blocks, host, blocked
         )
         state.num_swapped += status == Status.SWAPPED
         if is_joined:
             state.joined[r] = None
-        for block in tables[0]:
+        for block in blocks:
             state.refs[block] = state.refs.get(block, 0) + 1
     for _ in range(next(rest)):
         start, length = next(rest), next(rest)

@@ -65,6 +65,8 @@ class Film:
             self.chunks.append(chunk)
             self._firsts.append(chunk.first)
             self.requests += chunk.requests
+        elif kind is Record.IDLE:
+            return
         elif kind is Record.END:
             self.end = json.loads(payload)
         else:
@@ -112,7 +114,8 @@ def _chunk(payload: bytes) -> Chunk:
         parts.append(np.frombuffer(payload, "<i4", size, place))
         place += 4 * size
     names = json.loads(payload[place:])
+    offsets, ops, keyframe = parts[len(COLUMNS) :]
     return Chunk(
         names["first"], times.reshape(-1, len(TIMES)), dict(zip(COLUMNS, parts, strict=False)),
-        *parts[len(COLUMNS) :], names["requests"], [tuple(text) for text in names["texts"]],
+        offsets, ops, keyframe, names["requests"], [tuple(text) for text in names["texts"]],
     )  # fmt: skip

@@ -7,7 +7,7 @@ tokens that the plan computes count as computed, tokens that it samples are not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -203,7 +203,7 @@ class FilmState:
         request.blocks = []
 
 
-HANDLERS = {
+HANDLERS: dict[Op, Callable[..., None]] = {
     Op.ADD: FilmState._add, Op.ADMIT: FilmState._admit, Op.CHUNK: FilmState._chunk,
     Op.DECODING: FilmState._decoding, Op.JOIN: FilmState._join, Op.LEAVE: FilmState._leave,
     Op.DECODE: FilmState._decode, Op.COMPUTED: FilmState._set_computed,

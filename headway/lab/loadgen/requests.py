@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from headway.checks import number, one_of, whole_number
 from headway.errors import ConfigError
-from headway.lab.checks import number, one_of, whole_number
 from headway.lab.workload.request import FIRST_TOKEN, Pieces, TokenSpace, WorkloadRequest
 
 PATHS = {

@@ -13,6 +13,7 @@
               prefix         the name of a shared prefix in front of `prompt`
               prefix_tokens  the length of that prefix
               client, priority, deadline (seconds, on the clock of `arrival`), n, id: optional
+    .jsonl  a decision trace, if it begins with the header of one; see recorded.py
 
 A prompt given as a length gets token ids that no other prompt of the file has, so it shares no
 prefix. Knows no distribution and no engine.
@@ -22,15 +23,16 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from headway.checks import number, whole_number
 from headway.engine.engine import MAX_SAMPLES
 from headway.errors import FormatError
-from headway.lab.checks import number, whole_number
+from headway.lab.workload.recorded import is_trace, trace_rows
 from headway.lab.workload.request import (
     LAST_TOKEN,
     MAX_TOKENS,
@@ -42,17 +44,6 @@ from headway.lab.workload.request import (
 from headway.lab.workload.rows import Row, read_rows
 
 MOONCAKE_BLOCK = 512  # tokens behind one hash id
-
-
-class CacheHits(NamedTuple):
-    """Prompt blocks of a workload, and those that an unlimited prefix cache would hit."""
-
-    num_blocks: int
-    num_hits: int
-
-    @property
-    def ratio(self) -> float:
-        return self.num_hits / self.num_blocks
 
 
 def read_workload(
@@ -109,25 +100,6 @@ def _line(request: WorkloadRequest) -> dict[str, Any]:
     return line if request.deadline is None else {**line, "deadline": request.deadline}
 
 
-def ideal_cache_hits(path: str | Path, skip: Container[str] = ()) -> CacheHits:
-    """Count the blocks of a Mooncake file, and those that an unlimited prefix cache would hit.
-
-    Requests whose ids are in `skip`, such as rejected ones, are ignored. Every hash id counts as
-    one block, including a partial last one. A block is a hit if it and all blocks before it in its
-    prompt occur in prompts of earlier lines.
-    """
-    seen: set[int | str] = set()
-    num_blocks = num_hits = 0
-    numbers = count()  # a line without an id is named by its number, as in `read_workload`
-    rows = read_rows(Path(path), lambda row: (row.text("id", str(next(numbers))), row.hashes()))
-    for hashes in (hashes for id, hashes in rows if id not in skip):
-        new = (place for place, block in enumerate(hashes) if block not in seen)
-        num_hits += next(new, len(hashes))
-        num_blocks += len(hashes)
-        seen.update(hashes)
-    return CacheHits(num_blocks, num_hits)
-
-
 def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
     space, ids = TokenSpace(), set[str]()
 
@@ -148,7 +120,15 @@ def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
             deadline=row.seconds("deadline") if "deadline" in row else None,
         )  # fmt: skip
 
-    return read_rows(path, make)
+    return _recorded(path, make) if is_trace(path) else read_rows(path, make)
+
+
+def _recorded(path: Path, make: Callable[[Row], WorkloadRequest]) -> Iterator[WorkloadRequest]:
+    for place, row in enumerate(trace_rows(path)):
+        try:
+            yield make(row)
+        except ValueError as error:
+            raise FormatError(path, None, f"request {place}: {error}") from None
 
 
 def _pieces(row: Row, space: TokenSpace) -> Pieces:

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
+from headway.checks import number, whole_number
 from headway.errors import FormatError
-from headway.lab.checks import number, whole_number
 from headway.lab.workload.request import MAX_TOKENS
 
 MAX_SECONDS = 1e15

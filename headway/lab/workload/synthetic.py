@@ -21,12 +21,13 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from functools import partial
 from random import Random
 from typing import Any
 
+from headway.checks import number, whole_number
 from headway.errors import ConfigError
-from headway.lab.checks import number, whole_number
 from headway.lab.workload.request import MAX_TOKENS, Pieces, TokenSpace, WorkloadRequest, join
 
 Distribution = Callable[[Random], float]
@@ -179,8 +180,11 @@ def parse_synthetic(text: str) -> Synthetic:
         if key in FIELDS and value:
             values[key] = FIELDS[key](value)
         elif part.strip():
-            known = ", ".join(FIELDS)
-            raise ConfigError(f"synthetic workload: unknown field {part.strip()!r}; known: {known}")
+            close = get_close_matches(key, FIELDS, n=1)
+            hint = f"did you mean {close[0]}? Known" if close and key not in FIELDS else "known"
+            raise ConfigError(
+                f"synthetic workload: unknown field {part.strip()!r}; {hint}: {', '.join(FIELDS)}"
+            )
     return Synthetic(**values)
 
 
@@ -234,25 +238,3 @@ FIELDS: dict[str, Callable[[str], Any]] = {
     "skew": partial(_call, SKEWS), "priorities": _whole, "slack": _distribution, "n": _whole,
     "seed": _whole,
 }  # fmt: skip
-
-
-def nano_vllm_workload(unknown_lengths: bool = False) -> list[WorkloadRequest]:
-    """nano-vLLM's benchmark: 256 requests at once, input and output each 100 to 1024 tokens.
-
-    The lengths are those that its benchmark draws after seed(0). With `unknown_lengths` the outputs
-    are the same, but max_tokens is 1024 for all: the scheduler does not know where they end.
-    """
-    random, space = Random(0), TokenSpace()
-    prompts: list[range] = []
-    for _ in range(256):
-        prompts.append(space.take(random.randint(100, 1024)))
-        for _ in prompts[-1]:
-            random.randint(0, 10_000)  # nano-vLLM draws a token here
-    outputs = [random.randint(100, 1024) for _ in prompts]
-    return [
-        WorkloadRequest(
-            id=str(place), pieces=(prompt,), num_output=output,
-            max_tokens=1024 if unknown_lengths else output,
-        )
-        for place, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-    ]  # fmt: skip

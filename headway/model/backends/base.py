@@ -52,22 +52,8 @@ class ForwardPass(Protocol):
         ...
 
 
-class Attention(Protocol):
-    """The parts of a layer that depend on the batch, for backends that run a layer in steps."""
-
-    def rotate_and_store(
-        self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
-    ) -> None:
-        """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
-        ...
-
-    def attention(self, layer: int, qkv: Tensor) -> Tensor:
-        """[T, H * D]: every token attends to all tokens of its sequence up to itself."""
-        ...
-
-
 class Backend(Protocol):
-    """Stores weights, multiplies by them, and runs the operations between the products."""
+    """Stores weights, multiplies by them, and takes batches through the layers."""
 
     name: str
     uses_rope_table: bool  # takes cosine and sine of all positions, not of the batch's tokens
@@ -83,15 +69,7 @@ class Backend(Protocol):
 
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor: ...
     def linear(self, x: Tensor, weight: Weight) -> Tensor: ...
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
-        """residual + x w; may change `residual` in place."""
-        ...
-
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor: ...
-    def silu_multiply(self, x: Tensor) -> Tensor:
-        """silu of the first half of every row, times the second half."""
-        ...
-
     def kv_blocks(self, config: ModelConfig, num_blocks: int, block_size: int) -> Tensor:
         """[B, L, 2, G, P, D], not initialized; a block with all its layers is contiguous."""
         ...
@@ -99,14 +77,3 @@ class Backend(Protocol):
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass: ...
-
-
-def run_layer(
-    ops: Backend, attention: Attention, number: int, layer: LayerWeights, x: Tensor, epsilon: float
-) -> Tensor:
-    """Run a layer, one operation after the other."""
-    qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
-    attention.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
-    x = ops.add_linear(x, attention.attention(number, qkv), layer.output)
-    inner = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-    return ops.add_linear(x, ops.silu_multiply(inner), layer.down)

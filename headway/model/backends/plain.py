@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight, run_layer
+from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.weights.checkpoint import Checkpoint
@@ -65,15 +65,13 @@ class PlainBackend:
         assert isinstance(weight, PlainWeight)
         return F.linear(x, weight.matrix, weight.bias)
 
-    def add_linear(self, residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
-        return residual + self.linear(x, weight)
-
     def rms_norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()  # as the models were trained: mean in float32, then rounded
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
         return weight * wide.to(x.dtype)
 
     def silu_multiply(self, x: Tensor) -> Tensor:
+        """silu of the first half of every row, times the second half."""
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
@@ -114,11 +112,17 @@ class PlainPass:
         self._slots = slots // blocks.shape[4], slots % blocks.shape[4]
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        return run_layer(self._backend, self, number, layer, x, self._config.norm_eps)
+        ops, epsilon = self._backend, self._config.norm_eps
+        qkv = ops.linear(ops.rms_norm(x, layer.input_norm, epsilon), layer.qkv)
+        self.rotate_and_store(number, qkv, layer.q_norm, layer.k_norm)
+        x = x + ops.linear(self.attention(number, qkv), layer.output)
+        inner = ops.linear(ops.rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
+        return x + ops.linear(ops.silu_multiply(inner), layer.down)
 
     def rotate_and_store(
         self, layer: int, qkv: Tensor, q_norm: Tensor | None, k_norm: Tensor | None
     ) -> None:
+        """Normalize (if given) and rotate q and k in place; store k and v in their slots."""
         q_thd, k_tgd, v_tgd = self._split(qkv)
         for heads, norm in ((q_thd, q_norm), (k_tgd, k_norm)):
             normed = (
@@ -132,6 +136,7 @@ class PlainPass:
         self._blocks[block, layer, 1, :, offset] = v_tgd[self._rows]
 
     def attention(self, layer: int, qkv: Tensor) -> Tensor:
+        """[T, H * D]: every token attends to all tokens of its sequence up to itself."""
         q_thd, _, _ = self._split(qkv)
         out = torch.empty_like(q_thd)
         for s, end in enumerate(self._ends):

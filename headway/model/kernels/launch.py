@@ -41,8 +41,10 @@ def begin(CHAINED: tl.constexpr):
 
 @cache
 def can_chain() -> bool:
-    """Whether the device supports dependent launch: NVIDIA GPUs from Hopper on."""
+    """Whether device and Triton support dependent launch: NVIDIA GPUs from Hopper on."""
     if not torch.cuda.is_available() or torch.version.hip:
+        return False
+    if not hasattr(tl.extra.cuda, "gdc_wait"):  # an older Triton
         return False
     return torch.cuda.get_device_capability() >= (9, 0)
 

@@ -1,7 +1,7 @@
-"""RMS norm, alone and after an addition: one program per row, which reads the row once.
+"""RMS norm: one program per row, which reads the row once.
 
-Knows rows and a weight, not the model. The sum is rounded to the rows' type before its norm is
-computed, and the norm before it is multiplied by the weight, as in torch and transformers.
+Knows rows and a weight, not the model. The norm is rounded to the rows' type before it is
+multiplied by the weight, as in torch and transformers.
 
 Legend: T rows, K numbers in a row; any K whose row fits in a program.
 """
@@ -21,21 +21,14 @@ from headway.model.kernels.launch import launched, power_of_2
 @launched
 @triton.jit
 def _rms_norm(
-    out_tk, x_tk, update_tk, weight_k, x_stride, update_stride, epsilon,
-    WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    out_tk, x_tk, weight_k, x_stride, epsilon, WIDTH: tl.constexpr, PADDED: tl.constexpr,
 ):  # fmt: skip
-    """One row; if `update_tk` is None, nothing is added."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, PADDED)
     is_here = column < WIDTH
-    x_at = x_tk + row * x_stride + column
 
     weight = tl.load(weight_k + column, mask=is_here, other=0.0).to(tl.float32)
-    x = tl.load(x_at, mask=is_here, other=0.0)
-    if update_tk is not None:
-        update = tl.load(update_tk + row * update_stride + column, mask=is_here, other=0.0)
-        x = (x.to(tl.float32) + update.to(tl.float32)).to(x_tk.dtype.element_ty)
-        tl.store(x_at, x, mask=is_here)
+    x = tl.load(x_tk + row * x_stride + column, mask=is_here, other=0.0)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=0) / WIDTH + epsilon)
     normed = (wide * scale).to(x_tk.dtype.element_ty).to(tl.float32)
@@ -45,25 +38,14 @@ def _rms_norm(
 
 def rms_norm(x_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
     """Rows over their root mean square, rounded to their type, times a weight per column."""
-    return _normed(x_tk, None, weight_k, epsilon)
-
-
-def add_rms_norm(x_tk: Tensor, update_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
-    """Add an update to x in place, and return the norm of the rounded sum."""
-    assert update_tk.shape == x_tk.shape and update_tk.stride(1) == 1, "update must match x"
-    return _normed(x_tk, update_tk, weight_k, epsilon)
-
-
-def _normed(x_tk: Tensor, update_tk: Tensor | None, weight_k: Tensor, epsilon: float) -> Tensor:
     num_rows, width = x_tk.shape
     assert x_tk.stride(1) == 1, "a row must be contiguous"
     out_tk = torch.empty((num_rows, width), dtype=x_tk.dtype, device=x_tk.device)
     if num_rows == 0:
         return out_tk
     padded = power_of_2(width)
-    update_stride = 0 if update_tk is None else update_tk.stride(0)
     _rms_norm[(num_rows,)](
-        out_tk, x_tk, update_tk, weight_k, x_tk.stride(0), update_stride, epsilon,
+        out_tk, x_tk, weight_k, x_tk.stride(0), epsilon,
         WIDTH=width, PADDED=padded, num_warps=_num_warps(padded),
     )  # fmt: skip
     return out_tk

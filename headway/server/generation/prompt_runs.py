@@ -21,7 +21,7 @@ from headway.request import RequestParams
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
 from headway.server.generation.response_format import grammar_error
-from headway.server.http.errors import ApiError
+from headway.server.http.errors import ApiError, too_long
 from headway.server.http.middleware import TRACEPARENT
 
 AT_ONCE = 32  # prompts to open or submit before other streams get a turn
@@ -108,7 +108,7 @@ class PromptRun(OutputBuilder):
         except InvalidGrammar as error:
             raise grammar_error(self.sampling_params.grammar, str(error)) from error
         except RequestTooLong as error:
-            raise too_long(error, self.field) from error
+            raise too_long(self.field, error) from error
 
     def _write(self, direct_writer: DirectWriter, update: SampleUpdate) -> bool:
         """Write an update directly; False if the reader has to take it."""
@@ -144,12 +144,6 @@ def failure(engine: AsyncEngine, end: FinishInfo) -> ApiError:
     if engine.is_closing:
         return ApiError(503, "the server is shutting down", code="shutting_down")
     return ApiError(500, "the request was aborted", code="aborted")
-
-
-def too_long(error: RequestTooLong, field: str) -> ApiError:
-    """The error for a prompt in `field` that is too long."""
-    code = "context_length_exceeded"
-    return ApiError(400, f"{field}: {error}", param=field, code=code)
 
 
 Gained = tuple[PromptRun, list[Delta] | Exception | None]  # None: all samples have ended

@@ -88,14 +88,18 @@ def field_error(param: str, problem: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param} {problem}", param=param, code=code)
 
 
+def too_long(param: str, error: RequestTooLong) -> ApiError:
+    """A 400 error for a field whose prompt is too long."""
+    return ApiError(400, f"{param}: {error}", param=param, code="context_length_exceeded")
+
+
 @contextmanager
 def attribute_errors_to(param: str) -> Iterator[None]:
     """Turn errors raised inside into 400 errors for the field `param`."""
     try:
         yield
     except RequestTooLong as error:
-        code = "context_length_exceeded"
-        raise ApiError(400, f"{param}: {error}", param=param, code=code) from error
+        raise too_long(param, error) from error
     except (InvalidRequest, ModelError) as error:
         message = str(error) if str(error).startswith(param) else f"{param}: {error}"
         raise ApiError(400, message, param=param) from error

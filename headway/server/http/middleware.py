@@ -24,7 +24,7 @@ from headway.server.http.origins import check_host, check_origin
 from headway.server.settings import Settings
 
 # Paths that reveal nothing that needs a key.
-OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping", "/version"})
+OPEN_PATHS = frozenset({"/", "/docs", "/health", "/lab", "/ping", "/version"})
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
@@ -36,6 +36,11 @@ TRACEPARENT_PATTERN = re.compile(
     rb"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(-.{0,200})?"
 )
 access_log = logging.getLogger("headway.access")
+
+
+def _is_open(path: str) -> bool:
+    """Whether a path needs no API key: it shows nothing of the engine."""
+    return path in OPEN_PATHS or (path.startswith("/lab/") and not path.startswith("/lab/api/"))
 
 
 class SecurityMiddleware:
@@ -55,7 +60,7 @@ class SecurityMiddleware:
             check_host(headers, self._settings.allowed_hosts)
             if not self._keys:  # with keys, a foreign page is refused because it has none
                 check_origin(scope["method"], headers, self._settings.allowed_origins)
-            if self._keys and scope["path"] not in OPEN_PATHS:
+            if self._keys and not _is_open(scope["path"]):
                 self._check_key(headers)
             if scope["method"] in METHODS_WITH_BODY:
                 body = await self._read_body(headers, receive)

@@ -18,11 +18,11 @@ from headway.errors import RequestTooLong
 from headway.plan import Embedding
 from headway.request import Pooling, RequestParams
 from headway.server.context import Context
-from headway.server.generation.prompt_runs import failure, too_long
+from headway.server.generation.prompt_runs import failure
 from headway.server.generation.prompts import prompts_of, tokens_of
 from headway.server.generation.request_fields import check_model, check_salt, deadline_of
 from headway.server.generation.stream import CancellableResponse, CompleteResponse, new_id
-from headway.server.http.errors import field_error
+from headway.server.http.errors import field_error, too_long
 from headway.server.openai.protocol import FailFastList, SchedulingFields
 
 EncodingFormat = Literal["float", "base64"]
@@ -132,7 +132,7 @@ async def _embed(context: Context, id: str, prompt: list[int], params: RequestPa
                     if update.end is not None:
                         raise failure(context.engine, update.end)
     except RequestTooLong as error:
-        raise too_long(error, "input") from error
+        raise too_long("input", error) from error
 
 
 def _encode(vector: Embedding, format: EncodingFormat | None) -> list[float] | str:

@@ -107,11 +107,8 @@ def tool_use(
     grammar = None
     if chosen.must_call:
         is_one = chosen.is_one or not (parallel and format.between)
-        schemas = {}
-        for number, tool in chosen.allowed.items():
-            with _attribute_errors_to(number):
-                schemas[number] = _arguments_schema(tool, is_closed=disable_additional_properties)
-        grammar = _calls_grammar(format, chosen.allowed, schemas, is_one=is_one)
+        is_closed = disable_additional_properties
+        grammar = _calls_grammar(format, chosen.allowed, is_one=is_one, is_closed=is_closed)
     return ToolUse(
         format=format, tools=tuple(tools), grammar=grammar, is_described=is_described,
         are_closed=disable_additional_properties,
@@ -206,11 +203,7 @@ def _index_of(function: Any, tools: Sequence[Tool]) -> int:
 
 
 def _calls_grammar(
-    format: ToolFormat,
-    tools: Mapping[int, Tool],
-    schemas: Mapping[int, dict[str, Any]],
-    *,
-    is_one: bool,
+    format: ToolFormat, tools: Mapping[int, Tool], *, is_one: bool, is_closed: bool
 ) -> Grammar:
     """A grammar of one or more calls of these tools, and nothing else."""
     calls = "one" if is_one else f"one ({json.dumps(format.between)} one)*"
@@ -221,7 +214,8 @@ def _calls_grammar(
         end = "}" + format.end
         lines.append(f"call{number}: {json.dumps(begin)} json{number} {json.dumps(end)}")
         with _attribute_errors_to(number):
-            lines.append(f"json{number}: %json {Grammar.json_schema(schemas[number]).text}")
+            schema = _arguments_schema(tool, is_closed=is_closed)
+            lines.append(f"json{number}: %json {Grammar.json_schema(schema).text}")
     return replace(Grammar.tool_calls("\n".join(lines)), param="tools")
 
 

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from headway.lab.film.builder import REASONS
+from headway.lab.film.builder import REASONS, FilmBuilder
 from headway.lab.film.format import FilmWriter, header_record
+from headway.lab.film.live import LiveLines
 from headway.lab.film.reader import Film
 from headway.lab.film.state import FilmState, Status, split
 from headway.observe.trace import Line, describe_step, header
-from headway.plan import Plan
+from headway.plan import Plan, StepReport
 from headway.request import RequestState
 from headway.scheduler import Scheduler
 from tests.scheduler import decisions
@@ -67,8 +68,10 @@ def shown(film: FilmState, ids: list[str]) -> State:
 class Recorded:
     """A run with its trace and, for every line, the state of the scheduler after its plan."""
 
-    def __init__(self, seed: int, **changes: Any) -> None:
+    def __init__(self, seed: int, watch_from: int = -1, **changes: Any) -> None:
         self.engine = decisions.engine_of(seed, **changes)
+        self.live = LiveLines(self.engine)
+        self.watched: dict[str, Any] | None = None
         self.lines: list[Line] = []
         self.states: dict[int, State] = {}
         self.engine.observers.append(
@@ -84,6 +87,17 @@ class Recorded:
             return plan
 
         scheduler.schedule = recording  # type: ignore[method-assign]
+        step = self.engine.step
+
+        def stepping() -> StepReport | None:
+            report = step()
+            if self.watched is None and 0 <= watch_from <= scheduler.num_steps:
+                self.watched = self.live.start()
+            elif self.watched:  # a viewer that calls is not dropped
+                self.live._viewers[self.watched["viewer"]].seen = self.engine.clock.now()
+            return report
+
+        self.engine.step = stepping  # type: ignore[method-assign]
         decisions.run(self.engine, seed)
 
 
@@ -100,7 +114,7 @@ def film_of(run: Recorded) -> Film:
     return film
 
 
-@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 4))
+@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 9))
 def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
     """By playing from start to end, and by seeking any frame."""
     check_film(Recorded(seed), seed)
@@ -132,3 +146,23 @@ def check_film(run: Recorded, seed: int) -> None:
             assert shown(film.state(frame), ids) == shown(played, ids), f"frame {frame}"
     assert not played.requests and not played.refs
     assert played.num_finished == len(film.requests)
+
+
+@pytest.mark.parametrize("seed", range(2, decisions.NUM_RUNS, 19))
+def test_a_film_that_starts_in_the_middle_shows_the_same_states(seed: int) -> None:
+    run = Recorded(seed, watch_from=random.Random(seed).randrange(2, 40))
+    if run.watched is None:  # a short run
+        return
+    builder = FilmBuilder(run.engine.scheduler.config.block_size)
+    builder.load(json.loads(json.dumps(run.watched["state"])))
+    lines, num_checked = run.live.take(run.watched["viewer"]), 0
+    for line in lines:
+        builder.add(line)
+        if line["step"] in run.states and line["step"] not in run.watched["state"]["in_flight"]:
+            ids = [entry.id for entry in builder.entries]
+            found, expected = shown(builder.state, ids), run.states[line["step"]]
+            assert found == expected, f"step {line['step']}"
+            num_checked += 1
+    assert num_checked > 0 or len(lines) < 3
+    run.live.stop(run.watched["viewer"])
+    assert not run.engine.observers[1:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -190,6 +191,13 @@ def found(world: World, **options: Any) -> Seen:
     return Seen(out=out.cpu(), blocks=given["blocks"].cpu().float())
 
 
+@cache
+def of_a_new_token(case: Case) -> tuple[World, Seen]:
+    """Several tests look at the same call."""
+    world = world_of(case)
+    return world, found(world)
+
+
 def exact(world: World, **options: Any) -> Seen:
     """The reference's result in float64, except for the rotation."""
     given = world.arguments("cpu") | options
@@ -217,8 +225,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 def test_a_new_token_sees_all_before_it_and_itself(case: Case) -> None:
-    world = world_of(case)
-    assert distance(found(world).out, exact(world).out) < LIMITS[case.dtype]
+    world, seen = of_a_new_token(case)
+    assert distance(seen.out, exact(world).out) < LIMITS[case.dtype]
 
 
 def test_a_prepared_query_sees_all_up_to_itself(case: Case) -> None:
@@ -229,8 +237,8 @@ def test_a_prepared_query_sees_all_up_to_itself(case: Case) -> None:
 
 
 def test_a_new_token_is_stored_in_its_slot_and_nothing_else_changes(case: Case) -> None:
-    world = world_of(case)
-    stored, right, before = found(world).blocks, exact(world).blocks, world.blocks.float()
+    world, seen = of_a_new_token(case)
+    stored, right, before = seen.blocks, exact(world).blocks, world.blocks.float()
     is_new = before.isnan() & ~right.isnan()
     assert is_new.sum() == len(case.positions) * 2 * case.kv_heads * case.head_dim
     assert distance(stored[is_new], right[is_new]) < LIMITS[case.kept]
@@ -238,10 +246,10 @@ def test_a_new_token_is_stored_in_its_slot_and_nothing_else_changes(case: Case) 
 
 
 def test_a_token_without_a_slot_is_not_stored_and_sees_itself(case: Case) -> None:
-    world = world_of(case)
+    world, stored = of_a_new_token(case)
     slots = world.slots_s.clone()
     slots[::2] = -1
-    stored, some = found(world), found(world, slots_s=slots.to(DEVICE))
+    some = found(world, slots_s=slots.to(DEVICE))
     assert torch.equal(some.out, stored.out)
     right = exact(world, slots_s=slots).blocks
     assert torch.equal(some.blocks.isnan(), right.isnan())
@@ -271,9 +279,17 @@ SPLITS = [
 ]
 
 
-@pytest.mark.parametrize("is_new", [True, False])
-@pytest.mark.parametrize("block_size", [16, 24, 64])
-@pytest.mark.parametrize("split", SPLITS, ids=str)
+# On a GPU all of these; in the interpreter, blocks of 24 for every split and others for some.
+SPLIT_CASES = [
+    (split, block_size, is_new)
+    for number, split in enumerate(SPLITS)
+    for block_size, is_new in product((16, 24, 64), (True, False))
+    if DEVICE == "cuda" or block_size == 24
+    or (block_size, is_new) == list(product((16, 64), (True, False)))[number % 4]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("split", "block_size", "is_new"), SPLIT_CASES, ids=str)
 def test_any_number_of_programs_may_split_a_sequence(
     split: DecodeSplit, block_size: int, is_new: bool
 ) -> None:

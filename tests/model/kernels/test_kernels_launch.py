@@ -24,7 +24,7 @@ from triton.runtime.errors import InterpreterError
 from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.kernels.blocks import gather_blocks
-from headway.model.kernels.launch import compile_all
+from headway.model.kernels.launch import can_chain, compile_all
 from tests.executor.test_gpu import Loud, model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -63,6 +63,19 @@ def test_launches_work_after_a_failure_while_compiling(error: type[BaseException
         with pytest.raises(error):
             compile_all(fail, ignore)
         assert copied().all()
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+def test_launches_are_chained_from_hopper_on_and_with_a_triton_that_can(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(tl.extra.cuda, "gdc_wait", ..., raising=False)
+    assert can_chain.__wrapped__() == (capability >= (9, 0))
+    monkeypatch.delattr(tl.extra.cuda, "gdc_wait")
+    assert not can_chain.__wrapped__()
 
 
 COMPILE = """

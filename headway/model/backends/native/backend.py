@@ -78,6 +78,7 @@ class NativeBackend:
         return out
 
     def add_linear(self, residual: Tensor, x: Tensor, weight: Weight) -> Tensor:
+        """residual + x w, in place."""
         assert isinstance(weight, NativeWeight)
         self._multiply(x, weight, residual, 1)
         return residual

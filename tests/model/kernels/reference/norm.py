@@ -14,8 +14,3 @@ def rms_norm(x_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
     wide = x_tk.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
     return weight_k * wide.to(x_tk.dtype)
-
-
-def add_rms_norm(x_tk: Tensor, update_tk: Tensor, weight_k: Tensor, epsilon: float) -> Tensor:
-    """Add an update to x in place, and return the norm of the rounded sum."""
-    return rms_norm(x_tk.add_(update_tk), weight_k, epsilon)

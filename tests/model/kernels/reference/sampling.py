@@ -5,6 +5,8 @@ Legend: n rows of a batch, v tokens of the vocabulary.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ def sample(
         out_n[row] = (scores_v == scores_v.max()).nonzero()[0, 0]  # the first of the largest
 
 
+@lru_cache(maxsize=1024)  # tests draw with the same seeds from several distributions
 def gumbel(seed: int, index: int, vocab_size: int) -> Tensor:
     """The noise of every token at one index of a request's output. [v] float64."""
     tokens_v = torch.arange(vocab_size)

@@ -1,0 +1,199 @@
+"""`headway lab` and `headway step`: look at every decision of a run, on a page or in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import webbrowser
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.cli.options import common as options
+from headway.errors import ConfigError, FormatError, HeadwayError
+from headway.lab.film.describe import frame_lines, why
+from headway.lab.film.format import Mark
+from headway.lab.film.reader import Film
+from headway.lab.film.run import FilmedRun, film_of_file
+from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
+from headway.lab.web.app import LabApp
+from headway.lab.web.attach import follow
+from headway.lab.web.catalog import DEFAULT_SPEC
+from headway.lab.web.export import exported
+from headway.lab.web.server import LabServer
+
+SOURCE = "A trace file, or a workload in the simulator's language."
+Source = Annotated[str, typer.Argument(help=SOURCE, show_default="an example")]
+COMMANDS = """\
+n [COUNT]   next step (also Enter)      b [COUNT]   back
+j STEP      jump to a step              m           next decision that matters
+e           to the end                  w REQUEST   why does this request wait, or run?
+h           this list                   q           quit"""
+MATTERS = Mark.PREEMPTION | Mark.BLOCK | Mark.HIT | Mark.END
+
+
+@options.spread
+def lab_command(
+    source: Source = "",
+    port: Annotated[int, typer.Option(help="0 chooses a free port.", min=0, max=65535)] = 8700,
+    export: Annotated[
+        Path | None, typer.Option(help="Write the run as one HTML file instead of serving it.")
+    ] = None,
+    open_page: Annotated[
+        bool, typer.Option("--open/--no-open", help="Open the page in a browser.")
+    ] = True,
+    attach: Annotated[
+        str | None, typer.Option(help="Follow a running server, e.g. http://host:8000.")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key of that server.", envvar="HEADWAY_API_KEY")
+    ] = None,
+    preset: options.Preset = "headway",
+    profile: options.ProfileName = DEFAULT_PROFILE,
+    async_scheduling: options.AsyncScheduling = False,
+    *,
+    scheduler: options.SchedulerOptions,
+) -> None:
+    """Step through every decision of the scheduler on a web page."""
+    options.import_from_working_directory()
+    if attach:
+        next(follow(attach, api_key))  # tell at once if it cannot be followed
+        _serve(LabApp("attach", live=partial(follow, attach, api_key)), port, open_page)
+        return
+    spec = _spec(source, preset, profile, async_scheduling, scheduler)
+    traces = {Path(source).name: Path(source)} if spec.trace else {}
+    if export:
+        film = b"".join(_film(spec, traces))
+        try:
+            export.write_bytes(exported([film]))
+        except OSError as error:
+            raise FormatError(export, None, f"cannot be written: {error.strerror}") from None
+        print(f"{export} written ({export.stat().st_size / 1e3:.0f} kB); open it in a browser")
+        return
+    _serve(LabApp(traces=traces), port, open_page)
+
+
+@options.spread
+def step_command(
+    source: Source = "",
+    preset: options.Preset = "headway",
+    profile: options.ProfileName = DEFAULT_PROFILE,
+    async_scheduling: options.AsyncScheduling = False,
+    *,
+    scheduler: options.SchedulerOptions,
+) -> None:
+    """Step through every decision of the scheduler in the terminal, forwards and backwards."""
+    options.import_from_working_directory()
+    spec = _spec(source, preset, profile, async_scheduling, scheduler)
+    film, data = Film(), b""
+    for piece in _film(spec, {Path(source).name: Path(source)}):
+        data += piece
+        data = data[film.read(data) :]
+    if film.end and film.end["error"]:
+        raise ConfigError(film.end["error"])
+    if not film.num_frames:
+        raise ConfigError("the run has no steps")
+    Stepper(film).run(iter(sys.stdin.readline, ""))
+
+
+def _spec(
+    source: str, preset: str, profile: str, is_async: bool, scheduler: options.SchedulerOptions
+) -> RunSpec:
+    settings: dict[str, Any] = {
+        "preset": preset, "profile": profile, "set": scheduler.changes(),
+        "async_scheduling": is_async,
+    }  # fmt: skip
+    if not source:
+        settings["workload"] = DEFAULT_SPEC["workload"]
+        settings["set"] = {**DEFAULT_SPEC["set"], **scheduler.changes()}  # type: ignore[dict-item]
+    elif "=" in source and not Path(source).exists():
+        settings["workload"] = source
+    else:
+        settings["trace"] = Path(source).name
+    return read_spec(settings)
+
+
+def _film(spec: RunSpec, traces: dict[str, Path]) -> Iterator[bytes]:
+    return film_of_file(traces[spec.trace]) if spec.trace else FilmedRun(spec).film()
+
+
+def _serve(app: LabApp, port: int, open_page: bool) -> None:
+    try:
+        server = LabServer(app, port=port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on port {port}: {error.strerror}; choose another --port"
+        ) from None
+    print(f"The lab is at {server.url} (Ctrl-C stops it)", flush=True)
+    if open_page:
+        webbrowser.open(server.url)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        print()
+    finally:
+        server.server_close()
+
+
+class Stepper:
+    """Shows one frame at a time and obeys commands."""
+
+    def __init__(self, film: Film) -> None:
+        self.film, self.frame = film, 0
+
+    def run(self, commands: Iterator[str]) -> None:
+        """Obey commands until `q` or the end of the input."""
+        print(COMMANDS)
+        self._show()
+        while True:
+            if sys.stdin.isatty():
+                print("> ", end="", flush=True)
+            text = next(commands, None)
+            if text is None or text.strip() == "q":
+                return
+            try:
+                self._obey(*(text.split() or ["n"]))
+            except HeadwayError as error:
+                print(error)
+
+    def _obey(self, name: str, argument: str = "", *more: str) -> None:
+        moves: dict[str, Callable[[], int]] = {
+            "n": lambda: self.frame + _count(argument or "1"),
+            "b": lambda: self.frame - _count(argument or "1"),
+            "j": lambda: self._frame_of(_count(argument)),
+            "m": self._next_that_matters,
+            "e": lambda: self.film.num_frames - 1,
+        }
+        if more or name not in (*moves, "w", "h"):
+            raise ConfigError(
+                f"unknown command {' '.join((name, argument, *more)).strip()!r}; h: help"
+            )
+        if name == "h":
+            print(COMMANDS)
+        elif name == "w":
+            print(why(self.film, self.frame, argument))
+        else:
+            self.frame = max(0, min(moves[name](), self.film.num_frames - 1))
+            self._show()
+
+    def _frame_of(self, step: int) -> int:
+        """The frame of a step; there are frames without a step after a failure or an abort."""
+        film = self.film
+        frames = (f for f in range(film.num_frames) if film.column("step", f) >= step)
+        return next(frames, film.num_frames - 1)
+
+    def _next_that_matters(self) -> int:
+        film = self.film
+        later = range(self.frame + 1, film.num_frames)
+        return next((f for f in later if film.column("marks", f) & MATTERS), film.num_frames - 1)
+
+    def _show(self) -> None:
+        print("\n".join(frame_lines(self.film, self.frame)))
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise ConfigError(f"expected a number, not {text!r}; h: help")
+    return int(text)

@@ -1,0 +1,200 @@
+"""Runs a scheduler as a description says, and films it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from headway.engine.clock import VirtualClock
+from headway.engine.engine import Engine
+from headway.errors import ConfigError, HeadwayError, PolicyError, ReplayMismatch, RequestError
+from headway.executor.simulated import SimulatedExecutor
+from headway.lab.film.format import FilmWriter, header_record
+from headway.lab.film.metrics import RunMetrics
+from headway.lab.film.recorder import PolicyRecorder
+from headway.lab.film.spec import Edit, RunSpec, config_of, described, profile_of, requests_of
+from headway.lab.film.texts import FilmTexts
+from headway.lab.replay import Replay, check_replay
+from headway.lab.simulate import with_profile
+from headway.lab.stories import numbers_of
+from headway.lab.summary import summarize
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
+from headway.observe.run_stats import RunStats
+from headway.observe.trace import Line, describe_step, header, read_trace
+from headway.plan import StepReport
+from headway.scheduler import Scheduler
+from headway.scheduler.presets import describe
+
+MAX_FRAMES = 200_000
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it is shown
+
+
+class FilmedRun:
+    """One run of a scheduler over a virtual clock; `film` gives its bytes."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec, self._profile = spec, profile_of(spec)
+        self._space = TokenSpace()
+        self._requests = deque(requests_of(spec, self._space))
+        self._edits = deque(sorted(spec.edits, key=lambda edit: edit.step))
+        self._config = with_profile(config_of(spec, self._profile), self._profile)
+        self._clock = VirtualClock()
+        size, host_seconds = self._config.block_size, self._profile.machine.host_seconds
+        executor = SimulatedExecutor(
+            self._clock, lambda plan: self._profile.step_seconds(plan, size), host_seconds
+        )
+        self._scheduler = Scheduler(self._config)
+        self._recorder = PolicyRecorder(self._scheduler)
+        self._engine = Engine(
+            self._scheduler, executor, self._clock, async_scheduling=spec.async_scheduling,
+            observers=[self._observe],
+        )  # fmt: skip
+        self.header = header(self._config, spec.async_scheduling, profile=self._profile.name)
+        self._texts, self._stats = FilmTexts(self.header), RunStats(self.header)
+        self._numbers, self._metrics = numbers_of(spec.story), RunMetrics(self._stats)
+        self._writer, self._chunks = FilmWriter(self._config.block_size), list[bytes]()
+        self._rejected: list[tuple[str, str]] = []
+
+    def film(self, **more: Any) -> Iterator[bytes]:
+        """The bytes of the film, while it is made. A failure is in the end record."""
+        yield header_record({**self.header, "has_blocks": True}, source="simulation", **more)
+        error = ""
+        try:
+            while self._has_more():
+                self._step()
+                yield from self._take()
+                if self._writer.num_frames >= MAX_FRAMES:
+                    error = f"the lab shows at most {MAX_FRAMES} steps; this run has more"
+                    break
+        except HeadwayError as failure:
+            error = str(failure)
+        summary = summarize(self._stats, len(self._rejected))
+        numbers = {label: self._metrics.value(metric) for label, metric in self._numbers.items()}
+        yield self._writer.finish(
+            summary=summary, rejected=self._rejected, error=error, numbers=numbers
+        )
+
+    def _has_more(self) -> bool:
+        return bool(self._requests or self._engine.has_work or self._edits_left())
+
+    def _edits_left(self) -> bool:
+        return any(edit.add is not None for edit in self._edits)
+
+    def _step(self) -> None:
+        """Apply what is due, then take one step or skip idle time."""
+        while self._edits and self._edits[0].step <= self._scheduler.num_steps:
+            self._apply(self._edits.popleft())
+        while self._requests and self._requests[0].arrival <= self._clock.now():
+            self._add(self._requests.popleft(), None)
+        if self._engine.has_work:
+            self._engine.step()
+            if self._engine.fault:  # only a user's policy can fail here
+                raise ConfigError(f"the run failed: {self._engine.fault}")
+        elif self._requests:
+            self._clock.advance_to(self._requests[0].arrival)
+        elif self._edits:  # the run has ended before their step
+            self._apply(self._edits.popleft())
+
+    def _add(self, request: WorkloadRequest, arrival: float | None) -> None:
+        try:
+            arrival = request.arrival if arrival is None else arrival
+            self._engine.add(request.id, request.prompt(), request.params(), arrival)
+        except RequestError as error:
+            self._rejected.append((request.id, str(error)))
+        except PolicyError as error:
+            raise ConfigError(str(error)) from None
+
+    def _apply(self, edit: Edit) -> None:
+        if edit.add is not None:
+            request = described(edit.add, self._space, f"added at {edit.step}")
+            self._add(request, self._clock.now())
+        elif edit.abort is not None:
+            self._engine.abort(edit.abort)
+        else:
+            config = config_of(self._spec, self._profile, edit.set)
+            self._recorder.reconfigure(with_profile(config, self._profile))
+            self._texts.config.update(describe(with_profile(config, self._profile)))
+
+    def _observe(self, report: StepReport) -> None:
+        self._stats(report)
+        line = describe_step(report, has_blocks=True)
+        if self._numbers:
+            self._metrics.follow(line)
+        texts = self._texts.follow(line, self._recorder.take(line["step"]))
+        self._chunks.append(self._writer.add(line, texts))
+
+    def _take(self) -> list[bytes]:
+        chunks, self._chunks = [chunk for chunk in self._chunks if chunk], []
+        return chunks
+
+
+def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
+    """A film of trace lines alone: no block numbers unless the trace has them."""
+    steps = iter(lines)
+    head = next(steps)
+    texts, stats = FilmTexts(head), RunStats(head)
+    writer = FilmWriter(head["config"]["block_size"])
+    yield header_record(head, source="trace", **more)
+    error = ""
+    try:
+        for line in steps:
+            stats.add(line)
+            if chunk := writer.add(line, texts.follow(line)):
+                yield chunk
+    except HeadwayError as failure:
+        error = str(failure)
+    except MALFORMED as failure:
+        line_number = writer.num_frames + 2
+        error = f"line {line_number} does not continue the run: {type(failure).__name__} {failure}"
+    yield writer.finish(summary=summarize(stats), rejected=[], error=error)
+
+
+def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
+    """A film of a recorded run that the scheduler decides again: with blocks and alternatives."""
+    head, *steps = lines
+    replay = Replay(head, steps, has_blocks=True)
+    recorder, texts, stats = PolicyRecorder(replay.scheduler), FilmTexts(head), RunStats(head)
+    writer = FilmWriter(head["config"]["block_size"])
+    yield header_record({**head, "has_blocks": True}, source="replay", **more)
+    error = ""
+    try:
+        for line in replay.lines():
+            stats.add(line)
+            if chunk := writer.add(line, texts.follow(line, recorder.take(line["step"]))):
+                yield chunk
+    except (ReplayMismatch, PolicyError) as failure:
+        error = str(failure)
+    yield writer.finish(summary=summarize(stats), rejected=[], error=error)
+
+
+def film_of_file(path: Path) -> Iterator[bytes]:
+    """A film of a trace file; FormatError if it is not one."""
+    return film_of_lines(lambda: read_trace(path))
+
+
+def film_of_lines(read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
+    """A film of a recorded run. `read` gives its header and steps, each time anew.
+
+    A short run is decided again, which shows blocks and alternatives. A long run, a redacted one,
+    and one that cannot be repeated are shown from their lines.
+    """
+    head = next(read())  # errors in the header are raised here
+    return _film_of_recorded(head, read)
+
+
+def _film_of_recorded(head: Line, read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
+    problem = ""
+    if not head.get("is_redacted"):
+        try:
+            lines = list(islice(read(), MAX_REPLAYED + 2))
+            if len(lines) <= MAX_REPLAYED + 1:
+                check_replay(lines)
+                yield from film_of_replay(lines)
+                return
+        except (HeadwayError, *MALFORMED) as error:
+            problem = str(error)
+    yield from film_of_trace(read(), notice=problem)

@@ -1,0 +1,192 @@
+"""The description of a run that the lab shows: requests, settings, and edits in the middle.
+
+A run is a pure function of its description, so going back, adding a request or changing a policy at
+step 17 all mean: run it again, with one more edit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Any
+
+from headway.config import Config
+from headway.errors import ConfigError, shorten
+from headway.lab.cost import Profile, load_profile
+from headway.lab.workload.request import TokenSpace, WorkloadRequest, join
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.scheduler.policies import recompute
+from headway.scheduler.presets import DEFAULT, preset
+
+MAX_REQUESTS = 20_000
+MAX_NUMBER = 1_000_000  # tokens of a prompt or output of one described request
+DEFAULT_PROFILE = "llama3.1-8b-a100-80gb"
+REQUEST_FIELDS = (
+    "id", "arrival", "prompt", "prefix", "output", "max_tokens", "priority", "client", "n",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Edit:
+    """A change before the plan of `step` is made; exactly one of the others is given."""
+
+    step: int
+    add: dict[str, Any] | None = None
+    abort: str | None = None
+    set: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """What to run. `workload` is in the simulator's language; `requests` lists single requests."""
+
+    workload: str = ""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    trace: str = ""
+    preset: str = DEFAULT
+    set: dict[str, Any] = field(default_factory=dict)
+    profile: str = DEFAULT_PROFILE
+    async_scheduling: bool = False
+    edits: list[Edit] = field(default_factory=list)
+    story: str = ""
+
+
+def read_spec(data: Any) -> RunSpec:
+    """The description in JSON; ConfigError names the field that is wrong."""
+    values = _known("the run", data, RunSpec)
+    edits = values.get("edits", [])
+    if not isinstance(edits, list):
+        raise ConfigError(f"edits must be a list, not {shorten(edits)}")
+    values["edits"] = [_edit(each) for each in edits]
+    for name, kind in {
+        "workload": str, "trace": str, "preset": str, "profile": str, "story": str,
+        "requests": list, "set": dict, "async_scheduling": bool,
+    }.items():  # fmt: skip
+        if name in values and not isinstance(values[name], kind):
+            raise ConfigError(f"{name} must be a {kind.__name__}, not {shorten(values[name])}")
+    spec = RunSpec(**values)
+    if sum(map(bool, (spec.workload, spec.requests, spec.trace))) != 1:
+        raise ConfigError("give one of workload, requests and trace")
+    return spec
+
+
+def _edit(data: Any) -> Edit:
+    edit = Edit(**_known("an edit", data, Edit))
+    if not isinstance(edit.step, int) or isinstance(edit.step, bool) or edit.step < 0:
+        raise ConfigError(f"step of an edit must be a whole number, not {shorten(edit.step)}")
+    given = {name: getattr(edit, name) for name in ("add", "abort", "set")}
+    kinds = {"add": dict, "abort": str, "set": dict}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, kinds[name]):
+            raise ConfigError(f"{name} of an edit must be a {kinds[name].__name__}")
+    if sum(value is not None for value in given.values()) != 1:
+        raise ConfigError("an edit needs one of add, abort and set")
+    return edit
+
+
+def _known(what: str, data: Any, kind: type) -> dict[str, Any]:
+    if not isinstance(data, dict):
+        raise ConfigError(f"{what} must be an object, not {shorten(data)}")
+    names = [f.name for f in fields(kind)]
+    if unknown := [key for key in data if key not in names]:
+        raise ConfigError(f"{what}: unknown field {unknown[0]!r}; known: {', '.join(names)}")
+    missing = [name for name in ("step",) if kind is Edit and name not in data]
+    if missing:
+        raise ConfigError(f"{what} needs {missing[0]}")
+    return dict(data)
+
+
+def config_of(spec: RunSpec, profile: Profile, changes: dict[str, Any] | None = None) -> Config:
+    """The config of a run; blocks and host blocks as the profile has them, unless they are set."""
+    given = {**spec.set, **(changes or {})}
+    config = preset(spec.preset, **given)
+    if "num_blocks" not in given:
+        given["num_blocks"] = profile.num_blocks(config.block_size)
+    if config.swap is not recompute:
+        given.setdefault("num_host_blocks", given["num_blocks"])
+    return preset(spec.preset, **given)
+
+
+def profile_of(spec: RunSpec) -> Profile:
+    return load_profile(spec.profile)
+
+
+def requests_of(spec: RunSpec, space: TokenSpace) -> list[WorkloadRequest]:
+    """The requests of a run in order of arrival; ConfigError if there are too many."""
+    if spec.workload:
+        synthetic = parse_synthetic(spec.workload)
+        _check_number(synthetic.requests)
+        return synthetic.generate()
+    listed: list[Any] = []
+    for group in spec.requests:
+        listed += _copies(group)
+        _check_number(len(listed))
+    requests = [described(each, space, str(place)) for place, each in enumerate(listed)]
+    return sorted(requests, key=lambda request: request.arrival)
+
+
+def _copies(data: Any) -> list[Any]:
+    """A listed request, or `count` copies of it: ids with numbers, `every` seconds apart."""
+    if not isinstance(data, dict) or not {"count", "every"} & data.keys():
+        return [data]
+    one = {key: value for key, value in data.items() if key not in ("count", "every")}
+    id, count = str(data.get("id", "")), _number(data, str(data.get("id", "")), "count", 1)
+    arrival, every = _seconds(data, id, "arrival"), _seconds(data, id, "every")
+    _check_number(count)
+    return [
+        {**one, "id": f"{id}{place}", "arrival": round(arrival + every * place, 9)}
+        for place in range(count)
+    ]
+
+
+def _check_number(number: int) -> None:
+    if number > MAX_REQUESTS:
+        raise ConfigError(
+            f"the lab shows at most {MAX_REQUESTS} requests, not {number}; "
+            "use `headway simulate` for larger workloads"
+        )
+
+
+def described(data: Any, space: TokenSpace, default_id: str) -> WorkloadRequest:
+    """One request: prompt and output in tokens; `prefix` is [name, tokens] of a shared prefix."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"a request must be an object, not {shorten(data)}")
+    if unknown := [key for key in data if key not in REQUEST_FIELDS]:
+        known = ", ".join(REQUEST_FIELDS)
+        raise ConfigError(f"a request: unknown field {unknown[0]!r}; known: {known}")
+    id = str(data.get("id", default_id))
+    prompt, output = _number(data, id, "prompt", 16), _number(data, id, "output", 16)
+    max_tokens = _number(data, id, "max_tokens", output)
+    arrival = _seconds(data, id, "arrival")
+    pieces: list[Any] = []
+    if prefix := data.get("prefix"):
+        name, length = _prefix(prefix, id)
+        pieces += space.shared(name, length)
+    return WorkloadRequest(
+        id=id, arrival=arrival, pieces=join([*pieces, space.take(prompt)]),
+        num_output=min(output, max_tokens), max_tokens=max_tokens, client=str(data.get("client", "")),
+        priority=_number(data, id, "priority", 0, -MAX_NUMBER), n=_number(data, id, "n", 1),
+    )  # fmt: skip
+
+
+def _seconds(data: dict[str, Any], id: str, name: str) -> float:
+    value = data.get(name, 0.0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < inf:
+        raise ConfigError(f"request {id}: {name} must be at least 0 seconds, not {shorten(value)}")
+    return float(value)
+
+
+def _prefix(prefix: Any, id: str) -> tuple[str, int]:
+    if not isinstance(prefix, list) or len(prefix) != 2:
+        raise ConfigError(f"request {id}: prefix must be [name, tokens], not {shorten(prefix)}")
+    return str(prefix[0]), _number({"prefix": prefix[1]}, id, "prefix", 1)
+
+
+def _number(data: dict[str, Any], id: str, name: str, default: int, low: int = 1) -> int:
+    value = data.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_NUMBER:
+        raise ConfigError(
+            f"request {id}: {name} must be a whole number from {low} to {MAX_NUMBER}, "
+            f"not {shorten(value)}"
+        )
+    return value

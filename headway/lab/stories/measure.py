@@ -1,0 +1,64 @@
+"""Runs stories and measures their numbers.
+
+python -m headway.lab.stories.measure [NAME...]     print the numbers of these stories, or of all
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from headway.lab.film.reader import Film
+from headway.lab.film.run import FilmedRun
+from headway.lab.film.spec import read_spec
+from headway.lab.stories import UNITS, Story, find_story, load_stories
+
+
+def films_of(story: Story) -> dict[str, Film]:
+    """A film of every run of a story."""
+    films = {}
+    for name, spec in story.runs.items():
+        films[name] = Film()
+        films[name].read(b"".join(FilmedRun(read_spec(spec)).film()))
+    return films
+
+
+def measure(story: Story, films: dict[str, Film] | None = None) -> dict[str, float | None]:
+    """The numbers of a story by label, in their units; None for a number without a value."""
+    films = films or films_of(story)
+    found: dict[str, float | None] = {}
+    for number in story.numbers:
+        value = _value(films[number.run], number.label)
+        if value is not None and number.per:
+            divisor = _value(films[number.per], number.label)
+            value = value / divisor if divisor else None
+        found[number.label] = None if value is None else value * UNITS[number.unit]
+    return found
+
+
+def _value(film: Film, label: str) -> float | None:
+    value: float | None = (film.end or {}).get("numbers", {}).get(label)
+    return value
+
+
+def report(name: str) -> Iterator[str]:
+    """The numbers of a story as its runs give them, one line each; ConfigError if unknown."""
+    story = find_story(name)
+    measured = measure(story)
+    width = max(map(len, measured), default=0)
+    for number in story.numbers:
+        value = measured[number.label]
+        shown = "none" if value is None else f"{value:,.{number.digits}f}"
+        yield f"{number.label:{width}}  {shown} {number.unit}".rstrip()
+
+
+def main(names: list[str]) -> None:
+    """Print the numbers of these stories, or of all."""
+    for name in names or [story.name for story in load_stories()]:
+        if len(names) != 1:
+            print(f"{name}:")
+        print(*report(name), sep="\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,129 @@
+"""The API of the lab page. It knows no sockets: a request comes in, a response goes out.
+
+`server.py` serves it on this machine. A run is computed while its film is sent, so the page shows
+the first steps of a long run at once, and a page that goes away ends the run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headway.errors import ConfigError, HeadwayError
+from headway.lab.film.fork import fork
+from headway.lab.film.run import FilmedRun, film_of_file, film_of_lines
+from headway.lab.film.spec import read_spec
+from headway.lab.stories import load_stories
+from headway.lab.web.catalog import catalog
+from headway.lab.web.export import exported
+from headway.observe.trace import parse_trace, read_trace
+
+STATIC = Path(__file__).parent / "static"
+TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
+FILM = "application/octet-stream"
+MAX_SPEC = 1 << 20  # bytes
+POLICY = "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
+SECURITY = {
+    "Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer", "Cache-Control": "no-cache",
+}  # fmt: skip
+
+
+@dataclass(slots=True)
+class Response:
+    """A body is sent piece by piece, as it is made."""
+
+    status: int
+    content_type: str
+    body: Iterable[bytes]
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class LabApp:
+    """Answers requests of the page."""
+
+    def __init__(
+        self,
+        mode: str = "lab",
+        traces: dict[str, Path] | None = None,
+        stories: list[dict[str, Any]] | None = None,
+        live: Callable[[], Iterator[bytes]] | None = None,
+    ) -> None:
+        self.mode, self.traces, self.live = mode, traces or {}, live
+        if stories is None:  # only a lab with a scheduler of its own can run them
+            stories = [story.describe() for story in load_stories()] if mode == "lab" else []
+        self.stories = stories
+
+    def handle(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
+        """Answer one request; errors that a user can cause are sentences in JSON."""
+        try:
+            return self._route(method, path.strip("/"), query, body)
+        except HeadwayError as error:
+            return _json(400, {"error": str(error)})
+
+    def _route(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
+        if method == "GET" and path == "api/catalog":
+            traces = [{"name": name, "title": str(file)} for name, file in self.traces.items()]
+            return _json(200, catalog(self.mode, self.stories, traces))
+        if method == "POST" and path == "api/film":
+            return Response(200, FILM, self._film(_parsed(body)))
+        if method == "POST" and path == "api/trace":
+            return Response(200, FILM, _film_of_upload(body, query.get("name", "the file")))
+        if method == "POST" and path == "api/export":
+            return self._export(_parsed(body))
+        if method == "GET" and path == "api/live":
+            if self.live is None:
+                raise ConfigError("this lab follows no server; start it with --attach")
+            return Response(200, FILM, self.live())
+        if method == "GET" and not path.startswith("api/"):
+            return static(path or "index.html")
+        return _json(404, {"error": f"there is no {method} /{path}"})
+
+    def _film(self, data: Any) -> Iterator[bytes]:
+        spec = read_spec(data)
+        if not spec.trace:
+            return FilmedRun(spec).film()
+        if spec.trace not in self.traces:
+            known = ", ".join(self.traces) or "none"
+            raise ConfigError(f"unknown trace {spec.trace!r}; opened traces: {known}")
+        path = self.traces[spec.trace]
+        return fork(list(read_trace(path)), spec) if spec.edits else film_of_file(path)
+
+    def _export(self, data: Any) -> Response:
+        if not isinstance(data, dict) or "spec" not in data:
+            raise ConfigError("an export needs a spec")
+        films = [b"".join(self._film(data["spec"]))]
+        if data.get("other"):
+            films.append(b"".join(self._film(data["other"])))
+        page = exported(films, str(data.get("hash", "")))
+        headers = {"Content-Disposition": 'attachment; filename="headway-lab.html"'}
+        return Response(200, TYPES[".html"], [page], headers)
+
+
+def _film_of_upload(body: bytes, name: str) -> Iterator[bytes]:
+    texts = body.decode("utf-8-sig", "replace").splitlines()
+    return film_of_lines(lambda: parse_trace(name, texts))
+
+
+def _parsed(body: bytes) -> Any:
+    if len(body) > MAX_SPEC:
+        raise ConfigError(f"the description of a run has at most {MAX_SPEC} bytes, not {len(body)}")
+    try:
+        return json.loads(body)
+    except ValueError as error:
+        raise ConfigError(f"the description of the run is not JSON: {error}") from None
+
+
+def _json(status: int, data: Any) -> Response:
+    return Response(status, "application/json", [json.dumps(data).encode()])
+
+
+def static(name: str) -> Response:
+    """A file of the page; 404 if there is none with this name."""
+    file = STATIC / name
+    if "/" in name or file.suffix not in TYPES or not file.is_file():
+        return _json(404, {"error": f"there is no page /{name}"})
+    return Response(200, TYPES[file.suffix], [file.read_bytes()], dict(SECURITY))

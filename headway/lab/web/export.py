@@ -1,0 +1,37 @@
+"""A run as one HTML file that works from disk: the page, and the film in it."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from pathlib import Path
+
+STATIC = Path(__file__).parent / "static"
+
+
+def exported(films: list[bytes], hash: str = "") -> bytes:
+    """The page with its script, style and films inlined; `hash` is the state it opens with."""
+    html, script, style = (
+        (STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "app.js", "app.css")
+    )
+    parts = [f"<style>{style}</style>"]
+    for number, film in enumerate(films):
+        data = base64.b64encode(gzip.compress(film, mtime=0)).decode()
+        parts.append(f'<script type="application/octet-stream" id="film{number}">{data}</script>')
+    if hash:
+        parts.append(f'<meta name="lab-hash" content="{_attribute(hash)}">')
+    head, end = "</head>", "</body>"
+    assert head in html and end in html
+    html = _without_links(html).replace(head, "\n".join(parts) + head, 1)
+    inline = script.replace("</script", "<\\/script")
+    return html.replace(end, f"<script>{inline}</script>{end}", 1).encode()
+
+
+def _without_links(html: str) -> str:
+    """The page without the tags that load its script and style."""
+    lines = html.splitlines(keepends=True)
+    return "".join(line for line in lines if "app.js" not in line and "app.css" not in line)
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")

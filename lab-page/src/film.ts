@@ -1,0 +1,376 @@
+// Reads a film: the numbers of every frame, and the state at any of them.
+// The same as headway/lab/film/reader.py. Frames are kept as the bytes that arrived; numbers that
+// charts and searches need are also in columns that grow. Sentences are parsed when they are shown.
+
+import { DECODING, FilmState, nextOp, OP, PREFILL } from "./state";
+import { Timeline } from "./timeline";
+
+const HEADER = 1, CHUNK = 2, END = 3, IDLE = 4;
+const VERSION = 1;
+const NUM_PARSED = 12; // chunks whose sentences stay parsed
+
+export interface Header {
+  film: number;
+  config: Record<string, string | number | null>;
+  columns: string[];
+  reasons: string[];
+  finish_reasons: string[];
+  marks: Record<string, number>;
+  async_scheduling?: boolean;
+  profile?: string;
+  title?: string;
+  source?: string;
+  has_blocks?: boolean;
+  is_redacted?: boolean;
+  notice?: string; // why a recorded run is shown from its lines alone
+  reason_texts?: Record<string, string>;
+}
+
+export interface End {
+  summary?: Record<string, unknown>;
+  rejected?: [string, string][];
+  numbers?: Record<string, number | null>; // of the story that the run belongs to, by label
+  error?: string;
+}
+
+export interface Entry {
+  id: string;
+  numPrompt: number;
+  limit: number; // length at which it ends
+  arrival: number;
+  maxTokens: number | null;
+  priority: number;
+  client: string;
+  parent: string | null;
+}
+
+export interface Text {
+  frame: number;
+  kind: string;
+  request: number; // -1: of no single request
+  text: string;
+}
+
+/** What one step does, besides the state that it leaves. */
+export interface StepWork {
+  chunks: { r: number; start: number; end: number }[];
+  admitted: number[];
+  preempted: number[];
+  added: number[];
+  finished: number[];
+  deferred: number[];
+  joined: Set<number> | null;
+  copiedOut: number;
+  copiedIn: number;
+}
+
+interface Chunk {
+  first: number;
+  length: number;
+  offsets: Int32Array;
+  ops: Int32Array;
+  keyframe: Int32Array;
+  names: Uint8Array; // JSON with the sentences
+  firstText: number;
+}
+
+/** An array of numbers that grows at its end. */
+export class Growing<T extends Int32Array | Float64Array> {
+  length = 0;
+  constructor(private array: T) {}
+
+  push(values: ArrayLike<number>): void {
+    const length = this.length + values.length;
+    if (length > this.array.length) {
+      const make = this.array.constructor as new (n: number) => T;
+      const larger = new make(Math.max(length, 2 * this.array.length));
+      larger.set(this.values);
+      this.array = larger;
+    }
+    this.array.set(values, this.length);
+    this.length = length;
+  }
+
+  at(i: number): number {
+    return this.array[i];
+  }
+
+  set(i: number, value: number): void {
+    this.array[i] = value;
+  }
+
+  get values(): T {
+    return this.array.subarray(0, this.length) as T;
+  }
+}
+
+const ints = () => new Growing(new Int32Array(64));
+const floats = () => new Growing(new Float64Array(64));
+
+export class Film {
+  header: Header | null = null;
+  end: End | null = null;
+  entries: Entry[] = [];
+  numbers = new Map<string, number>(); // of requests, by id
+  columns: Record<string, Growing<Int32Array>> = {};
+  planned = floats();
+  started = floats();
+  ended = floats();
+  textFrames = ints();
+  textRequests = ints();
+  timeline = new Timeline();
+  private chunks: Chunk[] = [];
+  private rest: Uint8Array[] = []; // bytes of records that are not complete
+  private restLength = 0;
+  private parsed = new Map<Chunk, Text[]>();
+  private at: { frame: number; chunk: Chunk; state: FilmState } | null = null;
+
+  get numFrames(): number {
+    return this.planned.length;
+  }
+
+  get numBlocks(): number {
+    return Number(this.header?.config.num_blocks ?? 0);
+  }
+
+  get blockSize(): number {
+    return Number(this.header?.config.block_size ?? 16);
+  }
+
+  column(name: string, frame: number): number {
+    return this.columns[name]?.at(frame) ?? 0;
+  }
+
+  /** Read the next bytes; returns whether a record became complete. */
+  read(bytes: Uint8Array): boolean {
+    this.rest.push(bytes);
+    this.restLength += bytes.length;
+    if (this.restLength < 8 || this.restLength < this.wanted()) return false;
+    const data = join(this.rest, this.restLength);
+    const view = new DataView(data.buffer, data.byteOffset, data.byteLength);
+    let place = 0;
+    while (place + 8 <= data.length) {
+      const kind = view.getUint32(place, true), length = view.getUint32(place + 4, true);
+      const end = place + 8 + length + (-length & 7);
+      if (end > data.length) break;
+      this.readRecord(kind, data.slice(place + 8, place + 8 + length));
+      place = end;
+    }
+    this.rest = place < data.length ? [data.slice(place)] : [];
+    this.restLength = data.length - place;
+    return place > 0;
+  }
+
+  /** Bytes that are needed before the next record is complete. */
+  private wanted(): number {
+    if (this.rest[0].length < 8) this.rest = [join(this.rest, this.restLength)];
+    const head = this.rest[0];
+    const length = new DataView(head.buffer, head.byteOffset).getUint32(4, true);
+    return 8 + length + (-length & 7);
+  }
+
+  private readRecord(kind: number, payload: Uint8Array): void {
+    if (kind === CHUNK) this.addChunk(payload);
+    else if (kind === HEADER) this.readHeader(JSON.parse(decode(payload)) as Header);
+    else if (kind === END) this.end = JSON.parse(decode(payload)) as End;
+    else if (kind !== IDLE) throw new Error(`the film has a record of unknown kind ${kind}`);
+  }
+
+  private readHeader(header: Header): void {
+    if (header.film !== VERSION) {
+      throw new Error(`film version ${header.film} cannot be read; this page reads ${VERSION}`);
+    }
+    this.header = header;
+    for (const name of header.columns) this.columns[name] = ints();
+  }
+
+  private addChunk(payload: Uint8Array): void {
+    const { buffer } = payload, columns = this.header!.columns;
+    const [length, numOps, numKey] = new Int32Array(buffer, 0, 3);
+    const times = new Float64Array(buffer, 16, 3 * length);
+    let place = 16 + times.byteLength;
+    const take = (count: number): Int32Array => {
+      const part = new Int32Array(buffer, place, count);
+      place += 4 * count;
+      return part;
+    };
+    for (const name of columns) this.columns[name].push(take(length));
+    const offsets = take(length + 1), ops = take(numOps), keyframe = take(numKey);
+    const names = payload.subarray(place);
+    const { first, requests, texts } = JSON.parse(decode(names)) as {
+      first: number; requests: unknown[][]; texts: [number, string, number, string][];
+    };
+    const split = (i: number) => Float64Array.from({ length }, (_, f) => times[3 * f + i]);
+    this.planned.push(split(0));
+    this.started.push(split(1));
+    this.ended.push(split(2));
+    for (const request of requests) {
+      this.numbers.set(request[0] as string, this.entries.length);
+      this.entries.push(asEntry(request));
+    }
+    const firstText = this.textFrames.length;
+    this.textFrames.push(texts.map((text) => text[0]));
+    this.textRequests.push(texts.map((text) => text[2]));
+    const chunk = { first, length, offsets, ops, keyframe, names, firstText };
+    if (!this.chunks.length) this.timeline.start(FilmState.restore(keyframe, this.blockSize));
+    this.timeline.add(first, offsets, ops);
+    this.chunks.push(chunk);
+    if (this.column("step", first + length - 1) < 0) this.fillLast(first + length - 1);
+  }
+
+  /** The frame after the last plan has no line in the trace; its numbers follow from its state. */
+  private fillLast(frame: number): void {
+    const { requests, refs } = this.state(frame);
+    const isRunning = ({ status }: { status: number }) => status === PREFILL || status === DECODING;
+    const running = [...requests.values()].filter(isRunning).length;
+    this.columns.running.set(frame, running);
+    this.columns.waiting.set(frame, requests.size - running);
+    this.columns.free.set(frame, this.numBlocks - refs.reduce((sum, n) => sum + +(n > 0), 0));
+  }
+
+  private chunkOf(frame: number): Chunk {
+    return this.chunks[lastAtMost(this.chunks.length, frame, (i) => this.chunks[i].first)];
+  }
+
+  /** The state right after the plan of a frame. Valid until the next call. */
+  state(frame: number): FilmState {
+    const chunk = this.chunkOf(frame), here = frame - chunk.first;
+    if (this.at && this.at.chunk === chunk && this.at.frame <= frame) {
+      const from = chunk.offsets[this.at.frame - chunk.first + 1];
+      this.at.state.applyAll(chunk.ops, from, chunk.offsets[here + 1]);
+      this.at.frame = frame;
+    } else {
+      const state = FilmState.restore(chunk.keyframe, this.blockSize, this.numBlocks);
+      state.applyAll(chunk.ops, 0, chunk.offsets[here + 1]);
+      this.at = { frame, chunk, state };
+    }
+    return this.at.state;
+  }
+
+  /** The operations of a frame, as a view of the chunk. */
+  ops(frame: number): Int32Array {
+    const chunk = this.chunkOf(frame), here = frame - chunk.first;
+    return chunk.ops.subarray(chunk.offsets[here], chunk.offsets[here + 1]);
+  }
+
+  /** What the step of a frame does. */
+  work(frame: number): StepWork {
+    const work: StepWork = {
+      chunks: [], admitted: [], preempted: [], added: [], finished: [], deferred: [], joined: null,
+      copiedOut: 0, copiedIn: 0,
+    };
+    const ops = this.ops(frame);
+    for (let p = 0; p < ops.length; p = nextOp(ops, p)) {
+      const r = ops[p + 1];
+      switch (ops[p]) {
+        case OP.CHUNK: work.chunks.push({ r, start: ops[p + 2], end: ops[p + 3] }); break;
+        case OP.ADMIT: work.admitted.push(r); break;
+        case OP.PREEMPT: work.preempted.push(r); break;
+        case OP.ADD: work.added.push(r); break;
+        case OP.FINISH: work.finished.push(r); break;
+        case OP.DEFER: work.deferred.push(r); break;
+        case OP.COPY: work.copiedOut += r; work.copiedIn += ops[p + 2]; break;
+      }
+    }
+    return work;
+  }
+
+  /** The sentence with this number. */
+  text(i: number): Text {
+    const at = lastAtMost(this.chunks.length, i, (c) => this.chunks[c].firstText);
+    const chunk = this.chunks[at];
+    let texts = this.parsed.get(chunk);
+    if (!texts) {
+      const names = JSON.parse(decode(chunk.names)) as { texts: [number, string, number, string][] };
+      texts = names.texts.map(([frame, kind, request, text]) => ({ frame, kind, request, text }));
+      this.parsed.set(chunk, texts);
+      if (this.parsed.size > NUM_PARSED) this.parsed.delete(this.parsed.keys().next().value!);
+    }
+    return texts[i - chunk.firstText];
+  }
+
+  /** The number of sentences up to and with this frame. */
+  numTexts(frame: number): number {
+    return lastAtMost(this.textFrames.length, frame, (i) => this.textFrames.at(i)) + 1;
+  }
+
+  /** Numbers of the latest sentences up to a frame, newest first; of one request if r >= 0. */
+  latestTexts(frame: number, limit: number, r = -1): number[] {
+    const found: number[] = [];
+    for (let i = this.numTexts(frame) - 1; i >= 0 && found.length < limit; i--) {
+      if (r < 0 || this.textRequests.at(i) === r) found.push(i);
+    }
+    return found;
+  }
+
+  /** The next frame after `frame` (before it, if `way` is -1) with one of the marks; or -1. */
+  nextMark(frame: number, mask: number, way: 1 | -1): number {
+    const marks = this.columns.marks.values;
+    for (let f = frame + way; f >= 0 && f < marks.length; f += way) if (marks[f] & mask) return f;
+    return -1;
+  }
+
+  /** The last frame that was planned at this time or before; 0 if there is none. */
+  frameAt(time: number): number {
+    return Math.max(0, lastAtMost(this.numFrames, time, (i) => this.planned.at(i)));
+  }
+
+  frameOfStep(step: number): number {
+    const steps = this.columns.step.values, at = steps.indexOf(step);
+    return at >= 0 ? at : Math.min(step, this.numFrames - 1);
+  }
+
+  /** Whether the end of every chunk is the keyframe of the next; the first frame that differs. */
+  check(): number {
+    for (let c = 0; c + 1 < this.chunks.length; c++) {
+      const next = this.chunks[c + 1], mine = this.state(next.first - 1).keyframe();
+      const same = mine.length === next.keyframe.length && next.keyframe.every((n, i) => n === mine[i]);
+      if (!same) return next.first;
+    }
+    return -1;
+  }
+}
+
+/** The first frame from `from` on in which two films differ; -1 if none does so far. */
+export function whereTheyPart(a: Film, b: Film, from = 0): number {
+  const shared = Math.min(a.numFrames, b.numFrames);
+  const names = Object.keys(a.columns);
+  for (let frame = from; frame < shared; frame++) {
+    if (names.some((name) => a.column(name, frame) !== b.column(name, frame))) return frame;
+    const ours = a.ops(frame), theirs = b.ops(frame);
+    if (ours.length !== theirs.length || ours.some((n, i) => n !== theirs[i])) return frame;
+  }
+  return a.end && b.end && a.numFrames !== b.numFrames ? shared : -1;
+}
+
+/** The last index of an ascending list whose value is at most `value`; -1 if there is none. */
+export function lastAtMost(length: number, value: number, at: (i: number) => number): number {
+  let low = 0, high = length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (at(middle) <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low - 1;
+}
+
+function asEntry(row: unknown[]): Entry {
+  const [id, numPrompt, limit, arrival, maxTokens, priority, client, parent] = row as [
+    string, number, number, number, number | null, number, string, string | null,
+  ];
+  return { id, numPrompt, limit, arrival, maxTokens, priority, client, parent };
+}
+
+function join(parts: Uint8Array[], length: number): Uint8Array {
+  if (parts.length === 1) return parts[0];
+  const all = new Uint8Array(length);
+  let place = 0;
+  for (const part of parts) {
+    all.set(part, place);
+    place += part.length;
+  }
+  return all;
+}
+
+const decoder = new TextDecoder();
+const decode = (bytes: Uint8Array): string => decoder.decode(bytes);

@@ -1,0 +1,295 @@
+// The state of the page as signals, and the actions that change it.
+
+import { batch, computed, effect, signal, Signal } from "@preact/signals";
+import { Source, stream } from "./api";
+import { Film, whereTheyPart } from "./film";
+import { Catalog, Edit, Spec, tidy } from "./spec";
+import { makeView, View } from "./view";
+
+export type Sync = "step" | "time";
+
+/** One of the two schedulers. */
+export interface Side {
+  film: Signal<Film | null>;
+  spec: Signal<Spec | null>;
+  isLoading: Signal<boolean>;
+  abort: AbortController | null;
+}
+
+const side = (): Side => ({
+  film: signal(null), spec: signal(null), isLoading: signal(false), abort: null,
+});
+
+export const a = side(), b = side();
+export const version = signal(0); // grows when frames arrive
+export const catalog = signal<Catalog | null>(null);
+export const position = signal(0); // frame; of both films, unless they are shown by time
+export const clock = signal(0); // seconds, when they are shown by time
+export const sync = signal<Sync>("step");
+export const selected = signal<string | null>(null);
+export const hovered = signal<string | null>(null);
+export const chosenState = signal<string | null>(null);
+export const isPlaying = signal(false);
+export const speed = signal(5); // frames per second
+export const isFollowing = signal(false);
+export const isLive = signal(false);
+export const banner = signal<string | null>(null);
+export const isHelpOpen = signal(false);
+export const theme = signal<"auto" | "light" | "dark">("auto");
+export const MARKS = ["PREEMPTION", "BLOCK", "HIT", "END", "ABORT"];
+export const chosenMarks = signal<string[]>(MARKS);
+export const span = signal<[number, number] | null>(null); // frames that lanes and charts show
+export let wanted: number | null = null; // a frame to show once it has arrived
+
+export const lit = computed(() => hovered.value ?? selected.value);
+export const isComparing = computed(() => b.spec.value !== null || b.film.value !== null);
+export const canRun = computed(() => catalog.value?.mode === "lab");
+export const whyNot = computed(() => {
+  const mode = catalog.value?.mode;
+  if (mode === "export") return "This file holds a recorded run. Start `headway lab` to run another.";
+  if (mode === "lab" || !mode) return "";
+  return "This page follows a live server. Start `headway lab` to run a workload of your own.";
+});
+
+/** Whether the run can be changed in the middle; and why not. */
+export const canEdit = computed(() => canRun.value && a.spec.value !== null);
+export const whyNoEdit = computed(() =>
+  whyNot.value || (canEdit.value ? "" : "Open the file with `headway lab FILE` to change this run."));
+
+export const numFrames = computed(() => {
+  version.value;
+  return Math.max(a.film.value?.numFrames ?? 0, b.film.value?.numFrames ?? 0);
+});
+
+/** The frame of a side at the present position. */
+export function frameOf(each: Side): number {
+  version.value;
+  const film = each.film.value;
+  if (!film || !film.numFrames) return -1;
+  if (sync.value === "time" && isComparing.value) return film.frameAt(clock.value);
+  return Math.min(position.value, film.numFrames - 1);
+}
+
+const viewOf = (each: Side) => computed<View | null>(() => {
+  const frame = frameOf(each);
+  return frame < 0 ? null : makeView(each.film.value!, frame);
+});
+export const viewA = viewOf(a), viewB = viewOf(b);
+
+let compared: { left: Film; right: Film; upTo: number } | null = null;
+
+/** The first frame in which the two films differ; -1 if there is none so far. */
+export const partsAt = computed(() => {
+  version.value;
+  const [left, right] = [a.film.value, b.film.value];
+  if (!left?.numFrames || !right?.numFrames) return -1;
+  if (compared?.left !== left || compared.right !== right) compared = { left, right, upTo: 0 };
+  const found = whereTheyPart(left, right, compared.upTo);
+  compared.upTo = found >= 0 ? found : Math.min(left.numFrames, right.numFrames);
+  return found;
+});
+
+// Moving.
+
+export function seek(frame: number, isUser = true): void {
+  const last = Math.max(0, numFrames.value - 1), to = Math.max(0, Math.min(last, Math.round(frame)));
+  batch(() => {
+    if (isUser) {
+      wanted = null;
+      if (isLive.value) isFollowing.value = frame >= last;
+    }
+    position.value = to;
+    const film = a.film.value?.numFrames ? a.film.value : b.film.value;
+    if (film?.numFrames) clock.value = film.planned.at(Math.min(to, film.numFrames - 1));
+  });
+}
+
+export function stepBy(count: number): void {
+  const isByTime = sync.value === "time" && isComparing.value;
+  if (!isByTime) return seek(position.value + count);
+  for (let i = 0; i < Math.abs(count); i++) tick(count > 0 ? 1 : -1);
+}
+
+/** By time: go to the next plan of either film. */
+function tick(way: 1 | -1): void {
+  const now = clock.value, times: number[] = [];
+  for (const film of [a.film.value, b.film.value]) {
+    if (!film?.numFrames) continue;
+    let at = film.frameAt(now);
+    if (way < 0) while (at >= 0 && film.planned.at(at) >= now) at--;
+    else at++;
+    if (at >= 0 && at < film.numFrames) times.push(film.planned.at(at));
+  }
+  if (times.length) seekTime(way > 0 ? Math.min(...times) : Math.max(...times));
+}
+
+export function seekTime(time: number): void {
+  batch(() => {
+    clock.value = time;
+    if (a.film.value) position.value = a.film.value.frameAt(time);
+  });
+}
+
+export function seekMark(way: 1 | -1): void {
+  const found: number[] = [];
+  const isByTime = sync.value === "time" && isComparing.value;
+  for (const each of [a, b]) {
+    const film = each.film.value;
+    if (!film?.numFrames) continue;
+    const mask = chosenMarks.value.reduce((sum, name) => sum | (film.header!.marks[name] ?? 0), 0);
+    const frame = film.nextMark(frameOf(each), mask, way);
+    if (frame >= 0) found.push(isByTime ? film.planned.at(frame) : frame);
+  }
+  if (!found.length) return;
+  const to = way > 0 ? Math.min(...found) : Math.max(...found);
+  if (isByTime) seekTime(to);
+  else seek(to);
+}
+
+export function seekEnd(): void {
+  seek(numFrames.value - 1);
+  if (isComparing.value && sync.value === "time") {
+    const ends = [a.film.value, b.film.value].map((film) => film?.planned.at(film.numFrames - 1) ?? 0);
+    seekTime(Math.max(...ends));
+  }
+}
+
+/** Show a frame now, or as soon as it has arrived. */
+export function want(frame: number): void {
+  wanted = frame;
+  seek(frame, false);
+}
+
+export function seekStep(step: number): void {
+  const film = a.film.value;
+  if (film?.numFrames) seek(film.frameOfStep(step));
+}
+
+export function select(id: string | null): void {
+  selected.value = selected.value === id ? null : id;
+}
+
+// Playing.
+
+let before = 0, due = 0;
+
+export function play(on = !isPlaying.value): void {
+  if (on && position.value >= numFrames.value - 1 && !a.isLoading.value) seek(0);
+  isPlaying.value = on;
+}
+
+effect(() => {
+  if (!isPlaying.value) return;
+  before = performance.now();
+  due = 1;
+  const turn = (now: number) => {
+    if (!isPlaying.peek()) return;
+    due += ((now - before) / 1000) * speed.peek();
+    before = now;
+    if (due >= 1) {
+      const at = position.peek(), at2 = clock.peek();
+      stepBy(Math.floor(due));
+      due %= 1;
+      const isStuck = position.peek() === at && clock.peek() === at2;
+      if (isStuck && !a.isLoading.peek() && !b.isLoading.peek()) isPlaying.value = false;
+    }
+    requestAnimationFrame(turn);
+  };
+  requestAnimationFrame(turn);
+});
+
+// Loading.
+
+let isScheduled = false;
+
+/** Tell the panes about new frames, at most once per picture. */
+function arrived(): void {
+  if (isScheduled) return;
+  isScheduled = true;
+  setTimeout(() => {
+    isScheduled = false;
+    refresh();
+  }, 60);
+}
+
+function refresh(): void {
+  batch(() => {
+    version.value = version.peek() + 1;
+    if (isFollowing.value) seek(numFrames.value - 1, false);
+    else if (wanted !== null && position.value !== wanted) seek(wanted, false);
+  });
+}
+
+/** Load a film into a side. What is shown stays until the first frames of the new film arrive. */
+export async function load(each: Side, source: Source): Promise<void> {
+  each.abort?.abort();
+  const abort = (each.abort = new AbortController()), film = new Film();
+  each.isLoading.value = true;
+  try {
+    await stream(source, film, abort.signal, () => {
+      if (each.film.value !== film && film.numFrames) {
+        batch(() => {
+          if (each.film.value) span.value = null;
+          each.film.value = film;
+          refresh(); // the first frames at once
+        });
+      }
+      arrived();
+    });
+    if (film.end?.error) banner.value = film.end.error;
+    else if (film.header?.notice) {
+      banner.value = `Shown from the recorded lines, without alternatives: ${film.header.notice}`;
+    }
+    if (!film.numFrames && !film.end?.error) banner.value = "The run has no steps: no request arrived.";
+  } catch (error) {
+    if (!abort.signal.aborted) banner.value = (error as Error).message;
+  } finally {
+    if (each.abort === abort) each.isLoading.value = false;
+    arrived();
+  }
+}
+
+/** Run a spec, and a second one beside it. The frame stays, unless another one is given. */
+export function open(spec: Spec, other: Spec | null, frame: number | null = null): void {
+  batch(() => {
+    banner.value = null;
+    isPlaying.value = false;
+    const isSame = JSON.stringify(a.spec.value) === JSON.stringify(tidy(spec)) && a.film.value?.end;
+    a.spec.value = tidy(spec);
+    b.spec.value = other && tidy(other);
+    if (!other) {
+      b.abort?.abort();
+      b.film.value = null;
+    }
+    wanted = frame ?? position.value;
+    if (!isSame) void load(a, { kind: "spec", spec: a.spec.value });
+    else if (frame !== null) seek(frame, false);
+    if (other) void load(b, { kind: "spec", spec: b.spec.value! });
+  });
+}
+
+/** Run again with a change of the spec; the second scheduler gets the same workload. */
+export function change(changes: Partial<Spec>): void {
+  const spec = { ...(a.spec.value ?? {}), ...changes };
+  const shared: Partial<Spec> = {};
+  for (const key of ["workload", "requests", "trace", "profile", "story"] as const) {
+    if (key in changes) Object.assign(shared, { [key]: changes[key] });
+  }
+  open(spec, b.spec.value && { ...b.spec.value, ...shared });
+}
+
+/** The step before whose plan an edit takes effect: the one after the step that is shown. */
+export function editStep(): number {
+  return (viewA.value?.step ?? -1) + 1;
+}
+
+export function edit(change: Omit<Edit, "step">): void {
+  const entry = { step: editStep(), ...change };
+  const edited = (spec: Spec): Spec => ({ ...spec, edits: [...(spec.edits ?? []), entry] });
+  open(edited(a.spec.value!), b.spec.value && edited(b.spec.value), position.value + 1);
+}
+
+export function fork(set: Record<string, string | number>): void {
+  const spec = a.spec.value!;
+  open(spec, { ...spec, edits: [...(spec.edits ?? []), { step: editStep(), set }] });
+}

@@ -1,0 +1,64 @@
+// When each request was in which state, over a whole film. Lanes, the list of finished requests and
+// the state machine read it; it is made once, while the chunks arrive.
+
+import { DECODING, FINISHED, FilmState, OP, PREFILL, SWAPPED, WAITING, nextOp } from "./state";
+
+/** One request: the frames at which its state changes. */
+export interface Life {
+  frames: number[]; // ascending; the state from this frame on
+  states: number[];
+  finish: { frame: number; reason: number; numOutput: number } | null;
+  preemptions: number[]; // frames
+}
+
+export class Timeline {
+  lives = new Map<number, Life>();
+  finished: number[] = []; // numbers of requests, in the order in which they finished
+  finishedAt: number[] = []; // their frames
+
+  /** The state before the first frame; not empty in a film of a live server. */
+  start(state: FilmState): void {
+    for (const [r, request] of state.requests) this.change(r, 0, request.status);
+  }
+
+  /** The operations of one chunk. */
+  add(first: number, offsets: Int32Array, ops: Int32Array): void {
+    let frame = 0;
+    for (let p = 0; p < ops.length; p = nextOp(ops, p)) {
+      while (p >= offsets[frame + 1]) frame++;
+      const at = first + frame, r = ops[p + 1];
+      switch (ops[p]) {
+        case OP.ADD: this.change(r, at, WAITING); break;
+        case OP.ADMIT: this.change(r, at, PREFILL); break;
+        case OP.CHUNK: this.change(r, at, PREFILL); break;
+        case OP.DECODING: this.change(r, at + 1, DECODING); break; // this step computes its prompt
+        case OP.PREEMPT:
+          this.change(r, at, ops[p + 2] ? SWAPPED : WAITING);
+          this.lives.get(r)?.preemptions.push(at);
+          break;
+        case OP.FINISH: this.finish(r, at, ops[p + 2], ops[p + 3]); break;
+      }
+    }
+  }
+
+  private change(r: number, frame: number, state: number): void {
+    let life = this.lives.get(r);
+    if (!life) this.lives.set(r, (life = { frames: [], states: [], finish: null, preemptions: [] }));
+    const last = life.frames.length - 1;
+    while (life.frames.length && life.frames[life.frames.length - 1] >= frame) {
+      life.frames.pop();
+      life.states.pop();
+    }
+    if (last < 0 || life.states[life.states.length - 1] !== state) {
+      life.frames.push(frame);
+      life.states.push(state);
+    }
+  }
+
+  private finish(r: number, frame: number, reason: number, numOutput: number): void {
+    this.change(r, frame, FINISHED);
+    this.lives.get(r)!.finish = { frame, reason, numOutput };
+    this.finished.push(r);
+    this.finishedAt.push(frame);
+  }
+}

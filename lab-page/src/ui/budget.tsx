@@ -1,0 +1,64 @@
+// The token budget of the step as a bar: decodes, chunks by request, unused.
+
+import type { ReadonlySignal } from "@preact/signals";
+import { ownerColor, paint } from "../colors";
+import { hovered, lit, select } from "../store";
+import type { View } from "../view";
+import { count, plural } from "./words";
+
+const CUT = 0.4, SHARE = 0.7; // below this use, the used part takes this share of the bar
+
+export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
+  paint.value;
+  const now = view.value;
+  const limit = Number(now?.film.header?.config.max_num_batched_tokens ?? 0);
+  const decodes = now ? now.film.column("decodes", now.frame) : 0;
+  const chunks = now?.work.chunks ?? [];
+  const used = decodes + chunks.reduce((sum, chunk) => sum + chunk.end - chunk.start, 0);
+  const total = Math.max(limit, used, 1), unused = Math.max(0, limit - used);
+  const numSteps = now ? now.film.column("num_steps", now.frame) : 1;
+  const isCut = used > 0 && used / total < CUT; // the unused part is drawn shorter than it is
+  const scale = isCut ? SHARE / used : 1 / total;
+  const width = (tokens: number) => ({ width: `${100 * tokens * scale}%` });
+  return (
+    <section class="card budget" aria-label={`Token budget of the step${name}`}>
+      <h2>
+        Token budget of the step
+        <small>{count(used)} of {count(limit)} tokens</small>
+      </h2>
+      <div class="bar" role="img" aria-label={`${decodes} decodes, ${used - decodes} prefill tokens, ${unused} unused`}>
+        {decodes > 0 && <i class="decodes" style={width(decodes)} />}
+        {chunks.map(({ r, start, end }) => {
+          const id = now!.film.entries[r].id;
+          return (
+            <i
+              key={r} class={lit.value === id ? "chunk lit" : "chunk"}
+              style={{ ...width(end - start), background: ownerColor(r) }}
+              title={`${id}: tokens [${start}, ${end})`} onClick={() => select(id)}
+              onMouseEnter={() => (hovered.value = id)} onMouseLeave={() => (hovered.value = null)}
+            />
+          );
+        })}
+        {unused > 0 && (
+          <i class={isCut ? "unused cut" : "unused"} title={isCut ? "not to scale" : undefined}>
+            {count(unused)} unused
+          </i>
+        )}
+      </div>
+      <p class="legend one-line">
+        <i class="swatch decodes" /> {plural(decodes, "decode")}
+        {numSteps > 1 && ` × ${numSteps} steps`}
+        {" · "}{plural(chunks.length, "prompt chunk")} {chunks.length > 0 && `(${chunkText(now!)})`}
+        {" · "}{count(unused)} unused{isCut && ", not to scale"}
+      </p>
+    </section>
+  );
+}
+
+function chunkText(view: View): string {
+  const parts = view.work.chunks.slice(0, 6).map(
+    ({ r, start, end }) => `${view.film.entries[r].id}: ${count(end - start)}`,
+  );
+  const more = view.work.chunks.length - parts.length;
+  return parts.join(", ") + (more > 0 ? `, ${more} more` : "");
+}

@@ -1,0 +1,194 @@
+// Charts over all frames, with a cursor at the present frame. Click to go there, drag to zoom.
+
+import { useSignalEffect } from "@preact/signals";
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { color, paint } from "../colors";
+import type { Film } from "../film";
+import { a, b, frameOf, isComparing, numFrames, seek, span, version } from "../store";
+import { shownSpan } from "./lanes";
+import { count } from "./words";
+
+interface Line { label: string; color: string; values: (film: Film) => ArrayLike<number> }
+interface Chart { title: string; lines: Line[] }
+type Data = (ArrayLike<number> | (number | null)[])[];
+
+const HEIGHT = 96, REDRAW = 250; // pixels; ms between redraws while frames arrive
+const column = (name: string) => (film: Film) => film.columns[name]!.values;
+const CHARTS: Chart[] = [
+  {
+    title: "Requests",
+    lines: [
+      { label: "running", color: "decoding", values: column("running") },
+      { label: "waiting", color: "waiting", values: column("waiting") },
+    ],
+  },
+  { title: "Free blocks", lines: [{ label: "free", color: "green", values: column("free") }] },
+  {
+    title: "Tokens per step",
+    lines: [
+      { label: "all", color: "decoding", values: kept(tokens) },
+      { label: "prefill", color: "prefill", values: column("prefill") },
+    ],
+  },
+  { title: "Preemptions so far", lines: [{ label: "preemptions", color: "red", values: kept(preemptions) }] },
+];
+
+/** Compute a line once for each length of a film. */
+function kept(values: (film: Film) => Int32Array): (film: Film) => Int32Array {
+  const known = new WeakMap<Film, Int32Array>();
+  return (film) => {
+    let line = known.get(film);
+    if (line?.length !== film.numFrames) known.set(film, (line = values(film)));
+    return line!;
+  };
+}
+
+function tokens(film: Film): Int32Array {
+  const decodes = film.columns.decodes.values, prefill = film.columns.prefill.values;
+  const steps = film.columns.num_steps.values;
+  return decodes.map((n, i) => n * Math.max(1, steps[i]) + prefill[i]);
+}
+
+function preemptions(film: Film): Int32Array {
+  let sum = 0;
+  return film.columns.preempted.values.map((n) => (sum += n));
+}
+
+export function Charts() {
+  return (
+    <section class="card charts" aria-label="Charts">
+      <h2>
+        Over the whole run
+        {isComparing.value && <small>second scheduler dashed</small>}
+      </h2>
+      <div class="chart-grid">
+        {CHARTS.map((chart) => <Plot key={chart.title} chart={chart} />)}
+      </div>
+    </section>
+  );
+}
+
+function Plot({ chart }: { chart: Chart }) {
+  const place = useRef<HTMLDivElement>(null), cursor = useRef<HTMLDivElement>(null);
+  const plot = useRef<uPlot | null>(null), timer = useRef(0);
+  const move = () => {
+    const u = plot.current, line = cursor.current;
+    if (!u || !line || !numFrames.peek()) return;
+    const x = u.valToPos(Math.max(0, frameOf(a)), "x");
+    const { left, width } = u.bbox, ratio = devicePixelRatio || 1; // reading the document is slow
+    const isOutside = x < 0 || x > width / ratio;
+    line.style.transform = `translateX(${left / ratio + x}px)`;
+    line.style.visibility = isOutside ? "hidden" : "visible";
+  };
+  const refresh = () => {
+    timer.current = 0;
+    const u = plot.current;
+    if (!u) return;
+    u.setData(dataOf(chart) as unknown as uPlot.AlignedData);
+    move();
+  };
+  useSignalEffect(() => {
+    paint.value;
+    isComparing.value;
+    plot.current?.destroy();
+    plot.current = make(chart, place.current!, move);
+    refresh();
+  });
+  useSignalEffect(() => {
+    version.value; span.value; a.film.value; b.film.value;
+    timer.current ||= window.setTimeout(refresh, numFrames.value > 2000 ? REDRAW : 30);
+  });
+  useSignalEffect(() => {
+    frameOf(a);
+    move();
+  });
+  useEffect(() => {
+    const watcher = new ResizeObserver(() => {
+      const width = place.current!.clientWidth;
+      if (plot.current && width && plot.current.width !== width) {
+        plot.current.setSize({ width, height: HEIGHT });
+        move();
+      }
+    });
+    watcher.observe(place.current!);
+    return () => { watcher.disconnect(); plot.current?.destroy(); };
+  }, []);
+  return (
+    <figure>
+      <figcaption>{chart.title}<Values chart={chart} /></figcaption>
+      <div class="plot" ref={place}><div class="cursor" ref={cursor} /></div>
+    </figure>
+  );
+}
+
+function Values({ chart }: { chart: Chart }) {
+  const frame = frameOf(a), film = a.film.value;
+  if (!film || frame < 0) return null;
+  return (
+    <span class="values">
+      {chart.lines.map((line) => (
+        <span key={line.label}>
+          {chart.lines.length > 1 && <i class={`swatch ${line.color}`} />}
+          {chart.lines.length > 1 && `${line.label} `}<b>{count(line.values(film)[frame])}</b>
+        </span>
+      ))}
+    </span>
+  );
+}
+
+function dataOf(chart: Chart): Data {
+  const films = [a.film.peek(), b.film.peek()], length = numFrames.peek();
+  const x = Float64Array.from({ length }, (_, i) => i);
+  const lines: Data = [x];
+  for (const [i, film] of films.entries()) {
+    if (i && !isComparing.peek()) continue;
+    for (const line of chart.lines) {
+      const values = film?.header ? line.values(film) : new Int32Array(0);
+      const isFull = values.length === length;
+      lines.push(isFull ? values : Array.from(x, (_, f) => (f < values.length ? values[f] : null)));
+    }
+  }
+  return lines;
+}
+
+function make(chart: Chart, place: HTMLElement, onReady: () => void): uPlot {
+  const quiet = color("quiet"), grid = { stroke: color("line"), width: 1 };
+  const axis = { stroke: quiet, grid, ticks: { show: false }, font: "10px system-ui, sans-serif" };
+  const series: uPlot.Series[] = [{}];
+  for (const isSecond of isComparing.peek() ? [false, true] : [false]) {
+    for (const line of chart.lines) {
+      series.push({
+        label: line.label, stroke: color(line.color), width: 1.5, points: { show: false },
+        dash: isSecond ? [4, 3] : undefined,
+      });
+    }
+  }
+  const options: uPlot.Options = {
+    width: place.clientWidth || 300, height: HEIGHT, series, legend: { show: false },
+    padding: [6, 6, 0, 0],
+    scales: { x: { time: false, range: () => shownSpan(numFrames.peek()) }, y: { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } },
+    axes: [
+      { ...axis, size: 18, gap: 2 },
+      { ...axis, size: 44, gap: 3, space: 22, values: (_, ticks) => ticks.map((t) => Number.isInteger(t) ? count(t) : "") },
+    ],
+    cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false } },
+    hooks: {
+      draw: [onReady], // scales are set right before
+      setSelect: [(u) => {
+        if (u.select.width < 8) return;
+        const from = u.posToVal(u.select.left, "x"), to = u.posToVal(u.select.left + u.select.width, "x");
+        span.value = [Math.max(0, Math.floor(from)), Math.ceil(Math.max(to, from + 20))];
+        u.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      }],
+    },
+  };
+  const plot = new uPlot(options, [[], []] as unknown as uPlot.AlignedData, place);
+  let downAt = 0;
+  plot.over.addEventListener("mousedown", (event) => (downAt = event.clientX));
+  plot.over.addEventListener("click", (event) => {
+    if (Math.abs(event.clientX - downAt) < 8) seek(Math.round(plot.posToVal(event.offsetX, "x")));
+  });
+  return plot;
+}

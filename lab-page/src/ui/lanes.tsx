@@ -1,0 +1,163 @@
+// One lane per request over time, with the present frame and marks of preemptions and ends.
+
+import type { ReadonlySignal } from "@preact/signals";
+import { useRef } from "preact/hooks";
+import { color } from "../colors";
+import type { Film } from "../film";
+import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
+import { hovered, lit, seek, select, selected, span, version } from "../store";
+import type { Life } from "../timeline";
+import type { View } from "../view";
+import { Canvas } from "./canvas";
+
+const GUTTER = 56, AXIS = 16, MIN_ROW = 5, MAX_ROW = 18, MIN_SPAN = 20;
+const COLORS: Record<number, string> = {
+  [WAITING]: "waiting", [PREFILL]: "prefill", [DECODING]: "decoding", [SWAPPED]: "swapped",
+};
+
+interface Drawn { rows: number[]; height: number; shown: [number, number]; width: number }
+
+/** The frames that lanes and charts show. */
+export function shownSpan(numFrames: number): [number, number] {
+  const chosen = span.value;
+  return chosen ? [chosen[0], Math.min(chosen[1], Math.max(numFrames, chosen[0] + MIN_SPAN))]
+    : [0, Math.max(numFrames, MIN_SPAN)];
+}
+
+/** Show more or fewer frames round a place. */
+export function zoom(factor: number, middle: number, numFrames: number): void {
+  const [low, high] = shownSpan(numFrames), width = Math.max(MIN_SPAN, (high - low) * factor);
+  if (width >= numFrames) span.value = null;
+  else {
+    const share = high > low ? (middle - low) / (high - low) : 0.5;
+    const from = Math.round(Math.max(0, Math.min(numFrames - width, middle - share * width)));
+    span.value = [from, Math.round(from + width)];
+  }
+}
+
+export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
+  const drawn = useRef<Drawn>({ rows: [], height: MAX_ROW, shown: [0, 1], width: 1 }); // for the pointer
+  const draw = (context: CanvasRenderingContext2D, w: number, h: number) => {
+    version.value;
+    const now = view.value;
+    context.clearRect(0, 0, w, h);
+    if (!now) return;
+    const shown = shownSpan(now.film.numFrames), width = w - GUTTER;
+    const rows = pick(now.film, shown, now.frame, Math.floor((h - AXIS) / MIN_ROW));
+    const height = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor((h - AXIS) / Math.max(1, rows.length))));
+    drawn.current = { rows, height, shown, width };
+    paintLanes(context, now, rows, height, shown, width, h);
+  };
+  const frameAt = (x: number) => {
+    const { shown, width } = drawn.current;
+    return shown[0] + ((x - GUTTER) / width) * (shown[1] - shown[0]);
+  };
+  const onPoint = (x: number, y: number, kind: "move" | "click") => {
+    const { rows, height } = drawn.current, film = view.peek()?.film, r = rows[Math.floor(y / height)];
+    const id = film && r !== undefined ? film.entries[r].id : null;
+    if (kind === "move") hovered.value = id;
+    else {
+      if (x >= GUTTER) seek(Math.floor(frameAt(x)));
+      if (id !== null && (x < GUTTER || selected.value !== id)) select(id);
+    }
+  };
+  const onWheel = (event: WheelEvent, x: number) => {
+    const film = view.peek()?.film;
+    if (!film || !event.ctrlKey) return;
+    event.preventDefault();
+    zoom(event.deltaY > 0 ? 1.25 : 0.8, frameAt(x), film.numFrames);
+  };
+  const change = (factor: number) => () => {
+    const now = view.peek();
+    if (now) zoom(factor, now.frame, now.film.numFrames);
+  };
+  return (
+    <section class="card lanes" aria-label={`Requests over time${name}`}>
+      <h2>
+        Requests over time
+        <span class="tools">
+          <button type="button" onClick={change(0.5)} aria-label="Show fewer frames">+</button>
+          <button type="button" onClick={change(2)} aria-label="Show more frames">−</button>
+          <button type="button" onClick={() => (span.value = null)} aria-label="Show all frames">all</button>
+        </span>
+      </h2>
+      <Canvas
+        draw={draw} class="lanes-canvas" onPoint={onPoint} onLeave={() => (hovered.value = null)}
+        onWheel={onWheel} label="One lane for each request; the colour is its state at each step"
+      />
+      <p class="legend">
+        <i class="swatch waiting" /> waiting <i class="swatch prefill" /> prefill{" "}
+        <i class="swatch decoding" /> decoding <i class="swatch swapped" /> swapped{" "}
+        <i class="tick preempted" /> preempted
+      </p>
+    </section>
+  );
+}
+
+/** Requests with a lane: those in the span; if there are too many, those nearest to the frame. */
+function pick(film: Film, [low, high]: [number, number], frame: number, most: number): number[] {
+  const inside: number[] = [];
+  for (const [r, life] of film.timeline.lives) {
+    if (life.frames[0] < high && (life.finish?.frame ?? Infinity) >= low) inside.push(r);
+  }
+  if (inside.length <= most) return inside;
+  const lives = film.timeline.lives;
+  const isOpen = (r: number) => (lives.get(r)!.finish?.frame ?? Infinity) >= frame;
+  let first = inside.findIndex(isOpen);
+  if (first < 0) first = inside.length;
+  first = Math.max(0, Math.min(first - 2, inside.length - most));
+  return inside.slice(first, first + most);
+}
+
+function paintLanes(
+  context: CanvasRenderingContext2D, view: View, rows: number[], height: number,
+  [low, high]: [number, number], width: number, bottom: number,
+): void {
+  const { film } = view, scale = width / (high - low);
+  const chosen = lit.value === null ? -1 : (film.numbers.get(lit.value) ?? -1);
+  context.font = `${Math.min(11, height)}px system-ui, sans-serif`;
+  context.textBaseline = "middle";
+  rows.forEach((r, i) => {
+    const y = i * height, life = film.timeline.lives.get(r)!;
+    if (r === chosen) {
+      context.fillStyle = color("lit");
+      context.fillRect(0, y, GUTTER + width, height);
+    }
+    if (height >= 10) {
+      context.fillStyle = color(r === chosen ? "ink" : "quiet");
+      context.fillText(film.entries[r].id, 2, y + height / 2 + 1, GUTTER - 6);
+    }
+    paintLane(context, life, y, height, low, high, scale, film.numFrames);
+  });
+  const x = GUTTER + (view.frame + 0.5 - low) * scale;
+  context.fillStyle = color("ink");
+  if (x >= GUTTER) context.fillRect(Math.round(x) - 1, 0, 2, bottom - AXIS);
+  context.fillStyle = color("quiet");
+  context.font = "10px system-ui, sans-serif";
+  context.fillText(`frame ${low}`, GUTTER, bottom - AXIS / 2);
+  context.textAlign = "right";
+  context.fillText(String(Math.round(high)), GUTTER + width, bottom - AXIS / 2);
+  context.textAlign = "left";
+}
+
+function paintLane(
+  context: CanvasRenderingContext2D, life: Life, y: number, height: number, low: number, high: number,
+  scale: number, numFrames: number,
+): void {
+  const inset = height > 9 ? 2 : 1;
+  for (let i = 0; i < life.frames.length; i++) {
+    const state = life.states[i], from = Math.max(low, life.frames[i]);
+    const to = Math.min(high, life.frames[i + 1] ?? numFrames);
+    if (state === FINISHED || to <= from) continue;
+    const isWaiting = state === WAITING, thin = isWaiting ? Math.max(1, Math.floor(height / 3)) : inset;
+    context.fillStyle = color(COLORS[state]);
+    const x = GUTTER + (from - low) * scale, w = Math.max(0.75, (to - from) * scale);
+    context.fillRect(x, y + thin, w, height - 2 * thin);
+  }
+  context.fillStyle = color("red");
+  for (const frame of life.preemptions) {
+    if (frame >= low && frame < high) {
+      context.fillRect(GUTTER + (frame - low) * scale - 1, y + 1, 3, height - 2);
+    }
+  }
+}

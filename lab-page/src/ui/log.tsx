@@ -1,0 +1,142 @@
+// What the scheduler decided up to this frame, newest first; and the decisions of one request.
+
+import { signal, type ReadonlySignal } from "@preact/signals";
+import { hovered, lit, seek, select, selected, viewA } from "../store";
+import { STATES, WAITING } from "../state";
+import { canEdit, catalog, edit, whyNoEdit } from "../store";
+import { rowOf, Row, stepOf, View } from "../view";
+import { needOf, Progress, reasonOf } from "./requests";
+import { count, plural, seconds, thing } from "./words";
+
+const MAX_SHOWN = 48;
+const onlySelected = signal(false);
+
+export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
+  const now = view.value, id = selected.value;
+  const r = onlySelected.value && id !== null ? (now?.film.numbers.get(id) ?? -2) : -1;
+  const found = now && r !== -2 ? now.film.latestTexts(now.frame, MAX_SHOWN, r) : [];
+  return (
+    <section class="card log" aria-label={`Decisions${name}`}>
+      <h2>
+        Decisions
+        <label class="tools">
+          <input
+            type="checkbox" checked={onlySelected.value} disabled={id === null}
+            onChange={(event) => (onlySelected.value = event.currentTarget.checked)}
+          /> of the selected request
+        </label>
+      </h2>
+      <Sentences view={now} found={found} none="No decisions up to this frame." />
+    </section>
+  );
+}
+
+function Sentences({ view, found, none }: { view: View | null; found: number[]; none: string }) {
+  if (!view || !found.length) return <p class="none">{none}</p>;
+  return (
+    <ol class="sentences">
+      {found.map((i, place) => {
+        const { frame, kind, request, text } = view.film.text(i);
+        const id = request >= 0 ? view.film.entries[request]?.id : undefined;
+        const classes = [kind, frame === view.frame && "now", id !== undefined && id === lit.value && "lit"];
+        return (
+          <li key={place} class={classes.filter(Boolean).join(" ")}>
+            <button
+              type="button"
+              onClick={() => {
+                seek(frame);
+                if (id !== undefined && selected.value !== id) select(id);
+              }}
+              onMouseEnter={() => (hovered.value = id ?? null)} onMouseLeave={() => (hovered.value = null)}
+            >
+              <span class="when">{stepOf(view.film, frame)}</span>
+              <span>{text}</span>
+            </button>
+          </li>
+        );
+      })}
+    </ol>
+  );
+}
+
+/** "Why?": the state of the selected request, its latest sentence, and what it needs. */
+export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
+  const now = view.value, id = selected.value;
+  const row = now && rowOf(now, id);
+  return (
+    <section class="card why" aria-label={`Why${name}`} id={name ? undefined : "why"}>
+      <h2>
+        Why?
+        {row && <small>{row.id}, step {now.step}</small>}
+      </h2>
+      {row ? <Answer row={row} view={now} /> : (
+        <p class="none">
+          {id === null
+            ? "Select a request, in any pane, to see why it is in its state."
+            : `Request ${id} has not arrived by this frame.`}
+        </p>
+      )}
+    </section>
+  );
+}
+
+function Answer({ row, view }: { row: Row; view: View }) {
+  const { film } = view, entry = film.entries[row.r], state = STATES[row.status];
+  const history = film.latestTexts(view.frame, 30, row.r);
+  const { blocked } = row;
+  return (
+    <>
+      <p class="answer">
+        <b class={`state ${state}`}>{state}</b>{" "}
+        {history.length ? film.text(history[0]).text : restOf(row, view)}.
+      </p>
+      <Progress row={row} />
+      {blocked && blocked.need > 0 && <NeedHave row={row} view={view} />}
+      {row.status === WAITING && history.length > 0 && <p class="quiet">{restOf(row, view)}.</p>}
+      <p class="quiet">{catalog.value?.states[state]}</p>
+      <dl>
+        <dt>prompt</dt><dd>{plural(row.numPrompt, "token")}, {count(row.cached)} cached</dd>
+        <dt>computed</dt><dd>{count(row.computed)}</dd>
+        <dt>generated</dt><dd>{count(row.generated)} of {count(row.limit - row.numPrompt)}</dd>
+        <dt>blocks</dt><dd>{count(row.numBlocks)}{row.numHost > 0 && `, ${row.numHost} on the host`}</dd>
+        <dt>preemptions</dt><dd>{row.preemptions}</dd>
+        <dt>arrival</dt><dd>{seconds(entry.arrival)}</dd>
+        {entry.priority !== 0 && <><dt>priority</dt><dd>{entry.priority}</dd></>}
+        {entry.client && <><dt>client</dt><dd>{entry.client}</dd></>}
+        {entry.parent && <><dt>sample of</dt><dd>{entry.parent}</dd></>}
+      </dl>
+      {row.finish === null && view === viewA.value && (
+        <button
+          type="button" class="small" disabled={!canEdit.value}
+          title={canEdit.value ? "Run again; the request is aborted before the next step" : whyNoEdit.value}
+          onClick={() => edit({ abort: row.id })}
+        >
+          Abort {row.id} here
+        </button>
+      )}
+      <Sentences view={view} found={history} none="" />
+    </>
+  );
+}
+
+function NeedHave({ row, view }: { row: Row; view: View }) {
+  const { need, have, reason } = row.blocked!, most = Math.max(need, have, 1);
+  const what = thing(view.film.header!.reasons[reason]);
+  const width = (n: number) => ({ width: `${(100 * Math.max(0, n)) / most}%` });
+  return (
+    <div class="need" role="img" aria-label={needOf(row, view)}>
+      <span>needs</span><i><u class="wanted" style={width(need)} /></i><b>{count(need)} {what}</b>
+      <span>has</span><i><u class="there" style={width(have)} /></i><b>{count(have)}</b>
+    </div>
+  );
+}
+
+/** Why a waiting request was not admitted in this step. */
+function restOf(row: Row, view: View): string {
+  const reasons = view.film.header!.reasons;
+  if (row.blocked) return `Step ${view.step}: ${reasonOf(reasons[row.blocked.reason], view)}`;
+  if (row.status === WAITING && view.state.rest) {
+    return `Step ${view.step} did not consider it: ${reasonOf(reasons[view.state.rest.reason], view)}`;
+  }
+  return row.status === WAITING ? "The next step considers it" : "No sentence about it so far";
+}

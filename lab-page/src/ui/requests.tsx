@@ -1,0 +1,123 @@
+// The requests by state, each with its progress and, while it waits, what it needs and has.
+
+import type { ReadonlySignal } from "@preact/signals";
+import { ownerColor, paint } from "../colors";
+import { DECODING, PREFILL, STATES, WAITING } from "../state";
+import { catalog, chosenState, hovered, lit, select, selected } from "../store";
+import type { Groups, Row, View } from "../view";
+import { count, thing } from "./words";
+
+const MAX_ROWS = 32; // rows of one group in the document
+const TITLES: Record<keyof Groups, string> = {
+  running: "Running", waiting: "Waiting", swapped: "Swapped", finished: "Finished",
+};
+const NONE: Record<keyof Groups, string> = {
+  running: "No running requests.", waiting: "No waiting requests.",
+  swapped: "No swapped requests.", finished: "No finished requests.",
+};
+
+export function Requests({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
+  const now = view.value;
+  return (
+    <section class="card requests" aria-label={`Requests${name}`}>
+      <h2>Requests</h2>
+      <div class="groups">
+        {(["running", "waiting", "swapped", "finished"] as const).map((group) => (
+          <Group key={group} group={group} view={now} />
+        ))}
+      </div>
+      <p class="legend">
+        <i class="swatch cached" /> cached <i class="swatch computed" /> computed{" "}
+        <i class="swatch generated" /> generated <i class="swatch lost" /> to compute again
+      </p>
+    </section>
+  );
+}
+
+function Group({ group, view }: { group: keyof Groups; view: View | null }) {
+  const rows = view?.groups[group] ?? [];
+  const total = group === "finished" ? (view?.numFinished ?? 0) : rows.length;
+  return (
+    <div class={`group ${group}`}>
+      <h3>{TITLES[group]} <b>{total}</b></h3>
+      <ul>
+        {rows.slice(0, MAX_ROWS).map((row, i) => <Request key={i} row={row} view={view!} />)}
+        {!rows.length && <li class="none">{NONE[group]}</li>}
+        {total > MAX_ROWS && <li class="none">and {count(total - Math.min(MAX_ROWS, rows.length))} more</li>}
+      </ul>
+    </div>
+  );
+}
+
+function Request({ row, view }: { row: Row; view: View }) {
+  paint.value;
+  const isLit = lit.value === row.id;
+  const isOther = chosenState.value !== null && STATES[row.status] !== chosenState.value;
+  const classes = ["row", isLit && "lit", isOther && "dim", row.blocked && "blocked"].filter(Boolean).join(" ");
+  return (
+    <li>
+      <button
+        type="button" class={classes} aria-pressed={selected.value === row.id} title={titleOf(row)}
+        onClick={() => select(row.id)} onMouseEnter={() => (hovered.value = row.id)}
+        onMouseLeave={() => (hovered.value = null)}
+      >
+        <i class="chip" style={{ background: ownerColor(row.r) }} />
+        <span class="id">{row.id}</span>
+        <Progress row={row} />
+        <span class="note">{noteOf(row, view)}</span>
+      </button>
+    </li>
+  );
+}
+
+/** Shares of the longest length that the request can have. */
+export function Progress({ row }: { row: Row }) {
+  const total = Math.max(1, row.limit, row.numPrompt + row.generated);
+  const percent = (tokens: number) => `${(100 * tokens) / total}%`;
+  const cached = Math.min(row.cached, row.computed);
+  const prompt = Math.min(row.computed, row.numPrompt), known = row.numPrompt + row.generated;
+  const output = Math.max(0, Math.min(row.computed, known) - row.numPrompt);
+  const again = row.status === WAITING || row.status === PREFILL ? row.generated - output : 0;
+  const recent = row.status === DECODING || row.status === 4 ? row.generated - output : 0;
+  return (
+    <span class="progress" aria-hidden="true">
+      <i class="cached" style={{ width: percent(cached) }} />
+      <i class="computed" style={{ width: percent(Math.max(0, prompt - cached)) }} />
+      <i class="gap" style={{ width: percent(row.numPrompt - prompt) }} />
+      <i class="generated" style={{ width: percent(output + recent) }} />
+      <i class="lost" style={{ width: percent(Math.max(0, again)) }} />
+    </span>
+  );
+}
+
+function titleOf(row: Row): string {
+  return (
+    `${row.id}: ${STATES[row.status]}, ${row.cached} of ${row.numPrompt} prompt tokens cached, ` +
+    `${row.computed} tokens computed, ${row.generated} of ${row.limit - row.numPrompt} generated`
+  );
+}
+
+function noteOf(row: Row, view: View): preact.ComponentChildren {
+  if (row.finish !== null) return row.finish === "length" ? `${row.generated} tokens` : row.finish;
+  if (row.blocked?.need) {
+    const what = thing(view.film.header!.reasons[row.blocked.reason]);
+    return <>needs {count(row.blocked.need)}<span class="unit"> {what}</span>, has {count(row.blocked.have)}</>;
+  }
+  if (row.blocked) return needOf(row, view);
+  if (row.chunk) return `+${count(row.chunk[1] - row.chunk[0])} tokens`;
+  if (row.status === DECODING) return `${row.generated}/${row.limit - row.numPrompt}`;
+  if (row.status === PREFILL) return `${row.computed}/${row.numPrompt + row.generated}`;
+  return view.state.rest ? "not considered" : "next step";
+}
+
+/** What a waiting request needs and what was available. */
+export function needOf(row: Row, view: View): string {
+  const { reason, need, have } = row.blocked!, name = view.film.header!.reasons[reason];
+  return need ? `needs ${count(need)} ${thing(name)}, has ${count(have)}` : reasonOf(name, view);
+}
+
+/** The meaning of a reason's name. */
+export function reasonOf(name: string, view: View): string {
+  const texts = view.film.header!.reason_texts ?? catalog.value?.reasons ?? {};
+  return texts[name] ?? name.replaceAll("_", " ");
+}

@@ -1,0 +1,180 @@
+// A story: text, a question to guess first, steps to look at, and the numbers of its runs.
+
+import { signal } from "@preact/signals";
+import { stream } from "../api";
+import { Film } from "../film";
+import type { Look, Spec, Story, StoryNumber } from "../spec";
+import { a, b, canRun, catalog, open, seek, seekStep, Side, version } from "../store";
+import { Stories } from "./setup";
+import { count } from "./words";
+
+export const guess = signal<number | null>(null); // -1: shown without a guess
+const hidden = signal<Record<string, Record<string, number | null>>>({}); // numbers of runs not shown
+const asked = new Set<string>();
+
+/** Show a story from its start. The second run appears after the guess. */
+export function openStory(story: Story): void {
+  guess.value = null;
+  open(story.spec, story.question ? null : story.other, 0);
+}
+
+export function currentStory(): Story | null {
+  const name = a.spec.value?.story?.split("/")[0];
+  return (name && catalog.value?.stories.find((story) => story.name === name)) || null;
+}
+
+const runsOf = (story: Story): [string, Spec][] => [
+  ["spec", story.spec],
+  ...(story.other ? [["other", story.other] as [string, Spec]] : []),
+  ...Object.entries(story.more ?? {}),
+];
+
+/** Which of the story's runs a side shows. */
+function runOf(side: Side): string | null {
+  const reference = side.spec.value?.story;
+  return reference ? (reference.split("/")[1] ?? "spec") : null;
+}
+
+export function StoryPanel() {
+  const story = currentStory();
+  if (!catalog.value?.stories.length) return null;
+  if (!story) return <section class="card story" aria-label="Story"><Stories /></section>;
+  const isOpen = guess.value !== null || !story.question;
+  return (
+    <section class="card story" aria-label="Story">
+      <Stories />
+      {story.text.map((text, i) => <p key={i}>{text}</p>)}
+      {story.question && <Question story={story} />}
+      {isOpen && <Numbers story={story} />}
+      {isOpen && runsOf(story).length > 1 && <Runs story={story} />}
+      {story.looks.length > 0 && <Looks story={story} isOpen={isOpen} />}
+    </section>
+  );
+}
+
+function Looks({ story, isOpen }: { story: Story; isOpen: boolean }) {
+  const looks = story.looks.filter(({ run }) => isOpen || (run ?? "spec") === "spec");
+  return (
+    <ol class="looks">
+      {looks.map((look, i) => (
+        <li key={i}>
+          <button type="button" onClick={() => lookAt(story, look)}>
+            <span class="when">step {look.step}</span>
+            <span>{look.text}</span>
+          </button>
+        </li>
+      ))}
+    </ol>
+  );
+}
+
+/** Go to a step of one of the story's runs; show the run first, if it is not there. */
+function lookAt(story: Story, { step, run }: Look): void {
+  const name = run ?? "spec", spec = runsOf(story).find(([each]) => each === name)?.[1];
+  if (name === runOf(a)) seekStep(step);
+  else if (name === runOf(b) && b.film.value) seek(b.film.value.frameOfStep(step));
+  else if (spec && canRun.value) open(a.spec.value!, spec, step);
+}
+
+function Runs({ story }: { story: Story }) {
+  const runs = runsOf(story);
+  const choose = (isFirst: boolean, name: string) => {
+    const spec = runs.find(([each]) => each === name)?.[1] ?? null;
+    if (isFirst) open(spec!, b.spec.value);
+    else open(a.spec.value!, spec);
+  };
+  const picker = (side: Side, label: string, isFirst: boolean) => (
+    <label class="field">
+      <span>{label}</span>
+      <select
+        disabled={!canRun.value} value={runOf(side) ?? ""}
+        onChange={(event) => choose(isFirst, event.currentTarget.value)}
+      >
+        {!isFirst && <option value="">none</option>}
+        {runs.map(([name, spec]) => <option key={name} value={name}>{runText(name, spec)}</option>)}
+      </select>
+    </label>
+  );
+  return <div class="runs">{picker(a, "First run", true)}{picker(b, "Second run", false)}</div>;
+}
+
+const runText = (name: string, spec: Spec): string =>
+  name === "spec" || name === "other" ? `${spec.preset ?? "headway"}${name === "other" ? " (second)" : ""}` : name;
+
+function Question({ story }: { story: Story }) {
+  const { text, choices, answer, why } = story.question!, chosen = guess.value;
+  const choose = (i: number) => {
+    guess.value = i;
+    if (story.other && !b.spec.value && canRun.value) open(a.spec.value!, story.other);
+  };
+  return (
+    <div class="question">
+      <p><b>Guess first.</b> {text}</p>
+      <div class="choices" role="group" aria-label="Choices">
+        {choices.map((choice, i) => (
+          <button
+            key={choice} type="button" disabled={chosen !== null} aria-pressed={chosen === i}
+            class={chosen === null ? "" : i === answer ? "right" : chosen === i ? "wrong" : ""}
+            onClick={() => choose(i)}
+          >
+            {chosen !== null && (i === answer ? "✓ " : chosen === i ? "✗ " : "")}{choice}
+          </button>
+        ))}
+        {chosen === null && (
+          <button type="button" class="plain" onClick={() => choose(-1)}>Show the answer</button>
+        )}
+      </div>
+      <div role="status">
+        {chosen !== null && chosen >= 0 && chosen !== answer && <p class="wrong">{why[chosen]}</p>}
+        {chosen !== null && <p class="right">{why[answer]}</p>}
+      </div>
+    </div>
+  );
+}
+
+/** The numbers of a run: from its film, or from a run in the background. */
+function numbersOf(story: Story, run: string): Record<string, number | null> {
+  for (const side of [a, b]) {
+    const isShown = side.spec.value?.story?.split("/")[0] === story.name && runOf(side) === run;
+    if (isShown && side.film.value?.end) return side.film.value.end.numbers ?? {};
+    if (isShown) return {};
+  }
+  const key = `${story.name}/${run}`, spec = runsOf(story).find(([name]) => name === run)?.[1];
+  if (spec && canRun.value && !asked.has(key)) {
+    asked.add(key);
+    const film = new Film();
+    void stream({ kind: "spec", spec }, film, new AbortController().signal, () => {}).then(
+      () => (hidden.value = { ...hidden.peek(), [key]: film.end?.numbers ?? {} }),
+      () => asked.delete(key),
+    );
+  }
+  return hidden.value[key] ?? {};
+}
+
+function valueOf(story: Story, number: StoryNumber): number | null {
+  const value = numbersOf(story, number.run ?? "spec")[number.label] ?? null;
+  if (value === null) return null;
+  const divisor = number.per ? numbersOf(story, number.per)[number.label] : 1;
+  return divisor ? (value / divisor) * (number.scale ?? 1) : null;
+}
+
+function Numbers({ story }: { story: Story }) {
+  version.value;
+  if (!story.numbers.length) return null;
+  return (
+    <dl class="numbers">
+      {story.numbers.map((number) => {
+        const value = valueOf(story, number), digits = number.digits ?? 0;
+        const shown = value === null ? "…" : digits ? value.toFixed(digits) : count(value);
+        return (
+          <div key={number.label}>
+            <dt>{number.label}</dt>
+            <dd data-metric={number.label} data-value={value === null ? "" : value.toFixed(digits)}>
+              {shown} {number.unit ?? ""}
+            </dd>
+          </div>
+        );
+      })}
+    </dl>
+  );
+}

@@ -1,0 +1,183 @@
+// Forwards, backwards, play, jump: all movement through a run.
+
+import { color, paint } from "../colors";
+import {
+  a, b, chosenMarks, clock, frameOf, isComparing, isFollowing, isLive, isPlaying, MARKS, numFrames,
+  partsAt, play, position, seek, seekEnd, seekMark, seekStep, seekTime, speed, stepBy, sync, version,
+  viewA, viewB,
+} from "../store";
+import { stepOf } from "../view";
+import { Canvas } from "./canvas";
+import { count, seconds } from "./words";
+
+const SPEEDS = [1, 2, 5, 10, 20, 60, 200, 1000];
+const MARK_TEXTS: Record<string, string> = {
+  PREEMPTION: "preemption", BLOCK: "new reason to wait", HIT: "cache hit", END: "end", ABORT: "abort",
+  ADMISSION: "admission", ARRIVAL: "arrival",
+};
+const MARK_COLORS: [string, string][] = [["PREEMPTION", "red"], ["ABORT", "red"], ["HIT", "cached"]];
+
+export function Transport() {
+  const view = viewA.value ?? viewB.value, last = Math.max(0, numFrames.value - 1);
+  const isAtStart = position.value <= 0, isByTime = sync.value === "time" && isComparing.value;
+  const isAtEnd = position.value >= last && !isByTime;
+  return (
+    <section class="transport" aria-label="Steps">
+      <div class="buttons">
+        <Press label="First step" keys="Home" off={isAtStart} on={() => seek(0)}>|◀</Press>
+        <Press label="Previous decision" keys="[" off={isAtStart} on={() => seekMark(-1)}>◀◆</Press>
+        <Press label="Back one step" keys="←" off={isAtStart} on={() => stepBy(-1)}>◀ Back</Press>
+        <Press label="Run one step" keys="→" off={isAtEnd} on={() => stepBy(1)} main>Step ▶</Press>
+        <Press label="Next decision" keys="]" off={isAtEnd} on={() => seekMark(1)}>◆▶</Press>
+        <Press label={isPlaying.value ? "Pause" : "Play"} keys="space" on={() => play()}>
+          {isPlaying.value ? "❚❚ Pause" : "▶▶ Play"}
+        </Press>
+        <Press label="Last step" keys="End" off={isAtEnd} on={seekEnd}>▶|</Press>
+        <label class="speed">
+          <span class="hide-narrow">speed</span>
+          <select
+            aria-label="Frames per second" value={String(speed.value)}
+            onChange={(event) => (speed.value = Number(event.currentTarget.value))}
+          >
+            {SPEEDS.map((each) => <option key={each} value={each}>{each}/s</option>)}
+          </select>
+        </label>
+        <Marks />
+        {isLive.value && (
+          <button
+            type="button" class={isFollowing.value ? "live on" : "live"} aria-pressed={isFollowing.value}
+            onClick={() => (isFollowing.value ? (isFollowing.value = false) : seekEnd())}
+          >
+            ● {isFollowing.value ? "Live" : "Follow live"}
+          </button>
+        )}
+      </div>
+      <p class="where" data-frame={view?.frame ?? -1} data-step={view?.step ?? -1}>
+        <label>
+          step{" "}
+          <input
+            id="jump" type="number" min="0" value={view?.step ?? 0} aria-label="Jump to step"
+            onChange={(event) => seekStep(Number(event.currentTarget.value))}
+          />
+        </label>
+        <span>of {count(lastStep())}{view?.isAfter ? ", after it" : ""}</span>
+        <span class="time">{view ? seconds(isByTime ? clock.value : view.time) : ""}</span>
+        <span class="loading" role="status">
+          {(a.isLoading.value || b.isLoading.value) && !isLive.value ? "running…" : ""}
+        </span>
+      </p>
+      {isComparing.value && <Compare />}
+      <div class="scrub">
+        <MarkStrip />
+        <input
+          type="range" min="0" max={last} value={position.value} aria-label="Frame"
+          aria-valuetext={view ? `step ${view.step}` : "no frame"}
+          onInput={(event) => seek(Number(event.currentTarget.value))}
+        />
+      </div>
+    </section>
+  );
+}
+
+function lastStep(): number {
+  version.value;
+  const film = a.film.value ?? b.film.value;
+  if (!film?.numFrames) return 0;
+  return stepOf(film, film.numFrames - 1);
+}
+
+interface PressProps {
+  label: string;
+  keys: string;
+  on: () => void;
+  off?: boolean;
+  main?: boolean;
+  children: preact.ComponentChildren;
+}
+
+function Press({ label, keys, on, off, main, children }: PressProps) {
+  // aria-disabled keeps the focus where it is when the first or the last step is reached.
+  return (
+    <button
+      type="button" class={main ? "main" : ""} aria-label={label} title={`${label} (${keys})`}
+      aria-disabled={off ?? false} onClick={() => !off && on()}
+    >
+      {children}
+    </button>
+  );
+}
+
+function Marks() {
+  const toggle = (name: string) => {
+    const chosen = chosenMarks.value;
+    const next = chosen.includes(name) ? chosen.filter((each) => each !== name) : [...chosen, name];
+    chosenMarks.value = MARKS.filter((each) => next.includes(each));
+  };
+  return (
+    <details class="marks">
+      <summary title="Which decisions ◆ stops at">◆ stops at</summary>
+      <div>
+        {MARKS.map((name) => (
+          <label key={name}>
+            <input type="checkbox" checked={chosenMarks.value.includes(name)} onChange={() => toggle(name)} />{" "}
+            {MARK_TEXTS[name]}
+          </label>
+        ))}
+      </div>
+    </details>
+  );
+}
+
+function Compare() {
+  const parts = partsAt.value;
+  return (
+    <p class="sync">
+      <span role="radiogroup" aria-label="Show both films by">
+        {(["step", "time"] as const).map((way) => (
+          <label key={way}>
+            <input
+              type="radio" name="sync" checked={sync.value === way}
+              onChange={() => {
+                sync.value = way;
+                if (way === "time" && a.film.value) seekTime(a.film.value.planned.at(Math.max(0, frameOf(a))));
+              }}
+            />{" "}
+            same {way}
+          </label>
+        ))}
+      </span>
+      <button
+        type="button" class="small" disabled={parts < 0} id="part" data-frame={parts}
+        title="Jump to the first step in which the two schedulers decide differently (p)"
+        onClick={() => seek(parts)}
+      >
+        {parts < 0 ? "No difference so far" : `Jump to where they part: frame ${count(parts)}`}
+      </button>
+    </p>
+  );
+}
+
+/** Marks of preemptions, aborts and hits over the whole film, above the scrubber. */
+function MarkStrip() {
+  const draw = (context: CanvasRenderingContext2D, width: number, height: number) => {
+    version.value; paint.value;
+    context.clearRect(0, 0, width, height);
+    const films = [a.film.value, b.film.value], last = Math.max(1, numFrames.value - 1);
+    films.forEach((film, i) => {
+      if (!film?.numFrames) return;
+      const marks = film.columns.marks.values, names = film.header!.marks;
+      const high = films[1] ? height / 2 : height, y = i * high;
+      for (const [name, shade] of [...MARK_COLORS].reverse()) {
+        context.fillStyle = color(shade);
+        const bit = names[name] ?? 0;
+        let x = -1;
+        for (let f = 0; f < marks.length; f++) {
+          if (!(marks[f] & bit)) continue;
+          const at = Math.round(8 + (f / last) * (width - 16));
+          if (at !== x) context.fillRect((x = at), y, 1.5, high - 1);
+        }
+      }
+    });
+  };
+  return <Canvas draw={draw} class="strip" label="Preemptions (red) and cache hits over the run" />;
+}

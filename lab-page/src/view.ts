@@ -1,0 +1,109 @@
+// What the panes show of one frame: rows of requests, the step's work, and numbers.
+
+import { Film, lastAtMost, StepWork } from "./film";
+import { Blocked, DECODING, FilmState, FINISHED, PREFILL, SWAPPED } from "./state";
+
+export interface Row {
+  r: number;
+  id: string;
+  status: number; // PREFILL while the step computes a part of the known tokens
+  numPrompt: number;
+  limit: number;
+  cached: number;
+  computed: number;
+  generated: number;
+  preemptions: number;
+  numBlocks: number;
+  numHost: number;
+  blocked: Blocked | null;
+  chunk: [number, number] | null; // tokens that the step computes
+  finish: string | null;
+}
+
+export interface Groups {
+  waiting: Row[];
+  running: Row[];
+  swapped: Row[];
+  finished: Row[]; // the latest first, at most MAX_FINISHED
+}
+
+export interface View {
+  film: Film;
+  frame: number;
+  step: number;
+  isAfter: boolean; // after that step: the run has ended, or the step failed
+  time: number;
+  state: FilmState;
+  work: StepWork;
+  groups: Groups;
+  counts: number[]; // of requests by state
+  numFinished: number;
+}
+
+const MAX_FINISHED = 24;
+
+export function makeView(film: Film, frame: number): View {
+  const state = film.state(frame), work = film.work(frame);
+  const chunks = new Map(work.chunks.map(({ r, start, end }) => [r, [start, end] as [number, number]]));
+  const groups: Groups = { waiting: [], running: [], swapped: [], finished: [] };
+  const counts = [0, 0, 0, 0, 0];
+  for (const r of state.requests.keys()) {
+    const row = openRow(film, state, r, chunks.get(r) ?? null);
+    counts[row.status] += 1;
+    const isRunning = row.status === PREFILL || row.status === DECODING;
+    groups[isRunning ? "running" : row.status === SWAPPED ? "swapped" : "waiting"].push(row);
+  }
+  groups.waiting.sort((x, y) => +!x.blocked - +!y.blocked || x.r - y.r);
+  const { finished, finishedAt } = film.timeline;
+  const numFinished = lastAtMost(finishedAt.length, frame, (i) => finishedAt[i]) + 1;
+  for (let i = numFinished - 1; i >= Math.max(0, numFinished - MAX_FINISHED); i--) {
+    groups.finished.push(finishedRow(film, finished[i]));
+  }
+  counts[FINISHED] = Math.max(numFinished, state.numFinished);
+  return {
+    film, frame, step: stepOf(film, frame), isAfter: film.column("step", frame) < 0, time: film.planned.at(frame), state, work,
+    groups, counts, numFinished: counts[FINISHED],
+  };
+}
+
+/** The step of a frame; of a frame without a plan, the step before. */
+export function stepOf(film: Film, frame: number): number {
+  let at = frame;
+  while (at > 0 && film.column("step", at) < 0) at--;
+  return film.column("step", at);
+}
+
+function openRow(film: Film, state: FilmState, r: number, chunk: [number, number] | null): Row {
+  const request = state.requests.get(r)!, entry = film.entries[r];
+  return {
+    r, id: entry?.id ?? String(r), status: chunk ? PREFILL : request.status,
+    numPrompt: entry?.numPrompt ?? 0, limit: entry?.limit ?? 0, cached: request.cached,
+    computed: state.computed(r), generated: state.generated(r),
+    preemptions: request.numPreemptions, numBlocks: request.blocks.length,
+    numHost: request.host.length, blocked: request.blocked, chunk, finish: null,
+  };
+}
+
+function finishedRow(film: Film, r: number): Row {
+  const entry = film.entries[r], life = film.timeline.lives.get(r)!, finish = life.finish!;
+  const numPrompt = entry?.numPrompt ?? 0, length = numPrompt + finish.numOutput;
+  return {
+    r, id: entry?.id ?? String(r), status: FINISHED, numPrompt, limit: entry?.limit ?? length,
+    cached: 0, computed: finish.numOutput ? length : 0, generated: finish.numOutput, preemptions: life.preemptions.length,
+    numBlocks: 0, numHost: 0, blocked: null, chunk: null,
+    finish: film.header!.finish_reasons[finish.reason] ?? "",
+  };
+}
+
+/** The row of a request by its id, in any group; null if it has not arrived or is long finished. */
+export function rowOf(view: View, id: string | null): Row | null {
+  if (id === null) return null;
+  const r = view.film.numbers.get(id);
+  if (r === undefined) return null;
+  if (view.state.requests.has(r)) {
+    const chunk = view.work.chunks.find((c) => c.r === r);
+    return openRow(view.film, view.state, r, chunk ? [chunk.start, chunk.end] : null);
+  }
+  const life = view.film.timeline.lives.get(r);
+  return life?.finish && life.finish.frame <= view.frame ? finishedRow(view.film, r) : null;
+}

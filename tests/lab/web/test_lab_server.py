@@ -1,0 +1,193 @@
+"""The lab's server: films of described and recorded runs, errors as sentences, no foreign pages."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headway.lab.cost import load_profile
+from headway.lab.film.reader import Film
+from headway.lab.simulate import simulate
+from headway.lab.web.app import LabApp
+from headway.lab.web.server import LabServer
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.trace import TraceWriter
+from headway.scheduler import preset
+
+WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
+SPEC = {"workload": WORKLOAD, "preset": "vllm_v1", "set": {"num_blocks": 24}}
+
+
+@pytest.fixture(scope="module")
+def trace() -> str:
+    file = io.StringIO()
+    config = preset("vllm_v1", num_blocks=24)
+    profile = load_profile("llama3.1-8b-a100-80gb")
+    simulate(parse_synthetic(WORKLOAD).generate(), config, profile, trace=file)
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def server(trace: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
+    path = tmp_path_factory.mktemp("lab") / "run.trace.jsonl"
+    path.write_text(trace)
+    server = LabServer(LabApp(traces={"run": path}))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def ask(
+    server: LabServer,
+    method: str,
+    path: str,
+    body: Any = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bytes]:
+    connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request(method, path, data if body is not None else None, headers or {})
+    response = connection.getresponse()
+    found = response.status, response.read()
+    connection.close()
+    return found
+
+
+def film_of(data: bytes) -> Film:
+    film = Film()
+    assert film.read(data) == len(data) and film.end is not None
+    return film
+
+
+def error_of(found: tuple[int, bytes], status: int = 400) -> str:
+    assert found[0] == status
+    return str(json.loads(found[1])["error"])
+
+
+def test_the_catalog_has_all_that_can_be_chosen(server: LabServer) -> None:
+    status, data = ask(server, "GET", "/api/catalog")
+    catalog = json.loads(data)
+    assert status == 200 and catalog["mode"] == "lab"
+    assert catalog["presets"]["vllm_v1"]["victim"] == "newest"
+    values = [each["value"] for each in catalog["slots"]["victim"]["values"]]
+    assert "least_work" in values and catalog["numbers"]["num_blocks"]["low"] == 1
+    assert [each["name"] for each in catalog["traces"]] == ["run"]
+
+
+def test_a_described_run_is_filmed(server: LabServer) -> None:
+    status, data = ask(server, "POST", "/api/film", SPEC)
+    film = film_of(data)
+    assert status == 200 and film.end is not None
+    assert film.end["summary"]["completed"] == 12 and not film.end["error"]
+    assert film.header["config"]["num_blocks"] == 24 and film.header["has_blocks"]
+
+
+def test_edits_change_the_future_only(server: LabServer) -> None:
+    plain = film_of(ask(server, "POST", "/api/film", SPEC)[1])
+    edits = [
+        {"step": 5, "add": {"id": "new", "prompt": 30, "output": 4}}, {"step": 7, "abort": "3"},
+        {"step": 9, "set": {"victim": "least_work", "queue": "shortest_first"}},
+    ]  # fmt: skip
+    edited = film_of(ask(server, "POST", "/api/film", {**SPEC, "edits": edits})[1])
+    for frame in range(5):
+        assert plain.ops(frame) == edited.ops(frame)
+    ids = [request[0] for request in edited.requests]
+    assert "new" in ids and len(ids) == 13
+    assert edited.end and edited.end["summary"]["finish_reasons"]["abort"] == 1
+
+
+@pytest.mark.parametrize("way", ["opened", "uploaded"])
+def test_a_recorded_run_shows_the_states_of_the_run_itself(
+    server: LabServer, trace: str, way: str
+) -> None:
+    if way == "opened":
+        status, data = ask(server, "POST", "/api/film", {"trace": "run"})
+    else:
+        status, data = ask(server, "POST", "/api/trace?name=run", trace.encode())
+    film, run = film_of(data), film_of(ask(server, "POST", "/api/film", SPEC)[1])
+    assert status == 200 and film.num_frames == run.num_frames
+    assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
+
+
+def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
+    plain = film_of(ask(server, "POST", "/api/film", {"trace": "run"})[1])
+    edits = [{"step": 9, "set": {"victim": "least_work"}}, {"step": 9, "abort": "2"},
+             {"step": 14, "add": {"id": "new", "prompt": 30, "output": 4}}]  # fmt: skip
+    forked = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": edits})[1])
+    assert forked.end and not forked.end["error"] and forked.header["source"] == "fork"
+    assert all(plain.ops(frame) == forked.ops(frame) for frame in range(9))
+    reasons = forked.end["summary"]["finish_reasons"]
+    assert reasons == {"abort": 1, "length": 12}
+    # Without a change that matters the future is the recorded one, but for its times.
+    same = [{"step": 9, "set": {"victim": "newest"}}]
+    again = film_of(ask(server, "POST", "/api/film", {"trace": "run", "edits": same})[1])
+    assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames))
+
+
+def test_a_redacted_trace_is_shown_from_its_lines(server: LabServer) -> None:
+    file, config = io.StringIO(), preset("vllm_v1", num_blocks=24)
+    writer: list[TraceWriter] = []
+    profile = load_profile("llama3.1-8b-a100-80gb")
+
+    def observe(report: Any) -> None:
+        writer[0](report)
+
+    writer.append(TraceWriter(file, config, False, has_blocks=True, redact=True))
+    simulate(parse_synthetic(WORKLOAD).generate(), config, profile, observers=[observe])
+    assert "[[1048" not in file.getvalue()
+    film = film_of(ask(server, "POST", "/api/trace", file.getvalue().encode())[1])
+    run = film_of(ask(server, "POST", "/api/film", SPEC)[1])
+    assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
+
+
+@pytest.mark.parametrize(
+    ("spec", "part"),
+    [
+        ([], "object"), ({}, "workload"), ({"workload": "x"}, "x"), ({**SPEC, "extra": 1}, "extra"),
+        ({**SPEC, "preset": "vlm"}, "vllm"), ({**SPEC, "set": {"victim": "nowhere:rule"}}, "nowhere"),
+        ({"workload": "requests=1000000"}, "20000"), ({"trace": "gone"}, "gone"),
+        ({**SPEC, "edits": [{"step": -1, "abort": "1"}]}, "step"),
+        ({**SPEC, "edits": [{"step": 1}]}, "add"), ({**SPEC, "profile": "gone"}, "gone"),
+        ({"requests": [{"prompt": 0}]}, "prompt"), ({"requests": [{"size": 1}]}, "size"),
+    ],
+)  # fmt: skip
+def test_a_wrong_description_is_refused_with_a_reason(
+    server: LabServer, spec: Any, part: str
+) -> None:
+    assert part in error_of(ask(server, "POST", "/api/film", spec))
+
+
+def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: str) -> None:
+    header, first, *_ = trace.splitlines()
+    old = json.dumps({**json.loads(header), "headway_trace": 1})
+    for text, part in {"": ":1:", "{}": ":1:", old: "version 1"}.items():
+        assert part in error_of(ask(server, "POST", "/api/trace?name=t", text.encode()))
+    cut = "\n".join([header, first, first[:50]])
+    film = film_of(ask(server, "POST", "/api/trace?name=t", cut.encode())[1])
+    assert film.num_frames >= 1 and film.end is not None and ":3:" in film.end["error"]
+
+
+def test_a_policy_with_other_arguments_is_refused(server: LabServer, tmp_path: Path) -> None:
+    spec = {**SPEC, "set": {"num_blocks": 24, "headroom": "os:getcwd"}}
+    assert "headroom" in error_of(ask(server, "POST", "/api/film", spec))
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Origin": "http://elsewhere.example"}, {"Host": "elsewhere.example"}]
+)
+def test_other_pages_must_not_use_the_server(server: LabServer, headers: dict[str, str]) -> None:
+    assert "elsewhere" in error_of(ask(server, "POST", "/api/film", SPEC, headers), 403)
+
+
+def test_unknown_paths_are_404(server: LabServer) -> None:
+    for path in ("/api/none", "/../setup.py", "/static/../app.py", "/none.js"):
+        assert error_of(ask(server, "GET", path), 404)
