@@ -1,7 +1,7 @@
 // The keyboard: every control has a key.
 
 import {
-  a, canRun, canEdit, chosenState, edit, isComparing, isHelpOpen, open, partsAt, play, seek, seekEnd,
+  a, canRun, canEdit, chosenState, edit, isComparing, isHelpOpen, open, partsAt, play, runAgain, seek, seekEnd,
   seekMark, seekTime, select, selected, speed, stepBy, sync, theme, viewA,
 } from "./store";
 import { exportFile } from "./hash";
@@ -15,7 +15,7 @@ export const KEYS: [string, string][] = [
   ["Home End", "first, last step"], ["j", "jump to a step"], ["↓ ↑", "select the next, previous request"],
   ["w", "why? Go to the selected request"], ["a", "add a request here"], ["x", "abort the selected request"],
   ["c", "compare with a second scheduler"], ["f", "fork: change a policy here"],
-  ["p", "jump to where the two part"], ["s", "show both by step or by time"], ["r", "reset"],
+  ["p", "jump to where the two part"], ["s", "show both by step or by time"], ["r", "reset"], ["g", "run again"],
   ["m", "go to the setup"], ["e", "export as one file"], ["t", "light or dark"], ["Esc", "clear the selection"],
   ["?", "this list"],
 ];
@@ -73,7 +73,7 @@ const ACTIONS: Record<string, () => void> = {
   a: () => { if (canEdit.value) isAdding.value = true; },
   x: () => { if (canEdit.value && selected.value !== null) edit({ abort: selected.value }); },
   c: toggleSecond, f: () => { if (canEdit.value) isForking.value = true; },
-  p: () => { if (partsAt.value >= 0) seek(partsAt.value); }, s: toggleSync, r: reset, m: () => focus("setup"),
+  p: () => { if (partsAt.value >= 0) seek(partsAt.value); }, s: toggleSync, r: reset, g: () => { if (canEdit.value) runAgain(); }, m: () => focus("setup"),
   e: () => { if (canEdit.value) void exportFile(); }, t: toggleTheme,
   Escape: () => { select(null); chosenState.value = null; }, "?": () => (isHelpOpen.value = !isHelpOpen.value),
 };

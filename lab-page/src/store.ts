@@ -268,6 +268,13 @@ export function open(spec: Spec, other: Spec | null, frame: number | null = null
   });
 }
 
+/** Run what is shown once more, for example after the connection was lost. */
+export function runAgain(): void {
+  banner.value = null;
+  wanted = position.value;
+  for (const each of [a, b]) if (each.spec.value) void load(each, { kind: "spec", spec: each.spec.value });
+}
+
 /** Run again with a change of the spec; the second scheduler gets the same workload. */
 export function change(changes: Partial<Spec>): void {
   const spec = { ...(a.spec.value ?? {}), ...changes };

@@ -15,10 +15,14 @@ export class Timeline {
   lives = new Map<number, Life>();
   finished: number[] = []; // numbers of requests, in the order in which they finished
   finishedAt: number[] = []; // their frames
+  maxBlock = 0; // the highest block that any request has held
 
   /** The state before the first frame; not empty in a film of a live server. */
   start(state: FilmState): void {
-    for (const [r, request] of state.requests) this.change(r, 0, request.status);
+    for (const [r, request] of state.requests) {
+      this.change(r, 0, request.status);
+      for (const block of request.blocks) this.maxBlock = Math.max(this.maxBlock, block);
+    }
   }
 
   /** The operations of one chunk. */
@@ -29,7 +33,11 @@ export class Timeline {
       const at = first + frame, r = ops[p + 1];
       switch (ops[p]) {
         case OP.ADD: this.change(r, at, WAITING); break;
-        case OP.ADMIT: this.change(r, at, PREFILL); break;
+        case OP.ADMIT:
+          this.change(r, at, PREFILL);
+          for (let i = 0; i < ops[p + 6]; i++) this.maxBlock = Math.max(this.maxBlock, ops[p + 7 + i]);
+          break;
+        case OP.BLOCK: this.maxBlock = Math.max(this.maxBlock, ops[p + 2]); break;
         case OP.CHUNK: this.change(r, at, PREFILL); break;
         case OP.DECODING: this.change(r, at + 1, DECODING); break; // this step computes its prompt
         case OP.PREEMPT:

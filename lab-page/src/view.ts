@@ -40,7 +40,7 @@ export interface View {
   numFinished: number;
 }
 
-const MAX_FINISHED = 24;
+const MAX_FINISHED = 12;
 
 export function makeView(film: Film, frame: number): View {
   const state = film.state(frame), work = film.work(frame);

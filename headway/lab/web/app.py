@@ -98,7 +98,9 @@ class LabApp:
         films = [b"".join(self._film(data["spec"]))]
         if data.get("other"):
             films.append(b"".join(self._film(data["other"])))
-        page = exported(films, str(data.get("hash", "")))
+        name = str(data["spec"].get("story", "")).partition("/")[0]
+        stories = [story for story in self.stories if story["name"] == name]
+        page = exported(films, str(data.get("hash", "")), stories)
         headers = {"Content-Disposition": 'attachment; filename="headway-lab.html"'}
         return Response(200, TYPES[".html"], [page], headers)
 

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import base64
 import gzip
+import json
 from pathlib import Path
+from typing import Any
+
+from headway.lab.web.catalog import STATES
 
 STATIC = Path(__file__).parent / "static"
 
 
-def exported(films: list[bytes], hash: str = "") -> bytes:
+def exported(
+    films: list[bytes], hash: str = "", stories: list[dict[str, Any]] | None = None
+) -> bytes:
     """The page with its script, style and films inlined; `hash` is the state it opens with."""
     html, script, style = (
         (STATIC / name).read_text(encoding="utf-8") for name in ("index.html", "app.js", "app.css")
@@ -18,6 +24,8 @@ def exported(films: list[bytes], hash: str = "") -> bytes:
     for number, film in enumerate(films):
         data = base64.b64encode(gzip.compress(film, mtime=0)).decode()
         parts.append(f'<script type="application/octet-stream" id="film{number}">{data}</script>')
+    known = json.dumps({"states": STATES, "stories": stories or []}).replace("</", "<\\/")
+    parts.append(f'<script type="application/json" id="catalog">{known}</script>')
     if hash:
         parts.append(f'<meta name="lab-hash" content="{_attribute(hash)}">')
     head, end = "</head>", "</body>"

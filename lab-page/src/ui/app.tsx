@@ -87,12 +87,13 @@ function Two() {
 
 /** The scheduler of a spec in words; beside another one, only what differs. */
 function nameOf(spec: Spec | null, other: Spec | null = null): string {
-  const sets = Object.entries(spec?.set ?? {}).filter(([key, value]) => other?.set?.[key] !== value);
+  if (!spec) return "";
+  const sets = Object.entries(spec.set ?? {}).filter(([key, value]) => other?.set?.[key] !== value);
   const changes = sets.map(([key, value]) => `${key} ${value}`);
-  for (const { step, set } of spec?.edits ?? []) {
+  for (const { step, set } of spec.edits ?? []) {
     if (set) changes.push(`from step ${step} ${Object.entries(set).map((each) => each.join(" ")).join(", ")}`);
   }
-  const preset = spec?.trace ? `${spec.trace} as recorded` : (spec?.preset ?? "headway");
+  const preset = spec.trace ? `${spec.trace} as recorded` : (spec.preset ?? "headway");
   return [preset, ...changes.slice(-3)].join(", ");
 }
 

@@ -6,6 +6,7 @@ import { color, ownerColor } from "../colors";
 import { hovered, lit, select } from "../store";
 import { rowOf, View } from "../view";
 import { Canvas } from "./canvas";
+import { Legend } from "./legend";
 import { count, plural } from "./words";
 
 interface Grid {
@@ -17,7 +18,10 @@ interface Grid {
 
 interface Drawn { grid: Grid; owners: Map<number, number[]>; hosts: [number, number][] }
 
-const GAP_ROWS = 1;
+const GAP_ROWS = 1, MAX_SHOWN = 400;
+const LEGEND: [string, string][] = [
+  ["held", "held"], ["shared", "shared"], ["free-cached", "cached, free"], ["free", "free"], ["host", "on the host"],
+];
 
 export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   const now = view.value;
@@ -27,7 +31,7 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
     context.clearRect(0, 0, width, height);
     if (!at) return;
     const owners = ownersOf(at), hosts = hostsOf(at);
-    const grid = layout(at.film.numBlocks, hosts.length, width, height);
+    const grid = layout(numShown(at), hosts.length, width, height);
     drawn.current = { grid, owners, hosts };
     drawGrid(context, at, grid, owners, hosts, id === null ? -1 : (at.film.numbers.get(id) ?? -1));
   };
@@ -50,7 +54,10 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
     <section class="card blocks" aria-label={`KV blocks${name}`}>
       <h2>
         KV blocks
-        <small>{numbers && `${count(numbers.free)} of ${count(now.film.numBlocks)} not held`}</small>
+        <small>
+          {numbers && `${count(numbers.free)} of ${count(now.film.numBlocks)} not held`}
+          {now && numShown(now) < now.film.numBlocks && `, the first ${count(numShown(now))} shown`}
+        </small>
       </h2>
       {hasBlocks ? (
         <Canvas
@@ -62,11 +69,7 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
           This run was recorded without block numbers. Record with --trace-blocks to see the grid.
         </p>
       )}
-      <p class="legend">
-        <i class="swatch held" /> held <i class="swatch shared" /> shared{" "}
-        <i class="swatch free-cached" /> cached, free <i class="swatch free" /> free{" "}
-        <i class="swatch host" /> on the host
-      </p>
+      <Legend items={LEGEND} />
       <Table view={now} />
     </section>
   );
@@ -85,6 +88,12 @@ function Table({ view }: { view: View | null }) {
         : id === null ? "Select a request to see its block table." : `${id} holds no blocks.`}
     </p>
   );
+}
+
+/** In a large pool, only blocks up to the highest one that the run uses. */
+function numShown(view: View): number {
+  const { numBlocks, timeline } = view.film;
+  return numBlocks <= MAX_SHOWN ? numBlocks : Math.min(numBlocks, Math.max(MAX_SHOWN, timeline.maxBlock + 1));
 }
 
 function ownersOf(view: View): Map<number, number[]> {
@@ -144,7 +153,7 @@ function drawGrid(
     context.fillStyle = ownerColor(chosen >= 0 && !isOther ? chosen : holders[0]);
     context.fillRect(x, y, side, side);
     if (holders.length > 1) drawShared(context, x, y, side, holders);
-    else number(block, x, y, "on-owner");
+    else if (chosen < 0 || !isOther) number(block, x, y, "on-owner");
     if (chosen >= 0 && !isOther && size > 4) {
       context.strokeStyle = ink;
       context.lineWidth = size > 10 ? 2 : 1;

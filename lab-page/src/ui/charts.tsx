@@ -167,7 +167,7 @@ function make(chart: Chart, place: HTMLElement, onReady: () => void): uPlot {
   }
   const options: uPlot.Options = {
     width: place.clientWidth || 300, height: HEIGHT, series, legend: { show: false },
-    padding: [6, 6, 0, 0],
+    padding: [6, 14, 0, 0],
     scales: { x: { time: false, range: () => shownSpan(numFrames.peek()) }, y: { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } },
     axes: [
       { ...axis, size: 18, gap: 2 },

@@ -9,11 +9,17 @@ import { hovered, lit, seek, select, selected, span, version } from "../store";
 import type { Life } from "../timeline";
 import type { View } from "../view";
 import { Canvas } from "./canvas";
+import { Legend } from "./legend";
 
 const GUTTER = 56, AXIS = 16, MIN_ROW = 5, MAX_ROW = 18, MIN_SPAN = 20;
 const COLORS: Record<number, string> = {
   [WAITING]: "waiting", [PREFILL]: "prefill", [DECODING]: "decoding", [SWAPPED]: "swapped",
 };
+
+const LEGEND: [string, string][] = [
+  ["waiting", "waiting"], ["prefill", "prefill"], ["decoding", "decoding"], ["swapped", "swapped"],
+  ["tick", "preempted"],
+];
 
 interface Drawn { rows: number[]; height: number; shown: [number, number]; width: number }
 
@@ -85,11 +91,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
         draw={draw} class="lanes-canvas" onPoint={onPoint} onLeave={() => (hovered.value = null)}
         onWheel={onWheel} label="One lane for each request; the colour is its state at each step"
       />
-      <p class="legend">
-        <i class="swatch waiting" /> waiting <i class="swatch prefill" /> prefill{" "}
-        <i class="swatch decoding" /> decoding <i class="swatch swapped" /> swapped{" "}
-        <i class="tick preempted" /> preempted
-      </p>
+      <Legend items={LEGEND} />
     </section>
   );
 }

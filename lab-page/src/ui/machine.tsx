@@ -50,7 +50,7 @@ export function Machine({ view, name }: { view: ReadonlySignal<View | null>; nam
           return (
             <g
               key={state} class={classes.filter(Boolean).join(" ")} role="button" tabIndex={0}
-              aria-pressed={chosen === state} aria-label={`${state}: ${now?.counts[i] ?? 0} requests`}
+              aria-pressed={chosen === state} aria-label={`${state} ${count(now?.counts[i] ?? 0)} requests`}
               onClick={toggle}
               onKeyDown={(event) => {
                 if (event.key !== "Enter" && event.key !== " ") return;
@@ -60,7 +60,7 @@ export function Machine({ view, name }: { view: ReadonlySignal<View | null>; nam
               }}
             >
               <rect x={x - WIDTH / 2} y={y - HEIGHT / 2} width={WIDTH} height={HEIGHT} rx="8" />
-              <text x={x} y={y - 4}>{state}</text>
+              <text x={x} y={y - 4}>{state}</text>{" "}
               <text x={x} y={y + 13} class="number">{count(now?.counts[i] ?? 0)}</text>
             </g>
           );

@@ -5,9 +5,13 @@ import { ownerColor, paint } from "../colors";
 import { DECODING, PREFILL, STATES, WAITING } from "../state";
 import { catalog, chosenState, hovered, lit, select, selected } from "../store";
 import type { Groups, Row, View } from "../view";
+import { Legend } from "./legend";
 import { count, thing } from "./words";
 
 const MAX_ROWS = 32; // rows of one group in the document
+const LEGEND: [string, string][] = [
+  ["cached", "cached"], ["computed", "computed"], ["generated", "generated"], ["lost", "to compute again"],
+];
 const TITLES: Record<keyof Groups, string> = {
   running: "Running", waiting: "Waiting", swapped: "Swapped", finished: "Finished",
 };
@@ -26,10 +30,7 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
           <Group key={group} group={group} view={now} />
         ))}
       </div>
-      <p class="legend">
-        <i class="swatch cached" /> cached <i class="swatch computed" /> computed{" "}
-        <i class="swatch generated" /> generated <i class="swatch lost" /> to compute again
-      </p>
+      <Legend items={LEGEND} />
     </section>
   );
 }

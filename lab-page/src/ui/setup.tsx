@@ -1,7 +1,7 @@
 // What runs: story, workload, scheduler. Every change runs again from the start.
 
 import { useSignal } from "@preact/signals";
-import { a, b, canRun, catalog, change, load, open, seek, whyNot } from "../store";
+import { a, b, canRun, catalog, change, load, open, runAgain, seek, selected, version, whyNot } from "../store";
 import { Dial, dials, Edit, seedOf, Spec, turn, Value, withSeed } from "../spec";
 import { openStory } from "./story";
 
@@ -11,7 +11,7 @@ export function Setup() {
   return (
     <section class="setup" aria-label="Setup">
       {whyNot.value && <p class="hint">{whyNot.value}</p>}
-      <fieldset disabled={!canRun.value}>
+      {!canRun.value ? <Facts /> : <fieldset>
         <legend class="unseen">Run</legend>
         <Workload spec={spec} />
         {spec.trace ? (
@@ -25,8 +25,31 @@ export function Setup() {
           </>
         )}
         <Edits spec={spec} />
-      </fieldset>
+        <p class="submit">
+          <button type="button" id="run" disabled={!a.spec.value} title="Run again (g)" onClick={runAgain}>Run</button>
+          <small class="quiet"> Every change runs at once.</small>
+        </p>
+      </fieldset>}
     </section>
+  );
+}
+
+/** What ran, where it cannot be changed: the settings in the film's header. */
+function Facts() {
+  version.value;
+  const header = a.film.value?.header, workload = a.spec.value?.workload;
+  if (!header) return null;
+  return (
+    <>
+      {workload && <p class="workload">{workload}</p>}
+      <table>
+        <tbody>
+          {Object.entries(header.config).map(([name, value]) => (
+            <tr key={name}><th scope="row">{name}</th><td>{String(value)}</td></tr>
+          ))}
+        </tbody>
+      </table>
+    </>
   );
 }
 
@@ -45,7 +68,13 @@ export function Stories() {
         }}
       >
         <option value="">None: a workload of your own</option>
-        {stories.map(({ name, title }) => <option key={name} value={name}>{title}</option>)}
+        {[...new Set(stories.map(({ lesson }) => lesson ?? "Stories"))].map((lesson) => (
+          <optgroup key={lesson} label={lesson}>
+            {stories.filter((story) => (story.lesson ?? "Stories") === lesson).map(({ name, title }) => (
+              <option key={name} value={name}>{title}</option>
+            ))}
+          </optgroup>
+        ))}
       </select>
     </label>
   );
@@ -56,7 +85,7 @@ function Workload({ spec }: { spec: Spec }) {
   const text = useSignal<string | null>(null); // while a slider is moved
   const shown = text.value ?? spec.workload ?? "";
   const run = (workload: string) => {
-    text.value = null;
+    text.value = selected.value = null;
     if (workload.trim()) change({ workload, requests: undefined, trace: undefined, story: undefined });
   };
   return (
@@ -123,7 +152,7 @@ function Workload({ spec }: { spec: Spec }) {
           onChange={(event) => {
             const file = event.currentTarget.files?.[0];
             if (!file) return;
-            b.film.value = b.spec.value = a.spec.value = null;
+            b.film.value = b.spec.value = a.spec.value = selected.value = null;
             seek(0);
             void load(a, { kind: "file", file });
           }}

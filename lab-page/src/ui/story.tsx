@@ -4,9 +4,9 @@ import { signal } from "@preact/signals";
 import { stream } from "../api";
 import { Film } from "../film";
 import type { Look, Spec, Story, StoryNumber } from "../spec";
-import { a, b, canRun, catalog, open, seek, seekStep, Side, version } from "../store";
+import { a, b, canRun, catalog, open, seek, seekStep, selected, Side, version } from "../store";
 import { Stories } from "./setup";
-import { count } from "./words";
+import { fixed } from "./words";
 
 export const guess = signal<number | null>(null); // -1: shown without a guess
 const hidden = signal<Record<string, Record<string, number | null>>>({}); // numbers of runs not shown
@@ -14,7 +14,7 @@ const asked = new Set<string>();
 
 /** Show a story from its start. The second run appears after the guess. */
 export function openStory(story: Story): void {
-  guess.value = null;
+  guess.value = selected.value = null;
   open(story.spec, story.question ? null : story.other, 0);
 }
 
@@ -43,23 +43,26 @@ export function StoryPanel() {
   return (
     <section class="card story" aria-label="Story">
       <Stories />
-      {story.text.map((text, i) => <p key={i}>{text}</p>)}
+      {!isOpen && <p>{beginning(story.text[0] ?? "")}</p>}
       {story.question && <Question story={story} />}
+      {isOpen && story.text.map((text, i) => <p key={i}>{text}</p>)}
+      {isOpen && story.looks.length > 0 && <Looks story={story} />}
       {isOpen && <Numbers story={story} />}
       {isOpen && runsOf(story).length > 1 && <Runs story={story} />}
-      {story.looks.length > 0 && <Looks story={story} isOpen={isOpen} />}
     </section>
   );
 }
 
-function Looks({ story, isOpen }: { story: Story; isOpen: boolean }) {
-  const looks = story.looks.filter(({ run }) => isOpen || (run ?? "spec") === "spec");
+/** The first two sentences: what runs. The others tell what comes out. */
+const beginning = (text: string): string => text.split(/(?<=[.!?])\s+/).slice(0, 2).join(" ");
+
+function Looks({ story }: { story: Story }) {
   return (
-    <ol class="looks">
-      {looks.map((look, i) => (
+    <ol class="looks" aria-label="Steps to look at">
+      {story.looks.map((look, i) => (
         <li key={i}>
           <button type="button" onClick={() => lookAt(story, look)}>
-            <span class="when">step {look.step}</span>
+            <span class="when">step {look.step}{look.run && look.run !== "spec" && <small>{look.run}</small>}</span>
             <span>{look.text}</span>
           </button>
         </li>
@@ -91,15 +94,20 @@ function Runs({ story }: { story: Story }) {
         onChange={(event) => choose(isFirst, event.currentTarget.value)}
       >
         {!isFirst && <option value="">none</option>}
-        {runs.map(([name, spec]) => <option key={name} value={name}>{runText(name, spec)}</option>)}
+        {runs.map(([name, spec]) => <option key={name} value={name}>{runText(story, name, spec)}</option>)}
       </select>
     </label>
   );
   return <div class="runs">{picker(a, "First run", true)}{picker(b, "Second run", false)}</div>;
 }
 
-const runText = (name: string, spec: Spec): string =>
-  name === "spec" || name === "other" ? `${spec.preset ?? "headway"}${name === "other" ? " (second)" : ""}` : name;
+/** A run by its name, or by what differs from the story's first run. */
+function runText(story: Story, name: string, spec: Spec): string {
+  if (name !== "spec" && name !== "other") return name.replaceAll("_", " ");
+  const against = name === "spec" ? story.other?.set : story.spec.set;
+  const changes = Object.entries(spec.set ?? {}).filter(([key, value]) => against?.[key] !== value);
+  return [spec.preset ?? "headway", ...changes.map(([key, value]) => `${key} ${value}`)].join(", ");
+}
 
 function Question({ story }: { story: Story }) {
   const { text, choices, answer, why } = story.question!, chosen = guess.value;
@@ -165,7 +173,8 @@ function Numbers({ story }: { story: Story }) {
     <dl class="numbers">
       {story.numbers.map((number) => {
         const value = valueOf(story, number), digits = number.digits ?? 0;
-        const shown = value === null ? "…" : digits ? value.toFixed(digits) : count(value);
+        if (value === null && !canRun.value) return null; // its run is not in the exported file
+        const shown = value === null ? "…" : fixed(value, digits);
         return (
           <div key={number.label}>
             <dt>{number.label}</dt>

@@ -6,7 +6,7 @@ import {
   partsAt, play, position, seek, seekEnd, seekMark, seekStep, seekTime, speed, stepBy, sync, version,
   viewA, viewB,
 } from "../store";
-import { stepOf } from "../view";
+import { stepOf, View } from "../view";
 import { Canvas } from "./canvas";
 import { count, seconds } from "./words";
 
@@ -66,6 +66,7 @@ export function Transport() {
           {(a.isLoading.value || b.isLoading.value) && !isLive.value ? "running…" : ""}
         </span>
       </p>
+      <p class="unseen" role="status">{isPlaying.value || !view ? "" : spoken(view)}</p>
       {isComparing.value && <Compare />}
       <div class="scrub">
         <MarkStrip />
@@ -77,6 +78,12 @@ export function Transport() {
       </div>
     </section>
   );
+}
+
+/** What a screen reader says after a step. */
+function spoken({ film, frame, step }: View): string {
+  const found = film.latestTexts(frame, 3).filter((i) => film.textFrames.at(i) === frame);
+  return [`Step ${step}`, ...found.reverse().map((i) => film.text(i).text)].join(". ");
 }
 
 function lastStep(): number {

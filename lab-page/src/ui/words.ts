@@ -13,6 +13,12 @@ export function thing(reason: string): string {
   return "blocks";
 }
 
+/** A number with separators and this many digits after the point. */
+export function fixed(value: number, digits: number): string {
+  const [whole, rest] = value.toFixed(digits).split(".");
+  return whole.replace(/\B(?=(\d{3})+$)/g, ",") + (rest ? `.${rest}` : "");
+}
+
 export const plural = (value: number, noun: string): string =>
   `${count(value)} ${noun}${value === 1 ? "" : "s"}`;
 
