@@ -56,7 +56,7 @@ class Preemption(NamedTuple):
     is_priority: bool  # preempted for a higher priority, not for lack of blocks
     num_due: int = 0  # blocks that decodes needed; 0 unless blocks were the cause
     num_free: int = 0  # blocks that were free then
-    num_discarded: int = 0  # generated tokens that it generates again; see policies.discard_output
+    is_discard: bool = False  # its output is generated again; see policies.discard_output
 
 
 class Blocked(NamedTuple):

@@ -34,7 +34,7 @@ SLOW = (
     "observe/test_spans.py",
     "scheduler/test_fairness.py",
     "model/test_batch_invariance.py",
-    "scheduler/test_matches_nano_vllm.py",
+    "scheduler/test_listings.py",
     "scheduler/test_output_lengths.py",
 )
 DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights

@@ -203,7 +203,7 @@ class DecisionLog:
         for event in events.preempted[-MAX_EACH:]:
             text = preempted(
                 event.request.id, event.is_swap, event.num_lost, event.is_priority, plan.step,
-                discards=event.num_discarded > 0,
+                discards=event.is_discard,
             )  # fmt: skip
             yield Decision(plan.step, "preempted", text)
         for request, num_cached, num_swapped, is_resume, *_ in plan.admitted[-MAX_EACH:]:

@@ -76,7 +76,7 @@ def _kind(preemption: Preemption) -> str:
     """What happens to the victim's KV blocks and output."""
     if preemption.is_swap:
         return "swap"
-    return "discard" if preemption.num_discarded else "recompute"
+    return "discard" if preemption.is_discard else "recompute"
 
 
 def dropped(plan: Plan) -> tuple[int, int]:

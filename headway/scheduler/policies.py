@@ -135,7 +135,7 @@ def swap(request: Request, view: SchedulerView) -> bool:
 
 
 def discard_output(request: Request, view: SchedulerView) -> Literal["discard"]:
-    """Drop the victim's KV blocks and its output; the output is generated again."""
+    """Drop KV blocks and output; the output is generated again. At most 8 times per request."""
     return "discard"
 
 

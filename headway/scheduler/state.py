@@ -21,6 +21,8 @@ from headway.scheduler.output_lengths import OutputStatistics
 from headway.scheduler.policy_calls import call_swap
 from headway.scheduler.queues import WaitingQueue
 
+MAX_DISCARDS = 8  # of one request; then it keeps its output, so that every request ends
+
 
 class SchedulerState:
     """All requests that are not finished, where they are, and the KV cache."""
@@ -101,23 +103,23 @@ class SchedulerState:
         request.history.num_priority_preemptions += is_priority
         self.outputs.pressure += not is_priority
         self.preempted_in_flight.add(request)
-        num_discarded = self._discard_output(request) if answer == "discard" else 0
+        is_discard = answer == "discard" and request.history.num_preemptions <= MAX_DISCARDS
+        if is_discard:
+            self._discard_output(request)
         self.events.preempted.append(
             Preemption(
-                request, copies is not None, num_computed, is_priority, num_due, num_free,
-                num_discarded,
+                request, copies is not None, num_computed, is_priority, num_due, num_free, is_discard
             )
         )  # fmt: skip
 
-    def _discard_output(self, request: Request) -> int:
-        """Forget the output of a request, tokens in flight included; returns its known tokens."""
-        num_generated, history = request.num_generated, request.history
-        history.num_discarded = max(history.num_discarded, num_generated)
+    def _discard_output(self, request: Request) -> None:
+        """Forget the output of a request, tokens in flight included."""
+        history = request.history
+        history.num_discarded = max(history.num_discarded, request.num_generated)
         request.flushed_tokens = array("i")
         self.kv.trim_keys(request)
         for plan in self.in_flight:
             plan.tokens_kept.setdefault(request, 0)
-        return num_generated
 
     def finish(self, request: Request, reason: str) -> None:
         """End a request, running or waiting; its tokens in flight will be dropped."""

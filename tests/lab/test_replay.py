@@ -85,6 +85,15 @@ def test_a_run_with_swaps_replays(name: str, async_scheduling: int) -> None:
     check_replay(lines)
 
 
+@each_scheduling
+def test_a_run_with_discarded_outputs_replays(async_scheduling: int) -> None:
+    changes = {"swap": "discard_output", "headroom": "watermark(0.0)"}
+    lines = record(WORKLOADS["unknown lengths"], async_scheduling, "deep_dive", **changes)
+    kinds = {each[1] for line in lines[1:] for each in line.get("preempted", ())}
+    assert kinds == {"discard"}
+    assert check_replay(lines) == len(lines) - 1
+
+
 QUEUES = [
     "fcfs(2)",
     "priority(2, 0.01, True)",

@@ -294,7 +294,7 @@ def test_every_state_is_documented() -> None:
 def full_line() -> dict[str, Any]:
     """A trace line with every key."""
     params = RequestParams(
-        min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
+        max_total_tokens=9, min_tokens=1, stop_ids=frozenset({1}), priority=1, client="c", deadline=1.0, salt="s",
         reads_cache=False, pooling="mean",
     )  # fmt: skip
     request = Request("r", [1], params, parent=Request("parent", [1], params))

@@ -45,15 +45,22 @@ POLICIES = {
     "queue": ["fcfs", "priority", "shortest_first", "fair", "earliest_deadline", "custom"],
     "chunk": ["whole", "split_first", "split_any", "at_most"],
     "headroom": ["watermark", "reserve_outputs", "future_peak", "back_off"],
-    "victim": ["served_last", "newest", "least_work", "lowest_priority", "fewest_private_blocks"],
-    "swap": ["recompute", "swap", "swap_if_cheaper"],
+    "victim": [
+        "served_last",
+        "newest",
+        "least_work",
+        "fewest_generated",
+        "lowest_priority",
+        "fewest_private_blocks",
+    ],
+    "swap": ["recompute", "swap", "swap_if_cheaper", "discard_output"],
 }
 NUMBER_NAMES = [
     "max_num_seqs", "max_num_batched_tokens", "num_scheduler_steps", "block_size", "num_blocks", "num_host_blocks",
     "max_model_len",
 ]  # fmt: skip
 PARAM_NAMES = [
-    "max_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
+    "max_tokens", "max_total_tokens", "min_tokens", "eos_ids", "stop_ids", "ignore_eos", "priority", "client",
     "deadline", "salt", "reads_cache", "n", "pooling", "sampling",
 ]  # fmt: skip
 LLM_NAMES = [

@@ -182,12 +182,12 @@ def describe(report: StepReport) -> dict[str, Any]:
     }
 
 
-def engine_of(seed: int) -> Engine:
-    """The engine of a run, before its first request."""
+def engine_of(seed: int, **more: Any) -> Engine:
+    """The engine of a run, before its first request, with `more` slots or numbers replaced."""
     name, changes = changes_of(seed)
     clock = VirtualClock()
     return Engine(
-        Scheduler(preset(name, **changes)),
+        Scheduler(preset(name, **{**changes, **more})),
         SimulatedExecutor(clock, step_seconds, 1e-4),
         clock,
         async_scheduling=bool(seed // len(NAMES) % 2),

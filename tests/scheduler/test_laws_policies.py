@@ -148,6 +148,7 @@ def test_victim_rules_choose_by_what_their_names_say() -> None:
     }
     assert chosen == {
         "newest": 0, "least_work": 1, "lowest_priority": 2, "fewest_private_blocks": 1, "served_last": 0,
+        "fewest_generated": 2,
     }  # fmt: skip
     requests[1].computed_base = requests[2].computed_base = private[requests[2]] = 2
     for name in ("least_work", "lowest_priority", "fewest_private_blocks"):

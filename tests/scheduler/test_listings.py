@@ -18,13 +18,15 @@ from headway.errors import RequestTooLong
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import MAX_PREFILL_STEPS
+from headway.scheduler.state import MAX_DISCARDS
 from tests.scheduler.reference import differences, differences_mixed
-from tests.scheduler.reference.compare import Pair, Workload, random_workload
+from tests.scheduler.reference.compare import Pair, random_workload
 from tests.scheduler.reference.course import Course, CourseText
 from tests.scheduler.reference.listing import Listing
 from tests.scheduler.reference.minivllm import MiniVLLM
 from tests.scheduler.reference.nano_vllm import NanoVLLM
 from tests.scheduler.reference.three_queues import ThreeQueues
+from tests.support.drive import Driver
 
 NUM_WORKLOADS = 300
 DOCUMENT = Path(__file__).parents[2] / "docs" / "policies.md"
@@ -38,13 +40,13 @@ class Case(NamedTuple):
     settings: dict[str, Any]
     differences: dict[str, type]
     min_events: dict[str, int]
-    workload: dict[str, bool] = {}  # arguments of random_workload
+    workload: dict[str, bool]  # arguments of random_workload
 
 
 CASES = {
     "nano_vllm": Case(
         NanoVLLM, "nano_vllm", {}, differences.NANO_VLLM,
-        {"preemptions": 300, "hits after preemption": 200, "cut prompts": 2000},
+        {"preemptions": 300, "hits after preemption": 200, "cut prompts": 2000}, {},
     ),
     "minivllm": Case(
         MiniVLLM, "minivllm", {}, differences.MINIVLLM,
@@ -54,18 +56,18 @@ CASES = {
     "deep_dive, listing": Case(
         Course, "deep_dive", {"headroom": "watermark(0.0)", "swap": "discard_output"},
         differences_mixed.DEEP_DIVE_LISTING,
-        {"preemptions": 100, "discarded outputs": 50, "cut prompts": 2000},
+        {"preemptions": 100, "discarded outputs": 50, "cut prompts": 2000}, {},
     ),
     "deep_dive, output kept": Case(
         Course, "deep_dive", {"headroom": "watermark(0.0)"},
-        differences_mixed.DEEP_DIVE_LISTING_KEPT, {"preemptions": 100, "cut prompts": 2000},
+        differences_mixed.DEEP_DIVE_LISTING_KEPT, {"preemptions": 100, "cut prompts": 2000}, {},
     ),
     "deep_dive, text": Case(
-        CourseText, "deep_dive", {}, differences_mixed.DEEP_DIVE_TEXT, {"cut prompts": 2000},
+        CourseText, "deep_dive", {}, differences_mixed.DEEP_DIVE_TEXT, {"cut prompts": 2000}, {},
     ),
     "vllm": Case(
         ThreeQueues, "vllm", {}, differences_mixed.VLLM,
-        {"preemptions": 200, "swaps": 100, "cut prompts": 1000},
+        {"preemptions": 300, "swaps": 200, "cut prompts": 1000}, {"has_swaps": True},
     ),
 }  # fmt: skip
 
@@ -99,6 +101,17 @@ def test_nothing_differs_but_the_listed_differences(name: str) -> None:
     assert not rare, f"too few of these events: {rare}"
 
 
+# Rare differences, each with a workload that shows it.
+SEEDS = {
+    ("deep_dive, listing", "eight discards"): 175,
+    ("minivllm", "budget before blocks"): 80,
+    ("deep_dive, output kept", "no admission after preemption"): 89,
+    ("vllm", "no admission after preemption"): 89,
+    ("vllm", "one watermark"): 31,
+    ("vllm", "room for decodes"): 255,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "difference"),
     [(name, each) for name, case in CASES.items() for each in case.differences],
@@ -106,4 +119,43 @@ def test_nothing_differs_but_the_listed_differences(name: str) -> None:
 def test_every_listed_difference_occurs(name: str, difference: str) -> None:
     case = CASES[name]
     others = [each for each in case.differences if each != difference]
-    assert any(pair(case, seed, others).run() for seed in range(NUM_WORKLOADS))
+    seeds = (SEEDS.get((name, difference), 0), *range(NUM_WORKLOADS))
+    assert any(pair(case, seed, others).run() for seed in seeds)
+
+
+def test_the_document_lists_the_differences() -> None:
+    listed = re.findall(
+        r"^- \*\*(.+?)\*\* \(([\w, ]+)\):", DOCUMENT.read_text(encoding="utf-8"), re.M
+    )
+    found = {(name, each) for name, presets in listed for each in presets.split(", ")}
+    assert found == {(name, case.preset) for case in CASES.values() for name in case.differences}
+
+
+def test_the_models_have_the_numbers_of_the_scheduler() -> None:
+    assert differences.MAX_PREFILL_STEPS == MAX_PREFILL_STEPS
+    assert differences_mixed.MAX_DISCARDS == MAX_DISCARDS
+
+
+@pytest.mark.parametrize(("num_prompt", "total", "num_output"), [(5, 8, 3), (5, 100, 6), (5, 6, 1)])
+def test_max_total_tokens_limits_prompt_and_output_together(
+    num_prompt: int, total: int, num_output: int
+) -> None:
+    driver = Driver("minivllm")
+    request = driver.add("a", num_prompt, 6, max_total_tokens=total)
+    driver.run()
+    assert (request.num_generated, request.finish_reason) == (num_output, "length")
+
+
+def test_a_prompt_of_max_total_tokens_is_refused() -> None:
+    """miniVLLM would generate one token."""
+    request = Request("a", range(5), RequestParams(max_total_tokens=5))
+    with pytest.raises(RequestTooLong, match="max_total_tokens") as refused:
+        Scheduler(preset("minivllm")).add(request)
+    assert (refused.value.need, refused.value.limit) == (6, 5)
+
+
+def test_max_total_tokens_bounds_an_output_without_max_tokens() -> None:
+    driver = Driver("headway")
+    request = driver.add("a", 5, None, max_total_tokens=9)
+    driver.run()
+    assert request.num_generated == 4

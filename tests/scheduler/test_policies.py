@@ -217,6 +217,7 @@ def preempted_by(victim: str, *, shared: int = 0) -> str:
     [
         ("newest", "b"),  # c, with priority 1, was admitted before b, with priority 3
         ("least_work", "a"),  # 9 tokens are computed, against 12 and 16
+        ("fewest_generated", "c"),  # one token, as b has, and it arrived later; a has two
         ("lowest_priority", "b"),
         ("served_last", "b"),  # the queue sorts by priority
         ("fewest_private_blocks", "b"),  # 3 private blocks, as a has, and it arrived later

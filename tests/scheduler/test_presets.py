@@ -183,7 +183,7 @@ def test_vllm_swaps_the_newest_out_and_resumes_it_before_new_prompts() -> None:
     plan = driver.step()
     assert driver.table[-1] == Row("b c", "", (("b", 12, 13), ("c", 0, 2)))
     # The first two blocks are still on the device. The third was reused: it comes from the host.
-    assert plan.admitted[0][1:] == (8, 4, True) and len(plan.copies_in) == 1
+    assert plan.admitted[0][1:4] == (8, 4, True) and len(plan.copies_in) == 1
     driver.check_empty()
 
 

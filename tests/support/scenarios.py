@@ -445,11 +445,13 @@ class ScenarioRun:
         )
 
     def check_tokens(self) -> None:
-        """The output of every request equals the tokens that were reported."""
+        """Every token was reported once: the output, or more where the output was discarded."""
         for request, reported in self.outputs.items():
-            assert list(request.tokens[request.num_prompt :]) == reported, (
-                "reported tokens differ from the output"
-            )
+            num_reported = max(request.num_generated, request.history.num_discarded)
+            assert len(reported) == num_reported, "tokens were lost or reported twice"
+            assert (
+                list(request.tokens[request.num_prompt :]) == reported[: request.num_generated]
+            ), "reported tokens differ from the output"
 
     def check_end(self) -> None:
         """Nothing leaks, and every output equals that of the request running alone."""
@@ -488,6 +490,7 @@ class ScenarioRun:
         seen, size = self.seen, self.scenario.config.block_size
         for preemption in plan.events.preempted:
             seen["preempted, swapped" if preemption.is_swap else "preempted, recomputed"] += 1
+            seen["discarded outputs"] += preemption.is_discard
             seen["priority preemptions"] += preemption.is_priority
             seen["deferred, then preempted"] += preemption.request in plan.deferred
             if preemption.is_swap:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -67,8 +68,8 @@ def shown(film: FilmState, ids: list[str]) -> State:
 class Recorded:
     """A run with its trace and, for every line, the state of the scheduler after its plan."""
 
-    def __init__(self, seed: int, watch_from: int = -1) -> None:
-        self.engine = decisions.engine_of(seed)
+    def __init__(self, seed: int, watch_from: int = -1, **changes: Any) -> None:
+        self.engine = decisions.engine_of(seed, **changes)
         self.live = LiveLines(self.engine)
         self.watched: dict[str, Any] | None = None
         self.lines: list[Line] = []
@@ -116,7 +117,20 @@ def film_of(run: Recorded) -> Film:
 @pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 9))
 def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
     """By playing from start to end, and by seeking any frame."""
-    run = Recorded(seed)
+    check_film(Recorded(seed), seed)
+
+
+def test_a_film_shows_discarded_outputs() -> None:
+    kinds: Counter[tuple[str, int]] = Counter()
+    for seed in range(2, decisions.NUM_RUNS, 25):
+        run = Recorded(seed, swap="discard_output", headroom="watermark(0.0)")
+        check_film(run, seed)
+        for line in run.lines:
+            kinds.update((each[1], line.get("in_flight", 0)) for each in line.get("preempted", ()))
+    assert kinds["discard", 0] and kinds["discard", 1]
+
+
+def check_film(run: Recorded, seed: int) -> None:
     film = film_of(run)
     ids = [request[0] for request in film.requests]
     played = FilmState(run.engine.scheduler.config.block_size)

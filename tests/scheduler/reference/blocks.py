@@ -25,6 +25,7 @@ class Sequence:
         self.max_model_length = max_model_length
         self.arrival = 0  # its number in the order of arrival
         self.block_table: list[int] = []
+        self.keys: list[int] = []  # hashes of its full blocks, as far as they are computed
         self.num_computed = 0  # tokens in the cache, or scheduled to be
         self.prefill_end = 0  # tokens to compute before it decodes
 
@@ -105,11 +106,12 @@ class PrefixBlocks(Blocks):
 
     def hashes(self, seq: Sequence) -> list[int]:
         """Of the full blocks, each chained to the one before."""
-        size, tokens, chain, found = self.block_size, seq.token_ids, 0, []
-        for start in range(0, len(tokens) // size * size, size):
-            chain = hash((chain, *tokens[start : start + size]))
-            found.append(chain)
-        return found
+        size, keys = self.block_size, seq.keys
+        del keys[len(seq) // size :]
+        for start in range(len(keys) * size, len(seq) // size * size, size):
+            chain = keys[-1] if keys else 0
+            keys.append(hash((chain, *seq.token_ids[start : start + size])))
+        return keys
 
     def hits(self, seq: Sequence) -> list[int]:
         """The blocks of the longest cached prefix."""
@@ -145,9 +147,7 @@ class PrefixBlocks(Blocks):
     def append(self, seq: Sequence) -> None:
         super().append(seq)
         if len(seq) % self.block_size == 0:  # the last block is full once this token is computed
-            chain = self.hash_of[seq.block_table[-2]] if len(seq.block_table) > 1 else 0
-            key = hash((chain, *seq.token_ids[-self.block_size :]))
-            self.publish(seq.block_table[-1], key)
+            self.publish(seq.block_table[-1], self.hashes(seq)[-1])
 
     def publish(self, block: int, key: int) -> None:
         self.hash_of[block] = key

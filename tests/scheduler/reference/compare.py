@@ -33,15 +33,21 @@ class Workload(NamedTuple):
     seed: int
 
 
-def random_workload(seed: int, *, is_cut: bool = True, has_totals: bool = False) -> Workload:
+def random_workload(
+    seed: int, *, is_cut: bool = True, has_totals: bool = False, has_swaps: bool = False
+) -> Workload:
     """Tiny vocabularies make equal prefixes; a small pool causes preemptions.
 
     Without `is_cut`, the token budget holds any request at its full length. With `has_totals`,
-    half of the requests have a limit of prompt and output together.
+    half of the requests have a limit of prompt and output together. With `has_swaps`, half of the
+    workloads have outputs that are long enough to swap, and room for them on the host.
     """
     rng = random.Random(seed)
     block_size, vocabulary = rng.choice((1, 2, 4, 16)), rng.choice((2, 2, 3, 50))
     longest = rng.choice((4, 12, 30)) if block_size < 16 else rng.choice((40, 70))
+    has_swaps = has_swaps and seed % 4 >= 2
+    if has_swaps:
+        block_size, vocabulary, longest = rng.choice((1, 2, 4)), 50, 24
     jobs = _random_jobs(rng, vocabulary, longest, has_totals)
     max_num_seqs, is_stream = rng.choice((1, 2, 3, 5, 12)), seed % STREAM_EVERY == 0
     if is_stream:
@@ -54,7 +60,7 @@ def random_workload(seed: int, *, is_cut: bool = True, has_totals: bool = False)
     budget = max_num_seqs + rng.choice((0, 1, 3, longest, 4 * longest))
     if not is_cut:
         budget = max(max(lengths), rng.choice((1, budget, 4 * longest)))
-    num_host_blocks = rng.choice((0, most, 9 * most))
+    num_host_blocks = 20 * most if has_swaps else rng.choice((0, most, 9 * most))
     limits = Limits(max_num_seqs, budget, num_blocks, block_size, num_host_blocks)
     return Workload(jobs, limits, vocabulary, seed)
 
@@ -143,10 +149,13 @@ class Pair:
         return self.compare_outputs(batch, report)
 
     def compare_outputs(self, batch: Batch, report: StepReport) -> str | None:
+        """All tokens of what has ended, and the lengths of what goes on."""
         ended = {request.id: request for request in report.finished}
         for seq in [seq for seq, _ in batch.prefill] + batch.decode:
             request = ended.get(seq.id) or self.ours.requests[seq.id]
-            if request.tokens.tolist() != seq.token_ids:
+            if len(seq) != request.num_known or (
+                request.is_finished and request.tokens.tolist() != seq.token_ids
+            ):
                 return f"output of {seq.id}: {seq.token_ids} in the listing, {request.tokens} here"
         return None
 
@@ -164,7 +173,7 @@ class Pair:
 
     def count(self, batch: Batch, plan: Plan) -> None:
         self.seen["preemptions"] += len(plan.events.preempted)
-        self.seen["discarded outputs"] += sum(p.num_discarded > 0 for p in plan.events.preempted)
+        self.seen["discarded outputs"] += sum(p.is_discard for p in plan.events.preempted)
         self.seen["swaps"] += sum(p.is_swap for p in plan.events.preempted)
         self.seen["cache hits"] += sum(a.num_cached > 0 for a in plan.admitted)
         self.seen["hits after preemption"] += sum(

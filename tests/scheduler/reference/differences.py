@@ -91,7 +91,7 @@ class FullHit(Listing):
 class RunningLimit(NanoVLLM):
     """max_num_seqs limits the running sequences, not only a batch."""
 
-    def has_seat(self, num_in_batch: int) -> bool:
+    def has_place(self, num_in_batch: int) -> bool:
         has_started = bool(self.waiting[0].block_table)
         return has_started or len(self.running) < self.limits.max_num_seqs
 

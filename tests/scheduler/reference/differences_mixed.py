@@ -5,7 +5,7 @@ The batches of both hold prompts and decodes.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from tests.scheduler.reference.blocks import PrefixBlocks, Sequence
@@ -17,8 +17,10 @@ from tests.scheduler.reference.differences import (
     UsedHits,
 )
 from tests.scheduler.reference.headway_blocks import HeadwayBlocks
-from tests.scheduler.reference.listing import Batch
+from tests.scheduler.reference.listing import Batch, Limits
 from tests.scheduler.reference.three_queues import MIN_SWAP, StoredBlocks, ThreeQueues
+
+MAX_DISCARDS = 8
 
 # Of the course
 
@@ -32,6 +34,19 @@ class KeepsOutput(Course):
 
     def discard_output(self, seq: Sequence) -> None:
         pass
+
+
+class EightDiscards(Course):
+    """After eight preemptions a sequence keeps its output, so that every sequence ends."""
+
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.num_preemptions: Counter[str] = Counter()
+
+    def discard_output(self, seq: Sequence) -> None:
+        self.num_preemptions[seq.id] += 1
+        if self.num_preemptions[seq.id] <= MAX_DISCARDS:
+            super().discard_output(seq)
 
 
 class NewestIsPreempted(Course):
@@ -247,6 +262,7 @@ DEEP_DIVE_LISTING: dict[str, type] = {
     "prefix cache": PrefixCache, "block size 1": EveryBlockSize,
 }  # fmt: skip
 DEEP_DIVE_LISTING_KEPT: dict[str, type] = {**DEEP_DIVE_LISTING, "output kept": KeepsOutput}
+DEEP_DIVE_LISTING["eight discards"] = EightDiscards
 DEEP_DIVE_TEXT: dict[str, type] = {
     "step limits": StepLimits, "whole blocks reserved": WholeBlocksReserved,
     "prefix cache": PrefixCache, "block size 1": EveryBlockSize,

@@ -10,7 +10,7 @@ class MiniVLLM(NanoVLLM):
     def prefill(self) -> list[tuple[Sequence, int]]:
         batch: list[tuple[Sequence, int]] = []
         num_batched = 0
-        while self.waiting and self.has_seat(len(batch)):
+        while self.waiting and self.has_place(len(batch)):
             seq = self.waiting[0]
             if not self.can_allocate(seq) or not self.fits_budget(seq, num_batched):
                 break
@@ -41,7 +41,7 @@ class MiniVLLM(NanoVLLM):
         return self.blocks.can_append(seq)
 
     def may_decode(self, num_in_batch: int) -> bool:
-        """Whether budget and seats are left; a decode is one token and one seat."""
+        """Whether the limits allow one more; a decode is one token and one sequence."""
         limits = self.limits
         return num_in_batch < min(limits.max_num_batched_tokens, limits.max_num_seqs)
 

@@ -14,7 +14,7 @@ class NanoVLLM(Listing):
     def prefill(self) -> list[tuple[Sequence, int]]:
         batch: list[tuple[Sequence, int]] = []
         num_batched = 0
-        while self.waiting and self.has_seat(len(batch)):
+        while self.waiting and self.has_place(len(batch)):
             seq = self.waiting[0]
             if not self.fits_budget(seq, num_batched) or not self.can_allocate(seq):
                 break
@@ -23,7 +23,7 @@ class NanoVLLM(Listing):
             batch.append((seq, num_tokens))
         return batch
 
-    def has_seat(self, num_in_batch: int) -> bool:
+    def has_place(self, num_in_batch: int) -> bool:
         return num_in_batch < self.limits.max_num_seqs
 
     def fits_budget(self, seq: Sequence, num_batched: int) -> bool:

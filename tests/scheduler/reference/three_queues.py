@@ -32,13 +32,13 @@ class ThreeQueues(Listing):
         self.swapped: deque[Sequence] = deque()
         self.on_host: dict[str, int] = {}  # blocks of each swapped sequence
         self.recent = deque([0] * WINDOW, WINDOW)  # preemptions of the latest steps
-        self.tokens_left = self.seats_left = 0
+        self.tokens_left = self.places_left = 0
         self.batch = Batch([], [])
 
     def schedule(self) -> Batch:
         self.batch = Batch([], [])
         self.tokens_left = self.limits.max_num_batched_tokens
-        self.seats_left = self.limits.max_num_seqs
+        self.places_left = self.limits.max_num_seqs
         self.swap_in()
         self.decode()
         self.prefill()
@@ -72,7 +72,7 @@ class ThreeQueues(Listing):
 
     def decode(self) -> None:
         for seq in [s for s in self.running if s.is_decoding]:
-            if not self.tokens_left or not self.seats_left:
+            if not self.tokens_left or not self.places_left:
                 break
             while seq in self.running and not self.blocks.can_append(seq):
                 self.preempt(self.running[-1])
@@ -83,7 +83,7 @@ class ThreeQueues(Listing):
 
     def use(self, num_tokens: int) -> None:
         self.tokens_left -= num_tokens
-        self.seats_left -= 1
+        self.places_left -= 1
 
     # Then prompts with the rest of the budget
 
@@ -101,7 +101,7 @@ class ThreeQueues(Listing):
 
     def can_admit(self) -> bool:
         """No new prompts above a rate of preemptions, until memory is stable."""
-        has_budget = self.tokens_left > 0 and self.seats_left > 0
+        has_budget = self.tokens_left > 0 and self.places_left > 0
         return bool(self.waiting) and has_budget and sum(self.recent) <= MAX_PREEMPTIONS
 
     def first_waiting(self) -> Sequence:
@@ -121,7 +121,7 @@ class ThreeQueues(Listing):
 
     def chunk(self, seq: Sequence) -> None:
         num_tokens = min(len(seq) - seq.num_computed, self.tokens_left)
-        if num_tokens and self.seats_left:
+        if num_tokens and self.places_left:
             self.use(num_tokens)
             self.batch.prefill.append((seq, self.compute(seq, num_tokens)))
 

@@ -1,0 +1,74 @@
+"""The swap rule discard_output: outputs are generated again, and no token is reported twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from headway.observe.explain import preempted
+from headway.observe.trace import describe_step
+from headway.plan import StepReport
+from headway.scheduler import policies
+from headway.scheduler.state import MAX_DISCARDS
+from tests.support import scenarios
+from tests.support.drive import Driver
+
+NUM_SCENARIOS = 120
+
+
+@pytest.mark.parametrize("async_scheduling", [0, 1])
+def test_every_token_is_reported_once_and_none_depends_on_the_rule(async_scheduling: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SCENARIOS):
+        scenario = scenarios.random_scenario(seed, async_scheduling)
+        config = replace(scenario.config, swap=policies.discard_output)
+        seen += scenarios.run(replace(scenario, config=config))
+    assert seen["discarded outputs"] >= 50
+
+
+def two_requests(swap: str) -> tuple[Driver, list[StepReport]]:
+    """Two requests in 4 blocks: the second one is preempted when both need a third block."""
+    driver = Driver("deep_dive", headroom="watermark(0.0)", swap=swap, num_blocks=4, block_size=4)
+    driver.add("a", 6, 5)
+    driver.add("b", 6, 5)
+    reports = []
+    while driver.scheduler.requests:
+        plan = driver.plan()
+        reports.append(driver.finish(plan))
+    return driver, reports
+
+
+@pytest.mark.parametrize(
+    ("swap", "kind", "num_kept"), [("discard_output", "discard", 0), ("recompute", "recompute", 3)]
+)
+def test_the_output_of_a_victim_is_computed_or_generated_again(
+    swap: str, kind: str, num_kept: int
+) -> None:
+    driver, reports = two_requests(swap)
+    (step,) = [r for r in reports if r.plan.events.preempted]
+    event = step.plan.events.preempted[0]
+    assert (event.request.id, event.is_discard) == ("b", num_kept == 0)
+    line = describe_step(step)
+    assert line["preempted"] == [["b", kind, 8, 0]]
+    resumed = next(r.plan for r in reports if any(a.is_resume for a in r.plan.admitted))
+    assert resumed.chunks[0].end == 6 + num_kept
+    assert driver.requests["b"].num_generated == 5
+
+
+def test_a_request_keeps_its_output_after_many_preemptions() -> None:
+    """Otherwise two requests could preempt each other without end."""
+    driver = Driver("deep_dive", headroom="watermark(0.0)", swap="discard_output", block_size=4)
+    request = driver.add("a", 6, 9)
+    for _ in range(MAX_DISCARDS + 1):
+        for _ in range(3):
+            driver.finish(driver.plan())
+        assert request.num_generated >= 3
+        driver.scheduler.state.preempt(request)
+    assert request.num_generated == 3
+
+
+def test_the_sentence_says_that_the_output_is_discarded() -> None:
+    assert "output" not in preempted("7", False, 20, False, 3)
+    assert "output discarded" in preempted("7", False, 20, False, 3, discards=True)
