@@ -41,6 +41,15 @@ export interface Link {
   spec: Spec | null;
   other: Spec | null;
   frame: number | null;
+  isDamaged: boolean;
+}
+
+function decoded(text: string): string {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }
 
 /** Take over what a hash says; returns the runs that it names. */
@@ -57,7 +66,7 @@ export function fromHash(hash: string): Link {
   batch(() => {
     if (parts.get("sync") === "time") store.sync.value = "time";
     store.clock.value = number("clock") ?? 0;
-    store.selected.value = parts.has("request") ? decodeURIComponent(parts.get("request")!) : null;
+    store.selected.value = parts.has("request") ? decoded(parts.get("request")!) : null;
     store.speed.value = number("speed") ?? 5;
     const theme = parts.get("theme");
     if (theme === "light" || theme === "dark") store.theme.value = theme;
@@ -68,10 +77,7 @@ export function fromHash(hash: string): Link {
   });
   const spec = parts.has("spec") ? unpack<Spec>(parts.get("spec")!) : null;
   const other = parts.has("other") ? unpack<Spec>(parts.get("other")!) : null;
-  if (parts.has("spec") && !spec) {
-    store.banner.value = "The link is damaged, so the default workload is shown.";
-  }
-  return { spec, other, frame: number("frame") };
+  return { spec, other, frame: number("frame"), isDamaged: parts.has("spec") && !spec };
 }
 
 /** Keep the hash equal to the state, and follow links that the user opens in this page. */

@@ -16,11 +16,12 @@ const EMPTY: Catalog = {
   states: {}, version: "",
 };
 
-function openLink({ spec, other, frame }: Link): void {
+function openLink({ spec, other, frame, isDamaged }: Link): void {
   const known = catalog.value;
   const usual = known?.traces.length ? { trace: known.traces[0].name } : known?.default;
   if (known?.mode === "lab") open(spec ?? usual!, spec ? other : null, frame ?? 0);
   else if (frame !== null) want(frame);
+  if (isDamaged) banner.value = "The link is damaged, so the default run is shown. Ask for the link again.";
 }
 
 async function openEmbedded(link: Link): Promise<void> {
