@@ -82,7 +82,10 @@ export function listen(): void {
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     const target = event.target as HTMLElement, isEscape = event.key === "Escape";
-    if (document.querySelector("dialog[open]")) return;
+    if (document.querySelector("dialog[open]")) {
+      if (event.key === "?" && isHelpOpen.value) isHelpOpen.value = false;
+      return;
+    }
     if (isEscape) target.blur();
     else if (target.matches("input, textarea, select") && !isStep(target, event.key)) return;
     else if (target.matches("button, summary, [role=button]") && (event.key === " " || event.key === "Enter")) return;

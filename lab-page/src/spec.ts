@@ -119,7 +119,7 @@ export interface Dial {
 
 const PARTS: Record<string, string[]> = {
   uniform: ["from", "to"], lognormal: ["mean", "sigma", "from", "to"], fixed: [""],
-  poisson: ["per s"], bursty: ["per s", "variation"], zipf: ["exponent"], heavy: ["share"],
+  poisson: ["per s"], bursty: ["per s", "variation"], zipf: ["exponent"], heavy: ["share"], prefix: ["number", "tokens", "share"],
 };
 
 /** The numbers of a workload such as `requests=60,prompt=uniform(20,60)`. */
@@ -131,7 +131,8 @@ export function dials(text: string): Dial[] {
     const call = /([a-z_]+)\(/.exec(value)?.[1] ?? "";
     let place = 0;
     for (const number of value.matchAll(/\d+(\.\d+)?/g)) {
-      const name = PARTS[key === "arrivals" && call === "uniform" ? "poisson" : call]?.[place] ?? "";
+      const kind = key === "arrivals" && call === "uniform" ? "poisson" : call || key;
+      const name = PARTS[kind]?.[place] ?? "";
       found.push(dial(`${key} ${name}`.trim(), number[0], offset + number.index));
       place++;
     }

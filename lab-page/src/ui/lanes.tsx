@@ -125,7 +125,7 @@ function paintLanes(
       context.fillStyle = color("lit");
       context.fillRect(0, y, GUTTER + width, height);
     }
-    if (height >= 10) {
+    if (height >= 9) {
       context.fillStyle = color(r === chosen ? "ink" : "quiet");
       context.fillText(film.entries[r].id, 2, y + height / 2 + 1, GUTTER - 6);
     }

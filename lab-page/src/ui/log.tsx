@@ -8,7 +8,7 @@ import { rowOf, Row, stepOf, View } from "../view";
 import { needOf, Progress, reasonOf } from "./requests";
 import { count, plural, seconds, thing } from "./words";
 
-const MAX_SHOWN = 48;
+const MAX_SHOWN = 36;
 const onlySelected = signal(false);
 
 export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {

@@ -71,24 +71,27 @@ function Request({ row, view }: { row: Row; view: View }) {
   );
 }
 
-/** Shares of the longest length that the request can have. */
+/** Shares of the longest length that the request can have. One element, as there are many rows. */
 export function Progress({ row }: { row: Row }) {
   const total = Math.max(1, row.limit, row.numPrompt + row.generated);
-  const percent = (tokens: number) => `${(100 * tokens) / total}%`;
   const cached = Math.min(row.cached, row.computed);
   const prompt = Math.min(row.computed, row.numPrompt), known = row.numPrompt + row.generated;
   const output = Math.max(0, Math.min(row.computed, known) - row.numPrompt);
-  const again = row.status === WAITING || row.status === PREFILL ? row.generated - output : 0;
-  const recent = row.status === DECODING || row.status === 4 ? row.generated - output : 0;
-  return (
-    <span class="progress" aria-hidden="true">
-      <i class="cached" style={{ width: percent(cached) }} />
-      <i class="computed" style={{ width: percent(Math.max(0, prompt - cached)) }} />
-      <i class="gap" style={{ width: percent(row.numPrompt - prompt) }} />
-      <i class="generated" style={{ width: percent(output + recent) }} />
-      <i class="lost" style={{ width: percent(Math.max(0, again)) }} />
-    </span>
-  );
+  const isAgain = row.status === WAITING || row.status === PREFILL;
+  const parts: [string, number][] = [
+    ["cached", cached], ["prefill", prompt - cached], ["cell", row.numPrompt - prompt],
+    ["decoding", isAgain ? output : row.generated], ["lost", isAgain ? row.generated - output : 0],
+  ];
+  let place = 0;
+  const stops: string[] = [];
+  for (const [shade, tokens] of parts) {
+    if (tokens <= 0) continue;
+    const from = place;
+    place += (100 * tokens) / total;
+    stops.push(`var(--${shade}) ${from.toFixed(2)}% ${place.toFixed(2)}%`);
+  }
+  stops.push(`var(--cell) ${place.toFixed(2)}%`);
+  return <span class="progress" aria-hidden="true" style={{ background: `linear-gradient(90deg, ${stops.join(", ")})` }} />;
 }
 
 function titleOf(row: Row): string {

@@ -1,12 +1,23 @@
 // The summary of the run, and of the second one beside it.
 
 import { a, b, version } from "../store";
-import { figure, flatten } from "./words";
+import { figure, flatten, seconds } from "./words";
 
 const CHIEF = [
-  "steps", "seconds", "completed", "rejected", "preemptions", "output_tokens_per_second", "ttft.mean",
-  "ttft.p50", "ttft.p99", "tpot.p50", "recompute_tax",
+  "steps", "seconds", "completed", "rejected", "preemptions", "recomputed_tokens", "cache_hit_ratio",
+  "output_tokens_per_second", "ttft.mean", "ttft.p99", "time_between_tokens.p99", "queue_time.mean",
 ];
+const NAMES: Record<string, string> = { seconds: "time", ttft: "TTFT" };
+
+/** "time_between_tokens.p99" as "time between tokens, p99". */
+const nameOf = (key: string): string =>
+  key.split(".").map((part) => (NAMES[part] ?? part).replaceAll("_", " ")).join(", ");
+
+function valueOf(key: string, value: number): string {
+  if (/^(ttft|time_between_tokens|end_to_end|queue_time)\.|(^|\.)seconds$/.test(key)) return seconds(value);
+  if (/_(share|ratio|tax)$/.test(key)) return `${figure(100 * value)} %`;
+  return figure(value);
+}
 
 export function Summary() {
   version.value;
@@ -49,9 +60,9 @@ function Table({ rows, second }: { rows: [string, number][]; second: Map<string,
       <tbody>
         {rows.map(([name, value]) => (
           <tr key={name}>
-            <th scope="row">{name.replaceAll("_", " ")}</th>
-            <td data-summary={name} data-value={value}>{figure(value)}</td>
-            {second.size > 0 && <td>{second.has(name) ? figure(second.get(name)!) : ""}</td>}
+            <th scope="row">{nameOf(name)}</th>
+            <td data-summary={name} data-value={value}>{valueOf(name, value)}</td>
+            {second.size > 0 && <td>{second.has(name) ? valueOf(name, second.get(name)!) : ""}</td>}
           </tr>
         ))}
       </tbody>
