@@ -286,6 +286,9 @@ async def test_tool_calls_are_parsed_complete_and_streamed() -> None:
         seen = spied(here)
         await here.post(CHAT, **asked, tool_choice="required")
         assert seen[0].params.sampling.grammar is not None
+        (cut,) = (await here.post(CHAT, **asked, max_tokens=30)).json()["choices"]
+        assert (cut["message"]["content"], cut["finish_reason"]) == ("Well.", "length")
+        assert not cut["message"].get("tool_calls")
 
 
 # Client errors.
