@@ -123,6 +123,7 @@ def simulated(seconds: float) -> ServedEngine:
         input_processor=processor,
         model_name=MODEL,
         max_model_len=config.max_model_len,
+        preset="headway",
         description="",
     )
     return ServedEngine(

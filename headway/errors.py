@@ -40,10 +40,12 @@ class InvalidGrammar(InvalidRequest):
 class RequestTooLong(RequestError):
     """The request can never run with these limits."""
 
-    def __init__(self, message: str, *, need: int, limit: int) -> None:
+    def __init__(self, message: str, *, need: int, limit: int, settings_advice: str = "") -> None:
         super().__init__(message)
         self.need = need
         self.limit = limit
+        # The end of the message that advises other settings, which a server's client cannot change.
+        self.settings_advice = settings_advice
 
 
 class Overloaded(RequestError):

@@ -107,6 +107,8 @@ class LLM:
         threads: int | None = None,
         async_scheduling: bool | None = None,
         trace_out: str | Path | None = None,
+        trace_blocks: bool = False,
+        trace_redact: bool = False,
         progress: Progress | None = None,
         observers: Iterable[Observer] = (),
         **settings: Any,
@@ -150,7 +152,11 @@ class LLM:
         self._trace: IO[str] | None = None
         if trace_out is not None:
             self._trace = _open_trace(Path(trace_out))
-            self.engine.observers.append(TraceWriter(self._trace, self.config, async_scheduling))
+            writer = TraceWriter(
+                self._trace, self.config, async_scheduling, has_blocks=trace_blocks,
+                redact=trace_redact,
+            )  # fmt: skip
+            self.engine.observers.append(writer)
         self._runner = OfflineRunner(self.engine, self.tokenizer)
         self._is_closed = False
         self.engine.observers += observers

@@ -42,6 +42,8 @@ def simulate(
     async_scheduling: bool = False,
     observers: Iterable[Observer] = (),
     trace: IO[str] | None = None,
+    trace_blocks: bool = False,
+    trace_redact: bool = False,
     progress: Progress | None = None,
 ) -> SimulationResult:
     """Run all requests. A request that can never run is rejected; the others continue."""
@@ -51,7 +53,12 @@ def simulate(
         clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
     )
     result = SimulationResult(RunStats(header(config, async_scheduling)))
-    writer = TraceWriter(trace, config, async_scheduling, profile=profile.name) if trace else None
+    writer = None
+    if trace:
+        writer = TraceWriter(
+            trace, config, async_scheduling, has_blocks=trace_blocks, redact=trace_redact,
+            profile=profile.name,
+        )  # fmt: skip
 
     def observe(report: StepReport) -> None:
         result.metrics(report)

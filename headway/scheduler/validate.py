@@ -69,21 +69,27 @@ def _final_length(request: Request, config: Config, name: str) -> int:
         length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
     num_blocks = -(-num_stored // config.block_size)
+    advice = (
+        "shorten the prompt" if max_tokens is None else "lower max_tokens or shorten the prompt"
+    )
     if num_blocks > config.num_blocks:
+        settings_advice = ", or raise num_blocks"
         raise RequestTooLong(
             f"{name} may grow to {length} tokens and needs {num_blocks} KV blocks; "
-            f"num_blocks is {config.num_blocks}; lower max_tokens, shorten the prompt or raise "
-            "num_blocks",
+            f"num_blocks is {config.num_blocks}; {advice}{settings_advice}",
             need=num_blocks,
             limit=config.num_blocks,
+            settings_advice=settings_advice,
         )
     # A preempted request is computed again at any length up to the full one, so check that length.
     if call_chunk(config.chunk, num_stored, budget, True) < 1:
+        settings_advice = ", raise max_num_batched_tokens, or use chunk split_any"
         raise RequestTooLong(
             f"{name} may grow to {length} tokens and the chunk rule does not split prompts; "
-            f"max_num_batched_tokens is {budget}; raise max_num_batched_tokens, or use chunk split_any",
+            f"max_num_batched_tokens is {budget}; {advice}{settings_advice}",
             need=num_stored,
             limit=budget,
+            settings_advice=settings_advice,
         )
     return length
 

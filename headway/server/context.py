@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from headway.engine.async_engine import AsyncEngine
 from headway.engine.input_processor import InputProcessor
+from headway.server.generation.ignored_fields import IgnoredFields
 from headway.server.settings import Settings
 
 HealthCheck = Callable[[AsyncEngine], Awaitable[str | None]]  # a problem; None: healthy
@@ -30,4 +31,5 @@ class Context:
     health: HealthCheck = check_engine_running
     tool_call_parser: str = "auto"
     fingerprint: str = ""  # changes with the version, the model and its settings
+    ignored_fields: IgnoredFields = field(default_factory=IgnoredFields)
     created: int = field(default_factory=lambda: int(time.time()))  # Unix seconds

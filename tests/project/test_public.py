@@ -66,7 +66,8 @@ PARAM_NAMES = [
 LLM_NAMES = [
     "model", "device", "dtype", "quantization", "preset", "load_format", "kv_cache_dtype", "attention",
     "kv_memory", "gpu_memory_utilization", "enforce_eager", "seed", "tensor_parallel_size",
-    "trust_remote_code", "threads", "async_scheduling", "trace_out", "progress", "observers", "settings",
+    "trust_remote_code", "threads", "async_scheduling", "trace_out", "trace_blocks",
+    "trace_redact", "progress", "observers", "settings",
 ]  # fmt: skip
 ERRORS = {
     "HeadwayError": ["Exception"],
@@ -91,7 +92,7 @@ RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--a
 MODEL_FLAGS = {
     *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--device", "--dtype", "--quantization", "--load-format",
     "--kv-cache-dtype", "--attention", "--kv-memory", "--gpu-memory-utilization", "--threads",
-    "--trace-out",
+    "--trace-out", "--trace-blocks", "--trace-redact",
 }  # fmt: skip
 SAMPLING_FLAGS = {
     "--max-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
@@ -132,9 +133,16 @@ COMMANDS = {
         "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
         "--dtype", "--quantization", "--quick", "--threads",
     },
-    "simulate": {"workload", "--preset", "--trace-out", *RUN_FLAGS},
+    "simulate": {
+        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", *RUN_FLAGS,
+    },
     "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
     "trace": {"file", "--perfetto", "--diff", "--replay", "--json"},
+    "lab": {
+        "source", "--preset", "--profile", "--port", "--export", "--open", "--no-open", "--attach",
+        "--api-key", *SCHEDULER_FLAGS,
+    },
+    "step": {"source", "--preset", "--profile", *SCHEDULER_FLAGS},
     "demo": {"--json"},
     "presets": {"--json"},
     "profiles": {"--json"},
@@ -149,12 +157,12 @@ STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
     "admitted", "chunks", "decodes", "decode_context", "new_blocks", "dropped", "deferred",
     "copied_out", "copied_in", "blocked", "not_considered", "finished", "num_steps", "in_flight",
-    "aborted_in_flight", "num_early",
+    "aborted_in_flight", "num_early", "short_of_blocks",
 }  # fmt: skip
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {
     "id", "arrival", "prompt", "max_tokens", "min_tokens", "priority", "client", "deadline",
-    "salt", "stop_ids", "parent", "reads_cache", "pooling",
+    "salt", "stop_ids", "parent", "reads_cache", "pooling", "limit",
 }  # fmt: skip
 END_KEYS = {
     "id", "finish_reason", "output", "cached", "recomputed", "preemptions", "stop_token", "error",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from typing import Any
 
 import httpx
 import pytest
 
+from headway.server.generation.ignored_fields import MAX_REPORTED
 from tests.support.served import CHAT_TEMPLATE, MODEL, TOOL_TEMPLATE, on_loop, server
 
 RESPONSES, MESSAGES, CHAT = "/v1/responses", "/v1/messages", "/v1/chat/completions"
@@ -395,6 +397,34 @@ async def test_unsupported_fields_that_change_the_output_are_refused(
         assert response.status_code == 400 and response.json()["error"]["param"] == field
         fine = await here.post(CHAT, messages=HELLO, **{field: harmless}, store=True, metadata={})
         assert fine.status_code == 200, fine.text
+
+
+def test_a_field_without_an_effect_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    talk = {"messages": HELLO, "max_tokens": 2}
+    requests = [
+        (CHAT, {**talk, "temprature": 1, "temperature": 0, "modalities": ["text"]}),
+        (CHAT, {**talk, "temprature": 2, "guided_regex": "a+", "store": None}),
+        (COMPLETIONS, {"prompt": "a", "temprature": "sesame", "top_q": 1}),
+        (RESPONSES, {"input": "a", "of_responses": 1}),
+        (MESSAGES, anthropic(of_messages=1)),
+        ("/v1/embeddings", {"input": "a", "of_embeddings": 1}),
+    ]
+
+    @on_loop
+    async def send() -> None:
+        async with server() as here:
+            for path, body in requests:
+                response = await here.post(path, **body)
+                assert response.status_code == 200, response.text
+            await here.complete(prompt="a", **{f"x{number}": 1 for number in range(1000)})
+
+    with caplog.at_level(logging.WARNING):
+        send()
+    texts = [record.getMessage() for record in caplog.records if "no effect" in record.getMessage()]
+    names = ["temprature", "top_q", "of_responses", "of_messages", "of_embeddings"]
+    for text, name in zip(texts, names, strict=False):
+        assert f'"{name}"' in text and "sesame" not in text
+    assert len(texts) == len(set(texts)) == MAX_REPORTED, "clients cannot fill the log"
 
 
 @on_loop

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import httpx
@@ -286,6 +287,9 @@ async def test_tool_calls_are_parsed_complete_and_streamed() -> None:
         seen = spied(here)
         await here.post(CHAT, **asked, tool_choice="required")
         assert seen[0].params.sampling.grammar is not None
+        (cut,) = (await here.post(CHAT, **asked, max_tokens=30)).json()["choices"]
+        assert (cut["message"]["content"], cut["finish_reason"]) == ("Well.", "length")
+        assert not cut["message"].get("tool_calls")
 
 
 # Client errors.
@@ -431,6 +435,20 @@ async def test_an_error_for_a_long_prompt_names_the_limit() -> None:
         long = [{"role": "user", "content": "x" * 64}]
         found = error(await here.post(CHAT, messages=long, stream=True), 400)
         assert found["param"] == "messages" and "64" in found["message"]
+
+
+@on_loop
+async def test_an_error_for_a_long_request_advises_only_what_its_client_can_change() -> None:
+    for chunk, limit in (("split_any", 256), ("whole", 4000)):
+        numbers = {"chunk": chunk, "max_num_batched_tokens": 4000}
+        async with server(max_model_len=8192, policies=numbers) as here:
+            num_tokens = 5000 if chunk == "split_any" else 4040
+            found = error(await here.post(COMPLETIONS, prompt="x", max_tokens=num_tokens), 400)
+        message = found["message"]
+        assert found["code"] == "context_length_exceeded" and str(limit) in message
+        advice = message.rpartition(";")[2]
+        assert "max_tokens" in advice and "prompt" in advice
+        assert not re.search("num_blocks|batched|chunk", advice), advice
 
 
 @pytest.mark.parametrize(

@@ -207,6 +207,39 @@ def test_a_truncated_call_keeps_its_partial_arguments() -> None:
     assert call.arguments == '{"place": "Ro'
 
 
+@pytest.mark.parametrize("style", sorted(FORMATS))
+def test_a_call_that_is_cut_off_leaves_no_fragment_in_the_text(style: str) -> None:
+    format = FORMATS[style]
+    call = f'{{"name": "weather", "{format.arguments}": {{"place": "Rome"}}}}'
+    if format.is_list:
+        call = f"[{call}]"
+    before = "Well." if format.open else ""
+    said = f"{before} {format.open}{call}"
+    start = said.index(call)
+    for end in range(start + 1, len(said) + 1):
+        text, calls = cut_off(reader(format), said[:end])
+        assert text == before, said[:end]
+        arguments = "".join(call.arguments for call in calls)
+        assert '{"place": "Rome"}'.startswith(arguments)
+    assert arguments == '{"place": "Rome"}'
+
+
+def test_a_text_that_is_cut_off_is_unchanged() -> None:
+    for said in ("a <", "<tool_call>not js", "<toolbox>"):
+        assert cut_off(reader(), said) == (said, [])
+    for said in ('{"name": "Ada", "par', '{"answer": 4', "{}x"):
+        assert cut_off(reader(LLAMA3), said) == (said, [])
+    assert cut_off(reader(), "Well. <tool_c") == ("Well.", [])
+    forced = tool_use(QWEN, TOOLS, "required")
+    assert forced is not None and cut_off(forced.parser(), "<") == ("", [])
+
+
+def cut_off(parser: ToolCallParser, text: str) -> tuple[str, list[ToolCall]]:
+    """Text and calls of an output that ended at max_tokens."""
+    content, calls = merge_pieces([*parser.push(text), *parser.cut_off()])
+    return content or "", calls
+
+
 def test_further_members_of_a_call_are_ignored() -> None:
     call = '{"name": "weather", "arguments": {}, "id": {"a": "}"}}'
     assert in_pieces(reader(), list(f"<tool_call>{call}</tool_call>!"))[0] == "!"
@@ -276,7 +309,7 @@ def test_a_call_has_openais_format() -> None:
 def test_the_call_format_is_detected_in_the_template() -> None:
     assert format_of(QWEN) == (HERMES, False) and format_of(LLAMA) == (LLAMA3, False)
     assert format_of(MISTRALS) == (MISTRAL, False)
-    with pytest.raises(InvalidRequest, match=r"tools .*--tool-call-parser"):
+    with pytest.raises(InvalidRequest, match=r"tools .*--tool-call-parser hermes"):
         format_of(PLAIN)
     with pytest.raises(
         InvalidRequest, match=r"tools .*--tool-call-parser .*hermes, qwen, llama3, mistral"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,11 +17,13 @@ from rich.panel import Panel
 from rich.text import Text
 
 from headway.cli.commands import generate
-from headway.cli.options.common import Json, spread
+from headway.cli.options.common import Json, check_writable, spread
 from headway.cli.options.model import ModelOptions
 from headway.cli.options.prompts import PromptEntry
 from headway.cli.view import live, render
+from headway.errors import FormatError
 from headway.lab.summary import Summary, summarize
+from headway.model.registry import cache_root
 from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,6 +115,7 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
     defaults = {"max_num_seqs": limit}
     if model.kv_memory is None:
         defaults["num_blocks"] = NUM_BLOCKS
+    model, trace = _with_trace(model)
     with model.load(**defaults) as llm:
         entries = [_entry(llm, index, max_tokens) for index in range(len(PROMPTS))]
         metrics = live.measure(llm)
@@ -127,6 +131,21 @@ def run_command(max_tokens: MaxTokens = None, json_: Json = False, *, model: Mod
         print(json.dumps({**run, "summary": summary}, indent=2))
         return
     _show(llm, results, summary)
+    if trace is not None:
+        print(f"\nOpen this run in the lab: headway lab {shlex.quote(str(trace))}")
+
+
+def _with_trace(model: ModelOptions) -> tuple[ModelOptions, Path | None]:
+    """The options, and the trace of the run: the one asked for, else one in the cache folder."""
+    if model.trace_out is not None:
+        return model, model.trace_out
+    path = cache_root() / "last_run.trace.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+    except (OSError, FormatError):  # a run needs no trace
+        return model, None
+    return replace(model, trace_out=path), path
 
 
 def _entry(llm: LLM, index: int, limit: int | None) -> PromptEntry:

@@ -47,7 +47,8 @@ class ModelInfo:
     input_processor: InputProcessor
     model_name: str
     max_model_len: int
-    description: str
+    preset: str
+    description: str  # of the model and its execution
     tool_call_parser: str = "auto"
 
     @property
@@ -83,7 +84,9 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
 
     def ready(info: ModelInfo) -> None:
         console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"[bold]{escape(info.model_name)}[/] at [bold]{url}[/]; {info.description}")
+        name = escape(info.model_name)
+        scheduling = f"preset {info.preset}, max_model_len {info.max_model_len}"
+        console.print(f"[bold]{name}[/] at [bold]{url}[/]; {info.description}; {scheduling}")
         console.print(f"Live view: {url}/ or `headway top {url}`. Press Ctrl-C to stop.")
 
     try:
@@ -128,7 +131,8 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
     config, loaded = llm.config, llm.loaded
     info = ModelInfo(
         input_processor=llm.input_processor, model_name=serving.served_model_name or _short(model.model),
-        max_model_len=config.max_model_len, tool_call_parser=serving.tool_call_parser,
+        max_model_len=config.max_model_len, preset=model.preset,
+        tool_call_parser=serving.tool_call_parser,
         description=f"{loaded.precision} on {loaded.device}, max_num_seqs {config.max_num_seqs}, "
         f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",
     )  # fmt: skip

@@ -58,6 +58,12 @@ def simulate_command(
     preset: options.Preset = "headway",
     profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     trace_out: TraceOut = None,
+    trace_blocks: Annotated[
+        bool, typer.Option("--trace-blocks", help=options.TRACE_BLOCKS)
+    ] = False,
+    trace_redact: Annotated[
+        bool, typer.Option("--trace-redact", help=options.TRACE_REDACT)
+    ] = False,
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
     *,
@@ -83,6 +89,8 @@ def simulate_command(
                 chosen,
                 async_scheduling=async_scheduling,
                 trace=file,
+                trace_blocks=trace_blocks,
+                trace_redact=trace_redact,
                 progress=progress,
             )
     except OSError as error:

@@ -87,6 +87,8 @@ Preset = Annotated[str, scheduler_option(f"Scheduler preset: {', '.join(PRESETS)
 MAX_NUM_SEQS = "Maximum number of running requests."
 MAX_NUM_BATCHED_TOKENS = "Maximum number of tokens computed in one step."
 MAX_MODEL_LEN = "Maximum number of tokens of a request, prompt and output together."
+TRACE_BLOCKS = "Write the numbers of all KV blocks into the trace, for the lab."
+TRACE_REDACT = "Write lengths instead of token ids into the trace; it cannot be replayed."
 ASYNC_SCHEDULING = "Schedule the next step while the current one runs."
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 AsyncScheduling = Annotated[

@@ -78,6 +78,8 @@ class ModelOptions(options.SchedulerOptions):
     trace_out: Annotated[
         Path | None, _model("Write a trace of all decisions to this file; see `headway trace`.")
     ] = None
+    trace_blocks: Annotated[bool, _model(options.TRACE_BLOCKS, "--trace-blocks")] = False
+    trace_redact: Annotated[bool, _model(options.TRACE_REDACT, "--trace-redact")] = False
     preset: options.Preset = "headway"
     async_scheduling: Annotated[
         bool | None,
@@ -115,7 +117,8 @@ class ModelOptions(options.SchedulerOptions):
                 load_format=self.load_format, preset=self.preset, attention=self.attention,
                 kv_cache_dtype=self.kv_cache_dtype, kv_memory=self.kv_memory,
                 gpu_memory_utilization=self.gpu_memory_utilization, threads=self.threads,
-                async_scheduling=self.async_scheduling, trace_out=self.trace_out, progress=progress, **settings,
+                async_scheduling=self.async_scheduling, trace_out=self.trace_out,
+                trace_blocks=self.trace_blocks, trace_redact=self.trace_redact, progress=progress, **settings,
             )  # fmt: skip
 
 

@@ -138,6 +138,7 @@ class MessageBuilder:
 async def _open(context: Context, body: MessagesRequest, *, is_live: bool) -> PreparedChat:
     try:
         chat = chat_request(body)
+        context.ignored_fields.report(body.model_extra or {})
         return await prepare_chat(context, chat, id_prefix="msg", is_live=is_live)
     except (ApiError, InvalidRequest) as error:
         raise rename_param(api_error(error), FIELD_NAMES) from error

@@ -44,7 +44,9 @@ class OutputParser:
         if self._parser is None:
             return [delta.text] if delta.text else []
         pieces = self._parser.push(delta.text)
-        if delta.finish_reason is not None:
+        if delta.finish_reason == "length":
+            pieces += self._parser.cut_off()
+        elif delta.finish_reason is not None:
             pieces += self._parser.finish()
         return pieces
 

@@ -1,7 +1,7 @@
 """Validates the fields of generation requests and turns them into SamplingParams.
 
 Fields of other servers that would change the output, but are not supported, are refused. Fields
-that change nothing, such as `store`, are accepted and ignored. Sizes are limited where the work
+that change nothing, such as `store`, are accepted and logged once. Sizes are limited where the work
 grows with them and the model's length does not bound them; the limits are far above practical use.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from headway.sampling_params import SamplingParams
 from headway.server.context import Context
+from headway.server.generation.response_format import GUIDED_FIELDS
 from headway.server.http.errors import ApiError, field_error, format_value
 from headway.server.openai.protocol import GenerationFields
 
@@ -66,7 +67,10 @@ async def sampling_params_of(
     context: Context, body: GenerationFields, *, max_tokens: int | None, **more: Any
 ) -> SamplingParams:
     """The fields as SamplingParams; InvalidRequest or ApiError names the first wrong field."""
-    check_supported(body.model_extra or {})
+    extra = body.model_extra or {}
+    check_supported(extra)
+    known = UNSUPPORTED_FIELDS.keys() | GUIDED_FIELDS.keys()
+    context.ignored_fields.report({name: extra[name] for name in extra if name not in known})
     params = {name: value for name in SAME_NAME if (value := getattr(body, name)) is not None}
     for field, name in OTHER_NAME.items():
         if (value := getattr(body, field)) is not None:

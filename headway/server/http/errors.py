@@ -89,8 +89,9 @@ def field_error(param: str, problem: str, code: str | None = None) -> ApiError:
 
 
 def too_long(param: str, error: RequestTooLong) -> ApiError:
-    """A 400 error for a field whose prompt is too long."""
-    return ApiError(400, f"{param}: {error}", param=param, code="context_length_exceeded")
+    """A 400 error for a field whose prompt is too long, without advice on the server's settings."""
+    message = f"{param}: {error}".removesuffix(error.settings_advice)
+    return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 @contextmanager

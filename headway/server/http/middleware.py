@@ -161,8 +161,9 @@ class AccessLogMiddleware:
             if scope["path"] not in UNLOGGED_PATHS or status >= 500:
                 milliseconds = round((time.perf_counter() - start) * 1e3, 1)
                 # Status 0: the client disconnected or the server failed before a response.
-                line = "%s %s %s", scope["method"], scope["path"], status or "unanswered"
-                access_log.info(*line, extra={"status": status, "ms": milliseconds})
+                line = "%s %s" if status else "%s %s unanswered"
+                extra = {"status": status, "ms": milliseconds}
+                access_log.info(line, scope["method"], scope["path"], extra=extra)
             REQUEST_ID.reset(token)
 
 

@@ -74,6 +74,7 @@ async def _response(context: Context, body: EmbeddingRequest) -> dict[str, Any]:
     limit = context.settings.max_choices
     if len(inputs) > limit:
         raise field_error("input", f"must have at most {limit} items, not {len(inputs)}")
+    context.ignored_fields.report(body.model_extra or {})
     params = await _params(context, body)
     prompts = await tokens_of(context, inputs, "input")
     vectors = await _embed_all(context, prompts, params)

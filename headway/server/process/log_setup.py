@@ -2,7 +2,7 @@
 
 A separate thread writes the lines, so a slow disk or a full pipe delays neither the engine nor a
 response. Lines that do not fit into the queue are dropped and counted. Headers, query strings and
-bodies are never logged, so logs contain no keys and no prompts.
+values of bodies are never logged, so logs contain no keys and no prompts.
 """
 
 from __future__ import annotations

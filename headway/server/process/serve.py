@@ -6,11 +6,13 @@ Knows no model and no endpoints: a `ServerFactory` makes them. workers.py runs s
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -24,6 +26,7 @@ from headway.server.process.shutdown import GracefulServer
 from headway.server.settings import ConnectionSettings
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+log = logging.getLogger(__name__)
 Ready = Callable[[Any], None]  # called with the model info once the server accepts requests
 
 
@@ -92,7 +95,7 @@ def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Re
     listener = Listener(fileno=bound.detach())
     serving = serve_http(
         factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
-        on_start=_install_signal_handlers,
+        on_start=partial(_install_signal_handlers, factory.grace),
     )  # fmt: skip
     try:
         asyncio.run(serving)
@@ -121,10 +124,19 @@ async def serve_http(
         await engine.close()
 
 
-def _install_signal_handlers(server: GracefulServer) -> None:
+def log_stop(number: int, grace: float) -> None:
+    """Log that a signal stops the server. Not for signal handlers: logging takes locks."""
+    name = signal.Signals(number).name
+    log.info("%s: stopping; open requests have %g seconds to finish", name, grace)
+
+
+def _install_signal_handlers(grace: float, server: GracefulServer) -> None:
+    loop = asyncio.get_running_loop()
+
     def stop(number: int, _: FrameType | None) -> None:
         if server.should_exit:  # a second signal exits at once
             os._exit(128 + number)
+        loop.call_soon_threadsafe(log_stop, number, grace)
         server.stop()
 
     for number in SIGNALS:

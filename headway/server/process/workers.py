@@ -27,7 +27,7 @@ from headway.errors import ExecutorError, HeadwayError
 from headway.server.http.connection_table import Listener
 from headway.server.process.engine_service import EngineService
 from headway.server.process.ipc import SocketClient
-from headway.server.process.serve import SIGNALS, Ready, ServerFactory, serve_http
+from headway.server.process.serve import SIGNALS, Ready, ServerFactory, log_stop, serve_http
 from headway.server.process.shutdown import DRAIN_TIMEOUT
 
 GO, STOP = "go", "stop"
@@ -181,6 +181,8 @@ class Supervisor:
                 for number in SIGNALS:
                     signal.signal(number, self._on_signal)
                 status = self._watch(path)
+                if self._signals:
+                    log_stop(self._signals[0], self._factory.grace)
                 self._stop()
             finally:
                 self._kill()

@@ -125,7 +125,7 @@ def format_of(template: str | None, parser: str = AUTO) -> tuple[ToolFormat, boo
     if not prompt:
         raise InvalidRequest(
             "tools are not supported by this model's chat template; leave them out, or start the "
-            "server with --tool-call-parser to describe them in the system message"
+            f"server with --tool-call-parser {HERMES.name} to describe them in the system message"
         )
     for pattern, format in FORMAT_PATTERNS:
         if pattern.search(prompt):

@@ -1,7 +1,8 @@
 """Finds tool calls in generated text while the text is being generated.
 
 The arguments of a call are streamed. Text that may become a call is held back until that is
-decided. Text that resembles a call but is none stays text, so no generated text is lost.
+decided. Text that resembles a call but is none stays text. Only the beginning of a call whose
+arguments had not begun at max_tokens is dropped.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class JsonScanner:
 
 
 class ToolCallParser:
-    """Parses the output of one sample: `push` takes text, `finish` ends it.
+    """Parses the output of one sample: `push` takes text, `finish` or `cut_off` ends it.
 
     `is_forced`: a grammar allows only calls, without a special token before them.
     """
@@ -79,6 +80,7 @@ class ToolCallParser:
     ) -> None:
         self.format, self._names = format, names
         self.num_calls = 0
+        self._is_forced = is_forced
         self._new_id = new_id or (lambda: new_call_id(format))
         self._held = ""  # text that is not yet decided to be text or a call
         self._opening = ""  # consumed before `_held`; it is text if no call follows
@@ -108,6 +110,12 @@ class ToolCallParser:
             found.append(held)
         self._state = self._text
         return [piece for piece in found if piece]
+
+    def cut_off(self) -> list[OutputPiece]:
+        """The remaining pieces of an output that ended at max_tokens, without a call's beginning."""
+        if self._is_call_beginning():
+            self._held = self._opening = ""
+        return self.finish()
 
     # States. Each consumes some of the held text, or returns None if it needs more.
 
@@ -249,6 +257,18 @@ class ToolCallParser:
         if not held or held[0] == "{":
             return True
         return self.format.is_list and re.fullmatch(r"[\w-]*(\[A?R?G?S?\]?)?\s*", held) is not None
+
+    def _is_call_beginning(self) -> bool:
+        """Whether the held text is an incomplete call; a single character may as well be text."""
+        if self._state == self._text:
+            return self._is_forced or len(self._held.strip()) > 1
+        if self._state != self._call or _decode(self._held)[0] is not None:
+            return False
+        if self._is_forced or self.format.open:
+            return self._may_be_json()
+        held = "".join(self._held.split())
+        heads = [f'{{"name":"{name}"' for name in self._names]
+        return any(held.startswith(head) or head.startswith(held) for head in heads)
 
     def _num_held_back(self, text: str) -> int:
         """Length of the suffix that may begin a call, including whitespace before it."""
