@@ -23,7 +23,6 @@ export interface Header {
   has_blocks?: boolean;
   is_redacted?: boolean;
   notice?: string; // why a recorded run is shown from its lines alone
-  reason_texts?: Record<string, string>;
 }
 
 export interface End {

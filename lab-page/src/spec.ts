@@ -70,7 +70,8 @@ export interface Catalog {
   traces: { name: string; title: string }[];
   default: Spec;
   states: Record<string, string>;
-  reasons?: Record<string, string>;
+  blocked?: Record<string, string>; // why a request was not admitted, with {need} and {have}
+  not_considered?: Record<string, string>; // why a step did not consider it, with {limit}
   version: string;
 }
 

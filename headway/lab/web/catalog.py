@@ -9,6 +9,7 @@ from headway import __version__
 from headway.config import Config
 from headway.lab.cost import known_profiles, load_profile
 from headway.lab.film.spec import DEFAULT_PROFILE
+from headway.observe.explain import BLOCKED, NOT_CONSIDERED
 from headway.scheduler.presets import DEFAULT, PRESETS, SLOTS, describe, preset
 
 STATES = {
@@ -18,6 +19,9 @@ STATES = {
     "swapped": "In the queue after a preemption. Its KV blocks were copied to the host.",
     "finished": "It has ended: a stop token, its length limit, an abort or an error.",
 }
+TEXTS: dict[str, dict[str, str]] = {  # {need}, {have} and {limit} are numbers of the film
+    "states": STATES, "blocked": BLOCKED, "not_considered": NOT_CONSIDERED,
+}  # fmt: skip
 SLOT_HELP = {
     "batching": "How a step combines prompts and decodes",
     "queue": "Which waiting request is admitted first",
@@ -57,7 +61,7 @@ def catalog(mode: str, stories: list[dict[str, Any]], traces: list[dict[str, str
         "stories": stories,
         "traces": traces,
         "default": DEFAULT_SPEC,
-        "states": STATES,
+        **TEXTS,
     }  # fmt: skip
 
 

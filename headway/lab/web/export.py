@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headway.lab.web.catalog import STATES
+from headway.lab.web.catalog import TEXTS
 
 STATIC = Path(__file__).parent / "static"
 
@@ -24,7 +24,7 @@ def exported(
     for number, film in enumerate(films):
         data = base64.b64encode(gzip.compress(film, mtime=0)).decode()
         parts.append(f'<script type="application/octet-stream" id="film{number}">{data}</script>')
-    known = json.dumps({"states": STATES, "stories": stories or []}).replace("</", "<\\/")
+    known = json.dumps({**TEXTS, "stories": stories or []}).replace("</", "<\\/")
     parts.append(f'<script type="application/json" id="catalog">{known}</script>')
     if hash:
         parts.append(f'<meta name="lab-hash" content="{_attribute(hash)}">')

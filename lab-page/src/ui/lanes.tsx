@@ -7,7 +7,7 @@ import type { Film } from "../film";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
 import { hovered, lit, seek, select, selected, span, version } from "../store";
 import type { Life } from "../timeline";
-import type { View } from "../view";
+import { stepOf, type View } from "../view";
 import { Canvas } from "./canvas";
 import { Legend } from "./legend";
 
@@ -136,9 +136,9 @@ function paintLanes(
   if (x >= GUTTER) context.fillRect(Math.round(x) - 1, 0, 2, bottom - AXIS);
   context.fillStyle = color("quiet");
   context.font = "10px system-ui, sans-serif";
-  context.fillText(`frame ${low}`, GUTTER, bottom - AXIS / 2);
+  context.fillText(`step ${stepOf(film, Math.min(low, film.numFrames - 1))}`, GUTTER, bottom - AXIS / 2);
   context.textAlign = "right";
-  context.fillText(String(Math.round(high)), GUTTER + width, bottom - AXIS / 2);
+  context.fillText(String(stepOf(film, Math.min(Math.round(high), film.numFrames) - 1)), GUTTER + width, bottom - AXIS / 2);
   context.textAlign = "left";
 }
 

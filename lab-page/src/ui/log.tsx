@@ -2,10 +2,10 @@
 
 import { signal, type ReadonlySignal } from "@preact/signals";
 import { hovered, lit, seek, select, selected, viewA } from "../store";
-import { STATES, WAITING } from "../state";
+import { STATES, SWAPPED, WAITING } from "../state";
 import { canEdit, catalog, edit, whyNoEdit } from "../store";
 import { rowOf, Row, stepOf, View } from "../view";
-import { needOf, Progress, reasonOf } from "./requests";
+import { needOf, Progress, whyWaits } from "./requests";
 import { count, plural, seconds, thing } from "./words";
 
 const MAX_SHOWN = 36;
@@ -83,16 +83,17 @@ export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: s
 function Answer({ row, view }: { row: Row; view: View }) {
   const { film } = view, entry = film.entries[row.r], state = STATES[row.status];
   const history = film.latestTexts(view.frame, 30, row.r);
-  const { blocked } = row;
+  const latest = history.length ? `${film.text(history[0]).text}.` : "";
+  const { blocked } = row, isWaiting = row.status === WAITING || row.status === SWAPPED;
   return (
     <>
       <p class="answer">
         <b class={`state ${state}`}>{state}</b>{" "}
-        {history.length ? film.text(history[0]).text : restOf(row, view)}.
+        {isWaiting ? whyWaits(row, view) : latest}
       </p>
       <Progress row={row} />
       {blocked && blocked.need > 0 && <NeedHave row={row} view={view} />}
-      {row.status === WAITING && history.length > 0 && <p class="quiet">{restOf(row, view)}.</p>}
+      {isWaiting && latest && <p>Latest decision: {latest}</p>}
       <p class="quiet">{catalog.value?.states[state]}</p>
       <dl>
         <dt>prompt</dt><dd>{plural(row.numPrompt, "token")}, {count(row.cached)} cached</dd>
@@ -129,14 +130,4 @@ function NeedHave({ row, view }: { row: Row; view: View }) {
       <span>has</span><i><u class="there" style={width(have)} /></i><b>{count(have)}</b>
     </div>
   );
-}
-
-/** Why a waiting request was not admitted in this step. */
-function restOf(row: Row, view: View): string {
-  const reasons = view.film.header!.reasons;
-  if (row.blocked) return `Step ${view.step}: ${reasonOf(reasons[row.blocked.reason], view)}`;
-  if (row.status === WAITING && view.state.rest) {
-    return `Step ${view.step} did not consider it: ${reasonOf(reasons[view.state.rest.reason], view)}`;
-  }
-  return row.status === WAITING ? "The next step considers it" : "No sentence about it so far";
 }

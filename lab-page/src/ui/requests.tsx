@@ -117,11 +117,19 @@ function noteOf(row: Row, view: View): preact.ComponentChildren {
 /** What a waiting request needs and what was available. */
 export function needOf(row: Row, view: View): string {
   const { reason, need, have } = row.blocked!, name = view.film.header!.reasons[reason];
-  return need ? `needs ${count(need)} ${thing(name)}, has ${count(have)}` : reasonOf(name, view);
+  return need ? `needs ${count(need)} ${thing(name)}, has ${count(have)}` : name.replaceAll("_", " ");
 }
 
-/** The meaning of a reason's name. */
-export function reasonOf(name: string, view: View): string {
-  const texts = view.film.header!.reason_texts ?? catalog.value?.reasons ?? {};
-  return texts[name] ?? name.replaceAll("_", " ");
+/** Why a waiting request was not admitted in this step, in a sentence. */
+export function whyWaits(row: Row, view: View): string {
+  const { reasons, config } = view.film.header!, known = catalog.value;
+  const fill = (texts: Record<string, string> | undefined, name: string, numbers: Record<string, unknown>) =>
+    (texts?.[name] ?? name.replaceAll("_", " ")).replace(/\{(\w+)\}/g, (_, key: string) => String(numbers[key]));
+  if (row.blocked) {
+    return `Step ${view.step}: ${fill(known?.blocked, reasons[row.blocked.reason], { ...row.blocked })}.`;
+  }
+  const { rest } = view.state;
+  if (!rest) return "The next step considers it.";
+  const why = fill(known?.not_considered, reasons[rest.reason], { limit: config.max_num_seqs });
+  return `Step ${view.step} did not consider it: ${why}.`;
 }

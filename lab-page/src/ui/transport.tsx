@@ -25,10 +25,10 @@ export function Transport() {
     <section class="transport" aria-label="Steps">
       <div class="buttons">
         <Press label="First step" keys="Home" off={isAtStart} on={() => seek(0)}>|◀</Press>
-        <Press label="Previous decision" keys="[" off={isAtStart} on={() => seekMark(-1)}>◀◆</Press>
+        <Press label="Previous decision" keys="[" off={isAtStart} on={() => seekMark(-1)}>◆ Prev</Press>
         <Press label="Back one step" keys="←" off={isAtStart} on={() => stepBy(-1)}>◀ Back</Press>
         <Press label="Run one step" keys="→" off={isAtEnd} on={() => stepBy(1)} main>Step ▶</Press>
-        <Press label="Next decision" keys="]" off={isAtEnd} on={() => seekMark(1)}>◆▶</Press>
+        <Press label="Next decision" keys="]" off={isAtEnd} on={() => seekMark(1)}>Next ◆</Press>
         <Press label={isPlaying.value ? "Pause" : "Play"} keys="space" on={() => play()}>
           {isPlaying.value ? "❚❚ Pause" : "▶▶ Play"}
         </Press>
@@ -158,7 +158,7 @@ function Compare() {
         title="Jump to the first step in which the two schedulers decide differently (p)"
         onClick={() => seek(parts)}
       >
-        {parts < 0 ? "No difference so far" : `Jump to where they part: frame ${count(parts)}`}
+        {parts < 0 ? "No difference so far" : `Jump to where they part: step ${count(stepOf(a.film.value!, parts))}`}
       </button>
     </p>
   );

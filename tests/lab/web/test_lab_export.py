@@ -47,6 +47,7 @@ def test_an_export_of_a_story_is_complete() -> None:
     known = json.loads(script(page, "catalog"))
     assert [story["name"] for story in known["stories"]] == ["twenty-blocks"]
     assert {"waiting", "prefill", "decoding", "swapped", "finished"} == set(known["states"])
+    assert "{need}" in known["blocked"]["blocks"] and known["not_considered"]
     stored = re.search(r'<meta name="lab-hash" content="([^"]*)">', page)
     assert stored and html.unescape(stored[1]) == HASH
 
