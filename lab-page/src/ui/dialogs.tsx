@@ -1,7 +1,7 @@
 // Dialogs: add a request, fork with another policy, help.
 
 import { signal, useSignal } from "@preact/signals";
-import { useEffect, useRef } from "preact/hooks";
+import { useLayoutEffect, useRef } from "preact/hooks";
 import { KEYS } from "../keys";
 import { a, canEdit, catalog, edit, editStep, fork, isHelpOpen, whyNoEdit } from "../store";
 
@@ -15,7 +15,7 @@ interface DialogProps {
 
 function Dialog({ isOpen, title, children }: DialogProps) {
   const ref = useRef<HTMLDialogElement>(null), on = isOpen.value;
-  useEffect(() => {
+  useLayoutEffect(() => {
     const dialog = ref.current!;
     if (on && !dialog.open) dialog.showModal();
     else if (!on && dialog.open) dialog.close();

@@ -25,7 +25,7 @@ export function Transport() {
     <section class="transport" aria-label="Steps">
       <div class="buttons">
         <Press label="First step" keys="Home" off={isAtStart} on={() => seek(0)}>|◀</Press>
-        <Press label="Previous decision" keys="[" off={isAtStart} on={() => seekMark(-1)}>◆ Prev</Press>
+        <Press label="Previous decision" keys="[" off={isAtStart} on={() => seekMark(-1)}>◆ Previous</Press>
         <Press label="Back one step" keys="←" off={isAtStart} on={() => stepBy(-1)}>◀ Back</Press>
         <Press label="Run one step" keys="→" off={isAtEnd} on={() => stepBy(1)} main>Step ▶</Press>
         <Press label="Next decision" keys="]" off={isAtEnd} on={() => seekMark(1)}>Next ◆</Press>
@@ -56,7 +56,7 @@ export function Transport() {
         <label>
           step{" "}
           <input
-            id="jump" type="number" min="0" value={view?.step ?? 0} aria-label="Jump to step"
+            id="jump" type="number" min="0" value={view?.step ?? ""} disabled={!view} aria-label="Jump to step"
             onChange={(event) => seekStep(Number(event.currentTarget.value))}
           />
         </label>
