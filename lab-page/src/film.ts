@@ -2,6 +2,7 @@
 // The same as headway/lab/film/reader.py. Frames are kept as the bytes that arrived; numbers that
 // charts and searches need are also in columns that grow. Sentences are parsed when they are shown.
 
+import { Growing, join, lastAtMost } from "./growing";
 import { DECODING, FilmState, nextOp, OP, PREFILL } from "./state";
 import { Timeline } from "./timeline";
 
@@ -71,36 +72,6 @@ interface Chunk {
   keyframe: Int32Array;
   names: Uint8Array; // JSON with the sentences
   firstText: number;
-}
-
-/** An array of numbers that grows at its end. */
-export class Growing<T extends Int32Array | Float64Array> {
-  length = 0;
-  constructor(private array: T) {}
-
-  push(values: ArrayLike<number>): void {
-    const length = this.length + values.length;
-    if (length > this.array.length) {
-      const make = this.array.constructor as new (n: number) => T;
-      const larger = new make(Math.max(length, 2 * this.array.length));
-      larger.set(this.values);
-      this.array = larger;
-    }
-    this.array.set(values, this.length);
-    this.length = length;
-  }
-
-  at(i: number): number {
-    return this.array[i];
-  }
-
-  set(i: number, value: number): void {
-    this.array[i] = value;
-  }
-
-  get values(): T {
-    return this.array.subarray(0, this.length) as T;
-  }
 }
 
 const ints = () => new Growing(new Int32Array(64));
@@ -342,33 +313,11 @@ export function whereTheyPart(a: Film, b: Film, from = 0): number {
   return a.end && b.end && a.numFrames !== b.numFrames ? shared : -1;
 }
 
-/** The last index of an ascending list whose value is at most `value`; -1 if there is none. */
-export function lastAtMost(length: number, value: number, at: (i: number) => number): number {
-  let low = 0, high = length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (at(middle) <= value) low = middle + 1;
-    else high = middle;
-  }
-  return low - 1;
-}
-
 function asEntry(row: unknown[]): Entry {
   const [id, numPrompt, limit, arrival, maxTokens, priority, client, parent] = row as [
     string, number, number, number, number | null, number, string, string | null,
   ];
   return { id, numPrompt, limit, arrival, maxTokens, priority, client, parent };
-}
-
-function join(parts: Uint8Array[], length: number): Uint8Array {
-  if (parts.length === 1) return parts[0];
-  const all = new Uint8Array(length);
-  let place = 0;
-  for (const part of parts) {
-    all.set(part, place);
-    place += part.length;
-  }
-  return all;
 }
 
 const decoder = new TextDecoder();

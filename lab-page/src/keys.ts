@@ -1,12 +1,12 @@
 // The keyboard: every control has a key.
 
 import {
-  a, canRun, canEdit, chosenState, edit, isComparing, isHelpOpen, open, partsAt, play, runAgain, seek, seekEnd,
-  seekMark, seekTime, select, selected, speed, stepBy, sync, theme, viewA,
+  a, canRun, canEdit, chosenState, edit, isComparing, isHelpOpen, open, partsAt, play, runAgain, seek,
+  seekEnd, seekMark, seekTime, select, selected, speed, stepBy, sync, theme, viewA,
 } from "./store";
 import { exportFile } from "./hash";
 import { isAdding, isForking } from "./ui/dialogs";
-import { toggleSecond } from "./ui/setup";
+import { toggleSecond } from "./ui/scheduler";
 import { currentStory, openStory } from "./ui/story";
 
 export const KEYS: [string, string][] = [
@@ -15,8 +15,9 @@ export const KEYS: [string, string][] = [
   ["Home End", "first, last step"], ["j", "jump to a step"], ["↓ ↑", "select the next, previous request"],
   ["w", "why? Go to the selected request"], ["a", "add a request here"], ["x", "abort the selected request"],
   ["c", "compare with a second scheduler"], ["f", "fork: change a policy here"],
-  ["p", "jump to where the two part"], ["s", "show both by step or by time"], ["r", "reset"], ["g", "run again"],
-  ["m", "go to the setup"], ["e", "export as one file"], ["t", "light or dark"], ["Esc", "clear the selection"],
+  ["p", "jump to where the two part"], ["s", "show both by step or by time"], ["r", "reset"],
+  ["g", "run again"], ["m", "go to the setup"], ["e", "export as one file"], ["t", "light or dark"],
+  ["Esc", "clear the selection"],
   ["?", "this list"],
 ];
 
@@ -58,8 +59,8 @@ function toggleSync(): void {
 function focus(id: string): void {
   const element = document.getElementById(id);
   element?.scrollIntoView({ block: "nearest" });
-  (element?.matches("input, select, summary") ? element : element?.querySelector<HTMLElement>("select, input, button"))
-    ?.focus();
+  const inner = element?.querySelector<HTMLElement>("select, input, button");
+  (element?.matches("input, select, summary") ? element : inner)?.focus();
 }
 
 const ACTIONS: Record<string, () => void> = {
@@ -73,9 +74,11 @@ const ACTIONS: Record<string, () => void> = {
   a: () => { if (canEdit.value) isAdding.value = true; },
   x: () => { if (canEdit.value && selected.value !== null) edit({ abort: selected.value }); },
   c: toggleSecond, f: () => { if (canEdit.value) isForking.value = true; },
-  p: () => { if (partsAt.value >= 0) seek(partsAt.value); }, s: toggleSync, r: reset, g: () => { if (canEdit.value) runAgain(); }, m: () => focus("setup"),
+  p: () => { if (partsAt.value >= 0) seek(partsAt.value); }, s: toggleSync, r: reset,
+  g: () => { if (canEdit.value) runAgain(); }, m: () => focus("setup"),
   e: () => { if (canEdit.value) void exportFile(); }, t: toggleTheme,
-  Escape: () => { select(null); chosenState.value = null; }, "?": () => (isHelpOpen.value = !isHelpOpen.value),
+  Escape: () => { select(null); chosenState.value = null; },
+  "?": () => (isHelpOpen.value = !isHelpOpen.value),
 };
 
 export function listen(): void {
@@ -88,7 +91,7 @@ export function listen(): void {
     }
     if (isEscape) target.blur();
     else if (target.matches("input, textarea, select") && !isStep(target, event.key)) return;
-    else if (target.matches("button, summary, [role=button]") && (event.key === " " || event.key === "Enter")) return;
+    else if (target.matches("button, summary, [role=button]") && [" ", "Enter"].includes(event.key)) return;
     const isArrow = event.key.startsWith("Arrow") && event.shiftKey;
     const action = ACTIONS[isArrow ? `shift+${event.key}` : event.key];
     if (!action) return;

@@ -3,10 +3,12 @@ import assert from "node:assert/strict";
 import test from "node:test";
 import { dials, pack, seedOf, tidy, turn, unpack, withSeed } from "./spec";
 
-const WORKLOAD = "requests=60,prompt=uniform(20,200),output=0.9*fixed(10)+0.1*fixed(500),arrivals=poisson(2.5),seed=7";
+const WORKLOAD =
+  "requests=60,prompt=uniform(20,200),output=0.9*fixed(10)+0.1*fixed(500),arrivals=poisson(2.5),seed=7";
 
 test("a packed spec can be put into a URL and read back", () => {
-  const spec = { workload: "prompt=uniform(1,9)", set: { victim: "größe ✓" }, edits: [{ step: 3, abort: "r/1" }] };
+  const edits = [{ step: 3, abort: "r/1" }];
+  const spec = { workload: "prompt=uniform(1,9)", set: { victim: "größe ✓" }, edits };
   const text = pack(spec);
   assert.match(text, /^[A-Za-z0-9_-]+$/);
   assert.deepEqual(unpack(text), spec);

@@ -120,7 +120,8 @@ export interface Dial {
 
 const PARTS: Record<string, string[]> = {
   uniform: ["from", "to"], lognormal: ["mean", "sigma", "from", "to"], fixed: [""],
-  poisson: ["per s"], bursty: ["per s", "variation"], zipf: ["exponent"], heavy: ["share"], prefix: ["number", "tokens", "share"],
+  poisson: ["per s"], bursty: ["per s", "variation"], zipf: ["exponent"], heavy: ["share"],
+  prefix: ["number", "tokens", "share"],
 };
 
 /** The numbers of a workload such as `requests=60,prompt=uniform(20,60)`. */

@@ -1,6 +1,7 @@
 // What the panes show of one frame: rows of requests, the step's work, and numbers.
 
-import { Film, lastAtMost, StepWork } from "./film";
+import { Film, StepWork } from "./film";
+import { lastAtMost } from "./growing";
 import { Blocked, DECODING, FilmState, FINISHED, PREFILL, SWAPPED } from "./state";
 
 export interface Row {
@@ -61,7 +62,8 @@ export function makeView(film: Film, frame: number): View {
   }
   counts[FINISHED] = Math.max(numFinished, state.numFinished);
   return {
-    film, frame, step: stepOf(film, frame), isAfter: film.column("step", frame) < 0, time: film.planned.at(frame), state, work,
+    film, frame, step: stepOf(film, frame), isAfter: film.column("step", frame) < 0,
+    time: film.planned.at(frame), state, work,
     groups, counts, numFinished: counts[FINISHED],
   };
 }
@@ -89,7 +91,8 @@ function finishedRow(film: Film, r: number): Row {
   const numPrompt = entry?.numPrompt ?? 0, length = numPrompt + finish.numOutput;
   return {
     r, id: entry?.id ?? String(r), status: FINISHED, numPrompt, limit: entry?.limit ?? length,
-    cached: 0, computed: finish.numOutput ? length : 0, generated: finish.numOutput, preemptions: life.preemptions.length,
+    cached: 0, computed: finish.numOutput ? length : 0, generated: finish.numOutput,
+    preemptions: life.preemptions.length,
     numBlocks: 0, numHost: 0, blocked: null, chunk: null,
     finish: film.header!.finish_reasons[finish.reason] ?? "",
   };

@@ -91,7 +91,8 @@ function nameOf(spec: Spec | null, other: Spec | null = null): string {
   const sets = Object.entries(spec.set ?? {}).filter(([key, value]) => other?.set?.[key] !== value);
   const changes = sets.map(([key, value]) => `${key} ${value}`);
   for (const { step, set } of spec.edits ?? []) {
-    if (set) changes.push(`from step ${step} ${Object.entries(set).map((each) => each.join(" ")).join(", ")}`);
+    const values = Object.entries(set ?? {}).map((each) => each.join(" "));
+    if (set) changes.push(`from step ${step} ${values.join(", ")}`);
   }
   const preset = spec.trace ? `${spec.trace} as recorded` : (spec.preset ?? "headway");
   return [preset, ...changes.slice(-3)].join(", ");
@@ -106,11 +107,18 @@ function Header() {
       <span class="title">{catalog.value?.mode === "lab" || header ? title : ""}</span>
       <nav aria-label="Actions">
         <Action text="Add" hint="Add a request before the next step (a)" on={() => (isAdding.value = true)} />
-        <Action text="Fork" hint="Change a policy from here on, and see both futures (f)" on={() => (isForking.value = true)} />
+        <Action
+          text="Fork" hint="Change a policy from here on, and see both futures (f)"
+          on={() => (isForking.value = true)}
+        />
         <Action text="Reset" hint="Remove all changes and go to the first step (r)" on={reset} />
         <Action text="Export" hint="Save what is shown as one HTML file (e)" on={() => void exportFile()} />
-        <button type="button" onClick={toggleTheme} aria-label="Light or dark" title="Light or dark (t)">◐</button>
-        <button type="button" onClick={() => (isHelpOpen.value = true)} aria-label="Keys" title="Keys (?)">?</button>
+        <button type="button" onClick={toggleTheme} aria-label="Light or dark" title="Light or dark (t)">
+          ◐
+        </button>
+        <button type="button" onClick={() => (isHelpOpen.value = true)} aria-label="Keys" title="Keys (?)">
+          ?
+        </button>
       </nav>
     </header>
   );

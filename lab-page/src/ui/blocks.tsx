@@ -20,7 +20,8 @@ interface Drawn { grid: Grid; owners: Map<number, number[]>; hosts: [number, num
 
 const GAP_ROWS = 1, MAX_SHOWN = 400;
 const LEGEND: [string, string][] = [
-  ["held", "held"], ["shared", "shared"], ["free-cached", "cached, free"], ["free", "free"], ["host", "on the host"],
+  ["held", "held"], ["shared", "shared"], ["free-cached", "cached, free"], ["free", "free"],
+  ["host", "on the host"],
 ];
 
 export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {

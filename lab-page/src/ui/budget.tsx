@@ -26,7 +26,10 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
         Token budget of the step
         <small>{count(used)} of {count(limit)} tokens</small>
       </h2>
-      <div class="bar" role="img" aria-label={`${decodes} decodes, ${used - decodes} prefill tokens, ${unused} unused`}>
+      <div
+        class="bar" role="img"
+        aria-label={`${decodes} decodes, ${used - decodes} prefill tokens, ${unused} unused`}
+      >
         {decodes > 0 && <i class="decodes" style={width(decodes)} />}
         {chunks.map(({ r, start, end }) => {
           const id = now!.film.entries[r].id;

@@ -168,10 +168,16 @@ function make(chart: Chart, place: HTMLElement, onReady: () => void): uPlot {
   const options: uPlot.Options = {
     width: place.clientWidth || 300, height: HEIGHT, series, legend: { show: false },
     padding: [6, 14, 0, 0],
-    scales: { x: { time: false, range: () => shownSpan(numFrames.peek()) }, y: { range: (_, __, max) => [0, Math.max(1, max * 1.05)] } },
+    scales: {
+      x: { time: false, range: () => shownSpan(numFrames.peek()) },
+      y: { range: (_, __, max) => [0, Math.max(1, max * 1.05)] },
+    },
     axes: [
       { ...axis, size: 18, gap: 2 },
-      { ...axis, size: 44, gap: 3, space: 22, values: (_, ticks) => ticks.map((t) => Number.isInteger(t) ? count(t) : "") },
+      {
+        ...axis, size: 44, gap: 3, space: 22,
+        values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? count(tick) : "")),
+      },
     ],
     cursor: { y: false, points: { show: false }, drag: { x: true, y: false, setScale: false } },
     hooks: {

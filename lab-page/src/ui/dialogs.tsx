@@ -22,7 +22,10 @@ function Dialog({ isOpen, title, children }: DialogProps) {
   }, [on]);
   const close = () => (isOpen.value = false);
   return (
-    <dialog ref={ref} aria-label={title} onClose={close} onClick={(event) => event.target === ref.current && close()}>
+    <dialog
+      ref={ref} aria-label={title} onClose={close}
+      onClick={(event) => event.target === ref.current && close()}
+    >
       {on && (
         <div class="dialog">
           <h2>{title}<button type="button" class="close" aria-label="Close" onClick={close}>×</button></h2>
@@ -51,7 +54,8 @@ function freeId(): string {
 function AddForm() {
   const id = useSignal(freeId()), prompt = useSignal(64), output = useSignal(32), priority = useSignal(0);
   const numbers = [
-    ["prompt tokens", prompt, 1], ["output tokens", output, 1], ["priority (lower runs first)", priority, -1000],
+    ["prompt tokens", prompt, 1], ["output tokens", output, 1],
+    ["priority (lower runs first)", priority, -1000],
   ] as const;
   return (
     <form
@@ -64,7 +68,9 @@ function AddForm() {
     >
       <p>The request arrives before step {editStep()}. The workload runs again with it.</p>
       <label class="field"><span>id</span>
-        <input autofocus value={id.value} required onInput={(event) => (id.value = event.currentTarget.value)} />
+        <input
+          autofocus value={id.value} required onInput={(event) => (id.value = event.currentTarget.value)}
+        />
       </label>
       {numbers.map(([label, value, low]) => (
         <label class="field" key={label}><span>{label}</span>
@@ -119,7 +125,10 @@ function ForkForm() {
         <ul class="options">
           {options.map((each) => (
             <li key={each.value}>
-              <button type="button" aria-pressed={value.value === each.value} onClick={() => (value.value = each.value)}>
+              <button
+                type="button" aria-pressed={value.value === each.value}
+                onClick={() => (value.value = each.value)}
+              >
                 <b>{each.value}</b> {each.help}
               </button>
             </li>

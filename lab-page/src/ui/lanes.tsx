@@ -138,7 +138,8 @@ function paintLanes(
   context.font = "10px system-ui, sans-serif";
   context.fillText(`step ${stepOf(film, Math.min(low, film.numFrames - 1))}`, GUTTER, bottom - AXIS / 2);
   context.textAlign = "right";
-  context.fillText(String(stepOf(film, Math.min(Math.round(high), film.numFrames) - 1)), GUTTER + width, bottom - AXIS / 2);
+  const lastStep = stepOf(film, Math.min(Math.round(high), film.numFrames) - 1);
+  context.fillText(String(lastStep), GUTTER + width, bottom - AXIS / 2);
   context.textAlign = "left";
 }
 

@@ -15,7 +15,10 @@ interface Edge { from: string; to: string; path: string; label: string; at: [num
 const EDGES: Edge[] = [
   { from: "waiting", to: "prefill", path: "M114 56H156", label: "admit", at: [136, 49] },
   { from: "prefill", to: "decoding", path: "M266 56H308", label: "done", at: [288, 49] },
-  { from: "decoding", to: "waiting", path: "M366 34C366 2 62 2 62 28", label: "preempt, compute again", at: [214, 25] },
+  {
+    from: "decoding", to: "waiting", path: "M366 34C366 2 62 2 62 28", label: "preempt, compute again",
+    at: [214, 25],
+  },
   { from: "decoding", to: "swapped", path: "M330 78L262 124", label: "swap out", at: [328, 108] },
   { from: "swapped", to: "prefill", path: "M206 128V84", label: "swap in", at: [180, 106] },
   { from: "decoding", to: "finished", path: "M376 78V122", label: "end", at: [391, 103] },
@@ -33,7 +36,10 @@ export function Machine({ view, name }: { view: ReadonlySignal<View | null>; nam
       <h2>States of a request</h2>
       <svg viewBox="0 0 428 180" role="group" aria-label="State machine">
         <defs>
-          <marker id={arrow} viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">
+          <marker
+            id={arrow} viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7"
+            orient="auto-start-reverse"
+          >
             <path d="M0 0L8 4L0 8z" class="head" />
           </marker>
         </defs>

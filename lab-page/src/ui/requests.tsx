@@ -54,7 +54,8 @@ function Request({ row, view }: { row: Row; view: View }) {
   paint.value;
   const isLit = lit.value === row.id;
   const isOther = chosenState.value !== null && STATES[row.status] !== chosenState.value;
-  const classes = ["row", isLit && "lit", isOther && "dim", row.blocked && "blocked"].filter(Boolean).join(" ");
+  const names = ["row", isLit && "lit", isOther && "dim", row.blocked && "blocked"];
+  const classes = names.filter(Boolean).join(" ");
   return (
     <li>
       <button
@@ -91,7 +92,8 @@ export function Progress({ row }: { row: Row }) {
     stops.push(`var(--${shade}) ${from.toFixed(2)}% ${place.toFixed(2)}%`);
   }
   stops.push(`var(--cell) ${place.toFixed(2)}%`);
-  return <span class="progress" aria-hidden="true" style={{ background: `linear-gradient(90deg, ${stops.join(", ")})` }} />;
+  const background = `linear-gradient(90deg, ${stops.join(", ")})`;
+  return <span class="progress" aria-hidden="true" style={{ background }} />;
 }
 
 function titleOf(row: Row): string {
@@ -104,8 +106,8 @@ function titleOf(row: Row): string {
 function noteOf(row: Row, view: View): preact.ComponentChildren {
   if (row.finish !== null) return row.finish === "length" ? `${row.generated} tokens` : row.finish;
   if (row.blocked?.need) {
-    const what = thing(view.film.header!.reasons[row.blocked.reason]);
-    return <>needs {count(row.blocked.need)}<span class="unit"> {what}</span>, has {count(row.blocked.have)}</>;
+    const { reason, need, have } = row.blocked, what = thing(view.film.header!.reasons[reason]);
+    return <>needs {count(need)}<span class="unit"> {what}</span>, has {count(have)}</>;
   }
   if (row.blocked) return needOf(row, view);
   if (row.chunk) return `+${count(row.chunk[1] - row.chunk[0])} tokens`;
@@ -124,7 +126,8 @@ export function needOf(row: Row, view: View): string {
 export function whyWaits(row: Row, view: View): string {
   const { reasons, config } = view.film.header!, known = catalog.value;
   const fill = (texts: Record<string, string> | undefined, name: string, numbers: Record<string, unknown>) =>
-    (texts?.[name] ?? name.replaceAll("_", " ")).replace(/\{(\w+)\}/g, (_, key: string) => String(numbers[key]));
+    (texts?.[name] ?? name.replaceAll("_", " "))
+      .replace(/\{(\w+)\}/g, (_, key: string) => String(numbers[key]));
   if (row.blocked) {
     return `Step ${view.step}: ${fill(known?.blocked, reasons[row.blocked.reason], { ...row.blocked })}.`;
   }

@@ -62,7 +62,10 @@ function Looks({ story }: { story: Story }) {
       {story.looks.map((look, i) => (
         <li key={i}>
           <button type="button" onClick={() => lookAt(story, look)}>
-            <span class="when">step {look.step}{look.run && look.run !== "spec" && <small>{look.run}</small>}</span>
+            <span class="when">
+              step {look.step}
+              {look.run && look.run !== "spec" && <small>{look.run.replaceAll("_", " ")}</small>}
+            </span>
             <span>{look.text}</span>
           </button>
         </li>

@@ -56,7 +56,8 @@ export function Transport() {
         <label>
           step{" "}
           <input
-            id="jump" type="number" min="0" value={view?.step ?? ""} disabled={!view} aria-label="Jump to step"
+            id="jump" type="number" min="0" value={view?.step ?? ""} disabled={!view}
+            aria-label="Jump to step"
             onChange={(event) => seekStep(Number(event.currentTarget.value))}
           />
         </label>
@@ -126,7 +127,9 @@ function Marks() {
       <div>
         {MARKS.map((name) => (
           <label key={name}>
-            <input type="checkbox" checked={chosenMarks.value.includes(name)} onChange={() => toggle(name)} />{" "}
+            <input
+              type="checkbox" checked={chosenMarks.value.includes(name)} onChange={() => toggle(name)}
+            />{" "}
             {MARK_TEXTS[name]}
           </label>
         ))}
@@ -146,7 +149,8 @@ function Compare() {
               type="radio" name="sync" checked={sync.value === way}
               onChange={() => {
                 sync.value = way;
-                if (way === "time" && a.film.value) seekTime(a.film.value.planned.at(Math.max(0, frameOf(a))));
+                const film = a.film.value;
+                if (way === "time" && film) seekTime(film.planned.at(Math.max(0, frameOf(a))));
               }}
             />{" "}
             same {way}
@@ -158,7 +162,9 @@ function Compare() {
         title="Jump to the first step in which the two schedulers decide differently (p)"
         onClick={() => seek(parts)}
       >
-        {parts < 0 ? "No difference so far" : `Jump to where they part: step ${count(stepOf(a.film.value!, parts))}`}
+        {parts < 0
+          ? "No difference so far"
+          : `Jump to where they part: step ${count(stepOf(a.film.value!, parts))}`}
       </button>
     </p>
   );
