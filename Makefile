@@ -28,7 +28,14 @@ test: $(READY)  ## all checks and all tests
 
 tests: $(READY)  ## all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
+	@$(MAKE) --no-print-directory browser
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Debian's Chromium, for the tests of the lab page. Only root can install it.
+browser:
+	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
+	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium > /dev/null; } \
+	  || echo "chromium is not installed: the tests of the lab page are SKIPPED" >&2
 
 # Folders whose tests need no model weights, no kernels and no server.
 FAST := tests/kv tests/scheduler tests/engine tests/observe tests/lab tests/text \
@@ -107,5 +114,5 @@ clean:  ## remove environments, caches and build output
 	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test tests test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
+.PHONY: help run demo test browser tests test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
   picture page dist clean
