@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import webbrowser
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
 from headway.lab.web.export import exported
 from headway.lab.web.server import LabServer
+from headway.observe.trace import read_trace
 
 SOURCE = "A trace file, or a workload in the simulator's language."
 Source = Annotated[str, typer.Argument(help=SOURCE, show_default="an example")]
@@ -64,6 +66,8 @@ def lab_command(
         return
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
+    for path in traces.values():
+        next(read_trace(path))  # FormatError if it is not a trace
     if export:
         film = b"".join(_film(spec, traces))
         try:
@@ -72,7 +76,8 @@ def lab_command(
             raise FormatError(export, None, f"cannot be written: {error.strerror}") from None
         print(f"{export} written ({export.stat().st_size / 1e3:.0f} kB); open it in a browser")
         return
-    _serve(LabApp(traces=traces), port, open_page)
+    shown = {name: value for name, value in asdict(spec).items() if value}
+    _serve(LabApp(traces=traces, default=shown), port, open_page)
 
 
 @options.spread

@@ -51,7 +51,9 @@ class LabApp:
         traces: dict[str, Path] | None = None,
         stories: list[dict[str, Any]] | None = None,
         live: Callable[[], Iterator[bytes]] | None = None,
+        default: dict[str, Any] | None = None,
     ) -> None:
+        self._default = default  # the run that the page shows first
         self.mode, self.traces, self.live = mode, traces or {}, live
         if stories is None:  # only a lab with a scheduler of its own can run them
             stories = [story.describe() for story in load_stories()] if mode == "lab" else []
@@ -67,7 +69,7 @@ class LabApp:
     def _route(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
         if method == "GET" and path == "api/catalog":
             traces = [{"name": name, "title": str(file)} for name, file in self.traces.items()]
-            return _json(200, catalog(self.mode, self.stories, traces))
+            return _json(200, catalog(self.mode, self.stories, traces, self._default))
         if method == "POST" and path == "api/film":
             return Response(200, FILM, self._film(_parsed(body)))
         if method == "POST" and path == "api/trace":

@@ -37,7 +37,12 @@ DEFAULT_SPEC = {
 }  # fmt: skip
 
 
-def catalog(mode: str, stories: list[dict[str, Any]], traces: list[dict[str, str]]) -> Any:
+def catalog(
+    mode: str,
+    stories: list[dict[str, Any]],
+    traces: list[dict[str, str]],
+    default: dict[str, Any] | None = None,
+) -> Any:
     """All that the page needs before it shows a run, as JSON."""
     return {
         "mode": mode,
@@ -60,7 +65,7 @@ def catalog(mode: str, stories: list[dict[str, Any]], traces: list[dict[str, str
         ],
         "stories": stories,
         "traces": traces,
-        "default": DEFAULT_SPEC,
+        "default": default or DEFAULT_SPEC,
         **TEXTS,
     }  # fmt: skip
 

@@ -83,6 +83,12 @@ def test_the_catalog_has_all_that_can_be_chosen(server: LabServer) -> None:
     assert [each["name"] for each in catalog["traces"]] == ["run"]
 
 
+def test_the_page_starts_with_the_run_of_the_command_line() -> None:
+    app = LabApp(default=SPEC)
+    (data,) = app.handle("GET", "/api/catalog", {}, b"").body
+    assert json.loads(data)["default"] == SPEC
+
+
 def test_a_described_run_is_filmed(server: LabServer) -> None:
     status, data = ask(server, "POST", "/api/film", SPEC)
     film = film_of(data)
