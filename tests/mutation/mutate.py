@@ -40,7 +40,7 @@ from cosmic_ray.operators.operator import Operator
 ROOT = Path(__file__).parents[2]
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 CONFIG = tomllib.loads(Path(__file__).with_name("mutate.toml").read_text())
-COPIED = ("headway", "tests", "pyproject.toml")
+COPIED = ("headway", "tests", "docs", "pyproject.toml")
 PYTEST_OPTIONS = (
     "-x", "-p", "no:cacheprovider", "--tb=line", "--hypothesis-profile=ci",
     "-W", "ignore::pytest.PytestAssertRewriteWarning",  # hypothesis is imported before the fork
