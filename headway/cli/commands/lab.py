@@ -61,7 +61,7 @@ def lab_command(
     """Step through every decision of the scheduler on a web page."""
     options.import_from_working_directory()
     if attach:
-        next(follow(attach, api_key))  # tell at once if it cannot be followed
+        next(follow(attach, api_key), b"")  # ConfigError now if the server cannot be followed
         _serve(LabApp("attach", live=partial(follow, attach, api_key)), port, open_page)
         return
     spec = _spec(source, preset, profile, async_scheduling, scheduler)

@@ -1,7 +1,7 @@
 """The API of the lab page. It knows no sockets: a request comes in, a response goes out.
 
 `server.py` serves it on this machine. A run is computed while its film is sent, so the page shows
-the first steps of a long run at once, and a page that goes away ends the run.
+the first steps of a long run at once. The run ends if the page is closed.
 """
 
 from __future__ import annotations
