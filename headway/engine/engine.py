@@ -120,12 +120,14 @@ class Engine:
 
     def abort(self, id: str) -> bool:
         """End a request and its samples at once; a report follows. False if there is none."""
-        parent = self.scheduler.requests.get(id)
+        alive = self.scheduler.requests
+        parent = alive.get(id)
         if parent is None:  # it has ended; other samples may still run
-            alive = self.scheduler.requests.values()
-            samples = [r.id for r in alive if r.parent and r.parent.id == id]
+            candidates = list(alive.values())
         else:
-            samples = [f"{id}/{i}" for i in range(1, parent.params.n if not parent.parent else 1)]
+            names = (f"{id}/{i}" for i in range(1, parent.params.n))
+            candidates = [alive[name] for name in names if name in alive]
+        samples = [r.id for r in candidates if r.parent and r.parent.id == id]
         return sum(self.scheduler.abort(each) for each in (id, *samples)) > 0
 
     def stop(self, id: str) -> bool:

@@ -135,6 +135,16 @@ def test_an_abort_ends_a_request_with_all_its_samples_and_a_sample_alone() -> No
     assert not engine.abort("never added")
 
 
+def test_an_abort_spares_a_request_that_is_only_named_like_a_sample() -> None:
+    engine, _ = an_engine()
+    engine.add("a", [1, 2, 3], RequestParams(n=3, max_tokens=9))
+    assert engine.abort("a/1")
+    engine.step()
+    named_alike = [engine.add(id, [1, 2, 3])[0] for id in ("a/0", "a/1", "a/3", "a/2/1")]
+    assert engine.abort("a/2") and engine.abort("a")
+    assert not any(request.is_finished for request in named_alike)
+
+
 def test_samples_are_aborted_by_the_id_of_a_request_that_has_ended() -> None:
     engine, _ = an_engine()
     parent, first, second = engine.add("a", [1, 2], params(n=3))
