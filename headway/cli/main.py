@@ -19,6 +19,7 @@ from headway.cli.commands import (
     run,
     serve,
     simulate,
+    sweep,
     top,
     trace,
 )
@@ -45,6 +46,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "profile": profile.profile_command,
     "simulate": simulate.simulate_command,
     "compare": simulate.compare_command,
+    "sweep": sweep.sweep_command,
+    "breakeven": sweep.breakeven_command,
     "trace": trace.trace_command,
     "lab": lab.lab_command,
     "step": lab.step_command,
