@@ -11,6 +11,7 @@ import typer
 from headway import __version__
 from headway.cli.commands import (
     bench,
+    capacity,
     chat,
     generate,
     lab,
@@ -48,6 +49,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": simulate.compare_command,
     "sweep": sweep.sweep_command,
     "breakeven": sweep.breakeven_command,
+    "capacity": capacity.capacity_command,
     "trace": trace.trace_command,
     "lab": lab.lab_command,
     "step": lab.step_command,

@@ -22,11 +22,11 @@ from headway.lab.cost import Profile
 from headway.lab.planner.confidence import Interval, interval
 from headway.lab.planner.evaluate import Job, Outcome, Settings
 from headway.lab.planner.evaluator import Evaluator
-from headway.lab.planner.targets import Target, Targets, duration_text, missed
+from headway.lab.planner.targets import Targets, missed
 from headway.lab.planner.workload import Workload, at_rate
 
 TOLERANCE = 0.01  # width of the last bracket, relative to its upper end
-ALONE = 1 / 1000  # of the saturated rate: requests hardly ever meet
+LIGHT, ALONE = 1 / 16, 1 / 1000  # of the saturated rate; ALONE: requests hardly ever meet
 NUM_ALONE = 3  # seeds that must fail before a target is called impossible
 SATURATED = "queue growth"
 MIN_SPANS = 5  # mean latencies that the arrivals should last
@@ -36,7 +36,7 @@ MIN_SPANS = 5  # mean latencies that the arrivals should last
 class SeedSearch:
     """The search of one seed: doubles the rate until a run fails, then bisects.
 
-    `low` is the highest rate that has passed, `high` the lowest that has failed.
+    A rate below ALONE counts as 0. `low` is the highest rate that has passed, `high` the lowest that has failed.
     """
 
     seed: int
@@ -47,6 +47,8 @@ class SeedSearch:
 
     @property
     def is_done(self) -> bool:
+        if self.high <= ALONE * self.start:
+            return True
         return self.high < math.inf and self.high - self.low <= TOLERANCE * self.high
 
     @property
@@ -57,7 +59,7 @@ class SeedSearch:
 
     @property
     def rate(self) -> float:
-        return (self.low + self.high) / 2
+        return 0.0 if self.high <= ALONE * self.start else (self.low + self.high) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ def find_capacity(
     saturated = at_once.summary["requests_per_second"]
     if not saturated:
         raise ConfigError("no request of the workload can run with these settings")
-    num_runs = 1 + _check_possible(question, seeds[:NUM_ALONE], saturated * ALONE, evaluator)
+    num_runs = 1 + _check_possible(question, seeds[:NUM_ALONE], saturated, evaluator)
     searches = [SeedSearch(seed, saturated) for seed in seeds]
     latest: dict[int, Outcome] = {}
     while active := [search for search in searches if not search.is_done]:
@@ -131,7 +133,7 @@ def find_capacity(
 def failures(targets: Targets, outcome: Outcome) -> list[str]:
     """What a run fails: names of targets, or the growth of its queue."""
     if outcome.is_stopped:
-        return ["targets"]
+        return [outcome.stopped_by]
     failed = [target.name for target in missed(targets, outcome.summary)]
     return [*failed, *([SATURATED] if outcome.is_saturated else [])]
 
@@ -143,28 +145,21 @@ def _is_short(outcome: Outcome) -> bool:
 
 
 def _check_possible(
-    question: CapacityQuestion, seeds: Sequence[int], rate: float, evaluator: Evaluator
+    question: CapacityQuestion, seeds: Sequence[int], saturated: float, evaluator: Evaluator
 ) -> int:
-    """Runs with requests that hardly ever meet; Impossible if all of them miss the same target."""
+    """The number of runs at low rates; Impossible if no rate meets one of the targets."""
     if not question.targets:
         return 0
-    jobs = [question.job(seed, rate) for seed in seeds]
-    jobs = [Job(**{**vars(job), "targets": ()}) for job in jobs]  # complete, for the statistics
-    first = evaluator.run(jobs[:1])
-    if not missed(question.targets, first[0].summary):
+    (light,) = evaluator.run([question.job(seeds[0], saturated * LIGHT)])
+    if not failures(question.targets, light):
         return 1
-    outcomes = first + evaluator.run(jobs[1:])
-    hopeless = [t for t in question.targets if all(_misses(t, o) for o in outcomes)]
-    if hopeless:
-        found = "; ".join(
-            f"{target} cannot be met: it is "
-            f"{duration_text(round(min(target.measured(o.summary) for o in outcomes), 4))} "
-            "with requests that run alone"
-            for target in hopeless
+    outcomes = evaluator.run([question.job(seed, saturated * ALONE) for seed in seeds])
+    failed = [set(failures(question.targets, outcome)) - {SATURATED} for outcome in outcomes]
+    if hopeless := [t for t in question.targets if all(t.name in names for names in failed)]:
+        found = (
+            f"{t} cannot be met: requests that run alone have {t.name} "
+            f"{t.measured(outcomes[0].summary):.3g} s already"
+            for t in hopeless
         )
-        raise Impossible(found)
-    return len(jobs)
-
-
-def _misses(target: Target, outcome: Outcome) -> bool:
-    return target.measured(outcome.summary) > target.seconds
+        raise Impossible("; ".join(found))
+    return 1 + len(outcomes)

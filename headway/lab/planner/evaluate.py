@@ -73,10 +73,14 @@ class Outcome:
     """The result of a job. A stopped run has no complete statistics."""
 
     summary: Summary
-    is_stopped: bool
+    stopped_by: str  # the target that it had certainly missed; "" for a complete run
     progress: float  # share of the requests that ended before the run did
     queue_growth: float  # requests per second that the queue gained, relative to arrivals
     config: dict[str, Any]
+
+    @property
+    def is_stopped(self) -> bool:
+        return bool(self.stopped_by)
 
     @property
     def is_saturated(self) -> bool:
@@ -99,10 +103,10 @@ def evaluate(job: Job) -> Outcome:
         requests, config, job.profile, async_scheduling=job.async_scheduling, stop=counter
     )
     summary = summarize(result.metrics, len(result.rejected))
-    is_stopped = counter is not None and counter.is_missed
+    stopped_by = counter.missed.name if counter and counter.missed else ""
     num_ended = summary["completed"] + summary["rejected"]
     return Outcome(
-        summary=summary, is_stopped=is_stopped, progress=num_ended / total if is_stopped else 1.0,
+        summary=summary, stopped_by=stopped_by, progress=num_ended / total if stopped_by else 1.0,
         queue_growth=queue_growth(result.metrics.requests, requests[-1].arrival),
         config=result.metrics.config,
     )  # fmt: skip

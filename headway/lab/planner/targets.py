@@ -20,6 +20,7 @@ LATENCIES = {
     "ttft": "ttft", "tbt": "time_between_tokens", "stall": "longest_stall", "e2e": "end_to_end",
 }  # fmt: skip
 STATISTICS = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p99.9": 0.999, "max": 1.0}
+STALL_STEPS = 64  # between two counts of stalls
 UNITS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "m": 60.0}
 
 
@@ -101,28 +102,30 @@ class MissCounter:
     """Counts requests that have missed a target, and says when the target is certainly missed.
 
     Exact: a run is stopped only if its complete statistic would be above the target, because more
-    requests have missed it than the statistic ignores. Follows `ttft` and `e2e`, whose misses are
-    known as soon as the time is over.
+    requests have missed it than the statistic ignores. Follows all targets but percentiles of
+    `tbt`. Misses of `ttft` and `e2e` are known as soon as the time is over.
     """
 
     def __init__(self, targets: Sequence[Target], num_requests: int) -> None:
-        self._counts = [
-            _Count(target, _num_ignored(target.share, num_requests))
-            for target in targets
-            if target.latency in ("ttft", "e2e")
-        ]
-        self.is_missed = False
+        self._counts: list[_Count | _StallCount] = []
+        for target in targets:
+            num_ignored = _num_ignored(target.share, num_requests)
+            if target.latency in ("ttft", "e2e"):
+                self._counts.append(_Count(target, num_ignored))
+            elif target.latency == "stall" or target.statistic == "max":
+                self._counts.append(_StallCount(target, num_ignored))
+        self.missed: Target | None = None  # the first that was
 
     def __call__(self, metrics: RunStats) -> bool:
-        self.is_missed = any(count.is_missed(metrics) for count in self._counts)
-        return self.is_missed
+        self.missed = next((c.target for c in self._counts if c.is_missed(metrics)), None)
+        return self.missed is not None
 
 
 class _Count:
     """The requests whose time for one target is over, in order of arrival, and the misses."""
 
     def __init__(self, target: Target, num_ignored: int) -> None:
-        self._seconds, self._num_ignored = target.seconds, num_ignored
+        self.target, self._seconds, self._num_ignored = target, target.seconds, num_ignored
         self._field = "first_token" if target.latency == "ttft" else "finished"
         self._next = self._num_missed = 0
 
@@ -136,6 +139,20 @@ class _Count:
             self._num_missed += not 0 <= reached - request.arrival <= self._seconds
             self._next += 1
         return self._num_missed > self._num_ignored
+
+
+class _StallCount:
+    """The requests with a longer stall; counted at some steps only, because it looks at all."""
+
+    def __init__(self, target: Target, num_ignored: int) -> None:
+        self.target, self._seconds = target, target.seconds
+        self._num_ignored, self._num_calls = num_ignored, 0
+
+    def is_missed(self, metrics: RunStats) -> bool:
+        self._num_calls += 1
+        if self._num_calls % STALL_STEPS:
+            return False
+        return sum(r.longest_stall > self._seconds for r in metrics.requests) > self._num_ignored
 
 
 def _num_ignored(share: float, num_values: int) -> int:
