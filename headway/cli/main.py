@@ -23,6 +23,7 @@ from headway.cli.commands import (
     sweep,
     top,
     trace,
+    tune,
 )
 from headway.cli.options.command import Command
 from headway.cli.options.packages import install, is_optional
@@ -49,6 +50,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "compare": simulate.compare_command,
     "sweep": sweep.sweep_command,
     "breakeven": sweep.breakeven_command,
+    "tune": tune.tune_command,
     "capacity": capacity.capacity_command,
     "trace": trace.trace_command,
     "lab": lab.lab_command,
