@@ -34,7 +34,7 @@ def capacity_command(
         float | None, typer.Option(help="Requests per second to serve: prints the replicas.")
     ] = None,
     seeds: Annotated[
-        int, typer.Option(help="Seeds; more give a narrower interval.", min=2, max=1000)
+        int, typer.Option(help="Seeds; more give a narrower interval.", min=3, max=1000)
     ] = 8,
     seed: Annotated[int, typer.Option(help="The first seed.", min=0)] = 0,
     json_: options.Json = False,
@@ -93,12 +93,15 @@ def _print(question: CapacityQuestion, found: Capacity, rate: float | None) -> N
             "not reach a steady state; give the workload more requests."
         )
     if rate is not None:
-        number = found.replicas(rate)
-        console.print(
-            f"\n{rate:g} requests/s need [bold]{number} replica{'s' if number > 1 else ''}[/], by the "
-            f"lower end of the interval. {SPLITTING}"
-        )
+        console.print(f"\n{_replicas(found.replicas(rate), rate)}")
     planner_options.print_end(None, question.profile)
+
+
+def _replicas(number: int | None, rate: float) -> str:
+    if number is None:
+        return "The interval is too wide to say how many replicas are needed; use more --seeds."
+    needed = f"[bold]{number} replica{'s' if number > 1 else ''}[/]"
+    return f"{rate:g} requests/s need {needed}, by the lower end of the interval. {SPLITTING}"
 
 
 def _listed(targets: Targets) -> str:

@@ -73,9 +73,9 @@ class Capacity:
     is_short: bool  # the arrivals last too short a time for a steady state
     num_runs: int
 
-    def replicas(self, rate: float) -> int:
-        """Replicas for a total rate, by the lower end of the interval."""
-        return math.ceil(rate / max(self.rate.low, 1e-9))
+    def replicas(self, rate: float) -> int | None:
+        """Replicas for a total rate, by the lower end of the interval; None if that is 0."""
+        return math.ceil(rate / self.rate.low) if self.rate.low > 0 else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +123,9 @@ def find_capacity(
                 latest[search.seed] = outcome
     rates = tuple(search.rate for search in searches)
     limits = Counter(name for search in searches for name in search.limits)
+    mean, low, high = interval(rates)
     return Capacity(
-        rate=interval(rates), by_seed=rates, saturated_rate=saturated,
+        rate=Interval(mean, max(0.0, low), high), by_seed=rates, saturated_rate=saturated,
         limited_by=dict(sorted(limits.items())), num_runs=num_runs,
         is_short=any(_is_short(outcome) for outcome in latest.values()),
     )  # fmt: skip

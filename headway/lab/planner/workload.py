@@ -37,7 +37,8 @@ class Workload:
         return _requests(self, seed)
 
     def fingerprint(self) -> str:
-        """Identifies the content: the text, or the hash of a file."""
+        """Identifies the content: the text, or the hash of a file; FormatError if it is invalid."""
+        self.requests()
         content = self.text
         if not is_synthetic(self.text):
             content = hashlib.sha256(Path(self.text).read_bytes()).hexdigest()
@@ -55,7 +56,7 @@ def _requests(workload: Workload, seed: int) -> list[WorkloadRequest]:
 
 
 def _rotated(requests: list[WorkloadRequest], seed: int) -> list[WorkloadRequest]:
-    start = Random(f"{seed} rotation").randrange(len(requests))
+    start = Random(f"{seed} rotation").randint(1, max(1, len(requests) - 1))
     bodies = requests[start:] + requests[:start]
     return [move(body, slot.arrival) for body, slot in zip(bodies, requests, strict=True)]
 
