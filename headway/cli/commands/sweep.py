@@ -73,8 +73,8 @@ def sweep_command(
 
 
 def _print_sweep(title: str, results: list[SweepPoint], metric: str) -> None:
-    summaries = {text_of(each.knobs): each.outcome.summary for each in results}
-    Console().print(render.comparison(title, summaries))
+    rows = {", ".join(map(str, each.knobs.values())): each.outcome.summary for each in results}
+    Console().print(render.comparison(title, rows, header=", ".join(results[0].knobs)))
     if metric != "output_tokens_per_second":
         return
     best = max(results, key=lambda each: metric_of(each.outcome.summary, metric))

@@ -21,7 +21,7 @@ from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.search import TuneQuestion
 from headway.lab.planner.space import check, default_space, parse_knobs, text_of
 from headway.lab.planner.targets import redundant
-from headway.lab.planner.tune import Answer, complete, tune
+from headway.lab.planner.tune import Answer, Change, complete, tune
 from headway.lab.svg import Curve, Plot
 
 Budget = Annotated[
@@ -180,9 +180,7 @@ def _print_why(console: Console, answer: Answer) -> None:
     if answer.changes:
         console.print("\n[bold]Why[/]: what each change buys, by a run without it")
         console.print(_table(("change", "instead of", "without it"), [
-            (f"{c.knob}={c.value}", str(c.default).partition("(")[0] if "(" in str(c.default)
-             else str(c.default),
-             "targets are missed" if c.breaks_targets else f"{-c.loss / (1 + c.loss):+.1%}")
+            (f"{c.knob}={c.value}", str(c.default).partition("(")[0], _loss(c))
             for c in answer.changes
         ]))  # fmt: skip
     findings = {"with the defaults": answer.before, "with these settings": answer.after}
@@ -194,11 +192,19 @@ def _print_why(console: Console, answer: Answer) -> None:
             console.print("- no finding")
 
 
+def _loss(change: Change) -> str:
+    if not change.is_tested:
+        return "not tested"
+    if change.breaks_targets:
+        return "targets are missed"
+    return f"{-change.loss / (1 + change.loss):+.1%}"
+
+
 def _print_commands(console: Console, commands: dict[str, Any]) -> None:
     console.print("\n[bold]Commands[/]")
     for name in ("headway", "vllm", "lab"):
         if commands[name]:
-            console.print(f"  {commands[name]}", markup=False, soft_wrap=True)
+            console.print(advice.wrapped(commands[name]), markup=False, soft_wrap=True)
     if rest := commands["without_vllm_counterpart"]:
         console.print(f"vllm serve has no counterpart of {', '.join(rest)}.", markup=False)
 

@@ -20,10 +20,11 @@ from headway.lab.cost import Profile
 from headway.lab.planner.evaluate import Settings
 from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.executors import JobExecutor, OnRay, Processes
-from headway.lab.planner.history import History, default_path
+from headway.lab.planner.history import History
 from headway.lab.planner.targets import Target, Targets, parse_duration
 from headway.lab.planner.workload import Workload
 from headway.lab.svg import Plot
+from headway.model.registry import cache_root
 
 NAMES = {
     "ttft": "time to first token", "tbt": "time between tokens",
@@ -98,7 +99,9 @@ class RunOptions:
         allow_own_policies()
         if self.no_history and self.history:
             raise ConfigError("--history and --no-history exclude each other")
-        history = History(None if self.no_history else self.history or default_path())
+        history = History(
+            None if self.no_history else self.history or cache_root() / "planner.jsonl"
+        )
         executor: JobExecutor = OnRay() if self.ray else Processes(self.jobs or os.cpu_count() or 1)
         evaluator = Evaluator(executor=executor, history=history)
         try:

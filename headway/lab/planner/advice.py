@@ -44,6 +44,18 @@ def headway_flags(settings: Settings) -> str:
     return " ".join(flags)
 
 
+def wrapped(command: str, width: int = 96) -> str:
+    """A command line broken between its flags, ready to paste."""
+    lines = [""]
+    for part in re.split(r" (?=--)", command):
+        if lines[-1] and len(lines[-1]) + len(part) + 3 > width:
+            lines[-1] += " \\"
+            lines.append(f"    {part}")
+        else:
+            lines[-1] += f" {part}" if lines[-1] else part
+    return "\n".join(lines)
+
+
 def serve_command(settings: Settings) -> str:
     return f"headway serve MODEL {headway_flags(settings)}".strip()
 

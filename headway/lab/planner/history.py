@@ -16,13 +16,6 @@ from headway.errors import FormatError
 from headway.lab.planner.evaluate import Outcome, code_version
 
 
-def default_path() -> Path:
-    """`planner.jsonl` in $HEADWAY_CACHE or the user's cache folder."""
-    own, shared = os.environ.get("HEADWAY_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    folder = Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "headway"
-    return folder / "planner.jsonl"
-
-
 class History:
     """Outcomes of earlier evaluations with the present code; without a path, of this session."""
 

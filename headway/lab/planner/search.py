@@ -27,8 +27,8 @@ from headway.lab.planner.workload import Workload
 from headway.scheduler.presets import describe
 
 SHARES = (1 / 9, 1 / 3, 1.0)
-MIN_REQUESTS = 40  # of a part of the workload; a smaller part says little
-ROUND = 0.12  # of the budget, for each round of the race
+MIN_REQUESTS = 30  # of a part of the workload; a smaller part says little
+RACE = 0.36  # of the budget; each round of the race gets the same part
 MAX_COMBINED = 6
 NUM_TRIED = 4  # changes that run on all of the workload, in a round of the descent
 
@@ -69,14 +69,20 @@ class Search:
     """One search; `tried` has every point that ran on all of the workload, by its identity."""
 
     def __init__(
-        self, question: TuneQuestion, objective: Objective, evaluator: Evaluator, seed: int
+        self,
+        question: TuneQuestion,
+        objective: Objective,
+        evaluator: Evaluator,
+        seed: int,
+        default: Outcome,
     ) -> None:
         self._question, self._evaluator = question, evaluator
         self.objective = objective
         self._random = Random(f"{seed} tune")
         total = len(question.workload.requests())
         self.shares = [s for s in SHARES if s == 1 or s * total >= MIN_REQUESTS]
-        self.tried: dict[str, Tried] = {}
+        first = Tried(point={}, outcome=default, score=objective.score(default))
+        self.tried = {question.identity({}): first}
 
     @property
     def best(self) -> Tried:
@@ -84,25 +90,27 @@ class Search:
 
     def run(self, budget: float, limit: float) -> None:
         """Race and descend until the evaluator's cost reaches `limit`, of a budget in full runs."""
-        self.evaluate([{}], 1.0)
-        self._race(ROUND * budget, limit)
+        self._race(RACE * budget / len(self.shares), limit)
         while self._descend(limit):
             pass
 
     def evaluate(self, points: Sequence[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Scores of points on a part of the workload, in their order."""
-        outcomes = self._evaluator.run([self._question.job(point, share) for point in points])
-        scores = [self.objective.score(outcome) for outcome in outcomes]
-        if share == 1:
-            for point, outcome, score in zip(points, outcomes, scores, strict=True):
-                tried = Tried(point=point, outcome=outcome, score=score)
-                self.tried.setdefault(self._question.identity(point), tried)
-        return list(zip(scores, points, strict=True))
+        if share < 1:
+            outcomes = self._evaluator.run([self._question.job(point, share) for point in points])
+            return list(zip(map(self.objective.score, outcomes), points, strict=True))
+        names = [self._question.identity(point) for point in points]
+        new = {n: p for n, p in zip(names, points, strict=True) if n not in self.tried}
+        outcomes = self._evaluator.run([self._question.job(point) for point in new.values()])
+        for (name, point), outcome in zip(new.items(), outcomes, strict=True):
+            score = self.objective.score(outcome)
+            self.tried[name] = Tried(point=point, outcome=outcome, score=score)
+        return [(self.tried[n].score, p) for n, p in zip(names, points, strict=True)]
 
     def _race(self, cost: float, limit: float) -> None:
         points = self._start(int(cost / self.shares[0]))
         for place, share in enumerate(self.shares):
-            points = self._unique(points)[: self._affordable(share, limit)]
+            points = self._unique(points)[: self.affordable(share, limit)]
             ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
             if share < 1:
                 survivors = [point for _, point in ranked]
@@ -142,7 +150,7 @@ class Search:
     def _descend(self, limit: float) -> bool:
         """One round of changes to the best point; False if none is better or the cost is reached."""
         best, share = self.best, self.shares[-2] if len(self.shares) > 1 else 1.0
-        changes = self._changes(best.point)[: self._affordable(share, limit) - 1]
+        changes = self._changes(best.point)[: self.affordable(share, limit) - 1]
         if not changes:
             return False
         (now, _), *ranked = self.evaluate([best.point, *(p for _, p in changes)], share)
@@ -154,7 +162,7 @@ class Search:
         for _, name, point in reversed(better):
             together = {**together, name: point[name]}
         tried = [together, *(point for _, _, point in better[:NUM_TRIED])]
-        affordable = self._affordable(1.0, limit)
+        affordable = self.affordable(1.0, limit)
         if not better or not affordable:
             return False
         self.evaluate(self._unique(tried)[:affordable], 1.0)
@@ -178,6 +186,6 @@ class Search:
     def _unique(self, points: Iterable[Settings]) -> list[Settings]:
         return list({self._question.identity(p): p for p in reversed(list(points))}.values())[::-1]
 
-    def _affordable(self, share: float, limit: float) -> int:
+    def affordable(self, share: float, limit: float) -> int:
         """Runs of a share of the workload until the cost reaches the limit."""
         return max(0, int((limit - self._evaluator.cost) / share))

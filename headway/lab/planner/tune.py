@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -16,7 +16,7 @@ from headway.lab.planner.objective import MET, Objective, choose_objective
 from headway.lab.planner.search import Search, Tried, TuneQuestion
 from headway.scheduler.presets import PRESETS, SLOTS, describe, slot
 
-MIN_BUDGET = 8
+MIN_BUDGET = 14
 NO_LOSS = 0.002  # a change that buys less is left out
 COMPARED = {
     "output tokens/s": ("output_tokens_per_second",), "TTFT p50 (s)": ("ttft", "p50"),
@@ -35,6 +35,7 @@ class Change:
     value: Any
     loss: float  # of the objective if this knob alone is set back; 0.1 is 10 %
     breaks_targets: bool  # if it is set back
+    is_tested: bool  # False if the budget did not allow a run without it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,14 +78,15 @@ def tune(question: TuneQuestion, evaluator: Evaluator, *, budget: int, seed: int
     """The best settings within a budget of full runs; ConfigError if the budget is too small."""
     if budget < MIN_BUDGET:
         raise ConfigError(f"--budget must be at least {MIN_BUDGET} full runs, not {budget}")
-    num_seeds = max(2, min(5, budget // 12))
+    num_seeds = max(3, min(5, budget // 10))
+    reasons, confirmation = budget // 12, 3 * num_seeds  # runs that are kept for the end
     (default,) = evaluator.run([replace(question.job({}), targets=())])
     if not default.summary["completed"]:
         raise ConfigError("no request of the workload can run with the default settings")
     objective = choose_objective(question.targets, default)
-    search = Search(question, objective, evaluator, seed)
-    search.run(budget, budget - 3 * num_seeds - budget // 10)
-    simple = simplified(question, search)
+    search = Search(question, objective, evaluator, seed, default)
+    search.run(budget, budget - confirmation - 2 * reasons)
+    simple = simplified(question, search, budget - confirmation - reasons)
     finalists = _finalists(question, search, simple)
     fresh = range(1 + 1000 * seed, 1 + 1000 * seed + num_seeds)
     runs = _confirm(question, evaluator, [{}, *finalists], fresh)
@@ -99,10 +101,10 @@ def tune(question: TuneQuestion, evaluator: Evaluator, *, budget: int, seed: int
         seeds_met=(_num_met(objective, defaults[1]), _num_met(objective, best[1])),
         gain=Interval(0.0, 0.0, 0.0) if is_default else interval(gains),
         compared=_compare(defaults[1], best[1]),
-        changes=_changes(question, search, best[0]),
+        changes=_changes(question, search, best[0], budget),
         before=diagnose(defaults[1][0].summary, defaults[1][0].config),
         after=diagnose(best[1][0].summary, best[1][0].config),
-        pareto=pareto(search.tried.values()), cost=evaluator.cost,
+        pareto=pareto(question, search.tried.values()), cost=evaluator.cost,
     )  # fmt: skip
 
 
@@ -136,20 +138,23 @@ def _short(name: str, value: Any, question: TuneQuestion) -> str:
     return min(texts, key=len) if texts else str(describe(replace(config, **{name: value}))[name])
 
 
-def simplified(question: TuneQuestion, search: Search) -> Settings:
-    """The best point without the changes that buy nothing."""
+def simplified(question: TuneQuestion, search: Search, limit: float) -> Settings:
+    """The best point without the changes that buy nothing, as far as the cost allows to tell."""
     best = search.best
     point, score = explicit(question, best.point), best.score
-    if not point:
-        return {}
-    without = [{k: v for k, v in point.items() if k != name} for name in point]
-    kept = {
-        name: point[name]
-        for name, (other, _) in zip(point, search.evaluate(without, 1.0), strict=True)
-        if not _is_as_good(other, score)
-    }
+    tested = list(point)[: max(0, search.affordable(1.0, limit) - 1)]
+    without = [_without(point, name) for name in tested]
+    ranked = zip(tested, search.evaluate(without, 1.0), strict=True)
+    dropped = [name for name, (other, _) in ranked if _is_as_good(other, score)]
+    kept = {name: value for name, value in point.items() if name not in dropped}
+    if not dropped:
+        return point
     ((together, _),) = search.evaluate([kept], 1.0)
     return kept if _is_as_good(together, score) else point
+
+
+def _without(point: Settings, name: str) -> Settings:
+    return {key: value for key, value in point.items() if key != name}
 
 
 def _is_as_good(score: tuple[int, float, float], best: tuple[int, float, float]) -> bool:
@@ -201,30 +206,30 @@ def _at(outcome: Outcome, path: tuple[str, ...]) -> float:
     return float(value)
 
 
-def _changes(question: TuneQuestion, search: Search, point: Settings) -> list[Change]:
-    """What each change buys, by a run without it. Largest first."""
-    if not point:
-        return []
+def _changes(question: TuneQuestion, search: Search, point: Settings, budget: int) -> list[Change]:
+    """What each change buys, by a run without it, as far as the budget allows. Largest first."""
     objective, old = search.objective, describe(make_config(question.base, question.profile))
-    without = [{k: v for k, v in point.items() if k != name} for name in point]
-    search.evaluate([point, *without], 1.0)
+    new = [n for n in point if question.identity(_without(point, n)) not in search.tried]
+    untested = new[search.affordable(1.0, budget - 1) :]
+    tested = [name for name in point if name not in untested]
+    search.evaluate([point, *(_without(point, name) for name in tested)], 1.0)
     whole = search.tried[question.identity(point)]
     changes = []
-    for name, other in zip(point, without, strict=True):
-        less = search.tried[question.identity(other)]
-        is_complete = not less.outcome.is_stopped and not whole.outcome.is_stopped
+    for name, value in point.items():
+        less = search.tried.get(question.identity(_without(point, name)), whole)
         figures = objective.figure(whole.outcome), objective.figure(less.outcome)
+        is_complete = not less.outcome.is_stopped and not whole.outcome.is_stopped
         changes.append(Change(
-            knob=name, default=old[name], value=point[name],
+            knob=name, default=old[name], value=value, is_tested=name in tested,
             loss=objective.gain(*figures) if is_complete else 0.0,
             breaks_targets=whole.score[0] == MET and less.score[0] != MET,
         ))  # fmt: skip
     return sorted(changes, key=lambda change: (change.breaks_targets, change.loss), reverse=True)
 
 
-def pareto(tried: Any) -> list[ParetoPoint]:
+def pareto(question: TuneQuestion, tried: Iterable[Tried]) -> list[ParetoPoint]:
     """The complete runs that no other beats in tokens per second and per user, slowest user first."""
-    points = [_pareto_point(each) for each in tried if not each.outcome.is_stopped]
+    points = [_pareto_point(question, each) for each in tried if not each.outcome.is_stopped]
     points.sort(key=lambda p: (-p.tokens_per_second, -p.tokens_per_second_per_user))
     front: list[ParetoPoint] = []
     for point in points:
@@ -234,10 +239,10 @@ def pareto(tried: Any) -> list[ParetoPoint]:
     return front
 
 
-def _pareto_point(tried: Tried) -> ParetoPoint:
+def _pareto_point(question: TuneQuestion, tried: Tried) -> ParetoPoint:
     mean = tried.outcome.summary["time_between_tokens"]["mean"]
     return ParetoPoint(
-        settings=tried.point,
+        settings=explicit(question, tried.point),
         tokens_per_second=float(tried.outcome.summary["output_tokens_per_second"]),
         tokens_per_second_per_user=1 / mean if mean else 0.0,
     )

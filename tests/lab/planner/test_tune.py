@@ -22,7 +22,7 @@ from headway.lab.planner.verify import compare
 from headway.lab.planner.workload import Workload
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
-BATCH = Workload(text="requests=80,prompt=uniform(50,400),output=uniform(4,40)")
+BATCH = Workload(text="requests=90,prompt=uniform(50,400),output=uniform(4,40)")
 SPACE = {
     "preset": ["headway", "vllm_v1"], "max_num_seqs": [4, 16, 64], "chunk": ["at_most(64)", "split_any"],
     "max_num_batched_tokens": [256, 2048], "victim": ["newest", "least_work"],
@@ -36,7 +36,7 @@ HISTORY = History()  # all tests of this file share their runs
 
 @pytest.fixture(scope="module")
 def answer() -> Answer:
-    return tune(QUESTION, Evaluator(history=HISTORY), budget=24)
+    return tune(QUESTION, Evaluator(history=HISTORY), budget=36)
 
 
 def test_the_best_settings_are_nearly_the_best_of_the_grid(answer: Answer) -> None:
@@ -52,7 +52,7 @@ def test_the_best_settings_are_nearly_the_best_of_the_grid(answer: Answer) -> No
 
 
 def test_the_search_stays_within_its_budget(answer: Answer) -> None:
-    assert 12 < answer.cost <= 24 + 3  # and the runs that say what each change buys
+    assert 12 < answer.cost <= 36
 
 
 def test_the_answer_names_only_changes_that_buy_something(answer: Answer) -> None:
@@ -63,12 +63,12 @@ def test_the_answer_names_only_changes_that_buy_something(answer: Answer) -> Non
 
 
 def test_an_interrupted_search_gives_the_same_answer(answer: Answer) -> None:
-    assert asdict(tune(QUESTION, Evaluator(history=HISTORY), budget=24)) == asdict(answer)
+    assert asdict(tune(QUESTION, Evaluator(history=HISTORY), budget=36)) == asdict(answer)
 
 
 def test_no_point_of_the_front_is_beaten_by_another(answer: Answer) -> None:
     pairs = [(p.tokens_per_second, p.tokens_per_second_per_user) for p in answer.pareto]
-    assert pairs and pareto([]) == []
+    assert pairs and pareto(QUESTION, []) == []
     assert not [1 for a in pairs for b in pairs if a != b and a[0] >= b[0] and a[1] >= b[1]]
 
 
