@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway import LLM
 from headway.cli.commands.profile import measure
-from headway.cli.real_run import run_workload
+from headway.cli.workload_run import run_workload
 from headway.config import Config
 from headway.lab.cost import Profile, load_profile, save_profile
-from headway.lab.simulate import simulate
+from headway.lab.simulate import simulate, with_profile
 from headway.lab.summary import summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
@@ -109,7 +109,7 @@ class Runner:
             for key in ("block_size", "num_blocks", "num_host_blocks", "max_num_seqs",
                         "max_num_batched_tokens", "max_model_len")
         }  # fmt: skip
-        return preset(name, **{**limits, "swap": loaded.swap, **settings})
+        return with_profile(preset(name, **{**limits, **settings}), self.profile)
 
     def predicted(self, requests: list[WorkloadRequest], config: Config) -> Figures:
         is_async = self.llm.engine.async_scheduling
