@@ -13,7 +13,6 @@ MANY = 1000  # programs that keep the device busy without splitting sequences
 SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
 LONG = 1300  # mean positions per sequence above which four programs per sequence are faster
 BUSY = 140  # programs that still keep the device busy
-MANY_SPLITS = 16  # programs per sequence below MANY: one long sequence must not delay the others
 WORTH = 1000  # lead of the longest sequences above which eight programs per sequence are faster
 
 
@@ -50,16 +49,14 @@ def split_for(
     Measured on an H200.
 
     With many programs: one per sequence, longest first, or `num_splits` per sequence.
-    With few: enough to fill the device, but none with almost nothing to do. Programs that a short
-    sequence does not need end at once, so the longest sequence decides: with 48 sequences, one of
-    them of 8,000 positions, 16 programs per sequence instead of 4 take a third off a step.
+    With few: enough to fill the device, but none with almost nothing to do.
     """
     depth = max(1, row_bytes // 256)  # wide rows need fewer loads in flight
     if num_programs >= MANY:
         min_positions = 64 * num_splits  # 256 for four programs and 512 for eight were best
         return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
     min_positions = 128 if num_programs > 32 else 64
-    wanted = max(MANY_SPLITS, min(1056 // num_programs, 64))
+    wanted = max(4, min(1056 // num_programs, 64))
     num_splits = power_of_2(min(wanted, ceil_div(max_positions, min_positions)))
     if num_programs > 32:
         return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
