@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from headway.cli.main import app
 from headway.errors import HeadwayError
+from tests.support import real
 
 WORK = "requests=40,arrivals=poisson(20),prompt=uniform(20,200),output=uniform(2,20)"
 FAST = ["--jobs", "1", "--no-history"]
@@ -131,6 +133,23 @@ def test_results_are_kept_in_the_history(tmp_path: Path) -> None:
     assert len((tmp_path / "h.jsonl").read_text().splitlines()) == 2
 
 
-def test_verify_says_that_it_needs_a_runner() -> None:
-    assert "--verify" in problem("tune", WORK, "--budget", "14", "--knob", "max_num_seqs=4,8",
-                                 "--verify", *FAST)  # fmt: skip
+def test_the_lab_shows_a_second_scheduler_beside_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    links: list[str] = []
+    monkeypatch.setattr("headway.cli.commands.lab._serve", lambda *given: links.append(given[3]))
+    run("lab", WORK, "--max-num-seqs", "4", "--against", "vllm_v1; max_num_seqs=8")
+    parts = dict(part.split("=", 1) for part in links[0].removeprefix("#").split("&"))
+    specs = [json.loads(base64.urlsafe_b64decode(text + "==")) for text in parts.values()]
+    assert list(parts) == ["spec", "other"] and {each["workload"] for each in specs} == {WORK}
+    assert [each["set"] for each in specs] == [{"max_num_seqs": 4}, {"max_num_seqs": 8}]
+    assert specs[1]["preset"] == "vllm_v1"
+    assert "vllm_v1" in problem("lab", WORK, "--against", "vllm_v2")
+
+
+def test_the_best_settings_are_measured_on_a_model(tmp_path: Path) -> None:
+    found = json.loads(run(
+        "tune", "requests=20,prompt=uniform(4,20),output=uniform(2,6)", "--budget", "14", "--knob",
+        "max_num_seqs=2,4", "--num-blocks", "60", "--num-host-blocks", "0", "--max-model-len", "400",
+        "--verify", str(real.write_tiny(tmp_path)), "--json", *FAST,
+    ))  # fmt: skip
+    rows = {row["name"]: row for row in found["verified"]}
+    assert rows["TTFT p50"]["measured"] > 0 < rows["output tokens/s"]["predicted"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -13,6 +13,8 @@ from rich.table import Table
 
 from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
+from headway.cli.options.packages import check_extras
+from headway.cli.workload_run import FITTING, run_workload
 from headway.lab.cost import load_profile
 from headway.lab.planner import advice
 from headway.lab.planner import verify as verification
@@ -22,6 +24,8 @@ from headway.lab.planner.search import TuneQuestion
 from headway.lab.planner.space import check, default_space, parse_knobs, text_of
 from headway.lab.planner.targets import redundant
 from headway.lab.planner.tune import Answer, Change, complete, tune
+from headway.lab.simulate import with_profile
+from headway.lab.summary import summarize
 from headway.lab.svg import Curve, Plot
 
 Budget = Annotated[
@@ -33,7 +37,12 @@ KnobValues = Annotated[
     typer.Option("--knob", help="Search only these knobs: name=value,value. May be repeated."),
 ]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Run the best settings on the real engine and compare.")
+    str | None,
+    typer.Option(
+        metavar="MODEL",
+        help="Run the best settings on a real model, in real time, and compare with the prediction. "
+        "The profile must be that of the model on this machine.",
+    ),
 ]
 
 
@@ -45,7 +54,7 @@ def tune_command(
     knob: KnobValues = None,
     budget: Budget = 60,
     seed: Annotated[int, typer.Option(help="Of the search and the fresh seeds.", min=0)] = 0,
-    verify: Verify = False,
+    verify: Verify = None,
     plot: planner_options.PlotFile = None,
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
@@ -60,6 +69,8 @@ def tune_command(
     Scheduler options are fixed; all other settings are searched.
     """
     planner_options.check_plot(plot)
+    if verify:
+        check_extras("--verify", "torch")
     with runs.evaluator() as evaluator:
         base = planner_options.base_settings(preset, scheduler)
         chosen = load_profile(profile)
@@ -72,7 +83,7 @@ def tune_command(
         )  # fmt: skip
         with options.progress_bar("simulating", budget) as evaluator.advance:
             answer = tune(question, evaluator, budget=budget, seed=seed)
-        verified = _verified(question, answer, evaluator) if verify else []
+        verified = _verified(question, answer, evaluator, verify) if verify else []
     drawn, commands = pareto_plot(answer), _commands(question, answer, profile)
     if json_:
         print(json.dumps(_described(question, answer, verified, commands), indent=2))
@@ -85,11 +96,21 @@ def tune_command(
 
 
 def _verified(
-    question: TuneQuestion, answer: Answer, evaluator: Evaluator
+    question: TuneQuestion, answer: Answer, evaluator: Evaluator, model: str
 ) -> list[verification.Verified]:
-    measured = verification.verify({**question.base, **answer.settings}, question.workload)
-    (predicted,) = evaluator.run([question.job(answer.settings)])
-    return verification.compare(predicted.summary, measured)
+    """The best settings, predicted and measured; the workload runs in real time."""
+    from headway.llm import LLM
+
+    job = replace(question.job(answer.settings), targets=())
+    (predicted,) = evaluator.run([job])
+    config = with_profile(make_config(job.settings, job.profile), job.profile)
+    requests = question.workload.requests()
+    sizes = {name: getattr(config, name) for name in FITTING}
+    with LLM(model, **sizes) as llm, options.progress_bar("measuring", len(requests)) as progress:
+        stats = run_workload(
+            llm, requests, config, async_scheduling=job.async_scheduling, progress=progress
+        )
+    return verification.compare(predicted.summary, summarize(stats))
 
 
 def pareto_plot(answer: Answer) -> Plot:

@@ -1,12 +1,9 @@
-"""Measured against predicted: run settings on the real engine, and compare two summaries."""
+"""Predicted against measured: the figures of two summaries side by side."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from headway.errors import ConfigError
-from headway.lab.planner.evaluate import Settings
-from headway.lab.planner.workload import Workload
 from headway.lab.summary import Summary
 
 FIGURES = {
@@ -27,11 +24,6 @@ class Verified(NamedTuple):
     def error(self) -> float:
         """Relative to the measured value."""
         return self.predicted / self.measured - 1 if self.measured else 0.0
-
-
-def verify(settings: Settings, workload: Workload) -> Summary:
-    """The summary of a run on the real engine; ConfigError where there is no runner for it."""
-    raise ConfigError("--verify: this installation has no runner for the real engine")
 
 
 def compare(predicted: Summary, measured: Summary) -> list[Verified]:
