@@ -15,6 +15,7 @@ from headway.errors import HeadwayError
 from tests.support import real
 
 WORK = "requests=40,arrivals=poisson(20),prompt=uniform(20,200),output=uniform(2,20)"
+PROFILES = Path(__file__).parents[2] / "headway/lab/profiles"
 FAST = ["--jobs", "1", "--no-history"]
 
 
@@ -65,13 +66,20 @@ def test_breakeven_crosses_where_its_rows_do(name: str) -> None:
 
 
 def test_a_slow_link_moves_the_crossing(tmp_path: Path) -> None:
-    folder = Path(__file__).parents[2] / "headway/lab/profiles"
-    profile: dict[str, Any] = json.loads((folder / "llama3.1-8b-a100-80gb.json").read_text())
+    profile: dict[str, Any] = json.loads((PROFILES / "llama3.1-8b-a100-80gb.json").read_text())
     profile["machine"] |= {"copy_bandwidth": 3.4e9, "copy_seconds": 0.001}
     path = tmp_path / "slow.json"
     path.write_text(json.dumps(profile))
     at = json.loads(run("breakeven", "--profile", str(path), "--json"))["crossing"]
     assert 100 < at < 100_000
+
+
+def test_a_profile_without_a_needed_term_is_named(tmp_path: Path) -> None:
+    profile: dict[str, Any] = json.loads((PROFILES / "llama3.1-8b-a100-80gb.json").read_text())
+    del profile["machine"]["copy_bandwidth"]
+    path = tmp_path / "partial.json"
+    path.write_text(json.dumps(profile))
+    assert "machine.copy_bandwidth" in problem("breakeven", "--profile", str(path))
 
 
 def test_tune_prints_settings_reasons_and_commands(tmp_path: Path) -> None:

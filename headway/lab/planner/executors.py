@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib
 import multiprocessing
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any, Protocol
@@ -52,7 +55,7 @@ class Processes:
         if self._pool is None:
             # Not fork: the progress bar has a thread.
             context = multiprocessing.get_context("spawn")
-            self._pool = ProcessPoolExecutor(self._count, mp_context=context)
+            self._pool = ProcessPoolExecutor(self._count, context, _start_worker)
         places = {self._pool.submit(function, item): place for place, item in enumerate(items)}
         for future in as_completed(places):
             yield places[future], future.result()
@@ -60,6 +63,19 @@ class Processes:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Leave Ctrl-C to the main process, and end with it even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
 
 
 class OnRay:
