@@ -182,6 +182,8 @@ def _print_gain(console: Console, question: TuneQuestion, answer: Answer) -> Non
         console.print(
             f"Fresh seeds that meet {listed}: {after} of {seeds}, with the defaults {before}."
         )
+        if not after:
+            console.print("No settings that were tried meet the targets; these come closest.")
     if not answer.settings:
         console.print("No settings were better than the defaults on fresh seeds.")
         return

@@ -56,6 +56,13 @@ class Objective:
             return new / old - 1 if old else 0.0
         return old / new - 1 if new else 0.0
 
+    def advantage(self, outcome: Outcome, other: Outcome) -> float:
+        """How much better one complete run is: by the figure, or by the missed targets."""
+        if self.score(outcome)[0] == MET:
+            return self.gain(self.figure(outcome), self.figure(other))
+        ratios = [worst_ratio(self.targets, each.summary) for each in (outcome, other)]
+        return ratios[1] / ratios[0] - 1 if ratios[0] else 0.0
+
     def score(self, outcome: Outcome) -> Score:
         """Sorts outcomes: stopped runs by their progress, then missed targets, then the figure."""
         if outcome.is_stopped:

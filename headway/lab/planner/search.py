@@ -14,13 +14,13 @@ target is stopped. Costs are counted in full runs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from headway.lab.cost import Profile
 from headway.lab.planner.evaluate import Job, Outcome, Settings, make_config
 from headway.lab.planner.evaluator import Evaluator
-from headway.lab.planner.objective import Objective, Score
+from headway.lab.planner.objective import STOPPED, Objective, Score
 from headway.lab.planner.space import Space, neighbours
 from headway.lab.planner.targets import Targets
 from headway.lab.planner.workload import Workload
@@ -83,6 +83,7 @@ class Search:
         self.shares = [s for s in SHARES if s == 1 or s * total >= MIN_REQUESTS]
         first = Tried(point={}, outcome=default, score=objective.score(default))
         self.tried = {question.identity({}): first}
+        self._stops = True  # whether runs that have missed a target are stopped
 
     @property
     def best(self) -> Tried:
@@ -97,21 +98,35 @@ class Search:
     def evaluate(self, points: Sequence[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Scores of points on a part of the workload, in their order."""
         if share < 1:
-            outcomes = self._evaluator.run([self._question.job(point, share) for point in points])
+            outcomes = self._evaluator.run([self._job(point, share) for point in points])
             return list(zip(map(self.objective.score, outcomes), points, strict=True))
         names = [self._question.identity(point) for point in points]
         new = {n: p for n, p in zip(names, points, strict=True) if n not in self.tried}
-        outcomes = self._evaluator.run([self._question.job(point) for point in new.values()])
+        outcomes = self._evaluator.run([self._job(point, 1.0) for point in new.values()])
         for (name, point), outcome in zip(new.items(), outcomes, strict=True):
             score = self.objective.score(outcome)
             self.tried[name] = Tried(point=point, outcome=outcome, score=score)
         return [(self.tried[n].score, p) for n, p in zip(names, points, strict=True)]
 
+    def _job(self, point: Settings, share: float) -> Job:
+        job = self._question.job(point, share)
+        return job if self._stops else replace(job, targets=())
+
+    def _ranked(self, points: list[Settings], share: float) -> list[tuple[Score, Settings]]:
+        """Points with their scores, best first. If all are stopped, they run again to their end:
+        then no settings may meet the targets, and the search looks for those that come closest."""
+        ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
+        if self._stops and all(score[0] == STOPPED for score, point in ranked if point):
+            self._stops = False
+            self.tried = {k: t for k, t in self.tried.items() if not t.outcome.is_stopped}
+            ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
+        return ranked
+
     def _race(self, cost: float, limit: float) -> None:
         points = self._start(int(cost / self.shares[0]))
         for place, share in enumerate(self.shares):
             points = self._unique(points)[: self.affordable(share, limit)]
-            ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
+            ranked = self._ranked(points, share)
             if share < 1:
                 survivors = [point for _, point in ranked]
                 count = max(2, int(cost / self.shares[place + 1]))

@@ -14,6 +14,7 @@ from headway.lab.planner.evaluate import Outcome, Settings, make_config
 from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.objective import MET, Objective, choose_objective
 from headway.lab.planner.search import Search, Tried, TuneQuestion
+from headway.lab.planner.targets import worst_ratio
 from headway.scheduler.presets import PRESETS, SLOTS, describe, slot
 
 MIN_BUDGET = 14
@@ -183,9 +184,12 @@ def _num_met(objective: Objective, outcomes: Sequence[Outcome]) -> int:
 
 
 def _confirmed(objective: Objective, outcomes: Sequence[Outcome]) -> tuple[float, float]:
-    """Sorts points by the seeds that meet the targets, then by the mean figure."""
+    """Sorts points by the seeds that meet the targets, then by the figure or the missed targets."""
+    num_met = _num_met(objective, outcomes)
+    if not num_met:
+        return 0, -fmean(worst_ratio(objective.targets, each.summary) for each in outcomes)
     mean = fmean(objective.figure(outcome) for outcome in outcomes)
-    return _num_met(objective, outcomes), mean if objective.is_throughput else -mean
+    return num_met, mean if objective.is_throughput else -mean
 
 
 def _compare(defaults: Sequence[Outcome], best: Sequence[Outcome]) -> list[Compared]:
@@ -217,11 +221,10 @@ def _changes(question: TuneQuestion, search: Search, point: Settings, budget: in
     changes = []
     for name, value in point.items():
         less = search.tried.get(question.identity(_without(point, name)), whole)
-        figures = objective.figure(whole.outcome), objective.figure(less.outcome)
         is_complete = not less.outcome.is_stopped and not whole.outcome.is_stopped
         changes.append(Change(
             knob=name, default=old[name], value=value, is_tested=name in tested,
-            loss=objective.gain(*figures) if is_complete else 0.0,
+            loss=objective.advantage(whole.outcome, less.outcome) if is_complete else 0.0,
             breaks_targets=whole.score[0] == MET and less.score[0] != MET,
         ))  # fmt: skip
     return sorted(changes, key=lambda change: (change.breaks_targets, change.loss), reverse=True)

@@ -72,6 +72,17 @@ def test_no_point_of_the_front_is_beaten_by_another(answer: Answer) -> None:
     assert not [1 for a in pairs for b in pairs if a != b and a[0] >= b[0] and a[1] >= b[1]]
 
 
+def test_settings_that_come_closest_are_found_if_none_meets_the_targets() -> None:
+    hard = replace(QUESTION, targets=(Target("ttft", "p99", 0.1),))
+    found = tune(hard, Evaluator(history=HISTORY), budget=36)
+    closest, default = (
+        evaluate(replace(hard.job(point), targets=())).summary["ttft"]["p99"]
+        for point in (found.settings, {})
+    )
+    assert found.seeds_met == (0, 0) and closest < 0.5 * default
+    assert all(change.loss > 0 for change in found.changes)
+
+
 def test_an_unsaturated_workload_is_tuned_for_latency() -> None:
     calm = replace(BATCH, text=BATCH.text + ",arrivals=poisson(4)")
     outcome = evaluate(Job(profile=PROFILE, workload=calm, settings={}))
