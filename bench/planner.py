@@ -59,7 +59,7 @@ WORKLOADS = {
         "output=lognormal(120,0.7)", 6000, (Target("ttft", "p99", 1.5), Target("stall", "p99", 0.3)),
     ),
 }  # fmt: skip
-CAPACITY = "requests=400,arrivals=poisson(5),prompt=uniform(100,800),output=uniform(10,60)"
+CAPACITY = "requests=2000,arrivals=poisson(5),prompt=uniform(100,800),output=uniform(10,60)"
 TARGETS = (Target("ttft", "p99", 1.0), Target("tbt", "p99", 0.1))
 
 
@@ -116,7 +116,7 @@ def capacity_coverage(evaluator: Evaluator, is_quick: bool) -> dict[str, Any]:
     """How often the interval of NUM_SEEDS seeds contains the mean of other seeds."""
     question = CapacityQuestion(
         profile=PROFILE, settings={"preset": "headway"}, targets=TARGETS,
-        workload=Workload(text=CAPACITY.replace("=400", "=150") if is_quick else CAPACITY),
+        workload=Workload(text=CAPACITY.replace("=2000", "=200") if is_quick else CAPACITY),
     )  # fmt: skip
     # A seed's rate does not depend on the other seeds, so one call serves all tries.
     found = find_capacity(question, range(NUM_TRUTH + NUM_TRIES * NUM_SEEDS), evaluator)

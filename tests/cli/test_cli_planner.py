@@ -39,7 +39,9 @@ def test_a_sweep_runs_every_combination(tmp_path: Path) -> None:
     out = run("sweep", *knobs, "-w", WORK, "--plot", str(path), "--metric", "ttft.p99", *FAST)
     assert "8, at_most(64)" in out and "ttft.p99" in out and "A100" in out
     assert path.read_text().startswith("<svg") and path.read_text().count("<polyline") == 2
-    found = json.loads(run("sweep", *knobs, "-w", WORK, "--json", *FAST))["runs"]
+    answer = json.loads(run("sweep", *knobs, "-w", WORK, "--json", *FAST))
+    found = answer["runs"]
+    assert "A100" in answer["accuracy"]
     assert [r["knobs"] for r in found][1] == {"max_num_seqs": 2, "chunk": "split_any"}
     assert found[0]["ttft"]["p99"] > found[2]["ttft"]["p99"]
 

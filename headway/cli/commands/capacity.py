@@ -19,6 +19,7 @@ from headway.lab.planner.targets import Targets, redundant
 
 DEFAULT_WORKLOAD = options.DEFAULT_WORKLOAD.replace("requests=200", "requests=1000")
 RUNS_PER_SEED = 8  # about; for the progress bar
+WIDE = 0.03  # half an interval, relative to the mean, that is worth a note
 SPLITTING = (
     "Replicas are rate / capacity. This holds for Poisson arrivals that are split at random; a "
     "router that looks at load needs fewer, bursts that reach all replicas at once need more."
@@ -70,7 +71,7 @@ def capacity_command(
 
 def _described(question: CapacityQuestion, found: Capacity, rate: float | None) -> dict[str, Any]:
     described = {
-        "profile": question.profile.name,
+        **planner_options.described(question.profile),
         "targets": {target.name: target.seconds for target in question.targets},
         "requests_per_second": found.rate._asdict(),
         **{k: v for k, v in asdict(found).items() if k != "rate"},
@@ -91,6 +92,11 @@ def _print(question: CapacityQuestion, found: Capacity, rate: float | None) -> N
         console.print(
             "Note: the arrivals last less than 5 times the mean end-to-end time, so the batch may "
             "not reach a steady state; give the workload more requests."
+        )
+    if high - low > 2 * WIDE * mean:
+        console.print(
+            f"Note: the interval is ±{(high - low) / 2 / mean:.0%}; four times as many --seeds, or "
+            "requests in the workload, halve it."
         )
     if rate is not None:
         console.print(f"\n{_replicas(found.replicas(rate), rate)}")

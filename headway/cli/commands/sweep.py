@@ -64,8 +64,8 @@ def sweep_command(
             results = run_sweep(space, base, chosen, work, evaluator, async_scheduling)
     drawn = plot_of(results, metric)
     if json_:
-        runs_ = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
-        print(json.dumps({"profile": chosen.name, "runs": runs_}, indent=2))
+        reports = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
+        print(json.dumps({**planner_options.described(chosen), "runs": reports}, indent=2))
     else:
         _print_sweep(f"{len(results)} runs on {chosen.name}", results, metric)
         planner_options.print_end(drawn, chosen)
@@ -92,7 +92,9 @@ def breakeven_command(
     rows, at, drawn = breakeven.table(chosen), breakeven.crossing(chosen), breakeven.plot(chosen)
     if json_:
         lines: list[dict[str, Any]] = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
-        print(json.dumps({"profile": chosen.name, "crossing": at, "rows": lines}, indent=2))
+        print(json.dumps(
+            {**planner_options.described(chosen), "crossing": at, "rows": lines}, indent=2
+        ))  # fmt: skip
     else:
         table = Table(header_style="bold", box=None, pad_edge=False)
         for name in ("tokens", "swap", "recompute", "recompute alone", "cheaper"):

@@ -143,7 +143,7 @@ def _described(
         values[name] = [finding._asdict() for finding in getattr(answer, name)]
     values["objective"] = answer.objective.text
     return {
-        "profile": question.profile.name, "base": question.base,
+        **planner_options.described(question.profile), "base": question.base,
         "targets": {target.name: target.seconds for target in question.targets}, **values,
         "commands": commands,
         **({"verified": [each._asdict() for each in verified]} if verified else {}),

@@ -153,10 +153,20 @@ def workload_of(text: str, selection: WorkloadOptions) -> Workload:
     )  # fmt: skip
 
 
+def accuracy(profile: Profile) -> str:
+    """What is known about the accuracy of a profile; every answer of the planner has it."""
+    return profile.description
+
+
+def described(profile: Profile) -> dict[str, str]:
+    """The profile in a JSON answer."""
+    return {"profile": profile.name, "accuracy": accuracy(profile)}
+
+
 def print_end(drawn: Plot | None, profile: Profile) -> None:
-    """The plot as text, and the sentence about the profile's accuracy that ends every answer."""
+    """The plot as text, and the accuracy of the profile."""
     console = Console()
     if drawn is not None:
         console.print(f"\n{plots.text(drawn)}", end="", markup=False, highlight=False)
-    sentence = f"\nProfile {profile.name}: {profile.description}"
+    sentence = f"\nProfile {profile.name}: {accuracy(profile)}"
     console.print(sentence, markup=False, highlight=False)

@@ -116,7 +116,7 @@ class Search:
         """Points with their scores, best first. If all are stopped, they run again to their end:
         then no settings may meet the targets, and the search looks for those that come closest."""
         ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
-        if self._stops and all(score[0] == STOPPED for score, point in ranked if point):
+        if self._stops and points and all(score[0] == STOPPED for score, point in ranked if point):
             self._stops = False
             self.tried = {k: t for k, t in self.tried.items() if not t.outcome.is_stopped}
             ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
@@ -165,7 +165,7 @@ class Search:
     def _descend(self, limit: float) -> bool:
         """One round of changes to the best point; False if none is better or the cost is reached."""
         best, share = self.best, self.shares[-2] if len(self.shares) > 1 else 1.0
-        changes = self._changes(best.point)[: self.affordable(share, limit) - 1]
+        changes = self._changes(best.point)[: max(0, self.affordable(share, limit) - 1)]
         if not changes:
             return False
         (now, _), *ranked = self.evaluate([best.point, *(p for _, p in changes)], share)
