@@ -21,7 +21,7 @@ from headway.lab.planner.targets import (
 from headway.lab.planner.workload import Workload
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
-BUSY = Workload(text="requests=50,arrivals=poisson(40),prompt=uniform(50,400),output=uniform(2,30)")
+BUSY = Workload(text="requests=36,arrivals=poisson(40),prompt=uniform(50,400),output=uniform(2,30)")
 FEW = {"max_num_seqs": 6}
 
 

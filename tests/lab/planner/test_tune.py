@@ -74,7 +74,7 @@ def test_no_point_of_the_front_is_beaten_by_another(answer: Answer) -> None:
 
 def test_settings_that_come_closest_are_found_if_none_meets_the_targets() -> None:
     hard = replace(QUESTION, targets=(Target("ttft", "p99", 0.1),))
-    found = tune(hard, Evaluator(history=HISTORY), budget=36)
+    found = tune(hard, Evaluator(history=HISTORY), budget=24)
     closest, default = (
         evaluate(replace(hard.job(point), targets=())).summary["ttft"]["p99"]
         for point in (found.settings, {})
