@@ -119,7 +119,7 @@ def test_the_peak_counts_shared_blocks_once_among_many_requests(seed: int) -> No
     """Lengths are whole blocks, so the steps at which requests end are compared exactly."""
     rng, size = random.Random(seed), 4
     requests = []
-    for number in range(30):
+    for number in range(60):
         request = a_request(number, size * rng.randint(1, 20), 1 + size * rng.randint(1, 60))
         request.flushed_tokens = array("i")
         request.prefill_end = request.computed_base = request.num_prompt
@@ -128,15 +128,16 @@ def test_the_peak_counts_shared_blocks_once_among_many_requests(seed: int) -> No
     for group in range(3):  # requests of a group have their first blocks in common
         for request in requests[group:-1:3]:
             own = view.blocks_of(request)
-            num_shared = min(len(own), rng.randint(0, 16))
+            is_short = request.limit - request.num_prompt < 30 * size  # the peak comes after them
+            num_shared = len(own) if is_short else min(len(own), rng.randint(0, 4))
             own[:num_shared] = range(10_000 * (group + 9), 10_000 * (group + 9) + num_shared)
     batch = batch_of(requests)
 
     def num_held(step: int) -> int:
-        alive = [i for i in range(30) if batch.left[i] >= step]
+        alive = [i for i in range(60) if batch.left[i] >= step]
         shared = {b for i in alive for b in view.blocks_of(requests[i]) if b >= 90_000}
         own = sum(b < 90_000 for i in alive for b in view.blocks_of(requests[i]))
-        new = sum(requests[-1].num_prompt // size for i in alive if i == 29)
+        new = sum(requests[-1].num_prompt // size for i in alive if i == 59)
         return len(shared) + own + new + len(alive) * step // size
 
     peak = max(num_held(int(step)) for step in {*batch.left, 0.0})
