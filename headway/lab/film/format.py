@@ -74,6 +74,7 @@ class FilmWriter:
     def __init__(self, block_size: int) -> None:
         self.builder = FilmBuilder(block_size)
         self.num_frames = 0
+        self._ended = 0.0  # when the latest step ended
         self._start()
 
     def load(self, state: dict[str, Any]) -> None:
@@ -100,15 +101,20 @@ class FilmWriter:
             r = numbers.get(id, frame.finished.get(id, -1))
             self._texts.append((self.num_frames, kind, r, text))
         self._add_frame(frame, (line["t"], line["start"], line["end"]), self._numbers(line))
+        self._ended = line["end"]
         limit = FRAMES_PER_CHUNK if self._first else FRAMES_PER_FIRST_CHUNK
         return self.flush() if self.num_frames - self._first >= limit else b""
 
-    def finish(self, **summary: Any) -> bytes:
-        """The frame after the last plan, and the end record."""
+    def rest(self) -> None:
+        """Add a frame after the last plan, if its results change anything; no plan is in flight."""
         frame = self.builder.finish()
         if frame.ops:
-            last = self._times[-1] if self._times else 0.0
-            self._add_frame(frame, (last, last, last), [-1, *[0] * (len(COLUMNS) - 1)])
+            times = (self._ended, self._ended, self._ended)
+            self._add_frame(frame, times, [-1, *[0] * (len(COLUMNS) - 1)])
+
+    def finish(self, **summary: Any) -> bytes:
+        """The frame after the last plan, and the end record."""
+        self.rest()
         return self.flush() + record(Record.END, json.dumps(summary).encode())
 
     def flush(self) -> bytes:
