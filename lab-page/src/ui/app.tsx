@@ -41,7 +41,7 @@ export function App() {
         <main>
           <Transport />
           {isComparing.value ? <Two /> : <One />}
-          <div class="panes shared"><Charts />{!isComparing.value && <Machine view={viewA} name="" />}</div>
+          <Charts />
         </main>
       </div>
       <Dialogs />
@@ -55,9 +55,10 @@ function One() {
       <Budget view={viewA} name="" />
       <Requests view={viewA} name="" />
       <Blocks view={viewA} name="" />
-      <Lanes view={viewA} name="" />
-      <Why view={viewA} name="" />
       <Log view={viewA} name="" />
+      <Why view={viewA} name="" />
+      <Lanes view={viewA} name="" />
+      <Machine view={viewA} name="" />
     </div>
   );
 }
@@ -74,10 +75,10 @@ function Two() {
           </h2>
           <Budget view={view} name={name} />
           <Requests view={view} name={name} />
+          <Log view={view} name={name} />
           <Blocks view={view} name={name} />
           <Lanes view={view} name={name} />
           <Why view={view} name={name} />
-          <Log view={view} name={name} />
           <Machine view={view} name={name} />
         </div>
       ))}

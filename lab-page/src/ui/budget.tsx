@@ -4,7 +4,7 @@ import type { ReadonlySignal } from "@preact/signals";
 import { ownerColor, paint } from "../colors";
 import { hovered, lit, select } from "../store";
 import type { View } from "../view";
-import { count, plural } from "./words";
+import { count, plural, shortId } from "./words";
 
 const CUT = 0.4, SHARE = 0.7; // below this use, the used part takes this share of the bar
 
@@ -20,6 +20,9 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
   const isCut = used > 0 && used / total < CUT; // the unused part is drawn shorter than it is
   const scale = isCut ? SHARE / used : 1 / total;
   const width = (tokens: number) => ({ width: `${100 * tokens * scale}%` });
+  const letter = name ? 1.6 : 0.8; // percent of the bar
+  const fitting = (tokens: number, text: string) =>
+    (text.length + 1) * letter < 100 * tokens * scale ? text : "";
   return (
     <section class="card budget" aria-label={`Token budget of the step${name}`}>
       <h2>
@@ -30,7 +33,9 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
         class="bar" role="img"
         aria-label={`${decodes} decodes, ${used - decodes} prefill tokens, ${unused} unused`}
       >
-        {decodes > 0 && <i class="decodes" style={width(decodes)} />}
+        {decodes > 0 && (
+          <i class="decodes" style={width(decodes)}>{fitting(decodes, plural(decodes, "decode"))}</i>
+        )}
         {chunks.map(({ r, start, end }) => {
           const id = now!.film.entries[r].id;
           return (
@@ -39,7 +44,9 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
               style={{ ...width(end - start), background: ownerColor(r) }}
               title={`${id}: tokens [${start}, ${end})`} onClick={() => select(id)}
               onMouseEnter={() => (hovered.value = id)} onMouseLeave={() => (hovered.value = null)}
-            />
+            >
+              {fitting(end - start, `${shortId(id)}: ${count(end - start)}`)}
+            </i>
           );
         })}
         {unused > 0 && (
@@ -49,7 +56,7 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
         )}
       </div>
       <p class="legend one-line">
-        <i class="swatch decodes" /> {plural(decodes, "decode")}
+        {plural(decodes, "decode")}
         {numSteps > 1 && ` × ${numSteps} steps`}
         {" · "}{plural(chunks.length, "prompt chunk")} {chunks.length > 0 && `(${chunkText(now!)})`}
         {" · "}{count(unused)} unused{isCut && ", not to scale"}
@@ -60,7 +67,7 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
 
 function chunkText(view: View): string {
   const parts = view.work.chunks.slice(0, 6).map(
-    ({ r, start, end }) => `${view.film.entries[r].id}: ${count(end - start)}`,
+    ({ r, start, end }) => `${shortId(view.film.entries[r].id)}: ${count(end - start)}`,
   );
   const more = view.work.chunks.length - parts.length;
   return parts.join(", ") + (more > 0 ? `, ${more} more` : "");

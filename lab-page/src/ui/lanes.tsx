@@ -5,11 +5,12 @@ import { useRef } from "preact/hooks";
 import { color } from "../colors";
 import type { Film } from "../film";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
-import { hovered, lit, seek, select, selected, span, version } from "../store";
+import { hovered, lit, seekIn, select, selected, span, version } from "../store";
 import type { Life } from "../timeline";
 import { stepOf, type View } from "../view";
 import { Canvas } from "./canvas";
 import { Legend } from "./legend";
+import { shortId } from "./words";
 
 const GUTTER = 56, AXIS = 16, MIN_ROW = 5, MAX_ROW = 18, MIN_SPAN = 20;
 const COLORS: Record<number, string> = {
@@ -63,7 +64,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     const id = film && r !== undefined ? film.entries[r].id : null;
     if (kind === "move") hovered.value = id;
     else {
-      if (x >= GUTTER) seek(Math.floor(frameAt(x)));
+      if (x >= GUTTER && film) seekIn(film, Math.floor(frameAt(x)));
       if (id !== null && (x < GUTTER || selected.value !== id)) select(id);
     }
   };
@@ -127,7 +128,7 @@ function paintLanes(
     }
     if (height >= 9) {
       context.fillStyle = color(r === chosen ? "ink" : "quiet");
-      context.fillText(film.entries[r].id, 2, y + height / 2 + 1, GUTTER - 6);
+      context.fillText(shortId(film.entries[r].id, 8), 2, y + height / 2 + 1, GUTTER - 6);
     }
     paintLane(context, life, y, height, low, high, scale, film.numFrames);
   });

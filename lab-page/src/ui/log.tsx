@@ -1,7 +1,7 @@
 // What the scheduler decided up to this frame, newest first; and the decisions of one request.
 
-import { signal, type ReadonlySignal } from "@preact/signals";
-import { hovered, lit, seek, select, selected, viewA } from "../store";
+import type { ReadonlySignal } from "@preact/signals";
+import { hovered, isLive, lit, onlySelected, seekIn, select, selected, viewA } from "../store";
 import { STATES, SWAPPED, WAITING } from "../state";
 import { canEdit, catalog, edit, whyNoEdit } from "../store";
 import { rowOf, Row, stepOf, View } from "../view";
@@ -9,7 +9,6 @@ import { needOf, Progress, whyWaits } from "./requests";
 import { count, plural, seconds, thing } from "./words";
 
 const MAX_SHOWN = 36;
-const onlySelected = signal(false);
 
 export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
   const now = view.value, id = selected.value;
@@ -26,10 +25,20 @@ export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: s
           /> of the selected request
         </label>
       </h2>
-      <Sentences view={now} found={found} none="No decisions up to this frame." />
+      <Sentences view={now} found={found} none={noneText(now, r)} />
     </section>
   );
 }
+
+function noneText(view: View | null, r: number): string {
+  if (view && r !== -1) return "No decisions about the selected request up to this step.";
+  if (view) return "No decisions up to this step. Press → to run the next one.";
+  return isLive.value
+    ? "The server has not run a step since this page was opened. Send it a request to see its decisions."
+    : "The decisions appear here when the run starts.";
+}
+
+const sentence = (text: string): string => text.charAt(0).toUpperCase() + text.slice(1);
 
 function Sentences({ view, found, none }: { view: View | null; found: number[]; none: string }) {
   if (!view || !found.length) return <p class="none">{none}</p>;
@@ -44,13 +53,13 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
             <button
               type="button"
               onClick={() => {
-                seek(frame);
+                seekIn(view.film, frame);
                 if (id !== undefined && selected.value !== id) select(id);
               }}
               onMouseEnter={() => (hovered.value = id ?? null)} onMouseLeave={() => (hovered.value = null)}
             >
               <span class="when">{stepOf(view.film, frame)}</span>
-              <span>{text}</span>
+              <span>{sentence(text)}</span>
             </button>
           </li>
         );
@@ -83,7 +92,7 @@ export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: s
 function Answer({ row, view }: { row: Row; view: View }) {
   const { film } = view, entry = film.entries[row.r], state = STATES[row.status];
   const history = film.latestTexts(view.frame, 30, row.r);
-  const latest = history.length ? `${film.text(history[0]).text}.` : "";
+  const latest = history.length ? `${sentence(film.text(history[0]).text)}.` : "";
   const { blocked } = row, isWaiting = row.status === WAITING || row.status === SWAPPED;
   return (
     <>

@@ -140,10 +140,9 @@ function Workload({ spec }: { spec: Spec }) {
         <label class="field">
           <span>Hardware</span>
           <select
-            id="profile" value={spec.profile ?? ""}
-            onChange={(event) => change({ profile: event.currentTarget.value || undefined })}
+            id="profile" value={spec.profile ?? catalog.value!.default.profile}
+            onChange={(event) => change({ profile: event.currentTarget.value })}
           >
-            <option value="">default</option>
             {profiles.map(({ name, description }) => (
               <option key={name} value={name} title={description}>{name}</option>
             ))}
@@ -153,18 +152,26 @@ function Workload({ spec }: { spec: Spec }) {
       <label class="field">
         <span>Trace file</span>
         <input
-          type="file" id="trace" accept=".jsonl,.gz,.json"
+          type="file" id="trace" accept=".jsonl,.json"
           onChange={(event) => {
             const file = event.currentTarget.files?.[0];
-            if (!file) return;
-            b.film.value = b.spec.value = a.spec.value = selected.value = null;
-            seek(0);
-            void load(a, { kind: "file", file });
+            if (file) void openFile(file);
           }}
         />
       </label>
     </>
   );
+}
+
+/** Show a trace of this machine. The lab keeps it, so that it can be forked. */
+async function openFile(file: File): Promise<void> {
+  b.abort?.abort();
+  b.film.value = b.spec.value = a.spec.value = selected.value = null;
+  seek(0);
+  if (!(await load(a, { kind: "file", file }))) return;
+  const { traces } = catalog.value!, others = traces.filter(({ name }) => name !== file.name);
+  catalog.value = { ...catalog.value!, traces: [...others, { name: file.name, title: file.name }] };
+  a.spec.value = { trace: file.name };
 }
 
 function Requests({ spec }: { spec: Spec }) {

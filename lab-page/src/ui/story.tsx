@@ -4,11 +4,10 @@ import { signal } from "@preact/signals";
 import { stream } from "../api";
 import { Film } from "../film";
 import type { Look, Spec, Story, StoryNumber } from "../spec";
-import { a, b, canRun, catalog, open, seek, seekStep, selected, Side, version } from "../store";
+import { a, b, canRun, catalog, guess, open, seekIn, seekStep, selected, Side, version } from "../store";
 import { Stories } from "./setup";
 import { fixed } from "./words";
 
-export const guess = signal<number | null>(null); // -1: shown without a guess
 const hidden = signal<Record<string, Record<string, number | null>>>({}); // numbers of runs not shown
 const asked = new Set<string>();
 
@@ -64,7 +63,7 @@ function Looks({ story }: { story: Story }) {
           <button type="button" onClick={() => lookAt(story, look)}>
             <span class="when">
               step {look.step}
-              {look.run && look.run !== "spec" && <small>{look.run.replaceAll("_", " ")}</small>}
+              {look.run && look.run !== "spec" && <small>{lookRun(story, look.run)}</small>}
             </span>
             <span>{look.text}</span>
           </button>
@@ -74,11 +73,16 @@ function Looks({ story }: { story: Story }) {
   );
 }
 
+function lookRun(story: Story, run: string): string {
+  const spec = runsOf(story).find(([name]) => name === run)?.[1];
+  return spec ? runText(story, run, spec) : run;
+}
+
 /** Go to a step of one of the story's runs; show the run first, if it is not there. */
 function lookAt(story: Story, { step, run }: Look): void {
   const name = run ?? "spec", spec = runsOf(story).find(([each]) => each === name)?.[1];
   if (name === runOf(a)) seekStep(step);
-  else if (name === runOf(b) && b.film.value) seek(b.film.value.frameOfStep(step));
+  else if (name === runOf(b) && b.film.value) seekIn(b.film.value, b.film.value.frameOfStep(step));
   else if (spec && canRun.value) open(a.spec.value!, spec, step);
 }
 

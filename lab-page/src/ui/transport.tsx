@@ -2,7 +2,7 @@
 
 import { color, paint } from "../colors";
 import {
-  a, b, chosenMarks, clock, frameOf, isComparing, isFollowing, isLive, isPlaying, MARKS, numFrames,
+  a, b, chosenMarks, clock, frameOf, isComparing, isByTime, isFollowing, isLive, isPlaying, MARKS, numFrames,
   partsAt, play, position, seek, seekEnd, seekMark, seekStep, seekTime, speed, stepBy, sync, version,
   viewA, viewB,
 } from "../store";
@@ -19,8 +19,8 @@ const MARK_COLORS: [string, string][] = [["PREEMPTION", "red"], ["ABORT", "red"]
 
 export function Transport() {
   const view = viewA.value ?? viewB.value, last = Math.max(0, numFrames.value - 1);
-  const isAtStart = position.value <= 0, isByTime = sync.value === "time" && isComparing.value;
-  const isAtEnd = position.value >= last && !isByTime;
+  const byTime = isByTime.value, isAtStart = position.value <= 0 && !(byTime && clock.value > 0);
+  const isAtEnd = byTime ? clock.value >= endTime() : position.value >= last;
   return (
     <section class="transport" aria-label="Steps">
       <div class="buttons">
@@ -62,7 +62,7 @@ export function Transport() {
           />
         </label>
         <span>of {count(lastStep())}{view?.isAfter ? ", after it" : ""}</span>
-        <span class="time">{view ? seconds(isByTime ? clock.value : view.time) : ""}</span>
+        <span class="time">{view ? seconds(byTime ? clock.value : view.time) : ""}</span>
         <span class="loading" role="status">
           {(a.isLoading.value || b.isLoading.value) && !isLive.value ? "running…" : ""}
         </span>
@@ -72,9 +72,10 @@ export function Transport() {
       <div class="scrub">
         <MarkStrip />
         <input
-          type="range" min="0" max={last} value={position.value} aria-label="Frame"
-          aria-valuetext={view ? `step ${view.step}` : "no frame"}
-          onInput={(event) => seek(Number(event.currentTarget.value))}
+          type="range" min="0" aria-label={byTime ? "Time" : "Frame"}
+          max={byTime ? endTime() : last} value={byTime ? clock.value : position.value}
+          step={byTime ? "any" : 1} aria-valuetext={view ? `step ${view.step}` : "no frame"}
+          onInput={(event) => (byTime ? seekTime : seek)(Number(event.currentTarget.value))}
         />
       </div>
     </section>
@@ -92,6 +93,13 @@ function lastStep(): number {
   const film = a.film.value ?? b.film.value;
   if (!film?.numFrames) return 0;
   return stepOf(film, film.numFrames - 1);
+}
+
+/** When the last plan of either film was made. */
+function endTime(): number {
+  version.value;
+  const films = [a.film.value, b.film.value];
+  return Math.max(...films.map((film) => (film?.numFrames ? film.planned.at(film.numFrames - 1) : 0)));
 }
 
 interface PressProps {
@@ -175,7 +183,8 @@ function MarkStrip() {
   const draw = (context: CanvasRenderingContext2D, width: number, height: number) => {
     version.value; paint.value;
     context.clearRect(0, 0, width, height);
-    const films = [a.film.value, b.film.value], last = Math.max(1, numFrames.value - 1);
+    const films = [a.film.value, b.film.value], byTime = isByTime.value;
+    const end = byTime ? endTime() || 1 : Math.max(1, numFrames.value - 1);
     films.forEach((film, i) => {
       if (!film?.numFrames) return;
       const marks = film.columns.marks.values, names = film.header!.marks;
@@ -186,7 +195,7 @@ function MarkStrip() {
         let x = -1;
         for (let f = 0; f < marks.length; f++) {
           if (!(marks[f] & bit)) continue;
-          const at = Math.round(8 + (f / last) * (width - 16));
+          const at = Math.round(8 + ((byTime ? film.planned.at(f) : f) / end) * (width - 16));
           if (at !== x) context.fillRect((x = at), y, 1.5, high - 1);
         }
       }

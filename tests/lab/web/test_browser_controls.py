@@ -1,89 +1,13 @@
-"""The lab page in a browser: every control, by mouse and by keyboard, and what it shows.
-
-Needs Debian's chromium, which `make test` installs where it may. Every page of these tests must stay
-without console errors and must not call another host.
-"""
+"""The controls of the lab page, by mouse and by keyboard, in a browser."""
 
 from __future__ import annotations
 
 import re
-import shutil
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from headway.lab.cost import load_profile
-from headway.lab.simulate import simulate
-from headway.lab.stories import load_stories
-from headway.lab.web.app import LabApp
-from headway.lab.web.server import LabServer
-from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler import preset
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-playwright = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
-    path = tmp_path_factory.mktemp("lab") / "run.trace.jsonl"
-    with path.open("w") as file:
-        requests, config = parse_synthetic(WORKLOAD).generate(), preset("vllm_v1", num_blocks=24)
-        simulate(requests, config, load_profile("llama3.1-8b-a100-80gb"), trace=file)
-    stories = [story.describe() for story in load_stories()]
-    server = LabServer(LabApp(traces={"run": path}, stories=stories))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Any, server: LabServer) -> Iterator[Any]:
-    """The lab's page with the first frame of a run; fails on console errors and foreign calls."""
-    context = browser.new_context(viewport={"width": 1400, "height": 1000})
-    page = context.new_page()
-    problems: list[str] = []
-    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
-    page.on("pageerror", lambda error: problems.append(str(error)))
-
-    def check(request: Any) -> None:
-        if not request.url.startswith((server.url, "data:", "blob:", "file:")):
-            problems.append(f"foreign request {request.url}")
-
-    page.on("request", check)
-    page.goto(server.url)
-    page.wait_for_selector("#jump")
-    wait_for_step(page, 0)
-    yield page
-    # The browser itself logs a refused description; the page shows the reason.
-    assert not [problem for problem in problems if "status of 400" not in problem]
-    context.close()
-
-
-def step(page: Any) -> int:
-    return int(page.input_value("#jump"))
-
-
-def wait_for_step(page: Any, number: int) -> None:
-    page.wait_for_function("n => document.querySelector('#jump')?.value === String(n)", arg=number)
-
-
-def press(page: Any, *keys: str) -> None:
-    for key in keys:
-        page.keyboard.press(key)
+from tests.support.lab_page import press, step, wait_for_step
 
 
 def test_step_back_jump_and_end(page: Any) -> None:
