@@ -13,7 +13,8 @@ export function toHash(): string {
   const { a, b, position } = store, frame = position.value;
   if (a.spec.value) parts.push(["spec", pack(a.spec.value)]);
   if (b.spec.value) parts.push(["other", pack(b.spec.value)]);
-  parts.push(["frame", String(store.wanted ?? frame)]);
+  const isLoading = a.isLoading.value || b.isLoading.value;
+  parts.push(["frame", String(isLoading ? (store.wanted ?? frame) : frame)]);
   if (store.isByTime.value) {
     parts.push(["sync", "time"], ["clock", String(store.clock.value)]);
   }

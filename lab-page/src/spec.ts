@@ -4,6 +4,8 @@ export type Value = string | number;
 
 export interface RequestSpec {
   id: string;
+  count?: number; // copies of it
+  every?: number; // seconds between them
   arrival?: number;
   prompt: unknown;
   output: number;

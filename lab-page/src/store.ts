@@ -153,8 +153,10 @@ export function seekIn(film: Film, frame: number): void {
   else seek(frame);
 }
 
+/** Go to the end; of a run that is still computed, to its end when it has arrived. */
 export function seekEnd(): void {
   seek(numFrames.value - 1);
+  if (!isLive.value && (a.isLoading.value || b.isLoading.value)) wanted = Number.MAX_SAFE_INTEGER;
   if (isByTime.value) {
     const ends = [a.film.value, b.film.value].map((film) => film?.planned.at(film.numFrames - 1) ?? 0);
     seekTime(Math.max(...ends));

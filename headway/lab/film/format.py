@@ -101,7 +101,7 @@ class FilmWriter:
             r = numbers.get(id, frame.finished.get(id, -1))
             self._texts.append((self.num_frames, kind, r, text))
         self._add_frame(frame, (line["t"], line["start"], line["end"]), self._numbers(line))
-        self._ended = line["end"]
+        self._ended = max(line["t"], line["end"])
         limit = FRAMES_PER_CHUNK if self._first else FRAMES_PER_FIRST_CHUNK
         return self.flush() if self.num_frames - self._first >= limit else b""
 

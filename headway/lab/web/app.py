@@ -60,6 +60,7 @@ class LabApp:
     ) -> None:
         self._default = default  # the run that the page shows first
         self.mode, self.traces, self.live = mode, dict(traces or {}), live
+        self._titles = {name: str(path) for name, path in self.traces.items()}
         if stories is None:  # only a lab with a scheduler of its own can run them
             stories = [story.describe() for story in load_stories()] if mode == "lab" else []
         self.stories = stories
@@ -73,7 +74,7 @@ class LabApp:
 
     def _route(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
         if method == "GET" and path == "api/catalog":
-            traces = [{"name": name, "title": str(file)} for name, file in self.traces.items()]
+            traces = [{"name": n, "title": self._titles.get(n, n)} for n in self.traces]
             return _json(200, catalog(self.mode, self.stories, traces, self._default))
         if method == "POST" and path == "api/film":
             return Response(200, FILM, self._film(_parsed(body)))
@@ -106,6 +107,7 @@ class LabApp:
         path = self._folder / f"{len(self.traces)}.trace.jsonl"
         path.write_bytes(body.removeprefix(codecs.BOM_UTF8))
         self.traces[name] = path
+        self._titles.pop(name, None)
         return film
 
     @cached_property

@@ -4,7 +4,7 @@ import { useSignal } from "@preact/signals";
 import { exportFile } from "../hash";
 import { reset, toggleTheme } from "../keys";
 import {
-  a, b, banner, canEdit, catalog, isComparing, isHelpOpen, viewA, viewB, whyNoEdit,
+  a, b, banner, canEdit, catalog, isComparing, isHelpOpen, isLive, viewA, viewB, whyNoEdit,
 } from "../store";
 import type { Spec } from "../spec";
 import { Blocks } from "./blocks";
@@ -14,6 +14,7 @@ import { Dialogs, isAdding, isForking } from "./dialogs";
 import { Lanes } from "./lanes";
 import { Log, Why } from "./log";
 import { Machine } from "./machine";
+import { Prose } from "./prose";
 import { Requests } from "./requests";
 import { Setup } from "./setup";
 import { StoryPanel } from "./story";
@@ -36,7 +37,7 @@ export function App() {
             <summary>Setup</summary>
             <Setup />
           </details>
-          <Summary />
+          {!isLive.value && <Summary />}
         </aside>
         <main>
           <Transport />
@@ -101,11 +102,12 @@ function nameOf(spec: Spec | null, other: Spec | null = null): string {
 
 function Header() {
   const header = a.film.value?.header;
-  const title = header?.title ?? (isComparing.value ? "" : nameOf(a.spec.value));
+  const live = isLive.value ? "live server" : "";
+  const title = header?.title ?? (isComparing.value ? "" : live || nameOf(a.spec.value));
   return (
     <header>
       <h1>Headway lab</h1>
-      <span class="title">{catalog.value?.mode === "lab" || header ? title : ""}</span>
+      <span class="title">{catalog.value?.mode === "lab" || header || live ? title : ""}</span>
       <nav aria-label="Actions">
         <Action text="Add" hint="Add a request before the next step (a)" on={() => (isAdding.value = true)} />
         <Action
@@ -136,7 +138,7 @@ function Banner() {
   if (banner.value === null) return null;
   return (
     <div class="banner" role="alert">
-      <span>{banner.value}</span>
+      <Prose text={banner.value} />
       <button type="button" onClick={() => (banner.value = null)} aria-label="Dismiss">×</button>
     </div>
   );

@@ -60,7 +60,7 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
           {now && numShown(now) < now.film.numBlocks && `, the first ${count(numShown(now))} shown`}
         </small>
       </h2>
-      {hasBlocks ? (
+      {!now ? <p class="none tall">The blocks appear with the first step.</p> : hasBlocks ? (
         <Canvas
           draw={draw} label={numbers ? describe(numbers) : "No blocks"} class="grid" onPoint={onPoint}
           onLeave={() => (hovered.value = null)}
@@ -116,7 +116,7 @@ function hostsOf(view: View): [number, number][] {
 }
 
 function layout(numDevice: number, numHost: number, width: number, height: number): Grid {
-  for (let size = 32; size > 1; size--) {
+  for (let size = 40; size > 1; size--) {
     const columns = Math.max(1, Math.floor(width / size));
     const rows = Math.ceil(numDevice / columns), hostFrom = rows + GAP_ROWS;
     const all = numHost ? hostFrom + Math.ceil(numHost / columns) : rows;

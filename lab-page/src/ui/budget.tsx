@@ -6,6 +6,7 @@ import { hovered, lit, select } from "../store";
 import type { View } from "../view";
 import { count, plural, shortId } from "./words";
 
+const LETTER = 7, PADDING = 6, NARROW = 960, ASIDE = 340; // pixels
 const CUT = 0.4, SHARE = 0.7; // below this use, the used part takes this share of the bar
 
 export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
@@ -20,21 +21,21 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
   const isCut = used > 0 && used / total < CUT; // the unused part is drawn shorter than it is
   const scale = isCut ? SHARE / used : 1 / total;
   const width = (tokens: number) => ({ width: `${100 * tokens * scale}%` });
-  const letter = name ? 1.6 : 0.8; // percent of the bar
-  const fitting = (tokens: number, text: string) =>
-    (text.length + 1) * letter < 100 * tokens * scale ? text : "";
+  const barWidth = widthOfBar(name !== "");
+  const fitting = (tokens: number, ...texts: string[]) =>
+    texts.find((text) => text.length * LETTER + PADDING < tokens * scale * barWidth) ?? "";
   return (
     <section class="card budget" aria-label={`Token budget of the step${name}`}>
       <h2>
         Token budget of the step
-        <small>{count(used)} of {count(limit)} tokens</small>
+        <small>{now && `${count(used)} of ${count(limit)} tokens`}</small>
       </h2>
       <div
         class="bar" role="img"
         aria-label={`${decodes} decodes, ${used - decodes} prefill tokens, ${unused} unused`}
       >
         {decodes > 0 && (
-          <i class="decodes" style={width(decodes)}>{fitting(decodes, plural(decodes, "decode"))}</i>
+          <i class="decodes" style={width(decodes)}>{fitting(decodes, plural(decodes, "decode"), count(decodes))}</i>
         )}
         {chunks.map(({ r, start, end }) => {
           const id = now!.film.entries[r].id;
@@ -45,13 +46,13 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
               title={`${id}: tokens [${start}, ${end})`} onClick={() => select(id)}
               onMouseEnter={() => (hovered.value = id)} onMouseLeave={() => (hovered.value = null)}
             >
-              {fitting(end - start, `${shortId(id)}: ${count(end - start)}`)}
+              {fitting(end - start, `${shortId(id)}: ${count(end - start)}`, shortId(id))}
             </i>
           );
         })}
         {unused > 0 && (
           <i class={isCut ? "unused cut" : "unused"} title={isCut ? "not to scale" : undefined}>
-            {count(unused)} unused
+            {fitting(1 / scale - used, `${count(unused)} unused`, count(unused))}
           </i>
         )}
       </div>
@@ -63,6 +64,12 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
       </p>
     </section>
   );
+}
+
+/** About the width of the bar in pixels; half of the page if two schedulers are shown. */
+function widthOfBar(isHalf: boolean): number {
+  const all = window.innerWidth;
+  return all < NARROW ? all - 50 : (all - ASIDE) / (isHalf ? 2 : 1) - 40;
 }
 
 function chunkText(view: View): string {

@@ -131,7 +131,7 @@ function Values({ chart }: { chart: Chart }) {
       {chart.lines.map((line) => (
         <span key={line.label}>
           {chart.lines.length > 1 && <i class={`swatch ${line.color}`} />}
-          {chart.lines.length > 1 && `${line.label} `}<b>{count(line.values(film)[frame])}</b>
+          {chart.lines.length > 1 ? `${line.label} ` : "now "}<b>{count(line.values(film)[frame])}</b>
         </span>
       ))}
     </span>

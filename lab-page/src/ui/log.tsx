@@ -6,7 +6,7 @@ import { STATES, SWAPPED, WAITING } from "../state";
 import { canEdit, catalog, edit, whyNoEdit } from "../store";
 import { rowOf, Row, stepOf, View } from "../view";
 import { needOf, Progress, whyWaits } from "./requests";
-import { count, plural, seconds, thing } from "./words";
+import { count, MAX_ID, plural, seconds, shortId, thing } from "./words";
 
 const MAX_SHOWN = 36;
 
@@ -25,9 +25,22 @@ export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: s
           /> of the selected request
         </label>
       </h2>
+      {now && <p class="work">{workOf(now)}</p>}
       <Sentences view={now} found={found} none={noneText(now, r)} />
     </section>
   );
+}
+
+/** What the step computes, in a sentence. */
+function workOf({ film, frame, step, isAfter, work }: View): string {
+  if (isAfter) return `Step ${count(step)} has ended. Nothing is planned.`;
+  const decodes = film.column("decodes", frame), tokens = film.column("prefill", frame);
+  const parts = [
+    decodes > 0 && plural(decodes, "decode"),
+    tokens > 0 && `${plural(tokens, "token")} of ${plural(work.chunks.length, "prompt")}`,
+    work.preempted.length > 0 && plural(work.preempted.length, "preemption"),
+  ].filter(Boolean);
+  return `Step ${count(step)}: ${parts.join(", ") || "no work"}.`;
 }
 
 function noneText(view: View | null, r: number): string {
@@ -51,7 +64,7 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
         return (
           <li key={place} class={classes.filter(Boolean).join(" ")}>
             <button
-              type="button"
+              type="button" title={id && id.length > MAX_ID ? text : undefined}
               onClick={() => {
                 seekIn(view.film, frame);
                 if (id !== undefined && selected.value !== id) select(id);
@@ -59,7 +72,7 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
               onMouseEnter={() => (hovered.value = id ?? null)} onMouseLeave={() => (hovered.value = null)}
             >
               <span class="when">{stepOf(view.film, frame)}</span>
-              <span>{sentence(text)}</span>
+              <span>{sentence(id ? text.replace(id, shortId(id)) : text)}</span>
             </button>
           </li>
         );
@@ -73,10 +86,10 @@ export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: s
   const now = view.value, id = selected.value;
   const row = now && rowOf(now, id);
   return (
-    <section class="card why" aria-label={`Why${name}`} id={name ? undefined : "why"}>
+    <section class={row ? "card why" : "card why empty"} aria-label={`Why${name}`} id={name ? undefined : "why"}>
       <h2>
         Why?
-        {row && <small>{row.id}, step {now.step}</small>}
+        {row && <small title={row.id}>{shortId(row.id)}, step {now.step}</small>}
       </h2>
       {row ? <Answer row={row} view={now} /> : (
         <p class="none">
@@ -121,7 +134,7 @@ function Answer({ row, view }: { row: Row; view: View }) {
           title={canEdit.value ? "Run again; the request is aborted before the next step" : whyNoEdit.value}
           onClick={() => edit({ abort: row.id })}
         >
-          Abort {row.id} here
+          Abort {shortId(row.id)} here
         </button>
       )}
       <Sentences view={view} found={history} none="" />

@@ -5,6 +5,7 @@ import { stream } from "../api";
 import { Film } from "../film";
 import type { Look, Spec, Story, StoryNumber } from "../spec";
 import { a, b, canRun, catalog, guess, open, seekIn, seekStep, selected, Side, version } from "../store";
+import { Prose } from "./prose";
 import { Stories } from "./setup";
 import { fixed } from "./words";
 
@@ -42,9 +43,9 @@ export function StoryPanel() {
   return (
     <section class="card story" aria-label="Story">
       <Stories />
-      {!isOpen && <p>{beginning(story.text[0] ?? "")}</p>}
+      {!isOpen && <p><Prose text={beginning(story.text[0] ?? "")} /></p>}
       {story.question && <Question story={story} />}
-      {isOpen && story.text.map((text, i) => <p key={i}>{text}</p>)}
+      {isOpen && story.text.map((text, i) => <p key={i}><Prose text={text} /></p>)}
       {isOpen && story.looks.length > 0 && <Looks story={story} />}
       {isOpen && <Numbers story={story} />}
       {isOpen && runsOf(story).length > 1 && <Runs story={story} />}
@@ -63,9 +64,9 @@ function Looks({ story }: { story: Story }) {
           <button type="button" onClick={() => lookAt(story, look)}>
             <span class="when">
               step {look.step}
-              {look.run && look.run !== "spec" && <small>{lookRun(story, look.run)}</small>}
+              {look.run && look.run !== "spec" && <>, {lookRun(story, look.run)}</>}
             </span>
-            <span>{look.text}</span>
+            <Prose text={look.text} />
           </button>
         </li>
       ))}
@@ -113,7 +114,9 @@ function runText(story: Story, name: string, spec: Spec): string {
   if (name !== "spec" && name !== "other") return name.replaceAll("_", " ");
   const against = name === "spec" ? story.other?.set : story.spec.set;
   const changes = Object.entries(spec.set ?? {}).filter(([key, value]) => against?.[key] !== value);
-  return [spec.preset ?? "headway", ...changes.map(([key, value]) => `${key} ${value}`)].join(", ");
+  const preset = spec.preset ?? "headway", isSame = (story.other?.preset ?? "headway") === story.spec.preset;
+  const names = changes.map(([key, value]) => `${key} ${value}`);
+  return (isSame && names.length ? names : [preset, ...names]).join(", ");
 }
 
 function Question({ story }: { story: Story }) {
@@ -124,7 +127,7 @@ function Question({ story }: { story: Story }) {
   };
   return (
     <div class="question">
-      <p><b>Guess first.</b> {text}</p>
+      <p><b>Guess first.</b> <Prose text={text} /></p>
       <div class="choices" role="group" aria-label="Choices">
         {choices.map((choice, i) => (
           <button
@@ -132,7 +135,7 @@ function Question({ story }: { story: Story }) {
             class={chosen === null ? "" : i === answer ? "right" : chosen === i ? "wrong" : ""}
             onClick={() => choose(i)}
           >
-            {chosen !== null && (i === answer ? "✓ " : chosen === i ? "✗ " : "")}{choice}
+            {chosen !== null && (i === answer ? "✓ " : chosen === i ? "✗ " : "")}<Prose text={choice} />
           </button>
         ))}
         {chosen === null && (
@@ -140,8 +143,8 @@ function Question({ story }: { story: Story }) {
         )}
       </div>
       <div role="status">
-        {chosen !== null && chosen >= 0 && chosen !== answer && <p class="wrong">{why[chosen]}</p>}
-        {chosen !== null && <p class="right">{why[answer]}</p>}
+        {chosen !== null && chosen >= 0 && chosen !== answer && <p class="wrong"><Prose text={why[chosen]} /></p>}
+        {chosen !== null && <p class="right"><Prose text={why[answer]} /></p>}
       </div>
     </div>
   );

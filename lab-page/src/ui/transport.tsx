@@ -123,6 +123,8 @@ function Press({ label, keys, on, off, main, children }: PressProps) {
   );
 }
 
+const kinds = (n: number): string => (n === MARKS.length ? "all" : n === 1 ? "1 kind" : `${n} kinds`);
+
 function Marks() {
   const toggle = (name: string) => {
     const chosen = chosenMarks.value;
@@ -131,7 +133,7 @@ function Marks() {
   };
   return (
     <details class="marks">
-      <summary title="Which decisions ◆ stops at">◆ stops at</summary>
+      <summary title="Which decisions ◆ stops at">◆ stops at {kinds(chosenMarks.value.length)}</summary>
       <div>
         {MARKS.map((name) => (
           <label key={name}>

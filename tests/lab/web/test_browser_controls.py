@@ -39,7 +39,7 @@ def test_everything_works_by_keyboard(page: Any) -> None:
     press(page, "Home", "]")
     assert 0 < step(page) < last
     press(page, "ArrowDown", "w")
-    assert re.search(r"request \S+", page.inner_text("#why"))
+    assert re.search(r"Request \S+", page.inner_text("#why"))
     press(page, "Escape", "?")
     assert "run one step" in page.inner_text("body")
     press(page, "?")

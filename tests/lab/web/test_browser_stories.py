@@ -52,7 +52,7 @@ def test_the_page_shows_the_numbers_of_a_story(stories: Any, story: Story) -> No
         assert step(stories) == look.step
 
 
-def test_from_a_story_to_a_fork_by_keyboard(page: Any) -> None:
+def test_from_a_story_to_a_fork_by_keyboard(page: Any, browser: Any) -> None:
     press(page, "m")
     page.keyboard.type("Twenty")  # a list chooses by its first letters
     page.wait_for_selector(".question")
@@ -76,3 +76,10 @@ def test_from_a_story_to_a_fork_by_keyboard(page: Any) -> None:
     press(page, "p")
     assert page.locator(".half").count() == 2
     assert "headroom watermark(0.1)" in page.inner_text("[data-side=b] h2.side")
+    page.wait_for_function("() => location.hash.includes('guess=0')")
+    with opened(browser, page.url) as linked:
+        linked.wait_for_selector("[data-side=b]")
+        assert linked.locator(".choices .right").count() == 1
+        assert linked.inner_text("[data-side=b] h2.side") == page.inner_text(
+            "[data-side=b] h2.side"
+        )
