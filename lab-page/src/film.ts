@@ -3,11 +3,11 @@
 // charts and searches need are also in columns that grow. Sentences are parsed when they are shown.
 
 import { Growing, join, lastAtMost } from "./growing";
-import { DECODING, FilmState, nextOp, OP, PREFILL } from "./state";
+import { FilmState, nextOp, OP } from "./state";
 import { Timeline } from "./timeline";
 
 const HEADER = 1, CHUNK = 2, END = 3, IDLE = 4;
-const VERSION = 1;
+const VERSION = 2;
 const NUM_PARSED = 12; // chunks whose sentences stay parsed
 
 export interface Header {
@@ -185,17 +185,6 @@ export class Film {
     if (!this.chunks.length) this.timeline.start(FilmState.restore(keyframe, this.blockSize));
     this.timeline.add(first, offsets, ops);
     this.chunks.push(chunk);
-    if (this.column("step", first + length - 1) < 0) this.fillLast(first + length - 1);
-  }
-
-  /** The frame after the last plan has no line in the trace; its numbers follow from its state. */
-  private fillLast(frame: number): void {
-    const { requests, refs } = this.state(frame);
-    const isRunning = ({ status }: { status: number }) => status === PREFILL || status === DECODING;
-    const running = [...requests.values()].filter(isRunning).length;
-    this.columns.running.set(frame, running);
-    this.columns.waiting.set(frame, requests.size - running);
-    this.columns.free.set(frame, this.numBlocks - refs.reduce((sum, n) => sum + +(n > 0), 0));
   }
 
   private chunkOf(frame: number): Chunk {

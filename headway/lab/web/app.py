@@ -14,12 +14,12 @@ from typing import Any
 
 from headway.errors import ConfigError, HeadwayError
 from headway.lab.film.fork import fork
-from headway.lab.film.run import FilmedRun, film_of_file, film_of_lines
+from headway.lab.film.run import FilmedRun, film_of_file, film_of_texts
 from headway.lab.film.spec import read_spec
 from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
-from headway.observe.trace import parse_trace, read_trace
+from headway.observe.trace import read_trace
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
@@ -109,7 +109,7 @@ class LabApp:
 
 def _film_of_upload(body: bytes, name: str) -> Iterator[bytes]:
     texts = body.decode("utf-8-sig", "replace").splitlines()
-    return film_of_lines(lambda: parse_trace(name, texts))
+    return film_of_texts(name, texts)
 
 
 def _parsed(body: bytes) -> Any:
