@@ -1,6 +1,6 @@
 // The state of the page as signals, and the actions that change it.
 
-import { batch, computed, effect, signal, Signal } from "@preact/signals";
+import { batch, computed, effect, ReadonlySignal, signal, Signal } from "@preact/signals";
 import { Source, stream } from "./api";
 import { Film, whereTheyPart } from "./film";
 import { Catalog, Edit, Spec, tidy } from "./spec";
@@ -75,6 +75,29 @@ const viewOf = (each: Side) => computed<View | null>(() => {
   return frame < 0 ? null : makeView(each.film.value!, frame);
 });
 export const viewA = viewOf(a), viewB = viewOf(b);
+
+/** A view that follows another one after the next picture: for panes that are off the screen. */
+function late(view: ReadonlySignal<View | null>): ReadonlySignal<View | null> {
+  const shown = signal<View | null>(null);
+  let isDue = false;
+  effect(() => {
+    view.value;
+    if (isDue) return;
+    isDue = true;
+    afterPicture(() => {
+      isDue = false;
+      shown.value = view.peek();
+    });
+  });
+  return shown;
+}
+const lateViews = new Map([viewA, viewB].map((view) => [view, late(view)] as const));
+export const lateView = (view: ReadonlySignal<View | null>) => lateViews.get(view) ?? view;
+
+/** Call back once the next picture is painted. */
+function afterPicture(call: () => void): void {
+  requestAnimationFrame(() => setTimeout(call));
+}
 
 let compared: { left: Film; right: Film; upTo: number } | null = null;
 

@@ -4,6 +4,7 @@ import type { ReadonlySignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import { color } from "../colors";
 import type { Film } from "../film";
+import { lastAtMost } from "../growing";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
 import { hovered, lit, seek, select, selected, span, version } from "../store";
 import type { Life } from "../timeline";
@@ -49,7 +50,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     context.clearRect(0, 0, w, h);
     if (!now) return;
     const shown = shownSpan(now.film.numFrames), width = w - GUTTER;
-    const rows = pick(now.film, shown, now.frame, Math.floor((h - AXIS) / MIN_ROW));
+    const rows = pick(now, shown, Math.floor((h - AXIS) / MIN_ROW));
     const height = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor((h - AXIS) / Math.max(1, rows.length))));
     drawn.current = { rows, height, shown, width };
     paintLanes(context, now, rows, height, shown, width, h);
@@ -97,18 +98,29 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
 }
 
 /** Requests with a lane: those in the span; if there are too many, those nearest to the frame. */
-function pick(film: Film, [low, high]: [number, number], frame: number, most: number): number[] {
+function pick({ film, state, work, frame }: View, span: [number, number], most: number): number[] {
+  const inside = requestsIn(film, span);
+  if (inside.length <= most) return inside;
+  const { lives } = film.timeline;
+  const next = () => lastAtMost(film.entries.length, frame, (r) => lives.get(r)!.frames[0]) + 1;
+  const [open = next()] = state.requests.keys(); // the first one that is open, or the next to arrive
+  const first = lastAtMost(inside.length, Math.min(open, ...work.finished) - 1, (i) => inside[i]) + 1;
+  const from = Math.max(0, Math.min(first - 2, inside.length - most));
+  return inside.slice(from, from + most);
+}
+
+const spans = new WeakMap<Film, { key: string; inside: number[] }>();
+
+/** The requests that are open in a span of frames. Only its latest answer is kept for a film. */
+function requestsIn(film: Film, [low, high]: [number, number]): number[] {
+  const key = `${low} ${high} ${film.numFrames}`, known = spans.get(film);
+  if (known?.key === key) return known.inside;
   const inside: number[] = [];
   for (const [r, life] of film.timeline.lives) {
     if (life.frames[0] < high && (life.finish?.frame ?? Infinity) >= low) inside.push(r);
   }
-  if (inside.length <= most) return inside;
-  const lives = film.timeline.lives;
-  const isOpen = (r: number) => (lives.get(r)!.finish?.frame ?? Infinity) >= frame;
-  let first = inside.findIndex(isOpen);
-  if (first < 0) first = inside.length;
-  first = Math.max(0, Math.min(first - 2, inside.length - most));
-  return inside.slice(first, first + most);
+  spans.set(film, { key, inside });
+  return inside;
 }
 
 function paintLanes(

@@ -6,17 +6,18 @@ import { STATES, SWAPPED, WAITING } from "../state";
 import { canEdit, catalog, edit, whyNoEdit } from "../store";
 import { rowOf, Row, stepOf, View } from "../view";
 import { needOf, Progress, whyWaits } from "./requests";
+import { useShown } from "./shown";
 import { count, plural, seconds, thing } from "./words";
 
 const MAX_SHOWN = 36;
 const onlySelected = signal(false);
 
 export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  const now = view.value, id = selected.value;
+  const { shown, ref } = useShown(view), now = shown.value, id = selected.value;
   const r = onlySelected.value && id !== null ? (now?.film.numbers.get(id) ?? -2) : -1;
   const found = now && r !== -2 ? now.film.latestTexts(now.frame, MAX_SHOWN, r) : [];
   return (
-    <section class="card log" aria-label={`Decisions${name}`}>
+    <section class="card log" ref={ref} aria-label={`Decisions${name}`}>
       <h2>
         Decisions
         <label class="tools">
@@ -61,10 +62,10 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
 
 /** "Why?": the state of the selected request, its latest sentence, and what it needs. */
 export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  const now = view.value, id = selected.value;
+  const { shown, ref } = useShown(view), now = shown.value, id = selected.value;
   const row = now && rowOf(now, id);
   return (
-    <section class="card why" aria-label={`Why${name}`} id={name ? undefined : "why"}>
+    <section class="card why" ref={ref} aria-label={`Why${name}`} id={name ? undefined : "why"}>
       <h2>
         Why?
         {row && <small>{row.id}, step {now.step}</small>}
