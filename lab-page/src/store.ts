@@ -235,8 +235,22 @@ function arrived(): void {
   }, 60);
 }
 
+const MAX_LIVE_FRAMES = 20_000, MAX_LIVE_BYTES = 48 << 20; // that are kept of a live film
+const SLACK = 1.2; // more than this share above a limit is dropped at once
+
+/** Drop the oldest frames of a live film, which has no end. What is shown moves along. */
+function forgetOldest(): void {
+  const film = a.film.peek();
+  if (!isLive.peek() || !film || !film.isOver(SLACK * MAX_LIVE_FRAMES, SLACK * MAX_LIVE_BYTES)) return;
+  const count = film.keepLatest(MAX_LIVE_FRAMES, MAX_LIVE_BYTES), shift = (at: number) => Math.max(0, at - count);
+  position.value = shift(position.peek());
+  if (wanted !== null) wanted = shift(wanted);
+  if (span.peek()) span.value = [shift(span.peek()![0]), Math.max(20, span.peek()![1] - count)];
+}
+
 function refresh(): void {
   batch(() => {
+    forgetOldest();
     version.value = version.peek() + 1;
     if (isFollowing.value) seek(numFrames.value - 1, false);
     else if (wanted !== null && position.value !== wanted) seek(wanted, false);

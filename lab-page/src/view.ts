@@ -63,7 +63,7 @@ export function makeView(film: Film, frame: number): View {
   for (let i = numFinished - 1; i >= Math.max(0, numFinished - MAX_FINISHED); i--) {
     groups.finished.push(finished[i]);
   }
-  counts[FINISHED] = Math.max(numFinished, state.numFinished);
+  counts[FINISHED] = Math.max(numFinished + film.timeline.numGone, state.numFinished);
   return {
     film, frame, step: stepOf(film, frame), isAfter: film.column("step", frame) < 0,
     time: film.planned.at(frame), state, work, chunks,

@@ -44,11 +44,12 @@ const redrawDelay = (numFrames: number): number => Math.min(1000, 30 + numFrames
 
 /** Compute a line once for each length of a film. */
 function kept(values: (film: Film) => Int32Array): (film: Film) => Int32Array {
-  const known = new WeakMap<Film, Int32Array>();
+  const known = new WeakMap<Film, { end: number; line: Int32Array }>();
   return (film) => {
-    let line = known.get(film);
-    if (line?.length !== film.numFrames) known.set(film, (line = values(film)));
-    return line!;
+    const end = film.numDropped + film.numFrames;
+    let found = known.get(film);
+    if (found?.end !== end) known.set(film, (found = { end, line: values(film) }));
+    return found!.line;
   };
 }
 

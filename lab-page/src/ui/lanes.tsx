@@ -102,7 +102,7 @@ function pick({ film, state, work, frame }: View, span: [number, number], most: 
   const inside = requestsIn(film, span);
   if (inside.length <= most) return inside;
   const { lives } = film.timeline;
-  const next = () => lastAtMost(film.entries.length, frame, (r) => lives.get(r)!.frames[0]) + 1;
+  const next = () => lastAtMost(film.entries.length, frame, (r) => lives.get(r)?.frames[0] ?? -1) + 1;
   const [open = next()] = state.requests.keys(); // the first one that is open, or the next to arrive
   const first = lastAtMost(inside.length, Math.min(open, ...work.finished) - 1, (i) => inside[i]) + 1;
   const from = Math.max(0, Math.min(first - 2, inside.length - most));
@@ -113,7 +113,7 @@ const spans = new WeakMap<Film, { key: string; inside: number[] }>();
 
 /** The requests that are open in a span of frames. Only its latest answer is kept for a film. */
 function requestsIn(film: Film, [low, high]: [number, number]): number[] {
-  const key = `${low} ${high} ${film.numFrames}`, known = spans.get(film);
+  const key = `${low} ${high} ${film.numFrames} ${film.numDropped}`, known = spans.get(film);
   if (known?.key === key) return known.inside;
   const inside: number[] = [];
   for (const [r, life] of film.timeline.lives) {
