@@ -58,7 +58,7 @@ class RecordedExecutor:
 def replay(trace: Iterable[Line]) -> Iterator[Line]:
     """The steps of the scheduler when it decides the recorded run again."""
     header, *steps = trace
-    return Replay(header, steps).lines()
+    return Replay(header, steps, has_blocks=header.get("has_blocks", False)).lines()
 
 
 class Replay:
@@ -115,6 +115,8 @@ class Replay:
             self.engine.step()
         self._clock.advance_to(line["t"])
         self._submit(added[num_added:], aborted[num_aborted:], num_added)
+        if reset := line.get("reset"):
+            self.scheduler.reset_cache(force=reset[0] > 0)
         self.engine.step()
         self._aborts = line.get("aborted_in_flight", [])
         return self._take_lines()

@@ -55,6 +55,7 @@ def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool 
         ],
         "short_of_blocks": [[p.num_due, p.num_free] for p in events.preempted]
         if any(p.num_due for p in events.preempted) else [],
+        "reset": [events.reset.num_preempted, int(events.reset.is_all)] if events.reset else [],
         "admitted": [
             [a.request.id, a.num_cached, a.num_swapped, int(a.is_resume)] for a in plan.admitted
         ],

@@ -32,7 +32,7 @@ async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
     """The film of a running engine, from now on; ExecutorError if the engine stops."""
     start: dict[str, Any] = await engine.ask("film_start")
     viewer, head = start["viewer"], start["header"]
-    writer, texts = FilmWriter(head["config"]["block_size"]), FilmTexts(head)
+    writer, texts = FilmWriter(head["config"]), FilmTexts(head)
     writer.load(start["state"])
     try:
         yield header_record({**head, "has_blocks": True}, source="live")

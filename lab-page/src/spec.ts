@@ -110,6 +110,10 @@ export function tidy(spec: Spec): Spec {
   return out;
 }
 
+/** Whether two runs differ in their requests, and not only in their schedulers. */
+export const hasOtherRequests = (a: Spec, b: Spec): boolean =>
+  a.workload !== b.workload || a.trace !== b.trace || JSON.stringify(a.requests) !== JSON.stringify(b.requests);
+
 /** One number of a workload's text, which a slider can change. */
 export interface Dial {
   label: string;

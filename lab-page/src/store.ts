@@ -1,6 +1,6 @@
 // The state of the page as signals, and the actions that change it.
 
-import { batch, computed, effect, signal, Signal } from "@preact/signals";
+import { batch, computed, effect, ReadonlySignal, signal, Signal } from "@preact/signals";
 import { Source, stream } from "./api";
 import { Film, whereTheyPart } from "./film";
 import { Catalog, Edit, Spec, tidy } from "./spec";
@@ -78,6 +78,29 @@ const viewOf = (each: Side) => computed<View | null>(() => {
   return frame < 0 ? null : makeView(each.film.value!, frame);
 });
 export const viewA = viewOf(a), viewB = viewOf(b);
+
+/** A view that follows another one after the next picture: for panes that are off the screen. */
+function late(view: ReadonlySignal<View | null>): ReadonlySignal<View | null> {
+  const shown = signal<View | null>(null);
+  let isDue = false;
+  effect(() => {
+    view.value;
+    if (isDue) return;
+    isDue = true;
+    afterPicture(() => {
+      isDue = false;
+      shown.value = view.peek();
+    });
+  });
+  return shown;
+}
+const lateViews = new Map([viewA, viewB].map((view) => [view, late(view)] as const));
+export const lateView = (view: ReadonlySignal<View | null>) => lateViews.get(view) ?? view;
+
+/** Call back once the next picture is painted. */
+function afterPicture(call: () => void): void {
+  requestAnimationFrame(() => setTimeout(call));
+}
 
 let compared: { left: Film; right: Film; upTo: number } | null = null;
 
@@ -221,8 +244,22 @@ function arrived(): void {
   }, 60);
 }
 
+const MAX_LIVE_FRAMES = 20_000, MAX_LIVE_BYTES = 48 << 20; // that are kept of a live film
+const SLACK = 1.2; // more than this share above a limit is dropped at once
+
+/** Drop the oldest frames of a live film, which has no end. What is shown moves along. */
+function forgetOldest(): void {
+  const film = a.film.peek();
+  if (!isLive.peek() || !film || !film.isOver(SLACK * MAX_LIVE_FRAMES, SLACK * MAX_LIVE_BYTES)) return;
+  const count = film.keepLatest(MAX_LIVE_FRAMES, MAX_LIVE_BYTES), shift = (at: number) => Math.max(0, at - count);
+  position.value = shift(position.peek());
+  if (wanted !== null) wanted = shift(wanted);
+  if (span.peek()) span.value = [shift(span.peek()![0]), Math.max(20, span.peek()![1] - count)];
+}
+
 function refresh(): void {
   batch(() => {
+    forgetOldest();
     version.value = version.peek() + 1;
     if (isFollowing.value) seek(numFrames.value - 1, false);
     else if (wanted !== null && position.value !== wanted) seek(wanted, false);

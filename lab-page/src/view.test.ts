@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 import test from "node:test";
 import { Film } from "./film";
 import { FINISHED, PREFILL, SWAPPED } from "./state";
-import { makeView, rowOf, stepOf } from "./view";
+import { makeView, rowOf, rowsOf, stepOf } from "./view";
 
 function read(name: string): Film {
   const film = new Film();
@@ -16,13 +16,15 @@ test("every request is in one group, and the groups agree with the columns", () 
   const film = read("swap");
   let numSwapped = 0;
   for (let frame = 0; frame < film.numFrames; frame++) {
-    const { groups, counts, numFinished, state } = makeView(film, frame);
+    const view = makeView(film, frame), { groups, counts, numFinished, state } = view;
     assert.equal(groups.running.length, film.column("running", frame));
     assert.equal(groups.waiting.length + groups.swapped.length, film.column("waiting", frame));
     assert.equal(counts.reduce((sum, n) => sum + n), state.requests.size + numFinished);
     assert.equal(numFinished, state.numFinished);
     numSwapped += groups.swapped.length;
-    assert.ok(groups.swapped.every((row) => row.status === SWAPPED));
+    assert.ok(rowsOf(view, "swapped", 0, 99).every((row) => row.status === SWAPPED));
+    const order = rowsOf(view, "waiting", 0, 99).map((row) => [+!row.blocked, row.r]);
+    assert.deepEqual(order, [...order].sort((x, y) => x[0] - y[0] || x[1] - y[1]));
   }
   assert.ok(numSwapped > 0);
 });

@@ -42,6 +42,7 @@ from headway.observe.server_metrics import NEW
 from headway.plan import (
     Admission,
     Blocked,
+    CacheReset,
     Chunk,
     Copy,
     NotConsidered,
@@ -318,6 +319,7 @@ def full_line() -> dict[str, Any]:
         reaching_limit=[[request]], tokens_kept={request: 0}, events=StepEvents(
             num_free=1, num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0),
             schedule_ended=1.0, preempted=[Preemption(request, True, 1, True, 1, 0)],
+            reset=CacheReset(1, is_all=False),
         ),
     )  # fmt: skip
     for record in (plan, plan.events):

@@ -62,6 +62,13 @@ def jump(page: Any, number: int) -> None:
     wait_for_step(page, number)
 
 
+def link(page: Any) -> str:
+    """The address with the present state; the page writes it a moment after a change."""
+    page.wait_for_timeout(300)
+    address: str = page.url
+    return address
+
+
 def pane(page: Any, name: str) -> Any:
     """A pane by its label; beside a second scheduler, labels end with its side."""
     return page.locator(f"section[aria-label='{name}']")

@@ -19,12 +19,12 @@ from weakref import finalize
 
 from headway.errors import ConfigError, HeadwayError
 from headway.lab.film.fork import fork
-from headway.lab.film.run import FilmedRun, film_of_file, film_of_lines
+from headway.lab.film.run import FilmedRun, film_of_file, film_of_texts
 from headway.lab.film.spec import read_spec
 from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
-from headway.observe.trace import parse_trace, read_trace
+from headway.observe.trace import read_trace
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
@@ -103,7 +103,7 @@ class LabApp:
     def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
         """The film of a trace in a request; from now on the trace can be forked by its name."""
         lines = body.decode("utf-8-sig", "replace").splitlines()
-        film = film_of_lines(lambda: parse_trace(name, lines))
+        film = film_of_texts(name, lines)
         path = self._folder / f"{len(self.traces)}.trace.jsonl"
         path.write_bytes(body.removeprefix(codecs.BOM_UTF8))
         self.traces[name] = path

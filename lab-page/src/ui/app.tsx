@@ -6,7 +6,7 @@ import { reset, toggleTheme } from "../keys";
 import {
   a, b, banner, canEdit, catalog, isComparing, isHelpOpen, isLive, viewA, viewB, whyNoEdit,
 } from "../store";
-import type { Spec } from "../spec";
+import { hasOtherRequests, type Spec } from "../spec";
 import { Blocks } from "./blocks";
 import { Budget } from "./budget";
 import { Charts } from "./charts";
@@ -71,7 +71,7 @@ function Two() {
       {sides.map(([view, side, name], i) => (
         <div class="panes half" key={name} data-side={i ? "b" : "a"}>
           <h2 class="side">
-            {i ? "Second" : "First"}: {nameOf(side.spec.value, (i ? a : b).spec.value)}
+            {i ? "Second" : "First"}: {nameOf(side.spec.value, (i ? a : b).spec.value, i > 0)}
             <small>{view.value ? `step ${view.value.step}` : "loading"}</small>
           </h2>
           <Budget view={view} name={name} />
@@ -88,7 +88,7 @@ function Two() {
 }
 
 /** The scheduler of a spec in words; beside another one, only what differs. */
-function nameOf(spec: Spec | null, other: Spec | null = null): string {
+function nameOf(spec: Spec | null, other: Spec | null = null, isSecond = false): string {
   if (!spec) return "";
   const sets = Object.entries(spec.set ?? {}).filter(([key, value]) => other?.set?.[key] !== value);
   const changes = sets.map(([key, value]) => `${key} ${value}`);
@@ -96,6 +96,7 @@ function nameOf(spec: Spec | null, other: Spec | null = null): string {
     const values = Object.entries(set ?? {}).map((each) => each.join(" "));
     if (set) changes.push(`from step ${step} ${values.join(", ")}`);
   }
+  if (isSecond && other && hasOtherRequests(spec, other)) changes.push("other requests");
   const preset = spec.trace ? `${spec.trace} as recorded` : (spec.preset ?? "headway");
   return [preset, ...changes.slice(-3)].join(", ");
 }

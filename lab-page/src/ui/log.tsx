@@ -6,16 +6,17 @@ import { STATES, SWAPPED, WAITING } from "../state";
 import { canEdit, catalog, edit, whyNoEdit } from "../store";
 import { rowOf, Row, stepOf, View } from "../view";
 import { needOf, Progress, whyWaits } from "./requests";
+import { useShown } from "./shown";
 import { count, MAX_ID, plural, seconds, shortId, thing } from "./words";
 
 const MAX_SHOWN = 36;
 
 export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  const now = view.value, id = selected.value;
+  const { shown, ref } = useShown(view), now = shown.value, id = selected.value;
   const r = onlySelected.value && id !== null ? (now?.film.numbers.get(id) ?? -2) : -1;
   const found = now && r !== -2 ? now.film.latestTexts(now.frame, MAX_SHOWN, r) : [];
   return (
-    <section class="card log" aria-label={`Decisions${name}`}>
+    <section class="card log" ref={ref} aria-label={`Decisions${name}`}>
       <h2>
         Decisions
         <label class="tools">
@@ -40,7 +41,8 @@ function workOf({ film, frame, step, isAfter, work }: View): string {
     tokens > 0 && `${plural(tokens, "token")} of ${plural(work.chunks.length, "prompt")}`,
     work.preempted.length > 0 && plural(work.preempted.length, "preemption"),
   ].filter(Boolean);
-  return `Step ${count(step)}: ${parts.join(", ") || "no work"}.`;
+  const took = film.ended.at(frame) - film.started.at(frame);
+  return `Step ${count(step)}: ${parts.join(", ") || "no work"}${took > 0 ? `; takes ${seconds(took)}` : ""}.`;
 }
 
 function noneText(view: View | null, r: number): string {
@@ -83,10 +85,13 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
 
 /** "Why?": the state of the selected request, its latest sentence, and what it needs. */
 export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  const now = view.value, id = selected.value;
+  const { shown, ref } = useShown(view), now = shown.value, id = selected.value;
   const row = now && rowOf(now, id);
   return (
-    <section class={row ? "card why" : "card why empty"} aria-label={`Why${name}`} id={name ? undefined : "why"}>
+    <section
+      class={row ? "card why" : "card why empty"} ref={ref} aria-label={`Why${name}`}
+      id={name ? undefined : "why"}
+    >
       <h2>
         Why?
         {row && <small title={row.id}>{shortId(row.id)}, step {now.step}</small>}

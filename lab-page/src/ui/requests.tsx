@@ -4,12 +4,12 @@ import type { ReadonlySignal } from "@preact/signals";
 import { ownerColor, paint } from "../colors";
 import type { Film } from "../film";
 import { DECODING, PREFILL, STATES, WAITING } from "../state";
-import { catalog, chosenState, hovered, lit, select, selected } from "../store";
-import type { Groups, Row, View } from "../view";
+import { catalog, chosenState, hovered, lateView, lit, select, selected } from "../store";
+import { type Groups, type Row, rowsOf, type View } from "../view";
 import { Legend } from "./legend";
 import { count, MAX_ID, shortId, thing } from "./words";
 
-const MAX_ROWS = 32; // rows of one group in the document
+const MAX_ROWS = 32, MAX_FIRST = 9; // rows of one group: in all, and without scrolling
 const LEGEND: [string, string][] = [
   ["cached", "cached"], ["computed", "computed"], ["generated", "generated"], ["lost", "to compute again"],
 ];
@@ -28,7 +28,7 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
       <h2>Requests</h2>
       <div class="groups" style={{ "--id": `${now ? idWidth(now.film) : 2}ch` }}>
         {(["running", "waiting", "swapped", "finished"] as const).map((group) => (
-          <Group key={group} group={group} view={now} />
+          <Group key={group} group={group} view={now} late={lateView(view)} />
         ))}
       </div>
       <Legend items={LEGEND} />
@@ -48,19 +48,32 @@ function idWidth(film: Film): number {
   return width;
 }
 
-function Group({ group, view }: { group: keyof Groups; view: View | null }) {
-  const rows = view?.groups[group] ?? [];
-  const total = group === "finished" ? (view?.numFinished ?? 0) : rows.length;
+interface GroupProps { group: keyof Groups; view: View | null; late: ReadonlySignal<View | null> }
+
+function Group({ group, view, late }: GroupProps) {
+  const total = group === "finished" ? (view?.numFinished ?? 0) : (view?.groups[group].length ?? 0);
+  const numRows = Math.min(MAX_ROWS, view?.groups[group].length ?? 0);
   return (
     <div class={`group ${group}`}>
       <h3>{TITLES[group]} <b>{total}</b></h3>
       <ul>
-        {rows.slice(0, MAX_ROWS).map((row, i) => <Request key={i} row={row} view={view!} />)}
-        {!rows.length && <li class="none">{NONE[group]}</li>}
-        {total > MAX_ROWS && <li class="none">and {count(total - Math.min(MAX_ROWS, rows.length))} more</li>}
+        {view && <Rows group={group} view={view} from={0} to={MAX_FIRST} />}
+        <LateRows group={group} late={late} />
+        {!total && <li class="none">{NONE[group]}</li>}
+        {total > MAX_ROWS && <li class="none">and {count(total - numRows)} more</li>}
       </ul>
     </div>
   );
+}
+
+function Rows({ group, view, from, to }: { group: keyof Groups; view: View; from: number; to: number }) {
+  return <>{rowsOf(view, group, from, to).map((row, i) => <Request key={i} row={row} view={view} />)}</>;
+}
+
+/** The rows that are seen after scrolling; they follow after the picture. */
+function LateRows({ group, late }: { group: keyof Groups; late: ReadonlySignal<View | null> }) {
+  const view = late.value;
+  return view && <Rows group={group} view={view} from={MAX_FIRST} to={MAX_ROWS} />;
 }
 
 function Request({ row, view }: { row: Row; view: View }) {

@@ -3,7 +3,7 @@
 import { signal } from "@preact/signals";
 import { stream } from "../api";
 import { Film } from "../film";
-import type { Look, Spec, Story, StoryNumber } from "../spec";
+import { hasOtherRequests, type Look, type Spec, type Story, type StoryNumber } from "../spec";
 import { a, b, canRun, catalog, guess, open, seekIn, seekStep, selected, Side, version } from "../store";
 import { Prose } from "./prose";
 import { Stories } from "./setup";
@@ -116,6 +116,7 @@ function runText(story: Story, name: string, spec: Spec): string {
   const changes = Object.entries(spec.set ?? {}).filter(([key, value]) => against?.[key] !== value);
   const preset = spec.preset ?? "headway", isSame = (story.other?.preset ?? "headway") === story.spec.preset;
   const names = changes.map(([key, value]) => `${key} ${value}`);
+  if (name === "other" && hasOtherRequests(spec, story.spec)) names.push("other requests");
   return (isSame && names.length ? names : [preset, ...names]).join(", ");
 }
 

@@ -62,6 +62,11 @@ export function Transport() {
           />
         </label>
         <span>of {count(lastStep())}{view?.isAfter ? ", after it" : ""}</span>
+        {dropped() > 0 && (
+          <span class="time" id="dropped" title="Record with --trace-out to keep all steps">
+            from {count(dropped())}; earlier steps are in the trace only
+          </span>
+        )}
         <span class="time">{view ? seconds(byTime ? clock.value : view.time) : ""}</span>
         <span class="loading" role="status">
           {(a.isLoading.value || b.isLoading.value) && !isLive.value ? "running…" : ""}
@@ -100,6 +105,13 @@ function endTime(): number {
   version.value;
   const films = [a.film.value, b.film.value];
   return Math.max(...films.map((film) => (film?.numFrames ? film.planned.at(film.numFrames - 1) : 0)));
+}
+
+/** The first step that is kept of a live film; 0 if all are. */
+function dropped(): number {
+  version.value;
+  const film = a.film.value;
+  return film?.numDropped ? film.column("step", 0) : 0;
 }
 
 interface PressProps {

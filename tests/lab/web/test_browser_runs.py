@@ -18,12 +18,14 @@ from headway.lab.film.fork import fork
 from headway.lab.film.reader import Film
 from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import read_spec
+from headway.lab.film.state import Op, split
 from headway.lab.web.server import LabServer
 from headway.observe.trace import read_trace
 from tests.support.lab_page import (
     SIDES,
     ids,
     jump,
+    link,
     opened,
     pane,
     press,
@@ -49,9 +51,11 @@ def filmed(**changes: Any) -> Film:
     return film(FilmedRun(read_spec({**SPEC, **changes})).film())
 
 
-def frame(film: Film, number: int) -> tuple[list[int], list[int]]:
-    columns = film.chunk_of(number).columns
-    return [film.column(name, number) for name in columns], film.ops(number)
+def frame(film: Film, number: int) -> tuple[list[int], list[Any]]:
+    """What a frame decides: its numbers and operations, without the reasons for waiting."""
+    columns = film.chunk_of(number).columns.keys() - {"blocked", "marks"}
+    ops = [each for each in split(film.ops(number)) if each[0] not in (Op.WAIT, Op.REST)]
+    return [film.column(name, number) for name in sorted(columns)], ops
 
 
 def parting(first: Film, second: Film) -> int:
@@ -116,8 +120,7 @@ def test_two_schedulers_side_by_side_and_where_they_part(run: Any) -> None:
     press(run, "p")
     assert both(run) == [expected] * 2
     press(run, "Shift+ArrowRight")
-    run.wait_for_function("() => /clock=0[.]/.test(location.hash)")
-    match = re.search(r"clock=([\d.]+)", run.url)
+    match = re.search(r"clock=([\d.]+)", link(run))
     assert match
     assert both(run) == [step_at(film, float(match[1])) for film in (first, second)]
     press(run, "s")

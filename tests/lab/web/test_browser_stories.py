@@ -9,7 +9,7 @@ import pytest
 
 from headway.lab.stories import Story, load_stories
 from headway.lab.web.server import LabServer
-from tests.support.lab_page import opened, press, step, wait_for_end, wait_for_step
+from tests.support.lab_page import link, opened, press, step, wait_for_end, wait_for_step
 
 STORIES = load_stories()
 NUMBERS = """() => Object.fromEntries(
@@ -76,8 +76,7 @@ def test_from_a_story_to_a_fork_by_keyboard(page: Any, browser: Any) -> None:
     press(page, "p")
     assert page.locator(".half").count() == 2
     assert "headroom watermark(0.1)" in page.inner_text("[data-side=b] h2.side")
-    page.wait_for_function("() => location.hash.includes('guess=0')")
-    with opened(browser, page.url) as linked:
+    with opened(browser, link(page)) as linked:
         linked.wait_for_selector("[data-side=b]")
         assert linked.locator(".choices .right").count() == 1
         assert linked.inner_text("[data-side=b] h2.side") == page.inner_text(
