@@ -57,6 +57,7 @@ export interface Story {
   spec: Spec;
   other: Spec | null;
   more?: Record<string, Spec>; // further runs
+  sync: "step" | "time"; // how two of its runs are compared
   looks: Look[];
   question?: { text: string; choices: string[]; answer: number; why: string[] } | null;
   numbers: StoryNumber[];

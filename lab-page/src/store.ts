@@ -4,7 +4,7 @@ import { batch, computed, effect, ReadonlySignal, signal, Signal } from "@preact
 import { Source, stream } from "./api";
 import { Film, whereTheyPart } from "./film";
 import { Catalog, Edit, Spec, tidy } from "./spec";
-import { makeView, View } from "./view";
+import { makeView, stepOf, View } from "./view";
 
 export type Sync = "step" | "time";
 
@@ -192,9 +192,11 @@ export function want(frame: number): void {
   seek(frame, false);
 }
 
+/** Go to a step of the first film; of the second one, if only that is so long. */
 export function seekStep(step: number): void {
-  const film = a.film.value;
-  if (film?.numFrames) seek(film.frameOfStep(step));
+  const films = [a.film.value, b.film.value].filter((film): film is Film => !!film?.numFrames);
+  const film = films.find((each) => stepOf(each, each.numFrames - 1) >= step) ?? films[0];
+  if (film) seekIn(film, film.frameOfStep(step));
 }
 
 export function select(id: string | null): void {

@@ -15,7 +15,10 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
   const limit = Number(now?.film.header?.config.max_num_batched_tokens ?? 0);
   const decodes = now ? now.film.column("decodes", now.frame) : 0;
   const chunks = now?.work.chunks ?? [];
-  const used = decodes + chunks.reduce((sum, chunk) => sum + chunk.end - chunk.start, 0);
+  const isCharged = String(now?.film.header?.config.batching).includes("charge_cached");
+  const cached = now && isCharged ? now.film.column("cached", now.frame) : 0;
+  const computed = decodes + chunks.reduce((sum, chunk) => sum + chunk.end - chunk.start, 0);
+  const used = computed + cached;
   const total = Math.max(limit, used, 1), unused = Math.max(0, limit - used);
   const numSteps = now ? now.film.column("num_steps", now.frame) : 1;
   const isCut = used > 0 && used / total < CUT; // the unused part is drawn shorter than it is
@@ -32,7 +35,7 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
       </h2>
       <div
         class="bar" role="img"
-        aria-label={`${decodes} decodes, ${used - decodes} prefill tokens, ${unused} unused`}
+        aria-label={`${decodes} decodes, ${computed - decodes} prefill tokens, ${unused} unused`}
       >
         {decodes > 0 && (
           <i class="decodes" style={width(decodes)}>{fitting(decodes, plural(decodes, "decode"), count(decodes))}</i>
@@ -50,6 +53,11 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
             </i>
           );
         })}
+        {cached > 0 && (
+          <i class="charged" style={width(cached)} title="This scheduler charges cached tokens too">
+            {fitting(cached, `${count(cached)} cached`, count(cached))}
+          </i>
+        )}
         {unused > 0 && (
           <i class={isCut ? "unused cut" : "unused"} title={isCut ? "not to scale" : undefined}>
             {fitting(1 / scale - used, `${count(unused)} unused`, count(unused))}
@@ -60,6 +68,7 @@ export function Budget({ view, name }: { view: ReadonlySignal<View | null>; name
         {plural(decodes, "decode")}
         {numSteps > 1 && ` × ${numSteps} steps`}
         {" · "}{plural(chunks.length, "prompt chunk")} {chunks.length > 0 && `(${chunkText(now!)})`}
+        {cached > 0 && ` · ${count(cached)} cached tokens, charged too`}
         {" · "}{count(unused)} unused{isCut && ", not to scale"}
       </p>
     </section>

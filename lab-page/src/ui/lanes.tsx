@@ -102,7 +102,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
 function laneText(view: View | null): string {
   version.value;
   const all = view?.film.timeline.lives.size ?? 0;
-  return all > MAX_LANES ? `${count(all)} requests; those near the present step are shown` : "";
+  return all > MAX_LANES ? `${count(all)} requests, the nearest shown` : "";
 }
 
 /** Requests with a lane: those in the span; if there are too many, those nearest to the frame. */
@@ -159,7 +159,8 @@ function paintLanes(
   context.fillText(`step ${stepOf(film, Math.min(low, film.numFrames - 1))}`, GUTTER, bottom - AXIS / 2);
   context.textAlign = "right";
   const lastStep = stepOf(film, Math.min(Math.round(high), film.numFrames) - 1);
-  context.fillText(String(lastStep), GUTTER + width, bottom - AXIS / 2);
+  const end = GUTTER + Math.min(width, (film.numFrames - low) * scale); // a short film ends before
+  context.fillText(String(lastStep), end, bottom - AXIS / 2);
   context.textAlign = "left";
 }
 

@@ -4,7 +4,7 @@ import { signal } from "@preact/signals";
 import { stream } from "../api";
 import { Film } from "../film";
 import { hasOtherRequests, type Look, type Spec, type Story, type StoryNumber } from "../spec";
-import { a, b, canRun, catalog, guess, open, seekIn, seekStep, selected, Side, version } from "../store";
+import { a, b, canRun, catalog, guess, open, seekIn, seekStep, selected, Side, sync, version } from "../store";
 import { Prose } from "./prose";
 import { Stories } from "./setup";
 import { fixed } from "./words";
@@ -15,6 +15,7 @@ const asked = new Set<string>();
 /** Show a story from its start. The second run appears after the guess. */
 export function openStory(story: Story): void {
   guess.value = selected.value = null;
+  sync.value = story.sync;
   open(story.spec, story.question ? null : story.other, 0);
 }
 

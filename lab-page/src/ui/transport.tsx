@@ -18,7 +18,7 @@ const MARK_TEXTS: Record<string, string> = {
 const MARK_COLORS: [string, string][] = [["PREEMPTION", "red"], ["ABORT", "red"], ["HIT", "cached"]];
 
 export function Transport() {
-  const view = viewA.value ?? viewB.value, last = Math.max(0, numFrames.value - 1);
+  const view = shownView(), last = Math.max(0, numFrames.value - 1);
   const byTime = isByTime.value, isAtStart = position.value <= 0 && !(byTime && clock.value > 0);
   const isAtEnd = byTime ? clock.value >= endTime() : position.value >= last;
   return (
@@ -87,6 +87,13 @@ export function Transport() {
   );
 }
 
+/** The view whose step is shown above the panes: of the second run after the end of the first. */
+function shownView(): View | null {
+  const first = viewA.value, second = viewB.value;
+  if (!first || !second) return first ?? second;
+  return !isByTime.value && second.frame > first.frame ? second : first;
+}
+
 /** What a screen reader says after a step. */
 function spoken({ film, frame, step }: View): string {
   const found = film.latestTexts(frame, 3).filter((i) => film.textFrames.at(i) === frame);
@@ -95,9 +102,9 @@ function spoken({ film, frame, step }: View): string {
 
 function lastStep(): number {
   version.value;
-  const film = a.film.value ?? b.film.value;
-  if (!film?.numFrames) return 0;
-  return stepOf(film, film.numFrames - 1);
+  const sides = isByTime.value ? [a] : [a, b];
+  const lasts = sides.map(({ film: { value: film } }) => (film?.numFrames ? stepOf(film, film.numFrames - 1) : 0));
+  return Math.max(...lasts);
 }
 
 /** When the last plan of either film was made. */

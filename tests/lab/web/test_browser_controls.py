@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.lab_page import press, step, wait_for_step
+from tests.support.lab_page import press, step, wait_for_end, wait_for_step
 
 
 def test_step_back_jump_and_end(page: Any) -> None:
@@ -68,6 +68,12 @@ def test_axe_finds_nothing_serious(page: Any, scheme: str) -> None:
     from axe_playwright_python.sync_playwright import Axe
 
     page.emulate_media(color_scheme=scheme)
+    if scheme == "dark":  # also a story, and two schedulers
+        page.select_option("#story", "twenty-blocks")
+        page.click(".choices .plain")
+        page.wait_for_selector(".half")
+        wait_for_end(page)
+        page.locator("#story").blur()
     press(page, "Shift+ArrowRight", "ArrowDown")
     wait_for_step(page, 10)
     violations = Axe().run(page).response["violations"]

@@ -106,8 +106,10 @@ def test_two_schedulers_side_by_side_and_where_they_part(run: Any) -> None:
     expected = parting(first, second)
     run.wait_for_function("n => document.querySelector('#part').dataset.frame == n", arg=expected)
     wait_for_end(run)
-    assert summary(run)["steps"] - 1 == last_step(first) != last_step(second)
+    assert summary(run)["steps"] - 1 == last_step(first) < last_step(second)
     jump(run, last_step(first))
+    jump(run, last_step(second))
+    assert both(run) == [last_step(first), last_step(second)], "beyond the end of the first run"
     run.click("#part")
     assert both(run) == [expected] * 2
     assert rows(run, SIDES[0]) != rows(run, SIDES[1])

@@ -52,6 +52,25 @@ def test_the_page_shows_the_numbers_of_a_story(stories: Any, story: Story) -> No
         assert step(stories) == look.step
 
 
+def test_the_budget_shows_cached_tokens_where_they_are_charged(stories: Any) -> None:
+    stories.select_option("#story", "cached-budget")
+    stories.click(".choices .plain")
+    stories.wait_for_selector("[data-side=b] .budget .charged")
+    assert "1,056 of 1,056" in stories.inner_text("[data-side=b] .budget")
+    assert "752 of 1,056" in stories.inner_text("[data-side=a] .budget")
+
+
+def test_two_runs_of_a_story_can_be_compared_by_time(stories: Any) -> None:
+    stories.select_option("#story", "multi-step")
+    stories.click(".choices .plain")
+    stories.wait_for_selector("#part")
+    wait_for_end(stories)
+    assert stories.is_checked("text=same time")
+    press(stories, "End")
+    steps = stories.locator("h2.side small").all_inner_texts()
+    assert steps == ["step 299", "step 39"]
+
+
 def test_from_a_story_to_a_fork_by_keyboard(page: Any, browser: Any) -> None:
     press(page, "m")
     page.keyboard.type("Twenty")  # a list chooses by its first letters
