@@ -61,7 +61,7 @@ export function Transport() {
             onChange={(event) => seekStep(Number(event.currentTarget.value))}
           />
         </label>
-        <span>of {count(lastStep())}{view?.isAfter ? ", after it" : ""}</span>
+        <span>of {count(lastStep())}</span>
         {dropped() > 0 && (
           <span class="time" id="dropped" title="Record with --trace-out to keep all steps">
             from {count(dropped())}; earlier steps are in the trace only
@@ -71,6 +71,7 @@ export function Transport() {
         <span class="loading" role="status">
           {(a.isLoading.value || b.isLoading.value) && !isLive.value ? "running…" : ""}
         </span>
+        <span class="ended">{view?.isAfter ? "after it" : "\u00a0"}</span>
       </p>
       <p class="unseen" role="status">{isPlaying.value || !view ? "" : spoken(view)}</p>
       {isComparing.value && <Compare />}
