@@ -140,9 +140,14 @@ export function dials(text: string): Dial[] {
     const call = /([a-z_]+)\(/.exec(value)?.[1] ?? "";
     let place = 0;
     for (const number of value.matchAll(/\d+(\.\d+)?/g)) {
+      const at = offset + number.index;
+      if (text[at + number[0].length] === "*") { // a mixture: share*form(numbers)+...
+        found.push(dial(`${key} share`, number[0], at));
+        continue;
+      }
       const kind = key === "arrivals" && call === "uniform" ? "poisson" : call || key;
       const name = PARTS[kind]?.[place] ?? "";
-      found.push(dial(`${key} ${name}`.trim(), number[0], offset + number.index));
+      found.push(dial(`${key} ${name}`.trim(), number[0], at));
       place++;
     }
   }
