@@ -270,7 +270,9 @@ def _checked(path: object, number: int, text: str) -> Line:
     try:
         line = json.loads(text)
     except ValueError as error:
-        raise FormatError(path, number, f"not JSON: {error}") from None
+        is_cut = number > 1 and not text.endswith("\n")
+        problem = "the file ends within this line" if is_cut else f"not JSON: {error}"
+        raise FormatError(path, number, problem) from None
     if number == 1:
         _check_header(path, line)
     elif missing := [f for f in STEP_FIELDS if not isinstance(line, dict) or f not in line]:

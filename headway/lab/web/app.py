@@ -108,7 +108,7 @@ class LabApp:
 
 
 def _film_of_upload(body: bytes, name: str) -> Iterator[bytes]:
-    texts = body.decode("utf-8-sig", "replace").splitlines()
+    texts = body.decode("utf-8-sig", "replace").splitlines(keepends=True)
     return film_of_texts(name, texts)
 
 
