@@ -1,6 +1,6 @@
 """The lab page with a trace of 100,000 steps, in headless Chromium.
 
-    python bench/lab.py [--trace FILE] [--out FILE]    prints one JSON object
+    python bench/lab.py [--trace FILE] [--only page|recording]    prints one JSON object
 
 first_frame_ms   from the navigation to the first picture with a frame; the server still reads then
 loaded_ms        from the navigation to the last frame of the run
@@ -8,15 +8,18 @@ seek_ms          p50, p95 and max of 200 jumps to random steps: from the input e
                  after the picture, without waiting for a display; `hz60` waits for one of 60 Hz
 memory_mib       JavaScript heap, its array buffers, and the private memory of the page's process
 page_bytes       HTML, script and style: as they are, and with gzip
+recording_us     CPU time of one step's trace line, by the limit of running requests, and the more
+                 that --trace-blocks takes: means over a simulated run
 While it loads, 40 jumps are measured too (`seek_while_loading_ms`). Needs Chromium and playwright.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import gzip
+import io
 import json
-import os
 import random
 import re
 import shutil
@@ -27,7 +30,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,6 +41,8 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
 from headway.lab.workload.synthetic import parse_synthetic
+from headway.observe.trace import TraceWriter
+from headway.plan import StepReport
 from headway.scheduler import preset
 
 WORKLOAD = (
@@ -45,6 +50,7 @@ WORKLOAD = (
     "prefix=4x128@0.3"
 )
 PROFILE, NUM_BLOCKS, NUM_STEPS, NUM_SEEKS = "llama3.1-8b-a100-80gb", 1200, 100_000, 200
+RECORDED = "requests={requests},arrivals=poisson({rate}),prompt=300,output=lognormal(200,0.7)"
 STATIC = ROOT / "headway/lab/web/static"
 UNLIMITED = ["--disable-frame-rate-limit", "--disable-gpu-vsync"]
 # Jumps to a step as a user does, and resolves after the picture that shows it.
@@ -172,24 +178,51 @@ def page_bytes() -> dict[str, int]:
     return {"raw": sum(map(len, parts)), "gzip": sum(len(gzip.compress(part)) for part in parts)}
 
 
+def recording_us(max_num_seqs: int) -> dict[str, float]:
+    """Both writers get every step of one run; which one is first alternates."""
+    config = preset("vllm_v1", num_blocks=20_000, max_num_seqs=max_num_seqs)
+    writers = [TraceWriter(io.StringIO(), config, False, has_blocks=each) for each in (False, True)]
+    times: list[list[float]] = [[], []]
+
+    def observe(report: StepReport) -> None:
+        for place in (0, 1) if report.plan.step % 2 else (1, 0):
+            start = thread_time()
+            writers[place](report)
+            times[place].append((thread_time() - start) * 1e6)
+
+    workload = RECORDED.format(requests=5 * max_num_seqs, rate=max_num_seqs / 4)
+    requests = parse_synthetic(workload).generate()
+    gc.disable()
+    simulate(requests, config, load_profile(PROFILE), observers=[observe])
+    gc.enable()
+    plain, with_blocks = (statistics.mean(each) for each in times)
+    return {"trace": round(plain, 1), "more_with_blocks": round(with_blocks - plain, 1)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trace", type=Path, help="use this trace, or write it if it is missing")
+    parser.add_argument("--only", choices=["page", "recording"])
     given = parser.parse_args()
+    result: dict[str, Any] = {}
+    if given.only != "page":
+        result["recording_us"] = {str(n): recording_us(n) for n in (8, 64, 256)}
+    if given.only != "recording":
+        result |= measure_page(given.trace)
+    print(json.dumps(result, indent=2))
+
+
+def measure_page(given: Path | None) -> dict[str, Any]:
+    """All figures of the page."""
     with tempfile.TemporaryDirectory() as folder:
-        trace = given.trace or Path(folder) / "run.trace.jsonl"
-        start = perf_counter()
+        trace = given or Path(folder) / "run.trace.jsonl"
         if not trace.exists():
             write_trace(trace)
-        made = perf_counter() - start
         result = measure(trace, UNLIMITED, is_first=True)
         assert result["frames"] >= NUM_STEPS, f"the trace has {result['frames']} steps only"
         slower = measure(trace, [], is_first=False)
     result["seek_ms"]["hz60"] = slower["seek_ms"]
-    result["page_bytes"] = page_bytes()
-    result |= {"trace_mib": round(os.path.getsize(trace) / 2**20) if given.trace else 0}
-    result |= {"trace_seconds": round(made, 1)}
-    print(json.dumps(result, indent=2))
+    return {**result, "page_bytes": page_bytes()}
 
 
 if __name__ == "__main__":

@@ -93,18 +93,18 @@ class Replay:
         )
 
     def lines(self) -> Iterator[Line]:
-        """The steps, decided again. ReplayMismatch if a step of the recorded run failed."""
+        """The steps, decided again. ReplayMismatch as for `step`."""
         for line in self._steps:
-            if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
-                raise ReplayMismatch(
-                    f"step {line['step']}: a step of the recorded run failed; "
-                    "only runs without failed steps can be replayed"
-                )
             yield from self.step(line)
         yield from self._finish()
 
     def step(self, line: Line) -> list[Line]:
-        """Submit what the line records and take its step."""
+        """Submit what the line records and take its step. ReplayMismatch if the step failed."""
+        if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
+            raise ReplayMismatch(
+                f"step {line['step']}: a step of the recorded run failed; "
+                "only runs without failed steps can be replayed"
+            )
         added, aborted = line.get("added", []), line.get("aborted", [])
         num_added, num_aborted = line.get("num_early", (0, 0))
         is_drained = self.engine.num_in_flight > line.get("in_flight", 0)

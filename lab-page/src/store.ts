@@ -55,9 +55,13 @@ export const whyNot = computed(() => {
 });
 
 /** Whether the run can be changed in the middle; and why not. */
-export const canEdit = computed(() => canRun.value && a.spec.value !== null);
-export const whyNoEdit = computed(() =>
-  whyNot.value || (canEdit.value ? "" : "Open the file with `headway lab FILE` to change this run."));
+export const whyNoEdit = computed(() => {
+  if (!canRun.value) return whyNot.value || "The lab is starting.";
+  if (a.spec.value === null) return "Open the file with `headway lab FILE` to change this run.";
+  const isRedacted = a.spec.value.trace && a.film.value?.header?.is_redacted;
+  return isRedacted ? "This trace is redacted: it has no tokens, so its run cannot be repeated." : "";
+});
+export const canEdit = computed(() => whyNoEdit.value === "");
 
 export const numFrames = computed(() => {
   version.value;
@@ -290,7 +294,9 @@ export async function load(each: Side, source: Source): Promise<boolean> {
     }
     if (!film.numFrames && !film.end?.error) banner.value = "The run has no steps: no request arrived.";
   } catch (error) {
-    if (!abort.signal.aborted) banner.value = (error as Error).message;
+    if (abort.signal.aborted) return;
+    banner.value = (error as Error).message;
+    if (each === b && !b.film.value) b.spec.value = null; // there is nothing to compare with
   } finally {
     if (each.abort === abort) each.isLoading.value = false;
     arrived();

@@ -135,22 +135,37 @@ class FilmedRun:
 def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
     """A film of trace lines alone: no block numbers unless the trace has them."""
     steps = iter(lines)
-    head = next(steps)
+    head, expected = next(steps), 0
     texts, stats = FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"])
     yield header_record(head, source="trace", **more)
     error = ""
     try:
         for line in steps:
+            expected = _check_step(line, expected, writer.num_frames)
             stats.add(line)
             if chunk := writer.add(line, texts.follow(line)):
                 yield chunk
     except HeadwayError as failure:
-        error = str(failure)
+        error = f"{failure}; the steps before it are shown"
     except MALFORMED as failure:
-        line_number = writer.num_frames + 2
-        error = f"line {line_number} does not continue the run: {type(failure).__name__} {failure}"
+        error = (
+            f"line {writer.num_frames + 2} does not continue the run "
+            f"({type(failure).__name__}: {failure}); the steps before it are shown"
+        )
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
+
+
+def _check_step(line: Line, expected: int, num_frames: int) -> int:
+    """The number of the next step; HeadwayError if this one is not the expected one."""
+    step: int = line["step"]
+    if num_frames >= MAX_FRAMES:
+        raise HeadwayError(f"line {num_frames + 2}: the lab shows at most {MAX_FRAMES} steps")
+    if step not in (expected, -1):
+        raise HeadwayError(
+            f"line {num_frames + 2} is step {step}, not {expected}: lines are missing before it"
+        )
+    return expected + (step >= 0)
 
 
 def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:

@@ -102,7 +102,7 @@ class LabApp:
 
     def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
         """The film of a trace in a request; from now on the trace can be forked by its name."""
-        lines = body.decode("utf-8-sig", "replace").splitlines()
+        lines = body.decode("utf-8-sig", "replace").splitlines(keepends=True)
         film = film_of_texts(name, lines)
         path = self._folder / f"{len(self.traces)}.trace.jsonl"
         path.write_bytes(body.removeprefix(codecs.BOM_UTF8))
