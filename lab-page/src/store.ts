@@ -294,7 +294,7 @@ export async function load(each: Side, source: Source): Promise<boolean> {
     }
     if (!film.numFrames && !film.end?.error) banner.value = "The run has no steps: no request arrived.";
   } catch (error) {
-    if (abort.signal.aborted) return;
+    if (abort.signal.aborted) return false;
     banner.value = (error as Error).message;
     if (each === b && !b.film.value) b.spec.value = null; // there is nothing to compare with
   } finally {

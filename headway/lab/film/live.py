@@ -62,8 +62,8 @@ class LiveLines:
             "state": state_of(engine),
         }
 
-    def take(self, viewer: int) -> dict[str, Any]:
-        """The lines since the last call, and whether the engine has no request after them.
+    def take(self, viewer: int) -> tuple[list[Line], bool]:
+        """The lines since the last call, and whether the engine has no work now.
 
         ConfigError if the viewer was dropped.
         """
@@ -71,7 +71,7 @@ class LiveLines:
             raise ConfigError("the page was too slow and is no longer followed; load it again")
         found = self._viewers[viewer]
         lines, found.lines, found.seen = found.lines, [], self._engine.clock.now()
-        return {"lines": lines, "is_idle": self._engine.scheduler.is_idle}
+        return lines, not self._engine.has_work
 
     def stop(self, viewer: int) -> None:
         """Stop to watch."""

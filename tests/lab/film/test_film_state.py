@@ -102,7 +102,7 @@ def test_a_film_that_starts_in_the_middle_shows_the_same_states(seed: int) -> No
         return
     builder = FilmBuilder(run.engine.scheduler.config.block_size)
     builder.load(json.loads(json.dumps(run.watched["state"])))
-    lines, num_checked = run.live.take(run.watched["viewer"])["lines"], 0
+    lines, num_checked = run.live.take(run.watched["viewer"])[0], 0
     for line in lines:
         builder.add(line)
         if line["step"] in run.states and line["step"] not in run.watched["state"]["in_flight"]:
@@ -123,8 +123,8 @@ def test_a_film_of_an_idle_engine_has_no_requests_and_goes_on_later() -> None:
     for line in run.lines:
         film.read(writer.add(line))
     film.read(writer.flush())
-    writer.rest()
-    writer.rest()  # has nothing to add
+    writer.settle()
+    writer.settle()  # has nothing to add
     film.read(writer.flush())
     frame = film.num_frames - 1
     assert frame == len(run.lines) and film.column("step", frame) == -1
