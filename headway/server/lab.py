@@ -38,10 +38,10 @@ async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
         yield header_record({**head, "has_blocks": True}, source="live")
         num_silent = 0
         while True:
-            data = b"".join(
-                writer.add(line, texts.follow(line))
-                for line in await engine.ask("film_lines", viewer)
-            )
+            lines, is_idle = await engine.ask("film_lines", viewer)
+            data = b"".join(writer.add(line, texts.follow(line)) for line in lines)
+            if is_idle:
+                writer.settle()
             data += writer.flush()
             num_silent = 0 if data else num_silent + 1
             if data or num_silent % MAX_SILENT == 0:

@@ -111,10 +111,14 @@ class FilmWriter:
 
     def finish(self, **summary: Any) -> bytes:
         """The frame after the last plan, and the end record."""
+        self.settle()
+        return self.flush() + record(Record.END, json.dumps(summary).encode())
+
+    def settle(self) -> None:
+        """Add a frame with the results that no later plan has seen, if there are any."""
         frame, last = self.builder.finish(), self._ended
         if frame.ops:
             self._add_frame(frame, (last, last, last), self._last_numbers())
-        return self.flush() + record(Record.END, json.dumps(summary).encode())
 
     def flush(self) -> bytes:
         """The frames since the last chunk, as a chunk; nothing if there are none."""
