@@ -30,6 +30,7 @@ from headway.scheduler.presets import describe
 
 MAX_FRAMES = 200_000
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+MAX_FAILED = 2  # plans in flight that have no line after a failure
 MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it is shown
 
 
@@ -135,14 +136,14 @@ class FilmedRun:
 def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
     """A film of trace lines alone: no block numbers unless the trace has them."""
     steps = iter(lines)
-    head, expected = next(steps), 0
+    head, order = next(steps), _StepOrder()
     texts, stats = FilmTexts(head), RunStats(head)
     writer = FilmWriter(head["config"])
     yield header_record(head, source="trace", **more)
     error = ""
     try:
         for line in steps:
-            expected = _check_step(line, expected, writer.num_frames)
+            order.check(line)
             stats.add(line)
             if chunk := writer.add(line, texts.follow(line)):
                 yield chunk
@@ -156,16 +157,26 @@ def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
 
 
-def _check_step(line: Line, expected: int, num_frames: int) -> int:
-    """The number of the next step; HeadwayError if this one is not the expected one."""
-    step: int = line["step"]
-    if num_frames >= MAX_FRAMES:
-        raise HeadwayError(f"line {num_frames + 2}: the lab shows at most {MAX_FRAMES} steps")
-    if step not in (expected, -1):
-        raise HeadwayError(
-            f"line {num_frames + 2} is step {step}, not {expected}: lines are missing before it"
-        )
-    return expected + (step >= 0)
+class _StepOrder:
+    """Checks that no line of a trace is missing: steps are numbered one after the other."""
+
+    def __init__(self) -> None:
+        self._next, self._num_failed, self._line = 0, 0, 1
+
+    def check(self, line: Line) -> None:
+        """HeadwayError if this line does not follow the previous one, or is one too many."""
+        self._line += 1
+        step: int = line["step"]
+        if self._line - 1 > MAX_FRAMES:
+            raise HeadwayError(f"line {self._line}: the lab shows at most {MAX_FRAMES} steps")
+        if step < 0:
+            self._num_failed += MAX_FAILED * line.get("reset", (0, 0))[1]
+            return
+        if not self._next <= step <= self._next + self._num_failed:
+            raise HeadwayError(
+                f"line {self._line} is step {step}, not {self._next}: lines are missing before it"
+            )
+        self._next, self._num_failed = step + 1, 0
 
 
 def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -61,20 +60,10 @@ def film_of(run: Recorded) -> Film:
     return film
 
 
-@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 31))
+@pytest.mark.parametrize("seed", range(0, decisions.NUM_RUNS, 47))
 def test_a_film_shows_the_state_of_the_scheduler_after_every_plan(seed: int) -> None:
     """By playing from start to end, and by seeking any frame."""
     check_film(Recorded(seed), seed)
-
-
-def test_a_film_shows_discarded_outputs() -> None:
-    kinds: Counter[tuple[str, int]] = Counter()
-    for seed in range(2, decisions.NUM_RUNS, 25):
-        run = Recorded(seed, swap="discard_output", headroom="watermark(0.0)")
-        check_film(run, seed)
-        for line in run.lines:
-            kinds.update((each[1], line.get("in_flight", 0)) for each in line.get("preempted", ()))
-    assert kinds["discard", 0] and kinds["discard", 1]
 
 
 def check_film(run: Recorded, seed: int) -> None:
@@ -102,7 +91,7 @@ def test_a_film_that_starts_in_the_middle_shows_the_same_states(seed: int) -> No
         return
     builder = FilmBuilder(run.engine.scheduler.config.block_size)
     builder.load(json.loads(json.dumps(run.watched["state"])))
-    lines, num_checked = run.live.take(run.watched["viewer"])[0], 0
+    (lines, _), num_checked = run.live.take(run.watched["viewer"]), 0
     for line in lines:
         builder.add(line)
         if line["step"] in run.states and line["step"] not in run.watched["state"]["in_flight"]:

@@ -60,6 +60,8 @@ class World:
 
     def __init__(self, name: str, is_async: bool, failing: frozenset[int]) -> None:
         changes = {"swap": "swap"} if name in ("headway", "vllm", "vllm_v1") else {}
+        if name in ("nano_vllm", "deep_dive"):
+            changes = {"swap": "discard_output"}
         budget = {"max_num_batched_tokens": 4} if name in ("nano_vllm", "deep_dive") else {}
         self._clock = clock = VirtualClock()
         scheduler = Scheduler(preset(name, **{**SIZES, **changes, **budget}))
@@ -190,12 +192,13 @@ def test_the_worlds_have_everything_that_changes_a_state() -> None:
             for world in (world_of(name, is_async), world_of(name, is_async, 7, 20, 30, 41, 60)):
                 for line in world.lines[1:]:
                     seen.update(key for key, value in line.items() if value)
-                    seen.update(each[1] for each in line.get("preempted", ()))
+                    is_async = "in_flight" in line
+                    seen.update(f"{each[1]} {is_async:d}" for each in line.get("preempted", ()))
                     seen.update(each["finish_reason"] for each in line.get("finished", ()))
                     seen["samples"] += sum("parent" in each for each in line.get("added", ()))
                 seen["swapped at a failure"] += world.num_swapped_at_failures
     rare = {
-        "swap", "recompute", "copied_out", "copied_in", "aborted", "aborted_in_flight", "samples",
+        "swap 0", "swap 1", "recompute 0", "recompute 1", "discard 0", "discard 1", "copied_out", "copied_in", "aborted", "aborted_in_flight", "samples",
         "num_steps", "deferred", "error", "stop", "length", "reset", "in_flight", "dropped",
         "swapped at a failure",
     }  # fmt: skip
