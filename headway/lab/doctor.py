@@ -221,11 +221,12 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 
 def _smaller_chunks(config: dict[str, Any]) -> Remedy:
-    """Chunks of at most 512 tokens, or half of the present limit."""
+    """Chunks of at most 512 tokens, and of at most half of the present limit."""
     if _has(config, "chunk", "at_most"):
         limit = int("".join(filter(str.isdigit, config["chunk"])) or CHUNK)
         return Remedy("lower n of at_most(n)", f"chunk=at_most({max(1, limit // 2)})")
-    return Remedy("use chunk at_most(n)", f"chunk=at_most({min(CHUNK, config[NUM_TOKENS])})")
+    limit = max(1, min(CHUNK, config[NUM_TOKENS] // 2))
+    return Remedy("use chunk at_most(n)", f"chunk=at_most({limit})")
 
 
 def _ms(seconds: float) -> str:

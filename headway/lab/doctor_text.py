@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from textwrap import fill
 from typing import Any
 
@@ -59,7 +59,7 @@ def diagnosis_text(found: Mapping[str, Any]) -> str:
         mark = "" if vital["is_healthy"] else "!"
         rows.append((vital["name"], show(vital["value"], vital["unit"]), vital["healthy"], mark))
     findings = findings_text(found["findings"]) or "The doctor found no problems.\n"
-    return f"Last {found['seconds']:.0f} s\n\n{_table(rows)}\n\n{findings}"
+    return f"Last {found['seconds']:.0f} s\n\n{_table(rows, left=(0, 2))}\n\n{findings}"
 
 
 def trial_text(tried: Mapping[str, Any]) -> str:
@@ -87,13 +87,13 @@ def _costs(costs: Mapping[str, Any]) -> str:
     return f"fitted to {costs['steps']:,} of the steps{checked}"
 
 
-def _table(rows: Iterable[Row]) -> str:
-    """Columns as wide as their longest cell; the first one is aligned left, the others right."""
+def _table(rows: Iterable[Row], left: Container[int] = (0,)) -> str:
+    """Columns as wide as their longest cell; those in `left` are aligned left, the others right."""
     cells = list(rows)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join(
-            f"{cell:<{width}}" if place == 0 else f"{cell:>{width}}"
+            f"{cell:<{width}}" if place in left else f"{cell:>{width}}"
             for place, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in cells

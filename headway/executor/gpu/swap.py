@@ -40,7 +40,7 @@ class StagingBuffer:
 
 @dataclass(slots=True, eq=False)
 class SwapTimer:
-    """The time from the first to the last copy from the host; read it when both have ended."""
+    """The time from the first to the last copy of a plan from the host."""
 
     begun: Any  # torch.cuda.Event with timing, or seconds without CUDA
     ended: Any = None
@@ -48,6 +48,7 @@ class SwapTimer:
     def seconds(self) -> float:
         if isinstance(self.begun, float):
             return float(self.ended - self.begun)
+        self.ended.synchronize()  # the step waits for the copies, not for this event after them
         return float(self.begun.elapsed_time(self.ended)) / 1e3
 
 
