@@ -193,6 +193,7 @@ def _swap_in(summary: Summary, config: dict[str, Any]) -> Finding | None:
     )
 
 
+MIN_BUDGET = 64  # tokens; a lower one makes the prefill of short prompts slow
 MIN_STALL = 0.2  # seconds; p99 of the requests' longest stalls
 MIN_MAX_STALL = 1.0  # seconds; the longest stall of all
 
@@ -212,8 +213,7 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
         f"long prompts{' or preemptions' if summary['preemptions'] else ''} delay decoding requests",
         *_remedies(
             _smaller_chunks(config),
-            # With whole prompts, a lower budget would refuse the long ones.
-            None if _has(config, "chunk", "whole") else _scale(config, NUM_TOKENS, 0.5),
+            _lower_budget(config, stalls["max"]),
             _use(config, "batching", "mixed"),
             "avoid preemptions" if summary["preemptions"] else None,
         ),
@@ -227,6 +227,18 @@ def _smaller_chunks(config: dict[str, Any]) -> Remedy:
         return Remedy("lower n of at_most(n)", f"chunk=at_most({max(1, limit // 2)})")
     limit = max(1, min(CHUNK, config[NUM_TOKENS] // 2))
     return Remedy("use chunk at_most(n)", f"chunk=at_most({limit})")
+
+
+def _lower_budget(config: dict[str, Any], stall: float) -> Remedy | None:
+    """A budget whose steps are about as long as a stall that is not noticed, as a power of two.
+
+    None with whole prompts: a lower budget would refuse the long ones.
+    """
+    budget = config[NUM_TOKENS]
+    if _has(config, "chunk", "whole") or budget <= MIN_BUDGET:
+        return None
+    wanted = max(MIN_BUDGET, budget * min(0.5, MIN_STALL / max(stall, MIN_STALL)))
+    return Remedy(f"lower {NUM_TOKENS}", f"{NUM_TOKENS}={1 << (int(wanted).bit_length() - 1)}")
 
 
 def _ms(seconds: float) -> str:

@@ -35,7 +35,8 @@ class RecentStats:
             self._slices.append(_Slice(record.ended, RunStats(self._header), []))
         latest = self._slices[-1]
         latest.stats.count(record, stats)
-        latest.finished.extend([times for _, times in stats.finished])
+        if stats.finished:
+            latest.finished.extend([times for _, times in stats.finished])
 
     def merged(self, timeline: Timeline[Any], now: float) -> RunStats:
         """The slices of the last minute as one run, which began with the first of them.

@@ -29,12 +29,12 @@ def vitals(
     preemptions, stall = minute["preemptions_per_second"] or 0.0, minute["max_itl"]
     tokens, prefill = minute["tokens_per_step"], minute["prefill_share"]
     tax, swap_in = minute["recompute_tax"], minute["swap_in"]
-    budget, seats = config.max_num_batched_tokens, config.max_num_seqs
+    budget, limit = config.max_num_batched_tokens, config.max_num_seqs
     return [
         Vital("waiting requests", waiting, "", "0-5", waiting <= 5),
         Vital(
-            "running requests", running, "", f"near {seats} (max_num_seqs) while requests wait",
-            not is_loaded or running >= seats / 2,
+            "running requests", running, "", f"near {limit} (max_num_seqs) while requests wait",
+            not is_loaded or running >= limit / 2,
         ),
         Vital("preemptions", preemptions, "/s", "0-1", preemptions <= 1),
         Vital("recompute tax", tax, "%", "under 5 %", (tax or 0) <= 0.05),

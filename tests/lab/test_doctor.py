@@ -184,5 +184,6 @@ def test_every_change_of_a_finding_is_a_valid_other_configuration(name: str, chu
 def test_a_change_for_stalls_makes_smaller_chunks() -> None:
     for chunk, smaller in {"split_any": "at_most(512)", "at_most(64)": "at_most(32)"}.items():
         config = describe(preset("vllm_v1", chunk=chunk))
-        (finding,) = diagnose(summary_with({"longest_stall.max": 2.0}), config)
-        assert finding.changes[0] == f"chunk={smaller}"
+        changes = {"longest_stall.max": 2.0}  # ten times what is not noticed
+        (finding,) = diagnose(summary_with(changes), {**config, "max_num_batched_tokens": 8192})
+        assert finding.changes == (f"chunk={smaller}", "max_num_batched_tokens=512")

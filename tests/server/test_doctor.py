@@ -51,7 +51,9 @@ def served(
 
     async def serve() -> None:
         clock = VirtualClock()
-        config = preset("vllm_v1", num_blocks=8000, max_num_batched_tokens=16384, max_model_len=16384)
+        config = preset(
+            "vllm_v1", num_blocks=8000, max_num_batched_tokens=16384, max_model_len=16384
+        )
         executor = SimulatedExecutor(clock, lambda plan: PROFILE.step_seconds(plan), 0.0005)
         client = ThreadClient(Engine(Scheduler(config), executor, clock))
         live_doctor.install(client.loop, ServerMetrics(client.loop, "tiny"), PROFILE.model)
