@@ -22,7 +22,7 @@ from headway.observe.trace import Line, describe_step, header
 from headway.plan import StepReport
 
 MAX_LINES, MAX_SECONDS = 30_000, 300.0  # steps that are kept
-NUM_PER_QUERY = 1000  # steps in one answer
+NUM_PER_QUERY = 200  # steps in one answer, which takes about a millisecond
 TRIAL_SECONDS = 120.0  # after which a trial that has not ended may be replaced
 
 

@@ -26,14 +26,14 @@ from headway.scheduler.presets import preset, read_changes
 from headway.server.generation.stream import CompleteResponse
 from headway.server.http.errors import ApiError
 from headway.server.http.json_body import JsonRoute
-from headway.server.live import ERRORS
+from headway.server.live import ERRORS, Snapshots
 from headway.server.openai.protocol import RequestModel
 from headway.server.openai.response_models import ErrorResponse
 
 if TYPE_CHECKING:
     from headway.server.context import Context
 
-TIMEOUT = 2.0  # seconds; a diagnosis does not wait for a step
+SECONDS_KEPT = 1.0  # minimum time between two diagnoses
 MAX_CHANGES = 16
 TRY_ERRORS: dict[int | str, dict[str, Any]] = {
     **ERRORS,
@@ -53,6 +53,7 @@ class TryRequest(RequestModel):
 def router(context: Context) -> APIRouter:
     """The routes of the doctor."""
     routes, with_body = APIRouter(), APIRouter(route_class=JsonRoute)
+    diagnoses = Snapshots(context.engine, "doctor", SECONDS_KEPT)
 
     @routes.get("/doctor", responses=ERRORS)
     async def get_doctor(request: Request) -> Response:
@@ -60,7 +61,7 @@ def router(context: Context) -> APIRouter:
 
         Plain text if the Accept header prefers text to JSON.
         """
-        found = await _diagnosis(context.engine)
+        found = await diagnoses.latest()
         if _wants_text(request):
             return PlainTextResponse(diagnosis_text(found))
         return JSONResponse(found)
@@ -81,18 +82,6 @@ def router(context: Context) -> APIRouter:
 def _wants_text(request: Request) -> bool:
     accept = request.headers.get("accept", "")
     return "text/" in accept and "json" not in accept
-
-
-async def _diagnosis(engine: AsyncEngine) -> dict[str, Any]:
-    try:
-        async with asyncio.timeout(TIMEOUT):
-            found: dict[str, Any] = await engine.ask("doctor")
-            return found
-    except TimeoutError:
-        problem = f"the engine process has not responded for {TIMEOUT:g} s; try again"
-        raise ApiError(503, problem, code="engine_busy", headers={"Retry-After": "1"}) from None
-    except ExecutorError as error:
-        raise ApiError(503, str(error), code="engine_gone") from None
 
 
 async def run_trial(
