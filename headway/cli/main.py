@@ -12,6 +12,7 @@ from headway import __version__
 from headway.cli.commands import (
     bench,
     chat,
+    doctor,
     generate,
     lab,
     lists,
@@ -41,6 +42,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "chat": chat.chat_command,
     "serve": serve.serve_command,
     "top": top.top_command,
+    "doctor": doctor.doctor_command,
     "models": lists.models_command,
     "profile": profile.profile_command,
     "simulate": simulate.simulate_command,
