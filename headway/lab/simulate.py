@@ -55,8 +55,9 @@ def simulate(
     config = with_profile(config, profile)
     clock, size = VirtualClock(), config.block_size
     executor = SimulatedExecutor(
-        clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
-    )
+        clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds,
+        lambda plan: profile.copy_seconds(len(plan.copies_in) * size),
+    )  # fmt: skip
     result = SimulationResult(RunStats(header(config, async_scheduling)))
     writer = None
     if trace:

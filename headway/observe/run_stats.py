@@ -25,60 +25,80 @@ PER_STEP = ("running", "waiting", "free", "tokens", "prefill", "decodes", "secon
 
 
 class RunStats:
-    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`."""
+    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`.
 
-    def __init__(self, header: Line) -> None:
+    `count` adds steps that a timeline outside has followed. `started` is the time at which a part
+    of a run begins.
+    """
+
+    def __init__(self, header: Line, started: float | None = None) -> None:
         self.config: dict[str, Any] = header["config"]
+        self.started_at = started  # None: the first arrival
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
         self.requests: list[RequestTimeline] = []  # in the order of arrival
+        self.streams: list[RequestTimeline] | None = None  # whose stalls count; None: requests
         self.steps: dict[str, array[float]] = {name: array("d") for name in PER_STEP}
+        self.swap_ins = array("d")  # seconds of each step that copied blocks from the host
         self.ended_at = 0.0
-        self._timeline = Timeline[Any]()
+        self._timeline = Timeline[Any](started or 0.0)
         self._reader = TraceReader()
         self._gaps, self._gap_counts = array("d"), array("d")
 
     def __call__(self, report: StepReport) -> None:
-        self._count(record_of(report))
+        self._follow(record_of(report))
 
     def add(self, line: Line) -> None:
         """Count one line of a trace, which is not its header."""
-        self._count(self._reader.read(line))
+        self._follow(self._reader.read(line))
 
-    def _count(self, record: StepRecord[Any]) -> None:
-        stats, totals = self._timeline.follow(record), self.totals
-        self.requests += [times for _, times in record.added]
+    def _follow(self, record: StepRecord[Any]) -> None:
+        self.count(record, self._timeline.follow(record))
+
+    def count(self, record: StepRecord[Any], stats: StepStats[Any]) -> None:
+        """Count a step and what it changed."""
+        totals = self.totals
+        for _, times in record.added:
+            self.requests.append(times)
         for _, is_swap, is_priority in record.preempted:
             totals["swaps" if is_swap else "recomputes"] += 1
             totals["priority_preemptions"] += is_priority
-        totals["prompt_tokens"] += stats.num_admitted
-        totals["cached_tokens"] += stats.num_hit
+        if stats.num_admitted:
+            totals["prompt_tokens"] += stats.num_admitted
+            totals["cached_tokens"] += stats.num_hit
         if record.step >= 0:
             self._count_step(record, stats.num_computed)
         for seconds, count in stats.gaps:
             self._gaps.append(seconds)
             self._gap_counts.append(count)
-        self._count_finished(stats)
+        if stats.finished:
+            self._count_finished(stats)
 
     def _count_step(self, record: StepRecord[Any], num_computed: int) -> None:
-        prefill = record.num_prefill
+        prefill, totals = record.num_prefill, self.totals
         values = (
             record.num_running, record.num_waiting, record.num_free, prefill + record.num_decodes,
             prefill, num_computed - prefill, record.ended - record.started,
         )  # fmt: skip
-        for name, value in zip(PER_STEP, values, strict=True):
-            self.steps[name].append(value)
-        self.totals["computed_tokens"] += num_computed
-        self.totals["blocks_out"] += record.copies[0]
-        self.totals["blocks_in"] += record.copies[1]
-        self.ended_at = max(self.ended_at, record.ended)
-        self.reasons.update(record.reasons)
+        for column, value in zip(self.steps.values(), values, strict=True):
+            column.append(value)
+        totals["computed_tokens"] += num_computed
+        if any(record.copies):
+            totals["blocks_out"] += record.copies[0]
+            totals["blocks_in"] += record.copies[1]
+        if record.swap_in:
+            self.swap_ins.append(record.swap_in)
+        if record.ended > self.ended_at:
+            self.ended_at = record.ended
+        for reason in record.reasons:
+            self.reasons[reason] += 1
 
     def _count_finished(self, stats: StepStats[Any]) -> None:
         for _, times in stats.finished:
             self.totals["recomputed_tokens"] += times.num_recomputed
             self.totals["output_tokens"] += times.num_output
             self.totals[f"finished_{times.finish_reason}"] += 1
+            times.phases.clear()  # only spans and Perfetto files use them
 
     def gaps(self) -> dict[str, float]:
         """Mean, percentiles and maximum of the times between tokens; zeros without any."""
@@ -94,11 +114,20 @@ class RunStats:
     def longest_stalls(self) -> list[float]:
         """The largest time between tokens of each request that has two tokens."""
         self._timeline.update_stalls()
-        return [
-            each.longest_stall
-            for each in self.requests
-            if each.num_output > 1 or each.longest_stall
-        ]
+        streams = self.requests if self.streams is None else self.streams
+        return [x.longest_stall for x in streams if x.num_output > 1 or x.longest_stall]
+
+    def merge(self, other: RunStats) -> None:
+        """Add the steps of another part of the same run, which come after these."""
+        self.totals.update(other.totals)
+        self.reasons.update(other.reasons)
+        self.requests += other.requests
+        for name, values in other.steps.items():
+            self.steps[name].extend(values)
+        self.swap_ins.extend(other.swap_ins)
+        self._gaps.extend(other._gaps)
+        self._gap_counts.extend(other._gap_counts)
+        self.ended_at = max(self.ended_at, other.ended_at)
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:

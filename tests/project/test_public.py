@@ -122,6 +122,7 @@ COMMANDS = {
         "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
     },
     "top": {"url", "--api-key", "--every", "--once"},
+    "doctor": {"target", "--try", "--profile", "--api-key", "--json"},
     "bench throughput": {
         "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path", "--json",
         *MODEL_FLAGS,
@@ -172,7 +173,7 @@ STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
     "admitted", "chunks", "decodes", "decode_context", "new_blocks", "dropped", "deferred",
     "copied_out", "copied_in", "blocked", "not_considered", "finished", "num_steps", "in_flight",
-    "aborted_in_flight", "num_early", "short_of_blocks",
+    "aborted_in_flight", "num_early", "short_of_blocks", "swap_in",
 }  # fmt: skip
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {

@@ -20,7 +20,7 @@ from headway.errors import ConfigError, FormatError, HeadwayError
 from headway.lab.cost import load_profile
 from headway.lab.film.describe import frame_lines, why
 from headway.lab.film.format import Mark
-from headway.lab.film.reader import Film
+from headway.lab.film.reader import Film, read_film
 from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
 from headway.lab.settings import config_for
@@ -29,7 +29,6 @@ from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
 from headway.lab.web.export import exported
 from headway.lab.web.server import LabServer
-from headway.observe.trace import read_trace
 
 SOURCE = "A trace file, or a workload in the simulator's language."
 Source = Annotated[str, typer.Argument(help=SOURCE, show_default="an example")]
@@ -70,15 +69,15 @@ def lab_command(
     """Step through every decision of the scheduler on a web page."""
     options.import_from_working_directory()
     if attach:
-        next(follow(attach, api_key), b"")  # ConfigError now if the server cannot be followed
+        follow(attach, api_key)  # ConfigError now if the server cannot be followed
         _serve(LabApp("attach", live=partial(follow, attach, api_key)), port, open_page)
         return
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
-    for path in traces.values():
-        next(read_trace(path))  # FormatError if it is not a trace
+    run = _film(spec, traces)  # ConfigError or FormatError now if there is no such run
     if export:
-        film = b"".join(_film(spec, traces))
+        film = b"".join(run)
+        _warn(read_film([film]))
         try:
             export.write_bytes(exported([film]))
         except OSError as error:
@@ -106,14 +105,10 @@ def step_command(
     """Step through every decision of the scheduler in the terminal, forwards and backwards."""
     options.import_from_working_directory()
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
-    film, data = Film(), b""
-    for piece in _film(spec, {Path(source).name: Path(source)}):
-        data += piece
-        data = data[film.read(data) :]
-    if film.end and film.end["error"]:
-        raise ConfigError(film.end["error"])
+    film = read_film(_film(spec, {Path(source).name: Path(source)}))
     if not film.num_frames:
-        raise ConfigError("the run has no steps")
+        raise ConfigError((film.end or {}).get("error") or "the run has no steps")
+    _warn(film)
     Stepper(film).run(iter(sys.stdin.readline, ""))
 
 
@@ -141,6 +136,14 @@ def _film(spec: RunSpec, traces: dict[str, Path]) -> Iterator[bytes]:
 def _packed(spec: dict[str, Any]) -> str:
     """A run as the page's address has it: JSON in base64 for URLs."""
     return base64.urlsafe_b64encode(json.dumps(spec).encode()).decode().rstrip("=")
+
+
+def _warn(film: Film) -> None:
+    """Say why a film is not complete, or is shown from the lines of its trace alone."""
+    if error := (film.end or {}).get("error"):
+        print(f"warning: {error}", file=sys.stderr)
+    elif notice := film.header.get("notice"):
+        print(f"warning: shown from the recorded lines alone: {notice}", file=sys.stderr)
 
 
 def _serve(app: LabApp, port: int, open_page: bool, link: str = "") -> None:
