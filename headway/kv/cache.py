@@ -79,10 +79,10 @@ class KVCache:
 
     def append_blocks(self, requests: list[Request]) -> list[tuple[Request, int]]:
         """Give each request one more block; the caller has checked that they are free."""
-        blocks = self.pool.take(len(requests))
-        for request, block in zip(requests, blocks, strict=True):
+        added = list(zip(requests, self.pool.take(len(requests)), strict=True))
+        for request, block in added:
             request.kv.blocks.append(block)
-        return list(zip(requests, blocks, strict=True))
+        return added
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""
@@ -95,9 +95,11 @@ class KVCache:
         num_known = min(request.num_computed, request.num_known) // self.block_size
         if num_known > len(kv.keys):
             extend_keys(kv.keys, request, self.block_size)
-        self.publish(request, 0, num_known)
-        for block in reversed(kv.blocks):  # tail first, so that a prefix outlives its tail
-            self.pool.drop(block)
+        key_of, first = self.pool.index.key_of, num_known
+        while first and key_of[kv.blocks[first - 1]] is None:  # blocks are published in order
+            first -= 1
+        self.publish(request, first, num_known)
+        self.pool.drop(reversed(kv.blocks))  # tail first, so that a prefix outlives its tail
         kv.blocks.clear()
 
     def trim_keys(self, request: Request) -> None:
@@ -130,9 +132,9 @@ class KVCache:
 
     def free_host_blocks(self) -> None:
         """Free host blocks that are marked for release; called when the plan has been built."""
-        for block in self._leaving_host:
-            self.host.drop(block)
-        self._leaving_host.clear()
+        if self._leaving_host:
+            self.host.drop(self._leaving_host)
+            self._leaving_host.clear()
 
     def blocks_of(self, request: Request) -> list[int]:
         """Blocks that a running request holds, or that a waiting one finds in the cache."""
