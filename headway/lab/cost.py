@@ -97,8 +97,8 @@ class Profile:
     def step_seconds(self, plan: Plan, block_size: int = 16) -> float:
         """Device time of a plan; 0 for a plan without work."""
         seconds = 0.0
-        for copies in (plan.copies_out, plan.copies_in):
-            if copies:
+        if plan.copies_out or plan.copies_in:
+            for copies in filter(None, (plan.copies_out, plan.copies_in)):
                 seconds += self.copy_seconds(len(copies) * block_size)
         num_rows, context = len(plan.decodes), plan.decode_context
         tokens, samples, reads, pairs = num_rows, num_rows, context, float(context)
@@ -110,9 +110,10 @@ class Profile:
             pairs += count * (start + (count + 1) / 2)
         if tokens:
             seconds += self.pass_seconds(tokens, samples, reads, pairs)
-        for _ in range(1, plan.num_steps if num_rows else 1):
-            context += num_rows
-            seconds += self.pass_seconds(num_rows, num_rows, context, context)
+        if plan.num_steps > 1 and num_rows:
+            for _ in range(1, plan.num_steps):
+                context += num_rows
+                seconds += self.pass_seconds(num_rows, num_rows, context, context)
         return seconds
 
     def pass_seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:

@@ -53,29 +53,31 @@ def simulate(
         clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
     )
     result = SimulationResult(RunStats(header(config, async_scheduling)))
-    writer = None
-    if trace:
-        writer = TraceWriter(
-            trace, config, async_scheduling, has_blocks=trace_blocks, redact=trace_redact,
-            profile=profile.name,
-        )  # fmt: skip
-
-    def observe(report: StepReport) -> None:
-        result.metrics(report)
-        if writer:
-            writer(report)
-        if progress and report.finished:
-            progress(len(report.finished))
-
     engine = Engine(
         Scheduler(config),
         executor,
         clock,
         async_scheduling=async_scheduling,
-        observers=(*observers, observe),
+        observers=(*observers, result.metrics),
     )
+    if trace:
+        writer = TraceWriter(
+            trace, config, async_scheduling, has_blocks=trace_blocks, redact=trace_redact,
+            profile=profile.name,
+        )  # fmt: skip
+        engine.observers.append(writer)
+    if progress:
+        engine.observers.append(_report_ends(progress))
     _run(engine, clock, iter(requests), result, progress)
     return result
+
+
+def _report_ends(progress: Progress) -> Observer:
+    def observe(report: StepReport) -> None:
+        if report.finished:
+            progress(len(report.finished))
+
+    return observe
 
 
 def _run(
@@ -87,7 +89,7 @@ def _run(
 ) -> None:
     """Step the engine until every request has arrived and ended; skip idle time."""
     coming = next(requests, None)
-    while coming is not None or engine.has_work:
+    while True:
         while coming is not None and coming.arrival <= clock.now():
             try:
                 engine.add(coming.id, coming.prompt(), coming.params(), coming.arrival)
@@ -104,6 +106,8 @@ def _run(
                 raise ConfigError(f"the simulation failed: {engine.fault}")
         elif coming is not None:
             clock.advance_to(coming.arrival)
+        else:
+            return
 
 
 def with_profile(config: Config, profile: Profile) -> Config:

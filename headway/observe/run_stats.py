@@ -45,38 +45,45 @@ class RunStats:
 
     def _count(self, record: StepRecord[Any]) -> None:
         stats, totals = self._timeline.follow(record), self.totals
-        self.requests += [times for _, times in record.added]
+        for _, times in record.added:
+            self.requests.append(times)
         for _, is_swap, is_priority in record.preempted:
             totals["swaps" if is_swap else "recomputes"] += 1
             totals["priority_preemptions"] += is_priority
-        totals["prompt_tokens"] += stats.num_admitted
-        totals["cached_tokens"] += stats.num_hit
+        if stats.num_admitted:
+            totals["prompt_tokens"] += stats.num_admitted
+            totals["cached_tokens"] += stats.num_hit
         if record.step >= 0:
             self._count_step(record, stats.num_computed)
         for seconds, count in stats.gaps:
             self._gaps.append(seconds)
             self._gap_counts.append(count)
-        self._count_finished(stats)
+        if stats.finished:
+            self._count_finished(stats)
 
     def _count_step(self, record: StepRecord[Any], num_computed: int) -> None:
-        prefill = record.num_prefill
+        prefill, totals = record.num_prefill, self.totals
         values = (
             record.num_running, record.num_waiting, record.num_free, prefill + record.num_decodes,
             prefill, num_computed - prefill, record.ended - record.started,
         )  # fmt: skip
-        for name, value in zip(PER_STEP, values, strict=True):
-            self.steps[name].append(value)
-        self.totals["computed_tokens"] += num_computed
-        self.totals["blocks_out"] += record.copies[0]
-        self.totals["blocks_in"] += record.copies[1]
-        self.ended_at = max(self.ended_at, record.ended)
-        self.reasons.update(record.reasons)
+        for column, value in zip(self.steps.values(), values, strict=True):
+            column.append(value)
+        totals["computed_tokens"] += num_computed
+        if any(record.copies):
+            totals["blocks_out"] += record.copies[0]
+            totals["blocks_in"] += record.copies[1]
+        if record.ended > self.ended_at:
+            self.ended_at = record.ended
+        for reason in record.reasons:
+            self.reasons[reason] += 1
 
     def _count_finished(self, stats: StepStats[Any]) -> None:
         for _, times in stats.finished:
             self.totals["recomputed_tokens"] += times.num_recomputed
             self.totals["output_tokens"] += times.num_output
             self.totals[f"finished_{times.finish_reason}"] += 1
+            times.phases.clear()  # only spans and Perfetto files use them
 
     def gap_percentile(self, percent: float) -> float:
         """A percentile of the times between tokens; 0 without any."""

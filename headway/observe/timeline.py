@@ -54,8 +54,7 @@ class RequestTimeline:
         self.phases.append(Phase(phase, max(start, self.phases[-1].start)))
 
 
-@dataclass(slots=True, kw_only=True)
-class StepRecord(Generic[Key]):
+class StepRecord(NamedTuple, Generic[Key]):
     """One completed step: the form that a step report and a trace line have in common."""
 
     step: int  # -1: events that no step reports
@@ -217,22 +216,20 @@ def _count_recomputed(times: RequestTimeline, num_recomputed: int, stats: StepSt
 def record_of(report: StepReport) -> StepRecord[Request]:
     """The record of a live step. A steady decode step has no lists to build."""
     plan, result, events = report.plan, report.result, report.plan.events
-    return StepRecord(
-        step=plan.step, planned=events.schedule_ended, started=result.started,
-        ended=result.ended or events.schedule_ended, num_running=events.num_running,
-        num_waiting=events.num_waiting, num_free=events.num_free,
-        num_prefill=sum([c.end - c.start for c in plan.chunks]) if plan.chunks else 0,
-        num_decodes=len(plan.decodes),
-        num_steps=plan.num_steps, dropped=dropped(plan) if plan.tokens_kept else NONE_DROPPED,
-        copies=(len(plan.copies_out), len(plan.copies_in)), reasons=_reasons(plan),
-        added=[(r, _times_of(r)) for r in events.added] if events.added else (),
-        aborted=events.aborted + events.aborted_in_flight,
-        preempted=[(p.request, p.is_swap, p.is_priority) for p in events.preempted]
+    return StepRecord(  # in the order of the fields: names would take longer
+        plan.step, events.schedule_ended, result.started, result.ended or events.schedule_ended,
+        events.num_running, events.num_waiting, events.num_free,
+        sum([c.end - c.start for c in plan.chunks]) if plan.chunks else 0,
+        len(plan.decodes), plan.num_steps,
+        dropped(plan) if plan.tokens_kept else NONE_DROPPED,
+        (len(plan.copies_out), len(plan.copies_in)), _reasons(plan),
+        [(r, _times_of(r)) for r in events.added] if events.added else (),
+        events.aborted + events.aborted_in_flight,
+        [(p.request, p.is_swap, p.is_priority) for p in events.preempted]
         if events.preempted else (),
-        admitted=[(a.request, a.num_cached, a.is_resume) for a in plan.admitted]
-        if plan.admitted else (),
-        chunks=_chunks(plan) if plan.chunks else (), deferred=plan.deferred,
-        finished=[
+        [(a.request, a.num_cached, a.is_resume) for a in plan.admitted] if plan.admitted else (),
+        _chunks(plan) if plan.chunks else (), plan.deferred,
+        [
             (r, r.finish_reason or "abort", r.num_generated, r.history.num_recomputed)
             for r in report.finished
         ] if report.finished else (),
@@ -241,7 +238,7 @@ def record_of(report: StepReport) -> StepRecord[Request]:
 
 def _reasons(plan: Plan) -> Iterable[str]:
     rest = (plan.not_considered.reason,) if plan.not_considered else ()
-    return {*rest, *(blocked.reason for blocked in plan.blocked)} if plan.blocked else rest
+    return {*rest, *[blocked.reason for blocked in plan.blocked]} if plan.blocked else rest
 
 
 def _chunks(plan: Plan) -> list[tuple[Request, bool, int]]:
