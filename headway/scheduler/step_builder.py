@@ -77,7 +77,6 @@ class StepBuilder:
         plan, state, batch = self.plan, self._state, self._state.decode_batch
         if plan.decodes or not batch.members:
             return
-        plan.deferred = []
         limit = state.tokens_left if at_most is None else min(at_most, state.tokens_left)
         if limit < len(batch.members):
             oldest_first = sorted(batch.members, key=lambda r: r.history.admission)
@@ -90,7 +89,8 @@ class StepBuilder:
             state.preempt(self._choose_victim(), num_due=len(due))
             due = batch.due()
         if batch.members:
-            plan.decodes, plan.rows = batch.batch.requests, batch.batch.rows
+            members = batch.batch
+            plan.decodes, plan.rows = members.requests, members.rows
             plan.decode_context = batch.context
             state.tokens_left -= len(plan.decodes)
             self._advance(due)
@@ -103,6 +103,8 @@ class StepBuilder:
     def prefill(self) -> None:
         """Continue partially prefilled prompts; waiting requests of other groups may overtake."""
         state = self._state
+        if not state.prefilling:
+            return
         planned = {chunk.request for chunk in self.plan.chunks}
         partial = [request for request in state.prefilling if request not in planned]
         for place, request in enumerate(partial):
@@ -220,9 +222,11 @@ class StepBuilder:
 
     def _admit(self, candidates: Iterable[Request], charge_cached: bool = False) -> None:
         plan, max_overtakes = self.plan, self._config.queue.max_overtakes
+        if not self._state.queue:
+            return
         plan.blocked = []
         self._closed = self._reason_to_close()
-        if self._closed or not self._state.queue:
+        if self._closed:
             return
         passed: list[Request] = []
         for request in candidates:
