@@ -1,6 +1,7 @@
 """The summary of a run: one dictionary for JSON, the tables and the doctor.
 
-Times are seconds; `per_step` values are means over steps. Besides throughput and latencies it has
+Times are seconds; a latency has mean, p50, p90, p99, p99.9 and max. `per_step` values are means over
+steps. Besides throughput and latencies it has
 the recompute tax, the use of running requests and tokens per step, and the reasons for waiting.
 """
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
+from headway.observe.run_stats import RunStats, by_prompt_length, percentiles
 from headway.observe.timeline import RequestTimeline
 
 Summary = dict[str, Any]
@@ -38,8 +39,14 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "output_tokens_per_second": _ratio(totals["output_tokens"], seconds),
         "prompt_tokens": totals["prompt_tokens"],
         "ttft": percentiles(x.first_token - x.arrival for x in requests if x.first_token >= 0),
-        "time_between_tokens": {"mean": metrics.mean_gap()}
-        | {f"p{p}": metrics.gap_percentile(p) for p in PERCENTILES},
+        "ttft_by_prompt": [
+            {"from": shortest, "to": end, "requests": len(times), **percentiles(times)}
+            for shortest, end, times in by_prompt_length(
+                (x.num_prompt, x.first_token - x.arrival) for x in requests if x.first_token >= 0
+            )
+        ],
+        "time_between_tokens": metrics.gaps(),
+        "longest_stall": percentiles(metrics.longest_stalls()),
         "end_to_end": percentiles(x.finished - x.arrival for x in ended),
         "queue_time": percentiles(x.admitted - x.arrival for x in requests if x.admitted >= 0),
         "steps": len(metrics.steps["running"]),

@@ -73,6 +73,10 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
         "Time from the first token to the last token.",
         REQUEST_BUCKETS,
     ),
+    "request_longest_stall_seconds": (
+        "The longest time between two consecutive tokens of a request.",
+        ITL_BUCKETS,
+    ),
     "request_inference_time_seconds": (
         "Time from the first admission to the last token.",
         REQUEST_BUCKETS,

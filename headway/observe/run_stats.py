@@ -6,8 +6,8 @@ Memory grows by a few numbers for each request and each step.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,9 @@ from headway.observe.trace import Line
 from headway.observe.trace_reader import TraceReader
 from headway.plan import StepReport
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 99, 99.9)
+STATISTICS = ("mean", *(f"p{p:g}" for p in PERCENTILES), "max")  # keys of a latency
+FIRST_BOUND, FACTOR = 256, 4  # of the classes of prompt length: 0-255, 256-1023, 1024-4095, ...
 PER_STEP = ("running", "waiting", "free", "tokens", "prefill", "decodes", "seconds")
 
 
@@ -85,26 +87,45 @@ class RunStats:
             self.totals[f"finished_{times.finish_reason}"] += 1
             times.phases.clear()  # only spans and Perfetto files use them
 
-    def gap_percentile(self, percent: float) -> float:
-        """A percentile of the times between tokens; 0 without any."""
+    def gaps(self) -> dict[str, float]:
+        """Mean, percentiles and maximum of the times between tokens; zeros without any."""
         gaps, counts = np.asarray(self._gaps), np.asarray(self._gap_counts)
         if not len(gaps):
-            return 0.0
+            return dict.fromkeys(STATISTICS, 0.0)
         order = np.argsort(gaps)
-        reached = np.cumsum(counts[order]) >= percent / 100 * counts.sum()
-        return float(gaps[order][int(np.argmax(reached))])
+        reached, total = np.cumsum(counts[order]), counts.sum()
+        marks = [float(gaps[order][np.argmax(reached >= p / 100 * total)]) for p in PERCENTILES]
+        values = (float(np.average(gaps, weights=counts)), *marks, float(gaps.max()))
+        return dict(zip(STATISTICS, values, strict=True))
 
-    def mean_gap(self) -> float:
-        """The mean time between tokens; 0 without any."""
-        return float(np.average(self._gaps, weights=self._gap_counts)) if self._gaps else 0.0
+    def longest_stalls(self) -> list[float]:
+        """The largest time between tokens of each request that has two tokens."""
+        self._timeline.update_stalls()
+        return [
+            each.longest_stall
+            for each in self.requests
+            if each.num_output > 1 or each.longest_stall
+        ]
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Mean and percentiles of values; zeros without any."""
+    """Mean, percentiles and maximum of values; zeros without any."""
     array_: npt.NDArray[np.float64] = np.fromiter(values, dtype=np.float64)
     if not len(array_):
-        return {"mean": 0.0, **{f"p{p}": 0.0 for p in PERCENTILES}}
-    marks = np.percentile(array_, PERCENTILES)
-    return {"mean": float(array_.mean())} | {
-        f"p{p}": float(mark) for p, mark in zip(PERCENTILES, marks, strict=True)
-    }
+        return dict.fromkeys(STATISTICS, 0.0)
+    marks = (array_.mean(), *np.percentile(array_, PERCENTILES), array_.max())
+    return dict(zip(STATISTICS, map(float, marks), strict=True))
+
+
+def by_prompt_length(
+    values: Iterable[tuple[int, float]],
+) -> Iterator[tuple[int, int, list[float]]]:
+    """Values by class of prompt length [from, to), shortest first; classes without any are left out."""
+    classes: dict[int, list[float]] = defaultdict(list)
+    for num_prompt, value in values:
+        bound = FIRST_BOUND
+        while num_prompt >= bound:
+            bound *= FACTOR
+        classes[bound].append(value)
+    for bound, found in sorted(classes.items()):
+        yield bound // FACTOR if bound > FIRST_BOUND else 0, bound, found

@@ -113,6 +113,7 @@ class ServerMetrics:
             "request_queue_time_seconds": admitted - times.arrival,
             "request_prefill_time_seconds": first_token - admitted,
             "request_decode_time_seconds": end - first_token if is_generation else None,
+            "request_longest_stall_seconds": times.longest_stall if times.num_output > 1 else None,
             "request_inference_time_seconds": end - admitted,
             "request_prompt_tokens": times.num_prompt,
             "request_generation_tokens": times.num_output if is_generation else None,

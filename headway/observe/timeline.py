@@ -5,7 +5,8 @@ live engine provides them with `record_of`, a trace file with `TraceReader`. Pro
 live page, spans, run summaries and Perfetto files all use its results.
 
 Requests that were part of the previous decode step share one time between tokens. The cost of a
-steady decode step therefore does not depend on the number of requests.
+steady decode step therefore does not depend on the number of requests. A request's longest stall is
+found when it leaves the batch (see shared_gaps.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from headway.observe.shared_gaps import SharedGaps
 from headway.observe.trace import dropped
 from headway.plan import Plan, StepReport
 from headway.request import Request
@@ -47,6 +49,7 @@ class RequestTimeline:
     finish_reason: str = ""
     num_output: int = 0  # set when the request finishes
     num_recomputed: int = 0
+    longest_stall: float = 0.0  # its largest time between two tokens; see Timeline.update_stalls
     phases: list[Phase] = field(default_factory=list)
 
     def enter(self, phase: str, start: float) -> None:
@@ -107,6 +110,7 @@ class Timeline(Generic[Key]):
         # The latest token of decoding requests that were not part of the latest decode step.
         self._last_token: dict[Key, float] = {}
         self._preempted: dict[Key, float] = {}  # the latest token before the preemption
+        self._shared = SharedGaps[Key]()  # of the requests of the latest decode step
 
     def follow(self, record: StepRecord[Key]) -> StepStats[Key]:
         """Apply one step. Every step must be given, in order."""
@@ -120,6 +124,7 @@ class Timeline(Generic[Key]):
             self._preempt(key, "swapped" if is_swap else "preempted", record.planned)
         for key in record.aborted:  # an aborted request takes no token of this step
             self._last_token.pop(key, None)
+            self._leave(key)
         for key, num_cached, is_resume in record.admitted:
             self._admit(key, num_cached, is_resume, record.planned, stats)
         if record.num_decodes:
@@ -130,11 +135,26 @@ class Timeline(Generic[Key]):
             self._finish(key, reason, num_output, num_recomputed, stats)
         return stats
 
+    def update_stalls(self) -> None:
+        """Bring `longest_stall` of open requests up to date; it is final when a request finishes."""
+        for key in self._shared.keys:
+            self._stall(key, self._shared.longest(key))
+
+    def _stall(self, key: Key, seconds: float) -> None:
+        times = self.open.get(key)
+        if times is not None and seconds > times.longest_stall:
+            times.longest_stall = seconds
+
+    def _leave(self, key: Key) -> None:
+        """The request does not have the gap of the next decode step."""
+        self._stall(key, self._shared.leave(key))
+
     def _preempt(self, key: Key, phase: str, now: float) -> None:
         times = self.open.get(key)
         if times is None:
             return
         times.enter(phase, now)
+        self._leave(key)
         if times.first_token >= 0:  # preempted twice in a row: the earlier time stays
             self._preempted.setdefault(key, self._last_token.pop(key, self._last_decode))
 
@@ -157,17 +177,26 @@ class Timeline(Generic[Key]):
         now, deferred = stats.now, record.deferred and set(record.deferred)
         num_rows = record.num_decodes - record.dropped[0]
         num_tokens = record.num_decodes * record.num_steps - record.dropped[1]
+        for key in deferred:
+            if key not in self._preempted and key in self.open:
+                self._last_token.setdefault(key, self._last_decode)
+                self._leave(key)
+        self._shared.add(now - self._last_decode)
         late = [key for key in self._last_token if key not in deferred]
-        stats.gaps += [(now - self._last_token.pop(key), 1) for key in late]
+        for key in late:
+            self._add_gap(key, now - self._last_token.pop(key), stats)
+            self._shared.join(key)
         if num_rows > len(late):
             stats.gaps.append((now - self._last_decode, num_rows - len(late)))
         if num_tokens > num_rows:  # a multi-step plan returns its tokens together
             stats.gaps.append((0.0, num_tokens - num_rows))
-        for key in deferred:
-            if key not in self._preempted and key in self.open:
-                self._last_token.setdefault(key, self._last_decode)
         stats.num_output += num_tokens
         self._last_decode = now
+
+    def _add_gap(self, key: Key, seconds: float, stats: StepStats[Key]) -> None:
+        """A gap of one request alone."""
+        stats.gaps.append((seconds, 1))
+        self._stall(key, seconds)
 
     def _compute(
         self, key: Key, has_token: bool, num_recomputed: int, stats: StepStats[Key]
@@ -190,7 +219,7 @@ class Timeline(Generic[Key]):
         if is_first:
             stats.first_tokens.append(stats.now - times.arrival)
         elif key in self._preempted:
-            stats.gaps.append((stats.now - self._preempted.pop(key), 1))
+            self._add_gap(key, stats.now - self._preempted.pop(key), stats)
         self._last_token[key] = stats.now
 
     def _finish(
@@ -198,6 +227,7 @@ class Timeline(Generic[Key]):
     ) -> None:
         self._last_token.pop(key, None)
         self._preempted.pop(key, None)
+        self._leave(key)
         times = self.open.pop(key, None)
         if times is None:
             return

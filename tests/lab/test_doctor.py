@@ -27,7 +27,8 @@ HEALTHY: Summary = {
         "prefill_share": 0.3,
     },
     "queue_time": {"p90": 0.2},
-    "time_between_tokens": {"p50": 0.02, "p99": 0.04},
+    "time_between_tokens": {"mean": 0.02, "p50": 0.02, "p99": 0.04},
+    "longest_stall": {"p50": 0.05, "p99": 0.15, "max": 0.9},
     "waiting_steps_by_reason": {"max_num_seqs": 10, "blocks": 3},
     "deadlines": 100,
     "deadline_misses": 1,
@@ -46,7 +47,12 @@ SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "max_num_seqs",
     ),
     "prefill": ({"per_step.prefill_share": 0.9}, "90%", "max_num_batched_tokens"),
-    "stalls": ({"time_between_tokens.p99": 0.4}, "p99 400 ms, 20x p50", "at_most"),
+    "stalls": ({"time_between_tokens.p99": 0.4}, "between tokens: p99 400 ms", "at_most"),
+    "stalls of many": ({"longest_stall.p99": 0.4}, "p99 400 ms", "lower max_num_batched_tokens"),
+    "a long stall": ({"longest_stall.max": 1.6}, "up to 1,600 ms, 80x", "at_most"),
+    "stalls with multi-step": (
+        {"longest_stall.p99": 0.4, "time_between_tokens.p50": 0.0}, "p99 400 ms", "at_most",
+    ),
     "late": ({"deadline_misses": 30}, "30 of 100", "queue earliest_deadline"),
     "unfair": ({"fairness": 0.5}, "0.50", "queue fair"),
 }  # fmt: skip

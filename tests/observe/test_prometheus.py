@@ -158,6 +158,9 @@ def test_metrics_equal_a_log_of_every_token(
             "request_prefill_time_seconds": [times[r][0] - admitted[r] for r in done],
             "request_decode_time_seconds": [ends[r] - times[r][0] for r in done],
             "request_inference_time_seconds": [ends[r] - admitted[r] for r in done],
+            "request_longest_stall_seconds": [
+                max(b - a for a, b in pairwise(times[r])) for r in done if len(times[r]) > 1
+            ],
             "request_prompt_tokens": [float(r.num_prompt) for r in done],
             "request_generation_tokens": [float(r.num_generated) for r in done],
             "request_params_max_tokens": [float(r.params.max_tokens or 0) for r in done],

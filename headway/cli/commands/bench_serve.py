@@ -146,7 +146,7 @@ def _show_one(console: Console, result: dict[str, Any]) -> None:
         + "\n",
         highlight=False,
     )
-    console.print(latency_table(result, ("mean", "median", "p90", "p99")))
+    console.print(latency_table(result, tuple(report.ENGINE_STATISTICS)))
 
 
 def latency_table(result: dict[str, Any], statistics: Sequence[str]) -> Table:
@@ -163,7 +163,7 @@ def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
     columns = {
         "req/s": "request_throughput", "good/s": "request_goodput", "tok/s": "output_throughput",
         "ttft p50": "median_ttft_ms", "p99": "p99_ttft_ms", "itl p50": "median_itl_ms",
-        "p99 ms": "p99_itl_ms",
+        "p99 ms": "p99_itl_ms", "max ms": "max_itl_ms",
     }  # fmt: skip
     if results[0]["request_goodput"] is None:
         del columns["good/s"]

@@ -207,7 +207,7 @@ def demo_command(json_: options.Json = False) -> None:
     title = f"{len(requests)} requests with shared prefixes on {profile.name}, small KV cache"
     console.print(render.comparison(title, summaries))
     console.print(
-        "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99[/]"
+        "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99/max[/]"
         "\nNext: [bold]headway simulate --help[/], [bold]headway presets[/], "
         "docs/policies.md"
     )
