@@ -21,7 +21,7 @@ from headway.observe.run_stats import RunStats
 from headway.observe.trace import TraceWriter, header
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies import hold_tbt, swap_if_cheaper
 
 Progress = Callable[[int], None]  # called with the number of requests that have just ended
 
@@ -111,7 +111,11 @@ def _run(
 
 
 def with_profile(config: Config, profile: Profile) -> Config:
-    """The config with the model's length limit and the times that `swap_if_cheaper` compares."""
+    """The config with the model's length limit and the times for `swap_if_cheaper` and `hold_tbt`."""
     length = min(config.max_model_len, profile.model.max_model_len)
-    swap = profile.swap_if_cheaper() if config.swap == swap_if_cheaper() else config.swap
-    return replace(config, max_model_len=length, swap=swap)
+    swap, chunk = config.swap, config.chunk
+    if swap == swap_if_cheaper():
+        swap = profile.swap_if_cheaper()
+    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
+        chunk = profile.hold_tbt(chunk)
+    return replace(config, max_model_len=length, swap=swap, chunk=chunk)
