@@ -84,6 +84,8 @@ class StepBuilder:
         plan, state, batch = self.plan, self._state, self._state.decode_batch
         if plan.decodes or not batch.members:
             return
+        if plan.deferred:  # of an earlier call that granted no tokens
+            plan.deferred = []
         limit = state.tokens_left if at_most is None else min(at_most, state.tokens_left)
         if limit < len(batch.members):
             oldest_first = sorted(batch.members, key=lambda r: r.history.admission)
