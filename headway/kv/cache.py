@@ -102,6 +102,16 @@ class KVCache:
         self.pool.drop(reversed(kv.blocks))  # tail first, so that a prefix outlives its tail
         kv.blocks.clear()
 
+    def import_prefix(self, request: Request) -> None:
+        """Cache the full blocks of a prompt that was computed elsewhere, as far as blocks are free."""
+        extend_keys(request.kv.keys, request, self.block_size)
+        keys, index = request.kv.keys, self.pool.index
+        blocks = [index.block_of[key] for key in keys[: index.match(keys)]]
+        self.pool.share(blocks)  # so that none of them is evicted for the others
+        new = self.pool.take(min(len(keys) - len(blocks), self.pool.num_free))
+        index.add(new, keys[len(blocks) : len(blocks) + len(new)])
+        self.pool.drop(reversed(blocks + new))
+
     def trim_keys(self, request: Request) -> None:
         """Forget the keys of blocks beyond the known tokens."""
         del request.kv.keys[request.num_known // self.block_size :]

@@ -34,6 +34,31 @@ class SimulationResult:
     rejected: list[tuple[str, str]] = field(default_factory=list)  # id and reason
 
 
+class SimulatedEngine:
+    """An engine over a simulated executor, with a clock of its own, and the metrics of its run."""
+
+    def __init__(
+        self,
+        config: Config,
+        profile: Profile,
+        async_scheduling: bool = False,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self.config, self.clock, size = config, VirtualClock(), config.block_size
+        self.metrics = RunStats(header(config, async_scheduling))
+        self.engine = Engine(
+            Scheduler(config),
+            SimulatedExecutor(
+                self.clock,
+                lambda plan: profile.step_seconds(plan, size),
+                profile.machine.host_seconds,
+            ),
+            self.clock,
+            async_scheduling=async_scheduling,
+            observers=(*observers, self.metrics),
+        )
+
+
 def simulate(
     requests: Iterable[WorkloadRequest],
     config: Config,
@@ -48,18 +73,8 @@ def simulate(
 ) -> SimulationResult:
     """Run all requests. A request that can never run is rejected; the others continue."""
     config = with_profile(config, profile)
-    clock, size = VirtualClock(), config.block_size
-    executor = SimulatedExecutor(
-        clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
-    )
-    result = SimulationResult(RunStats(header(config, async_scheduling)))
-    engine = Engine(
-        Scheduler(config),
-        executor,
-        clock,
-        async_scheduling=async_scheduling,
-        observers=(*observers, result.metrics),
-    )
+    simulated = SimulatedEngine(config, profile, async_scheduling, observers)
+    engine, result = simulated.engine, SimulationResult(simulated.metrics)
     if trace:
         writer = TraceWriter(
             trace, config, async_scheduling, has_blocks=trace_blocks, redact=trace_redact,
@@ -68,7 +83,7 @@ def simulate(
         engine.observers.append(writer)
     if progress:
         engine.observers.append(_report_ends(progress))
-    _run(engine, clock, iter(requests), result, progress)
+    _run(engine, simulated.clock, iter(requests), result, progress)
     return result
 
 

@@ -45,6 +45,23 @@ class RunStats:
         """Count one line of a trace, which is not its header."""
         self._count(self._reader.read(line))
 
+    def merge(self, other: RunStats) -> None:
+        """Add the statistics of another run, as of another replica at the same time."""
+        other._timeline.update_stalls()
+        self.totals.update(other.totals)
+        self.reasons.update(other.reasons)
+        self.requests += other.requests
+        for name, column in other.steps.items():
+            self.steps[name].extend(column)
+        self.ended_at = max(self.ended_at, other.ended_at)
+        self._gaps.extend(other._gaps)
+        self._gap_counts.extend(other._gap_counts)
+
+    def add_gap(self, seconds: float) -> None:
+        """Add one time between tokens that no step has."""
+        self._gaps.append(seconds)
+        self._gap_counts.append(1)
+
     def _count(self, record: StepRecord[Any]) -> None:
         stats, totals = self._timeline.follow(record), self.totals
         for _, times in record.added:

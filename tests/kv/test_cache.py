@@ -405,3 +405,15 @@ def test_the_binary_search_finds_the_longest_prefix() -> None:
                 running.append(new)
             while running and rng.random() < 0.5:
                 kv.release(running.pop(rng.randrange(len(running))))
+
+
+def test_an_imported_prefix_is_matched_and_takes_no_block_twice() -> None:
+    kv = KVCache(8, 4)
+    kv.import_prefix(request(range(14)))  # 3 full blocks
+    assert kv.num_free == 8 and kv.admission_cost(request(range(14))).num_hits == 3
+    kv.import_prefix(request([*range(8), *range(20, 28)]))  # 2 of its 4 blocks are there
+    assert kv.admission_cost(request([*range(8), *range(20, 28)])).num_hits == 4
+    assert kv.admission_cost(request(range(14))).num_hits == 3
+    kv.import_prefix(request(range(100, 160)))  # more than fits: the first blocks
+    assert kv.admission_cost(request(range(100, 160))).num_hits == 8
+    assert kv.num_free == 8

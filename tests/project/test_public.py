@@ -134,7 +134,7 @@ COMMANDS = {
         "--dtype", "--quantization", "--quick", "--threads",
     },
     "simulate": {
-        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", *RUN_FLAGS,
+        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate", *RUN_FLAGS,
     },
     "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
     "trace": {"file", "--perfetto", "--diff", "--replay", "--json"},
