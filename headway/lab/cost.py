@@ -1,6 +1,6 @@
 """The cost of a step: a roofline model of one language model on one machine.
 
-The formula is in scheduler/step_cost.py; a profile gives it the work of a model and the speed of a
+The formula is in headway/step_cost.py; a profile gives it the work of a model and the speed of a
 machine. Knows lengths and blocks, not tokens. Scheduling is `host_seconds`, which async scheduling
 hides; it is not part of a step's time.
 
@@ -12,7 +12,7 @@ and `Machine` below: {"name": ..., "description": ..., "kv_tokens": ..., "model"
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from headway.checks import number, one_of, text, whole_number
 from headway.errors import ConfigError, FormatError
 from headway.plan import Plan
 from headway.scheduler.policies import hold_tbt, swap_if_cheaper
-from headway.scheduler.step_cost import UnitCosts, work_of
+from headway.step_cost import UnitCosts, work_of
 
 FOLDER = Path(__file__).parent / "profiles"
 T = TypeVar("T")
@@ -174,9 +174,8 @@ class Profile:
 
     def hold_tbt(self, rule: hold_tbt) -> hold_tbt:
         """The chunk rule with this profile's times; scheduling between steps counts as fixed time."""
-        costs = self.unit_costs
-        fixed = costs.fixed + self.machine.host_seconds
-        return replace(rule, **costs._replace(fixed=fixed)._asdict())
+        fixed = self.unit_costs.fixed + self.machine.host_seconds
+        return rule.with_costs(self.unit_costs._replace(fixed=fixed))
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks that fit next to the weights."""

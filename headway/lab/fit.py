@@ -19,7 +19,7 @@ import numpy.typing as npt
 from headway.errors import ConfigError
 from headway.lab.cost import Machine, Model, Profile
 from headway.observe.trace import Line
-from headway.scheduler.step_cost import UnitCosts
+from headway.step_cost import UnitCosts
 
 Numbers = npt.NDArray[np.float64]
 Loss = Callable[[Numbers], float]

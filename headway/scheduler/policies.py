@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from headway.config import Checked, SchedulerView, StepActions, count, number
 from headway.request import Request
-from headway.scheduler.step_cost import StepWork, UnitCosts
+from headway.step_cost import StepWork, UnitCosts
 
 # batching: the actions of a step, in order
 
@@ -116,6 +116,9 @@ class hold_tbt(Checked):
     @property
     def has_default_costs(self) -> bool:
         return self == hold_tbt(self.seconds)
+
+    def with_costs(self, costs: UnitCosts) -> hold_tbt:
+        return hold_tbt(self.seconds, **costs._asdict())
 
     def most_tokens(self, want: int, work: StepWork, start: int) -> int:
         """Tokens, at most `want`, of a prompt from `start` on that fit into a step with this work."""

@@ -24,7 +24,7 @@ from headway.config import (
 )
 from headway.errors import PolicyError, shorten
 from headway.request import Request
-from headway.scheduler.step_cost import StepWork
+from headway.step_cost import StepWork
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 KEYS = "return a number, a string or a tuple of these, without NaN or None"

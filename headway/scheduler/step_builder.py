@@ -24,7 +24,7 @@ from headway.scheduler.policy_calls import (
 )
 from headway.scheduler.priority_preemption import choose_victims
 from headway.scheduler.state import SchedulerState
-from headway.scheduler.step_cost import work_of
+from headway.step_cost import work_of
 
 NOT_COMPUTED = frozenset({RequestState.WAITING, RequestState.PREFILL, RequestState.SWAPPED})
 

@@ -16,7 +16,7 @@ from headway.plan import Chunk, Plan, StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler.policies import hold_tbt
 from headway.scheduler.presets import describe, preset
-from headway.scheduler.step_cost import StepWork, UnitCosts, work_of
+from headway.step_cost import StepWork, UnitCosts, work_of
 from tests.support.drive import small_driver
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
