@@ -32,6 +32,7 @@ import typer.main
 from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
+from headway.lab.planner.executors import InProcess
 from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
@@ -178,6 +179,8 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("headway.cli.options.planner.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("headway.cli.options.planner.Processes", lambda count: InProcess())
 
 
 @pytest.mark.usefixtures("scratch_folder", "shared_weights")

@@ -69,10 +69,10 @@ def adjust(
     number("speed", speed, above=0)
     chosen = sorted(islice(requests, limit), key=lambda request: request.arrival)
     first = min(0.0, chosen[0].arrival) if chosen else 0.0  # negative if dates are out of order
-    return [_move(request, (request.arrival - first) / speed) for request in chosen]
+    return [move(request, (request.arrival - first) / speed) for request in chosen]
 
 
-def _move(request: WorkloadRequest, arrival: float) -> WorkloadRequest:
+def move(request: WorkloadRequest, arrival: float) -> WorkloadRequest:
     """The request at another arrival time, with the same time to its deadline."""
     if arrival == request.arrival:
         return request
