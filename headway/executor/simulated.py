@@ -69,12 +69,17 @@ class SimulatedExecutor:
         self._end_of: dict[Request, int] = {}
 
     def launch(self, plan: Plan) -> SimulatedHandle:
-        self._clock.advance_to(self._clock.now() + self._host_seconds)
-        started = max(self._clock.now(), self._free_at)
+        launched = self._clock.now() + self._host_seconds
+        self._clock.advance_to(launched)
+        started = max(launched, self._free_at)
         self._free_at = started + self._seconds(plan)
         num_columns = plan.num_steps if plan.decodes else 0
         columns: list[Column] = [self._sample_decodes(plan) for _ in range(num_columns)]
-        first_tokens = [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
+        first_tokens = (
+            [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
+            if plan.chunks
+            else []
+        )
         swap_in = self._swap_in(plan) if plan.copies_in else 0.0
         result = StepResult(columns, first_tokens, started, self._free_at, swap_in)
         return SimulatedHandle(self._clock, result)
@@ -84,14 +89,18 @@ class SimulatedExecutor:
         for request in plan.deferred:
             if request in self._end_of:
                 self._end_in(self._end_of[request] + 1, request)
-        now = self._column  # a deferred request is also listed under a later step
-        ending = [r for r in self._ends.pop(now, ()) if self._end_of.get(r) == now]
+        now = self._column
+        self._column += 1
+        listed = self._ends.pop(now, None)
+        if not listed:
+            return column
+        # A deferred request is also listed under a later step.
+        ending = [r for r in listed if self._end_of.get(r) == now]
         places = {request: place for place, request in enumerate(plan.decodes)} if ending else {}
         for request in ending:
             self._end_of.pop(request, None)  # a request may be listed twice
             if not request.is_finished and request in places:
                 column[places[request]] = _script(request).end
-        self._column += 1
         return column
 
     def _sample_first(self, request: Request, num_known: int) -> int:

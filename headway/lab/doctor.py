@@ -162,7 +162,8 @@ def _prefill(summary: Summary, config: dict[str, Any]) -> Finding | None:
         f"{share:.0%} of the computed tokens are prompt tokens (typical: 20-40%)",
         "the workload is prefill-bound: long prompts, short outputs",
         f"raise max_num_batched_tokens with a low max_num_seqs, or share prefixes; {smaller} if the "
-        "time between tokens is too long",
+        "time between tokens is too long; separate prefill and decode replicas may help as well: see "
+        "`headway simulate --disaggregate 1:1`",
         (_scale(config, NUM_TOKENS, 2).change,),
     )
 

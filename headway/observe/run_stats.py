@@ -52,6 +52,24 @@ class RunStats:
         """Count one line of a trace, which is not its header."""
         self._follow(self._reader.read(line))
 
+    def merge(self, other: RunStats) -> None:
+        """Add another part of the same run: later steps, or those of another replica."""
+        other._timeline.update_stalls()
+        self.totals.update(other.totals)
+        self.reasons.update(other.reasons)
+        self.requests += other.requests
+        for name, column in other.steps.items():
+            self.steps[name].extend(column)
+        self.swap_ins.extend(other.swap_ins)
+        self.ended_at = max(self.ended_at, other.ended_at)
+        self._gaps.extend(other._gaps)
+        self._gap_counts.extend(other._gap_counts)
+
+    def add_gap(self, seconds: float) -> None:
+        """Add one time between tokens that no step has."""
+        self._gaps.append(seconds)
+        self._gap_counts.append(1)
+
     def _follow(self, record: StepRecord[Any]) -> None:
         self.count(record, self._timeline.follow(record))
 
@@ -116,18 +134,6 @@ class RunStats:
         self._timeline.update_stalls()
         streams = self.requests if self.streams is None else self.streams
         return [x.longest_stall for x in streams if x.num_output > 1 or x.longest_stall]
-
-    def merge(self, other: RunStats) -> None:
-        """Add the steps of another part of the same run, which come after these."""
-        self.totals.update(other.totals)
-        self.reasons.update(other.reasons)
-        self.requests += other.requests
-        for name, values in other.steps.items():
-            self.steps[name].extend(values)
-        self.swap_ins.extend(other.swap_ins)
-        self._gaps.extend(other._gaps)
-        self._gap_counts.extend(other._gap_counts)
-        self.ended_at = max(self.ended_at, other.ended_at)
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:

@@ -23,7 +23,10 @@ SLOTS: dict[str, tuple[Any, ...]] = {
         queues.fcfs, queues.priority, queues.shortest_first, queues.fair, queues.earliest_deadline,
         queues.custom,
     ),
-    "chunk": (policies.whole, policies.split_first, policies.split_any, policies.at_most),
+    "chunk": (
+        policies.whole, policies.split_first, policies.split_any, policies.at_most,
+        policies.hold_tbt,
+    ),
     "headroom": (
         headroom.watermark, headroom.reserve_outputs, headroom.future_peak, headroom.back_off,
     ),

@@ -37,11 +37,11 @@ def test_a_sweep_runs_every_combination(tmp_path: Path) -> None:
     path = tmp_path / "sweep.svg"
     knobs = ["max_num_seqs=2,8", "chunk=at_most(64),split_any"]
     out = run("sweep", *knobs, "-w", WORK, "--plot", str(path), "--metric", "ttft.p99", *FAST)
-    assert "8, at_most(64)" in out and "ttft.p99" in out and "A100" in out
+    assert "8, at_most(64)" in out and "ttft.p99" in out and "data sheet" in out
     assert path.read_text().startswith("<svg") and path.read_text().count("<polyline") == 2
     answer = json.loads(run("sweep", *knobs, "-w", WORK, "--json", *FAST))
     found = answer["runs"]
-    assert "A100" in answer["accuracy"]
+    assert "data sheet" in answer["accuracy"]
     assert [r["knobs"] for r in found][1] == {"max_num_seqs": 2, "chunk": "split_any"}
     assert found[0]["ttft"]["p99"] > found[2]["ttft"]["p99"]
 
@@ -92,7 +92,7 @@ def test_tune_prints_settings_reasons_and_commands(tmp_path: Path) -> None:
     kept = ["--jobs", "1", "--history", str(tmp_path / "history.jsonl")]
     out = run(*arguments, *kept)
     for part in ("Best settings", "fresh seeds", "The doctor", "Pareto", "headway serve MODEL",
-                 "vllm serve MODEL", "headway lab", "A100"):  # fmt: skip
+                 "vllm serve MODEL", "headway lab", "data sheet"):  # fmt: skip
         assert part in out
     again = run(*arguments, "--json", *kept)
     assert again == run(*arguments, "--json", *FAST)

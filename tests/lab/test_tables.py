@@ -83,7 +83,7 @@ def stall_of_a_victim(num_tokens: int, swap: str) -> float:
 def test_swapping_beats_recomputing_more_the_longer_the_request() -> None:
     """Printed for 256, 2K, 8K, 32K tokens: swap 0.6/4/16/64 ms, recompute 3/50/200/800 ms.
 
-    Swapping wins from the breakeven on, between 64 and 256 tokens.
+    Up to 64 tokens the two differ little; from 256 on swapping wins clearly.
     """
     lengths = (16, 64, 256, 2048, 8192, 32_768)
     swap = [stall_of_a_victim(length, "swap") for length in lengths]
@@ -91,8 +91,8 @@ def test_swapping_beats_recomputing_more_the_longer_the_request() -> None:
     assert all(later > earlier for earlier, later in pairwise(swap))
     assert all(later > earlier for earlier, later in pairwise(recompute[1:]))
     # The pass of a short prompt takes as long as reading the weights, which the swapped request's
-    # next token needs too: recomputing wins, by the time of the copies.
-    assert all(slow < fast < 2 * slow for slow, fast in zip(recompute[:2], swap[:2], strict=True))
+    # next token needs too: what is left are the copies, and the exchange between the devices.
+    assert recompute[:2] == pytest.approx(swap[:2], rel=0.25)
     factors = [slow / fast for slow, fast in zip(recompute[2:], swap[2:], strict=True)]
     assert factors[0] > 5 and all(later > earlier for earlier, later in pairwise(factors)), factors
 

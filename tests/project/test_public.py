@@ -43,7 +43,7 @@ POLICIES = {
         "static",
     ],
     "queue": ["fcfs", "priority", "shortest_first", "fair", "earliest_deadline", "custom"],
-    "chunk": ["whole", "split_first", "split_any", "at_most"],
+    "chunk": ["whole", "split_first", "split_any", "at_most", "hold_tbt"],
     "headroom": ["watermark", "reserve_outputs", "future_peak", "back_off"],
     "victim": [
         "served_last",
@@ -143,7 +143,7 @@ COMMANDS = {
         "--dtype", "--quantization", "--quick", "--threads",
     },
     "simulate": {
-        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", *RUN_FLAGS,
+        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate", *RUN_FLAGS,
     },
     "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
     "sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},

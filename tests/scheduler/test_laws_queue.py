@@ -141,11 +141,11 @@ def test_a_rule_that_cannot_be_used_leaves_the_groups_as_they_were() -> None:
 
     queue, requests = grouped(a=0.0, b=1.0)
     running = Request("running", [1], RequestParams(client="b"))
-    everyone = [running, *requests.values()]
-    before = [request.history.group for request in everyone]
+    requests_of_both = [running, *requests.values()]
+    before = [request.history.group for request in requests_of_both]
     with pytest.raises(PolicyError):
         queue.change_rule(Fails(), [running])
-    assert [request.history.group for request in everyone] == before
+    assert [request.history.group for request in requests_of_both] == before
     assert set(before) > {"a"}
 
 

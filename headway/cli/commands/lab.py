@@ -133,17 +133,17 @@ def _film(spec: RunSpec, traces: dict[str, Path]) -> Iterator[bytes]:
     return film_of_file(traces[spec.trace]) if spec.trace else FilmedRun(spec).film()
 
 
-def _packed(spec: dict[str, Any]) -> str:
-    """A run as the page's address has it: JSON in base64 for URLs."""
-    return base64.urlsafe_b64encode(json.dumps(spec).encode()).decode().rstrip("=")
-
-
 def _warn(film: Film) -> None:
     """Say why a film is not complete, or is shown from the lines of its trace alone."""
     if error := (film.end or {}).get("error"):
         print(f"warning: {error}", file=sys.stderr)
     elif notice := film.header.get("notice"):
         print(f"warning: shown from the recorded lines alone: {notice}", file=sys.stderr)
+
+
+def _packed(spec: dict[str, Any]) -> str:
+    """A run as the page's address has it: JSON in base64 for URLs."""
+    return base64.urlsafe_b64encode(json.dumps(spec).encode()).decode().rstrip("=")
 
 
 def _serve(app: LabApp, port: int, open_page: bool, link: str = "") -> None:

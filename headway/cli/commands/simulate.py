@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from headway.cli.commands.disaggregate import compare_pools, parse_pools
 from headway.cli.options import common as options
 from headway.cli.view import render
 from headway.config import Config
@@ -37,6 +38,14 @@ Variants = Annotated[
     typer.Option(
         "--variant",
         help="A further scheduler: 'name: preset; slot=value; number=value'. May be repeated.",
+    ),
+]
+
+Disaggregate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="P:D",
+        help="Run P prefill and D decode replicas, and as many colocated ones to compare with.",
     ),
 ]
 
@@ -63,6 +72,7 @@ def simulate_command(
     trace_redact: Annotated[
         bool, typer.Option("--trace-redact", help=options.TRACE_REDACT)
     ] = False,
+    disaggregate: Disaggregate = None,
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
     *,
@@ -75,6 +85,18 @@ def simulate_command(
     """
     chosen = load_profile(profile)
     config = options.make_config(preset, chosen, scheduler.changes())
+    if disaggregate is not None:
+        pools = parse_pools(disaggregate)
+        if trace_out:
+            raise ConfigError(
+                "--trace-out writes one scheduler; it cannot be used with --disaggregate"
+            )
+        requests = selection.load(workload)
+        rejected = compare_pools(
+            requests, config, chosen, pools, async_scheduling=async_scheduling, as_json=json_
+        ).rejected
+        _check_rejected(rejected, requests)
+        return
     requests = selection.load(workload)
     total = sum(request.n for request in requests)
     try:
@@ -97,8 +119,12 @@ def simulate_command(
     summary = summarize(result.metrics, len(result.rejected))
     title = f"{preset} on {chosen.name}"
     render.print_run(title, summary, result.metrics.config, result.rejected, as_json=json_)
-    if len(result.rejected) == len(requests):
-        render.print_error(f"all requests were rejected; the first: {result.rejected[0][1]}")
+    _check_rejected(result.rejected, requests)
+
+
+def _check_rejected(rejected: list[tuple[str, str]], requests: list[WorkloadRequest]) -> None:
+    if len(rejected) == len(requests):
+        render.print_error(f"all requests were rejected; the first: {rejected[0][1]}")
         raise typer.Exit(1)
 
 

@@ -153,14 +153,9 @@ def workload_of(text: str, selection: WorkloadOptions) -> Workload:
     )  # fmt: skip
 
 
-def accuracy(profile: Profile) -> str:
-    """What is known about the accuracy of a profile; every answer of the planner has it."""
-    return profile.description
-
-
 def described(profile: Profile) -> dict[str, str]:
     """The profile in a JSON answer."""
-    return {"profile": profile.name, "accuracy": accuracy(profile)}
+    return {"profile": profile.name, "accuracy": profile.accuracy()}
 
 
 def print_end(drawn: Plot | None, profile: Profile) -> None:
@@ -168,5 +163,5 @@ def print_end(drawn: Plot | None, profile: Profile) -> None:
     console = Console()
     if drawn is not None:
         console.print(f"\n{plots.text(drawn)}", end="", markup=False, highlight=False)
-    sentence = f"\nProfile {profile.name}: {accuracy(profile)}"
+    sentence = f"\nProfile {profile.name}: {profile.accuracy()}"
     console.print(sentence, markup=False, highlight=False)

@@ -93,7 +93,10 @@ def default_space(config: Config) -> Space:
         "preset": list(PRESETS),
         "batching": ["mixed", "swapped_first", "prefill_first"],
         "queue": ["fcfs", "shortest_first"],
-        "chunk": ["split_any", *(f"at_most({n})" for n in (128, 256, 512, 1024, 2048))],
+        "chunk": [
+            "split_any", *(f"at_most({n})" for n in (128, 256, 512, 1024, 2048)),
+            *(f"hold_tbt({seconds})" for seconds in (0.03, 0.1)),
+        ],
         "headroom": [
             "watermark(0.0)", "watermark(0.01)", "watermark(0.05)", "reserve_outputs(0.5)",
             "reserve_outputs(1.0)", "future_peak(learned)", "back_off(watermark(0.01))",
