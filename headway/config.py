@@ -77,7 +77,9 @@ class QueueRule(Protocol):
 
 
 BatchingRule = Callable[[StepActions], None]
-ChunkRule = Callable[[int, int, bool], int]  # (tokens wanted, tokens left, first of its step)
+# (tokens wanted, tokens left, first of its step). A rule may also have a method `most_tokens`, which
+# limits the tokens left by the time of a step; see policies.hold_tbt.
+ChunkRule = Callable[[int, int, bool], int]
 HeadroomRule = Callable[[Request, SchedulerView], int]  # blocks that an admission leaves free
 VictimRule = Callable[[Request, SchedulerView], Any]  # a key; the largest is preempted first
 # True: keep the computed tokens on the host; "discard": drop the output as well.

@@ -53,13 +53,14 @@ from headway.errors import (
     shorten,
 )
 from headway.executor.factory import count_blocks, make_executor
+from headway.executor.gpu.chunk_cost import measured_step
 from headway.executor.gpu.swap_cost import Timed, measured
 from headway.loading import Loaded, LoadOptions, Progress, load
 from headway.observe.trace import TraceWriter
 from headway.request import Pooling, RequestParams
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies import hold_tbt, swap_if_cheaper
 from headway.scheduler.presets import NUMBERS, SLOTS
 from headway.text.tokenizer import Tokenizer
 from headway.unsupported import ONE_DEVICE, unsupported
@@ -142,8 +143,8 @@ class LLM:
         matchers.use(self.tokenizer, self.loaded.eos_ids)
         clock = RealClock()
         self.executor.now = clock.now
-        if self.loaded.is_on_gpu:
-            self.config = with_measured_swap(self.config, self.executor)
+        if self.loaded.is_on_gpu or isinstance(self.config.chunk, hold_tbt):
+            self.config = with_measured_costs(self.config, self.executor)
         async_scheduling = self.loaded.is_on_gpu if async_scheduling is None else async_scheduling
         self.engine = Engine(
             Scheduler(self.config), self.executor, clock, async_scheduling=async_scheduling
@@ -367,11 +368,15 @@ class LLM:
                         on_finish(position, builder.output())
 
 
-def with_measured_swap(config: Config, executor: Timed) -> Config:
-    """The config; a default `swap_if_cheaper` gets the times measured on this device."""
-    if config.swap != swap_if_cheaper() or not config.num_host_blocks:
-        return config
-    return replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
+def with_measured_costs(config: Config, executor: Timed) -> Config:
+    """The config; `swap_if_cheaper` and `hold_tbt` without times get those of this device."""
+    if config.swap == swap_if_cheaper() and config.num_host_blocks:
+        config = replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
+    chunk = config.chunk
+    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
+        costs = measured_step(executor, config, chunk.seconds)
+        config = replace(config, chunk=chunk.with_costs(costs))
+    return config
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:

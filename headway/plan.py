@@ -158,6 +158,7 @@ class StepResult:
     first_tokens: list[int] = field(default_factory=list)  # one token per chunk with is_last
     started: float = 0.0
     ended: float = 0.0
+    swap_in: float = 0.0  # seconds to copy `copies_in` from the host; 0.0 without copies
     extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
     failed: dict[Request, Failure] = field(default_factory=dict)
 

@@ -32,4 +32,5 @@ class VirtualClock:
         return self._now
 
     def advance_to(self, time: float) -> None:
-        self._now = max(self._now, time)
+        if time > self._now:
+            self._now = time

@@ -46,14 +46,22 @@ class SimulatedHandle:
 
 
 class SimulatedExecutor:
-    """Needs `seconds(plan)` to run a plan and `host_seconds` of host time to launch it."""
+    """Needs `seconds(plan)` to run a plan and `host_seconds` of host time to launch it.
+
+    `swap_in(plan)` says how much of the time the copies from the host take.
+    """
 
     def __init__(
-        self, clock: VirtualTime, seconds: Callable[[Plan], float], host_seconds: float = 0.0
+        self,
+        clock: VirtualTime,
+        seconds: Callable[[Plan], float],
+        host_seconds: float = 0.0,
+        swap_in: Callable[[Plan], float] = lambda _: 0.0,
     ) -> None:
         self._clock = clock
         self._seconds = seconds
         self._host_seconds = host_seconds
+        self._swap_in = swap_in
         self._free_at = 0.0
         self._fillers = np.zeros(1, dtype=np.intc)  # by row
         self._column = 0  # index of the next decode step
@@ -61,29 +69,38 @@ class SimulatedExecutor:
         self._end_of: dict[Request, int] = {}
 
     def launch(self, plan: Plan) -> SimulatedHandle:
-        self._clock.advance_to(self._clock.now() + self._host_seconds)
-        started = max(self._clock.now(), self._free_at)
+        launched = self._clock.now() + self._host_seconds
+        self._clock.advance_to(launched)
+        started = max(launched, self._free_at)
         self._free_at = started + self._seconds(plan)
         num_columns = plan.num_steps if plan.decodes else 0
         columns: list[Column] = [self._sample_decodes(plan) for _ in range(num_columns)]
-        first_tokens = [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
-        return SimulatedHandle(
-            self._clock, StepResult(columns, first_tokens, started, self._free_at)
+        first_tokens = (
+            [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
+            if plan.chunks
+            else []
         )
+        swap_in = self._swap_in(plan) if plan.copies_in else 0.0
+        result = StepResult(columns, first_tokens, started, self._free_at, swap_in)
+        return SimulatedHandle(self._clock, result)
 
     def _sample_decodes(self, plan: Plan) -> npt.NDArray[np.intc]:
         column = self._fillers[plan.rows]
         for request in plan.deferred:
             if request in self._end_of:
                 self._end_in(self._end_of[request] + 1, request)
-        now = self._column  # a deferred request is also listed under a later step
-        ending = [r for r in self._ends.pop(now, ()) if self._end_of.get(r) == now]
+        now = self._column
+        self._column += 1
+        listed = self._ends.pop(now, None)
+        if not listed:
+            return column
+        # A deferred request is also listed under a later step.
+        ending = [r for r in listed if self._end_of.get(r) == now]
         places = {request: place for place, request in enumerate(plan.decodes)} if ending else {}
         for request in ending:
             self._end_of.pop(request, None)  # a request may be listed twice
             if not request.is_finished and request in places:
                 column[places[request]] = _script(request).end
-        self._column += 1
         return column
 
     def _sample_first(self, request: Request, num_known: int) -> int:

@@ -79,10 +79,10 @@ class KVCache:
 
     def append_blocks(self, requests: list[Request]) -> list[tuple[Request, int]]:
         """Give each request one more block; the caller has checked that they are free."""
-        blocks = self.pool.take(len(requests))
-        for request, block in zip(requests, blocks, strict=True):
+        added = list(zip(requests, self.pool.take(len(requests)), strict=True))
+        for request, block in added:
             request.kv.blocks.append(block)
-        return list(zip(requests, blocks, strict=True))
+        return added
 
     def publish(self, request: Request, start: int, end: int) -> None:
         """Make blocks [start, end) of a request matchable; they are full once the plan has run."""
@@ -95,10 +95,22 @@ class KVCache:
         num_known = min(request.num_computed, request.num_known) // self.block_size
         if num_known > len(kv.keys):
             extend_keys(kv.keys, request, self.block_size)
-        self.publish(request, 0, num_known)
-        for block in reversed(kv.blocks):  # tail first, so that a prefix outlives its tail
-            self.pool.drop(block)
+        key_of, first = self.pool.index.key_of, num_known
+        while first and key_of[kv.blocks[first - 1]] is None:  # blocks are published in order
+            first -= 1
+        self.publish(request, first, num_known)
+        self.pool.drop(reversed(kv.blocks))  # tail first, so that a prefix outlives its tail
         kv.blocks.clear()
+
+    def import_prefix(self, request: Request) -> None:
+        """Cache the full blocks of a prompt that was computed elsewhere, as far as blocks are free."""
+        extend_keys(request.kv.keys, request, self.block_size)
+        keys, index = request.kv.keys, self.pool.index
+        blocks = [index.block_of[key] for key in keys[: index.match(keys)]]
+        self.pool.share(blocks)  # so that none of them is evicted for the others
+        new = self.pool.take(min(len(keys) - len(blocks), self.pool.num_free))
+        index.add(new, keys[len(blocks) : len(blocks) + len(new)])
+        self.pool.drop(reversed(blocks + new))
 
     def trim_keys(self, request: Request) -> None:
         """Forget the keys of blocks beyond the known tokens."""
@@ -130,9 +142,9 @@ class KVCache:
 
     def free_host_blocks(self) -> None:
         """Free host blocks that are marked for release; called when the plan has been built."""
-        for block in self._leaving_host:
-            self.host.drop(block)
-        self._leaving_host.clear()
+        if self._leaving_host:
+            self.host.drop(self._leaving_host)
+            self._leaving_host.clear()
 
     def blocks_of(self, request: Request) -> list[int]:
         """Blocks that a running request holds, or that a waiting one finds in the cache."""

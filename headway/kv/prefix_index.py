@@ -43,16 +43,21 @@ class PrefixIndex:
                 if first_with(key, block) != block:
                     self._duplicates.setdefault(key, []).append(block)
 
-    def forget(self, block: int) -> None:
-        """Remove a block whose content is about to change; a duplicate takes over its key."""
-        key = self.key_of[block]
-        if key is None:
-            return
-        self.key_of[block] = None
-        duplicates = self._duplicates.get(key)
-        if duplicates is None:
-            del self.block_of[key]
-            return
+    def forget(self, blocks: list[int]) -> None:
+        """Remove blocks whose content is about to change; a duplicate takes over its key."""
+        key_of, block_of, duplicates = self.key_of, self.block_of, self._duplicates
+        for block in blocks:
+            key = key_of[block]
+            key_of[block] = None
+            if key is None:
+                continue
+            if key in duplicates:
+                self._forget_duplicate(key, block)
+            else:
+                del block_of[key]
+
+    def _forget_duplicate(self, key: bytes, block: int) -> None:
+        duplicates = self._duplicates[key]
         if self.block_of[key] == block:
             self.block_of[key] = duplicates.pop()
         else:

@@ -1,9 +1,8 @@
 """The cost of a step: a roofline model of one language model on one machine.
 
-A forward pass takes a fixed time, plus the longer of reading the weights and the matrix products,
-plus the longer of reading keys and values and the attention products. If a machine does not overlap
-reading and computing completely, a part of the shorter time is added. Knows lengths and blocks, not
-tokens. Scheduling is `host_seconds`, which async scheduling hides; it is not part of a step's time.
+The formula is in headway/step_cost.py; a profile gives it the work of a model and the speed of a
+machine. Knows lengths and blocks, not tokens. Scheduling is `host_seconds`, which async scheduling
+hides; it is not part of a step's time.
 
 A profile is a JSON file in profiles/ or anywhere else, with exactly the fields of `Profile`, `Model`
 and `Machine` below: {"name": ..., "description": ..., "kv_tokens": ..., "model": {...},
@@ -13,18 +12,31 @@ and `Machine` below: {"name": ..., "description": ..., "kv_tokens": ..., "model"
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from headway.checks import number, text, whole_number
+from headway.checks import number, one_of, text, whole_number
 from headway.errors import ConfigError, FormatError
 from headway.plan import Plan
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies import hold_tbt, swap_if_cheaper
+from headway.step_cost import UnitCosts, work_of
 
 FOLDER = Path(__file__).parent / "profiles"
 T = TypeVar("T")
+# Where the numbers of a profile come from, and the error to expect without a held-out run.
+SOURCES = {
+    "measured": "Calibrated on measurements of this machine, without a held-out run.",
+    "data_sheet": "From data sheets, never measured on this machine: expect errors of 3 to 17%, as "
+    "where such profiles were checked.",
+    "carried": "Carried over from another card, never measured on this one: expect errors of up to "
+    "40%.",
+    "": "Of unknown origin: expect errors of up to 40%, or measure with `headway profile`.",
+}
+# Relative errors on a run that the profile was not fitted to: of a step (median, p90), of the sum
+# of all steps, of the simulated duration and of the simulated median time to first token.
+HELD_OUT = ("median", "p90", "total", "simulated", "ttft")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +49,8 @@ class Model:
     attention_flops: float  # per query token and token that it attends to, all layers
     head_flops: float  # per sampled token
     max_model_len: int  # prompt and output together
+    all_reduces: int = 0  # per forward pass of a tensor-parallel group: two for each layer
+    all_reduce_bytes: float = 0.0  # per token and all-reduce: one hidden state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +67,9 @@ class Machine:
     copy_bandwidth: float  # between device and host, one way, bytes per second
     copy_seconds: float  # per batch of copies in one direction
     overlap: float = 1.0  # of reading and computing: 1 hides the shorter completely, 0 adds it
-
-
-class UnitCosts(NamedTuple):
-    """Seconds per unit of work, derived from a profile once because every step needs them."""
-
-    weights: float  # reading all weights
-    token: float
-    sample: float
-    read: float  # keys and values of one token
-    pair: float  # one query token and one token that it attends to
-    fixed: float
-    min_attention: float
-    overlap: float
+    num_devices: int = 1  # of a tensor-parallel group; the rates above are those of the group
+    link_bandwidth: float = 0.0  # to other devices, per device and direction; 0: no link
+    link_seconds: float = 0.0  # per all-reduce or transfer over the link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +81,23 @@ class Profile:
     kv_tokens: int  # capacity of the KV cache next to the weights
     model: Model
     machine: Machine
+    source: str = ""  # one of SOURCES; "": not recorded
+    held_out: dict[str, float] = field(default_factory=dict, hash=False)  # see HELD_OUT
+
+    def accuracy(self) -> str:
+        """One sentence: how far from the machine the times of this profile may be."""
+        error = self.held_out
+        if not error:
+            return SOURCES[self.source]
+        parts = {
+            "steps {:.1%} (median)": error.get("median"),
+            "steps {:.1%} (p90)": error.get("p90"),
+            "sum of all steps {:+.1%}": error.get("total"),
+            "simulated duration {:+.1%}": error.get("simulated"),
+            "simulated time to first token (p50) {:+.1%}": error.get("ttft"),
+        }
+        listed = ", ".join(text.format(value) for text, value in parts.items() if value is not None)
+        return f"Measured on this machine; error on a held-out run: {listed}."
 
     @cached_property
     def unit_costs(self) -> UnitCosts:
@@ -89,41 +110,38 @@ class Profile:
             sample=model.head_flops / flops,
             read=model.kv_bytes / bandwidth,
             pair=model.attention_flops / flops,
-            fixed=machine.fixed_seconds,
+            fixed=machine.fixed_seconds + model.all_reduces * machine.link_seconds,
             min_attention=machine.attention_seconds,
             overlap=machine.overlap,
+            exchange=self._exchange_seconds(),
         )
+
+    def _exchange_seconds(self) -> float:
+        """Time of one token in all all-reduces: each device sends 2 (n - 1) / n of the data."""
+        model, machine = self.model, self.machine
+        if not machine.link_bandwidth:
+            return 0.0
+        share = 2 * (machine.num_devices - 1) / machine.num_devices
+        return model.all_reduces * model.all_reduce_bytes * share / machine.link_bandwidth
 
     def step_seconds(self, plan: Plan, block_size: int = 16) -> float:
         """Device time of a plan; 0 for a plan without work."""
         seconds = 0.0
-        for copies in (plan.copies_out, plan.copies_in):
-            if copies:
+        if plan.copies_out or plan.copies_in:
+            for copies in filter(None, (plan.copies_out, plan.copies_in)):
                 seconds += self.copy_seconds(len(copies) * block_size)
         num_rows, context = len(plan.decodes), plan.decode_context
-        tokens, samples, reads, pairs = num_rows, num_rows, context, float(context)
-        for _, start, end, _, is_last in plan.chunks:
-            count = end - start
-            tokens += count
-            samples += is_last
-            reads += end  # a later chunk reads the tokens of the earlier ones again
-            pairs += count * (start + (count + 1) / 2)
-        if tokens:
-            seconds += self.pass_seconds(tokens, samples, reads, pairs)
-        for _ in range(1, plan.num_steps if num_rows else 1):
-            context += num_rows
-            seconds += self.pass_seconds(num_rows, num_rows, context, context)
+        if num_rows or plan.chunks:
+            seconds += self.unit_costs.seconds(*work_of(plan))
+        if plan.num_steps > 1 and num_rows:
+            for _ in range(1, plan.num_steps):
+                context += num_rows
+                seconds += self.pass_seconds(num_rows, num_rows, context, context)
         return seconds
 
     def pass_seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
         """Time of a forward pass: tokens computed, sampled and read, and attended pairs."""
-        weights, token, sample, read, pair, fixed, min_attention, overlap = self.unit_costs
-        dense, reading, computing = tokens * token + samples * sample, reads * read, pairs * pair
-        linear, attention = max(dense, weights), max(reading, computing)
-        if overlap < 1:
-            linear += (1 - overlap) * min(dense, weights)
-            attention += (1 - overlap) * min(reading, computing)
-        return fixed + linear + max(attention, min_attention)
+        return self.unit_costs.seconds(tokens, samples, reads, pairs)
 
     def prefill_seconds(self, num_tokens: int) -> float:
         """Time to compute a whole prompt in a step of its own."""
@@ -134,6 +152,13 @@ class Profile:
         machine = self.machine
         return machine.copy_seconds + num_tokens * self.model.kv_bytes / machine.copy_bandwidth
 
+    def transfer_seconds(self, num_tokens: int) -> float:
+        """Time to send keys and values to another replica: over the link, or else through hosts."""
+        machine, num_bytes = self.machine, num_tokens * self.model.kv_bytes
+        if not machine.link_bandwidth:
+            return 2 * self.copy_seconds(num_tokens)
+        return machine.link_seconds + num_bytes / (machine.link_bandwidth * machine.num_devices)
+
     def swap_if_cheaper(self) -> swap_if_cheaper:
         """The swap rule with this profile's times.
 
@@ -142,10 +167,15 @@ class Profile:
         """
         return swap_if_cheaper(
             copy=self.model.kv_bytes / self.machine.copy_bandwidth,
-            compute=self.unit_costs.token,
+            compute=self.unit_costs.token + self.unit_costs.exchange,
             start=self.machine.copy_seconds,
             pair=self.unit_costs.pair,
         )
+
+    def hold_tbt(self, rule: hold_tbt) -> hold_tbt:
+        """The chunk rule with this profile's times; scheduling between steps counts as fixed time."""
+        fixed = self.unit_costs.fixed + self.machine.host_seconds
+        return rule.with_costs(self.unit_costs._replace(fixed=fixed))
 
     def num_blocks(self, block_size: int) -> int:
         """Blocks that fit next to the weights."""
@@ -170,7 +200,22 @@ def load_profile(name_or_path: str | Path) -> Profile:
 
 def save_profile(profile: Profile, path: str | Path) -> None:
     """Write a profile in the format of `load_profile`."""
-    Path(path).write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
+    Path(path).write_text(json.dumps(as_json(profile), indent=2) + "\n", encoding="utf-8")
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """The fields of a profile file; optional fields that keep their default are left out."""
+    return _without_defaults(profile)
+
+
+def _without_defaults(part: Any) -> dict[str, Any]:
+    values = {}
+    for each in fields(part):
+        value = getattr(part, each.name)
+        default = each.default_factory() if each.default_factory is not MISSING else each.default
+        if default is MISSING or value != default:
+            values[each.name] = _without_defaults(value) if is_dataclass(value) else value
+    return values
 
 
 def _read(path: Path) -> Profile:
@@ -195,9 +240,10 @@ def _filled(kind: type[T], values: Any, where: str) -> T:
         raise ValueError(f"{where.rstrip('.') or 'a profile'} must be a JSON object")
     known = fields(kind)  # type: ignore[arg-type]
     names = [f.name for f in known]
-    for field in known:
-        if field.name not in values and field.default is MISSING:
-            raise ValueError(f"missing field {where}{field.name}")
+    for each in known:
+        is_required = each.default is MISSING and each.default_factory is MISSING
+        if each.name not in values and is_required:
+            raise ValueError(f"missing field {where}{each.name}")
     for name in values:
         if name not in names:
             raise ValueError(f"unknown field {where}{name}; known: {', '.join(names)}")
@@ -211,13 +257,29 @@ def _value(name: str, value: Any, where: str) -> Any:
     shown = where + name
     if name in ("name", "description"):
         return text(shown, value)
-    if name in ("kv_tokens", "max_model_len"):
-        return whole_number(shown, value, 1)
-    if name.endswith("_seconds") or name in ("head_flops", "overlap"):
+    if name == "source":
+        return value and one_of(shown, value, [each for each in SOURCES if each])
+    if name == "held_out":
+        return _held_out(value)
+    if name in ("kv_tokens", "max_model_len", "num_devices", "all_reduces"):
+        return whole_number(shown, value, 0 if name == "all_reduces" else 1)
+    if name.endswith("_seconds") or name in OPTIONAL_RATES:
         number(shown, value, low=0, high=1 if name == "overlap" else None)
     else:
         number(shown, value, above=0, high=1 if name.endswith("_share") else None)
     return value
 
 
+def _held_out(values: Any) -> dict[str, float]:
+    """The errors of a held-out run, each a number by its name."""
+    is_object = isinstance(values, dict)
+    if not is_object:
+        raise ValueError("held_out must be a JSON object")
+    for name, value in values.items():
+        number(f"held_out.{one_of('an error of held_out', name, HELD_OUT)}", value, low=-1)
+    return dict(values)
+
+
+# Fields that may be 0 although they do not end in _seconds.
+OPTIONAL_RATES = ("head_flops", "overlap", "link_bandwidth", "all_reduce_bytes")
 PARTS: dict[str, type[Any]] = {"model": Model, "machine": Machine}

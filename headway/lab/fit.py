@@ -17,8 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from headway.errors import ConfigError
-from headway.lab.cost import Machine, Model, Profile, UnitCosts
+from headway.lab.cost import Machine, Model, Profile
 from headway.observe.trace import Line
+from headway.step_cost import UnitCosts
 
 Numbers = npt.NDArray[np.float64]
 Loss = Callable[[Numbers], float]
@@ -122,7 +123,7 @@ def predict(costs: UnitCosts, seen: Observations) -> Numbers:
     linear = np.maximum(dense, costs.weights) + exposed * np.minimum(dense, costs.weights)
     attention = np.maximum(read, pair) + exposed * np.minimum(read, pair)
     seconds = costs.fixed + linear + np.maximum(attention, costs.min_attention)
-    return _sums(seen, seconds)
+    return _sums(seen, seconds + tokens * costs.exchange)
 
 
 def _sums(seen: Observations, of_passes: Numbers) -> Numbers:

@@ -21,9 +21,10 @@ from headway.observe.run_stats import RunStats
 from headway.observe.trace import TraceWriter, header
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
-from headway.scheduler.policies import swap_if_cheaper
+from headway.scheduler.policies import hold_tbt, swap_if_cheaper
 
 Progress = Callable[[int], None]  # called with the number of requests that have just ended
+Stop = Callable[[RunStats], bool]
 
 
 @dataclass(slots=True)
@@ -32,6 +33,32 @@ class SimulationResult:
 
     metrics: RunStats
     rejected: list[tuple[str, str]] = field(default_factory=list)  # id and reason
+
+
+class SimulatedEngine:
+    """An engine over a simulated executor, with a clock of its own, and the metrics of its run."""
+
+    def __init__(
+        self,
+        config: Config,
+        profile: Profile,
+        async_scheduling: bool = False,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self.config, self.clock, size = config, VirtualClock(), config.block_size
+        self.metrics = RunStats(header(config, async_scheduling))
+        self.engine = Engine(
+            Scheduler(config),
+            SimulatedExecutor(
+                self.clock,
+                lambda plan: profile.step_seconds(plan, size),
+                profile.machine.host_seconds,
+                lambda plan: profile.copy_seconds(len(plan.copies_in) * size),
+            ),
+            self.clock,
+            async_scheduling=async_scheduling,
+            observers=(*observers, self.metrics),
+        )
 
 
 def simulate(
@@ -45,37 +72,33 @@ def simulate(
     trace_blocks: bool = False,
     trace_redact: bool = False,
     progress: Progress | None = None,
+    stop: Stop | None = None,
 ) -> SimulationResult:
-    """Run all requests. A request that can never run is rejected; the others continue."""
+    """Run all requests. A request that can never run is rejected; the others continue.
+
+    `stop` is asked after every step; if it returns True, the run ends there.
+    """
     config = with_profile(config, profile)
-    clock, size = VirtualClock(), config.block_size
-    executor = SimulatedExecutor(
-        clock, lambda plan: profile.step_seconds(plan, size), profile.machine.host_seconds
-    )
-    result = SimulationResult(RunStats(header(config, async_scheduling)))
-    writer = None
+    simulated = SimulatedEngine(config, profile, async_scheduling, observers)
+    engine, result = simulated.engine, SimulationResult(simulated.metrics)
     if trace:
         writer = TraceWriter(
             trace, config, async_scheduling, has_blocks=trace_blocks, redact=trace_redact,
             profile=profile.name,
         )  # fmt: skip
+        engine.observers.append(writer)
+    if progress:
+        engine.observers.append(_report_ends(progress))
+    _run(engine, simulated.clock, iter(requests), result, progress, stop)
+    return result
 
+
+def _report_ends(progress: Progress) -> Observer:
     def observe(report: StepReport) -> None:
-        result.metrics(report)
-        if writer:
-            writer(report)
-        if progress and report.finished:
+        if report.finished:
             progress(len(report.finished))
 
-    engine = Engine(
-        Scheduler(config),
-        executor,
-        clock,
-        async_scheduling=async_scheduling,
-        observers=(*observers, observe),
-    )
-    _run(engine, clock, iter(requests), result, progress)
-    return result
+    return observe
 
 
 def _run(
@@ -84,10 +107,11 @@ def _run(
     requests: Iterator[WorkloadRequest],
     result: SimulationResult,
     progress: Progress | None = None,
+    stop: Stop | None = None,
 ) -> None:
     """Step the engine until every request has arrived and ended; skip idle time."""
     coming = next(requests, None)
-    while coming is not None or engine.has_work:
+    while True:
         while coming is not None and coming.arrival <= clock.now():
             try:
                 engine.add(coming.id, coming.prompt(), coming.params(), coming.arrival)
@@ -102,12 +126,20 @@ def _run(
             engine.step()
             if engine.fault:  # only a user's policy can fail here
                 raise ConfigError(f"the simulation failed: {engine.fault}")
+            if stop and stop(result.metrics):
+                return
         elif coming is not None:
             clock.advance_to(coming.arrival)
+        else:
+            return
 
 
 def with_profile(config: Config, profile: Profile) -> Config:
-    """The config with the model's length limit and the times that `swap_if_cheaper` compares."""
+    """The config with the model's length limit and the times for `swap_if_cheaper` and `hold_tbt`."""
     length = min(config.max_model_len, profile.model.max_model_len)
-    swap = profile.swap_if_cheaper() if config.swap == swap_if_cheaper() else config.swap
-    return replace(config, max_model_len=length, swap=swap)
+    swap, chunk = config.swap, config.chunk
+    if swap == swap_if_cheaper():
+        swap = profile.swap_if_cheaper()
+    if isinstance(chunk, hold_tbt) and chunk.has_default_costs:
+        chunk = profile.hold_tbt(chunk)
+    return replace(config, max_model_len=length, swap=swap, chunk=chunk)

@@ -1,6 +1,7 @@
 """The summary of a run: one dictionary for JSON, the tables and the doctor.
 
-Times are seconds; `per_step` values are means over steps. Besides throughput and latencies it has
+Times are seconds; a latency has mean, p50, p90, p99, p99.9 and max. `per_step` values are means over
+steps. Besides throughput and latencies it has
 the recompute tax, the use of running requests and tokens per step, and the reasons for waiting.
 """
 
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from headway.observe.run_stats import PERCENTILES, RunStats, percentiles
+from headway.observe.run_stats import RunStats, by_prompt_length, percentiles
 from headway.observe.timeline import RequestTimeline
 
 Summary = dict[str, Any]
@@ -21,7 +22,10 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
     """All values that a report shows."""
     totals, requests = metrics.totals, metrics.requests
     ended = [request for request in requests if request.finish_reason in ("stop", "length")]
-    seconds = metrics.ended_at - min((request.arrival for request in requests), default=0.0)
+    started = metrics.started_at
+    if started is None:
+        started = min((request.arrival for request in requests), default=0.0)
+    seconds = metrics.ended_at - started
     preemptions = totals["swaps"] + totals["recomputes"]
     return {
         "requests": len(requests) + rejected,
@@ -38,8 +42,14 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "output_tokens_per_second": _ratio(totals["output_tokens"], seconds),
         "prompt_tokens": totals["prompt_tokens"],
         "ttft": percentiles(x.first_token - x.arrival for x in requests if x.first_token >= 0),
-        "time_between_tokens": {"mean": metrics.mean_gap()}
-        | {f"p{p}": metrics.gap_percentile(p) for p in PERCENTILES},
+        "ttft_by_prompt": [
+            {"from": shortest, "to": end, "requests": len(times), **percentiles(times)}
+            for shortest, end, times in by_prompt_length(
+                (x.num_prompt, x.first_token - x.arrival) for x in requests if x.first_token >= 0
+            )
+        ],
+        "time_between_tokens": metrics.gaps(),
+        "longest_stall": percentiles(metrics.longest_stalls()),
         "end_to_end": percentiles(x.finished - x.arrival for x in ended),
         "queue_time": percentiles(x.admitted - x.arrival for x in requests if x.admitted >= 0),
         "steps": len(metrics.steps["running"]),
@@ -51,6 +61,7 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "recomputed_tokens": totals["recomputed_tokens"],
         "recompute_tax": _ratio(totals["recomputed_tokens"], totals["computed_tokens"]),
         "swapped_blocks": {"out": totals["blocks_out"], "in": totals["blocks_in"]},
+        "swap_in": percentiles(metrics.swap_ins),
         "cache_hit_ratio": _ratio(totals["cached_tokens"], totals["prompt_tokens"]),
         "waiting_steps_by_reason": dict(metrics.reasons.most_common()),
         "clients": len({request.client for request in requests}),

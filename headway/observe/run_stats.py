@@ -6,8 +6,8 @@ Memory grows by a few numbers for each request and each step.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,86 +18,142 @@ from headway.observe.trace import Line
 from headway.observe.trace_reader import TraceReader
 from headway.plan import StepReport
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 99, 99.9)
+STATISTICS = ("mean", *(f"p{p:g}" for p in PERCENTILES), "max")  # keys of a latency
+FIRST_BOUND, FACTOR = 256, 4  # of the classes of prompt length: 0-255, 256-1023, 1024-4095, ...
 PER_STEP = ("running", "waiting", "free", "tokens", "prefill", "decodes", "seconds")
 
 
 class RunStats:
-    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`."""
+    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`.
 
-    def __init__(self, header: Line) -> None:
+    `count` adds steps that a timeline outside has followed. `started` is the time at which a part
+    of a run begins.
+    """
+
+    def __init__(self, header: Line, started: float | None = None) -> None:
         self.config: dict[str, Any] = header["config"]
+        self.started_at = started  # None: the first arrival
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
         self.requests: list[RequestTimeline] = []  # in the order of arrival
+        self.streams: list[RequestTimeline] | None = None  # whose stalls count; None: requests
         self.steps: dict[str, array[float]] = {name: array("d") for name in PER_STEP}
+        self.swap_ins = array("d")  # seconds of each step that copied blocks from the host
         self.ended_at = 0.0
-        self._timeline = Timeline[Any]()
+        self._timeline = Timeline[Any](started or 0.0)
         self._reader = TraceReader()
         self._gaps, self._gap_counts = array("d"), array("d")
 
     def __call__(self, report: StepReport) -> None:
-        self._count(record_of(report))
+        self._follow(record_of(report))
 
     def add(self, line: Line) -> None:
         """Count one line of a trace, which is not its header."""
-        self._count(self._reader.read(line))
+        self._follow(self._reader.read(line))
 
-    def _count(self, record: StepRecord[Any]) -> None:
-        stats, totals = self._timeline.follow(record), self.totals
-        self.requests += [times for _, times in record.added]
+    def merge(self, other: RunStats) -> None:
+        """Add another part of the same run: later steps, or those of another replica."""
+        other._timeline.update_stalls()
+        self.totals.update(other.totals)
+        self.reasons.update(other.reasons)
+        self.requests += other.requests
+        for name, column in other.steps.items():
+            self.steps[name].extend(column)
+        self.swap_ins.extend(other.swap_ins)
+        self.ended_at = max(self.ended_at, other.ended_at)
+        self._gaps.extend(other._gaps)
+        self._gap_counts.extend(other._gap_counts)
+
+    def add_gap(self, seconds: float) -> None:
+        """Add one time between tokens that no step has."""
+        self._gaps.append(seconds)
+        self._gap_counts.append(1)
+
+    def _follow(self, record: StepRecord[Any]) -> None:
+        self.count(record, self._timeline.follow(record))
+
+    def count(self, record: StepRecord[Any], stats: StepStats[Any]) -> None:
+        """Count a step and what it changed."""
+        totals = self.totals
+        for _, times in record.added:
+            self.requests.append(times)
         for _, is_swap, is_priority in record.preempted:
             totals["swaps" if is_swap else "recomputes"] += 1
             totals["priority_preemptions"] += is_priority
-        totals["prompt_tokens"] += stats.num_admitted
-        totals["cached_tokens"] += stats.num_hit
+        if stats.num_admitted:
+            totals["prompt_tokens"] += stats.num_admitted
+            totals["cached_tokens"] += stats.num_hit
         if record.step >= 0:
             self._count_step(record, stats.num_computed)
         for seconds, count in stats.gaps:
             self._gaps.append(seconds)
             self._gap_counts.append(count)
-        self._count_finished(stats)
+        if stats.finished:
+            self._count_finished(stats)
 
     def _count_step(self, record: StepRecord[Any], num_computed: int) -> None:
-        prefill = record.num_prefill
+        prefill, totals = record.num_prefill, self.totals
         values = (
             record.num_running, record.num_waiting, record.num_free, prefill + record.num_decodes,
             prefill, num_computed - prefill, record.ended - record.started,
         )  # fmt: skip
-        for name, value in zip(PER_STEP, values, strict=True):
-            self.steps[name].append(value)
-        self.totals["computed_tokens"] += num_computed
-        self.totals["blocks_out"] += record.copies[0]
-        self.totals["blocks_in"] += record.copies[1]
-        self.ended_at = max(self.ended_at, record.ended)
-        self.reasons.update(record.reasons)
+        for column, value in zip(self.steps.values(), values, strict=True):
+            column.append(value)
+        totals["computed_tokens"] += num_computed
+        if any(record.copies):
+            totals["blocks_out"] += record.copies[0]
+            totals["blocks_in"] += record.copies[1]
+        if record.swap_in:
+            self.swap_ins.append(record.swap_in)
+        if record.ended > self.ended_at:
+            self.ended_at = record.ended
+        for reason in record.reasons:
+            self.reasons[reason] += 1
 
     def _count_finished(self, stats: StepStats[Any]) -> None:
         for _, times in stats.finished:
             self.totals["recomputed_tokens"] += times.num_recomputed
             self.totals["output_tokens"] += times.num_output
             self.totals[f"finished_{times.finish_reason}"] += 1
+            times.phases.clear()  # only spans and Perfetto files use them
 
-    def gap_percentile(self, percent: float) -> float:
-        """A percentile of the times between tokens; 0 without any."""
+    def gaps(self) -> dict[str, float]:
+        """Mean, percentiles and maximum of the times between tokens; zeros without any."""
         gaps, counts = np.asarray(self._gaps), np.asarray(self._gap_counts)
         if not len(gaps):
-            return 0.0
+            return dict.fromkeys(STATISTICS, 0.0)
         order = np.argsort(gaps)
-        reached = np.cumsum(counts[order]) >= percent / 100 * counts.sum()
-        return float(gaps[order][int(np.argmax(reached))])
+        reached, total = np.cumsum(counts[order]), counts.sum()
+        marks = [float(gaps[order][np.argmax(reached >= p / 100 * total)]) for p in PERCENTILES]
+        values = (float(np.average(gaps, weights=counts)), *marks, float(gaps.max()))
+        return dict(zip(STATISTICS, values, strict=True))
 
-    def mean_gap(self) -> float:
-        """The mean time between tokens; 0 without any."""
-        return float(np.average(self._gaps, weights=self._gap_counts)) if self._gaps else 0.0
+    def longest_stalls(self) -> list[float]:
+        """The largest time between tokens of each request that has two tokens."""
+        self._timeline.update_stalls()
+        streams = self.requests if self.streams is None else self.streams
+        return [x.longest_stall for x in streams if x.num_output > 1 or x.longest_stall]
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
-    """Mean and percentiles of values; zeros without any."""
+    """Mean, percentiles and maximum of values; zeros without any."""
     array_: npt.NDArray[np.float64] = np.fromiter(values, dtype=np.float64)
     if not len(array_):
-        return {"mean": 0.0, **{f"p{p}": 0.0 for p in PERCENTILES}}
-    marks = np.percentile(array_, PERCENTILES)
-    return {"mean": float(array_.mean())} | {
-        f"p{p}": float(mark) for p, mark in zip(PERCENTILES, marks, strict=True)
-    }
+        return dict.fromkeys(STATISTICS, 0.0)
+    marks = (array_.mean(), *np.percentile(array_, PERCENTILES), array_.max())
+    return dict(zip(STATISTICS, map(float, marks), strict=True))
+
+
+def by_prompt_length(
+    values: Iterable[tuple[int, float]],
+) -> Iterator[tuple[int, int, list[float]]]:
+    """Values by class of prompt length [from, to), shortest first; classes without any are left out."""
+    classes: dict[int, list[float]] = defaultdict(list)
+    for num_prompt, value in values:
+        bound = FIRST_BOUND
+        while num_prompt >= bound:
+            bound *= FACTOR
+        classes[bound].append(value)
+    for bound, found in sorted(classes.items()):
+        yield bound // FACTOR if bound > FIRST_BOUND else 0, bound, found

@@ -5,7 +5,8 @@ live engine provides them with `record_of`, a trace file with `TraceReader`. Pro
 live page, spans, run summaries and Perfetto files all use its results.
 
 Requests that were part of the previous decode step share one time between tokens. The cost of a
-steady decode step therefore does not depend on the number of requests.
+steady decode step therefore does not depend on the number of requests. A request's longest stall is
+found when it leaves the batch (see shared_gaps.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from headway.observe.shared_gaps import SharedGaps
 from headway.observe.trace import dropped
 from headway.plan import Plan, StepReport
 from headway.request import Request
@@ -47,6 +49,7 @@ class RequestTimeline:
     finish_reason: str = ""
     num_output: int = 0  # set when the request finishes
     num_recomputed: int = 0
+    longest_stall: float = 0.0  # its largest time between two tokens; see Timeline.update_stalls
     phases: list[Phase] = field(default_factory=list)
 
     def enter(self, phase: str, start: float) -> None:
@@ -54,8 +57,7 @@ class RequestTimeline:
         self.phases.append(Phase(phase, max(start, self.phases[-1].start)))
 
 
-@dataclass(slots=True, kw_only=True)
-class StepRecord(Generic[Key]):
+class StepRecord(NamedTuple, Generic[Key]):
     """One completed step: the form that a step report and a trace line have in common."""
 
     step: int  # -1: events that no step reports
@@ -70,6 +72,7 @@ class StepRecord(Generic[Key]):
     num_steps: int  # decode steps of this plan
     dropped: tuple[int, int]  # decodes that kept no token, sampled tokens that were not kept
     copies: tuple[int, int]  # blocks copied to the host, blocks copied from the host
+    swap_in: float  # seconds to copy blocks from the host
     reasons: Iterable[str]  # why requests waited
     added: Sequence[tuple[Key, RequestTimeline]]
     aborted: Sequence[Key]  # before or during the step
@@ -86,6 +89,7 @@ class StepStats(Generic[Key]):
 
     now: float  # the end of the step
     num_computed: int = 0  # tokens of the forward passes
+    num_prefill: int = 0  # those of them that chunks computed
     num_prompt: int = 0  # tokens of prompts whose computation ended
     num_output: int = 0  # tokens generated; embeddings give none
     num_recomputed: int = 0
@@ -102,17 +106,19 @@ class StepStats(Generic[Key]):
 class Timeline(Generic[Key]):
     """Follows a run. Keeps the times of each open request and forgets them when it finishes."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: float = 0.0) -> None:
         self.open: dict[Key, RequestTimeline] = {}
-        self._last_decode = 0.0
+        self._last_decode = started
         # The latest token of decoding requests that were not part of the latest decode step.
         self._last_token: dict[Key, float] = {}
         self._preempted: dict[Key, float] = {}  # the latest token before the preemption
+        self._shared = SharedGaps[Key]()  # of the requests of the latest decode step
 
     def follow(self, record: StepRecord[Key]) -> StepStats[Key]:
         """Apply one step. Every step must be given, in order."""
+        num_prefill = record.num_prefill
         stats: StepStats[Key] = StepStats(
-            record.ended, record.num_prefill + record.num_decodes * record.num_steps
+            record.ended, num_prefill + record.num_decodes * record.num_steps, num_prefill
         )
         for key, times in record.added:
             times.phases.append(Phase("queued", times.arrival))
@@ -121,6 +127,7 @@ class Timeline(Generic[Key]):
             self._preempt(key, "swapped" if is_swap else "preempted", record.planned)
         for key in record.aborted:  # an aborted request takes no token of this step
             self._last_token.pop(key, None)
+            self._leave(key)
         for key, num_cached, is_resume in record.admitted:
             self._admit(key, num_cached, is_resume, record.planned, stats)
         if record.num_decodes:
@@ -131,11 +138,26 @@ class Timeline(Generic[Key]):
             self._finish(key, reason, num_output, num_recomputed, stats)
         return stats
 
+    def update_stalls(self) -> None:
+        """Bring `longest_stall` of open requests up to date; it is final when a request finishes."""
+        for key in self._shared.keys:
+            self._stall(key, self._shared.longest(key))
+
+    def _stall(self, key: Key, seconds: float) -> None:
+        times = self.open.get(key)
+        if times is not None and seconds > times.longest_stall:
+            times.longest_stall = seconds
+
+    def _leave(self, key: Key) -> None:
+        """The request does not have the gap of the next decode step."""
+        self._stall(key, self._shared.leave(key))
+
     def _preempt(self, key: Key, phase: str, now: float) -> None:
         times = self.open.get(key)
         if times is None:
             return
         times.enter(phase, now)
+        self._leave(key)
         if times.first_token >= 0:  # preempted twice in a row: the earlier time stays
             self._preempted.setdefault(key, self._last_token.pop(key, self._last_decode))
 
@@ -158,17 +180,26 @@ class Timeline(Generic[Key]):
         now, deferred = stats.now, record.deferred and set(record.deferred)
         num_rows = record.num_decodes - record.dropped[0]
         num_tokens = record.num_decodes * record.num_steps - record.dropped[1]
+        for key in deferred:
+            if key not in self._preempted and key in self.open:
+                self._last_token.setdefault(key, self._last_decode)
+                self._leave(key)
+        self._shared.add(now - self._last_decode)
         late = [key for key in self._last_token if key not in deferred]
-        stats.gaps += [(now - self._last_token.pop(key), 1) for key in late]
+        for key in late:
+            self._add_gap(key, now - self._last_token.pop(key), stats)
+            self._shared.join(key)
         if num_rows > len(late):
             stats.gaps.append((now - self._last_decode, num_rows - len(late)))
         if num_tokens > num_rows:  # a multi-step plan returns its tokens together
             stats.gaps.append((0.0, num_tokens - num_rows))
-        for key in deferred:
-            if key not in self._preempted and key in self.open:
-                self._last_token.setdefault(key, self._last_decode)
         stats.num_output += num_tokens
         self._last_decode = now
+
+    def _add_gap(self, key: Key, seconds: float, stats: StepStats[Key]) -> None:
+        """A gap of one request alone."""
+        stats.gaps.append((seconds, 1))
+        self._stall(key, seconds)
 
     def _compute(
         self, key: Key, has_token: bool, num_recomputed: int, stats: StepStats[Key]
@@ -191,7 +222,7 @@ class Timeline(Generic[Key]):
         if is_first:
             stats.first_tokens.append(stats.now - times.arrival)
         elif key in self._preempted:
-            stats.gaps.append((stats.now - self._preempted.pop(key), 1))
+            self._add_gap(key, stats.now - self._preempted.pop(key), stats)
         self._last_token[key] = stats.now
 
     def _finish(
@@ -199,6 +230,7 @@ class Timeline(Generic[Key]):
     ) -> None:
         self._last_token.pop(key, None)
         self._preempted.pop(key, None)
+        self._leave(key)
         times = self.open.pop(key, None)
         if times is None:
             return
@@ -217,22 +249,20 @@ def _count_recomputed(times: RequestTimeline, num_recomputed: int, stats: StepSt
 def record_of(report: StepReport) -> StepRecord[Request]:
     """The record of a live step. A steady decode step has no lists to build."""
     plan, result, events = report.plan, report.result, report.plan.events
-    return StepRecord(
-        step=plan.step, planned=events.schedule_ended, started=result.started,
-        ended=result.ended or events.schedule_ended, num_running=events.num_running,
-        num_waiting=events.num_waiting, num_free=events.num_free,
-        num_prefill=sum([c.end - c.start for c in plan.chunks]) if plan.chunks else 0,
-        num_decodes=len(plan.decodes),
-        num_steps=plan.num_steps, dropped=dropped(plan) if plan.tokens_kept else NONE_DROPPED,
-        copies=(len(plan.copies_out), len(plan.copies_in)), reasons=_reasons(plan),
-        added=[(r, _times_of(r)) for r in events.added] if events.added else (),
-        aborted=events.aborted + events.aborted_in_flight,
-        preempted=[(p.request, p.is_swap, p.is_priority) for p in events.preempted]
+    return StepRecord(  # in the order of the fields: names would take longer
+        plan.step, events.schedule_ended, result.started, result.ended or events.schedule_ended,
+        events.num_running, events.num_waiting, events.num_free,
+        sum([c.end - c.start for c in plan.chunks]) if plan.chunks else 0,
+        len(plan.decodes), plan.num_steps,
+        dropped(plan) if plan.tokens_kept else NONE_DROPPED,
+        (len(plan.copies_out), len(plan.copies_in)), result.swap_in, _reasons(plan),
+        [(r, _times_of(r)) for r in events.added] if events.added else (),
+        events.aborted + events.aborted_in_flight,
+        [(p.request, p.is_swap, p.is_priority) for p in events.preempted]
         if events.preempted else (),
-        admitted=[(a.request, a.num_cached, a.is_resume) for a in plan.admitted]
-        if plan.admitted else (),
-        chunks=_chunks(plan) if plan.chunks else (), deferred=plan.deferred,
-        finished=[
+        [(a.request, a.num_cached, a.is_resume) for a in plan.admitted] if plan.admitted else (),
+        _chunks(plan) if plan.chunks else (), plan.deferred,
+        [
             (r, r.finish_reason or "abort", r.num_generated, r.history.num_recomputed)
             for r in report.finished
         ] if report.finished else (),
@@ -241,7 +271,7 @@ def record_of(report: StepReport) -> StepRecord[Request]:
 
 def _reasons(plan: Plan) -> Iterable[str]:
     rest = (plan.not_considered.reason,) if plan.not_considered else ()
-    return {*rest, *(blocked.reason for blocked in plan.blocked)} if plan.blocked else rest
+    return {*rest, *[blocked.reason for blocked in plan.blocked]} if plan.blocked else rest
 
 
 def _chunks(plan: Plan) -> list[tuple[Request, bool, int]]:

@@ -26,9 +26,11 @@ class Members(NamedTuple):
     rows: Rows
     phases: Rows  # the tick, modulo the block size, at which it needs a new block
     last_ticks: Rows  # the tick that samples its last token
+    next_end: int  # the earliest of `last_ticks`
 
     def where(self, mask: npt.NDArray[np.bool_]) -> list[Request]:
-        return [self.requests[place] for place in mask.nonzero()[0].tolist()]
+        requests = self.requests
+        return [requests[place] for place in mask.nonzero()[0].tolist()]
 
 
 class DecodeBatch(SharedProgress):
@@ -55,9 +57,10 @@ class DecodeBatch(SharedProgress):
     def batch(self) -> Members:
         """The members; a plan may keep the lists, as they are never changed in place."""
         if self._batch is None:
-            rows = np.fromiter((r.row for r in self.members), np.intp, len(self.members))
-            phases = -self._base[rows] % self._block_size
-            self._batch = Members(list(self.members), rows, phases, self._last_tick[rows])
+            rows = np.array([r.row for r in self.members], dtype=np.intp)
+            phases, last_ticks = -self._base[rows] % self._block_size, self._last_tick[rows]
+            next_end = int(np.minimum.reduce(last_ticks)) if len(rows) else -1
+            self._batch = Members(list(self.members), rows, phases, last_ticks, next_end)
         return self._batch
 
     @property
@@ -67,7 +70,8 @@ class DecodeBatch(SharedProgress):
 
     def due(self) -> list[Request]:
         """Members that need a new block for their next token."""
-        return self.batch.where(self.batch.phases == self.tick % self._block_size)
+        batch = self.batch
+        return batch.where(batch.phases == self.tick % self._block_size)
 
     def join(self, request: Request) -> None:
         """From now on `num_computed` of the request grows with the tick."""
@@ -92,7 +96,10 @@ class DecodeBatch(SharedProgress):
     def advance(self) -> list[Request]:
         """One token for each member; returns those that thereby reach their limit, which leave."""
         self.tick += 1
-        ended = self.batch.where(self.batch.last_ticks == self.tick)
+        batch = self.batch
+        if batch.next_end != self.tick:
+            return []
+        ended = batch.where(batch.last_ticks == self.tick)
         for request in ended:
             self.leave(request)
         return ended

@@ -24,6 +24,7 @@ from headway.config import (
 )
 from headway.errors import PolicyError, shorten
 from headway.request import Request
+from headway.step_cost import StepWork
 
 PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 KEYS = "return a number, a string or a tuple of these, without NaN or None"
@@ -106,6 +107,16 @@ def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
         return int(max(min(granted, want, left), 0))
     except Exception:
         raise _bad_result("chunk", rule, granted, where, "return a number") from None
+
+
+def call_most_tokens(rule: ChunkRule, want: int, work: StepWork, start: int) -> int:
+    """Tokens of `want` that a rule with a limit of time allows; PolicyError unless a whole number."""
+    where = f"in most_tokens() for {want} tokens wanted"
+    try:
+        most: int = rule.most_tokens(want, work, start)  # type: ignore[attr-defined]
+        return max(0, index(most))
+    except Exception as error:
+        raise policy_failed("chunk", rule, where, error) from error
 
 
 def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:

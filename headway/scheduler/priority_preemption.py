@@ -67,6 +67,8 @@ class DryRun:
         if self.tokens_left <= 0:
             return 0
         rule, is_first = self._state.config.chunk, not self._has_chunks
+        if self._has_chunks and hasattr(rule, "most_tokens"):
+            return 0  # a limit of time promises tokens only to the first prompt of a step
         num_tokens = call_chunk(rule, num_wanted, self.tokens_left, is_first)
         self.tokens_left -= num_tokens
         self._has_chunks = self._has_chunks or num_tokens > 0

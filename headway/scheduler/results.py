@@ -18,7 +18,7 @@ MAX_COMPARED = 8  # stop tokens that are compared one by one, which is faster fo
 def check_result(plan: Plan, result: StepResult) -> None:
     """ExecutorError unless the result has one token for everything that the plan samples."""
     num_columns = plan.num_steps if plan.decodes else 0
-    num_first = sum(chunk.is_last for chunk in plan.chunks)
+    num_first = sum([chunk.is_last for chunk in plan.chunks]) if plan.chunks else 0
     lengths = [len(column) for column in result.decode_tokens]
     if lengths != [len(plan.decodes)] * num_columns or len(result.first_tokens) != num_first:
         raise ExecutorError(
@@ -30,13 +30,7 @@ def check_result(plan: Plan, result: StepResult) -> None:
 
 def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[Request]:
     """Hand out what was sampled; returns the requests that finished with it."""
-    finished: list[Request] = []
-    sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
-    for request, token in zip(sampled, result.first_tokens, strict=True):
-        if request not in plan.tokens_kept:
-            request.flushed_tokens.append(token)
-    if sampled:
-        finished += _finish_stopped(plan, 0, sampled, result.first_tokens, state)
+    finished = _apply_first_tokens(plan, result, state) if plan.chunks else []
     for step, column in enumerate(result.decode_tokens):
         _deliver(plan, column, state)
         finished += _finish_stopped(plan, step, plan.decodes, column, state)
@@ -46,13 +40,24 @@ def apply_result(plan: Plan, result: StepResult, state: SchedulerState) -> list[
     return finished
 
 
+def _apply_first_tokens(plan: Plan, result: StepResult, state: SchedulerState) -> list[Request]:
+    """Hand out the tokens that last chunks sampled; returns the requests that they stop."""
+    sampled = [chunk.request for chunk in plan.chunks if chunk.is_last]
+    for request, token in zip(sampled, result.first_tokens, strict=True):
+        if request not in plan.tokens_kept:
+            request.flushed_tokens.append(token)
+    return _finish_stopped(plan, 0, sampled, result.first_tokens, state) if sampled else []
+
+
 def _deliver(plan: Plan, column: Column, state: SchedulerState) -> None:
     """One token for each decode: through the batch, or singly to requests that have left it."""
     batch = state.decode_batch
     left = batch.left_in_flight.union(*plan.reaching_limit)
-    singly = [request for request in left if not batch.expects_next(request)]
+    singly = [request for request in left if not batch.expects_next(request)] if left else None
     batch.deliver(plan.rows, column)
-    places = {request: place for place, request in enumerate(plan.decodes)} if singly else {}
+    if not singly:
+        return
+    places = {request: place for place, request in enumerate(plan.decodes)}
     for request in singly:
         if request not in plan.tokens_kept and request in places:
             request.flushed_tokens.append(int(column[places[request]]))
@@ -62,7 +67,9 @@ def _finish_stopped(
     plan: Plan, step: int, requests: list[Request], column: Column, state: SchedulerState
 ) -> list[Request]:
     """Finish requests that sampled one of their stop tokens, in the order of admission."""
-    stopped = []
+    stopped: list[Request] = []
+    if not state.stop_tokens:
+        return stopped
     places = _find_tokens(column, list(state.stop_tokens))
     for place in sorted(places, key=lambda i: requests[i].history.admission):
         request, token = requests[place], int(column[place])
@@ -77,8 +84,6 @@ def _finish_stopped(
 
 def _find_tokens(column: Column, tokens: list[int]) -> list[int]:
     """The places of a column that hold one of the tokens."""
-    if not tokens or not len(column):
-        return []
     values = np.asarray(column)
     if len(tokens) > MAX_COMPARED:
         found = np.isin(values, tokens)
@@ -90,7 +95,9 @@ def _find_tokens(column: Column, tokens: list[int]) -> list[int]:
 
 def _finish_at_limit(plan: Plan, step: int, state: SchedulerState) -> list[Request]:
     """Finish requests that reach their limit with this step of the plan."""
-    reached = plan.reaching_limit[step] if step < len(plan.reaching_limit) else []
+    reached = plan.reaching_limit[step] if step < len(plan.reaching_limit) else None
+    if not reached:
+        return []
     ended = [request for request in reached if request not in plan.tokens_kept]
     for request in ended:
         plan.tokens_kept[request] = step + 1

@@ -15,9 +15,16 @@ from headway.plan import Blocked, Chunk, NotConsidered, Plan, Reason
 from headway.request import Request, RequestState
 from headway.scheduler.fairness import check_reserved_rows, overtaking_limit
 from headway.scheduler.headroom import back_off
-from headway.scheduler.policy_calls import call_batching, call_chunk, call_headroom, call_victim
+from headway.scheduler.policy_calls import (
+    call_batching,
+    call_chunk,
+    call_headroom,
+    call_most_tokens,
+    call_victim,
+)
 from headway.scheduler.priority_preemption import choose_victims
 from headway.scheduler.state import SchedulerState
+from headway.step_cost import work_of
 
 NOT_COMPUTED = frozenset({RequestState.WAITING, RequestState.PREFILL, RequestState.SWAPPED})
 
@@ -77,7 +84,8 @@ class StepBuilder:
         plan, state, batch = self.plan, self._state, self._state.decode_batch
         if plan.decodes or not batch.members:
             return
-        plan.deferred = []
+        if plan.deferred:  # of an earlier call that granted no tokens
+            plan.deferred = []
         limit = state.tokens_left if at_most is None else min(at_most, state.tokens_left)
         if limit < len(batch.members):
             oldest_first = sorted(batch.members, key=lambda r: r.history.admission)
@@ -90,7 +98,8 @@ class StepBuilder:
             state.preempt(self._choose_victim(), num_due=len(due))
             due = batch.due()
         if batch.members:
-            plan.decodes, plan.rows = batch.batch.requests, batch.batch.rows
+            members = batch.batch
+            plan.decodes, plan.rows = members.requests, members.rows
             plan.decode_context = batch.context
             state.tokens_left -= len(plan.decodes)
             self._advance(due)
@@ -103,6 +112,8 @@ class StepBuilder:
     def prefill(self) -> None:
         """Continue partially prefilled prompts; waiting requests of other groups may overtake."""
         state = self._state
+        if not state.prefilling:
+            return
         planned = {chunk.request for chunk in self.plan.chunks}
         partial = [request for request in state.prefilling if request not in planned]
         for place, request in enumerate(partial):
@@ -110,7 +121,9 @@ class StepBuilder:
                 break
             if state.queue.has_other_groups(request):
                 self._admit_overtaking(partial[place:])
-            num_tokens = self._grant(request.prefill_end - request.num_computed)
+            num_tokens = self._grant(
+                request.prefill_end - request.num_computed, request.num_computed
+            )
             if num_tokens:
                 self._compute(request, num_tokens)
                 state.tokens_left -= num_tokens
@@ -171,12 +184,26 @@ class StepBuilder:
 
     # Prompts.
 
-    def _grant(self, num_wanted: int) -> int:
-        """Tokens of `num_wanted` that the chunk rule allows now."""
-        if self._state.tokens_left <= 0:
+    def _grant(self, num_wanted: int, start: int) -> int:
+        """Tokens of `num_wanted`, from `start` on, that the chunk rule allows now."""
+        left = self._num_left(num_wanted, start)
+        if left <= 0:
             return 0
-        is_first = not self.plan.chunks
-        return call_chunk(self._config.chunk, num_wanted, self._state.tokens_left, is_first)
+        return call_chunk(self._config.chunk, num_wanted, left, not self.plan.chunks)
+
+    def _num_left(self, num_wanted: int, start: int) -> int:
+        """Tokens left in this step: of its budget and, while requests decode, of its time.
+
+        The first prompt may always compute a block, so that a limit of time delays no prompt for
+        ever.
+        """
+        left, rule = self._state.tokens_left, self._config.chunk
+        has_decodes = self.plan.decodes or self._state.decode_batch.members
+        if left <= 0 or not has_decodes or not hasattr(rule, "most_tokens"):
+            return left
+        most = call_most_tokens(rule, num_wanted, work_of(self.plan), start)
+        least = 0 if self.plan.chunks else self._config.block_size
+        return min(left, max(most, least))
 
     def _compute(self, request: Request, num_tokens: int) -> None:
         """Put the next tokens of a prompt into the plan."""
@@ -220,9 +247,11 @@ class StepBuilder:
 
     def _admit(self, candidates: Iterable[Request], charge_cached: bool = False) -> None:
         plan, max_overtakes = self.plan, self._config.queue.max_overtakes
+        if not self._state.queue:
+            return
         plan.blocked = []
         self._closed = self._reason_to_close()
-        if self._closed or not self._state.queue:
+        if self._closed:
             return
         passed: list[Request] = []
         for request in candidates:
@@ -262,9 +291,10 @@ class StepBuilder:
         cost = state.kv.admission_cost(request)
         num_left = request.num_known - cost.num_computed
         num_charged = request.num_known if charge_cached else num_left
-        num_granted = self._grant(num_charged)
+        num_granted = self._grant(num_charged, cost.num_computed)
         if not num_granted:
-            return Blocked(request, "token_budget", num_charged, state.tokens_left)
+            left = self._num_left(num_charged, cost.num_computed)
+            return Blocked(request, "token_budget", num_charged, left)
         if blocked := self._check_blocks(request, cost):
             return blocked
         state.tokens_left -= num_granted

@@ -14,8 +14,9 @@ from headway.scheduler.policy_calls import call_chunk
 
 MAX_WHOLE = (1 << 63) - 1
 MAX_SECONDS = 1e15
-# Field of RequestParams: smallest value, largest value, whether it is a whole number.
+# `arrival`, or a field of RequestParams: smallest value, largest value, whether it is a whole number.
 NUMBERS: dict[str, tuple[float, float, bool]] = {
+    "arrival": (-MAX_SECONDS, MAX_SECONDS, False),
     "max_tokens": (1, MAX_WHOLE, True),
     "max_total_tokens": (2, MAX_WHOLE, True),
     "min_tokens": (0, MAX_WHOLE, True),
@@ -97,18 +98,18 @@ def _final_length(request: Request, config: Config, name: str) -> int:
 def _check_prompt(request: Request, name: str) -> None:
     if request.num_prompt == 0:
         raise InvalidRequest(f"{name} has an empty prompt; at least one token is needed")
-    least_token = np.frombuffer(request.prompt, dtype=np.intc).min()
+    least_token = np.minimum.reduce(np.frombuffer(request.prompt, dtype=np.intc))
     if least_token < 0:
         raise InvalidRequest(f"{name}: a token id must not be negative, got {least_token}")
 
 
 def _check_params(request: Request, name: str) -> None:
     params = request.params
-    values = {"arrival": (request.arrival, *NUMBERS["deadline"])}
-    values |= {field: (getattr(params, field), *limits) for field, limits in NUMBERS.items()}
-    for field, (value, low, high, whole) in values.items():
-        problem = number_problem(value, low, high, whole=whole)
-        if problem and not (value is None and field in OPTIONAL):
+    for field, (low, high, whole) in NUMBERS.items():
+        value = request.arrival if field == "arrival" else getattr(params, field)
+        if value is None and field in OPTIONAL:
+            continue
+        if problem := number_problem(value, low, high, whole=whole):
             raise InvalidRequest(f"{name}: {field} {problem}")
     for field, kind in TYPES.items():
         if not isinstance(getattr(params, field), kind):

@@ -328,13 +328,24 @@ export class Film {
   }
 }
 
-/** The first frame from `from` on in which two films differ; -1 if none does so far. */
+/** The operations of a frame, without those that only say why requests wait. */
+function decided(film: Film, frame: number): number[] {
+  const ops = film.ops(frame), found: number[] = [];
+  for (let p = 0; p < ops.length; ) {
+    const next = nextOp(ops, p);
+    if (ops[p] !== OP.WAIT && ops[p] !== OP.REST) found.push(...ops.subarray(p, next));
+    p = next;
+  }
+  return found;
+}
+
+/** The first frame from `from` on in which two films decide differently; -1 if none does so far. */
 export function whereTheyPart(a: Film, b: Film, from = 0): number {
   const shared = Math.min(a.numFrames, b.numFrames);
-  const names = Object.keys(a.columns);
+  const names = Object.keys(a.columns).filter((name) => name !== "blocked" && name !== "marks");
   for (let frame = from; frame < shared; frame++) {
     if (names.some((name) => a.column(name, frame) !== b.column(name, frame))) return frame;
-    const ours = a.ops(frame), theirs = b.ops(frame);
+    const ours = decided(a, frame), theirs = decided(b, frame);
     if (ours.length !== theirs.length || ours.some((n, i) => n !== theirs[i])) return frame;
   }
   return a.end && b.end && a.numFrames !== b.numFrames ? shared : -1;

@@ -83,6 +83,7 @@ const ACTIONS: Record<string, () => void> = {
 };
 
 export function listen(): void {
+  releasePointer();
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     const target = event.target as HTMLElement, isEscape = event.key === "Escape";
@@ -101,9 +102,22 @@ export function listen(): void {
   });
 }
 
-/** On a checkbox or the scrubber, keys that the control does not use still work. */
+/** After a choice with the mouse, keys move through the run again, and not through the list. */
+function releasePointer(): void {
+  let isPointer = false;
+  addEventListener("pointerdown", () => (isPointer = true), true);
+  addEventListener("keydown", () => (isPointer = false), true);
+  addEventListener("change", ({ target }) => {
+    if (isPointer && (target as HTMLElement).matches("select, [type=radio], [type=range]")) {
+      (target as HTMLElement).blur();
+    }
+  });
+}
+
+/** On a checkbox, a radio button or the scrubber, keys that the control does not use still work. */
 function isStep(target: HTMLElement, key: string): boolean {
   const kind = target.getAttribute("type");
   if (kind === "checkbox") return key !== " ";
+  if (kind === "radio") return key !== " " && !key.startsWith("Arrow");
   return kind === "range" && !key.startsWith("Arrow") && !["Home", "End"].includes(key);
 }

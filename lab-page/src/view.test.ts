@@ -58,3 +58,17 @@ test("the frame after the last plan belongs to the last step", () => {
   assert.ok(makeView(film, last).isAfter);
   assert.equal(film.column("free", last), film.numBlocks);
 });
+
+test("of many running requests, those that the step prefills come first", () => {
+  const film = read("prefix");
+  let numMixed = 0;
+  for (let frame = 0; frame < film.numFrames; frame++) {
+    const { groups, work } = makeView(film, frame), { running } = groups;
+    if (running.length <= 8 || !work.chunks.length) continue;
+    const prefills = new Set(work.chunks.map(({ r }) => r));
+    const numFirst = running.findIndex((r) => !prefills.has(r));
+    if (numFirst >= 0) assert.ok(running.slice(numFirst).every((r) => !prefills.has(r)));
+    numMixed += +(numFirst > 0);
+  }
+  assert.ok(numMixed > 0);
+});

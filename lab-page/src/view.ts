@@ -44,20 +44,26 @@ export interface View {
 }
 
 const MAX_FINISHED = 12;
+const MAX_STILL = 8; // running requests that fit on the screen; of more, prefills come first
 
 export function makeView(film: Film, frame: number): View {
   const state = film.state(frame), work = film.work(frame);
   const chunks = new Map(work.chunks.map(({ r, start, end }) => [r, [start, end] as [number, number]]));
   const groups: Groups = { waiting: [], running: [], swapped: [], finished: [] };
-  const counts = [0, 0, 0, 0, 0], rest: number[] = [];
+  const counts = [0, 0, 0, 0, 0], rest: number[] = [], prefills: number[] = [];
   for (const [r, request] of state.requests) { // in the order of arrival
     const status = chunks.has(r) ? PREFILL : request.status;
     counts[status] += 1;
+    if (status === PREFILL) prefills.push(r);
     if (status === PREFILL || status === DECODING) groups.running.push(r);
     else if (status === SWAPPED) groups.swapped.push(r);
     else (request.blocked ? groups.waiting : rest).push(r);
   }
   groups.waiting = groups.waiting.concat(rest);
+  if (groups.running.length > MAX_STILL && prefills.length) {
+    const first = new Set(prefills);
+    groups.running = prefills.concat(groups.running.filter((r) => !first.has(r)));
+  }
   const { finished, finishedAt } = film.timeline;
   const numFinished = lastAtMost(finishedAt.length, frame, (i) => finishedAt[i]) + 1;
   for (let i = numFinished - 1; i >= Math.max(0, numFinished - MAX_FINISHED); i--) {

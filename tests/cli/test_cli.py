@@ -174,13 +174,17 @@ SUMMARY_KEYS = {
     "end_to_end", "queue_time", "steps", "per_step", "preemptions", "preemptions_per_second",
     "preemptions_by_swap", "preemptions_for_priority", "recomputed_tokens", "recompute_tax",
     "swapped_blocks", "cache_hit_ratio", "waiting_steps_by_reason", "clients", "fairness",
-    "deadlines", "deadline_misses",
+    "deadlines", "deadline_misses", "longest_stall", "ttft_by_prompt",
+    "swap_in",
 }  # fmt: skip
+LATENCY = {"mean", "p50", "p90", "p99", "p99.9", "max"}
 NESTED_KEYS = {
-    "ttft": {"mean", "p50", "p90", "p99"},
-    "time_between_tokens": {"mean", "p50", "p90", "p99"},
-    "end_to_end": {"mean", "p50", "p90", "p99"},
-    "queue_time": {"mean", "p50", "p90", "p99"},
+    "ttft": LATENCY,
+    "time_between_tokens": LATENCY,
+    "longest_stall": LATENCY,
+    "swap_in": LATENCY,
+    "end_to_end": LATENCY,
+    "queue_time": LATENCY,
     "swapped_blocks": {"out", "in"},
     "per_step": {
         "running", "running_share", "tokens", "tokens_share", "prefill_share", "waiting",
@@ -194,12 +198,14 @@ def check_summary(summary: dict[str, Any]) -> None:
     assert set(summary) == SUMMARY_KEYS
     for key, inner in NESTED_KEYS.items():
         assert set(summary[key]) == inner, key
+    for each in summary["ttft_by_prompt"]:
+        assert set(each) == LATENCY | {"from", "to", "requests"}
 
 
 def check_report(report: dict[str, Any]) -> None:
     config, doctor = report.pop("config"), report.pop("doctor")
     assert set(config) == {*SLOTS, *NUMBERS}
-    assert all(set(finding) == {"symptom", "cause", "remedy"} for finding in doctor)
+    assert all(set(finding) == {"symptom", "cause", "remedy", "changes"} for finding in doctor)
     check_summary(report)
 
 

@@ -25,8 +25,8 @@ THROUGHPUT = {
     "total_input_tokens", "total_output_tokens", "request_throughput", "output_throughput",
     "total_token_throughput",
 }  # fmt: skip
-TIMES = {f"{mark}_{name}_ms" for mark in ("mean", "median", "p99") for name in
-         ("ttft", "tpot", "itl", "e2el")}  # fmt: skip
+TIMES = {f"{mark}_{name}_ms" for mark in ("mean", "median", "p90", "p99", "p99.9", "max")
+         for name in ("ttft", "tpot", "itl", "e2el", "stall")} | {"ttft_by_prompt"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -135,6 +135,12 @@ def test_an_abort_ends_a_request_with_all_its_samples_and_a_sample_alone() -> No
     assert not engine.abort("never added")
 
 
+def test_an_abort_of_a_running_request_ends_every_sample() -> None:
+    engine, _ = an_engine()
+    samples = engine.add("a", [1, 2], params(n=3))
+    assert engine.abort("a") and all(sample.is_finished for sample in samples)
+
+
 def test_an_abort_spares_a_request_that_is_only_named_like_a_sample() -> None:
     engine, _ = an_engine()
     engine.add("a", [1, 2, 3], RequestParams(n=3, max_tokens=9))

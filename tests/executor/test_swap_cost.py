@@ -26,8 +26,8 @@ from headway.executor.gpu.swap_cost import (
     SwapCost,
     Timed,
     _best_time,
-    _fit_nonnegative,
     _measure_copy,
+    fit_nonnegative,
     measured,
     recompute_seconds,
     resume_seconds,
@@ -35,7 +35,7 @@ from headway.executor.gpu.swap_cost import (
 )
 from headway.executor.simulated import SimulatedExecutor, SimulatedHandle
 from headway.lab.cost import Profile, load_profile
-from headway.llm import with_measured_swap
+from headway.llm import with_measured_costs
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import from_hf
 from headway.model.decoder import Decoder
@@ -143,9 +143,9 @@ def test_the_fit_finds_the_coefficients_and_none_is_negative() -> None:
     random = np.random.default_rng(0)
     for _ in range(100):
         parts, times = random.normal(size=(3, 5)), random.exponential(size=3)
-        assert _fit_nonnegative(parts, times @ parts) == pytest.approx(times)
+        assert fit_nonnegative(parts, times @ parts) == pytest.approx(times)
         wholes = random.normal(size=5)
-        found = np.array(_fit_nonnegative(parts, wholes))
+        found = np.array(fit_nonnegative(parts, wholes))
         assert found.min() >= 0
         for part in range(3):  # a local optimum: no small change is better
             for other in (found[part] + 1e-3, max(0.0, found[part] - 1e-3)):
@@ -159,7 +159,7 @@ def off(times: Any, parts: Any, wholes: Any) -> float:
 
 def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
     executor, chosen = Pretended(H200), swap_if_cheaper(copy=1e-3)
-    found = with_measured_swap(CONFIG, executor)
+    found = with_measured_costs(CONFIG, executor)
     assert found.swap != swap_if_cheaper() and replace(found, swap=swap_if_cheaper()) == CONFIG
     assert astuple(found.swap) == pytest.approx(measured(executor, CONFIG))  # type: ignore[call-overload]
     assert preset(swap=describe(found)["swap"]).swap == found.swap  # as a trace writes it
@@ -167,7 +167,7 @@ def test_only_the_default_rule_is_replaced_and_only_with_host_blocks() -> None:
         replace(CONFIG, swap=chosen), replace(CONFIG, num_host_blocks=0),
         preset("static", num_host_blocks=8),
     ):  # fmt: skip
-        assert with_measured_swap(other, executor) == other
+        assert with_measured_costs(other, executor) == other
     assert SwapCost._fields == tuple(swap_if_cheaper.__dataclass_fields__)
 
 

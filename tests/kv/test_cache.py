@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -49,18 +50,18 @@ def test_a_block_is_free_when_its_last_holder_drops_it() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
     pool.share([block])
-    pool.drop(block)
+    pool.drop([block])
     assert pool.num_free == 1
-    pool.drop(block)
+    pool.drop([block])
     assert pool.num_free == 2
 
 
 def test_dropping_a_free_block_raises() -> None:
     pool = BlockPool(2)
     (block,) = pool.take(1)
-    pool.drop(block)
+    pool.drop([block])
     with pytest.raises(AssertionError, match="more often than held"):
-        pool.drop(block)
+        pool.drop([block])
 
 
 def cached_pool(*keys: bytes) -> tuple[BlockPool, list[int]]:
@@ -69,7 +70,7 @@ def cached_pool(*keys: bytes) -> tuple[BlockPool, list[int]]:
     blocks = pool.take(len(keys))
     for block, key in zip(blocks, keys, strict=True):
         pool.index.add([block], [key])
-        pool.drop(block)
+        pool.drop([block])
     return pool, blocks
 
 
@@ -84,7 +85,7 @@ def test_a_hit_makes_a_free_block_the_most_recently_used() -> None:
     pool, (a, b, c) = cached_pool(b"a", b"b", b"c")
     pool.share([a])
     assert pool.num_free == 3
-    pool.drop(a)
+    pool.drop([a])
     assert pool.take(4)[1:] == [b, c, a]
 
 
@@ -101,7 +102,7 @@ def test_forget_all_does_not_free_held_blocks() -> None:
     pool.share([a])
     pool.forget_all()
     assert pool.num_free == 2 and pool.index.match([b"a"]) == 0
-    pool.drop(a)
+    pool.drop([a])
     assert pool.num_free == 3 and sorted(pool.take(3)) == [0, 1, 2]
 
 
@@ -117,12 +118,33 @@ def test_every_block_is_either_held_or_free_under_random_use() -> None:
             block = held.pop(rng.randrange(len(held)))
             if pool.index.key_of[block] is None and rng.random() < 0.5:
                 pool.index.add([block], [b"%d" % number])
-            pool.drop(block)
+            pool.drop([block])
         if held and rng.random() < 0.2:
             pool.share([held[0]])
             held.append(held[0])
         assert pool.num_free == 12 - len(set(held))
         assert sum(pool.refs) == len(held)
+
+
+def test_cached_blocks_are_evicted_in_the_order_of_their_latest_use() -> None:
+    rng, pool, uses = random.Random(1), BlockPool(8), OrderedDict[int, None]()
+    for block in pool.take(8):
+        pool.index.add([block], [b"%d" % block])
+        pool.drop([block])
+        uses[block] = None
+    for number in range(2000):
+        if rng.random() < 0.7:
+            used = rng.sample(range(8), rng.randrange(1, 5))
+            pool.share(used)
+            assert pool.num_free == 8 - len(used)
+            pool.drop(used)
+        else:
+            used = pool.take(rng.randrange(1, 4))
+            assert used == list(uses)[: len(used)]
+            pool.index.add(used, [b"%d-%d" % (number, block) for block in used])
+            pool.drop(used)
+        for block in used:
+            uses.move_to_end(block)
 
 
 # prefix index
@@ -171,9 +193,9 @@ def test_a_duplicate_block_takes_over_the_key_of_an_evicted_one() -> None:
         index = PrefixIndex(2)
         index.add([0], [b"k"])
         index.add([1], [b"k"])
-        index.forget(evicted[0])
+        index.forget([evicted[0]])
         assert index.match([b"k"]) == 1 and index.block_of[b"k"] == evicted[1]
-        index.forget(evicted[1])
+        index.forget([evicted[1]])
         assert index.match([b"k"]) == 0
 
 
@@ -185,7 +207,7 @@ def test_many_duplicates_are_forgotten_in_any_order() -> None:
         random.Random(seed).shuffle(blocks)
         for number, block in enumerate(blocks):
             assert index.key_of[index.block_of[b"k"]] == b"k"
-            index.forget(block)
+            index.forget([block])
             assert index.match([b"k"]) == (number < 4)
 
 
@@ -311,8 +333,7 @@ def test_a_swap_restores_every_block() -> None:
     out = {c.source: c.target for c in copies}
     a.computed_base = 0
     kv.pool.take(3)
-    for block in kv.pool.take(3):  # overwrites its blocks on the device
-        kv.pool.drop(block)
+    kv.pool.drop(kv.pool.take(3))  # overwrites its blocks on the device
     cost = kv.admission_cost(a)
     assert (cost.num_hits, cost.num_computed, cost.uses_host) == (0, 9, True)
     back = kv.allocate(a, cost)
@@ -357,8 +378,7 @@ def test_a_host_copy_without_its_leading_blocks_is_not_used() -> None:
     kv.swap_out(b)
     kv.release(a)
     b.computed_base = 0
-    for block in kv.pool.take(4):
-        kv.pool.drop(block)
+    kv.pool.drop(kv.pool.take(4))
     cost = kv.admission_cost(b)
     assert (cost.num_hits, cost.num_computed, cost.uses_host) == (0, 0, False)
     assert kv.allocate(b, cost) == []
@@ -385,3 +405,15 @@ def test_the_binary_search_finds_the_longest_prefix() -> None:
                 running.append(new)
             while running and rng.random() < 0.5:
                 kv.release(running.pop(rng.randrange(len(running))))
+
+
+def test_an_imported_prefix_is_matched_and_takes_no_block_twice() -> None:
+    kv = KVCache(8, 4)
+    kv.import_prefix(request(range(14)))  # 3 full blocks
+    assert kv.num_free == 8 and kv.admission_cost(request(range(14))).num_hits == 3
+    kv.import_prefix(request([*range(8), *range(20, 28)]))  # 2 of its 4 blocks are there
+    assert kv.admission_cost(request([*range(8), *range(20, 28)])).num_hits == 4
+    assert kv.admission_cost(request(range(14))).num_hits == 3
+    kv.import_prefix(request(range(100, 160)))  # more than fits: the first blocks
+    assert kv.admission_cost(request(range(100, 160))).num_hits == 8
+    assert kv.num_free == 8

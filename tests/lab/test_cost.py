@@ -137,6 +137,70 @@ def test_the_swap_rule_has_the_times_of_its_profile(profile: Profile) -> None:
     assert rule.compute * (32768 - 2048) + rule.pair * pairs == pytest.approx(added, rel=0.01)
 
 
+def test_all_reduces_add_their_latency_to_a_pass_and_their_data_to_a_token() -> None:
+    profile = load_profile("llama3-70b-4xa100")
+    model, machine = profile.model, profile.machine
+    alone = replace(profile, machine=replace(machine, link_bandwidth=0.0, link_seconds=0.0))
+    latency = model.all_reduces * machine.link_seconds
+    data = 2 * 3 / 4 * model.all_reduces * model.all_reduce_bytes / machine.link_bandwidth
+    for rows, tokens in ((1, 0), (64, 0), (0, 4096), (64, 512)):
+        plan = decode(rows, rows * 1000)
+        plan.chunks = prefill((0, tokens)).chunks if tokens else []
+        added = profile.step_seconds(plan) - alone.step_seconds(plan)
+        assert added == pytest.approx(latency + (rows + tokens) * data)
+    slower = replace(profile, machine=replace(machine, link_bandwidth=machine.link_bandwidth / 2))
+    assert slower.unit_costs.exchange == pytest.approx(2 * profile.unit_costs.exchange)
+
+
+def test_one_device_exchanges_nothing() -> None:
+    profile = load_profile("llama3.1-8b-a100-80gb")
+    assert profile.machine.link_bandwidth > 0 and profile.unit_costs.exchange == 0.0
+    assert profile.unit_costs.fixed == profile.machine.fixed_seconds
+
+
+@each_profile
+def test_a_profile_says_where_it_comes_from_and_how_far_off_it_may_be(profile: Profile) -> None:
+    assert profile.source in ("measured", "data_sheet")
+    said = profile.accuracy()
+    assert said.endswith(".") and "\n" not in said
+    for name, error in profile.held_out.items():
+        assert f"{error:.1%}" in said, name
+    if profile.source == "data_sheet":
+        assert "3 to 17%" in said and "never measured" in said
+    assert "40%" in replace(profile, source="carried", held_out={}).accuracy()
+
+
+def test_a_profile_file_keeps_source_and_errors_and_old_files_stay_valid(tmp_path: Path) -> None:
+    profile = load_profile("qwen3-0.6b-h200-headway")
+    path = tmp_path / "p.json"
+    save_profile(profile, path)
+    assert load_profile(path) == profile
+    values = json.loads(path.read_text())
+    for change, named in (
+        ({"source": "guessed"}, "source .*guessed"),
+        ({"held_out": {"mean": 0.1}}, "held_out .*mean"),
+        ({"held_out": {"p90": "a"}}, "held_out.p90"),
+    ):
+        path.write_text(json.dumps({**values, **change}))
+        with pytest.raises(FormatError, match=named):
+            load_profile(path)
+    del values["source"], values["held_out"]
+    path.write_text(json.dumps(values))
+    old = load_profile(path)
+    assert old.step_seconds(decode(8, 100)) == profile.step_seconds(decode(8, 100))
+    assert "unknown origin" in old.accuracy()
+
+
+def test_keys_and_values_travel_over_the_link_or_through_the_hosts() -> None:
+    profile = load_profile("llama3.1-8b-a100-80gb")
+    model, machine = profile.model, profile.machine
+    data = 1000 * model.kv_bytes
+    linked = machine.link_seconds + data / machine.link_bandwidth
+    assert profile.transfer_seconds(1000) == pytest.approx(linked)
+    through_hosts = replace(profile, machine=replace(machine, link_bandwidth=0.0))
+    assert through_hosts.transfer_seconds(1000) == 2 * profile.copy_seconds(1000)
+
+
 def test_a_large_model_is_cheaper_to_copy_than_to_recompute() -> None:
     rule = load_profile("llama3-70b-4xa100").swap_if_cheaper()
     assert 20 * (rule.start + rule.copy * 2048) < rule.compute * 2048

@@ -44,10 +44,10 @@ KEYS = {
     "backend", "model_id", "num_prompts", "request_rate", "max_concurrency", "duration",
     "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
     "request_goodput", "output_throughput", "total_token_throughput", "max_concurrent_requests",
-    "p99_send_delay_ms", "errors",
+    "p99_send_delay_ms", "errors", "ttft_by_prompt",
 }  # fmt: skip
-TIMES = {f"{mark}_{name}_ms" for mark in ("mean", "median", "std", "p90", "p99") for name in
-         ("ttft", "tpot", "itl", "e2el")}  # fmt: skip
+TIMES = {f"{mark}_{name}_ms" for mark in ("mean", "median", "std", "p90", "p99", "p99.9", "max")
+         for name in ("ttft", "tpot", "itl", "e2el", "stall")}  # fmt: skip
 
 
 class Completed:
@@ -378,6 +378,10 @@ def test_json_output_has_the_keys_of_vllm() -> None:
                     "--output-len", 4, "--goodput", "ttft:5000,tpot:5000", "--json")  # fmt: skip
     assert set(done.result) == KEYS | TIMES
     assert (done.result["completed"], done.result["total_output_tokens"]) == (6, 24)
+    assert done.result["max_stall_ms"] == done.result["max_itl_ms"] >= done.result["p99_itl_ms"] > 0
+    (short,) = done.result["ttft_by_prompt"]
+    assert (short["from"], short["to"], short["requests"]) == (0, 256, 6)
+    assert short["max_ttft_ms"] == done.result["max_ttft_ms"]
     assert done.result["request_goodput"] == pytest.approx(done.result["request_throughput"])
     assert len(server.asked) == 7  # including the warm-up request
     assert len({tuple(asked["prompt"][:3]) for asked in server.asked}) == 7

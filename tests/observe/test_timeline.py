@@ -72,6 +72,14 @@ class Log:
     def gaps(self) -> list[float]:
         return sorted(b - a for times in self.times.values() for a, b in pairwise(times))
 
+    def longest_stalls(self) -> dict[Request, float]:
+        """The largest gap of each request with two tokens."""
+        return {
+            request: max(b - a for a, b in pairwise(times))
+            for request, times in self.times.items()
+            if len(times) > 1
+        }
+
 
 def run(
     name: str, async_scheduling: int, seed: int = 0, workload: str = WORKLOAD, **changes: Any
@@ -96,6 +104,9 @@ def check(summary: Summary, log: Log) -> None:
     assert between["mean"] == pytest.approx(sum(gaps) / len(gaps) if gaps else 0.0)
     for percent in PERCENTILES:
         assert between[f"p{percent}"] == pytest.approx(nearest(gaps, percent), abs=1e-9), percent
+    assert between["max"] == pytest.approx(max(gaps, default=0.0))
+    stalls = percentiles(log.longest_stalls().values())
+    assert summary["longest_stall"] == pytest.approx(stalls)
     done = {r: t for r, t in log.ends.items() if r.finish_reason in ("stop", "length")}
     assert summary["end_to_end"] == pytest.approx(
         percentiles(t - r.arrival for r, t in done.items())
@@ -358,9 +369,10 @@ def test_requests_that_reuse_an_id_are_counted_separately(async_scheduling: int)
 
 def test_percentiles_have_the_expected_values() -> None:
     marks = percentiles(float(i) for i in range(101))
-    assert marks == pytest.approx({"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0})
-    assert percentiles([]) == {"mean": 0.0, "p50": 0.0, "p90": 0.0, "p99": 0.0}
-    assert percentiles([3.0]) == {"mean": 3.0, "p50": 3.0, "p90": 3.0, "p99": 3.0}
+    expected = {"mean": 50.0, "p50": 50.0, "p90": 90.0, "p99": 99.0, "p99.9": 99.9, "max": 100.0}
+    assert marks == pytest.approx(expected)
+    assert percentiles([]) == dict.fromkeys(expected, 0.0)
+    assert percentiles([3.0]) == dict.fromkeys(expected, 3.0)
 
 
 def test_a_run_without_requests_gives_zeros() -> None:

@@ -14,7 +14,9 @@ from tests.conftest import SLOW
 
 ROOT = Path(__file__).parents[2]
 # Data types, which every other part may use.
-TYPES = ("errors", "checks", "request", "plan", "config", "grammar", "sampling_params")
+TYPES = (
+    "errors", "checks", "request", "plan", "step_cost", "config", "grammar", "sampling_params",
+)  # fmt: skip
 # The parts that each part may import. A module belongs to the longest prefix listed here.
 MAY_SEE: dict[str, tuple[str, ...]] = {
     "": (*TYPES, "kv", "scheduler", "executor", "engine", "observe", "lab", "llm"),  # the exports
@@ -28,6 +30,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "sampling_params": ("errors", "checks", "grammar"),
     "plan": ("request",),
     "config": ("errors", "checks", "request", "plan"),
+    "step_cost": ("plan",),
     "kv": (*TYPES, "kv"),
     "scheduler": (*TYPES, "kv", "scheduler"),
     "text": (*TYPES, "text"),
@@ -71,7 +74,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "typer": ("cli",),
     "rich": ("cli", "llm"),
 }
-CLOCKLESS = ("kv", "scheduler", "request", "plan", "config", "errors")
+CLOCKLESS = ("kv", "scheduler", "request", "plan", "step_cost", "config", "errors")
 CLOCKS = ("time", "datetime", "random", "asyncio", "threading", "secrets")
 
 

@@ -194,7 +194,7 @@ def test_what_is_too_long_says_what_it_needs_and_what_the_limit_is() -> None:
 
 WHOLE = 2**63 - 1
 PARAM_BOUNDS: dict[str, tuple[Any, Any]] = {
-    "max_tokens": (1, None), "min_tokens": (0, WHOLE), "n": (1, WHOLE),
+    "max_tokens": (1, None), "max_total_tokens": (2, None), "min_tokens": (0, WHOLE), "n": (1, WHOLE),
     "priority": (-WHOLE, WHOLE), "deadline": (-1e15, 1e15),
 }  # fmt: skip
 
@@ -209,11 +209,12 @@ def test_every_number_of_a_request_has_its_bounds(field: str) -> None:
     step = 1e9 if field == "deadline" else 1
     assert check(low) and (high is None or check(high))
     wrong = [low - step, nan, True, "1"] + ([] if high is None else [high + step])
-    wrong += [] if field == "deadline" else [1.5]
-    for value in wrong + ([] if field in ("max_tokens", "deadline") else [None]):
+    wrong += [] if field == "deadline" else [max(low, 1) + 0.5]
+    optional = ("max_tokens", "max_total_tokens", "deadline")
+    for value in wrong + ([] if field in optional else [None]):
         with pytest.raises(InvalidRequest, match=field):
             check(value)
-    if field in ("max_tokens", "deadline"):
+    if field in optional:
         assert check(None)
 
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from headway import checks
+from headway.errors import PolicyError
+from headway.lab.film.recorder import PolicyRecorder
 from headway.request import Request, RequestParams
 from headway.scheduler import headroom, policies
 from headway.scheduler.presets import SLOTS
+from tests.support.drive import Driver
 
 # Chunk rules.
 
@@ -179,3 +185,31 @@ def test_cheaper_swaps_if_two_copies_take_less_time_than_computing(
             first = num_computed - tokens  # the shared tokens before them stay
             seconds = sum(compute + pair * (first + place + 0.5) for place in range(tokens))
             assert rule(request, view) == (2 * 3.0 + 2 * tokens < seconds - 1e-9)
+
+
+# Where a policy failed.
+
+
+def call_other_file(request: Request, view: object) -> Any:
+    """A victim rule whose error is raised in a file of the standard library."""
+    return json.loads("{")
+
+
+def call_headway(request: Request, view: object) -> Any:
+    """A victim rule whose error is raised in a file of the package."""
+    return checks.number("the key", -1, low=0)
+
+
+@pytest.mark.parametrize("rule", (call_other_file, call_headway))
+@pytest.mark.parametrize("is_recorded", (False, True))
+def test_an_error_of_a_policy_names_the_line_in_the_policys_own_file(
+    rule: Any, is_recorded: bool
+) -> None:
+    world = Driver("vllm_v1", block_size=4, num_blocks=3, max_num_seqs=4, victim=rule)
+    if is_recorded:
+        PolicyRecorder(world.scheduler)
+    for id in "ab":
+        world.add(id, 4, 9)
+    line = rule.__code__.co_firstlineno + 2
+    with pytest.raises(PolicyError, match=rf"{Path(__file__).name}:{line}\b"):
+        world.run()

@@ -207,6 +207,24 @@ def test_the_dry_run_of_a_batching_rule_grants_what_the_step_grants(
     assert num_admitted >= 3 and num_admitted + num_refused >= 10
 
 
+def test_in_the_dry_run_a_prompt_that_is_granted_nothing_is_not_the_first() -> None:
+    def first_alone(num_wanted: int, num_left: int, is_first: bool) -> int:
+        """Nothing for the last 20 tokens of a prompt; otherwise the first chunk of a step."""
+        return 0 if num_wanted == 20 or not is_first else min(num_wanted, 10)
+
+    world = Driver(
+        "vllm_v1", chunk=first_alone, queue="fcfs", block_size=SIZE, num_blocks=100, max_num_seqs=4,
+        max_num_batched_tokens=30,
+    )  # fmt: skip
+    world.add("decoding", 4, 9)
+    world.step()
+    world.add("partial", 30, 2)
+    world.step()
+    new, state = world.add("new", 8, 2), world.scheduler.state
+    assert DryRun(new, state, set(), state.prefill_streak).num_granted == 8
+    assert [(c.request.id, c.end) for c in world.step().chunks] == [("new", 8)]
+
+
 def test_the_dry_run_leaves_out_what_would_be_preempted() -> None:
     world = Driver(
         "vllm_v1", batching="mixed", chunk="split_any", queue="fcfs", block_size=SIZE,

@@ -165,6 +165,52 @@ def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
     )
 
 
+@pytest.mark.parametrize("num_steps", (1, 2, 5))
+def test_a_plan_has_its_number_of_decode_steps_while_requests_and_blocks_last(
+    num_steps: int,
+) -> None:
+    world = Driver(
+        "vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3, num_scheduler_steps=num_steps
+    )
+    world.add("a", 4, 1 + 2 * num_steps)
+    world.add("b", 4, 1 + 3 * num_steps)
+    assert [world.step().num_steps for _ in range(4)] == [1, num_steps, num_steps, num_steps]
+    assert not world.scheduler.requests
+
+
+def test_rows_are_given_from_the_first_one_up() -> None:
+    world = Driver("vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=5)
+    for id in "abc":
+        world.add(id, 4, 9)
+    world.step()
+    assert [world.requests[id].row for id in "abc"] == [0, 1, 2]
+
+
+def test_a_preemption_that_no_block_caused_has_no_blocks_due() -> None:
+    world = Driver("vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3)
+    world.add("a", 4, 9)
+    world.step()
+    assert world.scheduler.reset_cache(force=True)
+    (preemption,) = world.plan().events.preempted
+    assert (preemption.num_due, preemption.num_free) == (0, 0)
+
+
+def test_who_waits_for_a_parent_or_a_token_needs_one_and_has_none() -> None:
+    world = Driver(
+        "vllm_v1", block_size=SIZE, num_blocks=8, max_num_seqs=4,
+        queue="priority(aging=0,preempts=True)",
+    )  # fmt: skip
+    for id, priority in (("a", 5), ("b", 6)):
+        world.add(id, 12, 8, priority=priority)
+    world.plan()
+    world.add("c", 8, 8, priority=0)
+    assert [(b.request.id, *b[1:]) for b in world.plan().blocked] == [("b", "just_preempted", 1, 0)]
+    world = Driver("vllm_v1", block_size=SIZE, num_blocks=8, max_num_seqs=4)
+    parent = world.add("a", 12, 8, n=2)
+    world.add("a/1", 12, 8, n=2, parent=parent, sample=1)
+    assert [(b.request.id, *b[1:]) for b in world.plan().blocked] == [("a/1", "parent", 1, 0)]
+
+
 def test_pressure_grows_with_preemptions_for_blocks_and_decays_with_every_step() -> None:
     world = Driver("vllm_v1", block_size=SIZE, num_blocks=30, max_num_seqs=3)
     for id in "ab":

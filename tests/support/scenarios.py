@@ -127,7 +127,10 @@ def random_headroom(rng: random.Random) -> HeadroomRule:
 
 def random_slots(rng: random.Random) -> dict[str, Any]:
     """One policy for each of the six slots; every ready-made policy can occur."""
-    chunks = (*SLOTS["chunk"][:3], policies.at_most(rng.randrange(1, 6)), wild_chunk(rng))
+    chunks = (
+        *SLOTS["chunk"][:3], policies.at_most(rng.randrange(1, 6)), wild_chunk(rng),
+        policies.hold_tbt(rng.choice((0.0, 0.005, 0.02)), weights=0.0, token=1e-3, read=1e-4),
+    )  # fmt: skip
     swaps = (
         *SLOTS["swap"][:2], policies.swap,
         policies.swap_if_cheaper(start=rng.choice((0.0, 1e-4))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
 import webbrowser
 from collections.abc import Callable, Iterator
@@ -12,13 +14,16 @@ from typing import Annotated, Any
 
 import typer
 
+from headway.cli.commands.simulate import parse_variant
 from headway.cli.options import common as options
 from headway.errors import ConfigError, FormatError, HeadwayError
+from headway.lab.cost import load_profile
 from headway.lab.film.describe import frame_lines, why
 from headway.lab.film.format import Mark
 from headway.lab.film.reader import Film, read_film
 from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
+from headway.lab.settings import config_for
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
@@ -51,6 +56,10 @@ def lab_command(
     api_key: Annotated[
         str | None, typer.Option(help="API key of that server.", envvar="HEADWAY_API_KEY")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Show a second scheduler beside it: 'preset; slot=value; number=value'."),
+    ] = None,
     preset: options.Preset = "headway",
     profile: options.ProfileName = DEFAULT_PROFILE,
     async_scheduling: options.AsyncScheduling = False,
@@ -76,7 +85,12 @@ def lab_command(
         print(f"{export} written ({export.stat().st_size / 1e3:.0f} kB); open it in a browser")
         return
     shown = {name: value for name, value in asdict(spec).items() if value}
-    _serve(LabApp(traces=traces, default=shown), port, open_page)
+    link = ""
+    if against:
+        _, other, changes = parse_variant(f"against: {against}")
+        config_for(other, load_profile(profile), changes)  # ConfigError if a value is wrong
+        link = f"#spec={_packed(shown)}&other={_packed({**shown, 'preset': other, 'set': changes})}"
+    _serve(LabApp(traces=traces, default=shown), port, open_page, link)
 
 
 @options.spread
@@ -127,16 +141,21 @@ def _warn(film: Film) -> None:
         print(f"warning: shown from the recorded lines alone: {notice}", file=sys.stderr)
 
 
-def _serve(app: LabApp, port: int, open_page: bool) -> None:
+def _packed(spec: dict[str, Any]) -> str:
+    """A run as the page's address has it: JSON in base64 for URLs."""
+    return base64.urlsafe_b64encode(json.dumps(spec).encode()).decode().rstrip("=")
+
+
+def _serve(app: LabApp, port: int, open_page: bool, link: str = "") -> None:
     try:
         server = LabServer(app, port=port)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on port {port}: {error.strerror}; choose another --port"
         ) from None
-    print(f"The lab is at {server.url} (Ctrl-C stops it)", flush=True)
+    print(f"The lab is at {server.url}{link} (Ctrl-C stops it)", flush=True)
     if open_page:
-        webbrowser.open(server.url)
+        webbrowser.open(server.url + link)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

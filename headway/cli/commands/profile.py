@@ -6,7 +6,7 @@ import json
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -28,7 +28,7 @@ from headway.lab.calibration import (
     held_out_error,
     make_calibration,
 )
-from headway.lab.cost import Model, Profile, save_profile
+from headway.lab.cost import Model, Profile, as_json, save_profile
 from headway.lab.fit import fit, observations
 from headway.lab.loadgen.requests import random_prompt
 from headway.observe.trace import Line, describe_step
@@ -112,7 +112,7 @@ def profile_command(
     save_profile(profile, out)
     if json_:
         held_out = error._asdict()
-        found = {"held_out": held_out, "warnings": warnings, "profile": asdict(profile)}
+        found = {"held_out": held_out, "warnings": warnings, "profile": as_json(profile)}
         print(json.dumps({"out": str(out), **found}, indent=2))
     else:
         print_profile(profile, error, out)
@@ -142,7 +142,10 @@ def fit_profile(llm: LLM, name: str, logs: Logs, copies: list[Line]) -> Measurem
     if logs.synchronous:
         seen = replace(seen, gaps=observations(logs.synchronous).gaps)
     machine, warnings = fit(seen, work, config.block_size)
-    profile = Profile(name=name, description="", kv_tokens=kv_tokens, model=work, machine=machine)
+    profile = Profile(
+        name=name, description="", kv_tokens=kv_tokens, model=work, machine=machine,
+        source="measured",
+    )  # fmt: skip
     error = held_out_error(logs.held_out, config, profile, llm.engine.async_scheduling)
     sentences = [
         f"{llm.model_name}, {llm.loaded.decoder.backend.name}, measured by `headway profile`.",
@@ -150,7 +153,8 @@ def fit_profile(llm: LLM, name: str, logs: Logs, copies: list[Line]) -> Measurem
         f"simulated duration {error.simulated:+.1%}.",
         *(f"Warning: {warning}." for warning in warnings),
     ]
-    return Measurement(replace(profile, description=" ".join(sentences)), error, warnings)
+    profile = replace(profile, description=" ".join(sentences), held_out=error._asdict())
+    return Measurement(profile, error, warnings)
 
 
 def model_work(llm: LLM) -> Model:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from headway.cli.commands.disaggregate import compare_pools, parse_pools
 from headway.cli.options import common as options
 from headway.cli.view import render
 from headway.config import Config
@@ -25,8 +26,7 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler import policy_text
-from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
+from headway.scheduler.presets import PRESETS, read_changes
 
 TraceOut = Annotated[
     Path | None, typer.Option(help="Write a trace of all decisions; see `headway trace`.")
@@ -38,6 +38,14 @@ Variants = Annotated[
     typer.Option(
         "--variant",
         help="A further scheduler: 'name: preset; slot=value; number=value'. May be repeated.",
+    ),
+]
+
+Disaggregate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="P:D",
+        help="Run P prefill and D decode replicas, and as many colocated ones to compare with.",
     ),
 ]
 
@@ -64,6 +72,7 @@ def simulate_command(
     trace_redact: Annotated[
         bool, typer.Option("--trace-redact", help=options.TRACE_REDACT)
     ] = False,
+    disaggregate: Disaggregate = None,
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
     *,
@@ -76,6 +85,18 @@ def simulate_command(
     """
     chosen = load_profile(profile)
     config = options.make_config(preset, chosen, scheduler.changes())
+    if disaggregate is not None:
+        pools = parse_pools(disaggregate)
+        if trace_out:
+            raise ConfigError(
+                "--trace-out writes one scheduler; it cannot be used with --disaggregate"
+            )
+        requests = selection.load(workload)
+        rejected = compare_pools(
+            requests, config, chosen, pools, async_scheduling=async_scheduling, as_json=json_
+        ).rejected
+        _check_rejected(rejected, requests)
+        return
     requests = selection.load(workload)
     total = sum(request.n for request in requests)
     try:
@@ -98,8 +119,12 @@ def simulate_command(
     summary = summarize(result.metrics, len(result.rejected))
     title = f"{preset} on {chosen.name}"
     render.print_run(title, summary, result.metrics.config, result.rejected, as_json=json_)
-    if len(result.rejected) == len(requests):
-        render.print_error(f"all requests were rejected; the first: {result.rejected[0][1]}")
+    _check_rejected(result.rejected, requests)
+
+
+def _check_rejected(rejected: list[tuple[str, str]], requests: list[WorkloadRequest]) -> None:
+    if len(rejected) == len(requests):
+        render.print_error(f"all requests were rejected; the first: {rejected[0][1]}")
         raise typer.Exit(1)
 
 
@@ -162,21 +187,10 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
         raise ConfigError(
             f"a variant must look like 'name: preset; slot=value; number=value', not {text!r}"
         )
-    values: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
-    known = dict.fromkeys((*SLOTS, *NUMBERS))
-    for key in values:
-        try:
-            policy_text.lookup("slot or number", key, known)
-        except ConfigError as error:
-            raise ConfigError(f"variant {name.strip()!r}: {error}") from None
-    for key in NUMBERS:
-        if key in values:
-            try:
-                values[key] = int(values[key])
-            except ValueError:
-                raise ConfigError(
-                    f"variant {name.strip()!r}: {key} must be a whole number, not {values[key]!r}"
-                ) from None
+    try:
+        values = read_changes({key.strip(): value.strip() for key, _, value in pairs})
+    except ConfigError as error:
+        raise ConfigError(f"variant {name.strip()!r}: {error}") from None
     return name.strip(), base, values
 
 
@@ -207,7 +221,7 @@ def demo_command(json_: options.Json = False) -> None:
     title = f"{len(requests)} requests with shared prefixes on {profile.name}, small KV cache"
     console.print(render.comparison(title, summaries))
     console.print(
-        "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99[/]"
+        "\n[dim]recomp: tokens recomputed after preemptions; between tokens: p50/p99/max[/]"
         "\nNext: [bold]headway simulate --help[/], [bold]headway presets[/], "
         "docs/policies.md"
     )

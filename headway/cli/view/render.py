@@ -15,7 +15,12 @@ from headway.lab.calibration import HeldOutError
 from headway.lab.cost import Machine, Profile
 from headway.lab.doctor import Finding, diagnose
 from headway.lab.summary import Summary
+from headway.observe.run_stats import STATISTICS
 
+LATENCIES = {
+    "ttft": "time to first token", "time_between_tokens": "time between tokens",
+    "longest_stall": "longest stall", "end_to_end": "end to end", "queue_time": "queue time",
+}  # fmt: skip
 MAX_LISTED = 5
 MAX_ERROR = 0.2  # a larger error of a profile gives a warning
 
@@ -42,17 +47,23 @@ def print_run(
 
 def report(title: str, summary: Summary) -> Group:
     """One run: throughput, latencies, scheduler statistics."""
-    latencies = Table(header_style="bold", box=None, pad_edge=False)
-    for column in ("", "mean", "p50", "p90", "p99"):
-        latencies.add_column(column, justify="left" if not column else "right")
-    names = {
-        "ttft": "time to first token", "time_between_tokens": "time between tokens",
-        "end_to_end": "end to end", "queue_time": "queue time",
-    }  # fmt: skip
-    for key, name in names.items():
-        values = (summary[key][mark] for mark in ("mean", "p50", "p90", "p99"))
-        latencies.add_row(name, *map(seconds, values))
-    return Group(f"\n[bold]{escape(title)}[/]", _pairs(_facts(summary)), "", latencies)
+    return Group(f"\n[bold]{escape(title)}[/]", _pairs(_facts(summary)), "", _latencies(summary))
+
+
+def _latencies(summary: Summary) -> Table:
+    """A row for each latency; for the time to first token also one for each prompt length."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for column in ("", *STATISTICS):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    rows = {name: summary[key] for key, name in LATENCIES.items()}
+    classes = {
+        f"  prompts {each['from']:,}-{each['to'] - 1:,}": each for each in summary["ttft_by_prompt"]
+    }
+    first, *others = rows
+    for name in (first, *(classes if len(classes) > 1 else ()), *others):
+        values = rows.get(name) or classes[name]
+        table.add_row(name, *(seconds(values[mark]) for mark in STATISTICS))
+    return table
 
 
 def _facts(summary: Summary) -> list[tuple[str, str]]:
@@ -105,19 +116,22 @@ def _pairs(rows: Iterable[tuple[str, str]]) -> Table:
     return table
 
 
-def _pair(times: dict[str, float]) -> str:
-    """p50 and p99 in the unit of p99."""
-    low, high = times["p50"], times["p99"]
-    unit, scale = ("s", 1.0) if high >= 1 else ("ms", 1e3)
-    return f"{low * scale:.1f} / {high * scale:.1f} {unit}"
+def _together(times: dict[str, float], *marks: str, seconds_from: float) -> str:
+    """Several statistics of a latency; the last one chooses the unit of all."""
+    values = [times[mark] for mark in marks]
+    unit, scale = ("s", 1.0) if values[-1] >= seconds_from else ("ms", 1e3)
+    figures = (f"{v * scale:.1f}" if v * scale < 99.95 else f"{v * scale:,.0f}" for v in values)
+    return f"{'/'.join(figures)} {unit}"
 
 
 COLUMNS: dict[str, Callable[[Summary], str]] = {
     "req/s": lambda s: f"{s['requests_per_second']:.2f}",
     "tok/s": lambda s: f"{s['output_tokens_per_second']:,.0f}",
     "steps": lambda s: f"{s['steps']:,}",
-    "TTFT p50/p99": lambda s: _pair(s["ttft"]),
-    "between tokens": lambda s: _pair(s["time_between_tokens"]),
+    "TTFT p50/p99": lambda s: _together(s["ttft"], "p50", "p99", seconds_from=1.0),
+    "between tokens": lambda s: _together(
+        s["time_between_tokens"], "p50", "p99", "max", seconds_from=10.0
+    ),
     "preempt": lambda s: f"{s['preemptions']:,}",
     "recomp": lambda s: f"{s['recomputed_tokens']:,}",
     "hits": lambda s: f"{s['cache_hit_ratio']:.0%}",
@@ -127,10 +141,10 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 }
 
 
-def comparison(title: str, summaries: dict[str, Summary]) -> Group:
+def comparison(title: str, summaries: dict[str, Summary], header: str = "scheduler") -> Group:
     """Several runs, a row each, without the columns that are zero in all rows."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("scheduler", style="bold", no_wrap=True)
+    table.add_column(escape(header), style="bold", no_wrap=True)
     shown = {
         name: show
         for name, show in COLUMNS.items()

@@ -55,7 +55,7 @@ def _measure_copy(executor: Timed, config: Config) -> list[float]:
     sizes = _spread(min(config.num_blocks, config.num_host_blocks, most))
     seconds = [swap_seconds(executor, size) / 2 for size in sizes]
     tokens = np.array(sizes) * config.block_size
-    return _fit_nonnegative(np.stack([np.ones(len(sizes)), 1 / tokens]), np.array(seconds) / tokens)
+    return fit_nonnegative(np.stack([np.ones(len(sizes)), 1 / tokens]), np.array(seconds) / tokens)
 
 
 def _measure_compute(executor: Timed, config: Config) -> list[float]:
@@ -71,7 +71,7 @@ def _measure_compute(executor: Timed, config: Config) -> list[float]:
         for length in lengths.tolist()
     ]
     parts = np.stack([np.ones(len(lengths)), lengths / 2, -1 / lengths])
-    return _fit_nonnegative(parts, np.array(saved) / lengths)
+    return fit_nonnegative(parts, np.array(saved) / lengths)
 
 
 def swap_seconds(executor: Timed, num_blocks: int) -> float:
@@ -93,12 +93,12 @@ def recompute_seconds(executor: Timed, config: Config, num_tokens: int) -> float
         size = config.chunk(num_tokens - start, config.max_num_batched_tokens, True)
         pieces.append((start, start + (min(size, most) if size > 0 else most)))
         start = pieces[-1][1]
-    return _prefill_seconds(executor, config, num_tokens, pieces)
+    return prefill_seconds(executor, config, num_tokens, pieces)
 
 
 def resume_seconds(executor: Timed, config: Config, num_tokens: int) -> float:
     """Seconds to compute the last of `num_tokens`, as for a request that was swapped in."""
-    return _prefill_seconds(executor, config, num_tokens, [(num_tokens - 1, num_tokens)])
+    return prefill_seconds(executor, config, num_tokens, [(num_tokens - 1, num_tokens)])
 
 
 def finish(executor: Executor) -> None:
@@ -107,7 +107,7 @@ def finish(executor: Executor) -> None:
         swapper.finish()
 
 
-def _prefill_seconds(
+def prefill_seconds(
     executor: Timed, config: Config, num_tokens: int, pieces: Sequence[tuple[int, int]]
 ) -> float:
     """Prefill the chunks [start, end) of one prompt, one plan each, without sampling."""
@@ -151,7 +151,7 @@ def _spread(most: int) -> list[int]:
     return sorted({max(1, most // share) for share in (64, 16, 4, 2, 1)})
 
 
-def _fit_nonnegative(parts: FloatArray, wholes: FloatArray) -> list[float]:
+def fit_nonnegative(parts: FloatArray, wholes: FloatArray) -> list[float]:
     """Non-negative least squares: coefficients of `parts` that best add up to `wholes`.
 
     Tries every subset of the parts and keeps the best fit without negative coefficients.

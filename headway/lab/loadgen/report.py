@@ -1,14 +1,14 @@
 """Benchmark reports with the keys of `vllm bench throughput`, `latency` and `serve`.
 
 Latencies are milliseconds, of requests that completed. For a server, ITL is the time between two
-pieces of a stream, as a client sees it. Knows no server, no model and no clock.
+pieces of a stream, as a client sees it, and the stall of a request is its longest ITL. Knows no server, no model and no clock.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,16 +16,18 @@ import numpy.typing as npt
 
 from headway.errors import ConfigError
 from headway.lab.loadgen.load import Outcome
-from headway.observe.run_stats import RunStats, percentiles
+from headway.observe.run_stats import RunStats, by_prompt_length, percentiles
 from headway.observe.timeline import RequestTimeline
 
 Times = Mapping[str, npt.NDArray[np.float64]]  # milliseconds, by keys of LATENCIES
 LATENCIES = {
     "ttft": "time to first token", "tpot": "time per output token", "itl": "inter-token latency",
-    "e2el": "end-to-end latency",
+    "e2el": "end-to-end latency", "stall": "longest stall of a request",
 }  # fmt: skip
-STATISTICS = ("mean", "median", "std", "p90", "p99")
-ENGINE_STATISTICS = {"mean": "mean", "median": "p50", "p99": "p99"}  # and their keys in RunStats
+STATISTICS = ("mean", "median", "std", "p90", "p99", "p99.9", "max")
+ENGINE_STATISTICS = {  # and their keys in RunStats
+    "mean": "mean", "median": "p50", "p90": "p90", "p99": "p99", "p99.9": "p99.9", "max": "max",
+}  # fmt: skip
 PERCENTAGES = (10, 25, 50, 75, 90, 99)
 OBJECTIVES = ("ttft", "tpot", "e2el")  # latencies that a single request has
 
@@ -47,7 +49,7 @@ def parse_goodput(text: str) -> dict[str, float]:
 def times_of(outcomes: Sequence[Outcome]) -> Times:
     """The latencies of completed requests; all but itl have one value per request.
 
-    The tpot of a request with one token is nan.
+    The tpot and the stall of a request with one token are nan.
     """
     done = [outcome for outcome in outcomes if outcome.error is None]
     gaps = [np.frombuffer(outcome.gaps) for outcome in done if outcome.gaps]
@@ -58,6 +60,7 @@ def times_of(outcomes: Sequence[Outcome]) -> Times:
         ),
         "itl": np.concatenate(gaps) * 1e3 if gaps else np.zeros(0),
         "e2el": _milliseconds([o.last - o.sent for o in done]),
+        "stall": _milliseconds([max(o.gaps, default=np.nan) for o in done]),
     }
 
 
@@ -88,9 +91,20 @@ def report(
         "p99_send_delay_ms": _statistic(_milliseconds([o.sent - o.due for o in outcomes]), "p99"),
         "errors": dict(Counter(o.error for o in outcomes if o.error is not None).most_common()),
     }
-    return result | {
+    latencies = {
         f"{name}_{key}_ms": _statistic(times[key], name) for key in LATENCIES for name in STATISTICS
     }
+    lengths = (outcome.num_input for outcome in done)
+    return {**result, **latencies, "ttft_by_prompt": _by_prompt(lengths, times["ttft"])}
+
+
+def _by_prompt(lengths: Iterable[int], ttft: Iterable[float]) -> list[dict[str, float]]:
+    """TTFT in milliseconds by class of prompt length, [from, to)."""
+    return [
+        {"from": shortest, "to": end, "requests": len(values)}
+        | {f"{name}_ttft_ms": _statistic(np.array(values), name) for name in STATISTICS}
+        for shortest, end, values in by_prompt_length(zip(lengths, ttft, strict=True))
+    ]
 
 
 def duration(outcomes: Sequence[Outcome]) -> float:
@@ -112,8 +126,8 @@ def _statistic(values: npt.NDArray[np.float64], name: str) -> float:
     values = values[~np.isnan(values)]
     if not len(values):
         return 0.0
-    if name in ("mean", "std"):
-        return float(values.mean() if name == "mean" else values.std())
+    if name in ("mean", "std", "max"):
+        return float(getattr(values, name)())
     return float(np.percentile(values, 50 if name == "median" else float(name[1:])))
 
 
@@ -137,8 +151,7 @@ def throughput(metrics: RunStats, seconds: float) -> dict[str, Any]:
     return result | _latencies(metrics, requests)
 
 
-def _latencies(metrics: RunStats, requests: Sequence[RequestTimeline]) -> dict[str, float]:
-    gaps = {"mean": metrics.mean_gap()} | {f"p{p}": metrics.gap_percentile(p) for p in (50, 99)}
+def _latencies(metrics: RunStats, requests: Sequence[RequestTimeline]) -> dict[str, Any]:
     times = {
         "ttft": percentiles(request.first_token - request.arrival for request in requests),
         "tpot": percentiles(
@@ -146,14 +159,20 @@ def _latencies(metrics: RunStats, requests: Sequence[RequestTimeline]) -> dict[s
             for request in requests
             if request.num_output > 1
         ),
-        "itl": gaps,
+        "itl": metrics.gaps(),
         "e2el": percentiles(request.finished - request.arrival for request in requests),
+        "stall": percentiles(metrics.longest_stalls()),
     }
-    return {
+    latencies = {
         f"{name}_{key}_ms": values[ours] * 1e3
         for key, values in times.items()
         for name, ours in ENGINE_STATISTICS.items()
     }
+    by_prompt = _by_prompt(
+        (request.num_prompt for request in requests),
+        (1e3 * (request.first_token - request.arrival) for request in requests),
+    )
+    return {**latencies, "ttft_by_prompt": by_prompt}
 
 
 def latency(seconds: Sequence[float]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ const CHARTS: Chart[] = [
       { label: "prefill", color: "prefill", values: column("prefill") },
     ],
   },
+  { title: "Time of a step (ms)", lines: [{ label: "ms", color: "ink", values: kept(milliseconds) }] },
   { title: "Preemptions so far", lines: [{ label: "preemptions", color: "red", values: kept(preemptions) }] },
 ];
 
@@ -57,6 +58,10 @@ function tokens(film: Film): Int32Array {
   const decodes = film.columns.decodes.values, prefill = film.columns.prefill.values;
   const steps = film.columns.num_steps.values;
   return decodes.map((n, i) => n * Math.max(1, steps[i]) + prefill[i]);
+}
+
+function milliseconds(film: Film): Int32Array {
+  return Int32Array.from(film.ended.values, (end, i) => Math.max(0, Math.round(1000 * (end - film.started.at(i)))));
 }
 
 function preemptions(film: Film): Int32Array {
@@ -140,7 +145,8 @@ function Values({ chart, view }: PlotProps) {
       {chart.lines.map((line) => (
         <span key={line.label}>
           {chart.lines.length > 1 && <i class={`swatch ${line.color}`} />}
-          {chart.lines.length > 1 && `${line.label} `}<b>{count(line.values(now.film)[now.frame])}</b>
+          {chart.lines.length > 1 ? `${line.label} ` : "now "}
+          <b>{count(line.values(now.film)[now.frame])}</b>
         </span>
       ))}
     </span>

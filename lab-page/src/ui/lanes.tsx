@@ -6,13 +6,14 @@ import { color } from "../colors";
 import type { Film } from "../film";
 import { lastAtMost } from "../growing";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
-import { hovered, lit, seek, select, selected, span, version } from "../store";
+import { hovered, lit, seekIn, select, selected, span, version } from "../store";
 import type { Life } from "../timeline";
 import { stepOf, type View } from "../view";
 import { Canvas } from "./canvas";
 import { Legend } from "./legend";
+import { count, shortId } from "./words";
 
-const GUTTER = 56, AXIS = 16, MIN_ROW = 5, MAX_ROW = 18, MIN_SPAN = 20;
+const GUTTER = 56, AXIS = 16, MIN_ROW = 10, MAX_ROW = 18, MIN_SPAN = 20, MAX_LANES = 20;
 const COLORS: Record<number, string> = {
   [WAITING]: "waiting", [PREFILL]: "prefill", [DECODING]: "decoding", [SWAPPED]: "swapped",
 };
@@ -64,7 +65,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     const id = film && r !== undefined ? film.entries[r].id : null;
     if (kind === "move") hovered.value = id;
     else {
-      if (x >= GUTTER) seek(Math.floor(frameAt(x)));
+      if (x >= GUTTER && film) seekIn(film, Math.floor(frameAt(x)));
       if (id !== null && (x < GUTTER || selected.value !== id)) select(id);
     }
   };
@@ -82,6 +83,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     <section class="card lanes" aria-label={`Requests over time${name}`}>
       <h2>
         Requests over time
+        <small>{laneText(view.value)}</small>
         <span class="tools">
           <button type="button" onClick={change(0.5)} aria-label="Show fewer frames">+</button>
           <button type="button" onClick={change(2)} aria-label="Show more frames">−</button>
@@ -95,6 +97,12 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
       <Legend items={LEGEND} />
     </section>
   );
+}
+
+function laneText(view: View | null): string {
+  version.value;
+  const all = view?.film.timeline.lives.size ?? 0;
+  return all > MAX_LANES ? `${count(all)} requests, the nearest shown` : "";
 }
 
 /** Requests with a lane: those in the span; if there are too many, those nearest to the frame. */
@@ -139,7 +147,7 @@ function paintLanes(
     }
     if (height >= 9) {
       context.fillStyle = color(r === chosen ? "ink" : "quiet");
-      context.fillText(film.entries[r].id, 2, y + height / 2 + 1, GUTTER - 6);
+      context.fillText(shortId(film.entries[r].id, 8), 2, y + height / 2 + 1, GUTTER - 6);
     }
     paintLane(context, life, y, height, low, high, scale, film.numFrames);
   });
@@ -151,7 +159,8 @@ function paintLanes(
   context.fillText(`step ${stepOf(film, Math.min(low, film.numFrames - 1))}`, GUTTER, bottom - AXIS / 2);
   context.textAlign = "right";
   const lastStep = stepOf(film, Math.min(Math.round(high), film.numFrames) - 1);
-  context.fillText(String(lastStep), GUTTER + width, bottom - AXIS / 2);
+  const end = GUTTER + Math.min(width, (film.numFrames - low) * scale); // a short film ends before
+  context.fillText(String(lastStep), end, bottom - AXIS / 2);
   context.textAlign = "left";
 }
 

@@ -2,11 +2,12 @@
 
 import type { ReadonlySignal } from "@preact/signals";
 import { ownerColor, paint } from "../colors";
+import type { Film } from "../film";
 import { DECODING, PREFILL, STATES, WAITING } from "../state";
 import { catalog, chosenState, hovered, lateView, lit, select, selected } from "../store";
 import { type Groups, type Row, rowsOf, type View } from "../view";
 import { Legend } from "./legend";
-import { count, thing } from "./words";
+import { count, MAX_ID, shortId, thing } from "./words";
 
 const MAX_ROWS = 32, MAX_FIRST = 9; // rows of one group: in all, and without scrolling
 const LEGEND: [string, string][] = [
@@ -25,7 +26,7 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
   return (
     <section class="card requests" aria-label={`Requests${name}`}>
       <h2>Requests</h2>
-      <div class="groups">
+      <div class="groups" style={{ "--id": `${now ? idWidth(now.film) : 2}ch` }}>
         {(["running", "waiting", "swapped", "finished"] as const).map((group) => (
           <Group key={group} group={group} view={now} late={lateView(view)} />
         ))}
@@ -33,6 +34,18 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
       <Legend items={LEGEND} />
     </section>
   );
+}
+
+const widths = new WeakMap<Film, { of: number; width: number }>();
+
+/** The length of the longest id that is shown, so that the bars of all rows start together. */
+function idWidth(film: Film): number {
+  const known = widths.get(film);
+  if (known?.of === film.entries.length) return known.width;
+  let width = 2;
+  for (const { id } of film.entries) width = Math.max(width, Math.min(MAX_ID, id.length));
+  widths.set(film, { of: film.entries.length, width });
+  return width;
 }
 
 interface GroupProps { group: keyof Groups; view: View | null; late: ReadonlySignal<View | null> }
@@ -77,7 +90,7 @@ function Request({ row, view }: { row: Row; view: View }) {
         onMouseLeave={() => (hovered.value = null)}
       >
         <i class="chip" style={{ background: ownerColor(row.r) }} />
-        <span class="id">{row.id}</span>
+        <span class="id">{shortId(row.id)}</span>
         <Progress row={row} />
         <span class="note">{noteOf(row, view)}</span>
       </button>

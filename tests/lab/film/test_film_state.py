@@ -102,3 +102,23 @@ def test_a_film_that_starts_in_the_middle_shows_the_same_states(seed: int) -> No
     assert num_checked > 0 or len(lines) < 3
     run.live.stop(run.watched["viewer"])
     assert not run.engine.observers[1:]
+
+
+def test_a_film_of_an_idle_engine_has_no_requests_and_goes_on_later() -> None:
+    run = Recorded(0)
+    config = run.engine.scheduler.config
+    writer, film = FilmWriter(describe(config)), Film()
+    film.read(header_record(header(config, run.engine.async_scheduling)))
+    for line in run.lines:
+        film.read(writer.add(line))
+    film.read(writer.flush())
+    writer.settle()
+    writer.settle()  # has nothing to add
+    film.read(writer.flush())
+    frame = film.num_frames - 1
+    assert frame == len(run.lines) and film.column("step", frame) == -1
+    assert not film.state(frame).requests
+    assert film.chunks[-1].times[-1].tolist() == [run.lines[-1]["end"]] * 3
+    later = {**run.lines[0], "t": 1e3, "start": 1e3, "end": 1e3}
+    film.read(writer.add(later) + writer.flush())
+    assert film.state(frame + 1).requests

@@ -1,0 +1,65 @@
+"""The time of a forward pass, from the tokens that it computes, samples, reads and attends to.
+
+Simulated executors and the chunk rule `hold_tbt` use the same formula. A pass takes a fixed time,
+plus the longer of reading the weights and the matrix products, plus the longer of reading keys and
+values and the attention products, plus the exchange between devices. Reads no clock: the numbers
+come from a profile or from a measurement.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headway.plan import Plan
+
+
+class UnitCosts(NamedTuple):
+    """Seconds per unit of work."""
+
+    weights: float  # reading all weights
+    token: float
+    sample: float
+    read: float  # keys and values of one token
+    pair: float  # one query token and one token that it attends to
+    fixed: float
+    min_attention: float
+    overlap: float  # of reading and computing: 1 hides the shorter completely, 0 adds it
+    exchange: float = 0.0  # between the devices of a tensor-parallel group, per token
+
+    def seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
+        """Time of a forward pass: tokens computed, sampled and read, and attended pairs."""
+        weights, token, sample, read, pair, fixed, min_attention, overlap, exchange = self
+        dense, reading, computing = tokens * token + samples * sample, reads * read, pairs * pair
+        linear, attention = max(dense, weights), max(reading, computing)
+        if overlap < 1:
+            linear += (1 - overlap) * min(dense, weights)
+            attention += (1 - overlap) * min(reading, computing)
+        return fixed + linear + max(attention, min_attention) + tokens * exchange
+
+
+class StepWork(NamedTuple):
+    """The work of the first forward pass of a plan."""
+
+    tokens: int
+    samples: int
+    reads: int
+    pairs: float
+
+    def with_chunk(self, start: int, end: int, *, is_last: bool) -> StepWork:
+        """The work with tokens [start, end) of a prompt in addition."""
+        count = end - start
+        return StepWork(
+            self.tokens + count,
+            self.samples + is_last,
+            self.reads + end,  # a later chunk reads the tokens of the earlier ones again
+            self.pairs + count * (start + (count + 1) / 2),
+        )
+
+
+def work_of(plan: Plan) -> StepWork:
+    """The work of a plan; also of one that is under construction."""
+    num_rows, context = len(plan.decodes), plan.decode_context
+    work = StepWork(num_rows, num_rows, context, float(context))
+    for _, start, end, _, is_last in plan.chunks:
+        work = work.with_chunk(start, end, is_last=is_last)
+    return work
