@@ -24,7 +24,7 @@ FILM = header_record(header(preset(), False), source="live")
 
 @contextmanager
 def server(status: int, body: bytes, length: int | None = None) -> Iterator[str]:
-    """A server with this answer for those who send the key; its address."""
+    """A server that answers so to a request with the key; its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
