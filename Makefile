@@ -28,7 +28,7 @@ test: $(READY)  ## all checks and all tests
 
 tests: $(READY)  ## all tests
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
-	@$(MAKE) --no-print-directory browser
+	@$(MAKE) --no-print-directory browser packages
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Debian's Chromium, for the tests of the lab page. Only root can install it.
@@ -36,6 +36,15 @@ browser:
 	@command -v chromium > /dev/null || { test "$$(id -u)" = 0 && command -v apt-get > /dev/null \
 	  && apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium > /dev/null; } \
 	  || echo "chromium is not installed: the tests of the lab page are SKIPPED" >&2
+
+# The packages that build the lab page, once for each package-lock.json.
+PACKAGES := lab-page/node_modules/.ready
+NPM_CI := npm ci --no-audit --no-fund --ignore-scripts --fetch-retries 1 --fetch-timeout 15000
+
+packages:
+	@{ test $(PACKAGES) -nt lab-page/package-lock.json || { cd lab-page && $(NPM_CI) > /dev/null 2>&1 \
+	  && touch ../$(PACKAGES); }; } \
+	  || echo "npm or its registry is not available: the build of the lab page is NOT TESTED" >&2
 
 # Folders whose tests need no model weights, no kernels and no server.
 FAST := tests/kv tests/scheduler tests/engine tests/observe tests/lab tests/text \
@@ -104,7 +113,7 @@ picture: $(READY) browser  ## make the pictures of the documents: `make run`, an
 	$(BIN)/python docs/images/lab.py
 
 page:  ## build the lab page from lab-page/; needs npm
-	cd lab-page && npm ci --no-audit --no-fund --ignore-scripts
+	cd lab-page && $(NPM_CI) && touch ../$(PACKAGES)
 	cd lab-page && npx tsc --noEmit && node build.mjs
 
 dist: $(READY)  ## build a wheel and an sdist in dist/
@@ -115,5 +124,5 @@ clean:  ## remove environments, caches and build output
 	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test browser tests test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
+.PHONY: help run demo test browser packages tests test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
   picture page dist clean

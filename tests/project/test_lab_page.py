@@ -19,7 +19,7 @@ MAX_BYTES, MAX_PACKED = 250_000, 80_000
 PAGE = ("index.html", "app.js", "app.css")
 needs_node = pytest.mark.skipif(
     not shutil.which("node") or not (SOURCES / "node_modules/esbuild").is_dir(),
-    reason="node or lab-page/node_modules is missing: run `make page`",
+    reason="node or lab-page/node_modules is missing: run `make packages`",
 )
 
 

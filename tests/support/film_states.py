@@ -33,7 +33,9 @@ def state_of(scheduler: Scheduler) -> State:
         },
         "joined": {r.id for r in scheduler.state.decode_batch.members},
         "held": {block: count for block, count in enumerate(pool.refs) if count},
-        "cached": set(pool._cached),
+        "cached": {
+            block for block, key in enumerate(pool.index.key_of) if key is not None and not pool.refs[block]
+        },
         "rest": (REASONS.index(rest.reason), rest.num_requests) if rest else None,
     }  # fmt: skip
 
