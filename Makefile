@@ -99,8 +99,9 @@ bench: $(READY)  ## cost of the scheduler, quality of its decisions, and speed o
 	$(BIN)/python bench/scheduler_quality.py
 	$(BIN)/python bench/cpu_compare.py --skip-peers
 
-picture: $(READY)  ## make docs/images/run.svg, the picture of `make run` in the README
+picture: $(READY) browser  ## make the pictures of the documents: `make run`, and the lab page
 	$(BIN)/python docs/images/picture.py
+	$(BIN)/python docs/images/lab.py
 
 page:  ## build the lab page from lab-page/; needs npm
 	cd lab-page && npm ci --no-audit --no-fund --ignore-scripts

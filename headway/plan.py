@@ -59,6 +59,13 @@ class Preemption(NamedTuple):
     is_discard: bool = False  # its output is generated again; see policies.discard_output
 
 
+class CacheReset(NamedTuple):
+    """The cached prefixes were forgotten; also the copies on the host after a failed step."""
+
+    num_preempted: int  # preemptions that are reported with it and came before
+    is_all: bool
+
+
 class Blocked(NamedTuple):
     """Why a waiting request was not admitted: what it needed, and what was available."""
 
@@ -90,6 +97,7 @@ class StepEvents:
     aborted: list[Request] = field(default_factory=list)  # since the previous plan
     aborted_in_flight: list[Request] = field(default_factory=list)  # while this plan ran
     preempted: list[Preemption] = field(default_factory=list)
+    reset: CacheReset | None = None  # the latest one since the previous plan
     # Numbers of entries in `added` and `aborted` that an earlier, empty plan already considered.
     num_early: tuple[int, int] = (0, 0)
     num_free: int = 0  # blocks
@@ -150,6 +158,7 @@ class StepResult:
     first_tokens: list[int] = field(default_factory=list)  # one token per chunk with is_last
     started: float = 0.0
     ended: float = 0.0
+    swap_in: float = 0.0  # seconds to copy `copies_in` from the host; 0.0 without copies
     extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
     failed: dict[Request, Failure] = field(default_factory=dict)
 

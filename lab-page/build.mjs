@@ -45,7 +45,7 @@ await build({
   bundle: true,
   minify: true,
   format: "iife",
-  target: ["chrome109", "firefox115", "safari16.4"],
+  target: ["chrome111", "firefox115", "safari16.4"],
   jsx: "automatic",
   jsxImportSource: "preact",
   charset: "utf8",

@@ -26,9 +26,12 @@ if shutil.which("nvidia-smi") is None:  # checked without torch, before triton i
 # `make test-fast` leaves these out: they load the model, start processes or simulate long runs.
 SLOW = (
     "lab/test_fit.py",
-    "lab/test_lab_browser.py",
     "lab/test_loadgen.py",
     "lab/test_stories.py",
+    "lab/web/test_browser_controls.py",
+    "lab/web/test_browser_live.py",
+    "lab/web/test_browser_runs.py",
+    "lab/web/test_browser_stories.py",
     "observe/test_explain.py",
     "observe/test_live.py",
     "observe/test_observe.py",

@@ -11,7 +11,9 @@ import typer
 from headway import __version__
 from headway.cli.commands import (
     bench,
+    capacity,
     chat,
+    doctor,
     generate,
     lab,
     lists,
@@ -19,8 +21,10 @@ from headway.cli.commands import (
     run,
     serve,
     simulate,
+    sweep,
     top,
     trace,
+    tune,
 )
 from headway.cli.options.command import Command
 from headway.cli.options.packages import install, is_optional
@@ -41,10 +45,15 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "chat": chat.chat_command,
     "serve": serve.serve_command,
     "top": top.top_command,
+    "doctor": doctor.doctor_command,
     "models": lists.models_command,
     "profile": profile.profile_command,
     "simulate": simulate.simulate_command,
     "compare": simulate.compare_command,
+    "sweep": sweep.sweep_command,
+    "breakeven": sweep.breakeven_command,
+    "tune": tune.tune_command,
+    "capacity": capacity.capacity_command,
     "trace": trace.trace_command,
     "lab": lab.lab_command,
     "step": lab.step_command,

@@ -46,14 +46,22 @@ class SimulatedHandle:
 
 
 class SimulatedExecutor:
-    """Needs `seconds(plan)` to run a plan and `host_seconds` of host time to launch it."""
+    """Needs `seconds(plan)` to run a plan and `host_seconds` of host time to launch it.
+
+    `swap_in(plan)` says how much of the time the copies from the host take.
+    """
 
     def __init__(
-        self, clock: VirtualTime, seconds: Callable[[Plan], float], host_seconds: float = 0.0
+        self,
+        clock: VirtualTime,
+        seconds: Callable[[Plan], float],
+        host_seconds: float = 0.0,
+        swap_in: Callable[[Plan], float] = lambda _: 0.0,
     ) -> None:
         self._clock = clock
         self._seconds = seconds
         self._host_seconds = host_seconds
+        self._swap_in = swap_in
         self._free_at = 0.0
         self._fillers = np.zeros(1, dtype=np.intc)  # by row
         self._column = 0  # index of the next decode step
@@ -72,9 +80,9 @@ class SimulatedExecutor:
             if plan.chunks
             else []
         )
-        return SimulatedHandle(
-            self._clock, StepResult(columns, first_tokens, started, self._free_at)
-        )
+        swap_in = self._swap_in(plan) if plan.copies_in else 0.0
+        result = StepResult(columns, first_tokens, started, self._free_at, swap_in)
+        return SimulatedHandle(self._clock, result)
 
     def _sample_decodes(self, plan: Plan) -> npt.NDArray[np.intc]:
         column = self._fillers[plan.rows]

@@ -8,11 +8,19 @@ from headway.lab.summary import Summary
 
 
 class Finding(NamedTuple):
-    """One problem of a run."""
+    """One problem of a run, and changes of the configuration that may cure it."""
 
     symptom: str
     cause: str
     remedy: str
+    changes: tuple[str, ...] = ()  # such as "chunk=at_most(512)"
+
+
+class Remedy(NamedTuple):
+    """A phrase, and the change of the configuration that it describes."""
+
+    text: str
+    change: str
 
 
 def diagnose(summary: Summary, config: dict[str, Any]) -> list[Finding]:
@@ -25,10 +33,14 @@ def diagnose(summary: Summary, config: dict[str, Any]) -> list[Finding]:
                 "read the reasons listed with the rejected requests",
             )
         ]
-    checks = (_thrash, _waiting, _idle, _budget, _prefill, _swap, _stalls, _late, _unfair)
+    checks = (
+        _thrash, _waiting, _idle, _budget, _prefill, _swap, _swap_in, _stalls, _late, _unfair,
+    )  # fmt: skip
     return [finding for check in checks if (finding := check(summary, config))]
 
 
+NUM_TOKENS = "max_num_batched_tokens"
+CHUNK = 512  # tokens; a chunk that stops other streams for a short time on most machines
 MEMORY = ("blocks", "headroom", "back_off", "just_preempted", "after_preemption")
 DERIVED = ("behind_blocked", "not_reached", "parent")  # other requests have the actual reason
 
@@ -45,14 +57,24 @@ def _has(config: dict[str, Any], slot: str, value: str) -> bool:
     return str(config[slot]).partition("(")[0] == value.partition("(")[0]
 
 
-def _remedies(config: dict[str, Any], *remedies: str | tuple[str, str] | None) -> str:
-    """The remedies as one sentence, without slot values that the configuration already has."""
-    texts = [
-        each if isinstance(each, str) else f"use {each[0]} {each[1]}"
-        for each in remedies
-        if each is not None and (isinstance(each, str) or not _has(config, *each))
-    ]
-    return f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
+def _use(config: dict[str, Any], slot: str, value: str) -> Remedy | None:
+    """Use this value of a slot; None if the configuration has it."""
+    is_used = _has(config, slot, value)
+    return None if is_used else Remedy(f"use {slot} {value}", f"{slot}={value}")
+
+
+def _scale(config: dict[str, Any], name: str, factor: float) -> Remedy:
+    """Raise or lower a number."""
+    verb = "raise" if factor > 1 else "lower"
+    return Remedy(f"{verb} {name}", f"{name}={max(1, round(config[name] * factor))}")
+
+
+def _remedies(*remedies: Remedy | str | None) -> tuple[str, tuple[str, ...]]:
+    """The remedies as one sentence, and the changes among them."""
+    given = [each for each in remedies if each is not None]
+    texts = [each if isinstance(each, str) else each.text for each in given]
+    sentence = f"{', '.join(texts[:-1])} or {texts[-1]}" if len(texts) > 1 else texts[0]
+    return sentence, tuple(each.change for each in given if isinstance(each, Remedy))
 
 
 def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
@@ -63,12 +85,11 @@ def _thrash(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"{degree}: {rate:.1f} preemptions/s, {tax:.1%} of all computed tokens are recomputed",
         "requests are admitted although the KV cache has no room for their outputs",
-        _remedies(
-            config,
-            ("headroom", "future_peak"),
+        *_remedies(
+            _use(config, "headroom", "future_peak"),
             "raise the watermark" if "watermark" in str(config["headroom"]) else None,
-            "lower max_num_seqs",
-            ("victim", "least_work"),
+            _scale(config, "max_num_seqs", 0.5),
+            _use(config, "victim", "least_work"),
             "swap if the host has memory" if _has(config, "swap", "recompute") else None,
         ),
     )
@@ -78,25 +99,27 @@ def _waiting(summary: Summary, config: dict[str, Any]) -> Finding | None:
     waiting, queue = summary["per_step"]["waiting"], summary["queue_time"]["p90"]
     if waiting <= 5 or queue < 1:
         return None
-    remedies = {
-        "max_num_seqs": "raise max_num_seqs",
-        "token_budget": "raise max_num_batched_tokens",
+    remedies: dict[str, str | Remedy | None] = {
+        "max_num_seqs": _scale(config, "max_num_seqs", 2),
+        "token_budget": _scale(config, NUM_TOKENS, 2),
         "blocks": "add KV blocks (a larger GPU or a smaller model) or lower max_tokens of the requests",
         "headroom": "add KV blocks or use a less cautious headroom",
         "back_off": "add KV blocks: back_off delays admission after preemptions",
         "just_preempted": "add KV blocks: preempted requests wait until the next step",
         "reserved_rows": "raise max_num_seqs: the last rows are reserved for other clients",
-        "after_preemption": _remedies(config, "add KV blocks", ("headroom", "future_peak"))
-        + ": preemptions stop admissions",
+        "after_preemption": _use(config, "headroom", "future_peak")
+        or "add KV blocks: preemptions stop admissions",
         "behind_blocked": "set the queue's max_overtakes, so that requests can overtake a blocked one",
         "not_reached": "use a batching rule that admits requests while others decode",
     }
     reason = _top_reason(summary)
+    remedy, changes = _remedies(remedies.get(reason, "add capacity"))
     return Finding(
         f"{waiting:.0f} requests wait on average; p90 of the queue time is {queue:.1f} s",
         f"more work arrives than completes; the most frequent reason to wait is "
         f"{reason or 'unknown'}",
-        remedies.get(reason, "add capacity") + "; or add GPUs",
+        f"{remedy}; or add GPUs",
+        changes,
     )
 
 
@@ -108,11 +131,10 @@ def _idle(summary: Summary, config: dict[str, Any]) -> Finding | None:
         f"only {share:.0%} of max_num_seqs run on average while requests wait",
         "the batching rule or the queue rule admits too few requests; "
         f"the most frequent reason to wait is {_top_reason(summary)}",
-        _remedies(
-            config,
-            ("batching", "mixed") if _has(config, "batching", "static") else None,
-            ("chunk", "split_any"),
-            "raise max_num_batched_tokens",
+        *_remedies(
+            _use(config, "batching", "mixed") if _has(config, "batching", "static") else None,
+            _use(config, "chunk", "split_any"),
+            _scale(config, NUM_TOKENS, 2),
         ),
     )
 
@@ -124,7 +146,9 @@ def _budget(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"a step computes {summary['per_step']['tokens']:.0f} tokens, {share:.1%} of its budget",
         "steps use little of max_num_batched_tokens while requests wait",
-        _remedies(config, ("chunk", "split_any"), "raise max_num_seqs", "add KV blocks"),
+        *_remedies(
+            _use(config, "chunk", "split_any"), _scale(config, "max_num_seqs", 2), "add KV blocks"
+        ),
     )
 
 
@@ -140,6 +164,7 @@ def _prefill(summary: Summary, config: dict[str, Any]) -> Finding | None:
         f"raise max_num_batched_tokens with a low max_num_seqs, or share prefixes; {smaller} if the "
         "time between tokens is too long; separate prefill and decode replicas may help as well: see "
         "`headway simulate --disaggregate 1:1`",
+        (_scale(config, NUM_TOKENS, 2).change,),
     )
 
 
@@ -155,6 +180,21 @@ def _swap(summary: Summary, config: dict[str, Any]) -> Finding | None:
     )
 
 
+MAX_SWAP_IN = 0.02  # seconds; 1-5 ms are usual
+
+
+def _swap_in(summary: Summary, config: dict[str, Any]) -> Finding | None:
+    seconds = summary["swap_in"]["p50"]
+    if seconds <= MAX_SWAP_IN:
+        return None
+    return Finding(
+        f"a swap-in takes {_ms(seconds)} (p50; usual: 1-5 ms)",
+        "the link to the host is slow, or requests are long",
+        *_remedies(_use(config, "swap", "swap_if_cheaper"), _use(config, "swap", "recompute")),
+    )
+
+
+MIN_BUDGET = 64  # tokens; a lower one makes the prefill of short prompts slow
 MIN_STALL = 0.2  # seconds; p99 of the requests' longest stalls
 MIN_MAX_STALL = 1.0  # seconds; the longest stall of all
 
@@ -167,20 +207,39 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
     )  # fmt: skip
     if usual <= 0 or not any(value >= max(least, 8 * usual) for value, least in limits):
         return None
-    is_cut = _has(config, "chunk", "at_most")
     return Finding(
         f"streams pause for up to {_ms(stalls['max'])}, {stalls['max'] / usual:.0f}x the usual time "
         f"between tokens; longest stall of a request: p50 {_ms(stalls['p50'])}, p99 "
         f"{_ms(stalls['p99'])}; time between tokens: p99 {_ms(gaps['p99'])}",
         f"long prompts{' or preemptions' if summary['preemptions'] else ''} delay decoding requests",
-        _remedies(
-            config,
-            "lower n of at_most(n)" if is_cut else ("chunk", "at_most(n)"),
-            "lower max_num_batched_tokens" if not _has(config, "chunk", "whole") else None,
-            ("batching", "mixed"),
+        *_remedies(
+            _smaller_chunks(config),
+            _lower_budget(config, stalls["max"]),
+            _use(config, "batching", "mixed"),
             "avoid preemptions" if summary["preemptions"] else None,
         ),
     )
+
+
+def _smaller_chunks(config: dict[str, Any]) -> Remedy:
+    """Chunks of at most 512 tokens, and of at most half of the present limit."""
+    if _has(config, "chunk", "at_most"):
+        limit = int("".join(filter(str.isdigit, config["chunk"])) or CHUNK)
+        return Remedy("lower n of at_most(n)", f"chunk=at_most({max(1, limit // 2)})")
+    limit = max(1, min(CHUNK, config[NUM_TOKENS] // 2))
+    return Remedy("use chunk at_most(n)", f"chunk=at_most({limit})")
+
+
+def _lower_budget(config: dict[str, Any], stall: float) -> Remedy | None:
+    """A budget whose steps are about as long as a stall that is not noticed, as a power of two.
+
+    None with whole prompts: a lower budget would refuse the long ones.
+    """
+    budget = config[NUM_TOKENS]
+    if _has(config, "chunk", "whole") or budget <= MIN_BUDGET:
+        return None
+    wanted = max(MIN_BUDGET, budget * min(0.5, MIN_STALL / max(stall, MIN_STALL)))
+    return Remedy(f"lower {NUM_TOKENS}", f"{NUM_TOKENS}={1 << (int(wanted).bit_length() - 1)}")
 
 
 def _ms(seconds: float) -> str:
@@ -196,7 +255,7 @@ def _late(summary: Summary, config: dict[str, Any]) -> Finding | None:
         "capacity is too low"
         if _has(config, "queue", "earliest_deadline")
         else "the queue ignores deadlines, or capacity is too low",
-        _remedies(config, ("queue", "earliest_deadline"), "send fewer requests to each GPU"),
+        *_remedies(_use(config, "queue", "earliest_deadline"), "send fewer requests to each GPU"),
     )
 
 
@@ -206,5 +265,5 @@ def _unfair(summary: Summary, config: dict[str, Any]) -> Finding | None:
     return Finding(
         f"fairness between clients is {summary['fairness']:.2f} (1 is equal)",
         "a few clients send most of the work",
-        _remedies(config, ("queue", "fair"), "lower max_num_batched_tokens"),
+        *_remedies(_use(config, "queue", "fair"), _scale(config, NUM_TOKENS, 0.5)),
     )

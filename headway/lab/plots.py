@@ -1,7 +1,8 @@
-"""Latency plots: by matplotlib if it is installed, as text otherwise.
+"""Plots: as text for a terminal, as .svg, .html and .txt files, and by matplotlib as .png or .pdf.
 
 A plot consists of curves of points. One load gives a cumulative distribution of latencies; several
-loads give median and p99 over the request rate or the concurrency.
+loads give median and p99 over the request rate or the concurrency. A plot with labels has a bar for
+each of them.
 """
 
 from __future__ import annotations
@@ -10,31 +11,20 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from headway.lab import svg
+from headway.lab.svg import Curve, Plot, spans_decades
+
 WIDTH, HEIGHT, NUM_POINTS = 64, 11, 101
+BAR = 40  # characters of the longest bar
+SUFFIXES = (".png", ".svg", ".pdf", ".html", ".txt")
+OWN = (".svg", ".html", ".txt")  # written without matplotlib
 SIGNS = "o+x*#@"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    name: str
-    points: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """Curves over common axes."""
-
-    title: str
-    x: str
-    y: str
-    curves: tuple[Curve, ...]
 
 
 def distribution(title: str, times: Mapping[str, npt.NDArray[np.float64]]) -> Plot:
@@ -59,12 +49,17 @@ def sweep(
     return Plot(title=title, x=x, y="ms", curves=tuple(curves))
 
 
-def has_matplotlib() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
+def can_save(path: Path) -> bool:
+    """Whether the format of the file's suffix can be written here."""
+    return path.suffix in OWN or importlib.util.find_spec("matplotlib") is not None
 
 
 def save(plot: Plot, path: Path) -> None:
-    """Write an image in the format of the file's suffix; requires matplotlib."""
+    """Write a file in the format of its suffix; .png and .pdf require matplotlib."""
+    if path.suffix in OWN:
+        formats = {".txt": text, ".svg": svg.document, ".html": svg.page}
+        path.write_text(formats[path.suffix](plot), encoding="utf-8")
+        return
     figures: Any = importlib.import_module("matplotlib.figure")
     figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
@@ -72,8 +67,12 @@ def save(plot: Plot, path: Path) -> None:
         axes.plot(*zip(*curve.points, strict=True), label=curve.name,
                   marker="o" if len(curve.points) < NUM_POINTS else None)  # fmt: skip
     axes.set(title=plot.title, xlabel=plot.x, ylabel=plot.y)
-    if _spans_decades([x for curve in plot.curves for x, _ in curve.points]):
+    if plot.labels:
+        axes.set_xticks(range(len(plot.labels)), plot.labels, rotation=20, ha="right")
+    elif spans_decades([x for curve in plot.curves for x, _ in curve.points]):
         axes.set_xscale("log")
+    if plot.is_log:
+        axes.set_yscale("log")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)
@@ -84,20 +83,24 @@ def text(plot: Plot) -> str:
     points = [point for curve in plot.curves for point in curve.points if math.isfinite(point[0])]
     if not points:
         return f"{plot.title}: no data\n"
-    is_log = _spans_decades([x for x, _ in points])
+    if plot.labels:
+        return _bars(plot)
+    is_log = spans_decades([x for x, _ in points])
     low, high = _bounds([_scaled(x, is_log) for x, _ in points])
-    bottom, top = _bounds([0.0, *(y for _, y in points)])
+    heights = [_scaled(y, plot.is_log) for _, y in points]
+    bottom, top = _bounds(heights if plot.is_log else [0.0, *heights])
     grid = [[" "] * WIDTH for _ in range(HEIGHT)]
     for sign, curve in zip(SIGNS, plot.curves, strict=False):
         for x, y in curve.points:
             if math.isfinite(x):
                 column = round((_scaled(x, is_log) - low) / (high - low) * (WIDTH - 1))
-                row = round((y - bottom) / (top - bottom) * (HEIGHT - 1))
+                row = round((_scaled(y, plot.is_log) - bottom) / (top - bottom) * (HEIGHT - 1))
                 grid[HEIGHT - 1 - row][column] = sign
     legend = "  ".join(f"{s} {c.name}" for s, c in zip(SIGNS, plot.curves, strict=False))
     lines = [f"{plot.title}   {legend}"]
     for number, row_ in enumerate(grid):
-        height = top - (top - bottom) * number / (HEIGHT - 1)
+        up = (HEIGHT - 1 - number) / (HEIGHT - 1)
+        height = _unscaled(bottom + (top - bottom) * up, plot.is_log)
         is_named = number in (0, HEIGHT // 2, HEIGHT - 1)
         lines.append(f"{height:>9,.4g} ┤{''.join(row_)}".rstrip() if is_named else
                      f"{'':9} │{''.join(row_)}".rstrip())  # fmt: skip
@@ -107,10 +110,16 @@ def text(plot: Plot) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _spans_decades(values: Sequence[float]) -> bool:
-    """Whether all values are positive and far enough apart for a logarithmic scale."""
-    finite = [value for value in values if math.isfinite(value)]
-    return bool(finite) and min(finite) > 0 and max(finite) > 20 * min(finite)
+def _bars(plot: Plot) -> str:
+    """One bar for each label and curve."""
+    longest = max((y for curve in plot.curves for _, y in curve.points), default=0.0) or 1.0
+    width = max(map(len, plot.labels))
+    lines = [f"{plot.title} {plot.y}".rstrip()]
+    for curve in plot.curves:
+        for x, y in curve.points:
+            bar = "█" * max(0, round(BAR * y / longest))
+            lines.append(f"{plot.labels[int(x)]:{width}}  {bar} {y:,.4g}")
+    return "\n".join(lines) + "\n"
 
 
 def _scaled(x: float, is_log: bool) -> float:

@@ -58,7 +58,7 @@ class RecordedExecutor:
 def replay(trace: Iterable[Line]) -> Iterator[Line]:
     """The steps of the scheduler when it decides the recorded run again."""
     header, *steps = trace
-    return Replay(header, steps).lines()
+    return Replay(header, steps, has_blocks=header.get("has_blocks", False)).lines()
 
 
 class Replay:
@@ -93,18 +93,18 @@ class Replay:
         )
 
     def lines(self) -> Iterator[Line]:
-        """The steps, decided again. ReplayMismatch if a step of the recorded run failed."""
+        """The steps, decided again. ReplayMismatch as for `step`."""
         for line in self._steps:
-            if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
-                raise ReplayMismatch(
-                    f"step {line['step']}: a step of the recorded run failed; "
-                    "only runs without failed steps can be replayed"
-                )
             yield from self.step(line)
         yield from self._finish()
 
     def step(self, line: Line) -> list[Line]:
-        """Submit what the line records and take its step."""
+        """Submit what the line records and take its step. ReplayMismatch if the step failed."""
+        if any(end["finish_reason"] == "error" for end in line.get("finished", ())):
+            raise ReplayMismatch(
+                f"step {line['step']}: a step of the recorded run failed; "
+                "only runs without failed steps can be replayed"
+            )
         added, aborted = line.get("added", []), line.get("aborted", [])
         num_added, num_aborted = line.get("num_early", (0, 0))
         is_drained = self.engine.num_in_flight > line.get("in_flight", 0)
@@ -115,6 +115,8 @@ class Replay:
             self.engine.step()
         self._clock.advance_to(line["t"])
         self._submit(added[num_added:], aborted[num_aborted:], num_added)
+        if reset := line.get("reset"):
+            self.scheduler.reset_cache(force=reset[0] > 0)
         self.engine.step()
         self._aborts = line.get("aborted_in_flight", [])
         return self._take_lines()

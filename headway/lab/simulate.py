@@ -24,6 +24,7 @@ from headway.scheduler import Scheduler
 from headway.scheduler.policies import hold_tbt, swap_if_cheaper
 
 Progress = Callable[[int], None]  # called with the number of requests that have just ended
+Stop = Callable[[RunStats], bool]
 
 
 @dataclass(slots=True)
@@ -52,6 +53,7 @@ class SimulatedEngine:
                 self.clock,
                 lambda plan: profile.step_seconds(plan, size),
                 profile.machine.host_seconds,
+                lambda plan: profile.copy_seconds(len(plan.copies_in) * size),
             ),
             self.clock,
             async_scheduling=async_scheduling,
@@ -70,8 +72,12 @@ def simulate(
     trace_blocks: bool = False,
     trace_redact: bool = False,
     progress: Progress | None = None,
+    stop: Stop | None = None,
 ) -> SimulationResult:
-    """Run all requests. A request that can never run is rejected; the others continue."""
+    """Run all requests. A request that can never run is rejected; the others continue.
+
+    `stop` is asked after every step; if it returns True, the run ends there.
+    """
     config = with_profile(config, profile)
     simulated = SimulatedEngine(config, profile, async_scheduling, observers)
     engine, result = simulated.engine, SimulationResult(simulated.metrics)
@@ -83,7 +89,7 @@ def simulate(
         engine.observers.append(writer)
     if progress:
         engine.observers.append(_report_ends(progress))
-    _run(engine, simulated.clock, iter(requests), result, progress)
+    _run(engine, simulated.clock, iter(requests), result, progress, stop)
     return result
 
 
@@ -101,6 +107,7 @@ def _run(
     requests: Iterator[WorkloadRequest],
     result: SimulationResult,
     progress: Progress | None = None,
+    stop: Stop | None = None,
 ) -> None:
     """Step the engine until every request has arrived and ended; skip idle time."""
     coming = next(requests, None)
@@ -119,6 +126,8 @@ def _run(
             engine.step()
             if engine.fault:  # only a user's policy can fail here
                 raise ConfigError(f"the simulation failed: {engine.fault}")
+            if stop and stop(result.metrics):
+                return
         elif coming is not None:
             clock.advance_to(coming.arrival)
         else:

@@ -22,7 +22,10 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
     """All values that a report shows."""
     totals, requests = metrics.totals, metrics.requests
     ended = [request for request in requests if request.finish_reason in ("stop", "length")]
-    seconds = metrics.ended_at - min((request.arrival for request in requests), default=0.0)
+    started = metrics.started_at
+    if started is None:
+        started = min((request.arrival for request in requests), default=0.0)
+    seconds = metrics.ended_at - started
     preemptions = totals["swaps"] + totals["recomputes"]
     return {
         "requests": len(requests) + rejected,
@@ -58,6 +61,7 @@ def summarize(metrics: RunStats, rejected: int = 0) -> Summary:
         "recomputed_tokens": totals["recomputed_tokens"],
         "recompute_tax": _ratio(totals["recomputed_tokens"], totals["computed_tokens"]),
         "swapped_blocks": {"out": totals["blocks_out"], "in": totals["blocks_in"]},
+        "swap_in": percentiles(metrics.swap_ins),
         "cache_hit_ratio": _ratio(totals["cached_tokens"], totals["prompt_tokens"]),
         "waiting_steps_by_reason": dict(metrics.reasons.most_common()),
         "clients": len({request.client for request in requests}),

@@ -138,6 +138,11 @@ def copied(num_out: int, num_in: int) -> str:
     return ", ".join(f"{_count(n, 'KV block')} copied {way}" for n, way in counts if n)
 
 
+def reset(is_all: bool) -> str:
+    """The cached content is forgotten."""
+    return "a step failed: all KV blocks are forgotten" if is_all else "the prefix cache is reset"
+
+
 def computed(id: str, start: int, end: int) -> str:
     """A step computes a chunk of a request."""
     return f"request {id} computes tokens [{start}, {end})"
@@ -247,6 +252,8 @@ def sentences_of(line: Line, max_num_seqs: int) -> Iterator[str]:
     for id, how, num_lost, is_priority in line.get("preempted", ()):
         is_swap, discards = how == "swap", how == "discard"
         yield preempted(id, is_swap, num_lost, bool(is_priority), line["step"], discards=discards)
+    if line.get("reset"):
+        yield reset(bool(line["reset"][1]))
     for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
         yield admitted(id, num_cached, num_swapped, bool(is_resume))
     for id, start, end, _ in line.get("chunks", ()):

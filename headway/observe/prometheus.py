@@ -35,6 +35,7 @@ REQUEST_BUCKETS = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 PLAN_BUCKETS = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 0.01, 0.025, 0.1, 1.0)
+SWAP_BUCKETS = (2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 STEP_TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 N_BUCKETS = (1, 2, 5, 10, 20)
 TOKEN_BUCKETS: tuple[float, ...] = ()  # 1, 2, 5, 10, ... up to max_model_len
@@ -54,6 +55,7 @@ COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "request_success": "Finished requests by finish reason.",
+    "prefill_tokens": "Tokens computed by prefill, including recomputed tokens.",
     "recomputed_tokens": "Tokens recomputed after a preemption.",
     "swapped_blocks": "KV blocks copied to the host (out) and from the host (in).",
 }
@@ -86,6 +88,7 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_max_tokens": ("The max_tokens parameter of a request.", TOKEN_BUCKETS),
     "request_params_n": ("The n parameter of a request.", N_BUCKETS),
     "iteration_tokens_total": ("Tokens computed in one step.", STEP_TOKEN_BUCKETS),
+    "swap_in_seconds": ("Time to copy the KV blocks of a step from the host.", SWAP_BUCKETS),
     "scheduler_step_seconds": ("Time that the scheduler needs for one plan.", PLAN_BUCKETS),
 }
 LABELS = {

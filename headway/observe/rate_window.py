@@ -37,15 +37,22 @@ class RateWindow:
         counts["steps"] += plan.step >= 0
         counts["output_tokens"] += stats.num_output
         self.totals["output_tokens"] += stats.num_output
+        counts["computed"] += stats.num_computed
         for seconds, num_gaps in stats.gaps:
             counts["gaps"] += num_gaps
             counts["itl_us"] += int(1e6 * seconds * num_gaps)
+            counts["max_itl_us"] = max(counts["max_itl_us"], int(1e6 * seconds))
         if plan.admitted or plan.chunks or plan.events.preempted or stats.finished:
             self._count_changes(report, stats, counts)
 
     def _count_changes(self, report: StepReport, stats: StepStats[Request], counts: Counts) -> None:
         """Count events that a steady decode step does not have."""
         counts["prompt_tokens"] += stats.num_prompt
+        counts["prefill"] += stats.num_prefill
+        counts["recomputed"] += stats.num_recomputed
+        if swap_in := report.result.swap_in:
+            counts["swap_ins"] += 1
+            counts["swap_in_us"] += int(1e6 * swap_in)
         counts["preemptions"] += len(report.plan.events.preempted)
         counts["first_tokens"] += len(stats.first_tokens)
         counts["ttft_us"] += int(1e6 * sum(stats.first_tokens))
@@ -74,13 +81,22 @@ class RateWindow:
         return rates
 
     def last_minute(self, now: float) -> dict[str, float | None]:
-        """Errors, aborts and the prefix cache hit rate (None without prompts) of 60 seconds."""
+        """Values of 60 seconds; a mean or a share is None if there is nothing to divide by."""
         last = [counts for second, counts in self._seconds if second > now - NUM_SECONDS]
-        queried, hit, errors, aborts = (
-            sum(counts[name] for counts in last) for name in ("queried", "hit", "errors", "aborts")
-        )
-        hit_rate = hit / queried if queried else None
-        return {"errors": errors, "aborts": aborts, "prefix_cache_hit_rate": hit_rate}
+        total, span = Counter[str](), min(float(NUM_SECONDS), max(1.0, now - self._started))
+        for counts in last:
+            total.update(counts)
+        longest = max((counts["max_itl_us"] for counts in last), default=0)
+        return {
+            "errors": total["errors"], "aborts": total["aborts"],
+            "prefix_cache_hit_rate": _ratio(total["hit"], total["queried"]),
+            "preemptions_per_second": total["preemptions"] / span,
+            "tokens_per_step": _ratio(total["computed"], total["steps"]),
+            "prefill_share": _ratio(total["prefill"], total["computed"]),
+            "recompute_tax": _ratio(total["recomputed"], total["computed"]),
+            "max_itl": longest / 1e6 if total["gaps"] else None,
+            "swap_in": _ratio(total["swap_in_us"] / 1e6, total["swap_ins"]),
+        }  # fmt: skip
 
     def history(self, now: float) -> dict[str, list[float | None]]:
         """The last 60 whole seconds, oldest first. A latency is None in a second without any."""
@@ -90,7 +106,12 @@ class RateWindow:
             "output_tokens": [counts["output_tokens"] for counts in last],
             "ttft": list(_means(last, "ttft_us", "first_tokens")),
             "itl": list(_means(last, "itl_us", "gaps")),
+            "max_itl": [c["max_itl_us"] / 1e6 if c["gaps"] else None for c in last],
         }
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
 
 
 def _means(seconds: Iterable[Counts], microseconds: str, count: str) -> Iterable[float | None]:

@@ -25,34 +25,42 @@ PER_STEP = ("running", "waiting", "free", "tokens", "prefill", "decodes", "secon
 
 
 class RunStats:
-    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`."""
+    """Counts one run. Add live step reports by calling it, or the lines of a trace with `add`.
 
-    def __init__(self, header: Line) -> None:
+    `count` adds steps that a timeline outside has followed. `started` is the time at which a part
+    of a run begins.
+    """
+
+    def __init__(self, header: Line, started: float | None = None) -> None:
         self.config: dict[str, Any] = header["config"]
+        self.started_at = started  # None: the first arrival
         self.totals: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()  # steps in which a request waited for this reason
         self.requests: list[RequestTimeline] = []  # in the order of arrival
+        self.streams: list[RequestTimeline] | None = None  # whose stalls count; None: requests
         self.steps: dict[str, array[float]] = {name: array("d") for name in PER_STEP}
+        self.swap_ins = array("d")  # seconds of each step that copied blocks from the host
         self.ended_at = 0.0
-        self._timeline = Timeline[Any]()
+        self._timeline = Timeline[Any](started or 0.0)
         self._reader = TraceReader()
         self._gaps, self._gap_counts = array("d"), array("d")
 
     def __call__(self, report: StepReport) -> None:
-        self._count(record_of(report))
+        self._follow(record_of(report))
 
     def add(self, line: Line) -> None:
         """Count one line of a trace, which is not its header."""
-        self._count(self._reader.read(line))
+        self._follow(self._reader.read(line))
 
     def merge(self, other: RunStats) -> None:
-        """Add the statistics of another run, as of another replica at the same time."""
+        """Add another part of the same run: later steps, or those of another replica."""
         other._timeline.update_stalls()
         self.totals.update(other.totals)
         self.reasons.update(other.reasons)
         self.requests += other.requests
         for name, column in other.steps.items():
             self.steps[name].extend(column)
+        self.swap_ins.extend(other.swap_ins)
         self.ended_at = max(self.ended_at, other.ended_at)
         self._gaps.extend(other._gaps)
         self._gap_counts.extend(other._gap_counts)
@@ -62,8 +70,12 @@ class RunStats:
         self._gaps.append(seconds)
         self._gap_counts.append(1)
 
-    def _count(self, record: StepRecord[Any]) -> None:
-        stats, totals = self._timeline.follow(record), self.totals
+    def _follow(self, record: StepRecord[Any]) -> None:
+        self.count(record, self._timeline.follow(record))
+
+    def count(self, record: StepRecord[Any], stats: StepStats[Any]) -> None:
+        """Count a step and what it changed."""
+        totals = self.totals
         for _, times in record.added:
             self.requests.append(times)
         for _, is_swap, is_priority in record.preempted:
@@ -92,6 +104,8 @@ class RunStats:
         if any(record.copies):
             totals["blocks_out"] += record.copies[0]
             totals["blocks_in"] += record.copies[1]
+        if record.swap_in:
+            self.swap_ins.append(record.swap_in)
         if record.ended > self.ended_at:
             self.ended_at = record.ended
         for reason in record.reasons:
@@ -118,11 +132,8 @@ class RunStats:
     def longest_stalls(self) -> list[float]:
         """The largest time between tokens of each request that has two tokens."""
         self._timeline.update_stalls()
-        return [
-            each.longest_stall
-            for each in self.requests
-            if each.num_output > 1 or each.longest_stall
-        ]
+        streams = self.requests if self.streams is None else self.streams
+        return [x.longest_stall for x in streams if x.num_output > 1 or x.longest_stall]
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:

@@ -13,8 +13,11 @@ from typing import get_args
 
 from headway.engine.loop import CachedReader, EngineLoop
 from headway.observe.prometheus import Exposition, MetricValues
+from headway.observe.recent_stats import RecentStats
+from headway.observe.run_stats import RunStats
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
 from headway.observe.timeline import RequestTimeline, StepStats, Timeline, record_of
+from headway.observe.trace import header
 from headway.plan import Reason, StepReport
 from headway.request import Request
 from headway.scheduler import Scheduler
@@ -35,6 +38,7 @@ class ServerMetrics:
         self._builder = SnapshotBuilder(loop, model_name)
         self.values = MetricValues.empty(engine.scheduler.config.max_model_len)
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM has the same two labels
+        self._recent = RecentStats(header(engine.scheduler.config, engine.async_scheduling))
         self._latest_values = CachedReader(engine, self._read)
         self._latest_snapshot = CachedReader(engine, self._builder.snapshot)
         engine.observers.append(self)
@@ -44,8 +48,10 @@ class ServerMetrics:
     def __call__(self, report: StepReport) -> None:
         try:
             with self._engine.lock:
-                stats = self._timeline.follow(record_of(report))
+                record = record_of(report)
+                stats = self._timeline.follow(record)
                 self._count(report, stats)
+                self._recent.count(record, stats)
                 self._builder.follow(report, stats)
         except Exception:  # a failure in the metrics must not stop the engine
             log.exception("the metrics of a step were lost")
@@ -65,6 +71,10 @@ class ServerMetrics:
         """The snapshot for the live page, with its age and the duration of the current step."""
         snapshot, age = self._latest_snapshot.get()
         return {**snapshot, "age": age, "step_seconds": self._engine.step_seconds}
+
+    def recent(self) -> RunStats:
+        """The statistics of the last minute. The caller holds the engine's lock."""
+        return self._recent.merged(self._timeline, self._engine.clock.now())
 
     def _read(self) -> MetricValues:
         values = self.values.copy()
@@ -93,9 +103,12 @@ class ServerMetrics:
         counters["prefix_cache_queries", ""] += stats.num_queried
         counters["prefix_cache_hits", ""] += stats.num_hit
         counters["recomputed_tokens", ""] += stats.num_recomputed
+        counters["prefill_tokens", ""] += stats.num_prefill
         counters["num_preemptions", ""] += len(plan.events.preempted)
         counters["swapped_blocks", "out"] += len(plan.copies_out)
         counters["swapped_blocks", "in"] += len(plan.copies_in)
+        if report.result.swap_in:
+            self.values.histograms["swap_in_seconds"].observe(report.result.swap_in)
         first = self.values.histograms["time_to_first_token_seconds"]
         for seconds in stats.first_tokens:
             first.observe(seconds)

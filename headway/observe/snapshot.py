@@ -22,6 +22,7 @@ from headway.observe.explain import (
 )
 from headway.observe.rate_window import RateWindow
 from headway.observe.timeline import StepStats
+from headway.observe.vitals import vitals
 from headway.plan import StepReport
 from headway.request import Request
 from headway.scheduler import Scheduler
@@ -51,22 +52,26 @@ class SnapshotBuilder:
         """The present state as plain data. The caller holds the engine's lock."""
         engine, now, num_new = self._engine, self._engine.clock.now(), self._loop.num_unread
         scheduler, window = engine.scheduler, self._window
-        computed = _computed_before(scheduler)
+        computed, minute = _computed_before(scheduler), window.last_minute(now)
+        num_running, num_waiting = len(scheduler.running), len(scheduler.queue) + num_new
         running = [_row(r, now, computed) for r in islice(scheduler.running, MAX_REQUESTS)]
         return {
             "model": self._model_name, "version": __version__, "uptime": now - self._started,
             "fault": engine.fault, "why": engine.why(), "step": scheduler.last_plan.step,
             "running": {
-                "count": len(scheduler.running), "limit": scheduler.config.max_num_seqs,
+                "count": num_running, "limit": scheduler.config.max_num_seqs,
                 "requests": running,
             },
             "waiting": {
-                "count": len(scheduler.queue) + num_new, "new": num_new,
+                "count": num_waiting, "new": num_new,
                 "swapped": len(scheduler.swapped), "requests": list(self._queue(now)),
             },
             "kv_blocks": _kv_blocks(scheduler),
             "rates": window.rates(now), "history": window.history(now),
-            "last_minute": window.last_minute(now), "totals": dict(window.totals),
+            "last_minute": minute, "totals": dict(window.totals),
+            "vitals": [
+                each._asdict() for each in vitals(scheduler.config, num_running, num_waiting, minute)
+            ],
             "decisions": [decision._asdict() for decision in self._decisions],
         }  # fmt: skip
 

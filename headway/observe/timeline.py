@@ -72,6 +72,7 @@ class StepRecord(NamedTuple, Generic[Key]):
     num_steps: int  # decode steps of this plan
     dropped: tuple[int, int]  # decodes that kept no token, sampled tokens that were not kept
     copies: tuple[int, int]  # blocks copied to the host, blocks copied from the host
+    swap_in: float  # seconds to copy blocks from the host
     reasons: Iterable[str]  # why requests waited
     added: Sequence[tuple[Key, RequestTimeline]]
     aborted: Sequence[Key]  # before or during the step
@@ -88,6 +89,7 @@ class StepStats(Generic[Key]):
 
     now: float  # the end of the step
     num_computed: int = 0  # tokens of the forward passes
+    num_prefill: int = 0  # those of them that chunks computed
     num_prompt: int = 0  # tokens of prompts whose computation ended
     num_output: int = 0  # tokens generated; embeddings give none
     num_recomputed: int = 0
@@ -104,9 +106,9 @@ class StepStats(Generic[Key]):
 class Timeline(Generic[Key]):
     """Follows a run. Keeps the times of each open request and forgets them when it finishes."""
 
-    def __init__(self) -> None:
+    def __init__(self, started: float = 0.0) -> None:
         self.open: dict[Key, RequestTimeline] = {}
-        self._last_decode = 0.0
+        self._last_decode = started
         # The latest token of decoding requests that were not part of the latest decode step.
         self._last_token: dict[Key, float] = {}
         self._preempted: dict[Key, float] = {}  # the latest token before the preemption
@@ -114,8 +116,9 @@ class Timeline(Generic[Key]):
 
     def follow(self, record: StepRecord[Key]) -> StepStats[Key]:
         """Apply one step. Every step must be given, in order."""
+        num_prefill = record.num_prefill
         stats: StepStats[Key] = StepStats(
-            record.ended, record.num_prefill + record.num_decodes * record.num_steps
+            record.ended, num_prefill + record.num_decodes * record.num_steps, num_prefill
         )
         for key, times in record.added:
             times.phases.append(Phase("queued", times.arrival))
@@ -252,7 +255,7 @@ def record_of(report: StepReport) -> StepRecord[Request]:
         sum([c.end - c.start for c in plan.chunks]) if plan.chunks else 0,
         len(plan.decodes), plan.num_steps,
         dropped(plan) if plan.tokens_kept else NONE_DROPPED,
-        (len(plan.copies_out), len(plan.copies_in)), _reasons(plan),
+        (len(plan.copies_out), len(plan.copies_in)), result.swap_in, _reasons(plan),
         [(r, _times_of(r)) for r in events.added] if events.added else (),
         events.aborted + events.aborted_in_flight,
         [(p.request, p.is_swap, p.is_priority) for p in events.preempted]

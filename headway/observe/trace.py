@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +23,8 @@ from headway.scheduler.presets import describe
 
 VERSION = 2
 Line = dict[str, Any]
-TIMES = frozenset({"t", "start", "end"})  # not part of the decisions
+MAX_PACKED_BY_HAND = 64  # tokens; more are packed with numpy
+TIMES = frozenset({"t", "start", "end", "swap_in"})  # not part of the decisions
 STEP_FIELDS = ("step", "t", "start", "end", "running", "waiting", "free", "decodes")
 
 
@@ -55,6 +56,7 @@ def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool 
         ],
         "short_of_blocks": [[p.num_due, p.num_free] for p in events.preempted]
         if any(p.num_due for p in events.preempted) else [],
+        "reset": [events.reset.num_preempted, int(events.reset.is_all)] if events.reset else [],
         "admitted": [
             [a.request.id, a.num_cached, a.num_swapped, int(a.is_resume)] for a in plan.admitted
         ],
@@ -64,6 +66,7 @@ def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool 
         "dropped": _unless_zero(dropped(plan)), "in_flight": events.num_in_flight,
         "num_early": _unless_zero(events.num_early), "deferred": [r.id for r in plan.deferred],
         "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
+        "swap_in": result.swap_in,
         "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
         "not_considered": list(plan.not_considered) if plan.not_considered else [],
         "finished": [_describe_end(r, redact) for r in report.finished],
@@ -96,7 +99,7 @@ def _describe_blocks(plan: Plan) -> dict[str, list[Any]]:
     """Block tables of admissions, new blocks of decodes, and copies; empty lists are left out."""
     blocks: dict[str, list[Any]] = {
         "hits": [a.num_hits for a in plan.admitted],
-        "admitted": [pack_tokens(array("i", a.blocks)) for a in plan.admitted],
+        "admitted": [pack_tokens(a.blocks) for a in plan.admitted],
         "new": [[request.id, block] for request, block in plan.new_blocks],
         "out": [list(copy) for copy in plan.copies_out],
         "in": [list(copy) for copy in plan.copies_in],
@@ -149,8 +152,33 @@ def _describe_end(request: Request, redact: bool = False) -> Line:
     return {**line, "output": output, **known}
 
 
-def pack_tokens(tokens: array[int]) -> list[Any]:
+def pack_tokens(tokens: Sequence[int]) -> list[Any]:
     """Pack tokens: three or more equal or consecutive ones become [first, count, 0 or 1]."""
+    if len(tokens) <= MAX_PACKED_BY_HAND:
+        return _pack_few(tokens)
+    return _pack_many(tokens if isinstance(tokens, array) else array("i", tokens))
+
+
+def _pack_few(tokens: Sequence[int]) -> list[Any]:
+    packed: list[Any] = []
+    place, length = 0, len(tokens)
+    while place < length:
+        first, last = tokens[place], place + 1
+        stride = tokens[last] - first if last < length else -1
+        if stride == 0 or stride == 1:
+            while last < length and tokens[last] - tokens[last - 1] == stride:
+                last += 1
+        if last - place > 2:
+            packed.append([first, last - place, stride])
+            place = last
+        else:
+            packed.append(first)
+            place += 1
+    return packed
+
+
+def _pack_many(tokens: array[int]) -> list[Any]:
+    """The same, faster for many tokens."""
     strides = np.diff(np.frombuffer(tokens, dtype=np.intc)) if len(tokens) > 2 else np.zeros(0)
     changes = np.flatnonzero(strides[1:] != strides[:-1]) + 1
     starts, ends = (
@@ -243,7 +271,9 @@ def _checked(path: object, number: int, text: str) -> Line:
     try:
         line = json.loads(text)
     except ValueError as error:
-        raise FormatError(path, number, f"not JSON: {error}") from None
+        is_cut = number > 1 and not text.endswith("\n")
+        problem = "the file ends within this line" if is_cut else f"not JSON: {error}"
+        raise FormatError(path, number, problem) from None
     if number == 1:
         _check_header(path, line)
     elif missing := [f for f in STEP_FIELDS if not isinstance(line, dict) or f not in line]:

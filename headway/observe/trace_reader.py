@@ -33,6 +33,7 @@ class TraceReader:
             num_decodes=line["decodes"], num_steps=line.get("num_steps", 1),
             dropped=tuple(line.get("dropped", (0, 0))),
             copies=(line.get("copied_out", 0), line.get("copied_in", 0)),
+            swap_in=line.get("swap_in", 0.0),
             reasons={*(blocked[1] for blocked in line.get("blocked", ())), *not_considered[:1]},
             added=[(each, each) for each in added], aborted=aborted,
             preempted=[

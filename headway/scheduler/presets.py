@@ -6,7 +6,7 @@ A slot value can be written as text: `fcfs`, `watermark(0.05)`, `back_off(waterm
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -85,6 +85,22 @@ def preset(name: str = DEFAULT, **changes: Any) -> Config:
     for field in values:
         policy_text.lookup("slot or number", field, dict.fromkeys((*SLOTS, *NUMBERS)))
     return Config(**{k: slot(k, v) if k in SLOTS else v for k, v in values.items()})
+
+
+def read_changes(texts: Mapping[str, str]) -> dict[str, Any]:
+    """Changes for `preset`, from texts such as {"max_num_seqs": "64"}; ConfigError if one is wrong.
+
+    Policies stay texts, which `preset` reads.
+    """
+    known = dict.fromkeys((*SLOTS, *NUMBERS))
+    changes: dict[str, Any] = {}
+    for name, text in texts.items():
+        policy_text.lookup("slot or number", name, known)
+        try:
+            changes[name] = int(text) if name in NUMBERS else text
+        except ValueError:
+            raise ConfigError(f"{name} must be a whole number, not {text!r}") from None
+    return changes
 
 
 def slot(name: str, value: Any) -> Any:

@@ -17,7 +17,7 @@ from collections import deque
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.kv.cache import KVCache
-from headway.plan import Plan, StepEvents, StepReport, StepResult
+from headway.plan import CacheReset, Plan, StepEvents, StepReport, StepResult
 from headway.request import Request
 from headway.scheduler.decode_batch import DecodeBatch
 from headway.scheduler.queues import WaitingQueue
@@ -128,18 +128,20 @@ class Scheduler:
 
     @property
     def has_pending_events(self) -> bool:
-        """True if an abort has not been reported yet."""
-        return bool(self.state.events.aborted)
+        """True if an abort or a reset of the cache has not been reported yet."""
+        return bool(self.state.events.aborted or self.state.events.reset)
 
     def take_pending_events(self) -> StepReport | None:
         """A report of the events since the last plan; None if a plan in flight will report them."""
         pending = self.state.events
-        if self.in_flight or not (pending.added or pending.aborted or pending.preempted):
+        happened = pending.added or pending.aborted or pending.preempted or pending.reset
+        if self.in_flight or not happened:
             return None
         self.state.events = StepEvents()
         events = StepEvents(
             added=pending.added, aborted=pending.aborted, preempted=pending.preempted,
-            num_early=pending.num_early,
+            reset=pending.reset, num_early=pending.num_early, num_free=self.kv.num_free,
+            num_running=len(self.running), num_waiting=len(self.queue),
         )  # fmt: skip
         return StepReport(Plan(-1, events=events), StepResult(), events.aborted)
 
@@ -149,6 +151,8 @@ class Scheduler:
         self.in_flight.clear()
         for plan in reversed(plans):  # what they would have reported is pending again
             events = plan.events
+            for request in (*events.aborted_in_flight, *pending.aborted):
+                request.history.aborted_after += len(events.added)
             pending.added[:0], pending.preempted[:0] = events.added, events.preempted
             pending.aborted[:0] = [*events.aborted, *events.aborted_in_flight]
         failed = {r for p in plans for r in (*p.decodes, *(c.request for c in p.chunks))}
@@ -163,6 +167,7 @@ class Scheduler:
                 self.abort(request.id, "error", reason)
         self.reset_cache(force=True)
         self.kv.free_host_blocks()
+        pending.reset = CacheReset(len(pending.preempted), is_all=True)
         state.decode_batch = DecodeBatch(self.config.block_size, self.config.max_num_seqs)
 
     def reset_cache(self, *, force: bool = False) -> bool:
@@ -173,6 +178,9 @@ class Scheduler:
             self.state.preempt(request, may_swap=False)
         self.state.preempted_in_flight.clear()
         self.kv.pool.forget_all()
+        events, before = self.state.events, self.state.events.reset
+        is_all = before is not None and before.is_all
+        events.reset = CacheReset(len(events.preempted), is_all)
         return True
 
     def reconfigure(self, config: Config) -> None:

@@ -32,16 +32,16 @@ async def live_film(engine: AsyncEngine) -> AsyncIterator[bytes]:
     """The film of a running engine, from now on; ExecutorError if the engine stops."""
     start: dict[str, Any] = await engine.ask("film_start")
     viewer, head = start["viewer"], start["header"]
-    writer, texts = FilmWriter(head["config"]["block_size"]), FilmTexts(head)
+    writer, texts = FilmWriter(head["config"]), FilmTexts(head)
     writer.load(start["state"])
     try:
         yield header_record({**head, "has_blocks": True}, source="live")
         num_silent = 0
         while True:
-            data = b"".join(
-                writer.add(line, texts.follow(line))
-                for line in await engine.ask("film_lines", viewer)
-            )
+            lines, is_idle = await engine.ask("film_lines", viewer)
+            data = b"".join(writer.add(line, texts.follow(line)) for line in lines)
+            if is_idle:
+                writer.settle()
             data += writer.flush()
             num_silent = 0 if data else num_silent + 1
             if data or num_silent % MAX_SILENT == 0:

@@ -32,14 +32,14 @@ TIMEOUT = 2.0  # seconds; a snapshot does not wait for a step
 
 
 class Snapshots:
-    """The engine's latest snapshot, shared by all clients."""
+    """The engine's latest answer to a query, shared by all clients."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: AsyncEngine, query: str, seconds_kept: float) -> None:
+        self._engine, self._query, self._seconds_kept = engine, query, seconds_kept
         self._pending: asyncio.Task[Any] | None = None
 
     async def latest(self) -> dict[str, Any]:
-        """A current snapshot. Raise ApiError if the engine does not respond."""
+        """A current answer. Raise ApiError if the engine does not respond."""
         if self._pending is None:
             self._pending = asyncio.create_task(self._ask())
         try:
@@ -54,9 +54,9 @@ class Snapshots:
 
     async def _ask(self) -> Any:
         try:
-            return await self._engine.ask("snapshot")
+            return await self._engine.ask(self._query)
         finally:
-            asyncio.get_running_loop().call_later(SECONDS_KEPT, self._forget)
+            asyncio.get_running_loop().call_later(self._seconds_kept, self._forget)
 
     def _forget(self) -> None:
         self._pending = None
@@ -64,7 +64,7 @@ class Snapshots:
 
 def router(context: Context) -> APIRouter:
     """The routes of the live page."""
-    routes, snapshots = APIRouter(), Snapshots(context.engine)
+    routes, snapshots = APIRouter(), Snapshots(context.engine, "snapshot", SECONDS_KEPT)
     document = page("index.html", "live.css", "live.js")
 
     @routes.get("/", response_class=HTMLResponse, include_in_schema=False)

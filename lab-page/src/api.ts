@@ -38,10 +38,12 @@ export async function stream(
     if (signal.aborted || !(error instanceof TypeError)) throw error;
   }
   if (!film.end && !signal.aborted) {
-    throw new Error(
-      `The connection ended after ${film.numFrames} frames, before the end of the run. ` +
-        "The frames that arrived stay. Press Run to start again.",
-    );
+    const end = source.kind === "live"
+      ? `The server ended the connection after ${film.numDropped + film.numFrames} frames. ` +
+        "They stay. Reload the page to follow the server again."
+      : `The connection ended after ${film.numFrames} frames, before the end of the run. ` +
+        "The frames that arrived stay. Press Run to start again.";
+    throw new Error(end);
   }
 }
 

@@ -24,12 +24,12 @@ export function color(name: string): string {
   return value;
 }
 
-/** The colour of a request. Neighbours differ by the golden angle. */
+/** The colour of a request, as light as all others. Neighbours differ by the golden angle. */
 export function ownerColor(r: number): string {
   let value = owners.get(r);
   if (value === undefined) {
-    const hue = (210 + r * 137.508) % 360;
-    value = isDark ? `hsl(${hue} 58% 62%)` : `hsl(${hue} 60% 47%)`;
+    const hue = Math.round(250 + r * 137.508) % 360;
+    value = isDark ? `oklch(0.75 0.12 ${hue})` : `oklch(0.57 0.14 ${hue})`;
     owners.set(r, value);
   }
   return value;

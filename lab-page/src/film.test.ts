@@ -4,6 +4,7 @@ import { readdirSync, readFileSync } from "node:fs";
 import test from "node:test";
 import { Film, whereTheyPart } from "./film";
 import { PREFILL } from "./state";
+import { makeView } from "./view";
 
 const folder = process.env.FILMS ?? "";
 const names = readdirSync(folder).filter((name) => name.endsWith(".film"));
@@ -89,4 +90,36 @@ test("a film of another version is refused", () => {
   new DataView(bytes.buffer).setUint32(4, header.length, true);
   bytes.set(header, 8);
   assert.throws(() => new Film().read(bytes), /version 99/);
+});
+
+test("a film that drops its first frames shows the same states", () => {
+  const whole = read("prefix.film"), film = read("prefix.film", 100_000), last = whole.numFrames - 1;
+  const numFrames = whole.numFrames - 40; // the first chunk has 32 frames
+  assert.equal(film.keepLatest(whole.numFrames, 1 << 30), 0);
+  const count = film.keepLatest(numFrames, 1 << 30);
+  assert.equal(count, 32);
+  assert.equal(film.numFrames, whole.numFrames - count);
+  for (let frame = 0; frame < film.numFrames; frame += 7) {
+    assert.deepEqual(film.state(frame).keyframe(), whole.state(frame + count).keyframe());
+    assert.equal(film.column("step", frame), whole.column("step", frame + count));
+    assert.equal(film.planned.at(frame), whole.planned.at(frame + count));
+    const [ours, theirs] = [makeView(film, frame), makeView(whole, frame + count)];
+    assert.equal(ours.numFinished, theirs.numFinished);
+    assert.deepEqual(ours.groups.running, theirs.groups.running);
+  }
+  const [latest] = film.latestTexts(last - count, 1), [same] = whole.latestTexts(last, 1);
+  assert.deepEqual(film.text(latest), { ...whole.text(same), frame: whole.text(same).frame - count });
+  assert.equal(film.nextMark(-1, film.header!.marks.END, 1), whole.nextMark(count - 1, film.header!.marks.END, 1) - count);
+  for (const [r, life] of film.timeline.lives) {
+    const before = whole.timeline.lives.get(r)!;
+    assert.equal(life.finish!.frame + count, before.finish!.frame);
+    assert.ok(life.frames[0] >= 0 && life.frames.length === life.states.length);
+  }
+  assert.ok(film.timeline.lives.size < whole.timeline.lives.size);
+});
+
+test("a film keeps at least its latest chunk", () => {
+  const film = read("prefix.film");
+  film.keepLatest(0, 0);
+  assert.ok(film.numFrames > 0);
 });

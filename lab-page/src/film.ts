@@ -3,11 +3,11 @@
 // charts and searches need are also in columns that grow. Sentences are parsed when they are shown.
 
 import { Growing, join, lastAtMost } from "./growing";
-import { DECODING, FilmState, nextOp, OP, PREFILL } from "./state";
+import { FilmState, nextOp, OP } from "./state";
 import { Timeline } from "./timeline";
 
 const HEADER = 1, CHUNK = 2, END = 3, IDLE = 4;
-const VERSION = 1;
+const VERSION = 2;
 const NUM_PARSED = 12; // chunks whose sentences stay parsed
 
 export interface Header {
@@ -67,6 +67,7 @@ export interface StepWork {
 interface Chunk {
   first: number;
   length: number;
+  size: number; // bytes
   offsets: Int32Array;
   ops: Int32Array;
   keyframe: Int32Array;
@@ -89,6 +90,8 @@ export class Film {
   textFrames = ints();
   textRequests = ints();
   timeline = new Timeline();
+  numDropped = 0; // frames before the first one that is kept
+  private size = 0; // bytes of all chunks
   private chunks: Chunk[] = [];
   private rest: Uint8Array[] = []; // bytes of records that are not complete
   private restLength = 0;
@@ -179,23 +182,46 @@ export class Film {
       this.entries.push(asEntry(request));
     }
     const firstText = this.textFrames.length;
-    this.textFrames.push(texts.map((text) => text[0]));
+    this.textFrames.push(texts.map((text) => text[0] - this.numDropped));
     this.textRequests.push(texts.map((text) => text[2]));
-    const chunk = { first, length, offsets, ops, keyframe, names, firstText };
+    const from = first - this.numDropped, size = payload.byteLength;
+    const chunk = { first: from, length, size, offsets, ops, keyframe, names, firstText };
+    this.size += size;
     if (!this.chunks.length) this.timeline.start(FilmState.restore(keyframe, this.blockSize));
-    this.timeline.add(first, offsets, ops);
+    this.timeline.add(from, offsets, ops);
     this.chunks.push(chunk);
-    if (this.column("step", first + length - 1) < 0) this.fillLast(first + length - 1);
   }
 
-  /** The frame after the last plan has no line in the trace; its numbers follow from its state. */
-  private fillLast(frame: number): void {
-    const { requests, refs } = this.state(frame);
-    const isRunning = ({ status }: { status: number }) => status === PREFILL || status === DECODING;
-    const running = [...requests.values()].filter(isRunning).length;
-    this.columns.running.set(frame, running);
-    this.columns.waiting.set(frame, requests.size - running);
-    this.columns.free.set(frame, this.numBlocks - refs.reduce((sum, n) => sum + +(n > 0), 0));
+  /** Whether the film is longer than one of these limits. */
+  isOver(maxFrames: number, maxBytes: number): boolean {
+    return this.numFrames > maxFrames || this.size > maxBytes;
+  }
+
+  /** Keep the latest chunks within these limits; returns the number of frames that were dropped.
+   *  Frames are counted from the first one that is kept. */
+  keepLatest(maxFrames: number, maxBytes: number): number {
+    let count = 0, size = this.size;
+    const isOver = ({ first, length }: Chunk) => size > maxBytes || this.numFrames - first - length >= maxFrames;
+    while (count < this.chunks.length - 1 && isOver(this.chunks[count])) size -= this.chunks[count++].size;
+    if (!count) return 0;
+    const gone = this.chunks.splice(0, count), { first, firstText } = this.chunks[0];
+    for (const chunk of this.chunks) {
+      chunk.first -= first;
+      chunk.firstText -= firstText;
+    }
+    for (const each of [...Object.values(this.columns), this.planned, this.started, this.ended]) each.shift(first);
+    this.textFrames.shift(firstText);
+    this.textFrames.lower(first);
+    this.textRequests.shift(firstText);
+    for (const r of this.timeline.drop(first)) {
+      if (this.numbers.get(this.entries[r].id) === r) this.numbers.delete(this.entries[r].id);
+      this.entries[r] = GONE;
+    }
+    this.parsed.clear();
+    this.at = null;
+    this.numDropped += first;
+    this.size -= gone.reduce((sum, chunk) => sum + chunk.size, 0);
+    return first;
   }
 
   private chunkOf(frame: number): Chunk {
@@ -252,7 +278,8 @@ export class Film {
     let texts = this.parsed.get(chunk);
     if (!texts) {
       const names = JSON.parse(decode(chunk.names)) as { texts: [number, string, number, string][] };
-      texts = names.texts.map(([frame, kind, request, text]) => ({ frame, kind, request, text }));
+      const by = this.numDropped;
+      texts = names.texts.map(([frame, kind, request, text]) => ({ frame: frame - by, kind, request, text }));
       this.parsed.set(chunk, texts);
       if (this.parsed.size > NUM_PARSED) this.parsed.delete(this.parsed.keys().next().value!);
     }
@@ -301,13 +328,24 @@ export class Film {
   }
 }
 
-/** The first frame from `from` on in which two films differ; -1 if none does so far. */
+/** The operations of a frame, without those that only say why requests wait. */
+function decided(film: Film, frame: number): number[] {
+  const ops = film.ops(frame), found: number[] = [];
+  for (let p = 0; p < ops.length; ) {
+    const next = nextOp(ops, p);
+    if (ops[p] !== OP.WAIT && ops[p] !== OP.REST) found.push(...ops.subarray(p, next));
+    p = next;
+  }
+  return found;
+}
+
+/** The first frame from `from` on in which two films decide differently; -1 if none does so far. */
 export function whereTheyPart(a: Film, b: Film, from = 0): number {
   const shared = Math.min(a.numFrames, b.numFrames);
-  const names = Object.keys(a.columns);
+  const names = Object.keys(a.columns).filter((name) => name !== "blocked" && name !== "marks");
   for (let frame = from; frame < shared; frame++) {
     if (names.some((name) => a.column(name, frame) !== b.column(name, frame))) return frame;
-    const ours = a.ops(frame), theirs = b.ops(frame);
+    const ours = decided(a, frame), theirs = decided(b, frame);
     if (ours.length !== theirs.length || ours.some((n, i) => n !== theirs[i])) return frame;
   }
   return a.end && b.end && a.numFrames !== b.numFrames ? shared : -1;
@@ -320,5 +358,6 @@ function asEntry(row: unknown[]): Entry {
   return { id, numPrompt, limit, arrival, maxTokens, priority, client, parent };
 }
 
+const GONE = asEntry(["", 0, 0, 0, null, 0, "", null]); // a request that ended before the first frame
 const decoder = new TextDecoder();
 const decode = (bytes: Uint8Array): string => decoder.decode(bytes);

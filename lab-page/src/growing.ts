@@ -17,12 +17,19 @@ export class Growing<T extends Int32Array | Float64Array> {
     this.length = length;
   }
 
+  /** Remove the first values. */
+  shift(count: number): void {
+    this.array.copyWithin(0, count, this.length);
+    this.length -= count;
+  }
+
   at(i: number): number {
     return this.array[i];
   }
 
-  set(i: number, value: number): void {
-    this.array[i] = value;
+  /** Subtract a number from all values. */
+  lower(by: number): void {
+    for (let i = 0; i < this.length; i++) this.array[i] -= by;
   }
 
   get values(): T {

@@ -13,8 +13,9 @@ export function toHash(): string {
   const { a, b, position } = store, frame = position.value;
   if (a.spec.value) parts.push(["spec", pack(a.spec.value)]);
   if (b.spec.value) parts.push(["other", pack(b.spec.value)]);
-  parts.push(["frame", String(store.wanted ?? frame)]);
-  if (store.isComparing.value && store.sync.value === "time") {
+  const isLoading = a.isLoading.value || b.isLoading.value;
+  parts.push(["frame", String(isLoading ? (store.wanted ?? frame) : frame)]);
+  if (store.isByTime.value) {
     parts.push(["sync", "time"], ["clock", String(store.clock.value)]);
   }
   if (store.selected.value !== null) parts.push(["request", encodeURIComponent(store.selected.value)]);
@@ -24,6 +25,8 @@ export function toHash(): string {
   if (store.chosenMarks.value.length !== store.MARKS.length) {
     parts.push(["marks", store.chosenMarks.value.join(".")]);
   }
+  if (store.onlySelected.value) parts.push(["only", "1"]);
+  if (a.spec.value?.story && store.guess.value !== null) parts.push(["guess", String(store.guess.value)]);
   if (store.span.value) parts.push(["span", store.span.value.join("-")]);
   return `#${parts.map(([key, value]) => `${key}=${value}`).join("&")}`;
 }
@@ -72,6 +75,8 @@ export function fromHash(hash: string): Link {
     if (theme === "light" || theme === "dark") store.theme.value = theme;
     store.chosenState.value = parts.get("state") ?? null;
     if (parts.has("marks")) store.chosenMarks.value = parts.get("marks")!.split(".").filter(Boolean);
+    store.onlySelected.value = parts.has("only");
+    store.guess.value = number("guess");
     const span = /^(\d+)-(\d+)$/.exec(parts.get("span") ?? "");
     if (span) store.span.value = [Number(span[1]), Number(span[2])];
   });

@@ -30,9 +30,10 @@ function faster(way: 1 | -1): void {
 
 /** Select the next or previous open request. */
 function nextRequest(way: 1 | -1): void {
-  const groups = viewA.value?.groups;
-  if (!groups) return;
-  const ids = [groups.running, groups.waiting, groups.swapped, groups.finished].flat().map((row) => row.id);
+  const view = viewA.value;
+  if (!view) return;
+  const { running, waiting, swapped, finished } = view.groups;
+  const ids = [running, waiting, swapped, finished].flat().map((r) => view.film.entries[r].id);
   const at = selected.value === null ? -1 : ids.indexOf(selected.value);
   const next = at < 0 ? (way > 0 ? 0 : ids.length - 1) : (at + way + ids.length) % ids.length;
   if (ids.length) selected.value = ids[next];
@@ -82,6 +83,7 @@ const ACTIONS: Record<string, () => void> = {
 };
 
 export function listen(): void {
+  releasePointer();
   addEventListener("keydown", (event) => {
     if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
     const target = event.target as HTMLElement, isEscape = event.key === "Escape";
@@ -100,9 +102,22 @@ export function listen(): void {
   });
 }
 
-/** On a checkbox or the scrubber, keys that the control does not use still work. */
+/** After a choice with the mouse, keys move through the run again, and not through the list. */
+function releasePointer(): void {
+  let isPointer = false;
+  addEventListener("pointerdown", () => (isPointer = true), true);
+  addEventListener("keydown", () => (isPointer = false), true);
+  addEventListener("change", ({ target }) => {
+    if (isPointer && (target as HTMLElement).matches("select, [type=radio], [type=range]")) {
+      (target as HTMLElement).blur();
+    }
+  });
+}
+
+/** On a checkbox, a radio button or the scrubber, keys that the control does not use still work. */
 function isStep(target: HTMLElement, key: string): boolean {
   const kind = target.getAttribute("type");
   if (kind === "checkbox") return key !== " ";
+  if (kind === "radio") return key !== " " && !key.startsWith("Arrow");
   return kind === "range" && !key.startsWith("Arrow") && !["Home", "End"].includes(key);
 }

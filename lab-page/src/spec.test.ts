@@ -39,3 +39,8 @@ test("the seed is a part of the workload", () => {
 test("equal runs have equal URLs", () => {
   assert.deepEqual(tidy({ workload: "x", set: {}, edits: [], async_scheduling: false }), { workload: "x" });
 });
+
+test("the shares of a mixture have a name", () => {
+  const found = dials("requests=8,output=0.875*fixed(10)+0.125*fixed(500)").map(({ label }) => label);
+  assert.deepEqual(found, ["requests", "output share", "output", "output share", "output"]);
+});

@@ -4,6 +4,8 @@ export type Value = string | number;
 
 export interface RequestSpec {
   id: string;
+  count?: number; // copies of it
+  every?: number; // seconds between them
   arrival?: number;
   prompt: unknown;
   output: number;
@@ -55,6 +57,7 @@ export interface Story {
   spec: Spec;
   other: Spec | null;
   more?: Record<string, Spec>; // further runs
+  sync: "step" | "time"; // how two of its runs are compared
   looks: Look[];
   question?: { text: string; choices: string[]; answer: number; why: string[] } | null;
   numbers: StoryNumber[];
@@ -108,6 +111,10 @@ export function tidy(spec: Spec): Spec {
   return out;
 }
 
+/** Whether two runs differ in their requests, and not only in their schedulers. */
+export const hasOtherRequests = (a: Spec, b: Spec): boolean =>
+  a.workload !== b.workload || a.trace !== b.trace || JSON.stringify(a.requests) !== JSON.stringify(b.requests);
+
 /** One number of a workload's text, which a slider can change. */
 export interface Dial {
   label: string;
@@ -133,9 +140,14 @@ export function dials(text: string): Dial[] {
     const call = /([a-z_]+)\(/.exec(value)?.[1] ?? "";
     let place = 0;
     for (const number of value.matchAll(/\d+(\.\d+)?/g)) {
+      const at = offset + number.index;
+      if (text[at + number[0].length] === "*") { // a mixture: share*form(numbers)+...
+        found.push(dial(`${key} share`, number[0], at));
+        continue;
+      }
       const kind = key === "arrivals" && call === "uniform" ? "poisson" : call || key;
       const name = PARTS[kind]?.[place] ?? "";
-      found.push(dial(`${key} ${name}`.trim(), number[0], offset + number.index));
+      found.push(dial(`${key} ${name}`.trim(), number[0], at));
       place++;
     }
   }

@@ -8,7 +8,7 @@ export const OP = {
 } as const;
 
 // Number of arguments by operation. The last argument of ADMIT and PREEMPT is the length of a list.
-export const NUM_ARGUMENTS = [0, 1, 6, 3, 1, 1, 1, 1, 2, 1, 2, 2, 4, 4, 4, 2, 1, 2, 0];
+export const NUM_ARGUMENTS = [0, 1, 6, 3, 1, 1, 1, 1, 2, 1, 2, 2, 4, 4, 4, 2, 1, 2, 1];
 
 export const WAITING = 0, PREFILL = 1, DECODING = 2, SWAPPED = 3, FINISHED = 4;
 export const STATES = ["waiting", "prefill", "decoding", "swapped", "finished"] as const;
@@ -113,7 +113,10 @@ export class FilmState {
         break;
       case OP.WAIT: this.get(r).blocked = a >= 0 ? { reason: a, need: b, have: c } : null; break;
       case OP.REST: this.rest = a ? { reason: r, count: a } : null; break;
-      case OP.FORGET: this.published.fill(0); break;
+      case OP.FORGET:
+        this.published.fill(0);
+        if (r) for (const request of this.requests.values()) request.host = [];
+        break;
       case OP.DEFER: case OP.COPY: break; // they concern one step only
       default: throw new Error(`unknown operation ${ops[place]}`);
     }

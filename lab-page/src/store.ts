@@ -1,10 +1,10 @@
 // The state of the page as signals, and the actions that change it.
 
-import { batch, computed, effect, signal, Signal } from "@preact/signals";
+import { batch, computed, effect, ReadonlySignal, signal, Signal } from "@preact/signals";
 import { Source, stream } from "./api";
 import { Film, whereTheyPart } from "./film";
 import { Catalog, Edit, Spec, tidy } from "./spec";
-import { makeView, View } from "./view";
+import { makeView, stepOf, View } from "./view";
 
 export type Sync = "step" | "time";
 
@@ -29,6 +29,8 @@ export const sync = signal<Sync>("step");
 export const selected = signal<string | null>(null);
 export const hovered = signal<string | null>(null);
 export const chosenState = signal<string | null>(null);
+export const onlySelected = signal(false); // whether the log shows one request
+export const guess = signal<number | null>(null); // of a story's question; -1: shown without a guess
 export const isPlaying = signal(false);
 export const speed = signal(5); // frames per second
 export const isFollowing = signal(false);
@@ -43,6 +45,7 @@ export let wanted: number | null = null; // a frame to show once it has arrived
 
 export const lit = computed(() => hovered.value ?? selected.value);
 export const isComparing = computed(() => b.spec.value !== null || b.film.value !== null);
+export const isByTime = computed(() => isComparing.value && sync.value === "time");
 export const canRun = computed(() => catalog.value?.mode === "lab");
 export const whyNot = computed(() => {
   const mode = catalog.value?.mode;
@@ -52,9 +55,13 @@ export const whyNot = computed(() => {
 });
 
 /** Whether the run can be changed in the middle; and why not. */
-export const canEdit = computed(() => canRun.value && a.spec.value !== null);
-export const whyNoEdit = computed(() =>
-  whyNot.value || (canEdit.value ? "" : "Open the file with `headway lab FILE` to change this run."));
+export const whyNoEdit = computed(() => {
+  if (!canRun.value) return whyNot.value || "The lab is starting.";
+  if (a.spec.value === null) return "Open the file with `headway lab FILE` to change this run.";
+  const isRedacted = a.spec.value.trace && a.film.value?.header?.is_redacted;
+  return isRedacted ? "This trace is redacted: it has no tokens, so its run cannot be repeated." : "";
+});
+export const canEdit = computed(() => whyNoEdit.value === "");
 
 export const numFrames = computed(() => {
   version.value;
@@ -66,7 +73,7 @@ export function frameOf(each: Side): number {
   version.value;
   const film = each.film.value;
   if (!film || !film.numFrames) return -1;
-  if (sync.value === "time" && isComparing.value) return film.frameAt(clock.value);
+  if (isByTime.value) return film.frameAt(clock.value);
   return Math.min(position.value, film.numFrames - 1);
 }
 
@@ -75,6 +82,29 @@ const viewOf = (each: Side) => computed<View | null>(() => {
   return frame < 0 ? null : makeView(each.film.value!, frame);
 });
 export const viewA = viewOf(a), viewB = viewOf(b);
+
+/** A view that follows another one after the next picture: for panes that are off the screen. */
+function late(view: ReadonlySignal<View | null>): ReadonlySignal<View | null> {
+  const shown = signal<View | null>(null);
+  let isDue = false;
+  effect(() => {
+    view.value;
+    if (isDue) return;
+    isDue = true;
+    afterPicture(() => {
+      isDue = false;
+      shown.value = view.peek();
+    });
+  });
+  return shown;
+}
+const lateViews = new Map([viewA, viewB].map((view) => [view, late(view)] as const));
+export const lateView = (view: ReadonlySignal<View | null>) => lateViews.get(view) ?? view;
+
+/** Call back once the next picture is painted. */
+function afterPicture(call: () => void): void {
+  requestAnimationFrame(() => setTimeout(call));
+}
 
 let compared: { left: Film; right: Film; upTo: number } | null = null;
 
@@ -105,8 +135,7 @@ export function seek(frame: number, isUser = true): void {
 }
 
 export function stepBy(count: number): void {
-  const isByTime = sync.value === "time" && isComparing.value;
-  if (!isByTime) return seek(position.value + count);
+  if (!isByTime.value) return seek(position.value + count);
   for (let i = 0; i < Math.abs(count); i++) tick(count > 0 ? 1 : -1);
 }
 
@@ -132,23 +161,30 @@ export function seekTime(time: number): void {
 
 export function seekMark(way: 1 | -1): void {
   const found: number[] = [];
-  const isByTime = sync.value === "time" && isComparing.value;
   for (const each of [a, b]) {
     const film = each.film.value;
     if (!film?.numFrames) continue;
     const mask = chosenMarks.value.reduce((sum, name) => sum | (film.header!.marks[name] ?? 0), 0);
     const frame = film.nextMark(frameOf(each), mask, way);
-    if (frame >= 0) found.push(isByTime ? film.planned.at(frame) : frame);
+    if (frame >= 0) found.push(isByTime.value ? film.planned.at(frame) : frame);
   }
   if (!found.length) return;
   const to = way > 0 ? Math.min(...found) : Math.max(...found);
-  if (isByTime) seekTime(to);
+  if (isByTime.value) seekTime(to);
   else seek(to);
 }
 
+/** Go to a frame of one of the two films. */
+export function seekIn(film: Film, frame: number): void {
+  if (isByTime.value) seekTime(film.planned.at(Math.max(0, Math.min(frame, film.numFrames - 1))));
+  else seek(frame);
+}
+
+/** Go to the end; of a run that is still computed, to its end when it has arrived. */
 export function seekEnd(): void {
   seek(numFrames.value - 1);
-  if (isComparing.value && sync.value === "time") {
+  if (!isLive.value && (a.isLoading.value || b.isLoading.value)) wanted = Number.MAX_SAFE_INTEGER;
+  if (isByTime.value) {
     const ends = [a.film.value, b.film.value].map((film) => film?.planned.at(film.numFrames - 1) ?? 0);
     seekTime(Math.max(...ends));
   }
@@ -160,9 +196,11 @@ export function want(frame: number): void {
   seek(frame, false);
 }
 
+/** Go to a step of the first film; of the second one, if only that is so long. */
 export function seekStep(step: number): void {
-  const film = a.film.value;
-  if (film?.numFrames) seek(film.frameOfStep(step));
+  const films = [a.film.value, b.film.value].filter((film): film is Film => !!film?.numFrames);
+  const film = films.find((each) => stepOf(each, each.numFrames - 1) >= step) ?? films[0];
+  if (film) seekIn(film, film.frameOfStep(step));
 }
 
 export function select(id: string | null): void {
@@ -212,16 +250,30 @@ function arrived(): void {
   }, 60);
 }
 
+const MAX_LIVE_FRAMES = 20_000, MAX_LIVE_BYTES = 48 << 20; // that are kept of a live film
+const SLACK = 1.2; // more than this share above a limit is dropped at once
+
+/** Drop the oldest frames of a live film, which has no end. What is shown moves along. */
+function forgetOldest(): void {
+  const film = a.film.peek();
+  if (!isLive.peek() || !film || !film.isOver(SLACK * MAX_LIVE_FRAMES, SLACK * MAX_LIVE_BYTES)) return;
+  const count = film.keepLatest(MAX_LIVE_FRAMES, MAX_LIVE_BYTES), shift = (at: number) => Math.max(0, at - count);
+  position.value = shift(position.peek());
+  if (wanted !== null) wanted = shift(wanted);
+  if (span.peek()) span.value = [shift(span.peek()![0]), Math.max(20, span.peek()![1] - count)];
+}
+
 function refresh(): void {
   batch(() => {
+    forgetOldest();
     version.value = version.peek() + 1;
     if (isFollowing.value) seek(numFrames.value - 1, false);
     else if (wanted !== null && position.value !== wanted) seek(wanted, false);
   });
 }
 
-/** Load a film into a side. What is shown stays until the first frames of the new film arrive. */
-export async function load(each: Side, source: Source): Promise<void> {
+/** Load a film into a side; whether it has frames. What is shown stays until the first ones arrive. */
+export async function load(each: Side, source: Source): Promise<boolean> {
   each.abort?.abort();
   const abort = (each.abort = new AbortController()), film = new Film();
   each.isLoading.value = true;
@@ -242,11 +294,14 @@ export async function load(each: Side, source: Source): Promise<void> {
     }
     if (!film.numFrames && !film.end?.error) banner.value = "The run has no steps: no request arrived.";
   } catch (error) {
-    if (!abort.signal.aborted) banner.value = (error as Error).message;
+    if (abort.signal.aborted) return false;
+    banner.value = (error as Error).message;
+    if (each === b && !b.film.value) b.spec.value = null; // there is nothing to compare with
   } finally {
     if (each.abort === abort) each.isLoading.value = false;
     arrived();
   }
+  return each.film.value === film;
 }
 
 /** Run a spec, and a second one beside it. The frame stays, unless another one is given. */

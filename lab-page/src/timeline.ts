@@ -1,6 +1,7 @@
 // When each request was in which state, over a whole film. Lanes, the list of finished requests and
 // the state machine read it; it is made once, while the chunks arrive.
 
+import { lastAtMost } from "./growing";
 import { DECODING, FINISHED, FilmState, OP, PREFILL, SWAPPED, WAITING, nextOp } from "./state";
 
 /** One request: the frames at which its state changes. */
@@ -15,6 +16,7 @@ export class Timeline {
   lives = new Map<number, Life>();
   finished: number[] = []; // numbers of requests, in the order in which they finished
   finishedAt: number[] = []; // their frames
+  numGone = 0; // requests that finished before the first frame that is kept
   maxBlock = 0; // the highest block that any request has held
 
   /** The state before the first frame; not empty in a film of a live server. */
@@ -49,6 +51,22 @@ export class Timeline {
     }
   }
 
+  /** Forget the first frames; returns the requests that ended before the first one that is kept. */
+  drop(count: number): number[] {
+    const gone: number[] = [];
+    for (const [r, life] of this.lives) {
+      if (life.finish && life.finish.frame < count) gone.push(r);
+      else lower(life, count);
+    }
+    for (const r of gone) this.lives.delete(r);
+    const numGone = this.finishedAt.findIndex((frame) => frame >= count);
+    const first = numGone < 0 ? this.finished.length : numGone;
+    this.numGone += first;
+    this.finished = this.finished.slice(first);
+    this.finishedAt = this.finishedAt.slice(first).map((frame) => frame - count);
+    return gone;
+  }
+
   private change(r: number, frame: number, state: number): void {
     let life = this.lives.get(r);
     if (!life) this.lives.set(r, (life = { frames: [], states: [], finish: null, preemptions: [] }));
@@ -69,4 +87,13 @@ export class Timeline {
     this.finished.push(r);
     this.finishedAt.push(frame);
   }
+}
+
+/** Count the frames of a life from a later one. */
+function lower(life: Life, count: number): void {
+  const first = Math.max(0, lastAtMost(life.frames.length, count, (i) => life.frames[i]));
+  life.states = life.states.slice(first);
+  life.frames = life.frames.slice(first).map((frame) => Math.max(0, frame - count));
+  life.preemptions = life.preemptions.filter((frame) => frame >= count).map((frame) => frame - count);
+  if (life.finish) life.finish.frame -= count;
 }

@@ -4,7 +4,7 @@ import { readFileSync } from "node:fs";
 import test from "node:test";
 import { Film } from "./film";
 import { FINISHED, PREFILL, SWAPPED } from "./state";
-import { makeView, rowOf, stepOf } from "./view";
+import { makeView, rowOf, rowsOf, stepOf } from "./view";
 
 function read(name: string): Film {
   const film = new Film();
@@ -16,13 +16,15 @@ test("every request is in one group, and the groups agree with the columns", () 
   const film = read("swap");
   let numSwapped = 0;
   for (let frame = 0; frame < film.numFrames; frame++) {
-    const { groups, counts, numFinished, state } = makeView(film, frame);
+    const view = makeView(film, frame), { groups, counts, numFinished, state } = view;
     assert.equal(groups.running.length, film.column("running", frame));
     assert.equal(groups.waiting.length + groups.swapped.length, film.column("waiting", frame));
     assert.equal(counts.reduce((sum, n) => sum + n), state.requests.size + numFinished);
     assert.equal(numFinished, state.numFinished);
     numSwapped += groups.swapped.length;
-    assert.ok(groups.swapped.every((row) => row.status === SWAPPED));
+    assert.ok(rowsOf(view, "swapped", 0, 99).every((row) => row.status === SWAPPED));
+    const order = rowsOf(view, "waiting", 0, 99).map((row) => [+!row.blocked, row.r]);
+    assert.deepEqual(order, [...order].sort((x, y) => x[0] - y[0] || x[1] - y[1]));
   }
   assert.ok(numSwapped > 0);
 });
@@ -55,4 +57,18 @@ test("the frame after the last plan belongs to the last step", () => {
   assert.equal(stepOf(film, last), film.column("step", last - 1));
   assert.ok(makeView(film, last).isAfter);
   assert.equal(film.column("free", last), film.numBlocks);
+});
+
+test("of many running requests, those that the step prefills come first", () => {
+  const film = read("prefix");
+  let numMixed = 0;
+  for (let frame = 0; frame < film.numFrames; frame++) {
+    const { groups, work } = makeView(film, frame), { running } = groups;
+    if (running.length <= 8 || !work.chunks.length) continue;
+    const prefills = new Set(work.chunks.map(({ r }) => r));
+    const numFirst = running.findIndex((r) => !prefills.has(r));
+    if (numFirst >= 0) assert.ok(running.slice(numFirst).every((r) => !prefills.has(r)));
+    numMixed += +(numFirst > 0);
+  }
+  assert.ok(numMixed > 0);
 });

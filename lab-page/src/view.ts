@@ -21,11 +21,12 @@ export interface Row {
   finish: string | null;
 }
 
+/** Numbers of requests. Rows are made of those that are shown: a queue may be long. */
 export interface Groups {
-  waiting: Row[];
-  running: Row[];
-  swapped: Row[];
-  finished: Row[]; // the latest first, at most MAX_FINISHED
+  waiting: number[]; // those that were considered first
+  running: number[];
+  swapped: number[];
+  finished: number[]; // the latest first, at most MAX_FINISHED
 }
 
 export interface View {
@@ -36,34 +37,42 @@ export interface View {
   time: number;
   state: FilmState;
   work: StepWork;
+  chunks: Map<number, [number, number]>; // tokens that the step computes, by request
   groups: Groups;
   counts: number[]; // of requests by state
   numFinished: number;
 }
 
 const MAX_FINISHED = 12;
+const MAX_STILL = 8; // running requests that fit on the screen; of more, prefills come first
 
 export function makeView(film: Film, frame: number): View {
   const state = film.state(frame), work = film.work(frame);
   const chunks = new Map(work.chunks.map(({ r, start, end }) => [r, [start, end] as [number, number]]));
   const groups: Groups = { waiting: [], running: [], swapped: [], finished: [] };
-  const counts = [0, 0, 0, 0, 0];
-  for (const r of state.requests.keys()) {
-    const row = openRow(film, state, r, chunks.get(r) ?? null);
-    counts[row.status] += 1;
-    const isRunning = row.status === PREFILL || row.status === DECODING;
-    groups[isRunning ? "running" : row.status === SWAPPED ? "swapped" : "waiting"].push(row);
+  const counts = [0, 0, 0, 0, 0], rest: number[] = [], prefills: number[] = [];
+  for (const [r, request] of state.requests) { // in the order of arrival
+    const status = chunks.has(r) ? PREFILL : request.status;
+    counts[status] += 1;
+    if (status === PREFILL) prefills.push(r);
+    if (status === PREFILL || status === DECODING) groups.running.push(r);
+    else if (status === SWAPPED) groups.swapped.push(r);
+    else (request.blocked ? groups.waiting : rest).push(r);
   }
-  groups.waiting.sort((x, y) => +!x.blocked - +!y.blocked || x.r - y.r);
+  groups.waiting = groups.waiting.concat(rest);
+  if (groups.running.length > MAX_STILL && prefills.length) {
+    const first = new Set(prefills);
+    groups.running = prefills.concat(groups.running.filter((r) => !first.has(r)));
+  }
   const { finished, finishedAt } = film.timeline;
   const numFinished = lastAtMost(finishedAt.length, frame, (i) => finishedAt[i]) + 1;
   for (let i = numFinished - 1; i >= Math.max(0, numFinished - MAX_FINISHED); i--) {
-    groups.finished.push(finishedRow(film, finished[i]));
+    groups.finished.push(finished[i]);
   }
-  counts[FINISHED] = Math.max(numFinished, state.numFinished);
+  counts[FINISHED] = Math.max(numFinished + film.timeline.numGone, state.numFinished);
   return {
     film, frame, step: stepOf(film, frame), isAfter: film.column("step", frame) < 0,
-    time: film.planned.at(frame), state, work,
+    time: film.planned.at(frame), state, work, chunks,
     groups, counts, numFinished: counts[FINISHED],
   };
 }
@@ -75,8 +84,14 @@ export function stepOf(film: Film, frame: number): number {
   return film.column("step", at);
 }
 
-function openRow(film: Film, state: FilmState, r: number, chunk: [number, number] | null): Row {
-  const request = state.requests.get(r)!, entry = film.entries[r];
+/** The requests [from, to) of a group, as rows. */
+export function rowsOf(view: View, group: keyof Groups, from: number, to: number): Row[] {
+  const shown = view.groups[group].slice(from, to);
+  return shown.map((r) => (group === "finished" ? finishedRow(view.film, r) : openRow(view, r)));
+}
+
+function openRow({ film, state, chunks }: View, r: number): Row {
+  const request = state.requests.get(r)!, entry = film.entries[r], chunk = chunks.get(r) ?? null;
   return {
     r, id: entry?.id ?? String(r), status: chunk ? PREFILL : request.status,
     numPrompt: entry?.numPrompt ?? 0, limit: entry?.limit ?? 0, cached: request.cached,
@@ -103,10 +118,7 @@ export function rowOf(view: View, id: string | null): Row | null {
   if (id === null) return null;
   const r = view.film.numbers.get(id);
   if (r === undefined) return null;
-  if (view.state.requests.has(r)) {
-    const chunk = view.work.chunks.find((c) => c.r === r);
-    return openRow(view.film, view.state, r, chunk ? [chunk.start, chunk.end] : null);
-  }
+  if (view.state.requests.has(r)) return openRow(view, r);
   const life = view.film.timeline.lives.get(r);
   return life?.finish && life.finish.frame <= view.frame ? finishedRow(view.film, r) : null;
 }

@@ -175,12 +175,14 @@ SUMMARY_KEYS = {
     "preemptions_by_swap", "preemptions_for_priority", "recomputed_tokens", "recompute_tax",
     "swapped_blocks", "cache_hit_ratio", "waiting_steps_by_reason", "clients", "fairness",
     "deadlines", "deadline_misses", "longest_stall", "ttft_by_prompt",
+    "swap_in",
 }  # fmt: skip
 LATENCY = {"mean", "p50", "p90", "p99", "p99.9", "max"}
 NESTED_KEYS = {
     "ttft": LATENCY,
     "time_between_tokens": LATENCY,
     "longest_stall": LATENCY,
+    "swap_in": LATENCY,
     "end_to_end": LATENCY,
     "queue_time": LATENCY,
     "swapped_blocks": {"out", "in"},
@@ -203,7 +205,7 @@ def check_summary(summary: dict[str, Any]) -> None:
 def check_report(report: dict[str, Any]) -> None:
     config, doctor = report.pop("config"), report.pop("doctor")
     assert set(config) == {*SLOTS, *NUMBERS}
-    assert all(set(finding) == {"symptom", "cause", "remedy"} for finding in doctor)
+    assert all(set(finding) == {"symptom", "cause", "remedy", "changes"} for finding in doctor)
     check_summary(report)
 
 

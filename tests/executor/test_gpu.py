@@ -252,9 +252,10 @@ def test_swapped_blocks_return_unchanged() -> None:
     blocks = executor.device_blocks
     blocks.copy_(torch.randn(blocks.shape))
     before = blocks.clone()
-    executor.launch(Plan(0, copies_out=[Copy(1, 4), Copy(3, 0)])).wait()
+    out = executor.launch(Plan(0, copies_out=[Copy(1, 4), Copy(3, 0)])).wait()
     blocks.zero_()
-    executor.launch(Plan(1, copies_in=[Copy(4, 5), Copy(0, 2)])).wait()
+    back = executor.launch(Plan(1, copies_in=[Copy(4, 5), Copy(0, 2)])).wait()
+    assert out.swap_in == 0 < back.swap_in <= back.ended - back.started
     if DEVICE == "cuda":
         torch.cuda.synchronize()
     assert torch.equal(blocks[5], before[1]) and torch.equal(blocks[2], before[3])

@@ -29,6 +29,7 @@ HEALTHY: Summary = {
     "queue_time": {"p90": 0.2},
     "time_between_tokens": {"mean": 0.02, "p50": 0.02, "p99": 0.04},
     "longest_stall": {"p50": 0.05, "p99": 0.15, "max": 0.9},
+    "swap_in": {"p50": 0.004},
     "waiting_steps_by_reason": {"max_num_seqs": 10, "blocks": 3},
     "deadlines": 100,
     "deadline_misses": 1,
@@ -53,6 +54,7 @@ SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "stalls with multi-step": (
         {"longest_stall.p99": 0.4, "time_between_tokens.p50": 0.0}, "p99 400 ms", "at_most",
     ),
+    "swap-in": ({"swap_in.p50": 0.03}, "30 ms", "use swap swap_if_cheaper"),
     "late": ({"deadline_misses": 30}, "30 of 100", "queue earliest_deadline"),
     "unfair": ({"fairness": 0.5}, "0.50", "queue fair"),
 }  # fmt: skip
@@ -165,3 +167,23 @@ def test_real_summaries_can_be_examined() -> None:
     assert all(isinstance(f, Finding) and all(f) for f in findings)
     well = simulate(requests, preset("vllm_v1"), profile).metrics
     assert not any("thrash" in f.symptom for f in diagnose(summarize(well), well.config))
+
+
+@pytest.mark.parametrize("name", SYMPTOMS)
+@pytest.mark.parametrize("chunk", ["split_any", "at_most(64)", "whole"])
+def test_every_change_of_a_finding_is_a_valid_other_configuration(name: str, chunk: str) -> None:
+    config: dict[str, Any] = describe(preset("vllm_v1", chunk=chunk))
+    (finding,) = diagnose(summary_with(SYMPTOMS[name][0]), config)
+    assert finding.changes
+    for change in finding.changes:
+        slot, _, value = change.partition("=")
+        changed = describe(preset(**{**config, slot: int(value) if value.isdigit() else value}))
+        assert changed != config and changed | {slot: config[slot]} == config
+
+
+def test_a_change_for_stalls_makes_smaller_chunks() -> None:
+    for chunk, smaller in {"split_any": "at_most(512)", "at_most(64)": "at_most(32)"}.items():
+        config = describe(preset("vllm_v1", chunk=chunk))
+        changes = {"longest_stall.max": 2.0}  # ten times what is not noticed
+        (finding,) = diagnose(summary_with(changes), {**config, "max_num_batched_tokens": 8192})
+        assert finding.changes == (f"chunk={smaller}", "max_num_batched_tokens=512")

@@ -17,7 +17,7 @@ from headway.config import Config
 from headway.engine.clock import RealClock, VirtualClock
 from headway.engine.engine import Engine
 from headway.errors import ReplayMismatch
-from headway.executor.simulated import SimulatedExecutor
+from headway.executor.simulated import Script, SimulatedExecutor
 from headway.lab.cost import load_profile
 from headway.lab.replay import check_replay, replay
 from headway.lab.simulate import simulate
@@ -51,7 +51,9 @@ def lines_of(file: io.StringIO) -> list[Line]:
     return [json.loads(line) for line in file.getvalue().splitlines()]
 
 
-def record(workload: str, async_scheduling: int, name: str, **changes: Any) -> list[Line]:
+def record(
+    workload: str, async_scheduling: int, name: str, *, trace_blocks: bool = False, **changes: Any
+) -> list[Line]:
     file = io.StringIO()
     config = preset(name, **{**SMALL, **changes})
     simulate(
@@ -60,6 +62,7 @@ def record(workload: str, async_scheduling: int, name: str, **changes: Any) -> l
         PROFILE,
         async_scheduling=async_scheduling,
         trace=file,
+        trace_blocks=trace_blocks,
     )
     return lines_of(file)
 
@@ -83,6 +86,39 @@ def test_a_run_with_swaps_replays(name: str, async_scheduling: int) -> None:
     lines = record(WORKLOADS["unknown lengths"], async_scheduling, name, **changes)
     assert any(p[1] == "swap" for line in lines[1:] for p in line.get("preempted", ()))
     check_replay(lines)
+
+
+@each_scheduling
+def test_a_run_with_block_numbers_replays_with_the_same_blocks(async_scheduling: int) -> None:
+    lines = record(WORKLOADS["shared prefixes"], async_scheduling, "vllm_v1", trace_blocks=True)
+    assert check_replay(lines) == len(lines) - 1
+    wrong = next(line for line in lines[1:] if line.get("blocks", {}).get("new"))
+    wrong["blocks"]["new"][0][1] += 1
+    with pytest.raises(ReplayMismatch, match="blocks"):
+        check_replay(lines)
+
+
+@each_scheduling
+def test_a_run_with_a_reset_of_the_cache_replays(async_scheduling: int) -> None:
+    """The same prompt is computed again after a reset, in the run and in its replay."""
+    clock, file, config = VirtualClock(), io.StringIO(), preset("vllm_v1", **SMALL)
+    executor = SimulatedExecutor(clock, seconds=lambda plan: 0.01)
+    writer = TraceWriter(file, config, bool(async_scheduling))
+    engine = Engine(
+        Scheduler(config), executor, clock, async_scheduling=bool(async_scheduling),
+        observers=[writer],
+    )  # fmt: skip
+    script = RequestParams(max_tokens=4, sampling=Script(4, filler=7, end=0))
+    for number in range(4):
+        engine.add(str(number), range(40), script)
+        engine.run()
+        if number == 1:
+            assert engine.scheduler.reset_cache()
+    lines = lines_of(file)
+    cached = [each[1] for line in lines[1:] for each in line.get("admitted", ())]
+    assert cached == [0, 39, 0, 39]
+    assert [line["reset"] for line in lines if "reset" in line] == [[0, 0]]
+    assert check_replay(lines) == len(lines) - 1
 
 
 @each_scheduling

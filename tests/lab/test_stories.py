@@ -163,6 +163,7 @@ def test_the_report_has_every_number() -> None:
         ("num_blocks = 11", "num_blocks = ", "line 15"),
         ("[other]", "[more]", "preset must be a table"),
         ("text = [", "text = 3\nx = [", "key must be"),
+        ("text = [", 'sync = "both"\ntext = [', "sync"),
     ],
 )  # fmt: skip
 def test_an_error_names_file_and_field(tmp_path: Path, old: str, new: str, field: str) -> None:

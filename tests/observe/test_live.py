@@ -147,7 +147,11 @@ def test_rates_cover_a_sliding_window() -> None:
     later = metrics.snapshot()
     assert set(later["history"]["output_tokens"]) == {0} and later["rates"]["ttft"] == 0
     assert set(later["history"]["ttft"]) == set(later["history"]["itl"]) == {None}
-    assert later["last_minute"] == {"errors": 0, "aborts": 0, "prefix_cache_hit_rate": None}
+    assert later["last_minute"] == {
+        **dict.fromkeys(("errors", "aborts", "preemptions_per_second"), 0),
+        **dict.fromkeys(("prefix_cache_hit_rate", "tokens_per_step", "prefill_share"), None),
+        **dict.fromkeys(("recompute_tax", "max_itl", "swap_in"), None),
+    }
 
 
 def test_a_snapshot_has_latencies_hit_rate_errors_and_aborts() -> None:

@@ -46,6 +46,7 @@ class Log:
         self.admitted: dict[Request, float] = {}
         self.ends: dict[Request, float] = {}
         self.totals: Counter[str] = Counter()
+        self.swap_ins: list[float] = []
 
     def __call__(self, report: StepReport) -> None:
         plan = report.plan
@@ -57,7 +58,9 @@ class Log:
             self.totals["hit"] += 0 if is_resume else num_cached
         for request in report.finished:
             self.ends[request] = report.result.ended
-        self.totals["computed"] += sum(c.end - c.start for c in plan.chunks)
+        self.totals["prefill"] += (num_prefill := sum(c.end - c.start for c in plan.chunks))
+        self.totals["computed"] += num_prefill
+        self.swap_ins += [report.result.swap_in] if plan.copies_in else []
         self.totals["computed"] += len(plan.decodes) * plan.num_steps
         self.totals["steps"] += plan.step >= 0
         self.totals["deferred"] += len(plan.deferred)
@@ -85,7 +88,11 @@ def samples(text: str, prefix: str = "headway") -> Samples:
 def engine_of(name: str, async_scheduling: int, **changes: Any) -> tuple[Engine, VirtualClock]:
     config = with_profile(preset(name, **{**SMALL, **changes}), PROFILE)
     clock = VirtualClock()
-    executor = SimulatedExecutor(clock, lambda plan: PROFILE.step_seconds(plan, config.block_size))
+    size = config.block_size
+    executor = SimulatedExecutor(
+        clock, lambda plan: PROFILE.step_seconds(plan, size),
+        swap_in=lambda plan: PROFILE.copy_seconds(len(plan.copies_in) * size),
+    )  # fmt: skip
     return Engine(Scheduler(config), executor, clock, async_scheduling=async_scheduling), clock
 
 
@@ -151,6 +158,8 @@ def test_metrics_equal_a_log_of_every_token(
         first = [times[0] - r.arrival for r, times in log.times.items()]
         check_histogram(found, "time_to_first_token_seconds", first)
         check_histogram(found, "inter_token_latency_seconds", log.gaps())
+        check_histogram(found, "swap_in_seconds", log.swap_ins)
+        assert bool(log.swap_ins) == (name == "vllm")
         ends, admitted, times = log.ends, log.admitted, log.times
         waits = {
             "e2e_request_latency_seconds": [ends[r] - r.arrival for r in done],
@@ -181,6 +190,7 @@ def check_counters(found: Samples, log: Log) -> None:
         ("prefix_cache_hits_total",): totals["hit"],
         ("num_preemptions_total",): totals["preempted"],
         ("recomputed_tokens_total",): sum(r.history.num_recomputed for r in log.ends),
+        ("prefill_tokens_total",): log.totals["prefill"],
         ("swapped_blocks_total", "out"): totals["out"],
         ("swapped_blocks_total", "in"): totals["in"],
         ("iteration_tokens_total_sum",): totals["computed"],
@@ -219,6 +229,7 @@ def test_no_state_is_kept_for_finished_requests() -> None:
     assert engine.scheduler.is_idle
     timeline, builder = metrics._timeline, metrics._builder
     assert not (timeline.open or timeline._last_token or timeline._preempted)
+    assert not list(timeline._shared.keys)
     assert not [request for request in builder._log._waits if request is not None]
     assert len(builder._window._seconds) <= 61 and len(builder._decisions) <= 32
 

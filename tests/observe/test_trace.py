@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from headway.observe.trace import (
     VERSION,
     Line,
     TraceWriter,
+    _pack_few,
+    _pack_many,
     decisions,
     describe_request,
     describe_step,
@@ -80,6 +83,11 @@ def test_runs_of_tokens_survive_packing(pieces: list[tuple[int, int, int]]) -> N
 def test_any_tokens_survive_packing(tokens: list[int]) -> None:
     packed = json.loads(json.dumps(pack_tokens(array("i", tokens))))
     assert unpack_tokens(packed).tolist() == tokens and num_packed(packed) == len(tokens)
+
+
+@given(st.lists(RUN, max_size=8).map(spread) | st.lists(st.integers(0, 3), max_size=30))
+def test_few_and_many_tokens_are_packed_alike(tokens: Sequence[int]) -> None:
+    assert _pack_few(tokens) == _pack_many(array("i", tokens))
 
 
 def test_the_largest_and_smallest_ids_do_not_form_a_run() -> None:

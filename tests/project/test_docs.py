@@ -32,6 +32,7 @@ import typer.main
 from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
 from headway.lab.cost import FOLDER, Machine, Model, Profile
+from headway.lab.planner.executors import InProcess
 from headway.lab.stories.measure import report
 from headway.lab.summary import summarize
 from headway.lab.workload import synthetic
@@ -42,6 +43,7 @@ from headway.observe.server_metrics import NEW
 from headway.plan import (
     Admission,
     Blocked,
+    CacheReset,
     Chunk,
     Copy,
     NotConsidered,
@@ -177,6 +179,8 @@ def scratch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr("headway.cli.options.planner.cache_root", lambda: tmp_path / "cache")
+    monkeypatch.setattr("headway.cli.options.planner.Processes", lambda count: InProcess())
 
 
 @pytest.mark.usefixtures("scratch_folder", "shared_weights")
@@ -205,7 +209,8 @@ def test_commands_in_sentences_are_valid(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_links_have_targets(name: str) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", read(name)):
+    text = read(name)
+    for target in re.findall(r"\]\(([^)]+)\)", text) + re.findall(r'src(?:set)?="([^"]+)"', text):
         path, _, heading = target.partition("#")
         assert "://" not in target, f"{name}: {target} is outside this repository"
         file = (ROOT / name).parent / path if path else ROOT / name
@@ -222,6 +227,13 @@ def anchors(document: str) -> set[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_lines_fit_100_columns(name: str) -> None:
     assert [line for line in read(name).splitlines() if len(line) > WIDTH] == []
+
+
+def test_pictures_are_small_and_shown() -> None:
+    shown = "".join(map(read, NAMES))
+    for path in (ROOT / "docs/images").glob("*.webp"):
+        assert path.stat().st_size <= 150_000, path.name
+        assert path.name in shown, f"no document shows {path.name}"
 
 
 def test_files_named_in_documents_exist() -> None:
@@ -310,6 +322,7 @@ def full_line() -> dict[str, Any]:
         reaching_limit=[[request]], tokens_kept={request: 0}, events=StepEvents(
             num_free=1, num_running=1, num_waiting=1, num_in_flight=1, num_early=(1, 0),
             schedule_ended=1.0, preempted=[Preemption(request, True, 1, True, 1, 0)],
+            reset=CacheReset(1, is_all=False),
         ),
     )  # fmt: skip
     for record in (plan, plan.events):
@@ -317,7 +330,7 @@ def full_line() -> dict[str, Any]:
             value = getattr(record, field.name)
             if isinstance(value, list) and not value:  # of requests
                 setattr(record, field.name, [request])
-    report = StepReport(plan, StepResult([], [], 1.0, 2.0), [request])
+    report = StepReport(plan, StepResult([], [], 1.0, 2.0, 0.1), [request])
     return trace.describe_step(report, has_blocks=True)
 
 

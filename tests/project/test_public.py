@@ -89,6 +89,14 @@ SCHEDULER_FLAGS = {
     "--max-model-len", "--async-scheduling", "--no-async-scheduling",
 }  # fmt: skip
 RUN_FLAGS = {*SCHEDULER_FLAGS, "--profile", "--json", "--limit", "--speed", "--allowed-tokens"}
+PLANNER_FLAGS = {
+    *RUN_FLAGS, "--preset", "--jobs", "--history", "--no-history", "--ray",
+}  # fmt: skip
+TARGET_FLAGS = {
+    f"--{latency}-{statistic}"
+    for latency in ("ttft", "tbt", "stall", "e2e")
+    for statistic in ("p50", "p90", "p99", "p99.9", "max")
+}
 MODEL_FLAGS = {
     *SCHEDULER_FLAGS, "--preset", "--model", "-m", "--device", "--dtype", "--quantization", "--load-format",
     "--kv-cache-dtype", "--attention", "--kv-memory", "--gpu-memory-utilization", "--threads",
@@ -114,6 +122,7 @@ COMMANDS = {
         "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
     },
     "top": {"url", "--api-key", "--every", "--once"},
+    "doctor": {"target", "--try", "--profile", "--api-key", "--json"},
     "bench throughput": {
         "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path", "--json",
         *MODEL_FLAGS,
@@ -137,10 +146,17 @@ COMMANDS = {
         "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate", *RUN_FLAGS,
     },
     "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
+    "sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
+    "breakeven": {"--profile", "--plot", "--json"},
+    "tune": {
+        "workload", "--knob", "--budget", "--seed", "--verify", "--plot", *PLANNER_FLAGS,
+        *TARGET_FLAGS,
+    },
+    "capacity": {"workload", "--rate", "--seeds", "--seed", *PLANNER_FLAGS, *TARGET_FLAGS},
     "trace": {"file", "--perfetto", "--diff", "--replay", "--json"},
     "lab": {
         "source", "--preset", "--profile", "--port", "--export", "--open", "--no-open", "--attach",
-        "--api-key", *SCHEDULER_FLAGS,
+        "--api-key", "--against", *SCHEDULER_FLAGS,
     },
     "step": {"source", "--preset", "--profile", *SCHEDULER_FLAGS},
     "demo": {"--json"},
@@ -157,7 +173,7 @@ STEP_KEYS = {
     "step", "t", "start", "end", "running", "waiting", "free", "added", "aborted", "preempted",
     "admitted", "chunks", "decodes", "decode_context", "new_blocks", "dropped", "deferred",
     "copied_out", "copied_in", "blocked", "not_considered", "finished", "num_steps", "in_flight",
-    "aborted_in_flight", "num_early", "short_of_blocks",
+    "aborted_in_flight", "num_early", "short_of_blocks", "swap_in",
 }  # fmt: skip
 ALWAYS = {"step", "t", "start", "end", "running", "waiting", "free", "decodes"}
 REQUEST_KEYS = {

@@ -65,18 +65,23 @@ class Storm:
         self.added: list[str] = []  # as reported
         self.ended: list[str] = []  # as reported
         self.known: set[str] = set()  # arrivals that a plan has reported or will report
-        self.aborted_after: dict[str, int] = {}
+        self.num_added: dict[str, int] = {}  # requests that were added before an abort, by id
 
     def see(self, report: StepReport | None) -> None:
         if report is None:
             return
-        events = report.plan.events
+        events, num_before = report.plan.events, len(self.added)
         self.added += ids(events.added)
         assert set(ids(report.finished)) <= set(self.added), "an end is reported before its arrival"
         self.ended += ids(report.finished)
-        for request in (*events.aborted, *events.aborted_in_flight):
-            if request.finish_reason == "abort":
-                assert request.history.aborted_after == self.aborted_after[request.id]
+        for requests, first in (
+            (events.aborted, num_before),
+            (events.aborted_in_flight, len(self.added)),
+        ):
+            for request in requests:
+                if request.finish_reason == "abort":
+                    place = first + request.history.aborted_after
+                    assert place == self.num_added[request.id]
 
     def disturb(self) -> None:
         for _ in range(self.rng.randint(0, 3)):
@@ -89,7 +94,7 @@ class Storm:
     def abort(self, id: str) -> None:
         """A plan in flight reports the abort of a request that it knows; the next plan the rest."""
         scheduler = self.world.scheduler
-        self.aborted_after[id] = len(self.world.requests) - len(self.known)
+        self.num_added[id] = len(self.world.requests)
         reports = scheduler.state.events.aborted
         if scheduler.in_flight and id in self.known:
             reports = scheduler.in_flight[-1].events.aborted_in_flight

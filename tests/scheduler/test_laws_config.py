@@ -209,7 +209,7 @@ def test_every_number_of_a_request_has_its_bounds(field: str) -> None:
     step = 1e9 if field == "deadline" else 1
     assert check(low) and (high is None or check(high))
     wrong = [low - step, nan, True, "1"] + ([] if high is None else [high + step])
-    wrong += [] if field == "deadline" else [1.5]
+    wrong += [] if field == "deadline" else [max(low, 1) + 0.5]
     optional = ("max_tokens", "max_total_tokens", "deadline")
     for value in wrong + ([] if field in optional else [None]):
         with pytest.raises(InvalidRequest, match=field):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
 from types import SimpleNamespace
 from typing import Any
 
@@ -111,6 +112,36 @@ def test_blocks_that_a_longer_request_holds_too_count_once() -> None:
     # the same 14 blocks, against 7 now.
     assert limit(batch, apart) == 14 - 11
     assert limit(batch, shared) == 14 - 7
+
+
+@each_seed
+def test_the_peak_counts_shared_blocks_once_among_many_requests(seed: int) -> None:
+    """Lengths are whole blocks, so the steps at which requests end are compared exactly."""
+    rng, size = random.Random(seed), 4
+    requests = []
+    for number in range(60):
+        request = a_request(number, size * rng.randint(1, 20), 1 + size * rng.randint(1, 60))
+        request.flushed_tokens = array("i")
+        request.prefill_end = request.computed_base = request.num_prompt
+        requests.append(request)
+    view = a_view(requests, num_blocks=3000, num_free=2900)
+    for group in range(3):  # requests of a group have their first blocks in common
+        for request in requests[group:-1:3]:
+            own = view.blocks_of(request)
+            is_short = request.limit - request.num_prompt < 30 * size  # the peak comes after them
+            num_shared = len(own) if is_short else min(len(own), rng.randint(0, 4))
+            own[:num_shared] = range(10_000 * (group + 9), 10_000 * (group + 9) + num_shared)
+    batch = batch_of(requests)
+
+    def num_held(step: int) -> int:
+        alive = [i for i in range(60) if batch.left[i] >= step]
+        shared = {b for i in alive for b in view.blocks_of(requests[i]) if b >= 90_000}
+        own = sum(b < 90_000 for i in alive for b in view.blocks_of(requests[i]))
+        new = sum(requests[-1].num_prompt // size for i in alive if i == 59)
+        return len(shared) + own + new + len(alive) * step // size
+
+    peak = max(num_held(int(step)) for step in {*batch.left, 0.0})
+    assert limit(batch, view) == peak - num_held(0)
 
 
 # Outputs end like those seen so far.

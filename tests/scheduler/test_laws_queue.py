@@ -120,6 +120,17 @@ def test_keys_that_cannot_be_compared_leave_the_queue_as_it_was() -> None:
 # Groups.
 
 
+def test_another_rule_orders_those_that_wait_and_those_that_come() -> None:
+    queue, _ = a_queue(listed(), 4)
+    backwards = listed(keys={str(place): -place for place in range(6)})
+    queue.change_rule(backwards, [])
+    assert queue.rule is backwards and order(queue) == ["3", "2", "1", "0"]
+    late = Request("5", [1], RequestParams(client="new"))
+    queue.push(late)
+    assert order(queue) == ["5", "3", "2", "1", "0"]
+    assert queue.counters.served == {queues.ALL: 0.0}
+
+
 def test_a_rule_that_cannot_be_used_leaves_the_groups_as_they_were() -> None:
     class Fails(listed):
         def group(self, request: Request) -> str:
@@ -130,11 +141,11 @@ def test_a_rule_that_cannot_be_used_leaves_the_groups_as_they_were() -> None:
 
     queue, requests = grouped(a=0.0, b=1.0)
     running = Request("running", [1], RequestParams(client="b"))
-    everyone = [running, *requests.values()]
-    before = [request.history.group for request in everyone]
+    requests_of_both = [running, *requests.values()]
+    before = [request.history.group for request in requests_of_both]
     with pytest.raises(PolicyError):
         queue.change_rule(Fails(), [running])
-    assert [request.history.group for request in everyone] == before
+    assert [request.history.group for request in requests_of_both] == before
     assert set(before) > {"a"}
 
 

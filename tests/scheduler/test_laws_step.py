@@ -166,7 +166,7 @@ def test_cached_recomputed_and_resumed_tokens_are_counted() -> None:
 
 
 @pytest.mark.parametrize("num_steps", (1, 2, 5))
-def test_a_plan_has_its_number_of_decode_steps_while_requests_and_blocks_last(
+def test_a_plan_has_as_many_steps_as_set_while_requests_and_blocks_last(
     num_steps: int,
 ) -> None:
     world = Driver(
@@ -195,7 +195,7 @@ def test_a_preemption_that_no_block_caused_has_no_blocks_due() -> None:
     assert (preemption.num_due, preemption.num_free) == (0, 0)
 
 
-def test_who_waits_for_a_parent_or_a_token_needs_one_and_has_none() -> None:
+def test_a_request_that_waits_for_a_parent_or_a_token_needs_one_and_has_none() -> None:
     world = Driver(
         "vllm_v1", block_size=SIZE, num_blocks=8, max_num_seqs=4,
         queue="priority(aging=0,preempts=True)",

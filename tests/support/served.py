@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -102,6 +103,7 @@ class Capitals:
         self.fault: Exception | None = None
         self.says: bytes | None = None  # a fixed output for all requests
         self.num_free_steps: int | None = None  # steps until the gate closes
+        self.seconds = 0.0  # of every step
 
     def launch(self, plan: Plan) -> Capitals:
         if self.num_free_steps is not None:
@@ -115,6 +117,7 @@ class Capitals:
             fault, self.fault = self.fault, None
             self.gate.set()
             raise fault
+        time.sleep(self.seconds)
         self._result = result(plan, self._sample)
         self._result.extra = self._scores(plan)
         return self

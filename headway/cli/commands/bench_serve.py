@@ -22,7 +22,6 @@ from headway.lab.loadgen.load import LoadGenerator, send
 from headway.lab.loadgen.requests import RequestFormat
 from headway.lab.workload.request import WorkloadRequest
 
-IMAGES = (".png", ".svg", ".pdf")
 PLOTTED = ("median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 MAX_SEND_DELAY = 100  # ms; a larger p99 gives a warning
 Goodput = Annotated[
@@ -35,8 +34,8 @@ PlotFile = Annotated[
     str | None,
     typer.Option(
         "--plot",
-        help="Plot latencies to a file: .png, .svg or .pdf (needs matplotlib) or .txt; - prints. One "
-        "load gives its distribution, several give median and p99 of each.",
+        help="Plot latencies to a file: .svg, .html or .txt, .png or .pdf with matplotlib; - prints. "
+        "One load gives its distribution, several give median and p99 of each.",
     ),
 ]
 
@@ -181,15 +180,15 @@ def _show_sweep(console: Console, results: Sequence[dict[str, Any]]) -> None:
 
 def _check_plot(plot: str | None) -> None:
     """ConfigError for an unknown suffix or an unwritable file, before any load."""
-    if plot not in (None, "-") and Path(plot or "").suffix not in (*IMAGES, ".txt"):
-        raise ConfigError(f"plot must end in {', '.join(IMAGES)} or .txt, or be -, not {plot!r}")
+    if plot not in (None, "-") and Path(plot or "").suffix not in plots.SUFFIXES:
+        raise ConfigError(f"plot must end in {', '.join(plots.SUFFIXES)}, or be -, not {plot!r}")
     if plot is not None and _is_file(plot):
         check_writable(Path(plot))
 
 
 def _is_file(plot: str) -> bool:
-    """Whether the plot is written to a file: text always, an image only with matplotlib."""
-    return plot.endswith(".txt") or (plot != "-" and plots.has_matplotlib())
+    """Whether the plot is written to a file; some formats need matplotlib."""
+    return plot != "-" and plots.can_save(Path(plot))
 
 
 def _draw(
@@ -211,10 +210,7 @@ def _draw(
     console = Console(stderr=True)
     if _is_file(plot):
         path = Path(plot)
-        if path.suffix == ".txt":
-            path.write_text(plots.text(drawn), encoding="utf-8")
-        else:
-            plots.save(drawn, path)
+        plots.save(drawn, path)
         console.print(f"plot: {path}", markup=False, highlight=False)
         return
     console.print(plots.text(drawn), markup=False, highlight=False)

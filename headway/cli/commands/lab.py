@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import sys
 import webbrowser
 from collections.abc import Callable, Iterator
@@ -12,19 +14,21 @@ from typing import Annotated, Any
 
 import typer
 
+from headway.cli.commands.simulate import parse_variant
 from headway.cli.options import common as options
 from headway.errors import ConfigError, FormatError, HeadwayError
+from headway.lab.cost import load_profile
 from headway.lab.film.describe import frame_lines, why
 from headway.lab.film.format import Mark
-from headway.lab.film.reader import Film
+from headway.lab.film.reader import Film, read_film
 from headway.lab.film.run import FilmedRun, film_of_file
 from headway.lab.film.spec import DEFAULT_PROFILE, RunSpec, read_spec
+from headway.lab.settings import config_for
 from headway.lab.web.app import LabApp
 from headway.lab.web.attach import follow
 from headway.lab.web.catalog import DEFAULT_SPEC
 from headway.lab.web.export import exported
 from headway.lab.web.server import LabServer
-from headway.observe.trace import read_trace
 
 SOURCE = "A trace file, or a workload in the simulator's language."
 Source = Annotated[str, typer.Argument(help=SOURCE, show_default="an example")]
@@ -52,6 +56,10 @@ def lab_command(
     api_key: Annotated[
         str | None, typer.Option(help="API key of that server.", envvar="HEADWAY_API_KEY")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="Show a second scheduler beside it: 'preset; slot=value; number=value'."),
+    ] = None,
     preset: options.Preset = "headway",
     profile: options.ProfileName = DEFAULT_PROFILE,
     async_scheduling: options.AsyncScheduling = False,
@@ -61,15 +69,15 @@ def lab_command(
     """Step through every decision of the scheduler on a web page."""
     options.import_from_working_directory()
     if attach:
-        next(follow(attach, api_key), b"")  # ConfigError now if the server cannot be followed
+        follow(attach, api_key)  # ConfigError now if the server cannot be followed
         _serve(LabApp("attach", live=partial(follow, attach, api_key)), port, open_page)
         return
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
     traces = {Path(source).name: Path(source)} if spec.trace else {}
-    for path in traces.values():
-        next(read_trace(path))  # FormatError if it is not a trace
+    run = _film(spec, traces)  # ConfigError or FormatError now if there is no such run
     if export:
-        film = b"".join(_film(spec, traces))
+        film = b"".join(run)
+        _warn(read_film([film]))
         try:
             export.write_bytes(exported([film]))
         except OSError as error:
@@ -77,7 +85,12 @@ def lab_command(
         print(f"{export} written ({export.stat().st_size / 1e3:.0f} kB); open it in a browser")
         return
     shown = {name: value for name, value in asdict(spec).items() if value}
-    _serve(LabApp(traces=traces, default=shown), port, open_page)
+    link = ""
+    if against:
+        _, other, changes = parse_variant(f"against: {against}")
+        config_for(other, load_profile(profile), changes)  # ConfigError if a value is wrong
+        link = f"#spec={_packed(shown)}&other={_packed({**shown, 'preset': other, 'set': changes})}"
+    _serve(LabApp(traces=traces, default=shown), port, open_page, link)
 
 
 @options.spread
@@ -92,14 +105,10 @@ def step_command(
     """Step through every decision of the scheduler in the terminal, forwards and backwards."""
     options.import_from_working_directory()
     spec = _spec(source, preset, profile, async_scheduling, scheduler)
-    film, data = Film(), b""
-    for piece in _film(spec, {Path(source).name: Path(source)}):
-        data += piece
-        data = data[film.read(data) :]
-    if film.end and film.end["error"]:
-        raise ConfigError(film.end["error"])
+    film = read_film(_film(spec, {Path(source).name: Path(source)}))
     if not film.num_frames:
-        raise ConfigError("the run has no steps")
+        raise ConfigError((film.end or {}).get("error") or "the run has no steps")
+    _warn(film)
     Stepper(film).run(iter(sys.stdin.readline, ""))
 
 
@@ -124,16 +133,29 @@ def _film(spec: RunSpec, traces: dict[str, Path]) -> Iterator[bytes]:
     return film_of_file(traces[spec.trace]) if spec.trace else FilmedRun(spec).film()
 
 
-def _serve(app: LabApp, port: int, open_page: bool) -> None:
+def _warn(film: Film) -> None:
+    """Say why a film is not complete, or is shown from the lines of its trace alone."""
+    if error := (film.end or {}).get("error"):
+        print(f"warning: {error}", file=sys.stderr)
+    elif notice := film.header.get("notice"):
+        print(f"warning: shown from the recorded lines alone: {notice}", file=sys.stderr)
+
+
+def _packed(spec: dict[str, Any]) -> str:
+    """A run as the page's address has it: JSON in base64 for URLs."""
+    return base64.urlsafe_b64encode(json.dumps(spec).encode()).decode().rstrip("=")
+
+
+def _serve(app: LabApp, port: int, open_page: bool, link: str = "") -> None:
     try:
         server = LabServer(app, port=port)
     except OSError as error:
         raise ConfigError(
             f"cannot listen on port {port}: {error.strerror}; choose another --port"
         ) from None
-    print(f"The lab is at {server.url} (Ctrl-C stops it)", flush=True)
+    print(f"The lab is at {server.url}{link} (Ctrl-C stops it)", flush=True)
     if open_page:
-        webbrowser.open(server.url)
+        webbrowser.open(server.url + link)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

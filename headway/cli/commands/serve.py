@@ -141,12 +141,14 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
     closing.callback(_close, llm)
 
     def prepare(loop: EngineLoop) -> None:
+        from headway.cli.commands.profile import model_work
+        from headway.lab import live_doctor
         from headway.lab.film import live
         from headway.observe import server_metrics as metrics
         from headway.observe import spans
         from headway.server import health
 
-        metrics.ServerMetrics(loop, info.model_name)
+        live_doctor.install(loop, metrics.ServerMetrics(loop, info.model_name), model_work(llm))
         health.Watchdog(loop, serving.watchdog)
         live.install(loop)
         loop.begin = partial(_use_device, llm, model.threads)
@@ -161,7 +163,7 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
 
 def make_app(settings: Settings, patience: float, engine: AsyncEngine, info: ModelInfo) -> Any:
     """The ASGI application over an engine in this or another process."""
-    from headway.server import lab, live
+    from headway.server import doctor, lab, live
     from headway.server.app import create_app
     from headway.server.context import Context
     from headway.server.health import watch
@@ -172,9 +174,8 @@ def make_app(settings: Settings, patience: float, engine: AsyncEngine, info: Mod
         max_model_len=info.max_model_len, settings=settings, health=watch(engine, patience),
         tool_call_parser=info.tool_call_parser, fingerprint=info.fingerprint,
     )  # fmt: skip
-    return TraceContextMiddleware(
-        AccessLogMiddleware(create_app(context, [live.router(context), lab.router(context)]))
-    )
+    routers = [live.router(context), lab.router(context), doctor.router(context)]
+    return TraceContextMiddleware(AccessLogMiddleware(create_app(context, routers)))
 
 
 def read_template(path: Path) -> str:

@@ -26,8 +26,7 @@ from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler import policy_text
-from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
+from headway.scheduler.presets import PRESETS, read_changes
 
 TraceOut = Annotated[
     Path | None, typer.Option(help="Write a trace of all decisions; see `headway trace`.")
@@ -188,21 +187,10 @@ def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
         raise ConfigError(
             f"a variant must look like 'name: preset; slot=value; number=value', not {text!r}"
         )
-    values: dict[str, Any] = {key.strip(): value.strip() for key, _, value in pairs}
-    known = dict.fromkeys((*SLOTS, *NUMBERS))
-    for key in values:
-        try:
-            policy_text.lookup("slot or number", key, known)
-        except ConfigError as error:
-            raise ConfigError(f"variant {name.strip()!r}: {error}") from None
-    for key in NUMBERS:
-        if key in values:
-            try:
-                values[key] = int(values[key])
-            except ValueError:
-                raise ConfigError(
-                    f"variant {name.strip()!r}: {key} must be a whole number, not {values[key]!r}"
-                ) from None
+    try:
+        values = read_changes({key.strip(): value.strip() for key, _, value in pairs})
+    except ConfigError as error:
+        raise ConfigError(f"variant {name.strip()!r}: {error}") from None
     return name.strip(), base, values
 
 

@@ -89,31 +89,44 @@ class NoResponse(ConfigError):
 
 def get_snapshot(url: str, api_key: str | None) -> Snapshot:
     """The server's snapshot. ConfigError gives the reason if the server sends none."""
+    snapshot = fetch(url, "/live", api_key)
+    if "decisions" not in snapshot:
+        raise ConfigError(f"{url} is not a Headway server: GET /live returned no snapshot")
+    return snapshot
+
+
+def fetch(
+    url: str, path: str, api_key: str | None, body: Any = None, timeout: float = TIMEOUT
+) -> dict[str, Any]:
+    """The JSON object at a path of a server: GET, or POST with a body; ConfigError if it fails."""
     base = url if "://" in url else f"http://{url}"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    data = None if body is None else json.dumps(body).encode()
+    headers |= {"Content-Type": "application/json"} if data else {}
     try:
-        with urlopen(Request(f"{base.rstrip('/')}/live", headers=headers), timeout=TIMEOUT) as got:
-            snapshot = json.load(got)
+        request = Request(f"{base.rstrip('/')}{path}", data, headers)
+        with urlopen(request, timeout=timeout) as got:
+            answer = json.load(got)
     except HTTPError as error:
         kind = NoResponse if error.code == 503 else ConfigError
-        raise kind(_problem(base, error)) from None
+        raise kind(_problem(base, path, error)) from None
     except ValueError as error:
         raise ConfigError(f"{base} is not a Headway server: {error}") from None
     except (HTTPException, OSError) as error:  # URLError is an OSError
         reason = getattr(error, "reason", error) or type(error).__name__
         raise NoResponse(f"cannot reach a Headway server at {base}: {reason}") from None
-    if not isinstance(snapshot, dict) or "decisions" not in snapshot:
-        raise ConfigError(f"{base} is not a Headway server: GET /live returned no snapshot")
-    return snapshot
+    if not isinstance(answer, dict):
+        raise ConfigError(f"{base} is not a Headway server: {path} returned no object")
+    return answer
 
 
-def _problem(base: str, error: HTTPError) -> str:
+def _problem(base: str, path: str, error: HTTPError) -> str:
     if error.code == 401:
         return f"{base} requires an API key; use --api-key or set HEADWAY_API_KEY"
     try:
         return f"{base}: {json.load(error)['error']['message']}"
     except (ValueError, KeyError, TypeError):
-        return f"GET {base}/live returned status {error.code}; check that it is a Headway server"
+        return f"{base}{path} returned status {error.code}; check that it is a Headway server"
 
 
 @contextmanager

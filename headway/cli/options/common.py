@@ -25,13 +25,12 @@ from rich.progress import (
 )
 
 from headway.config import Config
-from headway.errors import ConfigError, FormatError
+from headway.errors import FormatError
 from headway.lab.cost import Profile
-from headway.lab.workload.files import adjust, read_workload
+from headway.lab.settings import config_for
+from headway.lab.workload.load import load_workload
 from headway.lab.workload.request import MAX_TOKENS, WorkloadRequest
-from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler.policies import recompute
-from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, preset
+from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS
 from headway.scheduler.queues import custom
 
 SCHEDULER = "Scheduler"
@@ -186,40 +185,10 @@ def _options_of(group: Any) -> list[inspect.Parameter]:
     ]
 
 
-def load_workload(
-    text: str, limit: int | None, speed: float, max_tokens: int | None
-) -> list[WorkloadRequest]:
-    """The requests of a file or of a synthetic workload."""
-    if "=" in text and not Path(text).exists():
-        if max_tokens is not None:
-            raise ConfigError(
-                "--allowed-tokens is for workload files; a synthetic workload has a field "
-                f"max_tokens: '{text},max_tokens={max_tokens}'"
-            )
-        return adjust(parse_synthetic(text).generate(), limit, speed)
-    return read_workload(text, limit=limit, speed=speed, max_tokens=max_tokens or 1)
-
-
 def make_config(name: str, profile: Profile, changes: dict[str, Any]) -> Config:
-    """A preset with the changes of the command line.
-
-    Without --num-blocks it has as many blocks as the profile's KV cache. If the swap rule uses host
-    memory, it has as many host blocks as device blocks by default.
-    """
+    """A preset with the changes of the command line; policies may be in the working directory."""
     import_from_working_directory()
-    changes = dict(changes)
-    config = preset(name, **changes)
-    limit = profile.model.max_model_len
-    if changes.get("max_model_len", 0) > limit:
-        raise ConfigError(
-            f"max_model_len must be at most {limit}, the limit of the model of profile "
-            f"{profile.name}, not {changes['max_model_len']}"
-        )
-    if "num_blocks" not in changes:
-        changes["num_blocks"] = profile.num_blocks(config.block_size)
-    if config.swap is not recompute:
-        changes.setdefault("num_host_blocks", changes["num_blocks"])
-    return preset(name, **changes)
+    return config_for(name, profile, changes)
 
 
 def import_from_working_directory() -> None:

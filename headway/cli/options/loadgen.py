@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headway.checks import whole_number
-from headway.cli.options.common import load_workload, panel
+from headway.cli.options.common import panel
 from headway.errors import ConfigError
 from headway.lab.loadgen.http_client import Address
 from headway.lab.loadgen.load import find_model
@@ -21,6 +21,7 @@ from headway.lab.loadgen.requests import (
     truncate,
     with_poisson_arrivals,
 )
+from headway.lab.workload.load import load_workload
 from headway.lab.workload.request import WorkloadRequest
 
 _load, _request, _trace = panel("Load"), panel("Requests"), panel("Trace")

@@ -141,10 +141,10 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
 }
 
 
-def comparison(title: str, summaries: dict[str, Summary]) -> Group:
+def comparison(title: str, summaries: dict[str, Summary], header: str = "scheduler") -> Group:
     """Several runs, a row each, without the columns that are zero in all rows."""
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("scheduler", style="bold", no_wrap=True)
+    table.add_column(escape(header), style="bold", no_wrap=True)
     shown = {
         name: show
         for name, show in COLUMNS.items()

@@ -13,12 +13,13 @@ from rich.text import Text
 
 from headway.cli.view.live import DECISION_STYLES, meter, safe
 from headway.cli.view.render import seconds
+from headway.lab.doctor_text import show
 
 if TYPE_CHECKING:
     from headway.observe.snapshot import Snapshot
 
 SPARKS = "▁▂▃▄▅▆▇█"
-BAR, MIN_ROWS, OTHER_LINES = 40, 3, 16
+BAR, MIN_ROWS, OTHER_LINES = 40, 3, 17
 ALL_LINES = 24  # a terminal with fewer lines shows only the main ones
 LONG_ID = re.compile("(?:(?:chat)?cmpl-)?([0-9a-f]{8})[0-9a-f]{8,}")
 STATE_STYLES = {"waiting": "dim", "prefill": "yellow", "decoding": "cyan", "swapped": "magenta"}
@@ -48,6 +49,7 @@ def _head(s: Snapshot, width: int, height: int, problem: str) -> Iterator[Render
     yield _rates(s, width)
     if height >= ALL_LINES:
         yield _failures(s)
+        yield _vitals(s, width)
     if age := _age(s):
         yield Text(age, "yellow", no_wrap=True, overflow="ellipsis")
     if problem or s["fault"]:
@@ -94,6 +96,18 @@ def _failures(s: Snapshot) -> Text:
         f" since start {totals['errors']:,}, {totals['aborts']:,}"
     )
     return Text(text, "bold red" if minute["errors"] else "dim", no_wrap=True, overflow="ellipsis")
+
+
+def _vitals(s: Snapshot, width: int) -> Text:
+    """As many vitals as fit in a line, unhealthy ones first and with their healthy range."""
+    line = Text("healthy" if all(v["is_healthy"] for v in s["vitals"]) else "check", "dim")
+    for vital in sorted(s["vitals"], key=lambda v: bool(v["is_healthy"])):
+        part = f"   {vital['name']} {show(vital['value'], vital['unit'])}"
+        if not vital["is_healthy"]:
+            part += f" (healthy: {vital['healthy']})"
+        if vital["value"] is not None and len(line) + len(part) <= width:
+            line.append(part, "default" if vital["is_healthy"] else "yellow")
+    return line
 
 
 def _age(s: Snapshot) -> str:

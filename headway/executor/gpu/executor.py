@@ -22,7 +22,7 @@ from headway.executor.gpu.faults import Faults, idle_probe
 from headway.executor.gpu.graphs import Graphs, padded_rows
 from headway.executor.gpu.mixed_pass import MixedPass
 from headway.executor.gpu.row_state import DeviceRowState, upload
-from headway.executor.gpu.swap import Swapper
+from headway.executor.gpu.swap import Swapper, SwapTimer
 from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
 from headway.executor.sampling.logprobs import ExtraOutputs
@@ -46,6 +46,7 @@ class PendingStep:
     # Tokens on their way to the host, and the order that restores the plan's order of rows.
     columns: list[tuple[Tensor, Rows | None]] = field(default_factory=list)
     arrived: torch.cuda.Event | None = None
+    swap_in: SwapTimer | None = None
 
     def wait(self) -> StepResult:
         if self.arrived is not None:
@@ -57,6 +58,8 @@ class PendingStep:
             if num_decodes:
                 result.decode_tokens.append(tokens[:num_decodes])
             result.first_tokens += tokens[num_decodes:].tolist()
+        if self.swap_in is not None:
+            result.swap_in = self.swap_in.seconds()
         result.started = max(result.started, self.owner.free_at)
         result.ended = self.owner.free_at = self.owner.now()
         return result
@@ -121,7 +124,7 @@ class GpuExecutor:
 
     def _launch(self, plan: Plan) -> PendingStep:
         pending = PendingStep(self, plan, StepResult(started=self.now()))
-        self.swapper.run(plan)
+        pending.swap_in = self.swapper.run(plan)
         self._update_rows(plan)
         if plan.decodes and not plan.chunks and not self._needs_host[plan.rows].any():
             self._decode(plan, pending)

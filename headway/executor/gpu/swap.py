@@ -9,8 +9,11 @@ next use of it waits on the device, not on the host.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from typing import Any
 from weakref import finalize
 
 import numpy as np
@@ -35,6 +38,20 @@ class StagingBuffer:
     reusable: torch.cuda.Event | None = None  # recorded when the buffer can be reused
 
 
+@dataclass(slots=True, eq=False)
+class SwapTimer:
+    """The time from the first to the last copy of a plan from the host."""
+
+    begun: Any  # torch.cuda.Event with timing, or seconds without CUDA
+    ended: Any = None
+
+    def seconds(self) -> float:
+        if isinstance(self.begun, float):
+            return float(self.ended - self.begun)
+        self.ended.synchronize()  # the step waits for the copies, not for this event after them
+        return float(self.begun.elapsed_time(self.ended)) / 1e3
+
+
 class Swapper:
     """The host blocks, and the stream that copies blocks to and from them."""
 
@@ -50,14 +67,26 @@ class Swapper:
             _pin(self.host_blocks)
             finalize(self, _unpin, self.host_blocks, self._stream).atexit = False
 
-    def run(self, plan: Plan) -> None:
-        """Start a plan's copies. Work launched later on this stream sees their result."""
-        for copies, copy_blocks in (
-            (plan.copies_out, self._swap_out),
-            (plan.copies_in, self._swap_in),
-        ):
-            for first in range(0, len(copies), MAX_STAGED_BLOCKS):
-                copy_blocks(copies[first : first + MAX_STAGED_BLOCKS])
+    def run(self, plan: Plan) -> SwapTimer | None:
+        """Start a plan's copies, and time those from the host; None without any.
+
+        Work launched later on this stream sees their result.
+        """
+        _in_parts(plan.copies_out, self._swap_out)
+        if not plan.copies_in:
+            return None
+        timer = SwapTimer(self._now())
+        _in_parts(plan.copies_in, self._swap_in)
+        timer.ended = self._now()
+        return timer
+
+    def _now(self) -> Any:
+        """The present of the copy stream."""
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event
 
     def finish(self) -> None:
         """Wait until all copies to the host are done; a plan's result does not wait for them."""
@@ -106,6 +135,12 @@ class Swapper:
         """Mark the buffer as reusable after the current stream's work so far."""
         if self.is_cuda:
             buffer.reusable = torch.cuda.current_stream().record_event()
+
+
+def _in_parts(copies: list[Copy], copy_blocks: Callable[[list[Copy]], None]) -> None:
+    """Copy at most as many blocks at once as a staging buffer holds."""
+    for first in range(0, len(copies), MAX_STAGED_BLOCKS):
+        copy_blocks(copies[first : first + MAX_STAGED_BLOCKS])
 
 
 def _pin(blocks: Tensor) -> None:

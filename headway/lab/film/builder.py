@@ -101,7 +101,7 @@ class FilmBuilder:
         ends = finished[: len(aborted)]
         self._arrive(line.get("added", ()), [after for _, after in aborted], ends)
         if line["step"] < 0:
-            self._recover(line)
+            self._preempt_all(line, deque())
             return self._frame
         gains = self._plan(line)
         self._aborted = finished[len(aborted) : len(aborted) + len(later)]
@@ -184,27 +184,12 @@ class FilmBuilder:
         self._leave(r)
         self._emit(Op.FINISH, r, FINISH_REASONS.index(end["finish_reason"]), num_output, published)
 
-    def _recover(self, line: Line) -> None:
-        """After a failed step all running requests wait again, and the cache is empty."""
-        for id, *_ in line.get("preempted", ()):
-            r = self.numbers.get(id)
-            if r is not None and self.state.requests[r].status in RUNNING:
-                self._leave(r)
-                self._emit(Op.PREEMPT, r, 0, 0, 0)
-        errors = [end for end in line.get("finished", ()) if end["finish_reason"] == "error"]
-        if line.get("preempted") or errors:
-            self._emit(Op.FORGET)
-
     # The plan.
 
     def _plan(self, line: Line) -> dict[int, int]:
         """The decisions of a plan; returns the requests that gain another number of tokens."""
         blocks = line.get("blocks", {})
-        copies = deque(blocks.get("out", ()))
-        for id, how, *_ in line.get("preempted", ()):
-            self._preempt(self.numbers[id], how == "swap", copies)
-            if how == "discard":
-                self._discard_output(self.numbers[id])
+        self._preempt_all(line, deque(blocks.get("out", ())))
         if line.get("copied_out") or line.get("copied_in"):
             self._emit(Op.COPY, line.get("copied_out", 0), line.get("copied_in", 0))
         for place, admission in enumerate(line.get("admitted", ())):
@@ -222,6 +207,24 @@ class FilmBuilder:
                 self._join(r)
         self._wait(line)
         return gains
+
+    def _preempt_all(self, line: Line, copies: deque[Sequence[int]]) -> None:
+        """The preemptions of a line, and the reset of the cache among them.
+
+        Requests that ended when a step failed are listed too, if its plan preempted them.
+        """
+        reset = line.get("reset")
+        for place, (id, how, *_) in enumerate(line.get("preempted", ())):
+            if reset and place == reset[0]:
+                self._emit(Op.FORGET, reset[1])
+            r = self.numbers.get(id)
+            if r is None:
+                continue
+            self._preempt(r, how == "swap", copies)
+            if how == "discard":
+                self._discard_output(r)
+        if reset and reset[0] >= len(line.get("preempted", ())):
+            self._emit(Op.FORGET, reset[1])
 
     def _preempt(self, r: int, is_swap: bool, copies: deque[Sequence[int]]) -> None:
         """Put a request back into the queue; its copies are the first of `copies`."""

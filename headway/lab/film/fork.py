@@ -79,7 +79,7 @@ class ForkedRun:
     def film(self) -> Iterator[bytes]:
         """The bytes of the film; a failure is in the end record."""
         texts, stats = FilmTexts(self._head), RunStats(self._head)
-        writer, error = FilmWriter(self._head["config"]["block_size"]), ""
+        writer, error = FilmWriter(self._head["config"]), ""
         yield header_record({**self._head, "has_blocks": True}, source="fork")
         try:
             for line in self._lines(texts):

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum, IntFlag
 from typing import Any
 
-from headway.lab.film.builder import FINISH_REASONS, REASONS, FilmBuilder, FilmEntry, Frame
+from headway.lab.film.builder import FINISH_REASONS, REASONS, RUNNING, FilmBuilder, FilmEntry, Frame
 from headway.lab.film.state import FilmRequest, FilmState, Op, Status
 from headway.observe.trace import Line
 
-VERSION = 1
+VERSION = 2
 FRAMES_PER_CHUNK = 256
 FRAMES_PER_FIRST_CHUNK = 32  # so that the first frames can be shown early
 
@@ -71,9 +71,14 @@ def header_record(header: Line, **more: Any) -> bytes:
 class FilmWriter:
     """Collects frames and gives them out as chunks."""
 
-    def __init__(self, block_size: int) -> None:
-        self.builder = FilmBuilder(block_size)
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.builder = FilmBuilder(config["block_size"])
         self.num_frames = 0
+        self._num_blocks: int = config["num_blocks"]
+        self._num_free, self._ended = (
+            self._num_blocks,
+            0.0,
+        )  # free blocks and time, at the last line
         self._start()
 
     def load(self, state: dict[str, Any]) -> None:
@@ -100,16 +105,20 @@ class FilmWriter:
             r = numbers.get(id, frame.finished.get(id, -1))
             self._texts.append((self.num_frames, kind, r, text))
         self._add_frame(frame, (line["t"], line["start"], line["end"]), self._numbers(line))
+        self._num_free, self._ended = line["free"], line["end"] or line["t"]
         limit = FRAMES_PER_CHUNK if self._first else FRAMES_PER_FIRST_CHUNK
         return self.flush() if self.num_frames - self._first >= limit else b""
 
     def finish(self, **summary: Any) -> bytes:
         """The frame after the last plan, and the end record."""
-        frame = self.builder.finish()
-        if frame.ops:
-            last = self._times[-1] if self._times else 0.0
-            self._add_frame(frame, (last, last, last), [-1, *[0] * (len(COLUMNS) - 1)])
+        self.settle()
         return self.flush() + record(Record.END, json.dumps(summary).encode())
+
+    def settle(self) -> None:
+        """Add a frame with the results that no later plan has seen, if there are any."""
+        frame, last = self.builder.finish(), self._ended
+        if frame.ops:
+            self._add_frame(frame, (last, last, last), self._last_numbers())
 
     def flush(self) -> bytes:
         """The frames since the last chunk, as a chunk; nothing if there are none."""
@@ -133,6 +142,18 @@ class FilmWriter:
         self._ops.extend(frame.ops)
         self._offsets.append(len(self._ops))
         self._entries += frame.added
+
+    def _last_numbers(self) -> list[int]:
+        """The columns of the frame after the last plan, which has no line."""
+        state = self.builder.state
+        running = sum(request.status in RUNNING for request in state.requests.values())
+        is_unknown = running and not state.refs  # a trace without block numbers
+        known = {
+            "step": -1, "running": running, "waiting": len(state.requests) - running,
+            "swapped": state.num_swapped,
+            "free": self._num_free if is_unknown else self._num_blocks - len(state.refs),
+        }  # fmt: skip
+        return [known.get(name, 0) for name in COLUMNS]
 
     def _numbers(self, line: Line) -> list[int]:
         """The columns of a frame."""

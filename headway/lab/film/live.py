@@ -62,13 +62,16 @@ class LiveLines:
             "state": state_of(engine),
         }
 
-    def take(self, viewer: int) -> list[Line]:
-        """The lines since the last call; ConfigError if the viewer was dropped."""
+    def take(self, viewer: int) -> tuple[list[Line], bool]:
+        """The lines since the last call, and whether the engine has no work now.
+
+        ConfigError if the viewer was dropped.
+        """
         if viewer not in self._viewers:
             raise ConfigError("the page was too slow and is no longer followed; load it again")
         found = self._viewers[viewer]
         lines, found.lines, found.seen = found.lines, [], self._engine.clock.now()
-        return lines
+        return lines, not self._engine.has_work
 
     def stop(self, viewer: int) -> None:
         """Stop to watch."""

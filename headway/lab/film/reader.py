@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,6 +102,15 @@ class Film:
     def _ops_from(self, chunk: Chunk, frame: int) -> Iterator[tuple[Op, Any]]:
         end = chunk.offsets[frame - chunk.first + 1]
         return split(chunk.ops[:end].tolist())
+
+
+def read_film(pieces: Iterable[bytes]) -> Film:
+    """A film from pieces of any size."""
+    film, data = Film(), b""
+    for piece in pieces:
+        data += piece
+        data = data[film.read(data) :]
+    return film
 
 
 def _chunk(payload: bytes) -> Chunk:

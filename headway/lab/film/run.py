@@ -23,13 +23,14 @@ from headway.lab.stories import numbers_of
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, describe_step, header, read_trace
+from headway.observe.trace import Line, describe_step, header, parse_trace, read_trace
 from headway.plan import StepReport
 from headway.scheduler import Scheduler
 from headway.scheduler.presets import describe
 
 MAX_FRAMES = 200_000
 MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+MAX_FAILED = 2  # plans in flight that have no line after a failure
 MAX_REPLAYED = 4_000  # steps of a recorded run that are decided again before it is shown
 
 
@@ -56,7 +57,7 @@ class FilmedRun:
         self.header = header(self._config, spec.async_scheduling, profile=self._profile.name)
         self._texts, self._stats = FilmTexts(self.header), RunStats(self.header)
         self._numbers, self._metrics = numbers_of(spec.story), RunMetrics(self._stats)
-        self._writer, self._chunks = FilmWriter(self._config.block_size), list[bytes]()
+        self._writer, self._chunks = FilmWriter(self.header["config"]), list[bytes]()
         self._rejected: list[tuple[str, str]] = []
 
     def film(self, **more: Any) -> Iterator[bytes]:
@@ -135,22 +136,47 @@ class FilmedRun:
 def film_of_trace(lines: Iterable[Line], **more: Any) -> Iterator[bytes]:
     """A film of trace lines alone: no block numbers unless the trace has them."""
     steps = iter(lines)
-    head = next(steps)
+    head, order = next(steps), _StepOrder()
     texts, stats = FilmTexts(head), RunStats(head)
-    writer = FilmWriter(head["config"]["block_size"])
+    writer = FilmWriter(head["config"])
     yield header_record(head, source="trace", **more)
     error = ""
     try:
         for line in steps:
+            order.check(line)
             stats.add(line)
             if chunk := writer.add(line, texts.follow(line)):
                 yield chunk
     except HeadwayError as failure:
-        error = str(failure)
+        error = f"{failure}; the steps before it are shown"
     except MALFORMED as failure:
-        line_number = writer.num_frames + 2
-        error = f"line {line_number} does not continue the run: {type(failure).__name__} {failure}"
+        error = (
+            f"line {writer.num_frames + 2} does not continue the run "
+            f"({type(failure).__name__}: {failure}); the steps before it are shown"
+        )
     yield writer.finish(summary=summarize(stats), rejected=[], error=error)
+
+
+class _StepOrder:
+    """Checks that no line of a trace is missing: steps are numbered one after the other."""
+
+    def __init__(self) -> None:
+        self._next, self._num_failed, self._line = 0, 0, 1
+
+    def check(self, line: Line) -> None:
+        """HeadwayError if this line does not follow the previous one, or is one too many."""
+        self._line += 1
+        step: int = line["step"]
+        if self._line - 1 > MAX_FRAMES:
+            raise HeadwayError(f"line {self._line}: the lab shows at most {MAX_FRAMES} steps")
+        if step < 0:
+            self._num_failed += MAX_FAILED * line.get("reset", (0, 0))[1]
+            return
+        if not self._next <= step <= self._next + self._num_failed:
+            raise HeadwayError(
+                f"line {self._line} is step {step}, not {self._next}: lines are missing before it"
+            )
+        self._next, self._num_failed = step + 1, 0
 
 
 def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
@@ -158,7 +184,7 @@ def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
     head, *steps = lines
     replay = Replay(head, steps, has_blocks=True)
     recorder, texts, stats = PolicyRecorder(replay.scheduler), FilmTexts(head), RunStats(head)
-    writer = FilmWriter(head["config"]["block_size"])
+    writer = FilmWriter(head["config"])
     yield header_record({**head, "has_blocks": True}, source="replay", **more)
     error = ""
     try:
@@ -173,28 +199,33 @@ def film_of_replay(lines: list[Line], **more: Any) -> Iterator[bytes]:
 
 def film_of_file(path: Path) -> Iterator[bytes]:
     """A film of a trace file; FormatError if it is not one."""
-    return film_of_lines(lambda: read_trace(path))
+    head = next(read_trace(path))  # errors in the header are raised here
+    with path.open("rb") as file:
+        num_steps = sum(1 for _ in islice(file, MAX_REPLAYED + 2)) - 1
+    return _film_of_recorded(head, lambda: read_trace(path), num_steps)
 
 
-def film_of_lines(read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
+def film_of_texts(name: str, texts: list[str]) -> Iterator[bytes]:
+    """A film of the lines of a trace; FormatError, with this name, if they are not one."""
+    head = next(parse_trace(name, texts))
+    return _film_of_recorded(head, lambda: parse_trace(name, texts), len(texts) - 1)
+
+
+def _film_of_recorded(
+    head: Line, read: Callable[[], Iterator[Line]], num_steps: int
+) -> Iterator[bytes]:
     """A film of a recorded run. `read` gives its header and steps, each time anew.
 
     A short run is decided again, which shows blocks and alternatives. A long run, a redacted one,
     and one that cannot be repeated are shown from their lines.
     """
-    head = next(read())  # errors in the header are raised here
-    return _film_of_recorded(head, read)
-
-
-def _film_of_recorded(head: Line, read: Callable[[], Iterator[Line]]) -> Iterator[bytes]:
     problem = ""
-    if not head.get("is_redacted"):
+    if num_steps <= MAX_REPLAYED and not head.get("is_redacted"):
         try:
-            lines = list(islice(read(), MAX_REPLAYED + 2))
-            if len(lines) <= MAX_REPLAYED + 1:
-                check_replay(lines)
-                yield from film_of_replay(lines)
-                return
+            lines = list(read())
+            check_replay(lines)
+            yield from film_of_replay(lines)
+            return
         except (HeadwayError, *MALFORMED) as error:
             problem = str(error)
     yield from film_of_trace(read(), notice=problem)

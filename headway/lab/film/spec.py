@@ -13,10 +13,10 @@ from typing import Any
 from headway.config import Config
 from headway.errors import ConfigError, shorten
 from headway.lab.cost import Profile, load_profile
+from headway.lab.settings import config_for
 from headway.lab.workload.request import TokenSpace, WorkloadRequest, join
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler.policies import recompute
-from headway.scheduler.presets import DEFAULT, preset
+from headway.scheduler.presets import DEFAULT
 
 MAX_REQUESTS = 20_000
 MAX_NUMBER = 1_000_000  # tokens of a prompt or output of one described request
@@ -98,13 +98,7 @@ def _known(what: str, data: Any, kind: type) -> dict[str, Any]:
 
 def config_of(spec: RunSpec, profile: Profile, changes: dict[str, Any] | None = None) -> Config:
     """The config of a run; blocks and host blocks as the profile has them, unless they are set."""
-    given = {**spec.set, **(changes or {})}
-    config = preset(spec.preset, **given)
-    if "num_blocks" not in given:
-        given["num_blocks"] = profile.num_blocks(config.block_size)
-    if config.swap is not recompute:
-        given.setdefault("num_host_blocks", given["num_blocks"])
-    return preset(spec.preset, **given)
+    return config_for(spec.preset, profile, {**spec.set, **(changes or {})})
 
 
 def profile_of(spec: RunSpec) -> Profile:

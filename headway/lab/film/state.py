@@ -32,13 +32,13 @@ class Op(IntEnum):
     REST = 15  # reason, n: queued requests that were not considered; n 0: none
     DEFER = 16  # r: its decode is left out of this step
     COPY = 17  # blocks to the host, blocks from the host
-    FORGET = 18  # all cached content
+    FORGET = 18  # is_all: cached content; with 1 also the copies on the host
 
 
 NUM_ARGUMENTS = {
     Op.ADD: 1, Op.ADMIT: 6, Op.CHUNK: 3, Op.DECODING: 1, Op.JOIN: 1, Op.LEAVE: 1, Op.DECODE: 1,
     Op.COMPUTED: 2, Op.RESULT: 1, Op.GENERATED: 2, Op.BLOCK: 2, Op.PREEMPT: 4, Op.FINISH: 4,
-    Op.WAIT: 4, Op.REST: 2, Op.DEFER: 1, Op.COPY: 2, Op.FORGET: 0,
+    Op.WAIT: 4, Op.REST: 2, Op.DEFER: 1, Op.COPY: 2, Op.FORGET: 1,
 }  # fmt: skip
 HAS_LIST = frozenset({Op.ADMIT, Op.PREEMPT})  # the last argument is the length of a list
 
@@ -184,8 +184,10 @@ class FilmState:
     def _nothing(self, *args: int) -> None:
         """For what concerns one step only, and changes no state."""
 
-    def _forget(self) -> None:
+    def _forget(self, is_all: int) -> None:
         self.published.clear()
+        for request in self.requests.values() if is_all else ():
+            request.host = []
 
     def _take(self, block: int) -> None:
         self.refs[block] = 1

@@ -31,6 +31,8 @@ class FilmTexts:
             num_prompt = num_packed(entry["prompt"])
             yield "arrived", entry["id"], explain.arrived(entry["id"], num_prompt)
         yield from self._preempted(line, answers)
+        if reset := line.get("reset"):
+            yield "reset", "", explain.reset(bool(reset[1]))
         for id, num_cached, num_swapped, is_resume in line.get("admitted", ()):
             self._reasons.pop(id, None)
             text = explain.admitted(id, num_cached, num_swapped, bool(is_resume))

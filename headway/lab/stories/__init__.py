@@ -6,6 +6,7 @@ A story is a TOML file in this folder, named NUMBER-NAME.toml, with these keys:
     spec                a run, as in headway/lab/film/spec.py
     other               a second run to compare with, as changes of spec; `set` is merged
     more                further runs by name, as changes of spec
+    sync                "step" (the default) or "time": how two of these runs are compared
     looks               steps to look at: step, text, and run (spec, other or a name of more)
     question            text, choices, answer (from 0), why (one for each choice), and number: the
                         label of the number that the right choice states
@@ -89,6 +90,7 @@ class Story:
     runs: dict[str, Spec]
     looks: list[Look]
     question: Question
+    sync: str = "step"
     numbers: list[Number] = field(default_factory=list)
 
     def describe(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class Story:
         return {
             "name": self.name, "order": self.order, "title": self.title, "lesson": self.lesson,
             "text": self.text, "spec": self.runs["spec"], "other": self.runs.get("other"),
-            "more": more, "looks": [asdict(look) for look in self.looks],
+            "more": more, "sync": self.sync, "looks": [asdict(look) for look in self.looks],
             "question": asdict(self.question), "numbers": numbers,
         }  # fmt: skip
 
@@ -141,8 +143,8 @@ def read_story(path: Path) -> Story:
 
 
 def _story(name: str, order: int, data: dict[str, Any]) -> Story:
-    known = ("title", "lesson", "text", "spec", "other", "more", "looks", "question", "numbers")
-    _check_keys("", data, known, ("title", "lesson", "text", "spec", "looks", "question"))
+    needed = ("title", "lesson", "text", "spec", "looks", "question")
+    _check_keys("", data, (*needed, "other", "more", "sync", "numbers"), needed)
     runs = _runs(name, data)
     numbers = [
         _number(f"numbers[{place}]", each, runs)
@@ -155,7 +157,8 @@ def _story(name: str, order: int, data: dict[str, Any]) -> Story:
             _look(f"looks[{place}]", each, runs)
             for place, each in enumerate(_list("looks", data["looks"], dict))
         ],
-        question=_question(data["question"], [each.label for each in numbers]), numbers=numbers,
+        question=_question(data["question"], [each.label for each in numbers]),
+        sync=one_of("sync", data.get("sync", "step"), ["step", "time"]), numbers=numbers,
     )  # fmt: skip
 
 

@@ -6,20 +6,25 @@ the first steps of a long run at once. The run ends if the page is closed.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
+from weakref import finalize
 
 from headway.errors import ConfigError, HeadwayError
 from headway.lab.film.fork import fork
-from headway.lab.film.run import FilmedRun, film_of_file, film_of_lines
+from headway.lab.film.run import FilmedRun, film_of_file, film_of_texts
 from headway.lab.film.spec import read_spec
 from headway.lab.stories import load_stories
 from headway.lab.web.catalog import catalog
 from headway.lab.web.export import exported
-from headway.observe.trace import parse_trace, read_trace
+from headway.observe.trace import read_trace
 
 STATIC = Path(__file__).parent / "static"
 TYPES = {".html": "text/html; charset=utf-8", ".js": "text/javascript", ".css": "text/css"}
@@ -54,7 +59,8 @@ class LabApp:
         default: dict[str, Any] | None = None,
     ) -> None:
         self._default = default  # the run that the page shows first
-        self.mode, self.traces, self.live = mode, traces or {}, live
+        self.mode, self.traces, self.live = mode, dict(traces or {}), live
+        self._titles = {name: str(path) for name, path in self.traces.items()}
         if stories is None:  # only a lab with a scheduler of its own can run them
             stories = [story.describe() for story in load_stories()] if mode == "lab" else []
         self.stories = stories
@@ -68,12 +74,12 @@ class LabApp:
 
     def _route(self, method: str, path: str, query: dict[str, str], body: bytes) -> Response:
         if method == "GET" and path == "api/catalog":
-            traces = [{"name": name, "title": str(file)} for name, file in self.traces.items()]
+            traces = [{"name": n, "title": self._titles.get(n, n)} for n in self.traces]
             return _json(200, catalog(self.mode, self.stories, traces, self._default))
         if method == "POST" and path == "api/film":
             return Response(200, FILM, self._film(_parsed(body)))
         if method == "POST" and path == "api/trace":
-            return Response(200, FILM, _film_of_upload(body, query.get("name", "the file")))
+            return Response(200, FILM, self._upload(body, query.get("name", "the file")))
         if method == "POST" and path == "api/export":
             return self._export(_parsed(body))
         if method == "GET" and path == "api/live":
@@ -94,6 +100,23 @@ class LabApp:
         path = self.traces[spec.trace]
         return fork(list(read_trace(path)), spec) if spec.edits else film_of_file(path)
 
+    def _upload(self, body: bytes, name: str) -> Iterator[bytes]:
+        """The film of a trace in a request; from now on the trace can be forked by its name."""
+        lines = body.decode("utf-8-sig", "replace").splitlines(keepends=True)
+        film = film_of_texts(name, lines)
+        path = self._folder / f"{len(self.traces)}.trace.jsonl"
+        path.write_bytes(body.removeprefix(codecs.BOM_UTF8))
+        self.traces[name] = path
+        self._titles.pop(name, None)
+        return film
+
+    @cached_property
+    def _folder(self) -> Path:
+        """Uploaded traces; removed with this object."""
+        folder = mkdtemp(prefix="headway-lab-")
+        finalize(self, rmtree, folder, ignore_errors=True)
+        return Path(folder)
+
     def _export(self, data: Any) -> Response:
         if not isinstance(data, dict) or "spec" not in data:
             raise ConfigError("an export needs a spec")
@@ -105,11 +128,6 @@ class LabApp:
         page = exported(films, str(data.get("hash", "")), stories)
         headers = {"Content-Disposition": 'attachment; filename="headway-lab.html"'}
         return Response(200, TYPES[".html"], [page], headers)
-
-
-def _film_of_upload(body: bytes, name: str) -> Iterator[bytes]:
-    texts = body.decode("utf-8-sig", "replace").splitlines()
-    return film_of_lines(lambda: parse_trace(name, texts))
 
 
 def _parsed(body: bytes) -> Any:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import struct
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from itertools import chain
+from typing import Any
 from urllib.parse import urlsplit
 
 from headway.errors import ConfigError
+from headway.lab.film.format import Record
 
 TIMEOUT = 10.0  # seconds without a byte; a server that is followed sends some every few seconds
 PIECE = 1 << 16
@@ -28,24 +33,37 @@ def follow(url: str, api_key: str | None = None) -> Iterator[bytes]:
     try:
         response = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        raise ConfigError(_refusal(url, error.code)) from None
+        with error:
+            raise ConfigError(_refusal(url, error)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise ConfigError(
             f"cannot reach {url}: {reason}; is `headway serve` running there?"
         ) from None
-    return _pieces(response)
+    pieces = _pieces(response)
+    first = next(pieces, b"")
+    if struct.unpack_from("<I", first.ljust(4, b"\0"))[0] != Record.HEADER:
+        pieces.close()
+        raise ConfigError(f"{url} sends no film; it must be `headway serve` of this version")
+    return chain([first], pieces)
 
 
-def _pieces(response: object) -> Iterator[bytes]:
-    read = response.read1  # type: ignore[attr-defined]
-    while piece := read(PIECE):
-        yield piece
+def _pieces(response: Any) -> Generator[bytes, None, None]:
+    with response:
+        try:
+            while piece := response.read1(PIECE):
+                yield piece
+        except OSError:  # the server is gone; the page says that the film has no end
+            return
 
 
-def _refusal(url: str, status: int) -> str:
-    if status == 401:
+def _refusal(url: str, error: urllib.error.HTTPError) -> str:
+    if error.code == 401:
         return f"{url} needs an API key; give it with --api-key or HEADWAY_API_KEY"
-    if status == 404:
+    if error.code == 404:
         return f"{url} has no lab; it must be `headway serve` of this version"
-    return f"{url} refused to be followed (status {status})"
+    try:
+        message = json.loads(error.read(PIECE))["error"]["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        message = error.reason
+    return f"{url} cannot be followed (status {error.code}): {message}"

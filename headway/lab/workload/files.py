@@ -69,10 +69,10 @@ def adjust(
     number("speed", speed, above=0)
     chosen = sorted(islice(requests, limit), key=lambda request: request.arrival)
     first = min(0.0, chosen[0].arrival) if chosen else 0.0  # negative if dates are out of order
-    return [_move(request, (request.arrival - first) / speed) for request in chosen]
+    return [move(request, (request.arrival - first) / speed) for request in chosen]
 
 
-def _move(request: WorkloadRequest, arrival: float) -> WorkloadRequest:
+def move(request: WorkloadRequest, arrival: float) -> WorkloadRequest:
     """The request at another arrival time, with the same time to its deadline."""
     if arrival == request.arrival:
         return request
@@ -101,6 +101,12 @@ def _line(request: WorkloadRequest) -> dict[str, Any]:
 
 
 def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
+    make = row_reader(max_tokens)
+    return _recorded(path, make) if is_trace(path) else read_rows(path, make)
+
+
+def row_reader(max_tokens: int = 1) -> Callable[[Row], WorkloadRequest]:
+    """A function that makes a request of a row; ValueError if the row is invalid."""
     space, ids = TokenSpace(), set[str]()
 
     def make(row: Row) -> WorkloadRequest:
@@ -120,7 +126,7 @@ def _requests(path: Path, max_tokens: int) -> Iterator[WorkloadRequest]:
             deadline=row.seconds("deadline") if "deadline" in row else None,
         )  # fmt: skip
 
-    return _recorded(path, make) if is_trace(path) else read_rows(path, make)
+    return make
 
 
 def _recorded(path: Path, make: Callable[[Row], WorkloadRequest]) -> Iterator[WorkloadRequest]:

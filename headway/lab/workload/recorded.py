@@ -32,13 +32,13 @@ def trace_rows(path: Path) -> Iterator[Row]:
     """One row for each prompt of a trace, in the order of `added`."""
     header, *steps = read_trace(path)
     try:
-        yield from map(Row, _prompts(header["config"], steps))
+        yield from map(Row, prompts(header["config"], steps))
     except (KeyError, TypeError, AttributeError) as error:
         problem = f"not a complete Headway trace: {type(error).__name__} {error}"
         raise FormatError(path, None, problem) from None
 
 
-def _prompts(config: Line, steps: list[Line]) -> list[Line]:
+def prompts(config: Line, steps: list[Line]) -> list[Line]:
     """The requests without a parent; each of the others is one more sample of its parent."""
     lengths = _output_lengths(steps)
     rows: list[Line] = []

@@ -29,7 +29,7 @@ METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 CLOSE = {"Connection": "close"}  # the rest of the body is not read
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-UNLOGGED_PATHS = ("/health", "/metrics", "/live")  # polled all the time
+UNLOGGED_PATHS = ("/health", "/metrics", "/live", "/doctor")  # polled all the time
 TRACEPARENT: ContextVar[str] = ContextVar("traceparent", default="")
 # Version 00 of the W3C header. A later version may add fields after a dash. Ids of zeros are invalid.
 TRACEPARENT_PATTERN = re.compile(

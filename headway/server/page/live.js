@@ -3,6 +3,7 @@
 // Polls /live twice a second and draws the snapshot. Client names are inserted as text, not HTML.
 
 const INTERVAL = 500; // milliseconds
+const DIAGNOSIS = 5000; // milliseconds
 const KEY = "headway-api-key";
 const at = (id) => document.getElementById(id);
 
@@ -80,7 +81,75 @@ function countText({ count, requests, new: received = 0 }) {
   return number(count) + arrived + listed;
 }
 
+function amount({ value, unit }) {
+  if (value === null) return "–";
+  if (unit === "%") return `${(100 * value).toFixed(1)} %`;
+  return unit === "s" ? seconds(value) : `${number(value)}${unit}`;
+}
+
+function element(kind, text, className = "") {
+  const made = document.createElement(kind);
+  made.textContent = text;
+  made.className = className;
+  return made;
+}
+
+function authorization() {
+  const key = sessionStorage.getItem(KEY);
+  return key ? { Authorization: `Bearer ${key}` } : {};
+}
+
+// Findings with a button for every change that can be tried.
+function drawFindings(findings) {
+  at("none_found").hidden = findings.length > 0;
+  at("findings").replaceChildren(...findings.map((finding) => {
+    const card = document.createElement("section");
+    card.append(element("p", finding.symptom, "symptom"), element("p", finding.cause, "quiet"));
+    card.append(element("p", finding.remedy));
+    for (const change of finding.changes) {
+      const button = element("button", `Try ${change}`);
+      button.addEventListener("click", () => tryChange(change));
+      card.append(button);
+    }
+    return card;
+  }));
+}
+
+// Simulates the recent requests with a change; the server itself stays as it is.
+async function tryChange(change) {
+  const [, name, value] = change.match(/^([^=]*)=(.*)$/);
+  at("trial_status").hidden = false;
+  at("trial_status").textContent = `Simulating the recent requests with ${change} …`;
+  const headers = { ...authorization(), "Content-Type": "application/json", Accept: "text/plain" };
+  const body = JSON.stringify({ changes: { [name]: value } });
+  try {
+    const response = await fetch("doctor/try", { method: "POST", headers, body });
+    const text = await response.text();
+    at("trial_status").textContent = response.ok
+      ? "Simulated; nothing was changed."
+      : JSON.parse(text).error.message;
+    at("trial").textContent = response.ok ? text : "";
+    at("trial").parentElement.hidden = !response.ok;
+  } catch (error) {
+    at("trial_status").textContent = `The server does not respond: ${error.message}`;
+  }
+}
+
+async function diagnose() {
+  try {
+    const response = await fetch("doctor", { headers: { ...authorization(), Accept: "application/json" } });
+    if (response.ok) drawFindings((await response.json()).findings);
+  } catch (error) {
+    drawFindings([]); // the banner says that the server does not respond
+  }
+  setTimeout(diagnose, document.hidden ? 4 * DIAGNOSIS : DIAGNOSIS);
+}
+
 function draw(s) {
+  at("vitals").replaceChildren(...s.vitals.map((vital) => row([
+    [vital.name, vital.is_healthy ? "" : "unhealthy"],
+    [amount(vital), vital.is_healthy ? "num" : "num unhealthy"], [vital.healthy, "long"],
+  ])));
   at("model").textContent = s.model;
   at("facts").textContent = `version ${s.version}, up ${seconds(s.uptime)}, step ${number(Math.max(0, s.step))}`;
   for (const id of ["output_tokens", "requests", "prompt_tokens", "preemptions", "steps"]) {
@@ -137,9 +206,8 @@ function showError(text) {
 }
 
 async function update() {
-  const key = sessionStorage.getItem(KEY);
   try {
-    const response = await fetch("live", { headers: key ? { Authorization: `Bearer ${key}` } : {} });
+    const response = await fetch("live", { headers: authorization() });
     at("login").hidden = response.status !== 401;
     const body = await response.json();
     if (response.ok) draw(body);
@@ -157,3 +225,4 @@ at("login").addEventListener("submit", (event) => {
   sessionStorage.setItem(KEY, at("key").value);
 });
 update();
+diagnose();

@@ -4,9 +4,9 @@ import { useSignal } from "@preact/signals";
 import { exportFile } from "../hash";
 import { reset, toggleTheme } from "../keys";
 import {
-  a, b, banner, canEdit, catalog, isComparing, isHelpOpen, viewA, viewB, whyNoEdit,
+  a, b, banner, canEdit, catalog, isComparing, isHelpOpen, isLive, viewA, viewB, whyNoEdit,
 } from "../store";
-import type { Spec } from "../spec";
+import { hasOtherRequests, type Spec } from "../spec";
 import { Blocks } from "./blocks";
 import { Budget } from "./budget";
 import { Charts } from "./charts";
@@ -14,6 +14,7 @@ import { Dialogs, isAdding, isForking } from "./dialogs";
 import { Lanes } from "./lanes";
 import { Log, Why } from "./log";
 import { Machine } from "./machine";
+import { Prose } from "./prose";
 import { Requests } from "./requests";
 import { Setup } from "./setup";
 import { StoryPanel } from "./story";
@@ -36,12 +37,12 @@ export function App() {
             <summary>Setup</summary>
             <Setup />
           </details>
-          <Summary />
+          {!isLive.value && <Summary />}
         </aside>
         <main>
           <Transport />
           {isComparing.value ? <Two /> : <One />}
-          <div class="panes shared"><Charts />{!isComparing.value && <Machine view={viewA} name="" />}</div>
+          <Charts />
         </main>
       </div>
       <Dialogs />
@@ -55,9 +56,10 @@ function One() {
       <Budget view={viewA} name="" />
       <Requests view={viewA} name="" />
       <Blocks view={viewA} name="" />
-      <Lanes view={viewA} name="" />
-      <Why view={viewA} name="" />
       <Log view={viewA} name="" />
+      <Why view={viewA} name="" />
+      <Lanes view={viewA} name="" />
+      <Machine view={viewA} name="" />
     </div>
   );
 }
@@ -69,15 +71,15 @@ function Two() {
       {sides.map(([view, side, name], i) => (
         <div class="panes half" key={name} data-side={i ? "b" : "a"}>
           <h2 class="side">
-            {i ? "Second" : "First"}: {nameOf(side.spec.value, (i ? a : b).spec.value)}
+            {i ? "Second" : "First"}: {nameOf(side.spec.value, (i ? a : b).spec.value, i > 0)}
             <small>{view.value ? `step ${view.value.step}` : "loading"}</small>
           </h2>
           <Budget view={view} name={name} />
           <Requests view={view} name={name} />
+          <Log view={view} name={name} />
           <Blocks view={view} name={name} />
           <Lanes view={view} name={name} />
           <Why view={view} name={name} />
-          <Log view={view} name={name} />
           <Machine view={view} name={name} />
         </div>
       ))}
@@ -86,7 +88,7 @@ function Two() {
 }
 
 /** The scheduler of a spec in words; beside another one, only what differs. */
-function nameOf(spec: Spec | null, other: Spec | null = null): string {
+function nameOf(spec: Spec | null, other: Spec | null = null, isSecond = false): string {
   if (!spec) return "";
   const sets = Object.entries(spec.set ?? {}).filter(([key, value]) => other?.set?.[key] !== value);
   const changes = sets.map(([key, value]) => `${key} ${value}`);
@@ -94,17 +96,19 @@ function nameOf(spec: Spec | null, other: Spec | null = null): string {
     const values = Object.entries(set ?? {}).map((each) => each.join(" "));
     if (set) changes.push(`from step ${step} ${values.join(", ")}`);
   }
+  if (isSecond && other && hasOtherRequests(spec, other)) changes.push("other requests");
   const preset = spec.trace ? `${spec.trace} as recorded` : (spec.preset ?? "headway");
   return [preset, ...changes.slice(-3)].join(", ");
 }
 
 function Header() {
   const header = a.film.value?.header;
-  const title = header?.title ?? (isComparing.value ? "" : nameOf(a.spec.value));
+  const live = isLive.value ? "live server" : "";
+  const title = header?.title ?? (isComparing.value ? "" : live || nameOf(a.spec.value));
   return (
     <header>
       <h1>Headway lab</h1>
-      <span class="title">{catalog.value?.mode === "lab" || header ? title : ""}</span>
+      <span class="title">{catalog.value?.mode === "lab" || header || live ? title : ""}</span>
       <nav aria-label="Actions">
         <Action text="Add" hint="Add a request before the next step (a)" on={() => (isAdding.value = true)} />
         <Action
@@ -135,7 +139,7 @@ function Banner() {
   if (banner.value === null) return null;
   return (
     <div class="banner" role="alert">
-      <span>{banner.value}</span>
+      <Prose text={banner.value} />
       <button type="button" onClick={() => (banner.value = null)} aria-label="Dismiss">×</button>
     </div>
   );

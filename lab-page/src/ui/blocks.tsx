@@ -60,7 +60,7 @@ export function Blocks({ view, name }: { view: ReadonlySignal<View | null>; name
           {now && numShown(now) < now.film.numBlocks && `, the first ${count(numShown(now))} shown`}
         </small>
       </h2>
-      {hasBlocks ? (
+      {!now ? <p class="none tall">The blocks appear with the first step.</p> : hasBlocks ? (
         <Canvas
           draw={draw} label={numbers ? describe(numbers) : "No blocks"} class="grid" onPoint={onPoint}
           onLeave={() => (hovered.value = null)}
@@ -116,7 +116,7 @@ function hostsOf(view: View): [number, number][] {
 }
 
 function layout(numDevice: number, numHost: number, width: number, height: number): Grid {
-  for (let size = 32; size > 1; size--) {
+  for (let size = 40; size > 1; size--) {
     const columns = Math.max(1, Math.floor(width / size));
     const rows = Math.ceil(numDevice / columns), hostFrom = rows + GAP_ROWS;
     const all = numHost ? hostFrom + Math.ceil(numHost / columns) : rows;
@@ -146,8 +146,10 @@ function drawGrid(
     const isOther = chosen >= 0 && !holders?.includes(chosen);
     context.globalAlpha = isOther && holders ? 0.3 : 1;
     if (!holders) {
-      context.fillStyle = view.state.published[block] ? stored : empty;
+      const isCached = view.state.published[block] > 0;
+      context.fillStyle = isCached && size <= 8 ? stored : empty;
       context.fillRect(x, y, side, side);
+      if (isCached && size > 8) drawCached(context, x, y, side, stored);
       number(block, x, y, "quiet");
       continue;
     }
@@ -169,6 +171,18 @@ function drawGrid(
     context.strokeRect(x + 1, y + 1, Math.max(1, side - 2), Math.max(1, side - 2));
   });
   context.globalAlpha = 1;
+}
+
+/** A free block with cached content: striped, as its colour says nothing about an owner. */
+function drawCached(
+  context: CanvasRenderingContext2D, x: number, y: number, side: number, shade: string,
+): void {
+  context.fillStyle = shade;
+  context.beginPath();
+  context.moveTo(x, y + side);
+  context.lineTo(x + side, y + side);
+  context.lineTo(x + side, y);
+  context.fill();
 }
 
 /** A block of several requests: one half in the colour of the second, and the number of them. */

@@ -1,20 +1,24 @@
 // Charts over all frames, with a cursor at the present frame. Click to go there, drag to zoom.
 
-import { useSignalEffect } from "@preact/signals";
+import { type ReadonlySignal, useSignalEffect } from "@preact/signals";
 import { useEffect, useRef } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
 import { color, paint } from "../colors";
 import type { Film } from "../film";
-import { a, b, frameOf, isComparing, numFrames, seek, span, version } from "../store";
+import { a, b, frameOf, isComparing, numFrames, seek, span, version, viewA } from "../store";
+import type { View } from "../view";
 import { shownSpan } from "./lanes";
+import { useShown } from "./shown";
 import { count } from "./words";
 
 interface Line { label: string; color: string; values: (film: Film) => ArrayLike<number> }
 interface Chart { title: string; lines: Line[] }
+interface PlotProps { chart: Chart; view: ReadonlySignal<View | null> }
 type Data = (ArrayLike<number> | (number | null)[])[];
 
-const HEIGHT = 96, REDRAW = 250; // pixels; ms between redraws while frames arrive
+const HEIGHT = 96; // pixels
+let places = new Float64Array(0); // 0, 1, 2, ...
 const column = (name: string) => (film: Film) => film.columns[name]!.values;
 const CHARTS: Chart[] = [
   {
@@ -32,16 +36,21 @@ const CHARTS: Chart[] = [
       { label: "prefill", color: "prefill", values: column("prefill") },
     ],
   },
+  { title: "Time of a step (ms)", lines: [{ label: "ms", color: "ink", values: kept(milliseconds) }] },
   { title: "Preemptions so far", lines: [{ label: "preemptions", color: "red", values: kept(preemptions) }] },
 ];
 
+/** Milliseconds until a chart shows frames that have arrived; a long film is drawn less often. */
+const redrawDelay = (numFrames: number): number => Math.min(1000, 30 + numFrames / 50);
+
 /** Compute a line once for each length of a film. */
 function kept(values: (film: Film) => Int32Array): (film: Film) => Int32Array {
-  const known = new WeakMap<Film, Int32Array>();
+  const known = new WeakMap<Film, { end: number; line: Int32Array }>();
   return (film) => {
-    let line = known.get(film);
-    if (line?.length !== film.numFrames) known.set(film, (line = values(film)));
-    return line!;
+    const end = film.numDropped + film.numFrames;
+    let found = known.get(film);
+    if (found?.end !== end) known.set(film, (found = { end, line: values(film) }));
+    return found!.line;
   };
 }
 
@@ -51,26 +60,31 @@ function tokens(film: Film): Int32Array {
   return decodes.map((n, i) => n * Math.max(1, steps[i]) + prefill[i]);
 }
 
+function milliseconds(film: Film): Int32Array {
+  return Int32Array.from(film.ended.values, (end, i) => Math.max(0, Math.round(1000 * (end - film.started.at(i)))));
+}
+
 function preemptions(film: Film): Int32Array {
   let sum = 0;
   return film.columns.preempted.values.map((n) => (sum += n));
 }
 
 export function Charts() {
+  const { shown, ref } = useShown(viewA);
   return (
-    <section class="card charts" aria-label="Charts">
+    <section class="card charts" ref={ref} aria-label="Charts">
       <h2>
         Over the whole run
         {isComparing.value && <small>second scheduler dashed</small>}
       </h2>
       <div class="chart-grid">
-        {CHARTS.map((chart) => <Plot key={chart.title} chart={chart} />)}
+        {CHARTS.map((chart) => <Plot key={chart.title} chart={chart} view={shown} />)}
       </div>
     </section>
   );
 }
 
-function Plot({ chart }: { chart: Chart }) {
+function Plot({ chart, view }: PlotProps) {
   const place = useRef<HTMLDivElement>(null), cursor = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null), timer = useRef(0);
   const move = () => {
@@ -98,7 +112,7 @@ function Plot({ chart }: { chart: Chart }) {
   });
   useSignalEffect(() => {
     version.value; span.value; a.film.value; b.film.value;
-    timer.current ||= window.setTimeout(refresh, numFrames.value > 2000 ? REDRAW : 30);
+    timer.current ||= window.setTimeout(refresh, redrawDelay(numFrames.value));
   });
   useSignalEffect(() => {
     frameOf(a);
@@ -117,21 +131,22 @@ function Plot({ chart }: { chart: Chart }) {
   }, []);
   return (
     <figure>
-      <figcaption>{chart.title}<Values chart={chart} /></figcaption>
+      <figcaption>{chart.title}<Values chart={chart} view={view} /></figcaption>
       <div class="plot" ref={place}><div class="cursor" ref={cursor} /></div>
     </figure>
   );
 }
 
-function Values({ chart }: { chart: Chart }) {
-  const frame = frameOf(a), film = a.film.value;
-  if (!film || frame < 0) return null;
+function Values({ chart, view }: PlotProps) {
+  const now = view.value;
+  if (!now) return null;
   return (
     <span class="values">
       {chart.lines.map((line) => (
         <span key={line.label}>
           {chart.lines.length > 1 && <i class={`swatch ${line.color}`} />}
-          {chart.lines.length > 1 && `${line.label} `}<b>{count(line.values(film)[frame])}</b>
+          {chart.lines.length > 1 ? `${line.label} ` : "now "}
+          <b>{count(line.values(now.film)[now.frame])}</b>
         </span>
       ))}
     </span>
@@ -140,7 +155,8 @@ function Values({ chart }: { chart: Chart }) {
 
 function dataOf(chart: Chart): Data {
   const films = [a.film.peek(), b.film.peek()], length = numFrames.peek();
-  const x = Float64Array.from({ length }, (_, i) => i);
+  if (places.length < length) places = Float64Array.from({ length: 2 * length }, (_, i) => i);
+  const x = places.subarray(0, length);
   const lines: Data = [x];
   for (const [i, film] of films.entries()) {
     if (i && !isComparing.peek()) continue;

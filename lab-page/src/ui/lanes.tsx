@@ -4,14 +4,16 @@ import type { ReadonlySignal } from "@preact/signals";
 import { useRef } from "preact/hooks";
 import { color } from "../colors";
 import type { Film } from "../film";
+import { lastAtMost } from "../growing";
 import { DECODING, FINISHED, PREFILL, SWAPPED, WAITING } from "../state";
-import { hovered, lit, seek, select, selected, span, version } from "../store";
+import { hovered, lit, seekIn, select, selected, span, version } from "../store";
 import type { Life } from "../timeline";
 import { stepOf, type View } from "../view";
 import { Canvas } from "./canvas";
 import { Legend } from "./legend";
+import { count, shortId } from "./words";
 
-const GUTTER = 56, AXIS = 16, MIN_ROW = 5, MAX_ROW = 18, MIN_SPAN = 20;
+const GUTTER = 56, AXIS = 16, MIN_ROW = 10, MAX_ROW = 18, MIN_SPAN = 20, MAX_LANES = 20;
 const COLORS: Record<number, string> = {
   [WAITING]: "waiting", [PREFILL]: "prefill", [DECODING]: "decoding", [SWAPPED]: "swapped",
 };
@@ -49,7 +51,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     context.clearRect(0, 0, w, h);
     if (!now) return;
     const shown = shownSpan(now.film.numFrames), width = w - GUTTER;
-    const rows = pick(now.film, shown, now.frame, Math.floor((h - AXIS) / MIN_ROW));
+    const rows = pick(now, shown, Math.floor((h - AXIS) / MIN_ROW));
     const height = Math.min(MAX_ROW, Math.max(MIN_ROW, Math.floor((h - AXIS) / Math.max(1, rows.length))));
     drawn.current = { rows, height, shown, width };
     paintLanes(context, now, rows, height, shown, width, h);
@@ -63,7 +65,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     const id = film && r !== undefined ? film.entries[r].id : null;
     if (kind === "move") hovered.value = id;
     else {
-      if (x >= GUTTER) seek(Math.floor(frameAt(x)));
+      if (x >= GUTTER && film) seekIn(film, Math.floor(frameAt(x)));
       if (id !== null && (x < GUTTER || selected.value !== id)) select(id);
     }
   };
@@ -81,6 +83,7 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
     <section class="card lanes" aria-label={`Requests over time${name}`}>
       <h2>
         Requests over time
+        <small>{laneText(view.value)}</small>
         <span class="tools">
           <button type="button" onClick={change(0.5)} aria-label="Show fewer frames">+</button>
           <button type="button" onClick={change(2)} aria-label="Show more frames">−</button>
@@ -96,19 +99,36 @@ export function Lanes({ view, name }: { view: ReadonlySignal<View | null>; name:
   );
 }
 
+function laneText(view: View | null): string {
+  version.value;
+  const all = view?.film.timeline.lives.size ?? 0;
+  return all > MAX_LANES ? `${count(all)} requests, the nearest shown` : "";
+}
+
 /** Requests with a lane: those in the span; if there are too many, those nearest to the frame. */
-function pick(film: Film, [low, high]: [number, number], frame: number, most: number): number[] {
+function pick({ film, state, work, frame }: View, span: [number, number], most: number): number[] {
+  const inside = requestsIn(film, span);
+  if (inside.length <= most) return inside;
+  const { lives } = film.timeline;
+  const next = () => lastAtMost(film.entries.length, frame, (r) => lives.get(r)?.frames[0] ?? -1) + 1;
+  const [open = next()] = state.requests.keys(); // the first one that is open, or the next to arrive
+  const first = lastAtMost(inside.length, Math.min(open, ...work.finished) - 1, (i) => inside[i]) + 1;
+  const from = Math.max(0, Math.min(first - 2, inside.length - most));
+  return inside.slice(from, from + most);
+}
+
+const spans = new WeakMap<Film, { key: string; inside: number[] }>();
+
+/** The requests that are open in a span of frames. Only its latest answer is kept for a film. */
+function requestsIn(film: Film, [low, high]: [number, number]): number[] {
+  const key = `${low} ${high} ${film.numFrames} ${film.numDropped}`, known = spans.get(film);
+  if (known?.key === key) return known.inside;
   const inside: number[] = [];
   for (const [r, life] of film.timeline.lives) {
     if (life.frames[0] < high && (life.finish?.frame ?? Infinity) >= low) inside.push(r);
   }
-  if (inside.length <= most) return inside;
-  const lives = film.timeline.lives;
-  const isOpen = (r: number) => (lives.get(r)!.finish?.frame ?? Infinity) >= frame;
-  let first = inside.findIndex(isOpen);
-  if (first < 0) first = inside.length;
-  first = Math.max(0, Math.min(first - 2, inside.length - most));
-  return inside.slice(first, first + most);
+  spans.set(film, { key, inside });
+  return inside;
 }
 
 function paintLanes(
@@ -127,7 +147,7 @@ function paintLanes(
     }
     if (height >= 9) {
       context.fillStyle = color(r === chosen ? "ink" : "quiet");
-      context.fillText(film.entries[r].id, 2, y + height / 2 + 1, GUTTER - 6);
+      context.fillText(shortId(film.entries[r].id, 8), 2, y + height / 2 + 1, GUTTER - 6);
     }
     paintLane(context, life, y, height, low, high, scale, film.numFrames);
   });
@@ -139,7 +159,8 @@ function paintLanes(
   context.fillText(`step ${stepOf(film, Math.min(low, film.numFrames - 1))}`, GUTTER, bottom - AXIS / 2);
   context.textAlign = "right";
   const lastStep = stepOf(film, Math.min(Math.round(high), film.numFrames) - 1);
-  context.fillText(String(lastStep), GUTTER + width, bottom - AXIS / 2);
+  const end = GUTTER + Math.min(width, (film.numFrames - low) * scale); // a short film ends before
+  context.fillText(String(lastStep), end, bottom - AXIS / 2);
   context.textAlign = "left";
 }
 

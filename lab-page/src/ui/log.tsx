@@ -1,22 +1,22 @@
 // What the scheduler decided up to this frame, newest first; and the decisions of one request.
 
-import { signal, type ReadonlySignal } from "@preact/signals";
-import { hovered, lit, seek, select, selected, viewA } from "../store";
+import type { ReadonlySignal } from "@preact/signals";
+import { hovered, isLive, lit, onlySelected, seekIn, select, selected, viewA } from "../store";
 import { STATES, SWAPPED, WAITING } from "../state";
 import { canEdit, catalog, edit, whyNoEdit } from "../store";
 import { rowOf, Row, stepOf, View } from "../view";
 import { needOf, Progress, whyWaits } from "./requests";
-import { count, plural, seconds, thing } from "./words";
+import { useShown } from "./shown";
+import { count, MAX_ID, plural, seconds, shortId, thing } from "./words";
 
 const MAX_SHOWN = 36;
-const onlySelected = signal(false);
 
 export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  const now = view.value, id = selected.value;
+  const { shown, ref } = useShown(view), now = shown.value, id = selected.value;
   const r = onlySelected.value && id !== null ? (now?.film.numbers.get(id) ?? -2) : -1;
   const found = now && r !== -2 ? now.film.latestTexts(now.frame, MAX_SHOWN, r) : [];
   return (
-    <section class="card log" aria-label={`Decisions${name}`}>
+    <section class="card log" ref={ref} aria-label={`Decisions${name}`}>
       <h2>
         Decisions
         <label class="tools">
@@ -26,10 +26,34 @@ export function Log({ view, name }: { view: ReadonlySignal<View | null>; name: s
           /> of the selected request
         </label>
       </h2>
-      <Sentences view={now} found={found} none="No decisions up to this frame." />
+      {now && <p class="work">{workOf(now)}</p>}
+      <Sentences view={now} found={found} none={noneText(now, r)} />
     </section>
   );
 }
+
+/** What the step computes, in a sentence. */
+function workOf({ film, frame, step, isAfter, work }: View): string {
+  if (isAfter) return `Step ${count(step)} has ended. Nothing is planned.`;
+  const decodes = film.column("decodes", frame), tokens = film.column("prefill", frame);
+  const parts = [
+    decodes > 0 && plural(decodes, "decode"),
+    tokens > 0 && `${plural(tokens, "token")} of ${plural(work.chunks.length, "prompt")}`,
+    work.preempted.length > 0 && plural(work.preempted.length, "preemption"),
+  ].filter(Boolean);
+  const took = film.ended.at(frame) - film.started.at(frame);
+  return `Step ${count(step)}: ${parts.join(", ") || "no work"}${took > 0 ? `; takes ${seconds(took)}` : ""}.`;
+}
+
+function noneText(view: View | null, r: number): string {
+  if (view && r !== -1) return "No decisions about the selected request up to this step.";
+  if (view) return "No decisions up to this step. Press → to run the next one.";
+  return isLive.value
+    ? "The server has not run a step since this page was opened. Send it a request to see its decisions."
+    : "The decisions appear here when the run starts.";
+}
+
+const sentence = (text: string): string => text.charAt(0).toUpperCase() + text.slice(1);
 
 function Sentences({ view, found, none }: { view: View | null; found: number[]; none: string }) {
   if (!view || !found.length) return <p class="none">{none}</p>;
@@ -42,15 +66,15 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
         return (
           <li key={place} class={classes.filter(Boolean).join(" ")}>
             <button
-              type="button"
+              type="button" title={id && id.length > MAX_ID ? text : undefined}
               onClick={() => {
-                seek(frame);
+                seekIn(view.film, frame);
                 if (id !== undefined && selected.value !== id) select(id);
               }}
               onMouseEnter={() => (hovered.value = id ?? null)} onMouseLeave={() => (hovered.value = null)}
             >
               <span class="when">{stepOf(view.film, frame)}</span>
-              <span>{text}</span>
+              <span>{sentence(id ? text.replace(id, shortId(id)) : text)}</span>
             </button>
           </li>
         );
@@ -61,13 +85,16 @@ function Sentences({ view, found, none }: { view: View | null; found: number[]; 
 
 /** "Why?": the state of the selected request, its latest sentence, and what it needs. */
 export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  const now = view.value, id = selected.value;
+  const { shown, ref } = useShown(view), now = shown.value, id = selected.value;
   const row = now && rowOf(now, id);
   return (
-    <section class="card why" aria-label={`Why${name}`} id={name ? undefined : "why"}>
+    <section
+      class={row ? "card why" : "card why empty"} ref={ref} aria-label={`Why${name}`}
+      id={name ? undefined : "why"}
+    >
       <h2>
         Why?
-        {row && <small>{row.id}, step {now.step}</small>}
+        {row && <small title={row.id}>{shortId(row.id)}, step {now.step}</small>}
       </h2>
       {row ? <Answer row={row} view={now} /> : (
         <p class="none">
@@ -83,7 +110,7 @@ export function Why({ view, name }: { view: ReadonlySignal<View | null>; name: s
 function Answer({ row, view }: { row: Row; view: View }) {
   const { film } = view, entry = film.entries[row.r], state = STATES[row.status];
   const history = film.latestTexts(view.frame, 30, row.r);
-  const latest = history.length ? `${film.text(history[0]).text}.` : "";
+  const latest = history.length ? `${sentence(film.text(history[0]).text)}.` : "";
   const { blocked } = row, isWaiting = row.status === WAITING || row.status === SWAPPED;
   return (
     <>
@@ -112,7 +139,7 @@ function Answer({ row, view }: { row: Row; view: View }) {
           title={canEdit.value ? "Run again; the request is aborted before the next step" : whyNoEdit.value}
           onClick={() => edit({ abort: row.id })}
         >
-          Abort {row.id} here
+          Abort {shortId(row.id)} here
         </button>
       )}
       <Sentences view={view} found={history} none="" />

@@ -5,6 +5,7 @@ import type { ReadonlySignal } from "@preact/signals";
 import { STATES } from "../state";
 import { catalog, chosenState, lit } from "../store";
 import { rowOf, View } from "../view";
+import { useShown } from "./shown";
 import { count } from "./words";
 
 const PLACES: Record<string, [number, number]> = {
@@ -27,12 +28,13 @@ const EDGES: Edge[] = [
 ];
 
 export function Machine({ view, name }: { view: ReadonlySignal<View | null>; name: string }) {
-  const now = view.value, moves = now ? movesOf(now) : new Set<string>();
+  const { shown, ref } = useShown(view), now = shown.value;
+  const moves = now ? movesOf(now) : new Set<string>();
   const row = now && rowOf(now, lit.value), own = row ? STATES[row.status] : null;
   const chosen = chosenState.value, arrow = `arrow-${name.replace(/\W/g, "")}`;
   const meaning = chosen && (catalog.value?.states[chosen] ?? "");
   return (
-    <section class="card machine" aria-label={`States of a request${name}`}>
+    <section class="card machine" ref={ref} aria-label={`States of a request${name}`}>
       <h2>States of a request</h2>
       <svg viewBox="0 0 428 180" role="group" aria-label="State machine">
         <defs>

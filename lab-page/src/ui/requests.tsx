@@ -2,13 +2,14 @@
 
 import type { ReadonlySignal } from "@preact/signals";
 import { ownerColor, paint } from "../colors";
+import type { Film } from "../film";
 import { DECODING, PREFILL, STATES, WAITING } from "../state";
-import { catalog, chosenState, hovered, lit, select, selected } from "../store";
-import type { Groups, Row, View } from "../view";
+import { catalog, chosenState, hovered, lateView, lit, select, selected } from "../store";
+import { type Groups, type Row, rowsOf, type View } from "../view";
 import { Legend } from "./legend";
-import { count, thing } from "./words";
+import { count, MAX_ID, shortId, thing } from "./words";
 
-const MAX_ROWS = 32; // rows of one group in the document
+const MAX_ROWS = 32, MAX_FIRST = 9; // rows of one group: in all, and without scrolling
 const LEGEND: [string, string][] = [
   ["cached", "cached"], ["computed", "computed"], ["generated", "generated"], ["lost", "to compute again"],
 ];
@@ -25,9 +26,9 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
   return (
     <section class="card requests" aria-label={`Requests${name}`}>
       <h2>Requests</h2>
-      <div class="groups">
+      <div class="groups" style={{ "--id": `${now ? idWidth(now.film) : 2}ch` }}>
         {(["running", "waiting", "swapped", "finished"] as const).map((group) => (
-          <Group key={group} group={group} view={now} />
+          <Group key={group} group={group} view={now} late={lateView(view)} />
         ))}
       </div>
       <Legend items={LEGEND} />
@@ -35,19 +36,44 @@ export function Requests({ view, name }: { view: ReadonlySignal<View | null>; na
   );
 }
 
-function Group({ group, view }: { group: keyof Groups; view: View | null }) {
-  const rows = view?.groups[group] ?? [];
-  const total = group === "finished" ? (view?.numFinished ?? 0) : rows.length;
+const widths = new WeakMap<Film, { of: number; width: number }>();
+
+/** The length of the longest id that is shown, so that the bars of all rows start together. */
+function idWidth(film: Film): number {
+  const known = widths.get(film);
+  if (known?.of === film.entries.length) return known.width;
+  let width = 2;
+  for (const { id } of film.entries) width = Math.max(width, Math.min(MAX_ID, id.length));
+  widths.set(film, { of: film.entries.length, width });
+  return width;
+}
+
+interface GroupProps { group: keyof Groups; view: View | null; late: ReadonlySignal<View | null> }
+
+function Group({ group, view, late }: GroupProps) {
+  const total = group === "finished" ? (view?.numFinished ?? 0) : (view?.groups[group].length ?? 0);
+  const numRows = Math.min(MAX_ROWS, view?.groups[group].length ?? 0);
   return (
     <div class={`group ${group}`}>
       <h3>{TITLES[group]} <b>{total}</b></h3>
       <ul>
-        {rows.slice(0, MAX_ROWS).map((row, i) => <Request key={i} row={row} view={view!} />)}
-        {!rows.length && <li class="none">{NONE[group]}</li>}
-        {total > MAX_ROWS && <li class="none">and {count(total - Math.min(MAX_ROWS, rows.length))} more</li>}
+        {view && <Rows group={group} view={view} from={0} to={MAX_FIRST} />}
+        <LateRows group={group} late={late} />
+        {!total && <li class="none">{NONE[group]}</li>}
+        {total > MAX_ROWS && <li class="none">and {count(total - numRows)} more</li>}
       </ul>
     </div>
   );
+}
+
+function Rows({ group, view, from, to }: { group: keyof Groups; view: View; from: number; to: number }) {
+  return <>{rowsOf(view, group, from, to).map((row, i) => <Request key={i} row={row} view={view} />)}</>;
+}
+
+/** The rows that are seen after scrolling; they follow after the picture. */
+function LateRows({ group, late }: { group: keyof Groups; late: ReadonlySignal<View | null> }) {
+  const view = late.value;
+  return view && <Rows group={group} view={view} from={MAX_FIRST} to={MAX_ROWS} />;
 }
 
 function Request({ row, view }: { row: Row; view: View }) {
@@ -64,7 +90,7 @@ function Request({ row, view }: { row: Row; view: View }) {
         onMouseLeave={() => (hovered.value = null)}
       >
         <i class="chip" style={{ background: ownerColor(row.r) }} />
-        <span class="id">{row.id}</span>
+        <span class="id">{shortId(row.id)}</span>
         <Progress row={row} />
         <span class="note">{noteOf(row, view)}</span>
       </button>

@@ -30,7 +30,7 @@ export function Scheduler({ spec, title, onChange }: SchedulerProps) {
       <details>
         <summary>Slots and numbers{numChanged > 0 && <b> {numChanged} changed</b>}</summary>
         {Object.entries(slots).map(([slot, { help, values }]) => (
-          <label class="field row2" key={slot} title={help}>
+          <label class="field" key={slot} title={help}>
             <span>{slot}</span>
             <input
               list={`values-${slot}`} value={set[slot] ?? ""} placeholder={String(base[slot] ?? "")}

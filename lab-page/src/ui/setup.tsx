@@ -6,14 +6,16 @@ import {
 } from "../store";
 import { Dial, dials, seedOf, Spec, turn, withSeed } from "../spec";
 import { Edits, Scheduler, Second } from "./scheduler";
+import { Prose } from "./prose";
 import { openStory } from "./story";
+import { plural } from "./words";
 
 export function Setup() {
   const known = catalog.value, spec = a.spec.value ?? {};
   if (!known) return null;
   return (
     <section class="setup" aria-label="Setup">
-      {whyNot.value && <p class="hint">{whyNot.value}</p>}
+      {whyNot.value && <p class="hint"><Prose text={whyNot.value} /></p>}
       {!canRun.value ? <Facts /> : <fieldset>
         <legend class="unseen">Run</legend>
         <Workload spec={spec} />
@@ -47,13 +49,11 @@ function Facts() {
   return (
     <>
       {workload && <p class="workload">{workload}</p>}
-      <table>
-        <tbody>
-          {Object.entries(header.config).map(([name, value]) => (
-            <tr key={name}><th scope="row">{name}</th><td>{String(value)}</td></tr>
-          ))}
-        </tbody>
-      </table>
+      <dl class="facts">
+        {Object.entries(header.config).map(([name, value]) => (
+          <div key={name}><dt>{name}</dt><dd>{String(value)}</dd></div>
+        ))}
+      </dl>
     </>
   );
 }
@@ -115,7 +115,7 @@ function Workload({ spec }: { spec: Spec }) {
         <span>Workload</span>
         <textarea
           id="workload" rows={3} spellcheck={false} value={shown}
-          placeholder={spec.requests ? `${spec.requests.length} requests of the story` : spec.trace ?? ""}
+          placeholder={spec.requests ? `${plural(numRequests(spec), "request")} of the story` : spec.trace ?? ""}
           onChange={(event) => run(event.currentTarget.value)}
         />
       </label>
@@ -140,10 +140,9 @@ function Workload({ spec }: { spec: Spec }) {
         <label class="field">
           <span>Hardware</span>
           <select
-            id="profile" value={spec.profile ?? ""}
-            onChange={(event) => change({ profile: event.currentTarget.value || undefined })}
+            id="profile" value={spec.profile ?? catalog.value!.default.profile}
+            onChange={(event) => change({ profile: event.currentTarget.value })}
           >
-            <option value="">default</option>
             {profiles.map(({ name, description }) => (
               <option key={name} value={name} title={description}>{name}</option>
             ))}
@@ -153,13 +152,10 @@ function Workload({ spec }: { spec: Spec }) {
       <label class="field">
         <span>Trace file</span>
         <input
-          type="file" id="trace" accept=".jsonl,.gz,.json"
+          type="file" id="trace" accept=".jsonl,.json"
           onChange={(event) => {
             const file = event.currentTarget.files?.[0];
-            if (!file) return;
-            b.film.value = b.spec.value = a.spec.value = selected.value = null;
-            seek(0);
-            void load(a, { kind: "file", file });
+            if (file) void openFile(file);
           }}
         />
       </label>
@@ -167,16 +163,35 @@ function Workload({ spec }: { spec: Spec }) {
   );
 }
 
+/** Show a trace of this machine. The lab keeps it, so that it can be forked. */
+async function openFile(file: File): Promise<void> {
+  const before = a.spec.value;
+  b.abort?.abort();
+  b.film.value = b.spec.value = selected.value = null;
+  a.spec.value = { trace: file.name };
+  seek(0);
+  if (!(await load(a, { kind: "file", file }))) {
+    a.spec.value = before;
+    return;
+  }
+  const { traces } = catalog.value!, others = traces.filter(({ name }) => name !== file.name);
+  catalog.value = { ...catalog.value!, traces: [...others, { name: file.name, title: file.name }] };
+}
+
+const numRequests = (spec: Spec): number =>
+  spec.requests!.reduce((sum, { count }) => sum + (count ?? 1), 0);
+
 function Requests({ spec }: { spec: Spec }) {
   return (
     <details class="listed">
-      <summary>{spec.requests!.length} requests</summary>
+      <summary>{plural(numRequests(spec), "request")}</summary>
       <table>
-        <thead><tr><th>id</th><th>arrival</th><th>prompt</th><th>output</th></tr></thead>
+        <thead><tr><th>id</th><th>arrival (s)</th><th>prompt</th><th>output</th></tr></thead>
         <tbody>
           {spec.requests!.slice(0, 40).map((each) => (
             <tr key={each.id}>
-              <td>{each.id}</td><td>{each.arrival ?? 0}</td>
+              <td>{each.id}{(each.count ?? 1) > 1 && ` × ${each.count}`}</td>
+              <td>{each.arrival ?? 0}{each.every ? ` + ${each.every}` : ""}</td>
               <td>{JSON.stringify(each.prompt)}</td><td>{each.output}</td>
             </tr>
           ))}

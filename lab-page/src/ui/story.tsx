@@ -3,18 +3,19 @@
 import { signal } from "@preact/signals";
 import { stream } from "../api";
 import { Film } from "../film";
-import type { Look, Spec, Story, StoryNumber } from "../spec";
-import { a, b, canRun, catalog, open, seek, seekStep, selected, Side, version } from "../store";
+import { hasOtherRequests, type Look, type Spec, type Story, type StoryNumber } from "../spec";
+import { a, b, canRun, catalog, guess, open, seekIn, seekStep, selected, Side, sync, version } from "../store";
+import { Prose } from "./prose";
 import { Stories } from "./setup";
 import { fixed } from "./words";
 
-export const guess = signal<number | null>(null); // -1: shown without a guess
 const hidden = signal<Record<string, Record<string, number | null>>>({}); // numbers of runs not shown
 const asked = new Set<string>();
 
 /** Show a story from its start. The second run appears after the guess. */
 export function openStory(story: Story): void {
   guess.value = selected.value = null;
+  sync.value = story.sync;
   open(story.spec, story.question ? null : story.other, 0);
 }
 
@@ -43,9 +44,9 @@ export function StoryPanel() {
   return (
     <section class="card story" aria-label="Story">
       <Stories />
-      {!isOpen && <p>{beginning(story.text[0] ?? "")}</p>}
+      {!isOpen && <p><Prose text={beginning(story.text[0] ?? "")} /></p>}
       {story.question && <Question story={story} />}
-      {isOpen && story.text.map((text, i) => <p key={i}>{text}</p>)}
+      {isOpen && story.text.map((text, i) => <p key={i}><Prose text={text} /></p>)}
       {isOpen && story.looks.length > 0 && <Looks story={story} />}
       {isOpen && <Numbers story={story} />}
       {isOpen && runsOf(story).length > 1 && <Runs story={story} />}
@@ -64,9 +65,9 @@ function Looks({ story }: { story: Story }) {
           <button type="button" onClick={() => lookAt(story, look)}>
             <span class="when">
               step {look.step}
-              {look.run && look.run !== "spec" && <small>{look.run.replaceAll("_", " ")}</small>}
+              {look.run && look.run !== "spec" && <>, {lookRun(story, look.run)}</>}
             </span>
-            <span>{look.text}</span>
+            <Prose text={look.text} />
           </button>
         </li>
       ))}
@@ -74,11 +75,16 @@ function Looks({ story }: { story: Story }) {
   );
 }
 
+function lookRun(story: Story, run: string): string {
+  const spec = runsOf(story).find(([name]) => name === run)?.[1];
+  return spec ? runText(story, run, spec) : run;
+}
+
 /** Go to a step of one of the story's runs; show the run first, if it is not there. */
 function lookAt(story: Story, { step, run }: Look): void {
   const name = run ?? "spec", spec = runsOf(story).find(([each]) => each === name)?.[1];
   if (name === runOf(a)) seekStep(step);
-  else if (name === runOf(b) && b.film.value) seek(b.film.value.frameOfStep(step));
+  else if (name === runOf(b) && b.film.value) seekIn(b.film.value, b.film.value.frameOfStep(step));
   else if (spec && canRun.value) open(a.spec.value!, spec, step);
 }
 
@@ -109,7 +115,10 @@ function runText(story: Story, name: string, spec: Spec): string {
   if (name !== "spec" && name !== "other") return name.replaceAll("_", " ");
   const against = name === "spec" ? story.other?.set : story.spec.set;
   const changes = Object.entries(spec.set ?? {}).filter(([key, value]) => against?.[key] !== value);
-  return [spec.preset ?? "headway", ...changes.map(([key, value]) => `${key} ${value}`)].join(", ");
+  const preset = spec.preset ?? "headway", isSame = (story.other?.preset ?? "headway") === story.spec.preset;
+  const names = changes.map(([key, value]) => `${key} ${value}`);
+  if (name === "other" && hasOtherRequests(spec, story.spec)) names.push("other requests");
+  return (isSame && names.length ? names : [preset, ...names]).join(", ");
 }
 
 function Question({ story }: { story: Story }) {
@@ -120,7 +129,7 @@ function Question({ story }: { story: Story }) {
   };
   return (
     <div class="question">
-      <p><b>Guess first.</b> {text}</p>
+      <p><b>Guess first.</b> <Prose text={text} /></p>
       <div class="choices" role="group" aria-label="Choices">
         {choices.map((choice, i) => (
           <button
@@ -128,7 +137,7 @@ function Question({ story }: { story: Story }) {
             class={chosen === null ? "" : i === answer ? "right" : chosen === i ? "wrong" : ""}
             onClick={() => choose(i)}
           >
-            {chosen !== null && (i === answer ? "✓ " : chosen === i ? "✗ " : "")}{choice}
+            {chosen !== null && (i === answer ? "✓ " : chosen === i ? "✗ " : "")}<Prose text={choice} />
           </button>
         ))}
         {chosen === null && (
@@ -136,8 +145,8 @@ function Question({ story }: { story: Story }) {
         )}
       </div>
       <div role="status">
-        {chosen !== null && chosen >= 0 && chosen !== answer && <p class="wrong">{why[chosen]}</p>}
-        {chosen !== null && <p class="right">{why[answer]}</p>}
+        {chosen !== null && chosen >= 0 && chosen !== answer && <p class="wrong"><Prose text={why[chosen]} /></p>}
+        {chosen !== null && <p class="right"><Prose text={why[answer]} /></p>}
       </div>
     </div>
   );

@@ -2,7 +2,7 @@
 
 import { color, paint } from "../colors";
 import {
-  a, b, chosenMarks, clock, frameOf, isComparing, isFollowing, isLive, isPlaying, MARKS, numFrames,
+  a, b, chosenMarks, clock, frameOf, isComparing, isByTime, isFollowing, isLive, isPlaying, MARKS, numFrames,
   partsAt, play, position, seek, seekEnd, seekMark, seekStep, seekTime, speed, stepBy, sync, version,
   viewA, viewB,
 } from "../store";
@@ -18,9 +18,9 @@ const MARK_TEXTS: Record<string, string> = {
 const MARK_COLORS: [string, string][] = [["PREEMPTION", "red"], ["ABORT", "red"], ["HIT", "cached"]];
 
 export function Transport() {
-  const view = viewA.value ?? viewB.value, last = Math.max(0, numFrames.value - 1);
-  const isAtStart = position.value <= 0, isByTime = sync.value === "time" && isComparing.value;
-  const isAtEnd = position.value >= last && !isByTime;
+  const view = shownView(), last = Math.max(0, numFrames.value - 1);
+  const byTime = isByTime.value, isAtStart = position.value <= 0 && !(byTime && clock.value > 0);
+  const isAtEnd = byTime ? clock.value >= endTime() : position.value >= last;
   return (
     <section class="transport" aria-label="Steps">
       <div class="buttons">
@@ -61,24 +61,38 @@ export function Transport() {
             onChange={(event) => seekStep(Number(event.currentTarget.value))}
           />
         </label>
-        <span>of {count(lastStep())}{view?.isAfter ? ", after it" : ""}</span>
-        <span class="time">{view ? seconds(isByTime ? clock.value : view.time) : ""}</span>
+        <span>of {count(lastStep())}</span>
+        {dropped() > 0 && (
+          <span class="time" id="dropped" title="Record with --trace-out to keep all steps">
+            from {count(dropped())}; earlier steps are in the trace only
+          </span>
+        )}
+        <span class="time">{view ? seconds(byTime ? clock.value : view.time) : ""}</span>
         <span class="loading" role="status">
           {(a.isLoading.value || b.isLoading.value) && !isLive.value ? "running…" : ""}
         </span>
+        <span class="ended">{view?.isAfter ? "after it" : "\u00a0"}</span>
       </p>
       <p class="unseen" role="status">{isPlaying.value || !view ? "" : spoken(view)}</p>
       {isComparing.value && <Compare />}
       <div class="scrub">
         <MarkStrip />
         <input
-          type="range" min="0" max={last} value={position.value} aria-label="Frame"
-          aria-valuetext={view ? `step ${view.step}` : "no frame"}
-          onInput={(event) => seek(Number(event.currentTarget.value))}
+          type="range" min="0" aria-label={byTime ? "Time" : "Frame"}
+          max={byTime ? endTime() : last} value={byTime ? clock.value : position.value}
+          step={byTime ? "any" : 1} aria-valuetext={view ? `step ${view.step}` : "no frame"}
+          onInput={(event) => (byTime ? seekTime : seek)(Number(event.currentTarget.value))}
         />
       </div>
     </section>
   );
+}
+
+/** The view whose step is shown above the panes: of the second run after the end of the first. */
+function shownView(): View | null {
+  const first = viewA.value, second = viewB.value;
+  if (!first || !second) return first ?? second;
+  return !isByTime.value && second.frame > first.frame ? second : first;
 }
 
 /** What a screen reader says after a step. */
@@ -89,9 +103,23 @@ function spoken({ film, frame, step }: View): string {
 
 function lastStep(): number {
   version.value;
-  const film = a.film.value ?? b.film.value;
-  if (!film?.numFrames) return 0;
-  return stepOf(film, film.numFrames - 1);
+  const sides = isByTime.value ? [a] : [a, b];
+  const lasts = sides.map(({ film: { value: film } }) => (film?.numFrames ? stepOf(film, film.numFrames - 1) : 0));
+  return Math.max(...lasts);
+}
+
+/** When the last plan of either film was made. */
+function endTime(): number {
+  version.value;
+  const films = [a.film.value, b.film.value];
+  return Math.max(...films.map((film) => (film?.numFrames ? film.planned.at(film.numFrames - 1) : 0)));
+}
+
+/** The first step that is kept of a live film; 0 if all are. */
+function dropped(): number {
+  version.value;
+  const film = a.film.value;
+  return film?.numDropped ? film.column("step", 0) : 0;
 }
 
 interface PressProps {
@@ -115,6 +143,8 @@ function Press({ label, keys, on, off, main, children }: PressProps) {
   );
 }
 
+const kinds = (n: number): string => (n === MARKS.length ? "all" : n === 1 ? "1 kind" : `${n} kinds`);
+
 function Marks() {
   const toggle = (name: string) => {
     const chosen = chosenMarks.value;
@@ -123,7 +153,7 @@ function Marks() {
   };
   return (
     <details class="marks">
-      <summary title="Which decisions ◆ stops at">◆ stops at</summary>
+      <summary title="Which decisions ◆ stops at">◆ stops at {kinds(chosenMarks.value.length)}</summary>
       <div>
         {MARKS.map((name) => (
           <label key={name}>
@@ -175,7 +205,8 @@ function MarkStrip() {
   const draw = (context: CanvasRenderingContext2D, width: number, height: number) => {
     version.value; paint.value;
     context.clearRect(0, 0, width, height);
-    const films = [a.film.value, b.film.value], last = Math.max(1, numFrames.value - 1);
+    const films = [a.film.value, b.film.value], byTime = isByTime.value;
+    const end = byTime ? endTime() || 1 : Math.max(1, numFrames.value - 1);
     films.forEach((film, i) => {
       if (!film?.numFrames) return;
       const marks = film.columns.marks.values, names = film.header!.marks;
@@ -186,7 +217,7 @@ function MarkStrip() {
         let x = -1;
         for (let f = 0; f < marks.length; f++) {
           if (!(marks[f] & bit)) continue;
-          const at = Math.round(8 + (f / last) * (width - 16));
+          const at = Math.round(8 + ((byTime ? film.planned.at(f) : f) / end) * (width - 16));
           if (at !== x) context.fillRect((x = at), y, 1.5, high - 1);
         }
       }

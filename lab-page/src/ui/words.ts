@@ -1,5 +1,7 @@
 // Numbers and words as the page prints them.
 
+export const MAX_ID = 10;
+
 /** A whole number with separators. toLocaleString is slow, and a frame prints hundreds of numbers. */
 export function count(value: number): string {
   const text = String(Math.round(value));
@@ -18,6 +20,10 @@ export function fixed(value: number, digits: number): string {
   const [whole, rest] = value.toFixed(digits).split(".");
   return whole.replace(/\B(?=(\d{3})+$)/g, ",") + (rest ? `.${rest}` : "");
 }
+
+/** An id of at most this many characters. The end stays: there the ids of a server differ. */
+export const shortId = (id: string, length = MAX_ID): string =>
+  id.length > length ? `…${id.slice(1 - length)}` : id;
 
 export const plural = (value: number, noun: string): string =>
   `${count(value)} ${noun}${value === 1 ? "" : "s"}`;

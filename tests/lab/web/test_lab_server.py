@@ -14,6 +14,7 @@ import pytest
 
 from headway.lab.cost import load_profile
 from headway.lab.film.reader import Film
+from headway.lab.film.run import film_of_trace
 from headway.lab.simulate import simulate
 from headway.lab.web.app import LabApp
 from headway.lab.web.server import LabServer
@@ -139,7 +140,9 @@ def test_a_recorded_run_can_have_another_future(server: LabServer) -> None:
     assert all(plain.ops(frame) == again.ops(frame) for frame in range(plain.num_frames))
 
 
-def test_a_redacted_trace_is_shown_from_its_lines(server: LabServer) -> None:
+def test_a_redacted_trace_is_shown_from_its_lines_and_cannot_be_edited(
+    server: LabServer, tmp_path: Path
+) -> None:
     file, config = io.StringIO(), preset("vllm_v1", num_blocks=24)
     writer: list[TraceWriter] = []
     profile = load_profile("llama3.1-8b-a100-80gb")
@@ -153,6 +156,12 @@ def test_a_redacted_trace_is_shown_from_its_lines(server: LabServer) -> None:
     film = film_of(ask(server, "POST", "/api/trace", file.getvalue().encode())[1])
     run = film_of(ask(server, "POST", "/api/film", SPEC)[1])
     assert all(film.ops(frame) == run.ops(frame) for frame in range(film.num_frames))
+    path = tmp_path / "redacted"
+    path.write_text(file.getvalue())
+    edits = [{"step": 9, "set": {"victim": "least_work"}}]
+    body = json.dumps({"trace": "t", "edits": edits}).encode()
+    refused = LabApp(traces={"t": path}).handle("POST", "/api/film", {}, body)
+    assert refused.status == 400 and b"redacted" in b"".join(refused.body)
 
 
 @pytest.mark.parametrize(
@@ -180,6 +189,28 @@ def test_a_wrong_trace_is_refused_with_its_line(server: LabServer, trace: str) -
     cut = "\n".join([header, first, first[:50]])
     film = film_of(ask(server, "POST", "/api/trace?name=t", cut.encode())[1])
     assert film.num_frames >= 1 and film.end is not None and ":3:" in film.end["error"]
+
+
+def test_a_run_with_a_failed_step_cannot_be_edited_after_it(trace: str, tmp_path: Path) -> None:
+    head, *steps = [json.loads(line) for line in trace.splitlines()]
+    next(line for line in steps if "finished" in line)["finished"][0]["finish_reason"] = "error"
+    path = tmp_path / "failed"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *steps)))
+    for step, is_after in ((2, False), (len(steps) - 2, True)):
+        spec = {"trace": "t", "edits": [{"step": step, "set": {"victim": "least_work"}}]}
+        response = LabApp(traces={"t": path}).handle(
+            "POST", "/api/film", {}, json.dumps(spec).encode()
+        )
+        film = film_of(b"".join(response.body))
+        assert film.end and ("failed" in film.end["error"]) == is_after and film.num_frames > 1
+
+
+def test_a_long_trace_is_shown_up_to_the_limit(trace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headway.lab.film.run.MAX_FRAMES", 20)
+    lines = [json.loads(line) for line in trace.splitlines()]
+    film = film_of(b"".join(film_of_trace(iter(lines))))
+    assert film.end and "at most 20 steps" in film.end["error"]
+    assert film.column("step", 19) == 19 and film.num_frames <= 21
 
 
 def test_a_policy_with_other_arguments_is_refused(server: LabServer, tmp_path: Path) -> None:

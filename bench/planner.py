@@ -1,0 +1,157 @@
+"""The planner: `tune` against a full grid of settings, and how often `capacity` is right.
+
+    python bench/planner.py [--jobs 2] [--quick] [--history FILE]
+
+For three workloads, all settings of a grid run on the whole workload. The search gets the same grid
+and 60 full runs; its best settings are compared with the best of the grid, on the requests that both
+have seen. If optuna is installed, 300 of its trials are compared too. For the capacity, the mean over
+20 seeds is the truth; 20 tries of 8 other seeds each give an estimate and an interval. Prints one
+JSON object. --quick uses shorter workloads and a smaller grid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from headway.lab.cost import load_profile
+from headway.lab.planner.capacity import CapacityQuestion, find_capacity
+from headway.lab.planner.confidence import interval
+from headway.lab.planner.evaluate import Settings
+from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.executors import Processes
+from headway.lab.planner.history import History
+from headway.lab.planner.objective import Objective
+from headway.lab.planner.search import Search, TuneQuestion
+from headway.lab.planner.space import Space, points
+from headway.lab.planner.targets import Target
+from headway.lab.planner.tune import tune
+from headway.lab.planner.workload import Workload
+
+PROFILE = load_profile("llama3.1-8b-a100-80gb")
+BUDGET, NUM_TRIALS = 60, 300
+NUM_TRUTH, NUM_TRIES, NUM_SEEDS = 20, 20, 8
+GRID: Space = {
+    "preset": ["headway", "vllm_v1"],
+    "chunk": ["at_most(256)", "at_most(1024)", "split_any"],
+    "headroom": ["watermark(0.0)", "watermark(0.05)", "future_peak(learned)"],
+    "max_num_seqs": [32, 128, 512],
+    "max_num_batched_tokens": [512, 2048, 8192],
+}
+WORKLOADS = {
+    "offline batch": (
+        "requests=300,prompt=lognormal(400,0.8),output=lognormal(200,0.7),max_tokens=1024", 4000, (),
+    ),
+    "saturated chat": (
+        "requests=300,arrivals=poisson(20),prompt=lognormal(600,0.8),output=lognormal(150,0.7),"
+        "max_tokens=1024", 3000, (Target("tbt", "p99", 0.1),),
+    ),
+    "calm with long prompts": (
+        "requests=300,arrivals=poisson(4),prompt=0.9*lognormal(300,0.8)+0.1*uniform(4000,8000),"
+        "output=lognormal(120,0.7)", 6000, (Target("ttft", "p99", 1.5), Target("stall", "p99", 0.3)),
+    ),
+}  # fmt: skip
+CAPACITY = "requests=2000,arrivals=poisson(5),prompt=uniform(100,800),output=uniform(10,60)"
+TARGETS = (Target("ttft", "p99", 1.0), Target("tbt", "p99", 0.1))
+
+
+def search_against_grid(name: str, evaluator: Evaluator, is_quick: bool) -> dict[str, Any]:
+    text, num_blocks, targets = WORKLOADS[name]
+    space = {k: v[::2] if is_quick and len(v) > 2 else v for k, v in GRID.items()}
+    question = TuneQuestion(
+        profile=PROFILE, space=space, targets=targets,
+        workload=Workload(text=text.replace("=300", "=120") if is_quick else text),
+        base={"preset": "headway", "num_blocks": num_blocks},
+    )  # fmt: skip
+    start = perf_counter()
+    answer = tune(question, Evaluator(executor=evaluator.executor), budget=BUDGET)
+    seconds = perf_counter() - start
+    objective, grid = answer.objective, points(space)
+    outcomes = evaluator.run([replace(question.job(point), targets=()) for point in grid])
+    best = max(outcomes, key=objective.score)
+    (found,) = evaluator.run([replace(question.job(answer.settings), targets=())])
+    result: dict[str, Any] = {
+        "objective": objective.unit, "grid_points": len(grid),
+        "grid_best": objective.figure(best), "grid_class": objective.score(best)[0],
+        "search_best": objective.figure(found), "search_class": objective.score(found)[0],
+        "search_to_grid": 1 + objective.gain(objective.figure(found), objective.figure(best)),
+        "search_cost": round(answer.cost, 1), "search_seconds": round(seconds, 1),
+        "gain_over_defaults": list(answer.gain), "settings": answer.settings,
+    }  # fmt: skip
+    if importlib.util.find_spec("optuna"):
+        trial = with_optuna(question, objective, evaluator)
+        result["optuna_to_grid"] = 1 + objective.gain(trial, objective.figure(best))
+    else:
+        result["optuna_to_grid"] = "optuna is not installed"
+    return result
+
+
+def with_optuna(question: TuneQuestion, objective: Objective, evaluator: Evaluator) -> float:
+    """The best figure of NUM_TRIALS trials of the default sampler, on the whole workload."""
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    (default,) = evaluator.run([replace(question.job({}), targets=())])
+    search = Search(question, objective, evaluator, 0, default)
+
+    def value(trial: Any) -> float:
+        point: Settings = {k: trial.suggest_categorical(k, v) for k, v in question.space.items()}
+        ((score, _),) = search.evaluate([point], 1.0)
+        return score[0] * 1e6 + score[1]
+
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
+    study.optimize(value, n_trials=NUM_TRIALS)
+    return objective.figure(search.best.outcome)
+
+
+def capacity_coverage(evaluator: Evaluator, is_quick: bool) -> dict[str, Any]:
+    """How often the interval of NUM_SEEDS seeds contains the mean of other seeds."""
+    question = CapacityQuestion(
+        profile=PROFILE, settings={"preset": "headway"}, targets=TARGETS,
+        workload=Workload(text=CAPACITY.replace("=2000", "=200") if is_quick else CAPACITY),
+    )  # fmt: skip
+    # A seed's rate does not depend on the other seeds, so one call serves all tries.
+    found = find_capacity(question, range(NUM_TRUTH + NUM_TRIES * NUM_SEEDS), evaluator)
+    truth = interval(found.by_seed[:NUM_TRUTH])
+    rest = found.by_seed[NUM_TRUTH:]
+    tries = [interval(rest[i : i + NUM_SEEDS]) for i in range(0, len(rest), NUM_SEEDS)]
+    errors = [each.mean / truth.mean - 1 for each in tries]
+    return {
+        "truth": truth.mean, "truth_interval": list(truth), "tries": len(tries),
+        "covered": sum(each.low <= truth.mean <= each.high for each in tries),
+        "within_3_percent": sum(abs(error) <= 0.03 for error in errors),
+        "largest_error": max(errors, key=abs),
+        "mean_half_width": sum((e.high - e.low) / 2 / e.mean for e in tries) / len(tries),
+        "runs_per_try": round(found.num_runs / len(found.by_seed) * NUM_SEEDS, 1),
+        "limited_by": found.limited_by,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the planner.")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--history", type=Path)
+    options = parser.parse_args()
+    executor = Processes(options.jobs)
+    evaluator = Evaluator(executor=executor, history=History(options.history))
+    try:
+        results: dict[str, Any] = {
+            name: search_against_grid(name, evaluator, options.quick) for name in WORKLOADS
+        }
+        results["capacity"] = capacity_coverage(evaluator, options.quick)
+    finally:
+        executor.close()
+    print(json.dumps({"quick": options.quick, **results}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""`headway capacity`: the highest request rate that meets latency targets."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from headway.cli.options import common as options
+from headway.cli.options import planner as planner_options
+from headway.errors import ConfigError
+from headway.lab.cost import load_profile
+from headway.lab.planner.capacity import Capacity, CapacityQuestion, find_capacity
+from headway.lab.planner.evaluate import make_config
+from headway.lab.planner.targets import Targets, redundant
+
+DEFAULT_WORKLOAD = options.DEFAULT_WORKLOAD.replace("requests=200", "requests=1000")
+RUNS_PER_SEED = 8  # about; for the progress bar
+WIDE = 0.03  # half an interval, relative to the mean, that is worth a note
+SPLITTING = (
+    "Replicas are rate / capacity. This holds for Poisson arrivals that are split at random; a "
+    "router that looks at load needs fewer, bursts that reach all replicas at once need more."
+)
+
+
+@options.spread
+def capacity_command(
+    workload: options.Workload = DEFAULT_WORKLOAD,
+    preset: options.Preset = "headway",
+    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
+    rate: Annotated[
+        float | None, typer.Option(help="Requests per second to serve: prints the replicas.")
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(help="Seeds; more give a narrower interval.", min=3, max=1000)
+    ] = 8,
+    seed: Annotated[int, typer.Option(help="The first seed.", min=0)] = 0,
+    json_: options.Json = False,
+    async_scheduling: options.AsyncScheduling = False,
+    *,
+    targets: planner_options.TargetOptions,
+    selection: options.WorkloadOptions,
+    runs: planner_options.RunOptions,
+    scheduler: options.SchedulerOptions,
+) -> None:
+    """Find the highest request rate that meets the targets, with a confidence interval.
+
+    The arrival times of the workload are stretched to each rate. Without targets, it is the highest
+    rate at which the queue does not grow.
+    """
+    if rate is not None and not 0 < rate < float("inf"):
+        raise ConfigError(f"--rate must be a number above 0, not {rate:g}")
+    question = CapacityQuestion(
+        profile=load_profile(profile), workload=planner_options.workload_of(workload, selection),
+        settings=planner_options.base_settings(preset, scheduler), targets=targets.targets(),
+        async_scheduling=async_scheduling,
+    )  # fmt: skip
+    with runs.evaluator() as evaluator:
+        make_config(question.settings, question.profile)
+        used = range(seed, seed + seeds)
+        with options.progress_bar("simulating", seeds * RUNS_PER_SEED) as evaluator.advance:
+            found = find_capacity(question, used, evaluator)
+    if json_:
+        print(json.dumps(_described(question, found, rate), indent=2))
+        return
+    _print(question, found, rate)
+
+
+def _described(question: CapacityQuestion, found: Capacity, rate: float | None) -> dict[str, Any]:
+    described = {
+        **planner_options.described(question.profile),
+        "targets": {target.name: target.seconds for target in question.targets},
+        "requests_per_second": found.rate._asdict(),
+        **{k: v for k, v in asdict(found).items() if k != "rate"},
+    }
+    return described if rate is None else {**described, "replicas": found.replicas(rate)}
+
+
+def _print(question: CapacityQuestion, found: Capacity, rate: float | None) -> None:
+    console, name = Console(highlight=False), question.profile.name
+    mean, low, high = found.rate
+    console.print(f"[bold]{mean:.2f} requests/s[/] meet {_listed(question.targets)} on {name}")
+    console.print(f"95 % interval: {low:.2f} to {high:.2f}, from {len(found.by_seed)} seeds")
+    limits = ", ".join(f"{name} ({count} seeds)" for name, count in found.limited_by.items())
+    console.print(f"Above it fails: {limits}. {found.num_runs} simulations.")
+    for note in redundant(question.targets):
+        console.print(f"Note: {note}.")
+    if found.is_short:
+        console.print(
+            "Note: the arrivals last less than 5 times the mean end-to-end time, so the batch may "
+            "not reach a steady state; give the workload more requests."
+        )
+    if high - low > 2 * WIDE * mean:
+        console.print(
+            f"Note: the interval is ±{(high - low) / 2 / mean:.0%}; four times as many --seeds, or "
+            "requests in the workload, halve it."
+        )
+    if rate is not None:
+        console.print(f"\n{_replicas(found.replicas(rate), rate)}")
+    planner_options.print_end(None, question.profile)
+
+
+def _replicas(number: int | None, rate: float) -> str:
+    if number is None:
+        return "The interval is too wide to say how many replicas are needed; use more --seeds."
+    needed = f"[bold]{number} replica{'s' if number > 1 else ''}[/]"
+    return f"{rate:g} requests/s need {needed}, by the lower end of the interval. {SPLITTING}"
+
+
+def _listed(targets: Targets) -> str:
+    return ", ".join(map(str, targets)) or "no target, with a queue that does not grow,"

@@ -1,0 +1,91 @@
+"""`headway doctor`: problems of a running server or a trace, and trials of their remedies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headway.cli.commands.top import ApiKey, fetch
+from headway.cli.options.common import Json, import_from_working_directory
+from headway.errors import ConfigError
+from headway.lab.doctor import diagnose
+from headway.lab.doctor_text import diagnosis_text, findings_text, trial_text
+from headway.lab.live_doctor import TRIAL_SECONDS
+from headway.lab.summary import summarize
+from headway.lab.trial import Recording, try_changes
+from headway.observe.run_stats import RunStats
+from headway.observe.trace import Line, read_trace
+
+Target = Annotated[
+    str, typer.Argument(metavar="URL|TRACE", help="URL of a server, or a trace file.")
+]
+Try = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--try",
+        metavar="SLOT=VALUE",
+        help="Simulate the recent requests with this change, such as chunk=at_most(512) or "
+        "max_num_seqs=64. Nothing is changed. May be repeated.",
+    ),
+]
+TrialProfile = Annotated[
+    str | None,
+    typer.Option("--profile", help="Model and costs, where the recorded steps do not suffice."),
+]
+
+
+def doctor_command(
+    target: Target = "http://127.0.0.1:8000",
+    try_: Try = None,
+    profile: TrialProfile = None,
+    api_key: ApiKey = None,
+    json_: Json = False,
+) -> None:
+    """Find problems of a running server or a trace; try a remedy before anything is changed.
+
+    A trial simulates the recorded requests before and after the change. Costs of a step are fitted
+    to the recorded steps where these suffice.
+    """
+    changes = _changes(try_ or [])
+    if Path(target).is_file():
+        import_from_working_directory()  # the recorded policies may be there
+        found = _of_trace(Path(target), changes, profile)
+    elif changes:
+        body = {"changes": changes, "profile": profile}
+        found = fetch(target, "/doctor/try", api_key, body, TRIAL_SECONDS)
+    else:
+        found = fetch(target, "/doctor", api_key)
+    print(json.dumps(found, indent=2) if json_ else _text(found))
+
+
+def _changes(texts: list[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    for (name, equals, value), text in zip(pairs, texts, strict=True):
+        if not (name.strip() and equals and value.strip()):
+            raise ConfigError(f"--try must look like slot=value, not {text!r}")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def _of_trace(path: Path, changes: dict[str, str], profile: str | None) -> dict[str, Any]:
+    header: Line
+    header, *lines = read_trace(path)
+    if changes:
+        recording = Recording(header=header, lines=lines)
+        return try_changes(recording, changes, profile or header.get("profile"))
+    stats = RunStats(header)
+    for line in lines:
+        stats.add(line)
+    summary = summarize(stats)
+    findings = [finding._asdict() for finding in diagnose(summary, stats.config)]
+    return {"findings": findings, "config": stats.config, "summary": summary}
+
+
+def _text(found: dict[str, Any]) -> str:
+    if "before" in found:
+        return trial_text(found)
+    if "vitals" in found:
+        return diagnosis_text(found)
+    return findings_text(found["findings"]) or "The doctor found no problems."

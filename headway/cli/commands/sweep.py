@@ -1,0 +1,109 @@
+"""`headway sweep` and `headway breakeven`: simulations over knobs, and swap against recompute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headway.cli.options import common as options
+from headway.cli.options import planner as planner_options
+from headway.cli.view import render
+from headway.lab.cost import load_profile
+from headway.lab.planner import breakeven
+from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
+from headway.lab.planner.sweep import SweepPoint, metric_of, plot_of, run_sweep
+
+BREAKEVEN_TERMS = (
+    "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "
+    "recompute alone: in a step of their own."
+)
+PROFILE = "llama3.1-8b-a100-80gb"
+Knobs = Annotated[
+    list[str],
+    typer.Argument(
+        help="name=value,value: a number, a slot such as chunk=at_most(512),split_any, preset, "
+        "speed or seed. All combinations are run."
+    ),
+]
+Metric = Annotated[
+    str, typer.Option(help="What is plotted: a number of the JSON report, e.g. ttft.p99.")
+]
+WorkloadText = Annotated[
+    str, typer.Option("--workload", "-w", help="Workload file or text, as for `headway simulate`.")
+]
+
+
+@options.spread
+def sweep_command(
+    knobs: Knobs,
+    workload: WorkloadText = options.DEFAULT_WORKLOAD,
+    preset: options.Preset = "headway",
+    profile: options.ProfileName = PROFILE,
+    metric: Metric = "output_tokens_per_second",
+    plot: planner_options.PlotFile = None,
+    json_: options.Json = False,
+    async_scheduling: options.AsyncScheduling = False,
+    *,
+    selection: options.WorkloadOptions,
+    runs: planner_options.RunOptions,
+    scheduler: options.SchedulerOptions,
+) -> None:
+    """Simulate every combination of settings on one workload, as a table and a plot."""
+    planner_options.check_plot(plot)
+    chosen = load_profile(profile)
+    work = planner_options.workload_of(workload, selection)
+    base = planner_options.base_settings(preset, scheduler)
+    with runs.evaluator() as evaluator:
+        space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base, chosen)
+        with options.progress_bar("simulating", len(points(space))) as evaluator.advance:
+            results = run_sweep(space, base, chosen, work, evaluator, async_scheduling)
+    drawn = plot_of(results, metric)
+    if json_:
+        reports = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
+        print(json.dumps({**planner_options.described(chosen), "runs": reports}, indent=2))
+    else:
+        _print_sweep(f"{len(results)} runs on {chosen.name}", results, metric)
+        planner_options.print_end(drawn, chosen)
+    planner_options.save_plot(drawn, plot)
+
+
+def _print_sweep(title: str, results: list[SweepPoint], metric: str) -> None:
+    rows = {", ".join(map(str, each.knobs.values())): each.outcome.summary for each in results}
+    Console().print(render.comparison(title, rows, header=", ".join(results[0].knobs)))
+    if metric != "output_tokens_per_second":
+        return
+    best = max(results, key=lambda each: metric_of(each.outcome.summary, metric))
+    Console().print(f"\nmost output tokens per second: {text_of(best.knobs)}", highlight=False)
+
+
+def breakeven_command(
+    profile: options.ProfileName = PROFILE,
+    plot: planner_options.PlotFile = None,
+    json_: options.Json = False,
+) -> None:
+    """Compare swapping with recomputing a preempted request, by its length."""
+    planner_options.check_plot(plot)
+    chosen = load_profile(profile)
+    rows, at, drawn = breakeven.table(chosen), breakeven.crossing(chosen), breakeven.plot(chosen)
+    if json_:
+        lines: list[dict[str, Any]] = [{**asdict(row), "cheaper": row.cheaper} for row in rows]
+        print(json.dumps(
+            {**planner_options.described(chosen), "crossing": at, "rows": lines}, indent=2
+        ))  # fmt: skip
+    else:
+        table = Table(header_style="bold", box=None, pad_edge=False)
+        for name in ("tokens", "swap", "recompute", "recompute alone", "cheaper"):
+            table.add_column(name, justify="right")
+        for row in rows:
+            times = map(render.seconds, (row.swap, row.recompute, row.recompute_alone))
+            table.add_row(f"{row.tokens:,}", *times, row.cheaper)
+        Console().print(table)
+        found = f"a swap is cheaper from {at:,} tokens up" if at else "a swap is never cheaper"
+        Console().print(f"\nOn {chosen.name} {found}. {BREAKEVEN_TERMS}", highlight=False)
+        planner_options.print_end(drawn, chosen)
+    planner_options.save_plot(drawn, plot)

@@ -1,0 +1,1 @@
+"""The planner: simulations that answer which settings, how much load and how many replicas."""

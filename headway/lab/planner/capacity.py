@@ -1,0 +1,166 @@
+"""Capacity: the highest request rate at which a workload meets its targets.
+
+For every seed, bisection finds the highest rate that its run meets; the capacity is the mean over
+the seeds, with a confidence interval. One seed keeps its lengths and the pattern of its arrivals at
+every rate (common random numbers); only the time between arrivals is stretched. The midpoints do not
+depend on the targets, so looser targets never give a lower capacity.
+
+A run fails if it misses a target, or if its queue grows while requests arrive. The second test
+recognises over-saturation: a run with few requests can meet its targets although work arrives faster
+than it is done.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from headway.errors import ConfigError
+from headway.lab.cost import Profile
+from headway.lab.planner.confidence import Interval, interval
+from headway.lab.planner.evaluate import Job, Outcome, Settings
+from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.targets import Targets, missed
+from headway.lab.planner.workload import Workload, at_rate
+
+TOLERANCE = 0.01  # width of the last bracket, relative to its upper end
+LIGHT, ALONE = 1 / 16, 1 / 1000  # of the saturated rate; ALONE: requests hardly ever meet
+NUM_ALONE = 3  # seeds that must fail before a target is called impossible
+SATURATED = "queue growth"
+MIN_SPANS = 5  # mean latencies that the arrivals should last
+
+
+@dataclass
+class SeedSearch:
+    """The search of one seed: doubles the rate until a run fails, then bisects.
+
+    A rate below ALONE counts as 0. `low` is the highest rate that has passed, `high` the lowest that has failed.
+    """
+
+    seed: int
+    start: float
+    low: float = 0.0
+    high: float = math.inf
+    limits: Counter[str] = field(default_factory=Counter)  # what failed at the lowest failed rate
+
+    @property
+    def is_done(self) -> bool:
+        if self.high <= ALONE * self.start:
+            return True
+        return self.high < math.inf and self.high - self.low <= TOLERANCE * self.high
+
+    @property
+    def next_rate(self) -> float:
+        if self.high == math.inf:
+            return 2 * self.low or self.start
+        return (self.low + self.high) / 2
+
+    @property
+    def rate(self) -> float:
+        return 0.0 if self.high <= ALONE * self.start else (self.low + self.high) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The highest rate in requests per second, and what happens above it."""
+
+    rate: Interval
+    by_seed: tuple[float, ...]
+    saturated_rate: float  # of requests that all arrive at once, on seed 0
+    limited_by: dict[str, int]  # seeds by what fails just above their rate
+    is_short: bool  # the arrivals last too short a time for a steady state
+    num_runs: int
+
+    def replicas(self, rate: float) -> int | None:
+        """Replicas for a total rate, by the lower end of the interval; None if that is 0."""
+        return math.ceil(rate / self.rate.low) if self.rate.low > 0 else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityQuestion:
+    """What to find the capacity of."""
+
+    profile: Profile
+    workload: Workload
+    settings: Settings
+    targets: Targets
+    async_scheduling: bool = False
+
+    def job(self, seed: int, rate: float) -> Job:
+        return Job(
+            profile=self.profile, workload=self.workload, settings=self.settings, seed=seed,
+            rate=rate, targets=self.targets if rate < math.inf else (),
+            async_scheduling=self.async_scheduling,
+        )  # fmt: skip
+
+
+class Impossible(ConfigError):
+    """Targets that no rate meets."""
+
+
+def find_capacity(
+    question: CapacityQuestion, seeds: Sequence[int], evaluator: Evaluator
+) -> Capacity:
+    """ConfigError if the workload has no arrival process, Impossible if no rate meets the targets."""
+    at_rate(question.workload.requests(), 1.0)
+    (at_once,) = evaluator.run([question.job(0, math.inf)])
+    saturated = at_once.summary["requests_per_second"]
+    if not saturated:
+        raise ConfigError("no request of the workload can run with these settings")
+    num_runs = 1 + _check_possible(question, seeds[:NUM_ALONE], saturated, evaluator)
+    searches = [SeedSearch(seed, saturated) for seed in seeds]
+    latest: dict[int, Outcome] = {}
+    while active := [search for search in searches if not search.is_done]:
+        outcomes = evaluator.run([question.job(s.seed, s.next_rate) for s in active])
+        num_runs += len(active)
+        for search, outcome in zip(active, outcomes, strict=True):
+            if failed := failures(question.targets, outcome):
+                search.high, search.limits = search.next_rate, Counter(failed)
+            else:
+                search.low = search.next_rate
+                latest[search.seed] = outcome
+    rates = tuple(search.rate for search in searches)
+    limits = Counter(name for search in searches for name in search.limits)
+    mean, low, high = interval(rates)
+    return Capacity(
+        rate=Interval(mean, max(0.0, low), high), by_seed=rates, saturated_rate=saturated,
+        limited_by=dict(sorted(limits.items())), num_runs=num_runs,
+        is_short=any(_is_short(outcome) for outcome in latest.values()),
+    )  # fmt: skip
+
+
+def failures(targets: Targets, outcome: Outcome) -> list[str]:
+    """What a run fails: names of targets, or the growth of its queue."""
+    if outcome.is_stopped:
+        return [outcome.stopped_by]
+    failed = [target.name for target in missed(targets, outcome.summary)]
+    return [*failed, *([SATURATED] if outcome.is_saturated else [])]
+
+
+def _is_short(outcome: Outcome) -> bool:
+    """Whether requests stay so long that the arrivals end before the batch is steady."""
+    summary = outcome.summary
+    return bool(summary["seconds"] < (MIN_SPANS + 1) * summary["end_to_end"]["mean"])
+
+
+def _check_possible(
+    question: CapacityQuestion, seeds: Sequence[int], saturated: float, evaluator: Evaluator
+) -> int:
+    """The number of runs at low rates; Impossible if no rate meets one of the targets."""
+    if not question.targets:
+        return 0
+    (light,) = evaluator.run([question.job(seeds[0], saturated * LIGHT)])
+    if not failures(question.targets, light):
+        return 1
+    outcomes = evaluator.run([question.job(seed, saturated * ALONE) for seed in seeds])
+    failed = [set(failures(question.targets, outcome)) - {SATURATED} for outcome in outcomes]
+    if hopeless := [t for t in question.targets if all(t.name in names for names in failed)]:
+        found = (
+            f"{t} cannot be met: requests that run alone have {t.name} "
+            f"{t.measured(outcomes[0].summary):.3g} s already"
+            for t in hopeless
+        )
+        raise Impossible("; ".join(found))
+    return 1 + len(outcomes)

@@ -1,0 +1,105 @@
+"""Where evaluations run: in this process, in several processes, or on a Ray cluster.
+
+An executor has one method: `run(function, items)` yields (place, result) in any order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import Any, Protocol
+
+from headway.errors import ConfigError
+
+
+class JobExecutor(Protocol):
+    """Runs a picklable function on picklable items."""
+
+    def run(
+        self, function: Callable[[Any], Any], items: Sequence[Any]
+    ) -> Iterator[tuple[int, Any]]: ...
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """One after the other, in this process."""
+
+    def run(
+        self, function: Callable[[Any], Any], items: Sequence[Any]
+    ) -> Iterator[tuple[int, Any]]:
+        for place, item in enumerate(items):
+            yield place, function(item)
+
+    def close(self) -> None:
+        pass
+
+
+class Processes:
+    """A pool of `count` processes, started when there is more than one item to run."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._pool: ProcessPoolExecutor | None = None
+
+    def run(
+        self, function: Callable[[Any], Any], items: Sequence[Any]
+    ) -> Iterator[tuple[int, Any]]:
+        if self._count == 1 or len(items) == 1:
+            yield from InProcess().run(function, items)
+            return
+        if self._pool is None:
+            # Not fork: the progress bar has a thread.
+            context = multiprocessing.get_context("spawn")
+            self._pool = ProcessPoolExecutor(self._count, context, _start_worker)
+        places = {self._pool.submit(function, item): place for place, item in enumerate(items)}
+        for future in as_completed(places):
+            yield places[future], future.result()
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker() -> None:
+    """Leave Ctrl-C to the main process, and end with it even if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+class OnRay:
+    """Tasks of a Ray cluster; the address is Ray's own setting, RAY_ADDRESS."""
+
+    def __init__(self) -> None:
+        try:
+            self._ray: Any = importlib.import_module("ray")
+        except ImportError:
+            raise ConfigError(
+                "--ray needs ray, which is not installed: pip install '.[ray]' in Headway's folder"
+            ) from None
+        self._ray.init(ignore_reinit_error=True, log_to_driver=False)
+
+    def run(
+        self, function: Callable[[Any], Any], items: Sequence[Any]
+    ) -> Iterator[tuple[int, Any]]:
+        task = self._ray.remote(function)
+        places = {task.remote(item): place for place, item in enumerate(items)}
+        left = list(places)
+        while left:
+            done, left = self._ray.wait(left)
+            for reference in done:
+                yield places[reference], self._ray.get(reference)
+
+    def close(self) -> None:
+        self._ray.shutdown()

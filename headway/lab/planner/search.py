@@ -1,0 +1,206 @@
+"""The search of `tune`: a race of settings, then small changes to the survivors.
+
+1. Successive halving. Many settings run on the first ninth of the workload, the best third of them
+   on a third, the best third of those on all of it. The first settings are the presets, every
+   single change of the defaults, and random combinations; settings that combine the best single
+   changes join after the first round.
+2. Coordinate descent. Every single change of the best settings runs on a third of the workload; the
+   best ones, and all of them together, run on all of it.
+
+All runs have the same requests (common random numbers), and a run that has certainly missed a
+target is stopped. Costs are counted in full runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from random import Random
+
+from headway.lab.cost import Profile
+from headway.lab.planner.evaluate import Job, Outcome, Settings, make_config
+from headway.lab.planner.evaluator import Evaluator
+from headway.lab.planner.objective import STOPPED, Objective, Score
+from headway.lab.planner.space import Space, neighbours
+from headway.lab.planner.targets import Targets
+from headway.lab.planner.workload import Workload
+from headway.scheduler.presets import describe
+
+SHARES = (1 / 9, 1 / 3, 1.0)
+MIN_REQUESTS = 30  # of a part of the workload; a smaller part says little
+RACE = 0.36  # of the budget; each round of the race gets the same part
+MAX_COMBINED = 6
+NUM_TRIED = 4  # changes that run on all of the workload, in a round of the descent
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneQuestion:
+    """What to tune: a space of settings around a base."""
+
+    profile: Profile
+    workload: Workload
+    base: Settings
+    targets: Targets
+    space: Space
+    async_scheduling: bool = False
+
+    def job(self, point: Settings, share: float = 1.0, seed: int = 0) -> Job:
+        """The run of a point; it is stopped if it misses a target."""
+        return Job(
+            profile=self.profile, workload=self.workload, settings={**self.base, **point},
+            seed=seed, share=share, targets=self.targets, async_scheduling=self.async_scheduling,
+        )  # fmt: skip
+
+    def identity(self, point: Settings) -> str:
+        """Equal for points with equal configs."""
+        return repr(describe(make_config({**self.base, **point}, self.profile)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A point that ran on all of the workload."""
+
+    point: Settings
+    outcome: Outcome
+    score: Score
+
+
+class Search:
+    """One search; `tried` has every point that ran on all of the workload, by its identity."""
+
+    def __init__(
+        self,
+        question: TuneQuestion,
+        objective: Objective,
+        evaluator: Evaluator,
+        seed: int,
+        default: Outcome,
+    ) -> None:
+        self._question, self._evaluator = question, evaluator
+        self.objective = objective
+        self._random = Random(f"{seed} tune")
+        total = len(question.workload.requests())
+        self.shares = [s for s in SHARES if s == 1 or s * total >= MIN_REQUESTS]
+        first = Tried(point={}, outcome=default, score=objective.score(default))
+        self.tried = {question.identity({}): first}
+        self._stops = True  # whether runs that have missed a target are stopped
+
+    @property
+    def best(self) -> Tried:
+        return max(self.tried.values(), key=lambda tried: tried.score)
+
+    def run(self, budget: float, limit: float) -> None:
+        """Race and descend until the evaluator's cost reaches `limit`, of a budget in full runs."""
+        self._race(RACE * budget / len(self.shares), limit)
+        while self._descend(limit):
+            pass
+
+    def evaluate(self, points: Sequence[Settings], share: float) -> list[tuple[Score, Settings]]:
+        """Scores of points on a part of the workload, in their order."""
+        if share < 1:
+            outcomes = self._evaluator.run([self._job(point, share) for point in points])
+            return list(zip(map(self.objective.score, outcomes), points, strict=True))
+        names = [self._question.identity(point) for point in points]
+        new = {n: p for n, p in zip(names, points, strict=True) if n not in self.tried}
+        outcomes = self._evaluator.run([self._job(point, 1.0) for point in new.values()])
+        for (name, point), outcome in zip(new.items(), outcomes, strict=True):
+            score = self.objective.score(outcome)
+            self.tried[name] = Tried(point=point, outcome=outcome, score=score)
+        return [(self.tried[n].score, p) for n, p in zip(names, points, strict=True)]
+
+    def _job(self, point: Settings, share: float) -> Job:
+        job = self._question.job(point, share)
+        return job if self._stops else replace(job, targets=())
+
+    def _ranked(self, points: list[Settings], share: float) -> list[tuple[Score, Settings]]:
+        """Points with their scores, best first. If all are stopped, they run again to their end:
+        then no settings may meet the targets, and the search looks for those that come closest."""
+        ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
+        if self._stops and points and all(score[0] == STOPPED for score, point in ranked if point):
+            self._stops = False
+            self.tried = {k: t for k, t in self.tried.items() if not t.outcome.is_stopped}
+            ranked = sorted(self.evaluate(points, share), key=lambda x: x[0], reverse=True)
+        return ranked
+
+    def _race(self, cost: float, limit: float) -> None:
+        points = self._start(int(cost / self.shares[0]))
+        for place, share in enumerate(self.shares):
+            points = self._unique(points)[: self.affordable(share, limit)]
+            ranked = self._ranked(points, share)
+            if share < 1:
+                survivors = [point for _, point in ranked]
+                count = max(2, int(cost / self.shares[place + 1]))
+                combined = self._combined(ranked) if place == 0 else []
+                points = [*combined, *survivors][:count]
+
+    def _start(self, count: int) -> list[Settings]:
+        """The defaults, every single change, and random combinations."""
+        space = self._question.space
+        singles: list[Settings] = [{name: v} for name, values in space.items() for v in values]
+        self._random.shuffle(singles)
+        points: list[Settings] = [{}, *singles]
+        for _ in range(20 * count):
+            if len(points := self._unique(points)) >= count:
+                break
+            points.append({
+                name: self._random.choice(values)
+                for name, values in space.items() if self._random.random() < 0.5
+            })  # fmt: skip
+        return self._unique(points)[:count]
+
+    def _combined(self, ranked: Iterable[tuple[Score, Settings]]) -> list[Settings]:
+        """The best single change of every knob, combined: the best two knobs, three, and so on."""
+        scores = [(score, point) for score, point in ranked if len(point) <= 1]
+        default = next((score for score, point in scores if not point), None)
+        changes: Settings = {}
+        combined = []
+        for score, point in scores:
+            name = next(iter(point), None)
+            if default is None or name is None or name in changes or score <= default:
+                continue
+            changes[name] = point[name]
+            combined.append(dict(changes))
+        return combined[1:MAX_COMBINED]
+
+    def _descend(self, limit: float) -> bool:
+        """One round of changes to the best point; False if none is better or the cost is reached."""
+        best, share = self.best, self.shares[-2] if len(self.shares) > 1 else 1.0
+        changes = self._changes(best.point)[: max(0, self.affordable(share, limit) - 1)]
+        if not changes:
+            return False
+        (now, _), *ranked = self.evaluate([best.point, *(p for _, p in changes)], share)
+        better = sorted(
+            ((score, name, point) for (score, point), (name, _) in zip(ranked, changes, strict=True)
+             if score > now), key=lambda x: x[0], reverse=True,
+        )  # fmt: skip
+        together = dict(best.point)
+        for _, name, point in reversed(better):
+            together = {**together, name: point[name]}
+        tried = [together, *(point for _, _, point in better[:NUM_TRIED])]
+        affordable = self.affordable(1.0, limit)
+        if not better or not affordable:
+            return False
+        self.evaluate(self._unique(tried)[:affordable], 1.0)
+        return self.best.score > best.score
+
+    def _changes(self, point: Settings) -> list[tuple[str, Settings]]:
+        """Every single change of a point, with the knob that it changes; new configs only."""
+        question = self._question
+        described = describe(make_config({**question.base, **point}, question.profile))
+        now = {**described, "preset": point.get("preset", question.base["preset"])}
+        seen, changes = {question.identity(point)}, list[tuple[str, Settings]]()
+        for name, values in question.space.items():
+            for value in neighbours(values, now[name]):
+                changed = {**point, name: value}
+                if (identity := question.identity(changed)) not in seen | self.tried.keys():
+                    seen.add(identity)
+                    changes.append((name, changed))
+        self._random.shuffle(changes)
+        return changes
+
+    def _unique(self, points: Iterable[Settings]) -> list[Settings]:
+        return list({self._question.identity(p): p for p in reversed(list(points))}.values())[::-1]
+
+    def affordable(self, share: float, limit: float) -> int:
+        """Runs of a share of the workload until the cost reaches the limit."""
+        return max(0, int((limit - self._evaluator.cost) / share))

@@ -1,0 +1,225 @@
+"""Try a change of the configuration: simulate the recent requests of a run before and after it.
+
+    python -m headway.lab.trial < pickled input      prints one JSON object; see `main`
+
+The requests arrive when they did, and generate as many tokens. The costs of a step are fitted to the
+recorded steps where these suffice; otherwise they come from a profile. Both runs are simulated, with
+the same costs, so that a difference between them comes from the change alone; the recorded numbers
+are given beside them. Lengths suffice in place of token ids: tokens that the prefix cache had are then
+modelled as one shared prefix. Reads no clock and knows no server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import sys
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from headway.errors import ConfigError, HeadwayError
+from headway.lab.cost import Model, Profile, load_profile
+from headway.lab.doctor import diagnose
+from headway.lab.fit import fit, observations, predict
+from headway.lab.simulate import simulate
+from headway.lab.summary import Summary, summarize
+from headway.lab.workload.files import row_reader
+from headway.lab.workload.recorded import prompts
+from headway.lab.workload.request import WorkloadRequest
+from headway.lab.workload.rows import Row
+from headway.observe.run_stats import RunStats
+from headway.observe.trace import Line, num_packed
+from headway.scheduler.presets import preset, read_changes
+
+MAX_FITTED = 2000  # steps; more make the fit slower, not better
+MAX_LEAD = 60.0  # seconds; requests that are open at the start arrive at most this long before it
+NICENESS = 19  # the lowest priority
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """The recent steps of a run, and the requests that were open before them."""
+
+    header: Line
+    lines: Sequence[Line]
+    before: Sequence[Line] = ()  # entries of `added`, with the tokens found in the cache
+    generated: Mapping[str, int] | None = None  # tokens of the requests that are open at the end
+    model: Model | None = None
+
+    @property
+    def start(self) -> float:
+        return float(self.lines[0]["t"])
+
+
+def try_changes(
+    recording: Recording, changes: Mapping[str, str], profile: str | None = None
+) -> dict[str, Any]:
+    """The recorded run, the simulated run, and the simulated run with these changes.
+
+    ConfigError if a change is wrong, no requests arrived, or the costs are not known.
+    """
+    config: dict[str, Any] = recording.header["config"]
+    changed = {**config, **read_changes(changes)}
+    preset(**changed)
+    requests, lead = workload(recording)
+    costs, about = costs_of(recording, profile)
+    runs = {
+        name: _simulated(requests, lead, settings, costs, recording.header["async_scheduling"])
+        for name, settings in (("before", config), ("after", changed))
+    }
+    measured = _measured(recording)
+    return {
+        "changes": dict(changes), "costs": about,
+        "seconds": measured["seconds"], "steps": measured["steps"], "requests": len(requests),
+        "measured": measured, **runs, "error": _error(runs["before"], measured),
+        "findings": [each._asdict() for each in diagnose(runs["after"], changed)],
+    }  # fmt: skip
+
+
+def workload(recording: Recording) -> tuple[list[WorkloadRequest], float]:
+    """The requests, with arrivals from 0 on, and the time from there to the first recorded step."""
+    if not recording.lines:
+        raise ConfigError("no steps are recorded yet; send requests first")
+    earliest = recording.start - MAX_LEAD
+    known = [{**e, "arrival": max(e["arrival"], earliest)} for e in recording.before]
+    steps = [{"added": known}, *recording.lines, {"finished": list(_open_ends(recording))}]
+    rows = prompts(recording.header["config"], steps)
+    if not rows:
+        raise ConfigError("no requests are recorded yet; send requests first")
+    begin = min(row["arrival"] for row in rows)
+    for row, num_cached in zip(rows, _cached(steps), strict=True):
+        row |= {key: max(0.0, row[key] - begin) for key in ("arrival", "deadline") if key in row}
+        prompt = row["prompt"]
+        if isinstance(prompt, int) and (num_shared := min(num_cached, prompt - 1)) > 0:
+            row |= {"prefix": "cached", "prefix_tokens": num_shared, "prompt": prompt - num_shared}
+    make = row_reader()
+    requests = sorted((make(Row(row)) for row in rows), key=lambda each: each.arrival)
+    return requests, recording.start - begin
+
+
+def _open_ends(recording: Recording) -> list[Line]:
+    """Output lengths of requests that have not ended: their tokens so far, or a typical number."""
+    ended = [num_packed(e["output"]) for x in recording.lines for e in x.get("finished", ())]
+    typical = round(median(ended)) if ended else 1
+    generated = recording.generated or {}
+    return [{"id": id, "output": count or typical} for id, count in generated.items()]
+
+
+def _cached(steps: Sequence[Line]) -> list[int]:
+    """The tokens that the cache had for each request without a parent, in the order of `added`."""
+    admissions = defaultdict[str, deque[int]](deque)
+    for id, num_cached, _, is_resume in (a for x in steps for a in x.get("admitted", ())):
+        if not is_resume:
+            admissions[id].append(num_cached)
+    found = []
+    for entry in (entry for step in steps for entry in step.get("added", ())):
+        coming = admissions[entry["id"]]
+        num_cached = entry["cached"] if "cached" in entry else coming.popleft() if coming else 0
+        if "parent" not in entry:
+            found.append(num_cached)
+    return found
+
+
+def costs_of(recording: Recording, profile: str | None) -> tuple[Profile, dict[str, Any]]:
+    """Costs fitted to the steps, or those of a profile, and a description of them.
+
+    Half of the steps are fitted; the error is that of the other half.
+    """
+    chosen = None if profile is None else load_profile(profile)
+    model = recording.model if chosen is None else recording.model or chosen.model
+    problem = "the model's sizes are not known"
+    try:
+        if model is not None:
+            return _fitted(recording, model)
+    except ConfigError as error:
+        problem = str(error)
+    if chosen is None:
+        raise ConfigError(f"the costs of a step are not known: {problem}; give a profile")
+    return chosen, {"source": "profile", "name": chosen.name, "because": problem}
+
+
+def _fitted(recording: Recording, model: Model) -> tuple[Profile, dict[str, Any]]:
+    seen, config = observations(recording.lines), recording.header["config"]
+    stride = max(1, len(seen.seconds) // (2 * MAX_FITTED))
+    places = np.arange(len(seen.seconds))
+    # Copies are rare: all steps with copies are fitted.
+    is_fitted = (places % (2 * stride) == 0) | (seen.copies[:, 0] > 0)
+    found = fit(seen.select(is_fitted), model, config["block_size"])
+    costs = Profile(
+        name="fitted", description=f"Fitted to {int(is_fitted.sum())} recent steps.",
+        kv_tokens=config["num_blocks"] * config["block_size"], model=model, machine=found.machine,
+    )  # fmt: skip
+    others = seen.select(seen.is_plain & (places % (2 * stride) == stride))
+    ratios = predict(costs.unit_costs, others) / others.seconds
+    return costs, {
+        "source": "fitted", "steps": int(is_fitted.sum()), "warnings": found.warnings,
+        "median_error": float(np.median(np.abs(ratios - 1))) if len(ratios) else None,
+    }  # fmt: skip
+
+
+def _simulated(
+    requests: list[WorkloadRequest], lead: float, settings: Line, costs: Profile, is_async: bool
+) -> Summary:
+    """The summary of the recorded time; earlier requests only fill the engine."""
+    result = simulate(requests, preset(**settings), costs, async_scheduling=is_async)
+    stats = result.metrics
+    stats.requests = [each for each in stats.requests if each.arrival >= lead]
+    stats.started_at = lead
+    return summarize(stats, len(result.rejected))
+
+
+def _measured(recording: Recording) -> Summary:
+    """The summary of the recorded steps. Requests from before have no times of their start."""
+    stats = RunStats(recording.header, recording.start)
+    first = {**dict.fromkeys(("running", "waiting", "free", "decodes"), 0), "step": -1}
+    times = dict.fromkeys(("t", "start", "end"), recording.start)
+    stats.add({**first, **times, "added": list(recording.before)})
+    num_before = len(stats.requests)
+    for line in recording.lines:
+        stats.add(line)
+    stats.streams = stats.requests[num_before:]
+    return summarize(stats)
+
+
+COMPARED = {"ttft": "p50", "time_between_tokens": "p50", "end_to_end": "p50"}
+
+
+def _error(simulated: Summary, measured: Summary) -> dict[str, float | None]:
+    """Relative errors of the simulated run; positive is too slow, None is not measured."""
+    return {
+        f"{name}_{mark}": simulated[name][mark] / measured[name][mark] - 1
+        if measured[name][mark] else None
+        for name, mark in COMPARED.items()
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Read pickled parts from stdin, try the changes, and print the result or {"error": ...}.
+
+    The first part has the changes, the profile and the fields of a recording; lists of lines follow.
+    """
+    os.nice(NICENESS)
+    source = sys.stdin.buffer
+    first, lines = pickle.load(source), list[Line]()
+    while part := pickle.load(source):
+        lines += part
+    try:
+        model = None if first["model"] is None else Model(**first["model"])
+        recording = Recording(
+            header=first["header"], lines=lines, before=first["before"],
+            generated=first["generated"], model=model,
+        )  # fmt: skip
+        result = try_changes(recording, first["changes"], first["profile"])
+    except HeadwayError as error:
+        result = {"error": str(error)}
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""The statistics of the last minute of a running engine.
+
+Steps are counted in slices of a few seconds. A slice is dropped when it is old, so memory is bounded
+by the work of a minute.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from headway.observe.run_stats import RunStats
+from headway.observe.timeline import RequestTimeline, StepRecord, StepStats, Timeline
+from headway.observe.trace import Line
+
+SLICE_SECONDS, NUM_SLICES = 10.0, 6
+
+
+class _Slice(NamedTuple):
+    start: float
+    stats: RunStats
+    finished: list[RequestTimeline]
+
+
+class RecentStats:
+    """Counts steps, and forgets them after 60 to 70 seconds."""
+
+    def __init__(self, header: Line) -> None:
+        self._header = header
+        self._slices: deque[_Slice] = deque(maxlen=NUM_SLICES + 1)
+
+    def count(self, record: StepRecord[Any], stats: StepStats[Any]) -> None:
+        """Count a step that the timeline has followed."""
+        if not self._slices or record.ended >= self._slices[-1].start + SLICE_SECONDS:
+            self._slices.append(_Slice(record.ended, RunStats(self._header), []))
+        latest = self._slices[-1]
+        latest.stats.count(record, stats)
+        if stats.finished:
+            latest.finished.extend([times for _, times in stats.finished])
+
+    def merged(self, timeline: Timeline[Any], now: float) -> RunStats:
+        """The slices of the last minute as one run, which began with the first of them.
+
+        Requests are those that arrived in it; stalls are those of all requests that were open.
+        """
+        oldest = now - (NUM_SLICES + 1) * SLICE_SECONDS
+        recent = [each for each in self._slices if each.start > oldest]
+        timeline.update_stalls()
+        run = RunStats(self._header, recent[0].start if recent else now)
+        run.ended_at = now
+        run.streams = [times for each in recent for times in each.finished]
+        run.streams += timeline.open.values()
+        for each in recent:
+            run.merge(each.stats)
+        return run

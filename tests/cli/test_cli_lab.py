@@ -1,0 +1,107 @@
+"""`headway lab` and `headway step`: wrong input gives one sentence; what can be shown is shown."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from headway.lab.cost import load_profile
+from headway.lab.film.reader import read_film
+from headway.lab.film.run import film_of_file
+from headway.lab.simulate import simulate
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.scheduler import preset
+from tests.cli.test_cli import Done, headway, refused
+
+WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """A recorded run."""
+    file, profile = io.StringIO(), load_profile("llama3.1-8b-a100-80gb")
+    config = preset("vllm_v1", num_blocks=24)
+    simulate(parse_synthetic(WORKLOAD).generate(), config, profile, trace=file, trace_blocks=True)
+    return file.getvalue().splitlines(keepends=True)
+
+
+def trace_with(lines: list[str], folder: Path) -> Path:
+    path = folder / "run.trace.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def stepped(monkeypatch: pytest.MonkeyPatch, path: Path, commands: str) -> Done:
+    monkeypatch.setattr("sys.stdin", io.StringIO(commands))
+    return headway("step", path)
+
+
+@pytest.mark.parametrize("command", ["lab", "step"])
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (["requests=1000000"], ["20000", "1000000", "headway simulate"]),
+        (["requests=many"], ["many"]),
+        ([WORKLOAD, "--victim", "nowhere:rule"], ["victim", "nowhere"]),
+        ([WORKLOAD, "--victim", "tests.cli.test_cli_lab:gone"], ["victim", "gone"]),
+        (["missing.jsonl"], ["missing.jsonl"]),
+    ],
+)
+def test_a_run_that_does_not_exist_is_refused_at_once(
+    command: str, options: list[str], parts: list[str]
+) -> None:
+    error = refused(command, *options)
+    assert all(part in error for part in parts), error
+
+
+@pytest.mark.parametrize("command", ["lab", "step"])
+def test_a_trace_of_another_version_is_refused(
+    command: str, lines: list[str], tmp_path: Path
+) -> None:
+    head = json.dumps({**json.loads(lines[0]), "headway_trace": 1})
+    error = refused(command, trace_with([f"{head}\n", *lines[1:]], tmp_path))
+    assert "version 1" in error and "record the run again" in error
+
+
+def test_a_truncated_trace_is_shown_up_to_its_last_line(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = trace_with([*lines[:20], lines[20][:40]], tmp_path)
+    done = stepped(monkeypatch, path, "j 18\nq\n")
+    assert done.code == 0 and "step 18 of" in done.out
+    assert ":21:" in done.err and "ends within this line" in done.err
+
+
+def test_a_trace_with_lost_lines_is_shown_up_to_them(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps after them would be wrong."""
+    path = trace_with([*lines[:9], *lines[13:]], tmp_path)
+    done = stepped(monkeypatch, path, "j 7\nq\n")
+    assert done.code == 0 and "step 7 of 8" in done.out
+    assert "line 10 is step 12, not 8" in done.err
+    film = read_film(film_of_file(path))
+    whole = read_film(film_of_file(trace_with(lines, tmp_path)))
+    assert all(film.ops(frame) == whole.ops(frame) for frame in range(8))
+
+
+def test_a_complete_trace_with_blocks_has_no_warning(
+    lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = stepped(monkeypatch, trace_with(lines, tmp_path), "e\nq\n")
+    assert done.code == 0 and not done.err
+    assert "24 blocks free" in done.out and "finished: 12" in done.out
+
+
+def test_an_export_says_what_is_missing(lines: list[str], tmp_path: Path) -> None:
+    path = trace_with([*lines[:20], lines[20][:40]], tmp_path)
+    done = headway("lab", path, "--export", tmp_path / "run.html")
+    assert done.code == 0 and "ends within this line" in done.err
+    assert (tmp_path / "run.html").stat().st_size > 100_000
+
+
+def test_a_trace_without_steps_is_refused(lines: list[str], tmp_path: Path) -> None:
+    assert "no steps" in refused("step", trace_with(lines[:1], tmp_path))

@@ -1,0 +1,205 @@
+"""What a film shows is what the scheduler knew: by seek, by play, and by replay.
+
+For every preset, with and without async scheduling: 200 random seeks. The world is small, and it
+has everything that changes a state: swaps, aborts, samples of one prompt, several decode steps in a
+plan, deferred decodes, resets of the prefix cache, and steps that fail.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import pytest
+
+from headway.engine.clock import VirtualClock
+from headway.engine.engine import Engine
+from headway.executor.simulated import Script, SimulatedExecutor, SimulatedHandle
+from headway.lab.film.reader import Film
+from headway.lab.film.run import film_of_replay, film_of_trace
+from headway.lab.film.state import FilmState, split
+from headway.observe.trace import Line, describe_step, header
+from headway.plan import Plan, StepReport
+from headway.request import RequestParams
+from headway.scheduler import PRESETS, Scheduler, preset
+from tests.support.film_states import State, note_states, shown, state_of
+
+NUM_SEEKS, NUM_REQUESTS, END = 200, 26, 0
+SIZES: dict[str, Any] = {
+    "block_size": 4, "num_blocks": 30, "num_host_blocks": 60, "max_num_seqs": 12,
+    "max_num_batched_tokens": 70, "num_scheduler_steps": 2, "max_model_len": 80,
+}  # fmt: skip
+each_preset = pytest.mark.parametrize("name", PRESETS)
+each_depth = pytest.mark.parametrize("is_async", [False, True])
+
+
+class Faulty(SimulatedExecutor):
+    """Fails now and then: when a plan is launched, or when its result is due."""
+
+    def __init__(self, clock: VirtualClock, failing: set[int]) -> None:
+        super().__init__(clock, lambda plan: 0.01 + 1e-4 * plan.num_tokens, 1e-4)
+        self._failing = failing
+
+    def launch(self, plan: Plan) -> SimulatedHandle:
+        if plan.step in self._failing and plan.step % 2:
+            raise RuntimeError("the launch failed")
+        handle = super().launch(plan)
+        return Failing(handle.clock, handle.result) if plan.step in self._failing else handle
+
+
+class Failing(SimulatedHandle):
+    def wait(self) -> Any:
+        raise RuntimeError("the step failed")
+
+
+class World:
+    """A run: its trace, and the state of the scheduler after each of its plans."""
+
+    def __init__(self, name: str, is_async: bool, failing: frozenset[int]) -> None:
+        changes = {"swap": "swap"} if name in ("headway", "vllm", "vllm_v1") else {}
+        if name in ("nano_vllm", "deep_dive"):
+            changes = {"swap": "discard_output"}
+        budget = {"max_num_batched_tokens": 4} if name in ("nano_vllm", "deep_dive") else {}
+        self._clock = clock = VirtualClock()
+        scheduler = Scheduler(preset(name, **{**SIZES, **changes, **budget}))
+        self.states = note_states(scheduler)
+        self.engine = Engine(
+            scheduler, Faulty(clock, set(failing)), clock, async_scheduling=is_async
+        )
+        self.lines: list[Line] = [header(scheduler.config, is_async, has_blocks=True)]
+        self.between: dict[int, State] = {}  # states after lines without a plan, by line
+        self.engine.observers.append(self._observe)
+        self.num_swapped_at_failures = 0
+        fail = scheduler.fail
+
+        def counting(reason: str) -> None:
+            self.num_swapped_at_failures += len(scheduler.swapped)
+            fail(reason)
+
+        scheduler.fail = counting  # type: ignore[method-assign]
+        self._rng = random.Random(f"{name} {is_async}")
+        self._run()
+        self.lines = json.loads(json.dumps(self.lines))
+
+    def _observe(self, report: StepReport) -> None:
+        if report.plan.step < 0:
+            self.between[len(self.lines) - 1] = state_of(self.engine.scheduler)
+        self.lines.append(describe_step(report, has_blocks=True))
+
+    def _run(self) -> None:
+        prefix, rng, engine = self._tokens(12), self._rng, self.engine
+        for number in range(NUM_REQUESTS):
+            self._add(str(number), prefix)
+            for _ in range(rng.choice((0, 1, 4))):
+                if engine.has_work:
+                    engine.step()
+            if rng.random() < 0.3:
+                engine.abort(str(rng.randrange(number + 1)))
+            if number % 9 == 8:
+                engine.run()  # until it is idle, where the cache can be reset
+                assert engine.scheduler.reset_cache()
+        engine.run()
+
+    def _tokens(self, length: int) -> list[int]:
+        return [self._rng.randrange(1, 50_000) for _ in range(length)]
+
+    def _add(self, id: str, prefix: list[int]) -> None:
+        rng = self._rng
+        prompt = rng.choice((prefix, [])) + self._tokens(rng.randrange(1, 16))
+        num_output = rng.randrange(1, 34)
+        params = RequestParams(
+            max_tokens=rng.choice((num_output, 34)), n=rng.choice((1, 1, 3)),
+            priority=rng.randrange(3), eos_ids=frozenset({END}),
+            sampling=Script(num_output, 60_000 + int(id), END),
+        )  # fmt: skip
+        self.engine.add(id, prompt, params)
+
+
+@cache
+def world_of(name: str, is_async: bool, *failing: int) -> World:
+    return World(name, is_async, frozenset(failing))
+
+
+def film_of(data: bytes) -> Film:
+    film = Film()
+    assert film.read(data) == len(data) and film.end and not film.end["error"]
+    return film
+
+
+def check(film: Film, world: World) -> None:
+    """State by play = the scheduler's; 200 random seeks = state by play; columns = state."""
+    ids = [request[0] for request in film.requests]
+    played, by_play = FilmState(SIZES["block_size"]), list[State]()
+    for frame in range(film.num_frames):
+        for op, args in split(film.ops(frame)):
+            played.apply(op, args)
+        by_play.append(copied(shown(played, ids)))
+        step = film.column("step", frame)
+        if step >= 0:
+            assert by_play[-1] == world.states[step], f"step {step}"
+        elif frame in world.between:
+            assert holdings(by_play[-1]) == holdings(world.between[frame]), f"frame {frame}"
+        assert film.column("free", frame) == SIZES["num_blocks"] - len(played.refs), f"step {step}"
+        assert film.column("swapped", frame) == played.num_swapped
+    assert not played.requests and not played.refs
+    rng = random.Random(film.num_frames)
+    for _ in range(NUM_SEEKS):
+        frame = rng.randrange(film.num_frames)
+        assert shown(film.state(frame), ids) == by_play[frame], f"frame {frame}"
+
+
+def holdings(state: State) -> State:
+    """A state without the reasons to wait, which belong to a plan."""
+    requests = {id: (*each[:5], each[6]) for id, each in state["requests"].items()}
+    return {**state, "requests": requests, "rest": None}
+
+
+def copied(state: State) -> State:
+    """A copy that later operations do not change."""
+    requests = {id: (*each[:3], list(each[3]), list(each[4]), *each[5:])
+                for id, each in state["requests"].items()}  # fmt: skip
+    return {**state, "requests": requests, "held": dict(state["held"])}
+
+
+@each_depth
+@each_preset
+def test_a_film_shows_what_the_scheduler_knew(name: str, is_async: bool) -> None:
+    world = world_of(name, is_async)
+    film = film_of(b"".join(film_of_trace(iter(world.lines))))
+    check(film, world)
+    replayed = film_of(b"".join(film_of_replay(world.lines)))
+    assert replayed.num_frames == film.num_frames
+    for frame in range(film.num_frames):
+        assert replayed.ops(frame) == film.ops(frame), f"frame {frame}"
+        for column in film.header["columns"]:
+            assert replayed.column(column, frame) == film.column(column, frame), column
+
+
+@each_depth
+@each_preset
+def test_a_film_shows_what_the_scheduler_knew_after_failed_steps(name: str, is_async: bool) -> None:
+    world = world_of(name, is_async, 7, 20, 30, 41, 60)
+    check(film_of(b"".join(film_of_trace(iter(world.lines)))), world)
+
+
+def test_the_worlds_have_everything_that_changes_a_state() -> None:
+    seen: Counter[str] = Counter()
+    for name in PRESETS:
+        for is_async in (False, True):
+            for world in (world_of(name, is_async), world_of(name, is_async, 7, 20, 30, 41, 60)):
+                for line in world.lines[1:]:
+                    seen.update(key for key, value in line.items() if value)
+                    is_async = "in_flight" in line
+                    seen.update(f"{each[1]} {is_async:d}" for each in line.get("preempted", ()))
+                    seen.update(each["finish_reason"] for each in line.get("finished", ()))
+                    seen["samples"] += sum("parent" in each for each in line.get("added", ()))
+                seen["swapped at a failure"] += world.num_swapped_at_failures
+    rare = {
+        "swap 0", "swap 1", "recompute 0", "recompute 1", "discard 0", "discard 1", "copied_out", "copied_in", "aborted", "aborted_in_flight", "samples",
+        "num_steps", "deferred", "error", "stop", "length", "reset", "in_flight", "dropped",
+        "swapped at a failure",
+    }  # fmt: skip
+    assert not {each for each in rare if seen[each] < 5}, seen

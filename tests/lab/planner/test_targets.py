@@ -1,0 +1,87 @@
+"""Targets: durations, redundancy, and early stops that never change a verdict."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from headway.errors import ConfigError
+from headway.lab.cost import load_profile
+from headway.lab.planner.evaluate import Job, Outcome, evaluate
+from headway.lab.planner.targets import (
+    LATENCIES,
+    STATISTICS,
+    Target,
+    missed,
+    parse_duration,
+    redundant,
+    worst_ratio,
+)
+from headway.lab.planner.workload import Workload
+
+PROFILE = load_profile("llama3.1-8b-a100-80gb")
+BUSY = Workload(text="requests=36,arrivals=poisson(40),prompt=uniform(50,400),output=uniform(2,30)")
+FEW = {"max_num_seqs": 6}
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("200ms", 0.2), ("1s", 1), ("1.5", 1.5), ("2m", 120), (".5s", 0.5)]
+)
+def test_a_duration_has_a_unit_or_is_seconds(text: str, seconds: float) -> None:
+    assert parse_duration("--ttft-p99", text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1s", "1h", "1 2", "s", "nan", "1e999"])
+def test_a_wrong_duration_is_named_with_its_flag(text: str) -> None:
+    with pytest.raises(ConfigError, match="--e2e-max.*duration"):
+        parse_duration("--e2e-max", text)
+
+
+@pytest.mark.parametrize(
+    ("strong", "weak", "is_redundant"),
+    [
+        (("tbt", "max", 0.2), ("tbt", "p99", 0.3), True),
+        (("tbt", "max", 0.2), ("tbt", "p99", 0.1), False),
+        (("ttft", "p99", 1.0), ("ttft", "p50", 1.0), True),
+        (("ttft", "p50", 1.0), ("ttft", "p99", 2.0), False),
+        (("e2e", "p99", 1.0), ("ttft", "p99", 2.0), True),
+        (("stall", "max", 0.1), ("tbt", "p99", 0.2), True),
+        (("stall", "p99", 0.1), ("tbt", "p99", 0.2), False),
+    ],
+)
+def test_a_target_that_another_implies_is_redundant(
+    strong: tuple[str, str, float], weak: tuple[str, str, float], is_redundant: bool
+) -> None:
+    found = redundant([Target(*strong), Target(*weak)])
+    assert bool(found) == is_redundant
+    assert all(str(Target(*weak)) in each and str(Target(*strong)) in each for each in found)
+
+
+@pytest.fixture(scope="module")
+def complete() -> Outcome:
+    return evaluate(Job(profile=PROFILE, workload=BUSY, settings=FEW))
+
+
+@pytest.mark.parametrize("latency", LATENCIES)
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_stopping_early_never_changes_the_verdict(
+    latency: str, statistic: str, complete: Outcome
+) -> None:
+    value, num_stopped = Target(latency, statistic, 1.0).measured(complete.summary), 0
+    for factor in (0.2, 0.999999, 1.000001):
+        target = Target(latency, statistic, value * factor)
+        outcome = evaluate(Job(profile=PROFILE, workload=BUSY, settings=FEW, targets=(target,)))
+        num_stopped += outcome.is_stopped
+        assert (outcome.is_stopped or bool(missed((target,), outcome.summary))) == (factor < 1)
+        assert outcome.stopped_by == (target.name if outcome.is_stopped else "")
+        assert outcome.is_stopped or outcome.summary == complete.summary
+    assert num_stopped or latency in ("tbt", "stall")
+
+
+def test_rejected_requests_are_infinitely_late() -> None:
+    job = Job(profile=PROFILE, workload=BUSY, settings={"max_model_len": 200})
+    summary = evaluate(job).summary
+    assert summary["rejected"] > 0.1 * summary["requests"]
+    assert Target("ttft", "p90", 9.0).measured(summary) == math.inf
+    assert worst_ratio((Target("ttft", "p99", 9.0),), summary) == math.inf

@@ -1,0 +1,69 @@
+"""What a scheduler knows and what a film shows after a plan, in one form, to compare them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headway.lab.film.builder import REASONS
+from headway.lab.film.state import FilmState, Status
+from headway.plan import Plan
+from headway.request import RequestState
+from headway.scheduler import Scheduler
+
+STATUS = {
+    RequestState.WAITING: Status.WAITING, RequestState.PREFILL: Status.PREFILL,
+    RequestState.DECODING: Status.DECODING, RequestState.SWAPPED: Status.SWAPPED,
+}  # fmt: skip
+State = dict[str, Any]
+
+
+def state_of(scheduler: Scheduler) -> State:
+    """What the scheduler knows right after it has made a plan."""
+    pool, plan = scheduler.kv.pool, scheduler.last_plan
+    blocked = {b.request: (REASONS.index(b.reason), b.need, b.have) for b in plan.blocked}
+    rest = plan.not_considered
+    return {
+        "requests": {
+            r.id: (
+                STATUS[r.state], r.num_computed, r.num_generated, list(r.kv.blocks),
+                list(r.kv.host.blocks) if r.kv.host else [], blocked.get(r),
+                r.history.num_preemptions,
+            )
+            for r in scheduler.requests.values()
+        },
+        "joined": {r.id for r in scheduler.state.decode_batch.members},
+        "held": {block: count for block, count in enumerate(pool.refs) if count},
+        "cached": set(pool._cached),
+        "rest": (REASONS.index(rest.reason), rest.num_requests) if rest else None,
+    }  # fmt: skip
+
+
+def shown(film: FilmState, ids: list[str]) -> State:
+    """The same of a film."""
+    return {
+        "requests": {
+            ids[r]: (
+                each.status, film.computed(r), film.generated(r), each.blocks, each.host,
+                each.blocked, each.num_preemptions,
+            )
+            for r, each in film.requests.items()
+        },
+        "joined": {ids[r] for r in film.joined},
+        "held": film.refs,
+        "cached": film.cached_blocks,
+        "rest": film.rest,
+    }  # fmt: skip
+
+
+def note_states(scheduler: Scheduler) -> dict[int, State]:
+    """The state after each plan with work, by step; it grows while the scheduler runs."""
+    states, schedule = dict[int, State](), scheduler.schedule
+
+    def noting() -> Plan:
+        plan = schedule()
+        if not plan.is_empty:
+            states[plan.step] = state_of(scheduler)
+        return plan
+
+    scheduler.schedule = noting  # type: ignore[method-assign]
+    return states

@@ -1,0 +1,89 @@
+"""The lab page in a browser: what the tests read from it and do with it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+VIEWPORT = {"width": 1400, "height": 1000}
+INLINE = ("data:", "blob:")
+SIDES = (", first scheduler", ", second scheduler")  # ends of the labels of panes
+
+
+@contextmanager
+def opened(browser: Any, url: str, **options: Any) -> Iterator[Any]:
+    """A page at this address; at its end it must have no console error and no foreign request."""
+    context = browser.new_context(**{"viewport": VIEWPORT, **options})
+    page, problems = context.new_page(), list[str]()
+    page.on("console", lambda m: problems.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    own = url.partition("#")[0]
+
+    def check(request: Any) -> None:
+        if not request.url.startswith((own, *INLINE)):
+            problems.append(f"foreign request {request.url}")
+
+    context.on("request", check)
+    page.goto(url)
+    page.wait_for_selector("#jump")
+    try:
+        yield page
+        # The browser itself logs a refused description; the page shows the reason.
+        assert not [problem for problem in problems if "status of 400" not in problem]
+    finally:
+        context.close()
+
+
+def step(page: Any) -> int:
+    return int(page.input_value("#jump"))
+
+
+def wait_for_step(page: Any, number: int) -> None:
+    page.wait_for_function("n => document.querySelector('#jump')?.value === String(n)", arg=number)
+
+
+def wait_for_end(page: Any) -> None:
+    """Wait until no run is loading."""
+    page.wait_for_function("() => document.querySelector('.where .loading').innerText === ''")
+
+
+def press(page: Any, *keys: str) -> None:
+    for key in keys:
+        page.keyboard.press(key)
+
+
+def jump(page: Any, number: int) -> None:
+    page.fill("#jump", str(number))
+    page.press("#jump", "Enter")
+    page.locator("#jump").blur()
+    wait_for_step(page, number)
+
+
+def link(page: Any) -> str:
+    """The address with the present state; the page writes it a moment after a change."""
+    page.wait_for_timeout(300)
+    address: str = page.url
+    return address
+
+
+def pane(page: Any, name: str) -> Any:
+    """A pane by its label; beside a second scheduler, labels end with its side."""
+    return page.locator(f"section[aria-label='{name}']")
+
+
+def ids(page: Any, group: str, side: str = "") -> list[str]:
+    """The requests in a group of the Requests pane, such as "running"."""
+    found: list[str] = pane(page, f"Requests{side}").locator(f".{group} .id").all_inner_texts()
+    return found
+
+
+def summary(page: Any) -> dict[str, float]:
+    """The result of the first run, once it has ended."""
+    page.wait_for_selector("[data-summary=steps]", state="attached")
+    cells = page.locator("[data-summary]").evaluate_all(
+        "all => all.map(e => [e.dataset.summary, Number(e.dataset.value)])"
+    )
+    return dict(cells)
