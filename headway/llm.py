@@ -143,8 +143,9 @@ class LLM:
         matchers.use(self.tokenizer, self.loaded.eos_ids)
         clock = RealClock()
         self.executor.now = clock.now
-        if self.loaded.is_on_gpu or isinstance(self.config.chunk, hold_tbt):
-            self.config = with_measured_costs(self.config, self.executor)
+        self.config = with_measured_costs(
+            self.config, self.executor, has_swap=self.loaded.is_on_gpu
+        )
         async_scheduling = self.loaded.is_on_gpu if async_scheduling is None else async_scheduling
         self.engine = Engine(
             Scheduler(self.config), self.executor, clock, async_scheduling=async_scheduling
@@ -368,9 +369,12 @@ class LLM:
                         on_finish(position, builder.output())
 
 
-def with_measured_costs(config: Config, executor: Timed) -> Config:
-    """The config; `swap_if_cheaper` and `hold_tbt` without times get those of this device."""
-    if config.swap == swap_if_cheaper() and config.num_host_blocks:
+def with_measured_costs(config: Config, executor: Timed, *, has_swap: bool = True) -> Config:
+    """The config; `swap_if_cheaper` and `hold_tbt` without times get those of this device.
+
+    Without `has_swap`, the swap rule keeps its times: a CPU copies blocks within its own memory.
+    """
+    if has_swap and config.swap == swap_if_cheaper() and config.num_host_blocks:
         config = replace(config, swap=swap_if_cheaper(**measured(executor, config)._asdict()))
     chunk = config.chunk
     if isinstance(chunk, hold_tbt) and chunk.has_default_costs:

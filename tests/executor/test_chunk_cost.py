@@ -13,7 +13,7 @@ from headway.llm import with_measured_costs
 from headway.plan import Chunk, Plan
 from headway.request import Request, RequestParams
 from headway.scheduler import preset
-from headway.scheduler.policies import hold_tbt
+from headway.scheduler.policies import hold_tbt, swap_if_cheaper
 from headway.step_cost import work_of
 from tests.executor.test_swap_cost import Pretended
 
@@ -43,3 +43,13 @@ def test_a_default_rule_gets_the_measured_times_and_another_keeps_its_own() -> N
     own = replace(CONFIG, chunk=hold_tbt(0.02, token=1e-6))
     assert with_measured_costs(own, Pretended(profile)) == own
     assert with_measured_costs(CONFIG, Pretended(profile)) == CONFIG
+
+
+def test_without_a_device_to_copy_to_the_swap_rule_keeps_its_times() -> None:
+    config = replace(
+        CONFIG, chunk=hold_tbt(0.02), swap=swap_if_cheaper(), num_host_blocks=CONFIG.num_blocks
+    )
+    profile = load_profile(NAMES[0])
+    found = with_measured_costs(config, Pretended(profile), has_swap=False)
+    assert found.swap == swap_if_cheaper() and found.chunk != config.chunk
+    assert with_measured_costs(config, Pretended(profile)).swap != swap_if_cheaper()
