@@ -39,7 +39,7 @@ class SleepingClock(RealClock):
 
     def advance_to(self, time_: float) -> None:
         if time_ > self.now():
-            time.sleep(time_ - self.now())
+            time.sleep(max(0.0, time_ - self.now()))  # it may pass between the two calls
 
 
 def make_engine(seconds: float = 0.0, async_scheduling: int = 0, **changes: Any) -> Engine:
