@@ -17,7 +17,7 @@ from headway.lab.planner.evaluate import Outcome, code_version
 
 
 class History:
-    """Outcomes of earlier evaluations with the present code; without a path, of this session."""
+    """Outcomes of earlier evaluations with the present code; without a path, of this process."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path, self._known = path, dict[str, Outcome]()
