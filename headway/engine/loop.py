@@ -90,6 +90,7 @@ class EngineLoop:
             "now": lambda _: engine.clock.now(),
             "load": lambda _: self._load(),
         }
+        self.report_load = False  # send LoadReports: with every step, and as heartbeats
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
         self.begin: Callable[[], None] = lambda: None  # called first on the loop's thread
         self.ended: str | None = None  # why the loop has ended; None while it runs

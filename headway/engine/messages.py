@@ -29,6 +29,11 @@ class Submit:
     prompt: Sequence[int]
     params: RequestParams
     traceparent: str = ""  # W3C trace context of the caller; empty: none
+    # To continue a request that another engine has begun. One entry for each sample: the tokens
+    # that it has generated; None: it has ended. Empty: the request is new.
+    outputs: tuple[tuple[int, ...] | None, ...] = ()
+    age: float = 0.0  # seconds since the request arrived at the other engine
+    deadline_in: float | None = None  # seconds; replaces params.deadline, which is absolute
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +115,17 @@ class QueryResult(NamedTuple):
     error: str | None = None
 
 
+class LoadReport(NamedTuple):
+    """The load of an engine after a step, or while it is idle or busy with a long step."""
+
+    step: int  # number of the next step
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int  # tokens that admitted and waiting requests have left to prefill
+    num_free_blocks: int
+    num_blocks: int
+
+
 class EngineStopped(NamedTuple):
     """The loop has ended; open requests and queries get no further messages."""
 
@@ -117,7 +133,7 @@ class EngineStopped(NamedTuple):
 
 
 ToLoop = Submit | Cancel | Query
-FromLoop = TokenBatch | SampleUpdate | Refusal | QueryResult | EngineStopped
+FromLoop = TokenBatch | SampleUpdate | Refusal | QueryResult | LoadReport | EngineStopped
 
 # From the report of a step to messages.
 

@@ -50,6 +50,11 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "lab": (
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe", "lab",
     ),
+    "fleet": (*TYPES, "kv", "scheduler", "engine", "observe", "fleet"),
+    "fleet.ray_serve": (
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
+        "lab", "server", "fleet",
+    ),
     "server": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "lab", "server",
     ),

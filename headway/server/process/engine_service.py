@@ -119,8 +119,9 @@ class EngineService:
             elif isinstance(message, QueryResult):
                 worker, number_there = self._queries.pop(message.number)
                 batches.setdefault(worker, []).append(message._replace(number=number_there))
-            else:
-                self.stopped = message
+            else:  # it concerns all workers
+                if isinstance(message, EngineStopped):
+                    self.stopped = message
                 for batch in batches.values():
                     batch.append(message)
         for worker, batch in batches.items():
