@@ -110,6 +110,17 @@ class QueryResult(NamedTuple):
     error: str | None = None
 
 
+class CacheDelta(NamedTuple):
+    """How the prefix keys in the KV cache changed since the last delta.
+
+    If `cleared`, keys of earlier deltas are gone, and `added` has all that are present.
+    """
+
+    added: list[bytes]
+    removed: list[bytes]
+    cleared: bool
+
+
 class EngineStopped(NamedTuple):
     """The loop has ended; open requests and queries get no further messages."""
 
@@ -117,7 +128,7 @@ class EngineStopped(NamedTuple):
 
 
 ToLoop = Submit | Cancel | Query
-FromLoop = TokenBatch | SampleUpdate | Refusal | QueryResult | EngineStopped
+FromLoop = TokenBatch | SampleUpdate | Refusal | QueryResult | CacheDelta | EngineStopped
 
 # From the report of a step to messages.
 

@@ -119,7 +119,7 @@ class EngineService:
             elif isinstance(message, QueryResult):
                 worker, number_there = self._queries.pop(message.number)
                 batches.setdefault(worker, []).append(message._replace(number=number_there))
-            else:
+            elif isinstance(message, EngineStopped):
                 self.stopped = message
                 for batch in batches.values():
                     batch.append(message)

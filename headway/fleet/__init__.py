@@ -1,0 +1,1 @@
+"""Several engines behind one client: routing, links to replicas, and resuming after faults."""
