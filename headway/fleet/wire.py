@@ -26,6 +26,7 @@ PROTOCOL = 1  # change it when the encoding or a listed type changes
 MAGIC = b"HEADWAY\0"
 MAX_FRAME = 1 << 28  # bytes
 START = struct.Struct("<8sI")
+Reader = Callable[[memoryview, int], tuple[Any, int]]
 LENGTH, INT, FLOAT = struct.Struct("<I"), struct.Struct("<q"), struct.Struct("<d")
 
 
@@ -94,11 +95,11 @@ def decode(data: bytes | memoryview) -> Any:
     return value
 
 
-async def read_frame(reader: asyncio.StreamReader) -> Any:
+async def read_frame(reader: asyncio.StreamReader, limit: int = MAX_FRAME) -> Any:
     """The next value; IncompleteReadError at the end, ExecutorError if it is too long or invalid."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    if length > MAX_FRAME:
-        raise ExecutorError(f"a frame has {length} bytes (limit {MAX_FRAME})")
+    if length > limit:
+        raise ExecutorError(f"a frame has {length} bytes (limit {limit})")
     return decode(await reader.readexactly(length))
 
 
@@ -187,43 +188,49 @@ CONTAINERS: dict[int, Callable[[list[Any]], Any]] = {
     ord("t"): tuple,
     ord("S"): frozenset,
 }
-CONSTANTS = {ord("N"): None, ord("T"): True, ord("F"): False}
 
 
 def _read(data: memoryview, at: int) -> tuple[Any, int]:
     """The value that begins at a position, and the position after it."""
     tag = data[at]
+    reader = READERS.get(tag)
+    if reader is None:
+        raise ValueError(f"unknown tag {tag} at byte {at}")
+    return reader(data, at + 1)
+
+
+def _read_array(data: memoryview, at: int) -> tuple[Any, int]:
+    content, end = _read_bytes(data, at + 1)
+    return CONTAINERS[data[at]](_ints(content)), end
+
+
+def _read_object(data: memoryview, at: int) -> tuple[Any, int]:
+    number, values = data[at], []
     at += 1
-    if tag in CONSTANTS:
-        return CONSTANTS[tag], at
-    if tag == ord("i"):
-        return INT.unpack_from(data, at)[0], at + INT.size
-    if tag == ord("d"):
-        return FLOAT.unpack_from(data, at)[0], at + FLOAT.size
-    if tag == ord("a"):
-        content, end = _read_bytes(data, at + 1)
-        return CONTAINERS[data[at]](_ints(content)), end
-    if tag in CONTAINERS or tag == ord("D"):
-        return _read_items(data, at, tag)
-    if tag == ord("o"):
-        number, values = data[at], []
-        at += 1
-        for _ in FIELDS[number]:
-            value, at = _read(data, at)
-            values.append(value)
-        return _made(number, values), at
-    if tag == ord("B"):
-        return _read_tokens(data, at)
-    content, end = _read_bytes(data, at)
-    if tag == ord("s"):
-        return str(content, "utf-8", "surrogatepass"), end
-    if tag == ord("b"):
-        return bytes(content), end
-    if tag == ord("I"):
-        return int(bytes(content)), end
-    if tag == ord("e"):
-        return np.frombuffer(bytes(content), np.float32), end
-    raise ValueError(f"unknown tag {tag}")
+    for _ in FIELDS[number]:
+        value, at = _read(data, at)
+        values.append(value)
+    return _made(number, values), at
+
+
+def _converted(convert: Callable[[memoryview], Any]) -> Reader:
+    def read(data: memoryview, at: int) -> tuple[Any, int]:
+        content, end = _read_bytes(data, at)
+        return convert(content), end
+
+    return read
+
+
+def _constant(value: Any) -> Reader:
+    return lambda _, at: (value, at)
+
+
+def _items(make: Callable[[list[Any]], Any]) -> Reader:
+    def read(data: memoryview, at: int) -> tuple[Any, int]:
+        items, at = _read_items(data, at)
+        return make(items), at
+
+    return read
 
 
 def _read_bytes(data: memoryview, at: int) -> tuple[memoryview, int]:
@@ -234,16 +241,19 @@ def _read_bytes(data: memoryview, at: int) -> tuple[memoryview, int]:
     return data[begin : begin + length], begin + length
 
 
-def _read_items(data: memoryview, at: int, tag: int) -> tuple[Any, int]:
+def _read_items(data: memoryview, at: int, per_item: int = 1) -> tuple[list[Any], int]:
     (length,) = LENGTH.unpack_from(data, at)
     at += LENGTH.size
     items = []
-    for _ in range(2 * length if tag == ord("D") else length):
+    for _ in range(per_item * length):
         item, at = _read(data, at)
         items.append(item)
-    if tag == ord("D"):
-        return dict(zip(items[::2], items[1::2], strict=True)), at
-    return CONTAINERS[tag](items), at
+    return items, at
+
+
+def _read_dict(data: memoryview, at: int) -> tuple[dict[Any, Any], int]:
+    items, at = _read_items(data, at, per_item=2)
+    return dict(zip(items[::2], items[1::2], strict=True)), at
 
 
 def _read_tokens(data: memoryview, at: int) -> tuple[messages.TokenBatch, int]:
@@ -268,3 +278,16 @@ def _made(number: int, values: list[Any]) -> Any:
     if is_dataclass(kind):
         return kind(**dict(zip(FIELDS[number], values, strict=True)))
     return kind(*values)
+
+
+READERS: dict[int, Reader] = {
+    ord("N"): _constant(None), ord("T"): _constant(True), ord("F"): _constant(False),
+    ord("i"): lambda data, at: (INT.unpack_from(data, at)[0], at + INT.size),
+    ord("d"): lambda data, at: (FLOAT.unpack_from(data, at)[0], at + FLOAT.size),
+    ord("I"): _converted(lambda content: int(bytes(content))),
+    ord("s"): _converted(lambda content: str(content, "utf-8", "surrogatepass")),
+    ord("b"): _converted(bytes),
+    ord("e"): _converted(lambda content: np.frombuffer(bytes(content), np.float32)),
+    **{tag: _items(make) for tag, make in CONTAINERS.items()},
+    ord("a"): _read_array, ord("D"): _read_dict, ord("o"): _read_object, ord("B"): _read_tokens,
+}  # fmt: skip

@@ -54,7 +54,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.prefix_tracker", "lab",
     ),
-    "fleet": (*TYPES, "kv", "scheduler", "engine", "observe", "fleet"),
+    "fleet.sockets": (*TYPES, "engine", "fleet", "server"),
     "fleet.ray_serve": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
         "lab", "server", "fleet",

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from headway import __version__
 from headway.cli.options.common import spread
+from headway.cli.options.fleet import FleetFlags, run_fleet
 from headway.cli.options.model import MODEL_HELP, ModelOptions
 from headway.cli.options.packages import check_extras
 from headway.cli.options.serve import ServeOptions
@@ -48,8 +49,14 @@ class ModelInfo:
     model_name: str
     max_model_len: int
     preset: str
+    execution: str  # precision and device
     description: str  # of the model and its execution
     tool_call_parser: str = "auto"
+
+    @property
+    def identity(self) -> str:
+        """What the tokens of a request depend on; equal for all replicas of a fleet."""
+        return f"{self.model_name} ({self.execution}, max_model_len {self.max_model_len})"
 
     @property
     def fingerprint(self) -> str:
@@ -59,7 +66,9 @@ class ModelInfo:
 
 
 @spread
-def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOptions) -> None:
+def serve_command(
+    name: Model = None, *, serving: ServeOptions, fleet: FleetFlags, model: ModelOptions
+) -> None:
     """Serve a model over HTTP: OpenAI's and Anthropic's APIs, metrics, and a live page at /.
 
     After SIGTERM or Ctrl-C the server rejects new requests, finishes open ones and exits; after a
@@ -76,6 +85,9 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
     if serving.chat_template is not None:
         read_template(serving.chat_template)  # report an error before loading the model
     model = replace(model, model=name or model.model)
+    options = fleet.options(model)
+    if options is not None:
+        model = replace(model, threads=fleet.threads(model))
     bound = bind(serving.host, serving.port)
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -91,7 +103,9 @@ def serve_command(name: Model = None, *, serving: ServeOptions, model: ModelOpti
 
     try:
         with bound:
-            if serving.has_engine_process(model.device):
+            if options is not None:
+                status = run_fleet(factory, bound, ready, options)
+            elif serving.has_engine_process(model.device):
                 status = Supervisor(factory, bound, serving.api_server_count).run(ready)
             else:
                 status = serve_single_process(factory, bound, ready)
@@ -132,7 +146,7 @@ def make_engine(serving: ServeOptions, model: ModelOptions) -> ServedEngine:
     info = ModelInfo(
         input_processor=llm.input_processor, model_name=serving.served_model_name or _short(model.model),
         max_model_len=config.max_model_len, preset=model.preset,
-        tool_call_parser=serving.tool_call_parser,
+        tool_call_parser=serving.tool_call_parser, execution=f"{loaded.precision} on {loaded.device}",
         description=f"{loaded.precision} on {loaded.device}, max_num_seqs {config.max_num_seqs}, "
         f"{config.num_blocks:,} KV blocks of {config.block_size} tokens",
     )  # fmt: skip

@@ -9,6 +9,7 @@ from headway.errors import ConfigError
 # Packages by extra, the main one first.
 EXTRAS = {
     "torch": ("torch", "tokenizers", "safetensors", "gguf", "jinja2"),
+    "ray": ("ray",),
     "server": ("fastapi", "uvicorn", "httptools", "pydantic", "prometheus_client"),
 }
 

@@ -1,4 +1,4 @@
-"""Shares one engine between several API workers over a Unix socket.
+"""Shares one engine between several API processes: over a Unix socket, or any connection.
 
 The engine runs on a thread, the service on an event loop. Each worker gets one write per step. Two
 workers may use the same request id, so the engine's ids have the worker's number as a prefix. The
@@ -9,7 +9,7 @@ including those that connect later.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -31,6 +31,8 @@ from headway.engine.messages import (
 )  # fmt: skip
 from headway.server.process.ipc import LOST, frame, read_frame
 
+Frame = Callable[[Any], bytes]
+ReadFrame = Callable[[asyncio.StreamReader], Awaitable[Any]]
 CLOSE_TIMEOUT = 1.0  # seconds for the workers to read that the engine has stopped
 
 
@@ -50,10 +52,17 @@ class WorkerConnection:
 class EngineService:
     """Forwards messages between an engine's client and the workers."""
 
-    def __init__(self, client: EngineClient, model_info: Any = None) -> None:
+    def __init__(
+        self,
+        client: EngineClient,
+        model_info: Any = None,
+        frame: Frame = frame,
+        read_frame: ReadFrame = read_frame,
+    ) -> None:
         self.stopped: EngineStopped | None = None
         self.workers: dict[str, WorkerConnection] = {}  # by number
         self._client, self._model_info = client, model_info
+        self._frame, self._read_frame = frame, read_frame
         # By the engine's query number: the worker and its own number of the query.
         self._queries: dict[int, tuple[WorkerConnection, int]] = {}
         self._serials, self._numbers = count(), count()
@@ -61,13 +70,17 @@ class EngineService:
 
     async def start(self, path: str | Path) -> None:
         """Start the engine and listen; `path` should be in a directory of mode 0700."""
+        await self.open()
+        self._server = await asyncio.start_unix_server(self._greet, path)
+
+    async def open(self) -> None:
+        """Start the engine without listening; the caller passes connections to `serve`."""
         await self._client.open(self._receive)
-        self._server = await asyncio.start_unix_server(self._serve, path)
 
     async def close(self) -> None:
         """Stop the engine and close the connections to the workers."""
-        assert self._server is not None, "start() was called"
-        self._server.close()
+        if self._server is not None:
+            self._server.close()
         await self._client.close()
         for worker in list(self.workers.values()):
             worker.writer.close()
@@ -76,15 +89,19 @@ class EngineService:
                 while self.workers:
                     await asyncio.sleep(0.01)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(self._frame(self._model_info))
+        await self.serve(reader, writer)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Forward messages until the peer disconnects; then cancel its requests."""
         worker = WorkerConnection(str(next(self._serials)), writer)
         self.workers[worker.number] = worker
-        writer.write(frame(self._model_info))
         if self.stopped is not None:
-            writer.write(frame([self.stopped]))
+            writer.write(self._frame([self.stopped]))
         try:
             while True:
-                self._client.send(self._to_engine(worker, await read_frame(reader)))
+                self._client.send(self._to_engine(worker, await self._read_frame(reader)))
         except LOST:
             self._client.send([Cancel(worker.engine_id(id)) for id in worker.num_open])
         finally:
@@ -100,7 +117,8 @@ class EngineService:
                 messages[place] = replace(message, number=number)
                 continue
             if isinstance(message, Submit):
-                worker.num_open[message.id] = max(1, message.params.n)
+                num_ended = sum(output is None for output in message.outputs)
+                worker.num_open[message.id] = max(1, message.params.n - num_ended)
             messages[place] = replace(message, id=worker.engine_id(message.id))
         return messages
 
@@ -126,7 +144,7 @@ class EngineService:
                     batch.append(message)
         for worker, batch in batches.items():
             if batch and not worker.writer.is_closing():
-                worker.writer.write(frame(batch))
+                worker.writer.write(self._frame(batch))
 
     def _split(
         self, message: TokenBatch, batches: Mapping[WorkerConnection, list[FromLoop]]

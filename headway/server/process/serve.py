@@ -95,7 +95,7 @@ def serve_single_process(factory: ServerFactory, bound: socket.socket, ready: Re
     listener = Listener(fileno=bound.detach())
     serving = serve_http(
         factory, AsyncEngine(client), lambda: served.model_info, listener, ready=ready,
-        on_start=partial(_install_signal_handlers, factory.grace),
+        on_start=partial(install_signal_handlers, factory.grace),
     )  # fmt: skip
     try:
         asyncio.run(serving)
@@ -130,7 +130,8 @@ def log_stop(number: int, grace: float) -> None:
     log.info("%s: stopping; open requests have %g seconds to finish", name, grace)
 
 
-def _install_signal_handlers(grace: float, server: GracefulServer) -> None:
+def install_signal_handlers(grace: float, server: GracefulServer) -> None:
+    """Stop a server at a signal; open requests have `grace` seconds."""
     loop = asyncio.get_running_loop()
 
     def stop(number: int, _: FrameType | None) -> None:

@@ -1,0 +1,118 @@
+"""The options of several replicas on Ray, and how `headway serve` starts them."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from rich.console import Console
+
+from headway.cli.options.common import panel
+from headway.cli.options.packages import check_extras
+from headway.errors import ConfigError
+
+if TYPE_CHECKING:
+    from headway.cli.options.model import ModelOptions
+    from headway.fleet.options import FleetOptions
+    from headway.server.process.serve import ServerFactory
+
+_fleet = panel("Replicas")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetFlags:
+    """Replicas on Ray."""
+
+    replicas: Annotated[
+        int | None,
+        _fleet(
+            "Run this many engines on Ray behind one server.", show_default="one engine, no Ray",
+            min=1,
+        ),
+    ] = None  # fmt: skip
+    max_replicas: Annotated[
+        int | None,
+        _fleet("Add replicas up to this number while prompts wait.", show_default="no scaling"),
+    ] = None
+    ray_address: Annotated[
+        str | None,
+        _fleet(
+            "Use the Ray cluster at host:port; auto finds the one on this machine.",
+            show_default="start a local Ray",
+        ),
+    ] = None
+    route: Annotated[
+        str, _fleet("Rule that picks the replica of a request, as in headway simulate.")
+    ] = "prefix_load"
+
+    def __post_init__(self) -> None:
+        given = {"--max-replicas": self.max_replicas, "--ray-address": self.ray_address}
+        for flag, value in given.items():
+            if value is not None and self.replicas is None:
+                raise ConfigError(f"{flag} {value} needs --replicas")
+
+    def options(self, model: ModelOptions) -> FleetOptions | None:
+        """The fleet that the flags describe; None without --replicas. ConfigError without Ray."""
+        if self.replicas is None:
+            return None
+        check_extras("--replicas", "ray")
+        from headway.fleet.options import FleetOptions
+        from headway.fleet.routing import parse_route
+
+        parse_route(self.route)  # report an error before anything starts
+        on_gpu = _uses_gpu(model.device)
+        return FleetOptions(
+            replicas=self.replicas, max_replicas=self.max_replicas, address=self.ray_address,
+            num_cpus=1.0 if on_gpu else self._num_cpus(model), num_gpus=1.0 if on_gpu else 0.0,
+            route=self.route,
+        )  # fmt: skip
+
+    def threads(self, model: ModelOptions) -> int:
+        """CPU threads of one replica: as given, or an equal share of this machine's cores."""
+        most = self.max_replicas or self.replicas or 1
+        return model.threads or max(1, (os.cpu_count() or 1) // most)
+
+    def _num_cpus(self, model: ModelOptions) -> float:
+        """What Ray reserves: the threads; less if the replicas share this machine's cores."""
+        threads, most = self.threads(model), self.max_replicas or self.replicas or 1
+        if self.ray_address is not None or model.threads is not None:
+            return threads
+        return min(threads, (os.cpu_count() or 1) / most)
+
+
+def _uses_gpu(device: str) -> bool:
+    if device != "auto":
+        return device != "cpu"
+    from headway.model.devices import why_no_cuda
+
+    return why_no_cuda() is None
+
+
+def run_fleet(
+    factory: ServerFactory,
+    bound: socket.socket,
+    ready: Callable[[Any], None],
+    options: FleetOptions,
+) -> int:
+    """Serve over replicas on Ray until a signal; return the exit status."""
+    if options.address is None:
+        from headway.fleet.options import environment
+
+        os.environ.update(environment())
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    with console.status("starting Ray") as status:
+
+        def show(num_ready: int) -> None:
+            status.update(f"starting replicas: {num_ready} of {options.replicas} ready")
+
+        def is_ready(info: Any) -> None:
+            status.stop()
+            ready(info)
+
+        from headway.fleet.ray_serve import serve_fleet
+
+        return serve_fleet(factory, bound, is_ready, options, show)

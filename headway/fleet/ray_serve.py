@@ -1,0 +1,326 @@
+"""Replicas and gateways as Ray Serve deployments. The only file of Headway that imports Ray Serve.
+
+Ray places, starts, restarts and scales replicas, checks their health, and keeps the list of them.
+Requests and tokens do not go through Ray: a gateway and a replica have one TCP connection, because
+a Serve call costs milliseconds. Replicas announce their address in Ray's key-value store, where any
+number of gateways read it; an entry outlives a restart of either side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import ray
+from ray import serve
+from ray.experimental import internal_kv
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.schema import LoggingConfig
+
+from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.errors import ConfigError, ExecutorError, HeadwayError
+from headway.fleet.client import FleetClient
+from headway.fleet.discovery import DiscoveredFleet
+from headway.fleet.options import FleetOptions
+from headway.fleet.routing import parse_route
+from headway.fleet.scaling import ReplicaLoad, replicas_needed
+from headway.fleet.sockets import Identity, ReplicaServer
+from headway.server.health import Watchdog
+from headway.server.http.connection_table import Listener
+from headway.server.process.serve import (
+    Ready,
+    ServerFactory,
+    install_signal_handlers,
+    serve_http,
+)
+
+NAMESPACE = "headway"
+ANNOUNCE_SECONDS = 5.0  # an entry that was dropped by mistake comes back after this time
+OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RayDirectory:
+    """The replicas of one application, in Ray's key-value store."""
+
+    app: str
+
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        prefix = f"{self.app}/replica/"
+        found: dict[str, tuple[str, int]] = {}
+        for key in internal_kv._internal_kv_list(prefix, namespace=NAMESPACE):
+            value = internal_kv._internal_kv_get(key, namespace=NAMESPACE)
+            if value is not None:
+                host, port = json.loads(value)
+                found[key.decode().removeprefix(prefix)] = (host, port)
+        return found
+
+    def forget(self, name: str) -> None:
+        internal_kv._internal_kv_del(f"{self.app}/replica/{name}", namespace=NAMESPACE)
+
+    def announce(self, name: str, address: tuple[str, int]) -> None:
+        self.put(f"replica/{name}", json.dumps(address).encode())
+
+    def put(self, key: str, value: bytes) -> None:
+        internal_kv._internal_kv_put(f"{self.app}/{key}", value, namespace=NAMESPACE)
+
+    def get(self, key: str) -> bytes | None:
+        value = internal_kv._internal_kv_get(f"{self.app}/{key}", namespace=NAMESPACE)
+        return cast("bytes | None", value)
+
+    def clear(self) -> None:
+        internal_kv._internal_kv_del(f"{self.app}/", del_by_prefix=True, namespace=NAMESPACE)
+
+
+class Replica:
+    """One engine. Announces itself when it is ready, and drains before it stops."""
+
+    async def __init__(self, factory: ServerFactory, options: FleetOptions) -> None:
+        name = serve.get_replica_context().replica_id.unique_id
+        self._directory = RayDirectory(options.name)
+        self._teardown = factory.setup()
+        try:
+            self._served = await asyncio.to_thread(factory.make_engine)
+        except HeadwayError as error:
+            self._directory.put("error", str(error).encode())
+            raise
+        info, config = self._served.model_info, self._served.engine.scheduler.config
+        client = ThreadClient(self._served.engine, self._served.limits)
+        self._served.prepare(client.loop)
+        client.loop.report_load = True
+        self._loop = client.loop
+        self._watchdog = Watchdog(client.loop)
+        identity = Identity(name=name, model=info.identity, block_size=config.block_size)
+        self._server = ReplicaServer(client, identity, options.key)
+        await self._server.start(ray.util.get_node_ip_address())
+        self._directory.put("info", pickle.dumps((info, identity)))
+        self._announcing = asyncio.create_task(self._announce())
+
+    async def _announce(self) -> None:
+        while True:
+            with suppress(Exception):  # Ray's store may be away for a while
+                await asyncio.to_thread(
+                    self._directory.announce, self._server.identity.name, self._server.address
+                )
+            await asyncio.sleep(ANNOUNCE_SECONDS)
+
+    async def check_health(self) -> None:
+        """Raise if the engine has stopped or makes no progress; Ray then replaces the replica."""
+        if problem := self._watchdog.problem():
+            raise ExecutorError(problem)
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """The load that `scale` reads."""
+        scheduler = self._loop.engine.scheduler
+        config = scheduler.config
+        waiting = sum(request.num_known - request.num_computed for request in [*scheduler.queue])
+        load = ReplicaLoad(
+            waiting, config.max_num_batched_tokens, scheduler.num_free, config.num_blocks
+        )
+        return load._asdict()
+
+    async def __del__(self) -> None:
+        """Move all requests elsewhere, then stop. Serve calls it before it ends the process."""
+        if (server := getattr(self, "_server", None)) is None:
+            return
+        self._announcing.cancel()
+        await asyncio.to_thread(self._directory.forget, server.identity.name)
+        await server.drain("the replica is stopping")
+        await server.close()
+        self._served.close()
+        self._teardown()
+
+
+def scale(context: Any) -> tuple[int, dict[str, Any]]:
+    """Serve's autoscaling policy: see `replicas_needed`."""
+    metrics = context.aggregated_metrics or {}
+    columns = [metrics.get(name, {}) for name in ReplicaLoad._fields]
+    known = [id for id in context.running_replicas if all(id in column for column in columns)]
+    if len(known) < context.target_num_replicas:  # some are starting
+        return context.target_num_replicas, {}
+    loads = [ReplicaLoad(*(column[id] for column in columns)) for id in known]
+    return replicas_needed(loads), {}
+
+
+def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
+    """The Serve application of the replicas alone."""
+    count: dict[str, Any] = {"num_replicas": options.replicas}
+    if options.max_replicas is not None:
+        policy = AutoscalingPolicy(policy_function=scale)
+        count = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=options.replicas, max_replicas=options.max_replicas, policy=policy,
+                metrics_interval_s=1.0, look_back_period_s=2.0, upscale_delay_s=3.0, downscale_delay_s=30.0,
+            )
+        }  # fmt: skip
+    deployment = serve.deployment(
+        Replica, name="Replica", **count,
+        ray_actor_options={"num_cpus": options.num_cpus, "num_gpus": options.num_gpus},
+        health_check_period_s=2.0, health_check_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=10.0, max_constructor_retry_count=3, logging_config=QUIET,
+    )  # fmt: skip
+    return deployment.bind(factory, options)
+
+
+@contextmanager
+def connected(options: FleetOptions) -> Iterator[None]:
+    """Connect to a Ray, or start one that ends with this context and with this process."""
+    if options.address is not None:
+        _connect(options.address)
+        try:
+            _check_resources(options)
+            yield
+        finally:
+            ray.shutdown()
+        return
+    cpus = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True) as folder:
+        ray.init(
+            address="local", num_cpus=max(cpus, 1), include_dashboard=False, _temp_dir=folder,
+            object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
+            namespace=NAMESPACE,
+        )  # fmt: skip
+        try:
+            _check_resources(options)
+            yield
+        finally:
+            ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), timeout=3.0).close()
+        ray.init(
+            address=address, log_to_driver=False, configure_logging=False, namespace=NAMESPACE
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"no Ray cluster answers at --ray-address {address}: {reason}; start one with `ray "
+            "start --head`, or leave --ray-address out to start a local one"
+        ) from None
+
+
+def _check_resources(options: FleetOptions) -> None:
+    """ConfigError if the cluster can never run that many replicas."""
+    have = ray.cluster_resources()
+    for what, each in (("GPU", options.num_gpus), ("CPU", options.num_cpus)):
+        needed, there = each * options.replicas, have.get(what, 0.0)
+        if needed > there + 1e-6:
+            flag = "--threads or --replicas" if what == "CPU" else "--replicas"
+            raise ConfigError(
+                f"--replicas {options.replicas} needs {needed:g} {what}s ({each:g} each), but Ray "
+                f"has {there:g}; lower {flag}"
+            )
+
+
+@contextmanager
+def running_replicas(
+    factory: ServerFactory, options: FleetOptions, on_ready: Callable[[int], None]
+) -> Iterator[tuple[RayDirectory, Any, Identity]]:
+    """Start the replicas, wait for all of them, and stop them at the end.
+
+    Yields the directory, the model info and the identity that all replicas share. `on_ready` gets
+    the number of replicas that are ready, each time it changes.
+    """
+    was_running = _serve_is_running()
+    serve.start(proxy_location="Disabled", logging_config=QUIET)
+    directory = RayDirectory(options.name)
+    directory.clear()
+    app = replica_deployment(factory, options)
+    serve.run_many(
+        [serve.RunTarget(app, name=options.name, route_prefix=None)],
+        wait_for_applications_running=False,
+    )
+    try:
+        info, identity = wait_until_ready(directory, options, on_ready)
+        yield directory, info, identity
+    finally:
+        if options.address is not None:  # a local Ray ends anyway
+            with suppress(Exception):
+                serve.delete(options.name)
+                directory.clear()
+                if not was_running:
+                    serve.shutdown()
+
+
+def _serve_is_running() -> bool:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def wait_until_ready(
+    directory: RayDirectory, options: FleetOptions, on_ready: Callable[[int], None]
+) -> tuple[Any, Identity]:
+    """Model info and identity once all replicas are announced; ExecutorError if one fails."""
+    ends_at, num_ready = time.monotonic() + options.start_seconds, -1
+    while num_ready < options.replicas:
+        if (now_ready := len(directory.addresses())) != num_ready:
+            num_ready = now_ready
+            on_ready(num_ready)
+        if (error := directory.get("error")) is not None:
+            raise ExecutorError(f"a replica cannot start: {error.decode()}")
+        if time.monotonic() > ends_at:
+            raise ExecutorError(
+                f"{num_ready} of {options.replicas} replicas became ready within "
+                f"{options.start_seconds:g} s; {_status(options.name)}"
+            )
+        time.sleep(0.1)
+    stored = directory.get("info")
+    assert stored is not None, "a replica stores it before it is announced"
+    info, identity = pickle.loads(stored)
+    return info, identity
+
+
+def _status(app: str) -> str:
+    """What Serve says about the replicas, in one line."""
+    found = serve.status().applications.get(app)
+    deployment = found.deployments.get("Replica") if found is not None else None
+    said = deployment.message if deployment is not None else "Serve does not know the application"
+    return " ".join(said.split())[:500]
+
+
+def gateway_engine(
+    directory: RayDirectory, identity: Identity, options: FleetOptions
+) -> AsyncEngine:
+    """The engine of a gateway: all replicas behind one client."""
+    client = FleetClient(block_size=identity.block_size, route=parse_route(options.route))
+    return AsyncEngine(DiscoveredFleet(client, directory, identity, options.key))
+
+
+def serve_fleet(
+    factory: ServerFactory,
+    bound: socket.socket,
+    ready: Ready,
+    options: FleetOptions,
+    on_ready: Callable[[int], None],
+) -> int:
+    """Serve in this process over replicas on Ray until a signal; return the exit status."""
+    with connected(options), running_replicas(factory, options, on_ready) as found:
+        directory, info, identity = found
+        engine = gateway_engine(directory, identity, options)
+        listener = Listener(fileno=bound.detach())
+        serving = serve_http(
+            factory, engine, lambda: info, listener, ready=ready,
+            on_start=partial(install_signal_handlers, factory.grace),
+        )  # fmt: skip
+        asyncio.run(serving)
+    return 0
