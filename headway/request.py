@@ -133,6 +133,7 @@ class History:
     group: str | None = None  # set by the queue's rule when the request is added
     num_discarded: int = 0  # most generated tokens that a preemption discarded
     max_num_computed: int = 0  # computing a token below this again is counted as recomputed
+    resumed: tuple[int, ...] = ()  # tokens that another engine had generated when it was added
 
 
 class Request:
@@ -153,7 +154,9 @@ class Request:
         arrival: float = 0.0,
         parent: Request | None = None,
         sample: int = 0,
+        output: Iterable[int] = (),
     ) -> None:
+        """`output` holds the tokens that another engine has generated for this request."""
         self.id = id
         self.params = params
         self.arrival = arrival
@@ -162,7 +165,8 @@ class Request:
         self.prompt = token_array(f"request {id!r}: prompt", prompt)
         self.stops = _stop_ids(id, params)
         self.num_prompt = len(self.prompt)
-        self.flushed_tokens: array[int] = array("i")  # use `output`, which includes buffered ones
+        # Use `output`, which includes buffered tokens.
+        self.flushed_tokens = token_array(f"request {id!r}: output", output)
         self.flushed_tick = 0  # tick of its progress up to which tokens are flushed
         self.limit = 0  # length at which it ends; set when it is added
         self.state = RequestState.WAITING
@@ -171,7 +175,7 @@ class Request:
         self.progress = NOT_DECODING
         self.prefill_end = 0  # tokens to compute before it decodes; 0 while it waits
         self.kv = KVAllocation()
-        self.history = History()
+        self.history = History(resumed=tuple(self.flushed_tokens))
         self.finish_reason: str | None = None  # stop, length, abort or error
         self.stop_token: int | None = None
         self.error: str | None = None

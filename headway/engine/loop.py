@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from headway.engine.engine import Engine, Observer
@@ -189,8 +189,9 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
-            self._check_limits(message)
-            requests = self.engine.add(message.id, message.prompt, message.params)
+            if not message.outputs:  # the fleet has accepted a continued request before
+                self._check_limits(message)
+            requests = self._add(message)
         except (RequestError, PolicyError, ExecutorError) as error:
             self._outbox.append(refusal_of(message.id, error))
             return
@@ -199,6 +200,14 @@ class EngineLoop:
             notify(message, requests)
         if self._waiting_tokens is not None:
             self._waiting_tokens += len(requests) * requests[0].num_prompt
+
+    def _add(self, message: Submit) -> list[Request]:
+        """Add a request to the engine; times that are relative to now become absolute."""
+        now, params = self.engine.clock.now(), message.params
+        if message.deadline_in is not None:
+            params = replace(params, deadline=now + message.deadline_in)
+        arrival = now - message.age if message.age else None
+        return self.engine.add(message.id, message.prompt, params, arrival, message.outputs)
 
     def _check_limits(self, message: Submit) -> None:
         """Overloaded if the queue is full, or the client has too many open requests.
@@ -244,7 +253,7 @@ class EngineLoop:
         if message.sample is None:
             self.engine.abort(message.id)
         else:
-            self.engine.stop(f"{message.id}/{message.sample}" if message.sample else message.id)
+            self.engine.stop_sample(message.id, message.sample)
 
     def _load(self) -> dict[str, float]:
         scheduler, age = self.engine.scheduler, self.engine.step_seconds or 0.0

@@ -205,11 +205,11 @@ class StepUpdates:
         for request in single:
             tokens = gained.pop(request, NO_TOKENS)
             yield _update(request, tokens, ended.get(request), extra)
-        plain = [request for request in gained if request.parent is None]
+        plain = [request for request in gained if request.parent is None and not request.sample]
         if plain:
             yield TokenBatch([request.id for request in plain], [gained[each] for each in plain])
         if len(plain) < len(gained):
-            yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent)
+            yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent or r.sample)
 
     def _gained(self, report: StepReport) -> dict[Request, list[int]]:
         """New tokens by request; all tokens of a request that is not live and has ended."""
