@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from headway.engine.async_engine import OnMessages
 from headway.engine.messages import ToLoop
@@ -112,8 +113,8 @@ class DiscoveredFleet:
         """A replica is about to stop."""
         self._start(self.client.drain(name))
 
-    def _start(self, work: object) -> None:
-        task = asyncio.ensure_future(work)  # type: ignore[arg-type]
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 

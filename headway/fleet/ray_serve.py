@@ -88,7 +88,9 @@ class RayDirectory:
 class Replica:
     """One engine. Announces itself when it is ready, and drains before it stops."""
 
-    async def __init__(self, factory: ServerFactory, options: FleetOptions) -> None:
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, factory: ServerFactory, options: FleetOptions
+    ) -> None:
         name = serve.get_replica_context().replica_id.unique_id
         self._directory = RayDirectory(options.name)
         self._teardown = factory.setup()
@@ -205,9 +207,7 @@ def _connect(address: str) -> None:
     try:
         if address != "auto":
             socket.create_connection((host, int(port)), timeout=3.0).close()
-        ray.init(
-            address=address, log_to_driver=False, configure_logging=False, namespace=NAMESPACE
-        )
+        ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=NAMESPACE)
     except (OSError, RuntimeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
