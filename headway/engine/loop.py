@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from headway.engine.engine import Engine, Observer
 from headway.engine.messages import (
+    CacheDelta,
     Cancel,
     EngineStopped,
     FromLoop,
@@ -84,6 +85,7 @@ class EngineLoop:
         why = CachedReader(engine, engine.why)
         self.step_queries: dict[str, Answer] = {  # called between two steps
             "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
+            "report_cache": self._start_cache_report,
         }
         self.concurrent_queries: dict[str, Answer] = {  # called at once, on any thread
             "why": lambda _: why.get()[0],
@@ -91,6 +93,7 @@ class EngineLoop:
             "load": lambda _: self._load(),
         }
         self.report_load = False  # send LoadReports: with every step, and as heartbeats
+        self.report_cache = False  # send a CacheDelta with the updates of a step
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
         self.begin: Callable[[], None] = lambda: None  # called first on the loop's thread
         self.ended: str | None = None  # why the loop has ended; None while it runs
@@ -257,7 +260,20 @@ class EngineLoop:
         num_waiting = len(scheduler.queue) + self.num_unread
         return {"running": len(scheduler.running), "waiting": num_waiting, "age": age}
 
+    def _start_cache_report(self, _: object) -> None:
+        """Send all keys of the prefix cache with the next messages, and changes from then on."""
+        self.engine.scheduler.kv.pool.index.start_journal()
+        self.report_cache = True
+
+    def _add_cache_delta(self) -> None:
+        index = self.engine.scheduler.kv.pool.index
+        journal = index.journal or index.start_journal()  # an engine that restarts has a new index
+        if journal.has_changes:
+            self._outbox.append(CacheDelta(*journal.drain()))
+
     def _flush(self) -> None:
+        if self.report_cache:
+            self._add_cache_delta()
         if self._outbox:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)

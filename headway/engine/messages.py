@@ -126,6 +126,17 @@ class LoadReport(NamedTuple):
     num_blocks: int
 
 
+class CacheDelta(NamedTuple):
+    """How the prefix keys in the KV cache changed since the last delta.
+
+    If `cleared`, keys of earlier deltas are gone, and `added` has all that are present.
+    """
+
+    added: list[bytes]
+    removed: list[bytes]
+    cleared: bool
+
+
 class EngineStopped(NamedTuple):
     """The loop has ended; open requests and queries get no further messages."""
 
@@ -133,7 +144,9 @@ class EngineStopped(NamedTuple):
 
 
 ToLoop = Submit | Cancel | Query
-FromLoop = TokenBatch | SampleUpdate | Refusal | QueryResult | LoadReport | EngineStopped
+FromLoop = (
+    TokenBatch | SampleUpdate | Refusal | QueryResult | LoadReport | CacheDelta | EngineStopped
+)
 
 # From the report of a step to messages.
 

@@ -47,10 +47,13 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
         "unsupported",
     ),
+    "fleet": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "fleet"),
+    "fleet.routing": (*TYPES, "scheduler"),
+    "fleet.prefix_tracker": (*TYPES, "kv"),
     "lab": (
-        *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe", "lab",
+        *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
+        "fleet.routing", "fleet.prefix_tracker", "lab",
     ),
-    "fleet": (*TYPES, "kv", "scheduler", "engine", "observe", "fleet"),
     "fleet.ray_serve": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
         "lab", "server", "fleet",
@@ -60,7 +63,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     ),
     "cli": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
-        "lab", "server", "cli", "version", "unsupported",
+        "fleet", "lab", "server", "cli", "version", "unsupported",
     ),
     "__main__": ("cli",),
 }  # fmt: skip
