@@ -34,7 +34,7 @@ from headway.fleet.client import FleetClient
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.options import FleetOptions
 from headway.fleet.routing import parse_route
-from headway.fleet.scaling import ReplicaLoad, replicas_needed
+from headway.fleet.scaling import ScalingLoad, replicas_needed
 from headway.fleet.sockets import Identity, ReplicaServer
 from headway.server.health import Watchdog
 from headway.server.http.connection_table import Listener
@@ -129,7 +129,7 @@ class Replica:
         scheduler = self._loop.engine.scheduler
         config = scheduler.config
         waiting = sum(request.num_known - request.num_computed for request in [*scheduler.queue])
-        load = ReplicaLoad(
+        load = ScalingLoad(
             waiting, config.max_num_batched_tokens, scheduler.num_free, config.num_blocks
         )
         return load._asdict()
@@ -149,11 +149,11 @@ class Replica:
 def scale(context: Any) -> tuple[int, dict[str, Any]]:
     """Serve's autoscaling policy: see `replicas_needed`."""
     metrics = context.aggregated_metrics or {}
-    columns = [metrics.get(name, {}) for name in ReplicaLoad._fields]
+    columns = [metrics.get(name, {}) for name in ScalingLoad._fields]
     known = [id for id in context.running_replicas if all(id in column for column in columns)]
     if len(known) < context.target_num_replicas:  # some are starting
         return context.target_num_replicas, {}
-    loads = [ReplicaLoad(*(column[id] for column in columns)) for id in known]
+    loads = [ScalingLoad(*(column[id] for column in columns)) for id in known]
     return replicas_needed(loads), {}
 
 

@@ -9,7 +9,7 @@ MAX_USED = 0.9  # fraction of KV blocks in use above which a queue needs another
 FREE_AFTER = 0.5  # one replica fewer must leave this fraction of blocks free
 
 
-class ReplicaLoad(NamedTuple):
+class ScalingLoad(NamedTuple):
     """The load of one replica."""
 
     waiting_tokens: float  # of prompts that are not computed yet
@@ -18,7 +18,7 @@ class ReplicaLoad(NamedTuple):
     num_blocks: float
 
 
-def replicas_needed(loads: Sequence[ReplicaLoad], num_steps: float = 8.0) -> int:
+def replicas_needed(loads: Sequence[ScalingLoad], num_steps: float = 8.0) -> int:
     """The number of replicas for a load.
 
     One more if the waiting prompts fill more than `num_steps` steps of each replica, or if

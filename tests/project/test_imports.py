@@ -50,9 +50,10 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "fleet": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "fleet"),
     "fleet.routing": (*TYPES, "scheduler"),
     "fleet.prefix_tracker": (*TYPES, "kv"),
+    "fleet.router": (*TYPES, "fleet.routing", "fleet.prefix_tracker"),
     "lab": (
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
-        "fleet.routing", "fleet.prefix_tracker", "lab",
+        "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
     ),
     "fleet.sockets": (*TYPES, "engine", "fleet", "server"),
     "fleet.ray_serve": (

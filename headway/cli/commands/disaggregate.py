@@ -11,8 +11,8 @@ from headway.cli.options import common as options
 from headway.cli.view import render
 from headway.config import Config
 from headway.errors import ConfigError
+from headway.lab.cluster import ReplicasResult, simulate_replicas
 from headway.lab.cost import Profile
-from headway.lab.disaggregate import ReplicasResult, simulate_replicas
 from headway.lab.summary import Summary
 from headway.lab.workload.request import WorkloadRequest
 

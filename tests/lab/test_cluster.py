@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from headway.lab.cluster import ReplicasResult, simulate_replicas
 from headway.lab.cost import load_profile
-from headway.lab.disaggregate import ReplicasResult, simulate_replicas
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
@@ -68,7 +68,7 @@ def test_one_request_takes_its_prefill_its_transfer_and_its_decodes() -> None:
 
 def test_decode_replicas_compute_at_most_a_block_of_a_prompt() -> None:
     result = apart()
-    decode, prefill = result.pools["decode"][0], result.pools["prefill"][0]
+    decode, prefill = result.pools["decode"]["0"], result.pools["prefill"]["0"]
     assert sum(prefill.steps["decodes"]) == 0
     assert 0 < sum(decode.steps["prefill"]) <= 17 * len(REQUESTS)
 
