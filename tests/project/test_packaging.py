@@ -16,7 +16,7 @@ LOCKED = {
     each.name.lower().replace("_", "-"): next(iter(each.specifier)).version
     for each in map(Requirement, (ROOT / "requirements.lock").read_text().splitlines())
 }
-NOT_LOCKED = {"matplotlib", "optuna", "ray"}  # only plots, a benchmark and `--ray` need them
+NOT_LOCKED = {"matplotlib", "optuna"}  # only plots and a benchmark need them
 
 
 def requirements() -> list[Requirement]:
