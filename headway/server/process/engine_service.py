@@ -100,7 +100,7 @@ class EngineService:
                 messages[place] = replace(message, number=number)
                 continue
             if isinstance(message, Submit):
-                worker.num_open[message.id] = max(1, message.params.n)
+                worker.num_open[message.id] = message.num_open
             messages[place] = replace(message, id=worker.engine_id(message.id))
         return messages
 
