@@ -108,7 +108,7 @@ class Engine:
         """
         if self.has_given_up:
             raise ExecutorError(self.stop_message)
-        _check_call(id, params)
+        check_call(id, params)
         had_work, now = self.has_work, self.clock.now()
         arrival = now if arrival is None else arrival
         known = _open_outputs(id, params.n, outputs)
@@ -256,7 +256,7 @@ def _open_outputs(
     return known
 
 
-def _check_call(id: object, params: object) -> None:
+def check_call(id: object, params: object) -> None:
     """InvalidRequest unless id and params have the right types and n is in its range."""
     if not isinstance(id, str):
         raise InvalidRequest(f"the id of a request must be a string, not {shorten(id)}")

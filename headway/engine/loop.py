@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from headway.engine.engine import Engine, Observer
+from headway.engine.load_reporter import LoadReporter
 from headway.engine.messages import (
     CacheDelta,
     Cancel,
@@ -102,6 +103,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._is_stopping = False
         self._updates = StepUpdates(engine.clock)
+        self._load_reporter = LoadReporter(deliver)
         self._outbox: list[FromLoop] = []
         self._waiting_tokens: int | None = None  # counted at most once between two steps
         engine.observers.append(self._observe)
@@ -125,7 +127,7 @@ class EngineLoop:
     def num_unread(self) -> int:
         """Requests that arrived during the current step and are not scheduled yet."""
         with self._wake:
-            return sum(max(1, each.params.n) for each in self._inbox if isinstance(each, Submit))
+            return sum(each.num_open for each in self._inbox if isinstance(each, Submit))
 
     def reply(self, message: Query) -> QueryResult:
         """The answer to a query, or a result with an error."""
@@ -147,6 +149,8 @@ class EngineLoop:
         """Run until `stop`. Raises any error that the engine itself cannot handle."""
         try:
             self.begin()
+            if self.report_load:
+                self._load_reporter.start(self.engine.scheduler)
             while self._wait_for_work():
                 self._read()
                 if self.engine.has_work:
@@ -157,6 +161,7 @@ class EngineLoop:
             self.ended = f"{type(error).__name__}: {error}; restart the process"
             raise
         finally:
+            self._load_reporter.stop()
             self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
 
@@ -289,6 +294,8 @@ class EngineLoop:
     def _observe(self, report: StepReport) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
         self._outbox += self._updates.of(report)
+        if self.report_load:
+            self._outbox.append(self._load_reporter.report(self.engine.scheduler))
         self._flush()
 
 

@@ -35,6 +35,13 @@ class Submit:
     age: float = 0.0  # seconds since the request arrived at the other engine
     deadline_in: float | None = None  # seconds; replaces params.deadline, which is absolute
 
+    @property
+    def num_open(self) -> int:
+        """Samples whose ends will be sent; 1 for an invalid n, which gives one refusal."""
+        if self.outputs:
+            return sum(each is not None for each in self.outputs)
+        return max(1, self.params.n) if isinstance(self.params.n, int) else 1
+
 
 @dataclass(frozen=True, slots=True)
 class Cancel:

@@ -24,7 +24,7 @@ FLEET_TEXTS = {
     "deaths": "Replicas that were lost or did not respond.",
     "drains": "Replicas whose requests were moved before they stopped.",
     "resumed_tokens": "Tokens that moved requests had already generated.",
-    "failed_moves": "Requests that failed because their replicas were lost too often.",
+    "failed": "Requests that no replica could continue.",
 }
 
 
@@ -36,11 +36,11 @@ class _Families(Collector):
         return self._families
 
 
-def merge_metrics(texts: Mapping[str, str], prefix: str, fleet: Mapping[str, float]) -> str:
-    """Metrics of all replicas with the label `replica`, and sums under `{prefix}_fleet:`.
+def merge_metrics(texts: Mapping[str, str], fleet: Mapping[str, float]) -> str:
+    """Metrics of all replicas with the label `replica`, and their sums.
 
-    The sums have other names, so that a query that adds up all replicas counts nothing twice.
-    `fleet` has the values of FLEET_TEXTS.
+    The sum of `headway:x` is `headway_fleet:x`. The names differ, so that a query that adds up all
+    replicas counts nothing twice. `fleet` has the values of FLEET_TEXTS.
     """
     families: dict[str, Metric] = {}
     sums: dict[str, Counter[tuple[str, tuple[tuple[str, str], ...]]]] = {}
@@ -53,13 +53,13 @@ def merge_metrics(texts: Mapping[str, str], prefix: str, fleet: Mapping[str, flo
             for sample in family.samples:
                 into.add_sample(sample.name, {**sample.labels, "replica": replica}, sample.value)
                 total[sample.name, tuple(sample.labels.items())] += sample.value  # type: ignore[assignment]
-    own = f"{prefix}:"
+    named = [name.partition(":") for name in families if ":" in name]
     summed = [
-        _summed(family, sums[name], prefix)
-        for name, family in families.items()
-        if name.startswith(own) and name.removeprefix(own) not in NOT_SUMMED
+        _summed(families[f"{prefix}:{name}"], sums[f"{prefix}:{name}"], prefix)
+        for prefix, _, name in named
+        if name not in NOT_SUMMED
     ]
-    every = chain(families.values(), summed, _fleet_families(prefix, fleet))
+    every = chain(families.values(), summed, _fleet_families(named[0][0], fleet))
     return generate_latest(_Families(every)).decode()
 
 

@@ -16,9 +16,9 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -32,6 +32,7 @@ from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.errors import ConfigError, ExecutorError, HeadwayError
 from headway.fleet.client import FleetClient
 from headway.fleet.discovery import DiscoveredFleet
+from headway.fleet.merge import merge_metrics, merge_snapshots
 from headway.fleet.options import FleetOptions
 from headway.fleet.routing import parse_route
 from headway.fleet.scaling import ScalingLoad, replicas_needed
@@ -195,6 +196,7 @@ def connected(options: FleetOptions) -> Iterator[None]:
             object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
             namespace=NAMESPACE,
         )  # fmt: skip
+        logging.setLogRecordFactory(logging.LogRecord)  # Ray's adds a field to every line
         try:
             _check_resources(options)
             yield
@@ -303,6 +305,13 @@ def gateway_engine(
 ) -> AsyncEngine:
     """The engine of a gateway: all replicas behind one client."""
     client = FleetClient(block_size=identity.block_size, route=parse_route(options.route))
+
+    def metrics(answers: Mapping[str, str]) -> str:
+        counters = asdict(client.dispatcher.counters).items()
+        fleet = {name.removeprefix("num_"): value for name, value in counters}
+        return merge_metrics(answers, {**fleet, "replicas": len(client.dispatcher.replicas)})
+
+    client.dispatcher.queries.combined |= {"metrics": metrics, "snapshot": merge_snapshots}
     return AsyncEngine(DiscoveredFleet(client, directory, identity, options.key))
 
 

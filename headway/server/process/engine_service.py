@@ -117,8 +117,7 @@ class EngineService:
                 messages[place] = replace(message, number=number)
                 continue
             if isinstance(message, Submit):
-                num_ended = sum(output is None for output in message.outputs)
-                worker.num_open[message.id] = max(1, message.params.n - num_ended)
+                worker.num_open[message.id] = message.num_open
             messages[place] = replace(message, id=worker.engine_id(message.id))
         return messages
 
