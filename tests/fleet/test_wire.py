@@ -72,10 +72,17 @@ def test_an_embedding_arrives_bit_for_bit() -> None:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4)
-    | st.lists(inner, max_size=4).map(tuple)
-    | st.dictionaries(st.text() | st.integers(), inner, max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=4).map(tuple)
+        | st.dictionaries(st.text() | st.integers(), inner, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -103,5 +110,7 @@ def test_a_type_that_is_not_listed_cannot_be_sent() -> None:
 
 
 def test_the_tokens_of_256_requests_take_less_than_40_bytes_each() -> None:
-    batch = messages.TokenBatch([f"chatcmpl-{n:020d}" for n in range(256)], [[n] for n in range(256)])
+    batch = messages.TokenBatch(
+        [f"chatcmpl-{n:020d}" for n in range(256)], [[n] for n in range(256)]
+    )
     assert len(wire.frame([batch])) < 256 * 40
