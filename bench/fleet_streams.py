@@ -1,0 +1,195 @@
+"""Streams that use every sampling feature, and a server with replicas to send them to.
+
+bench/fleet.py and the tests of replicas on Ray use them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = "smollm2-135m"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+FEATURES: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.9, "seed": 7, "top_p": 0.9},
+    {"temperature": 0, "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}}},
+    {"temperature": 0.8, "seed": 3, "n": 2},
+    {"temperature": 0, "logprobs": 3},
+    {"temperature": 0.7, "seed": 5, "stop": [" the", "\n\n"], "frequency_penalty": 0.4},
+]  # fmt: skip
+
+
+def bodies(number: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Bodies of completion requests, all different, with each feature in turn."""
+    return [
+        {
+            "model": MODEL, "prompt": f"Story {i}: once upon a time in a town of {i + 2} houses,",
+            "max_tokens": max_tokens, "stream": True, **FEATURES[i % len(FEATURES)],
+        }
+        for i in range(number)
+    ]  # fmt: skip
+
+
+@dataclass
+class Stream:
+    """What a client received: `choices` by number, and seconds between two events."""
+
+    choices: dict[int, dict[str, Any]] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def longest_gap(self) -> float:
+        return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
+
+    def add(self, event: dict[str, Any], now: float) -> None:
+        if "error" in event:
+            self.error = json.dumps(event["error"])
+            return
+        self.times.append(now)
+        for choice in event["choices"]:
+            found = self.choices.setdefault(
+                choice["index"], {"text": "", "finish": None, "logprobs": []}
+            )
+            found["text"] += choice["text"]
+            found["finish"] = choice["finish_reason"] or found["finish"]
+            if choice.get("logprobs"):
+                found["logprobs"] += choice["logprobs"]["token_logprobs"]
+
+
+async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Stream:
+    """Send a request and read its events to the end."""
+    found = Stream()
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            if response.status_code != 200:
+                found.error = f"{response.status_code} {(await response.aread()).decode()}"
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    found.add(json.loads(line[6:]), time.perf_counter())
+    except httpx.HTTPError as error:
+        found.error = f"{type(error).__name__}: {error}"
+    return found
+
+
+async def all_streams(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:
+    """Send all requests at once."""
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        return list(await asyncio.gather(*(stream(client, body) for body in bodies)))
+
+
+async def one_by_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:
+    """Send each request alone."""
+    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+        return [await stream(client, body) for body in bodies]
+
+
+@dataclass
+class FleetServer:
+    """`headway serve` in another process."""
+
+    process: subprocess.Popen[str]
+    url: str
+    lines: list[str]  # of its log
+
+    def replica_pids(self) -> list[int]:
+        """The processes of the replicas, oldest first."""
+        return sorted(
+            pid for pid in descendants(self.process.pid) if command(pid).startswith("ray::ServeReplica")
+        )
+
+    def num_replicas(self) -> int:
+        """Replicas that the gateway can use."""
+        return int(self.metric("headway_fleet:replicas"))
+
+    def metric(self, name: str) -> float:
+        """The value of a metric without labels; 0 if there is none."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def wait_for_replicas(self, number: int, seconds: float = 300.0) -> float:
+        """Wait until the gateway has this many replicas; returns the seconds."""
+        start = time.perf_counter()
+        while self.num_replicas() != number:
+            if time.perf_counter() - start > seconds:
+                raise TimeoutError(f"{self.num_replicas()} of {number} replicas after {seconds} s")
+            time.sleep(0.1)
+        return time.perf_counter() - start
+
+
+@contextmanager
+def fleet_server(*flags: str, model: str = MODEL) -> Iterator[FleetServer]:
+    """A server with these flags on a free port; stopped by a signal at the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "serve", model, "--port", "0", "--grace", "0", *flags],
+        stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    lines: list[str] = []
+    assert process.stderr is not None, "a pipe was asked for"
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r" at (http://[^;]+);", line):
+                break
+        else:
+            raise RuntimeError("the server did not start:\n" + "".join(lines))
+        reading = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
+        reading.start()
+        yield FleetServer(process, found[1], lines)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that this one started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                status = (entry / "stat").read_text()
+            except OSError:  # it has ended
+                continue
+            parent = int(status.rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.name))
+    found, open = [], [pid]
+    while open:
+        found += (new := children.get(open.pop(), []))
+        open += new
+    return found
+
+
+def command(pid: int) -> str:
+    """The command line of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
