@@ -117,7 +117,9 @@ class FleetServer:
     def replica_pids(self) -> list[int]:
         """The processes of the replicas, oldest first."""
         return sorted(
-            pid for pid in descendants(self.process.pid) if command(pid).startswith("ray::ServeReplica")
+            pid
+            for pid in descendants(self.process.pid)
+            if command(pid).startswith("ray::ServeReplica")
         )
 
     def num_replicas(self) -> int:

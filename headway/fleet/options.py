@@ -32,11 +32,14 @@ class FleetOptions:
     num_cpus: float = 1.0  # of one replica
     num_gpus: float = 0.0  # of one replica
     route: str = "prefix_load"
-    name: str = "headway"  # of the application
+    name: str = ""  # of the application; empty: one that no other has
     start_seconds: float = 600.0  # for all replicas to become ready
+    id: str = field(default_factory=lambda: secrets.token_hex(8))  # of this deployment
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", f"headway-{self.id}")
         if self.replicas < 1:
             raise ConfigError(f"--replicas must be at least 1, not {self.replicas}")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
@@ -56,6 +59,8 @@ class FleetOptions:
         return self.max_replicas or self.replicas
 
 
-def environment() -> dict[str, str]:
-    """The variables for a Ray that this process starts, with a token of its own."""
+def environment(address: str | None) -> dict[str, str]:
+    """The variables for Ray: for one that this process starts, with a token of its own."""
+    if address is not None:
+        return {"RAY_USAGE_STATS_ENABLED": "0"}
     return {**LOCAL_ENVIRONMENT, "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -1,4 +1,4 @@
-"""Replicas and gateways as Ray Serve deployments. The only file of Headway that imports Ray Serve.
+"""Replicas and gateways as Ray Serve deployments.
 
 Ray places, starts, restarts and scales replicas, checks their health, and keeps the list of them.
 Requests and tokens do not go through Ray: a gateway and a replica have one TCP connection, because
@@ -11,15 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import pickle
-import socket
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, cast
 
 import ray
@@ -29,7 +25,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
-from headway.errors import ConfigError, ExecutorError, HeadwayError
+from headway.errors import ExecutorError, HeadwayError
 from headway.fleet.client import FleetClient
 from headway.fleet.discovery import DiscoveredFleet
 from headway.fleet.merge import merge_metrics, merge_snapshots
@@ -38,17 +34,12 @@ from headway.fleet.routing import parse_route
 from headway.fleet.scaling import ScalingLoad, replicas_needed
 from headway.fleet.sockets import Identity, ReplicaServer
 from headway.server.health import Watchdog
-from headway.server.http.connection_table import Listener
 from headway.server.process.serve import (
-    Ready,
     ServerFactory,
-    install_signal_handlers,
-    serve_http,
 )
 
 NAMESPACE = "headway"
 ANNOUNCE_SECONDS = 5.0  # an entry that was dropped by mistake comes back after this time
-OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 log = logging.getLogger(__name__)
 
@@ -93,7 +84,7 @@ class Replica:
         self, factory: ServerFactory, options: FleetOptions
     ) -> None:
         name = serve.get_replica_context().replica_id.unique_id
-        self._directory = RayDirectory(options.name)
+        self._directory = RayDirectory(options.id)
         self._teardown = factory.setup()
         try:
             self._served = await asyncio.to_thread(factory.make_engine)
@@ -178,99 +169,10 @@ def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
     return deployment.bind(factory, options)
 
 
-@contextmanager
-def connected(options: FleetOptions) -> Iterator[None]:
-    """Connect to a Ray, or start one that ends with this context and with this process."""
-    if options.address is not None:
-        _connect(options.address)
-        try:
-            _check_resources(options)
-            yield
-        finally:
-            ray.shutdown()
-        return
-    cpus = os.cpu_count() or 1
-    with tempfile.TemporaryDirectory(prefix="headway-ray-", ignore_cleanup_errors=True) as folder:
-        ray.init(
-            address="local", num_cpus=max(cpus, 1), include_dashboard=False, _temp_dir=folder,
-            object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
-            namespace=NAMESPACE,
-        )  # fmt: skip
-        logging.setLogRecordFactory(logging.LogRecord)  # Ray's adds a field to every line
-        try:
-            _check_resources(options)
-            yield
-        finally:
-            ray.shutdown()
-
-
-def _connect(address: str) -> None:
-    host, _, port = address.rpartition(":")
-    try:
-        if address != "auto":
-            socket.create_connection((host, int(port)), timeout=3.0).close()
-        ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=NAMESPACE)
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"no Ray cluster answers at --ray-address {address}: {reason}; start one with `ray "
-            "start --head`, or leave --ray-address out to start a local one"
-        ) from None
-
-
-def _check_resources(options: FleetOptions) -> None:
-    """ConfigError if the cluster can never run that many replicas."""
-    have = ray.cluster_resources()
-    for what, each in (("GPU", options.num_gpus), ("CPU", options.num_cpus)):
-        needed, there = each * options.replicas, have.get(what, 0.0)
-        if needed > there + 1e-6:
-            flag = "--threads or --replicas" if what == "CPU" else "--replicas"
-            raise ConfigError(
-                f"--replicas {options.replicas} needs {needed:g} {what}s ({each:g} each), but Ray "
-                f"has {there:g}; lower {flag}"
-            )
-
-
-@contextmanager
-def running_replicas(
-    factory: ServerFactory, options: FleetOptions, on_ready: Callable[[int], None]
-) -> Iterator[tuple[RayDirectory, Any, Identity]]:
-    """Start the replicas, wait for all of them, and stop them at the end.
-
-    Yields the directory, the model info and the identity that all replicas share. `on_ready` gets
-    the number of replicas that are ready, each time it changes.
-    """
-    was_running = _serve_is_running()
-    serve.start(proxy_location="Disabled", logging_config=QUIET)
-    directory = RayDirectory(options.name)
-    directory.clear()
-    app = replica_deployment(factory, options)
-    serve.run_many(
-        [serve.RunTarget(app, name=options.name, route_prefix=None)],
-        wait_for_applications_running=False,
-    )
-    try:
-        info, identity = wait_until_ready(directory, options, on_ready)
-        yield directory, info, identity
-    finally:
-        if options.address is not None:  # a local Ray ends anyway
-            with suppress(Exception):
-                serve.delete(options.name)
-                directory.clear()
-                if not was_running:
-                    serve.shutdown()
-
-
-def _serve_is_running() -> bool:
-    try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    except ValueError:
-        return False
-    return True
-
-
 def wait_until_ready(
-    directory: RayDirectory, options: FleetOptions, on_ready: Callable[[int], None]
+    directory: RayDirectory,
+    options: FleetOptions,
+    on_ready: Callable[[int], None] = lambda _: None,
 ) -> tuple[Any, Identity]:
     """Model info and identity once all replicas are announced; ExecutorError if one fails."""
     ends_at, num_ready = time.monotonic() + options.start_seconds, -1
@@ -315,21 +217,33 @@ def gateway_engine(
     return AsyncEngine(DiscoveredFleet(client, directory, identity, options.key))
 
 
-def serve_fleet(
-    factory: ServerFactory,
-    bound: socket.socket,
-    ready: Ready,
-    options: FleetOptions,
-    on_ready: Callable[[int], None],
-) -> int:
-    """Serve in this process over replicas on Ray until a signal; return the exit status."""
-    with connected(options), running_replicas(factory, options, on_ready) as found:
-        directory, info, identity = found
-        engine = gateway_engine(directory, identity, options)
-        listener = Listener(fileno=bound.detach())
-        serving = serve_http(
-            factory, engine, lambda: info, listener, ready=ready,
-            on_start=partial(install_signal_handlers, factory.grace),
-        )  # fmt: skip
-        asyncio.run(serving)
-    return 0
+class Gateway:
+    """The HTTP server of a fleet, behind Serve's proxies."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, factory: ServerFactory, options: FleetOptions, replicas: Any
+    ) -> None:
+        """`replicas` is unused; it makes Serve start the replicas with the gateway."""
+        directory = RayDirectory(options.id)
+        info, identity = await asyncio.to_thread(wait_until_ready, directory, options)
+        self._engine = gateway_engine(directory, identity, options)
+        await self._engine.start()
+        self._app = factory.make_app(self._engine, info)
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+    async def __del__(self) -> None:
+        if (engine := getattr(self, "_engine", None)) is not None:
+            await engine.close()
+
+
+def application(factory: ServerFactory, options: FleetOptions, num_gateways: int = 1) -> Any:
+    """A Serve application with replicas and gateways, for `serve.run` or a config file."""
+    gateway = serve.deployment(
+        serve.ingress()(Gateway), name="Gateway", num_replicas=num_gateways,
+        ray_actor_options={"num_cpus": 0.0}, max_ongoing_requests=10_000,
+        health_check_period_s=2.0, health_check_timeout_s=5.0, logging_config=QUIET,
+        graceful_shutdown_timeout_s=factory.grace,
+    )  # fmt: skip
+    return gateway.bind(factory, options, replica_deployment(factory, options))

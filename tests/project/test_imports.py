@@ -56,6 +56,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
     ),
     "fleet.sockets": (*TYPES, "engine", "fleet", "server"),
+    "fleet.ray_cluster": (*TYPES, "fleet", "server"),
     "fleet.ray_serve": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
         "lab", "server", "fleet",

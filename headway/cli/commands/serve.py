@@ -87,11 +87,12 @@ def serve_command(
     model = replace(model, model=name or model.model)
     options = fleet.options(model)
     if options is not None:
+        fleet.check(serving)
         model = replace(model, threads=fleet.threads(model))
     bound = bind(serving.host, serving.port)
     host, port = bound.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    factory = _factory(serving, model, settings)
+    factory = make_factory(serving, model, settings)
     stop_logs = factory.setup()
 
     def ready(info: ModelInfo) -> None:
@@ -114,7 +115,8 @@ def serve_command(
     raise typer.Exit(status)
 
 
-def _factory(serving: ServeOptions, model: ModelOptions, settings: Settings) -> ServerFactory:
+def make_factory(serving: ServeOptions, model: ModelOptions, settings: Settings) -> ServerFactory:
+    """What makes the engine and the app, in this process or in others."""
     from headway.server.process.serve import ServerFactory
 
     return ServerFactory(

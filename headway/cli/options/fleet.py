@@ -16,6 +16,7 @@ from headway.errors import ConfigError
 
 if TYPE_CHECKING:
     from headway.cli.options.model import ModelOptions
+    from headway.cli.options.serve import ServeOptions
     from headway.fleet.options import FleetOptions
     from headway.server.process.serve import ServerFactory
 
@@ -54,8 +55,11 @@ class FleetFlags:
             if value is not None and self.replicas is None:
                 raise ConfigError(f"{flag} {value} needs --replicas")
 
-    def options(self, model: ModelOptions) -> FleetOptions | None:
-        """The fleet that the flags describe; None without --replicas. ConfigError without Ray."""
+    def options(self, model: ModelOptions, name: str = "") -> FleetOptions | None:
+        """The fleet that the flags describe; None without --replicas. ConfigError without Ray.
+
+        `name` is that of the application; by default one that no other has.
+        """
         if self.replicas is None:
             return None
         check_extras("--replicas", "ray")
@@ -67,8 +71,17 @@ class FleetFlags:
         return FleetOptions(
             replicas=self.replicas, max_replicas=self.max_replicas, address=self.ray_address,
             num_cpus=1.0 if on_gpu else self._num_cpus(model), num_gpus=1.0 if on_gpu else 0.0,
-            route=self.route,
+            route=self.route, name=name,
         )  # fmt: skip
+
+    def check(self, serving: ServeOptions) -> None:
+        """ConfigError for flags that have no meaning with replicas in one gateway process."""
+        if serving.api_server_count > 1 or serving.engine_process is not None:
+            flag = "--api-server-count" if serving.api_server_count > 1 else "--engine-process"
+            raise ConfigError(
+                f"{flag} cannot be used with --replicas {self.replicas}: every replica is a process "
+                "of its own; `headway deploy` runs several gateways"
+            )
 
     def threads(self, model: ModelOptions) -> int:
         """CPU threads of one replica: as given, or an equal share of this machine's cores."""
@@ -98,10 +111,9 @@ def run_fleet(
     options: FleetOptions,
 ) -> int:
     """Serve over replicas on Ray until a signal; return the exit status."""
-    if options.address is None:
-        from headway.fleet.options import environment
+    from headway.fleet.options import environment
 
-        os.environ.update(environment())
+    os.environ.update(environment(options.address))
     console = Console(stderr=True, highlight=False, soft_wrap=True)
 
     with console.status("starting Ray") as status:
@@ -113,6 +125,6 @@ def run_fleet(
             status.stop()
             ready(info)
 
-        from headway.fleet.ray_serve import serve_fleet
+        from headway.fleet.ray_cluster import serve_fleet
 
         return serve_fleet(factory, bound, is_ready, options, show)

@@ -1,0 +1,174 @@
+"""A local Ray, or an existing one: connecting, starting replicas, serving, and ending all of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import ray
+from ray import serve
+
+from headway.errors import ConfigError
+from headway.fleet.options import FleetOptions
+from headway.fleet.ray_serve import (
+    NAMESPACE,
+    QUIET,
+    RayDirectory,
+    application,
+    gateway_engine,
+    replica_deployment,
+    wait_until_ready,
+)
+from headway.fleet.sockets import Identity
+from headway.server.http.connection_table import Listener
+from headway.server.process.serve import (
+    Ready,
+    ServerFactory,
+    install_signal_handlers,
+    serve_http,
+)
+
+FOLDER: dict[str, Any] = {"prefix": "headway-ray-", "ignore_cleanup_errors": True}
+OBJECT_STORE_BYTES = 80 << 20  # close to Ray's minimum; no tokens or weights go through it
+
+
+@contextmanager
+def connected(options: FleetOptions) -> Iterator[None]:
+    """Connect to a Ray, or start one that ends with this context and with this process."""
+    with ExitStack() as stack:
+        if options.address is None:
+            _start(stack.enter_context(TemporaryDirectory(**FOLDER)))
+        else:
+            _connect(options.address)
+        stack.callback(ray.shutdown)
+        logging.setLogRecordFactory(logging.LogRecord)  # Ray's adds a field to every line
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        yield
+
+
+def _start(folder: str) -> None:
+    """Start a Ray on this machine, with its files in a private folder."""
+    ray.init(
+        address="local", num_cpus=os.cpu_count() or 1, include_dashboard=False, _temp_dir=folder,
+        object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
+        namespace=NAMESPACE,
+    )  # fmt: skip
+
+
+def _connect(address: str) -> None:
+    host, _, port = address.rpartition(":")
+    try:
+        if address != "auto":
+            socket.create_connection((host, int(port)), timeout=3.0).close()
+        ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=NAMESPACE)
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"no Ray cluster answers at --ray-address {address}: {reason}; start one with `ray "
+            "start --head`, or leave --ray-address out to start a local one"
+        ) from None
+
+
+def _check_resources(options: FleetOptions) -> None:
+    """ConfigError if the replicas do not fit into what is free now."""
+    have, total = ray.available_resources(), ray.cluster_resources()
+    for what, each in (("GPU", options.num_gpus), ("CPU", options.num_cpus)):
+        needed, free = each * options.replicas, have.get(what, 0.0)
+        if needed > free + 1e-6:
+            flag = "--threads or --replicas" if what == "CPU" else "--replicas"
+            raise ConfigError(
+                f"--replicas {options.replicas} needs {needed:g} {what}s ({each:g} each), but Ray "
+                f"has {free:g} free of {total.get(what, 0.0):g}; lower {flag}"
+            )
+
+
+@contextmanager
+def running_replicas(
+    factory: ServerFactory, options: FleetOptions, on_ready: Callable[[int], None]
+) -> Iterator[tuple[RayDirectory, Any, Identity]]:
+    """Start the replicas, wait for all of them, and stop them at the end.
+
+    Yields the directory, the model info and the identity that all replicas share. `on_ready` gets
+    the number of replicas that are ready, each time it changes.
+    """
+    _check_resources(options)
+    was_running = _serve_is_running()
+    serve.start(proxy_location="Disabled", logging_config=QUIET)
+    directory = RayDirectory(options.id)
+    app = replica_deployment(factory, options)
+    serve.run_many(
+        [serve.RunTarget(app, name=options.name, route_prefix=None)],
+        wait_for_applications_running=False,
+    )
+    try:
+        info, identity = wait_until_ready(directory, options, on_ready)
+        yield directory, info, identity
+    finally:
+        if options.address is not None:  # a local Ray ends anyway
+            with suppress(Exception):
+                serve.delete(options.name)
+                directory.clear()
+                if not was_running:
+                    serve.shutdown()
+
+
+def _serve_is_running() -> bool:
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def serve_fleet(
+    factory: ServerFactory,
+    bound: socket.socket,
+    ready: Ready,
+    options: FleetOptions,
+    on_ready: Callable[[int], None],
+) -> int:
+    """Serve in this process over replicas on Ray until a signal; return the exit status."""
+    with connected(options), running_replicas(factory, options, on_ready) as found:
+        directory, info, identity = found
+        engine = gateway_engine(directory, identity, options)
+        listener = Listener(fileno=bound.detach())
+        serving = serve_http(
+            factory, engine, lambda: info, listener, ready=ready,
+            on_start=partial(install_signal_handlers, factory.grace),
+        )  # fmt: skip
+        asyncio.run(serving)
+    return 0
+
+
+def deploy(
+    factory: ServerFactory, options: FleetOptions, *, host: str, port: int, num_gateways: int
+) -> tuple[Any, str]:
+    """Deploy replicas and gateways on an existing Ray; the model info and the URL.
+
+    They stay when this process ends. `host` and `port` are those of Serve's proxies, and have no
+    effect if Serve already runs.
+    """
+    with connected(options):
+        _check_resources(options)
+        serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+        app = application(factory, options, num_gateways)
+        serve.run(app, name=options.name, route_prefix="/", logging_config=QUIET)
+        info, _ = wait_until_ready(RayDirectory(options.id), options)
+        return info, f"http://{host}:{port}"
+
+
+def delete(options: FleetOptions) -> None:
+    """Stop a deployed application; ConfigError if there is none of this name."""
+    with connected(options):
+        found = serve.status().applications
+        if options.name not in found:
+            known = ", ".join(found) or "none"
+            raise ConfigError(f"no application {options.name!r} is deployed; deployed: {known}")
+        serve.delete(options.name)
