@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,13 +142,18 @@ class FleetServer:
         return time.perf_counter() - start
 
 
+SERVE = ("-m", "headway", "serve", MODEL, "--port", "0", "--grace", "0")
+
+
 @contextmanager
-def fleet_server(*flags: str, model: str = MODEL) -> Iterator[FleetServer]:
+def fleet_server(
+    *flags: str, program: Sequence[str] = SERVE, environment: Mapping[str, str] | None = None
+) -> Iterator[FleetServer]:
     """A server with these flags on a free port; stopped by a signal at the end."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "headway", "serve", model, "--port", "0", "--grace", "0", *flags],
-        stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        [sys.executable, *program, *flags], stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
+        cwd=ROOT, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
     )  # fmt: skip
     lines: list[str] = []
     assert process.stderr is not None, "a pipe was asked for"

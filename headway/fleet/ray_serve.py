@@ -25,6 +25,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.serve.schema import LoggingConfig
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.engine.messages import Query
 from headway.errors import ExecutorError, HeadwayError
 from headway.fleet.client import FleetClient
 from headway.fleet.discovery import DiscoveredFleet
@@ -33,7 +34,6 @@ from headway.fleet.options import FleetOptions
 from headway.fleet.routing import parse_route
 from headway.fleet.scaling import ScalingLoad, replicas_needed
 from headway.fleet.sockets import Identity, ReplicaServer
-from headway.server.health import Watchdog
 from headway.server.process.serve import (
     ServerFactory,
 )
@@ -81,39 +81,47 @@ class Replica:
     """One engine. Announces itself when it is ready, and drains before it stops."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, factory: ServerFactory, options: FleetOptions
+        self, factory: ServerFactory, id: str, key: bytes
     ) -> None:
-        name = serve.get_replica_context().replica_id.unique_id
-        self._directory = RayDirectory(options.id)
-        self._teardown = factory.setup()
+        """`id` and `key` are those of the fleet. Serve restarts all replicas if an argument changes."""
+        self._directory = RayDirectory(id)
+        self._server: ReplicaServer | None = None
         try:
-            self._served = await asyncio.to_thread(factory.make_engine)
-        except HeadwayError as error:
-            self._directory.put("error", str(error).encode())
+            await self._start(factory, key)
+        except Exception as error:  # the process that waits for the replicas reports it
+            kind = "" if isinstance(error, HeadwayError) else f"{type(error).__name__}: "
+            self._directory.put("error", f"{kind}{error}".encode())
             raise
-        info, config = self._served.model_info, self._served.engine.scheduler.config
-        client = ThreadClient(self._served.engine, self._served.limits)
-        self._served.prepare(client.loop)
+
+    async def _start(self, factory: ServerFactory, key: bytes) -> None:
+        self._teardown = factory.setup()
+        self._served = served = await asyncio.to_thread(factory.make_engine)
+        client = ThreadClient(served.engine, served.limits)
+        served.prepare(client.loop)
         client.loop.report_load = True
         self._loop = client.loop
-        self._watchdog = Watchdog(client.loop)
-        identity = Identity(name=name, model=info.identity, block_size=config.block_size)
-        self._server = ReplicaServer(client, identity, options.key)
-        await self._server.start(ray.util.get_node_ip_address())
-        self._directory.put("info", pickle.dumps((info, identity)))
-        self._announcing = asyncio.create_task(self._announce())
+        identity = Identity(
+            name=serve.get_replica_context().replica_id.unique_id,
+            model=served.model_info.identity,
+            block_size=served.engine.scheduler.config.block_size,
+        )
+        self._directory.put("info", pickle.dumps((served.model_info, identity)))
+        server = ReplicaServer(client, identity, key)
+        await server.start(ray.util.get_node_ip_address())
+        self._announcing = asyncio.create_task(self._announce(server))
+        self._server = server
 
-    async def _announce(self) -> None:
+    async def _announce(self, server: ReplicaServer) -> None:
         while True:
             with suppress(Exception):  # Ray's store may be away for a while
                 await asyncio.to_thread(
-                    self._directory.announce, self._server.identity.name, self._server.address
+                    self._directory.announce, server.identity.name, server.address
                 )
             await asyncio.sleep(ANNOUNCE_SECONDS)
 
     async def check_health(self) -> None:
         """Raise if the engine has stopped or makes no progress; Ray then replaces the replica."""
-        if problem := self._watchdog.problem():
+        if problem := self._loop.reply(Query(0, "problem")).value:
             raise ExecutorError(problem)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
@@ -128,7 +136,7 @@ class Replica:
 
     async def __del__(self) -> None:
         """Move all requests elsewhere, then stop. Serve calls it before it ends the process."""
-        if (server := getattr(self, "_server", None)) is None:
+        if (server := self._server) is None:  # it did not start
             return
         self._announcing.cancel()
         await asyncio.to_thread(self._directory.forget, server.identity.name)
@@ -166,7 +174,7 @@ def replica_deployment(factory: ServerFactory, options: FleetOptions) -> Any:
         health_check_period_s=2.0, health_check_timeout_s=5.0, graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=10.0, max_constructor_retry_count=3, logging_config=QUIET,
     )  # fmt: skip
-    return deployment.bind(factory, options)
+    return deployment.bind(factory, options.id, options.key)
 
 
 def wait_until_ready(

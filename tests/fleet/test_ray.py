@@ -1,0 +1,174 @@
+"""Replicas on a real Ray: kills, hangs, scaling, monitoring, and what is left at the end.
+
+One test, because it starts Ray once. The engines have no model, so that a replica starts in few
+seconds; `test_a_model_on_the_same_ray` is the exception. bench/fleet.py repeats it with a model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from bench.fleet_streams import (
+    FleetServer,
+    Stream,
+    all_streams,
+    bodies,
+    command,
+    descendants,
+    fleet_server,
+    one_by_one,
+)
+from headway.fleet.options import environment
+
+pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'headway[ray]'")
+LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
+NUM_KILLS = 10
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
+
+
+def letter_bodies(number: int = 32, length: int = 70) -> list[dict[str, Any]]:
+    """Requests for capitals, each with another prompt."""
+    return [
+        {
+            "model": "letters", "prompt": (ALPHABET[i % 26 :] + ALPHABET * 5)[:length], "stream": True,
+            "max_tokens": length, **FEATURES[i % len(FEATURES)],
+        }
+        for i in range(number)
+    ]  # fmt: skip
+
+
+def texts(body: dict[str, Any]) -> list[str]:
+    """The texts that a request for capitals must get."""
+    capitals = body["prompt"].upper()
+    cut = capitals.find("ZA") if "stop" in body else len(capitals)
+    return [capitals[k:][:cut] for k in range(body.get("n", 1))]
+
+
+def check_letters(streams: list[Stream], sent: list[dict[str, Any]]) -> None:
+    """No stream failed, and each has every token once."""
+    assert [stream.error for stream in streams if stream.error] == []
+    for stream, body in zip(streams, sent, strict=True):
+        found = [choice for _, choice in sorted(stream.choices.items())]
+        assert [choice["text"] for choice in found] == texts(body)
+        assert all(choice["finish"] in ("stop", "length") for choice in found)
+        for choice in found:
+            wanted = len(choice["text"]) if "logprobs" in body else 0
+            assert len(choice["logprobs"]) == wanted
+
+
+def after(seconds: float, work: Any, *arguments: Any) -> threading.Timer:
+    timer = threading.Timer(seconds, work, arguments)
+    timer.start()
+    return timer
+
+
+def kills(server: FleetServer) -> None:
+    """One of two replicas is killed while 32 streams run."""
+    sent = letter_bodies()
+    for number in range(NUM_KILLS):
+        victims = server.replica_pids()
+        assert len(victims) == 2
+        moves = server.metric("headway_fleet:moves_total")
+        after(0.4, os.kill, victims[number % 2], signal.SIGKILL)
+        check_letters(asyncio.run(all_streams(server.url, sent)), sent)
+        assert server.metric("headway_fleet:moves_total") > moves
+        server.wait_for_replicas(2)
+    assert server.metric("headway_fleet:deaths_total") == NUM_KILLS
+
+
+def hang(server: FleetServer) -> None:
+    """A stopped process is noticed within 2 s, and comes back when it continues."""
+    sent, (victim, _) = letter_bodies(), server.replica_pids()
+    noticed = list[float]()
+
+    def stop() -> None:
+        start, known = time.perf_counter(), len(server.lines)
+        os.kill(victim, signal.SIGSTOP)
+        while not any("was lost" in line for line in server.lines[known:]):
+            time.sleep(0.01)
+        noticed.append(time.perf_counter() - start)
+        os.kill(victim, signal.SIGCONT)
+
+    stopping = after(0.4, stop)
+    check_letters(asyncio.run(all_streams(server.url, sent)), sent)
+    stopping.join()
+    assert noticed[0] <= 2.3, "hang_seconds and one tick, on a machine that other tests use"
+    server.wait_for_replicas(2)
+
+
+def scale_down(server: FleetServer) -> None:
+    """A replica that is scaled down hands its streams over at once."""
+    sent = letter_bodies(length=200)
+    times = list[float]()
+
+    def scale() -> None:
+        start = time.perf_counter()
+        assert server.process.stdin is not None
+        server.process.stdin.write("1\n")
+        server.process.stdin.flush()
+        while server.num_replicas() != 1:
+            time.sleep(0.02)
+        times.append(time.perf_counter() - start)
+
+    deaths = server.metric("headway_fleet:deaths_total")
+    scaling = after(0.4, scale)
+    streams = asyncio.run(all_streams(server.url, sent))
+    scaling.join()
+    check_letters(streams, sent)
+    assert server.metric("headway_fleet:deaths_total") == deaths
+    assert server.metric("headway_fleet:drains_total") == 1
+    assert times[0] < 200 * 0.02, "the drain must not wait for the streams"
+
+
+def monitoring(server: FleetServer) -> None:
+    """Every replica is in the metrics and on the live page, and the sums are sums."""
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+    text = httpx.get(f"{server.url}/metrics").text
+    each = re.findall(r'^headway:generation_tokens_total\{.*replica="(.+)"\} (\S+)$', text, re.M)
+    total = re.search(r"^headway_fleet:generation_tokens_total\{.*\} (\S+)$", text, re.M)
+    assert len({name for name, _ in each}) == 2 and total is not None
+    assert sum(float(value) for _, value in each) == float(total[1])
+    rows = httpx.get(f"{server.url}/live").json()["replicas"]
+    assert sorted(row["name"] for row in rows) == sorted(name for name, _ in each)
+
+
+def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
+    """`headway serve --ray-address`: a killed replica, then a signal that ends only its own app."""
+    address = next(line.split()[1] for line in server.lines if line.startswith("ray "))
+    flags = ("--replicas", "2", "--threads", "1", "--ray-address", address)
+    with fleet_server(*flags, environment=given) as real:
+        sent = bodies(12, 10)
+        alone = asyncio.run(one_by_one(real.url, sent))
+        letters, every = server.replica_pids(), descendants(server.process.pid)
+        replicas = [pid for pid in every if command(pid).startswith("ray::ServeReplica")]
+        victim = max(set(replicas) - set(letters[:0]))
+        after(0.5, os.kill, victim, signal.SIGKILL)
+        streams = asyncio.run(all_streams(real.url, sent))
+        assert [stream.error for stream in streams if stream.error] == []
+        assert [s.choices for s in streams] == [s.choices for s in alone]
+    check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
+
+
+def test_a_fleet_on_ray() -> None:
+    given = environment(None)
+    with fleet_server(program=LETTERS, environment=given) as server:
+        monitoring(server)
+        kills(server)
+        hang(server)
+        model_on_the_same_ray(server, given)
+        scale_down(server)
+        started = descendants(server.process.pid)
+    deadline = time.perf_counter() + 10
+    while left := [command(pid) for pid in started if command(pid)]:
+        assert time.perf_counter() < deadline, left
+        time.sleep(0.1)
