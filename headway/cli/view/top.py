@@ -30,6 +30,8 @@ def picture(s: Snapshot, width: int, height: int, problem: str = "") -> Renderab
     room = max(MIN_ROWS, (height - OTHER_LINES) // 3)
     lines = [*_head(s, width, height, problem), *_bars(s, width, height)]
     running, waiting = s["running"], s["waiting"]
+    if replicas := s.get("replicas"):
+        lines += ["", _replicas(replicas[:room])]
     title = f"{running['count']} running"
     lines += ["", _table(title, running["requests"][:room], RUNNING, width)]
     if waiting["count"]:
@@ -41,6 +43,22 @@ def picture(s: Snapshot, width: int, height: int, problem: str = "") -> Renderab
         line = Text(step, "dim", no_wrap=True, overflow="ellipsis")
         lines.append(line.append(safe(short(decision["text"])), DECISION_STYLES[decision["kind"]]))
     return Group(*lines)
+
+
+def _replicas(rows: list[dict[str, Any]]) -> RenderableType:
+    """One line for each engine behind the server."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column(f"{len(rows)} replicas", no_wrap=True)
+    for name in ("tokens/s", "running", "waiting", "KV blocks"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        style = "bold red" if row["fault"] else "default"
+        table.add_row(
+            Text(safe(row["name"]), style), f"{row['output_tokens']:,.0f}",
+            f"{row['running']:,}/{row['limit']:,}", f"{row['waiting']:,}",
+            f"{row['blocks_used']:,}/{row['blocks_total']:,}",
+        )  # fmt: skip
+    return table
 
 
 def _head(s: Snapshot, width: int, height: int, problem: str) -> Iterator[RenderableType]:

@@ -145,7 +145,22 @@ async function diagnose() {
   setTimeout(diagnose, document.hidden ? 4 * DIAGNOSIS : DIAGNOSIS);
 }
 
+// One row for each engine, if there are several behind this server.
+function drawReplicas(replicas) {
+  at("fleet").hidden = !replicas;
+  if (!replicas) return;
+  at("num_replicas").textContent = number(replicas.length);
+  at("replicas").replaceChildren(...replicas.map((r) => row([
+    [r.name, r.fault ? "unhealthy" : "", r.fault ?? r.name], [number(r.output_tokens), "num"],
+    [part(r.running, r.limit), "num"], [number(r.waiting), "num"],
+    [part(r.blocks_used, r.blocks_total), "num"],
+    [r.cache_hit_rate === null ? "–" : `${(100 * r.cache_hit_rate).toFixed(0)} %`, "num wide"],
+    [number(r.requests), "num wide"], [seconds(r.uptime), "num"],
+  ])));
+}
+
 function draw(s) {
+  drawReplicas(s.replicas);
   at("vitals").replaceChildren(...s.vitals.map((vital) => row([
     [vital.name, vital.is_healthy ? "" : "unhealthy"],
     [amount(vital), vital.is_healthy ? "num" : "num unhealthy"], [vital.healthy, "long"],
