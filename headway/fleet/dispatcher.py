@@ -274,7 +274,7 @@ class Dispatcher:
 
     def _refuse(self, request: OpenRequest, refusal: Refusal) -> None:
         """Refuse a new request; one that has begun ends with the same text as its error."""
-        if request.num_moves:
+        if request.has_begun:
             self._fail(request, f"it could not be continued: {refusal.message}")
         else:
             self._forget(request)
