@@ -33,7 +33,7 @@ class OpenRequest:
     first_token: float | None = None
     num_scored: int = 0  # prompt positions whose log probabilities were passed on
     is_cancelled: bool = False
-    refused_by: set[str] = field(default_factory=set)  # replicas whose queue was full
+    avoids: set[str] = field(default_factory=set)  # replicas that were full, or failed with it
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> OpenRequest:

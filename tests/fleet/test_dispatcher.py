@@ -123,6 +123,27 @@ def test_a_refusal_is_passed_on_and_does_not_count_against_the_replica(
     assert world.where(world.submit()) == "a"
 
 
+def test_messages_of_a_lost_replica_are_ignored(world: World) -> None:
+    id, replica = world.submit(), world.fleet.replicas["a"]
+    world.link(replica).step()
+    lost(world, "a")
+    for batch in world.link(replica).outbox:
+        world.fleet.receive(replica, batch)
+    assert world.tokens[id] == [[]] and not world.fleet.router.tracker.num_keys
+
+
+def test_messages_of_an_earlier_stay_are_ignored(world: World) -> None:
+    """After a failed step, the request returns to the same replica, its only one."""
+    id, replica = world.submit(n=2), world.fleet.replicas["a"]
+    stray = SampleUpdate(id, 1, expected_tokens(id, 1, 1))
+    failed = SampleUpdate(id, 0, [], end=end_of("error", "out of memory"))
+    world.fleet.receive(replica, [failed, stray])
+    assert world.tokens[id] == [[], []]
+    world.fleet.flush()
+    finish(world)
+    assert [end.reason for end in world.ends[id].values()] == ["length"] * 2
+
+
 def test_an_engine_that_has_given_up_is_lost(world: World) -> None:
     id = world.submit()
     world.add("b")
