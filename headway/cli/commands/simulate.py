@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from headway.cli.commands import replicas as replicas_command
 from headway.cli.commands.disaggregate import compare_pools, parse_pools
 from headway.cli.options import common as options
 from headway.cli.view import render
@@ -72,6 +73,8 @@ def simulate_command(
     trace_redact: Annotated[
         bool, typer.Option("--trace-redact", help=options.TRACE_REDACT)
     ] = False,
+    replicas: replicas_command.Replicas = None,
+    route: replicas_command.Route = None,
     disaggregate: Disaggregate = None,
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
@@ -85,18 +88,27 @@ def simulate_command(
     """
     chosen = load_profile(profile)
     config = options.make_config(preset, chosen, scheduler.changes())
-    if disaggregate is not None:
-        pools = parse_pools(disaggregate)
-        if trace_out:
-            raise ConfigError(
-                "--trace-out writes one scheduler; it cannot be used with --disaggregate"
-            )
+    if disaggregate is not None or replicas is not None:
+        pools = _pools(disaggregate, replicas, trace_out)
+        rule = replicas_command.read_route(route)
         requests = selection.load(workload)
-        rejected = compare_pools(
-            requests, config, chosen, pools, async_scheduling=async_scheduling, as_json=json_
-        ).rejected
+        if isinstance(pools, tuple):
+            rejected = compare_pools(
+                requests, config, chosen, pools, route=rule, async_scheduling=async_scheduling,
+                as_json=json_,
+            ).rejected  # fmt: skip
+        else:
+            several = replicas_command.run_replicas(
+                requests, config, chosen, pools, rule, async_scheduling=async_scheduling,
+                trace_out=trace_out, trace_blocks=trace_blocks, trace_redact=trace_redact,
+            )  # fmt: skip
+            rejected = several.rejected
+            title = f"{preset} on {pools} x {chosen.name}, route {several.route}"
+            replicas_command.print_replicas(title, several, as_json=json_)
         _check_rejected(rejected, requests)
         return
+    if route is not None:
+        raise ConfigError(f"--route {route} needs --replicas or --disaggregate")
     requests = selection.load(workload)
     total = sum(request.n for request in requests)
     try:
@@ -122,6 +134,21 @@ def simulate_command(
     _check_rejected(result.rejected, requests)
 
 
+def _pools(
+    disaggregate: str | None, replicas: int | None, trace_out: Path | None
+) -> tuple[int, int] | int:
+    """The numbers of prefill and decode replicas, or the number of colocated ones."""
+    if disaggregate is None:
+        return replicas_command.read_replicas(replicas or 0)
+    if replicas is not None:
+        raise ConfigError(
+            "--replicas cannot be used with --disaggregate, which has its own numbers"
+        )
+    if trace_out:
+        raise ConfigError("--trace-out cannot be used with --disaggregate")
+    return parse_pools(disaggregate)
+
+
 def _check_rejected(rejected: list[tuple[str, str]], requests: list[WorkloadRequest]) -> None:
     if len(rejected) == len(requests):
         render.print_error(f"all requests were rejected; the first: {rejected[0][1]}")
@@ -133,6 +160,8 @@ def compare_command(
     workload: options.Workload = options.DEFAULT_WORKLOAD,
     presets: Presets = ALL_PRESETS,
     variant: Variants = None,
+    replicas: replicas_command.Replicas = None,
+    routes: replicas_command.Routes = None,
     profile: options.ProfileName = "llama3.1-8b-a100-80gb",
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
@@ -140,8 +169,28 @@ def compare_command(
     selection: options.WorkloadOptions,
     scheduler: options.SchedulerOptions,
 ) -> None:
-    """Run one workload under several presets and variants, and show the results side by side."""
+    """Run one workload under several presets and variants, and show the results side by side.
+
+    With --replicas, compare routing rules instead, under the first preset.
+    """
     chosen, changes = load_profile(profile), scheduler.changes()
+    if replicas is not None or routes is not None:
+        number = replicas_command.read_replicas(8 if replicas is None else replicas)
+        rules = replicas_command.read_routes(routes or replicas_command.KNOWN)
+        if variant or (presets != ALL_PRESETS and "," in presets):
+            raise ConfigError("--routes compares rules under one preset; use --presets NAME")
+        name = "headway" if presets == ALL_PRESETS else presets
+        config = options.make_config(name, chosen, changes)
+        requests = selection.load(workload)
+        compared = replicas_command.compare_routes(
+            requests, config, chosen, number, rules, async_scheduling=async_scheduling
+        )
+        if json_:
+            print(json.dumps(compared, indent=2))
+        else:
+            title = f"{len(requests)} requests on {number} x {chosen.name}"
+            replicas_command.print_routes(title, compared)
+        return
     configs = {
         name: options.make_config(name, chosen, changes)
         for name in filter(None, map(str.strip, presets.split(",")))
