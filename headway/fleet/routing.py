@@ -53,15 +53,23 @@ class ReplicaView(NamedTuple):
 RouteRule = Callable[[RouteRequest, Sequence[ReplicaView]], int]
 
 
+NEW, BATCH = 8, 0.25  # see prefix_load
+
+
 def prefix_load(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
-    """Least product of prompt tokens to compute, this request's included, and open requests."""
-    return _least(
-        [
-            ((view.waiting_tokens + view.num_new) * (view.num_open + 1), view.num_open)
-            for view in replicas
-        ],
-        request.tick,
-    )
+    """Least delay that the request has and causes, in prompt tokens; ties to the fewest requests.
+
+    It waits for the prompt tokens before it. Each of its new tokens delays it and requests after it,
+    about NEW in all on a busy replica. Its decodes read its whole context in every step, beside those
+    of all open requests: BATCH of its prompt for each of them. So a cached prefix attracts requests
+    until its replica has a longer queue or a larger batch than computing the prefix elsewhere costs.
+    """
+    batch = BATCH * request.num_prompt
+    costs = [
+        (view.waiting_tokens + NEW * view.num_new + batch * view.num_open, view.num_open)
+        for view in replicas
+    ]
+    return _least(costs, request.tick)
 
 
 def least_loaded(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:

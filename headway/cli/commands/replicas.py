@@ -144,18 +144,22 @@ def compare_routes(
     rules: dict[str, RouteRule],
     *,
     async_scheduling: bool,
-) -> dict[str, Summary]:
-    """The summary of a run under each rule."""
+) -> dict[str, ReplicasResult]:
+    """The result of a run under each rule."""
     return {
         name: run_replicas(
             requests, config, profile, number, rule, title=name, async_scheduling=async_scheduling
-        ).summary()
+        )
         for name, rule in rules.items()
     }
 
 
-def print_routes(title: str, summaries: dict[str, Summary]) -> None:
+def print_routes(title: str, results: dict[str, ReplicasResult], *, as_json: bool) -> None:
     """A row for each rule: latencies, hits and balance."""
+    summaries = {name: result.summary() for name, result in results.items()}
+    if as_json:
+        print(json.dumps(summaries, indent=2))
+        return
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     columns = ("TTFT p50", "p90", "p99", "between p99", "total p90", "hits", "max/mean")
     table.add_column("route", style="bold", no_wrap=True)
