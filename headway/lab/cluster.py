@@ -109,9 +109,9 @@ class Pool:
         async_scheduling: bool = False,
     ) -> None:
         self.name, self.config = name, with_profile(config, profile)
-        self._router = Router(rule, config.block_size)
+        self.router = Router(rule, config.block_size)
         self.replicas = [
-            Replica(str(place), self._router.tracker, self.config, profile, async_scheduling)
+            Replica(str(place), self.router.tracker, self.config, profile, async_scheduling)
             for place in range(number)
         ]
 
@@ -130,7 +130,7 @@ class Pool:
     ) -> tuple[Replica, int]:
         loads = [replica.load(now) for replica in self.replicas]
         try:
-            place, view = self._router.choose(request.id, num_prompt, keys, request.client, loads)
+            place, view = self.router.choose(request.id, num_prompt, keys, request.client, loads)
         except PolicyError as error:
             raise ConfigError(str(error)) from None
         return self.replicas[place], view.num_new
