@@ -38,9 +38,10 @@ def test_every_replica_has_a_trace_that_replays(tmp_path: Path) -> None:
         assert headway("trace", file, "--replay").code == 0
 
 
-def test_routes_are_compared_side_by_side() -> None:
+def test_routes_are_compared_side_by_side(tmp_path: Path) -> None:
     arguments = ("compare", WORK, "--profile", PROFILE, "--replicas", "2")
-    done = headway(*arguments)
+    done = headway(*arguments, "--plot", tmp_path / "ttft.svg")
+    assert "― sglang" in (tmp_path / "ttft.svg").read_text(encoding="utf-8")
     for name in ("prefix_load", "least_loaded", "round_robin", "chwbl", "sglang", "max/mean"):
         assert name in done.out, name
     routes = "round_robin,chwbl(1.25, 4),tests.cli.test_cli_replicas:last"
@@ -66,6 +67,7 @@ def beyond(request: object, replicas: list[object]) -> int:
         (("simulate", "--replicas", "2", "--route", "fastest"), "unknown route 'fastest'"),
         (("simulate", "--route", "chwbl"), "--route chwbl needs --replicas"),
         (("simulate", "--replicas", "2", "--disaggregate", "1:1"), "--disaggregate"),
+        (("compare", "--routes", "chwbl", "--plot", "ttft.gif"), "--plot must end in"),
         (("compare", "--routes", ","), "--routes must name routing rules"),
         (("compare", "--routes", "chwbl", "--presets", "headway,vllm"), "one preset"),
         (

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
+from headway.fleet.routing import ReplicaView, RouteRequest, RouteRule, prefix_load
+from headway.lab.cluster import simulate_replicas
+from headway.lab.cost import load_profile
 from headway.lab.doctor import Finding
 from headway.lab.doctor_replicas import diagnose_replicas
 from headway.lab.summary import Summary
+from headway.lab.workload.synthetic import parse_synthetic
+from headway.scheduler import preset
 from tests.lab.test_doctor import CONFIG, HEALTHY
 
 REPLICA: Summary = {
@@ -64,3 +70,20 @@ def test_one_replica_cannot_be_uneven() -> None:
 def test_the_default_rule_is_not_its_own_remedy() -> None:
     (finding,) = found({"busy": 0.0}, route="prefix_load")
     assert finding.changes == () and "add replicas" in finding.remedy
+
+
+def longest_prefix(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+    return max(range(len(replicas)), key=lambda place: replicas[place].num_cached)
+
+
+@pytest.mark.parametrize(
+    ("rule", "symptoms"), [(longest_prefix, ["hot spot", "imbalance"]), (prefix_load, [])]
+)
+def test_a_simulated_hot_prefix_is_found(rule: RouteRule, symptoms: list[str]) -> None:
+    hot = parse_synthetic("requests=120,arrivals=poisson(60),prompt=60,output=60,prefix=1x1000")
+    profile = load_profile("llama3.1-8b-a100-80gb")
+    config = preset("vllm_v1", max_num_seqs=16)
+    result = simulate_replicas(hot.generate(), config, profile, 4, route=rule)
+    findings = diagnose_replicas(result.summary(), result.metrics.config)
+    kinds = [finding.symptom.partition(":")[0] for finding in findings]
+    assert [kind for kind in kinds if kind in ("hot spot", "imbalance", "cold replica")] == symptoms
