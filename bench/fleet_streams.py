@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,23 @@ class Stream:
                 found["logprobs"] += choice["logprobs"]["token_logprobs"]
 
 
-async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Stream:
+OnEvent = Callable[[], None]
+
+
+def once_after(number: int, work: Callable[[], object]) -> OnEvent:
+    """A callback for `all_streams` that starts `work` on a thread at this event."""
+    counts = count(1)
+
+    def on_event() -> None:
+        if next(counts) == number:
+            threading.Thread(target=work).start()
+
+    return on_event
+
+
+async def stream(
+    client: httpx.AsyncClient, body: dict[str, Any], on_event: OnEvent = lambda: None
+) -> Stream:
     """Send a request and read its events to the end."""
     found = Stream()
     try:
@@ -88,16 +105,19 @@ async def stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Stream:
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     found.add(json.loads(line[6:]), time.perf_counter())
+                    on_event()
     except httpx.HTTPError as error:
         found.error = f"{type(error).__name__}: {error}"
     return found
 
 
-async def all_streams(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:
+async def all_streams(
+    url: str, bodies: Sequence[dict[str, Any]], on_event: OnEvent = lambda: None
+) -> list[Stream]:
     """Send all requests at once."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
-        return list(await asyncio.gather(*(stream(client, body) for body in bodies)))
+        return list(await asyncio.gather(*(stream(client, body, on_event) for body in bodies)))
 
 
 async def one_by_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:

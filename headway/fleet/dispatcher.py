@@ -174,10 +174,8 @@ class Dispatcher:
 
     def _place(self, request: OpenRequest) -> None:
         """Send a request to the replica that the rule chooses; without any, it waits."""
-        replicas = [
-            each for each in self.replicas.values()
-            if each.takes_requests and each.name not in request.refused_by
-        ]  # fmt: skip
+        ready = [each for each in self.replicas.values() if each.takes_requests]
+        replicas = [each for each in ready if each.name not in request.avoids] or ready
         if not replicas:
             if request not in self.waiting:
                 request.waits_since = self.clock.now()
@@ -199,6 +197,7 @@ class Dispatcher:
 
     def _move(self, request: OpenRequest, reason: str, *, is_death: bool = False) -> None:
         """Continue a request elsewhere; it fails if it has reached a limit."""
+        request.avoids = {request.replica or ""}
         request.replica = None
         self._end_requested(request)
         if request.is_ended:
@@ -214,7 +213,6 @@ class Dispatcher:
             self._fail(request, f"{text} and cannot stay: {reason}")
         else:
             request.num_moves += 1
-            request.refused_by.clear()
             self.counters.num_moves += 1
             self.counters.num_resumed_tokens += request.num_tokens
             self._place(request)
@@ -264,9 +262,9 @@ class Dispatcher:
         del replica.open[message.id]
         request.replica = None
         if message.kind == "Overloaded":
-            request.refused_by.add(replica.name)
-            others = (each for each in self.replicas.values() if each.takes_requests)
-            if any(each.name not in request.refused_by for each in others):
+            request.avoids.add(replica.name)
+            ready = [each.name for each in self.replicas.values() if each.takes_requests]
+            if not request.avoids.issuperset(ready):
                 self._place(request)
                 return
         text = message.message.replace(message.id, request.id)
@@ -274,7 +272,7 @@ class Dispatcher:
 
     def _refuse(self, request: OpenRequest, refusal: Refusal) -> None:
         """Refuse a new request; one that has begun ends with the same text as its error."""
-        if request.num_moves:
+        if request.has_begun:
             self._fail(request, f"it could not be continued: {refusal.message}")
         else:
             self._forget(request)

@@ -33,7 +33,7 @@ class OpenRequest:
     first_token: float | None = None
     num_scored: int = 0  # prompt positions whose log probabilities were passed on
     is_cancelled: bool = False
-    refused_by: set[str] = field(default_factory=set)  # replicas whose queue was full
+    avoids: set[str] = field(default_factory=set)  # replicas that were full, or failed with it
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> OpenRequest:
@@ -60,6 +60,11 @@ class OpenRequest:
     def is_ended(self) -> bool:
         return all(sample.is_ended for sample in self.samples)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was accepted before, or one of its samples has ended."""
+        return self.num_moves > 0 or any(sample.is_ended for sample in self.samples)
+
     def open_samples(self) -> Iterator[tuple[int, OpenSample]]:
         return ((i, each) for i, each in enumerate(self.samples) if not each.is_ended)
 
@@ -71,7 +76,7 @@ class OpenRequest:
     def message(self, now: float) -> Submit:
         """The message that starts the request on a replica, or continues it there."""
         outputs: tuple[tuple[int, ...] | None, ...] = self.submit.outputs
-        if self.num_moves:
+        if self.has_begun:
             outputs = tuple(None if each.is_ended else tuple(each.tokens) for each in self.samples)
         deadline = self.submit.params.deadline
         return replace(

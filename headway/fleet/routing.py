@@ -7,10 +7,16 @@ dataclass. Neither keeps state: the serial number of the decision and the views 
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 from typing import Any, NamedTuple
 
+from xxhash import xxh3_64_intdigest
+
+from headway.config import Checked, count, number
 from headway.errors import ConfigError, shorten
 from headway.scheduler import policy_text
 from headway.scheduler.policy_calls import bad_result, policy_failed
@@ -47,15 +53,23 @@ class ReplicaView(NamedTuple):
 RouteRule = Callable[[RouteRequest, Sequence[ReplicaView]], int]
 
 
+NEW, BATCH = 8, 0.25  # see prefix_load
+
+
 def prefix_load(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
-    """Least product of prompt tokens to compute, this request's included, and open requests."""
-    return _least(
-        [
-            ((view.waiting_tokens + view.num_new) * (view.num_open + 1), view.num_open)
-            for view in replicas
-        ],
-        request.tick,
-    )
+    """Least delay that the request has and causes, in prompt tokens; ties to the fewest requests.
+
+    It waits for the prompt tokens before it. Each of its new tokens delays it and requests after it,
+    about NEW in all on a busy replica. Its decodes read its whole context in every step, beside those
+    of all open requests: BATCH of its prompt for each of them. So a cached prefix attracts requests
+    until its replica has a longer queue or a larger batch than computing the prefix elsewhere costs.
+    """
+    batch = BATCH * request.num_prompt
+    costs = [
+        (view.waiting_tokens + NEW * view.num_new + batch * view.num_open, view.num_open)
+        for view in replicas
+    ]
+    return _least(costs, request.tick)
 
 
 def least_loaded(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
@@ -68,6 +82,70 @@ def round_robin(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
     return request.tick % len(replicas)
 
 
+@dataclass(frozen=True)
+class chwbl(Checked):
+    """Consistent hashing with bounded loads, of the first blocks of the prompt.
+
+    A request goes to the first replica on the ring, from the hash of its first `prefix_blocks`
+    blocks on, that then has at most `load_factor` times the mean of open requests. A prompt without
+    a full block goes to the least loaded replica. `replication` is the number of points of each
+    replica on the ring. Does not read the caches.
+    """
+
+    load_factor: float = number(1.25, 1)
+    prefix_blocks: int = count(8, 1)
+    replication: int = count(256, 1, 4096)
+
+    def __call__(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+        if not request.keys:
+            return least_loaded(request, replicas)
+        points, owners = _ring(tuple(view.name for view in replicas), self.replication)
+        key = request.keys[min(self.prefix_blocks, len(request.keys)) - 1]
+        first = bisect(points, int.from_bytes(key[:8], "big"))
+        num_open = sum(view.num_open for view in replicas) + 1
+        limit = self.load_factor * num_open / len(replicas)
+        order = (owners[(first + step) % len(owners)] for step in range(len(owners)))
+        return next(
+            (place for place in order if replicas[place].num_open + 1 <= max(1.0, limit)),
+            least_loaded(request, replicas),
+        )
+
+
+@lru_cache(maxsize=64)
+def _ring(names: tuple[str, ...], replication: int) -> tuple[list[int], list[int]]:
+    """Points on the ring in order, and for each the index of its replica."""
+    points = sorted(
+        (xxh3_64_intdigest(f"{name}/{point}".encode()), place)
+        for place, name in enumerate(names)
+        for point in range(replication)
+    )
+    return [point for point, _ in points], [place for _, place in points]
+
+
+@dataclass(frozen=True)
+class sglang(Checked):
+    """The longest cached prefix, unless the numbers of open requests are too far apart.
+
+    Too far apart means that the largest exceeds the smallest by more than `balance_abs` requests
+    and by more than `balance_rel` times. Then, and if less than `cache_threshold` of the prompt is
+    cached, the request goes to the least loaded replica. SGLang's gateway sends such requests to
+    the replica with the smallest cache, however busy it is.
+    """
+
+    cache_threshold: float = number(0.3, 0, 1)
+    balance_abs: int = count(64, 0)
+    balance_rel: float = number(1.5, 1)
+
+    def __call__(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+        loads = [view.num_open for view in replicas]
+        low, high = min(loads), max(loads)
+        is_apart = high - low > self.balance_abs and high > self.balance_rel * low
+        most = max(view.num_cached for view in replicas)
+        if is_apart or most <= self.cache_threshold * request.num_prompt:
+            return least_loaded(request, replicas)
+        return _least([(-view.num_cached, view.num_open) for view in replicas], request.tick)
+
+
 def _least(keys: Sequence[Any], tick: int) -> int:
     """The index of the least key; equal ones are taken in turn."""
     least = min(keys)
@@ -75,7 +153,7 @@ def _least(keys: Sequence[Any], tick: int) -> int:
     return places[tick % len(places)]
 
 
-ROUTES: tuple[Any, ...] = (prefix_load, least_loaded, round_robin)
+ROUTES: tuple[Any, ...] = (prefix_load, least_loaded, round_robin, chwbl, sglang)
 DEFAULT_ROUTE = "prefix_load"
 
 

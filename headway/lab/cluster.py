@@ -27,7 +27,7 @@ from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, format_route, prefix_load
 from headway.kv.prefix_index import extend_keys
 from headway.lab.cost import Profile
-from headway.lab.replica import Replica
+from headway.lab.replica import SimulatedReplica
 from headway.lab.simulate import Progress, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
@@ -109,28 +109,32 @@ class Pool:
         async_scheduling: bool = False,
     ) -> None:
         self.name, self.config = name, with_profile(config, profile)
-        self._router = Router(rule, config.block_size)
+        self.router = Router(rule, config.block_size)
         self.replicas = [
-            Replica(str(place), self._router.tracker, self.config, profile, async_scheduling)
+            SimulatedReplica(
+                str(place), self.router.tracker, self.config, profile, async_scheduling
+            )
             for place in range(number)
         ]
 
-    def choose(self, request: WorkloadRequest, now: float) -> tuple[Replica, int]:
+    def choose(self, request: WorkloadRequest, now: float) -> tuple[SimulatedReplica, int]:
         """The replica for a request, and the prompt tokens that it will compute."""
         prompt, keys = request.request(), list[bytes]()
         extend_keys(keys, prompt, self.config.block_size)
         return self._choose(request, now, prompt.num_prompt, keys)
 
-    def choose_for_output(self, request: WorkloadRequest, now: float) -> tuple[Replica, int]:
+    def choose_for_output(
+        self, request: WorkloadRequest, now: float
+    ) -> tuple[SimulatedReplica, int]:
         """The replica for a request whose prompt arrives computed, but for its last token."""
         return self._choose(request, now, 1, [])
 
     def _choose(
         self, request: WorkloadRequest, now: float, num_prompt: int, keys: list[bytes]
-    ) -> tuple[Replica, int]:
+    ) -> tuple[SimulatedReplica, int]:
         loads = [replica.load(now) for replica in self.replicas]
         try:
-            place, view = self._router.choose(request.id, num_prompt, keys, request.client, loads)
+            place, view = self.router.choose(request.id, num_prompt, keys, request.client, loads)
         except PolicyError as error:
             raise ConfigError(str(error)) from None
         return self.replicas[place], view.num_new
@@ -188,7 +192,7 @@ class Cluster:
             if self._decode and request.num_output > 1:
                 self._open[request.id] = request
 
-    def _send(self, source: Replica, request: WorkloadRequest, now: float) -> None:
+    def _send(self, source: SimulatedReplica, request: WorkloadRequest, now: float) -> None:
         source.link_free_at = max(now, source.link_free_at)
         source.link_free_at += self._profile.transfer_seconds(request.num_prompt)
         self.transfers.append((request.num_prompt, source.link_free_at - now))

@@ -20,7 +20,7 @@ from headway.plan import StepReport
 from headway.request import Request
 
 
-class Replica(SimulatedEngine):
+class SimulatedReplica(SimulatedEngine):
     """An engine, its open requests as the router knows them, and its link to other replicas."""
 
     def __init__(

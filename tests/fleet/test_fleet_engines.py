@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -11,52 +11,18 @@ import pytest
 
 from headway import LLM
 from headway.engine.async_engine import AsyncEngine
-from headway.engine.engine import Engine
 from headway.engine.outputs import RequestOutput
 from headway.fleet.client import FleetClient
-from headway.fleet.links import OnBatch, OnLost, ThreadLink
-from headway.plan import Plan, StepReport
+from headway.fleet.links import ThreadLink
 from headway.sampling_params import SamplingParams
 from tests.support import real
+from tests.support.faults import Faults
 from tests.support.features import FEATURES, PROMPT
 
 CASES = FEATURES | {
     "stop string": {"seed": 3, "max_tokens": 60, "stop": ["e"], "min_tokens": 9},
     "stop strings with n": {"seed": 3, "max_tokens": 60, "stop": ["the", "o"], "n": 3},
 }
-
-
-class Faults:
-    """Ends the loop of an engine at a step, fails single steps, or calls a function at a step."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._step, self._launch = engine.step, engine.executor.launch
-        self.dies_at: int | None = None
-        self.fails_at: set[int] = set()
-        self.calls: dict[int, Callable[[], None]] = {}
-        engine.step, engine.executor = self.step, self  # type: ignore[method-assign]
-        self._scheduler = engine.scheduler
-
-    def step(self) -> StepReport | None:
-        if self._scheduler.num_steps == self.dies_at:
-            raise RuntimeError("the process was killed")  # not handled by the engine
-        return self._step()
-
-    def launch(self, plan: Plan) -> Any:
-        if call := self.calls.pop(plan.step, None):
-            call()
-        if plan.step in self.fails_at:
-            raise RuntimeError("the device was lost")
-        return self._launch(plan)
-
-
-class StoppableLink(ThreadLink):
-    """A link whose replica can be stopped, like a process by SIGSTOP: no message arrives."""
-
-    is_stopped = False
-
-    async def open(self, on_batch: OnBatch, on_lost: OnLost) -> None:
-        await super().open(lambda batch: None if self.is_stopped else on_batch(batch), on_lost)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,8 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -25,6 +27,7 @@ from bench.fleet_streams import (
     command,
     descendants,
     fleet_server,
+    once_after,
     one_by_one,
 )
 from headway.fleet.options import environment
@@ -66,21 +69,25 @@ def check_letters(streams: list[Stream], sent: list[dict[str, Any]]) -> None:
             assert len(choice["logprobs"]) == wanted
 
 
-def after(seconds: float, work: Any, *arguments: Any) -> threading.Timer:
-    timer = threading.Timer(seconds, work, arguments)
-    timer.start()
-    return timer
+def run_with(server: FleetServer, sent: list[dict[str, Any]], work: Callable[[], object]) -> None:
+    """Send requests for capitals; do `work` while they run, and wait for both."""
+    done = threading.Event()
+
+    def disturb() -> None:
+        work()
+        done.set()
+
+    check_letters(asyncio.run(all_streams(server.url, sent, once_after(200, disturb))), sent)
+    assert done.wait(30), "the work did not end"
 
 
 def kills(server: FleetServer) -> None:
     """One of two replicas is killed while 32 streams run."""
-    sent = letter_bodies()
     for number in range(NUM_KILLS):
         victims = server.replica_pids()
         assert len(victims) == 2
         moves = server.metric("headway_fleet:moves_total")
-        after(0.4, os.kill, victims[number % 2], signal.SIGKILL)
-        check_letters(asyncio.run(all_streams(server.url, sent)), sent)
+        run_with(server, letter_bodies(), partial(os.kill, victims[number % 2], signal.SIGKILL))
         assert server.metric("headway_fleet:moves_total") > moves
         server.wait_for_replicas(2)
     assert server.metric("headway_fleet:deaths_total") == NUM_KILLS
@@ -88,8 +95,7 @@ def kills(server: FleetServer) -> None:
 
 def hang(server: FleetServer) -> None:
     """A stopped process is noticed within 2 s, and comes back when it continues."""
-    sent, (victim, _) = letter_bodies(), server.replica_pids()
-    noticed = list[float]()
+    (victim, _), noticed = server.replica_pids(), list[float]()
 
     def stop() -> None:
         start, known = time.perf_counter(), len(server.lines)
@@ -99,35 +105,24 @@ def hang(server: FleetServer) -> None:
         noticed.append(time.perf_counter() - start)
         os.kill(victim, signal.SIGCONT)
 
-    stopping = after(0.4, stop)
-    check_letters(asyncio.run(all_streams(server.url, sent)), sent)
-    stopping.join()
-    assert noticed[0] <= 2.3, "hang_seconds and one tick, on a machine that other tests use"
+    run_with(server, letter_bodies(), stop)
+    assert noticed[0] <= 2.5, "2 s, and some time for a machine that runs other tests"
     server.wait_for_replicas(2)
 
 
 def scale_down(server: FleetServer) -> None:
     """A replica that is scaled down hands its streams over at once."""
-    sent = letter_bodies(length=200)
-    times = list[float]()
+    deaths = server.metric("headway_fleet:deaths_total")
 
     def scale() -> None:
-        start = time.perf_counter()
-        assert server.process.stdin is not None
+        assert server.process.stdin is not None, "a pipe was asked for"
         server.process.stdin.write("1\n")
         server.process.stdin.flush()
-        while server.num_replicas() != 1:
-            time.sleep(0.02)
-        times.append(time.perf_counter() - start)
 
-    deaths = server.metric("headway_fleet:deaths_total")
-    scaling = after(0.4, scale)
-    streams = asyncio.run(all_streams(server.url, sent))
-    scaling.join()
-    check_letters(streams, sent)
+    run_with(server, letter_bodies(length=220), scale)
+    server.wait_for_replicas(1)
     assert server.metric("headway_fleet:deaths_total") == deaths
     assert server.metric("headway_fleet:drains_total") == 1
-    assert times[0] < 200 * 0.02, "the drain must not wait for the streams"
 
 
 def monitoring(server: FleetServer) -> None:
@@ -146,14 +141,13 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
     """`headway serve --ray-address`: a killed replica, then a signal that ends only its own app."""
     address = next(line.split()[1] for line in server.lines if line.startswith("ray "))
     flags = ("--replicas", "2", "--threads", "1", "--ray-address", address)
+    before = set(server.replica_pids())
     with fleet_server(*flags, environment=given) as real:
         sent = bodies(12, 10)
         alone = asyncio.run(one_by_one(real.url, sent))
-        letters, every = server.replica_pids(), descendants(server.process.pid)
-        replicas = [pid for pid in every if command(pid).startswith("ray::ServeReplica")]
-        victim = max(set(replicas) - set(letters[:0]))
-        after(0.5, os.kill, victim, signal.SIGKILL)
-        streams = asyncio.run(all_streams(real.url, sent))
+        victim = max(set(server.replica_pids()) - before)
+        kill = partial(os.kill, victim, signal.SIGKILL)
+        streams = asyncio.run(all_streams(real.url, sent, once_after(30, kill)))
         assert [stream.error for stream in streams if stream.error] == []
         assert [s.choices for s in streams] == [s.choices for s in alone]
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)

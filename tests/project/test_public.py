@@ -106,6 +106,15 @@ SAMPLING_FLAGS = {
     "--max-tokens", "--temperature", "--top-p", "--top-k", "--min-p", "--repetition-penalty",
     "--seed", "--stop",
 }  # fmt: skip
+SERVE_FLAGS = {
+    "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
+    "--api-server-count", "--engine-process", "--no-engine-process",
+    "--api-key", "--api-key-file", "--allowed-origins", "--allowed-host", "--grace", "--watchdog",
+    "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens",
+    "--max-per-client", "--timeout", "--stall-timeout", "--timeout-head", "--timeout-keep-alive",
+    "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level",
+    "--replicas", "--max-replicas", "--ray-address", "--route",
+}  # fmt: skip
 COMMANDS = {
     "run": {"--max-tokens", "--json", *MODEL_FLAGS},
     "generate": {
@@ -113,14 +122,8 @@ COMMANDS = {
         *MODEL_FLAGS, *SAMPLING_FLAGS,
     },
     "chat": {"--system", *MODEL_FLAGS, *SAMPLING_FLAGS},
-    "serve": {
-        "name", "--host", "--port", "--served-model-name", "--chat-template", "--tool-call-parser",
-        "--api-server-count", "--engine-process", "--no-engine-process",
-        "--api-key", "--api-key-file", "--allowed-origins", "--allowed-host", "--grace", "--watchdog",
-        "--metrics-prefix", "--disable-additional-properties", "--spans", "--max-waiting", "--max-waiting-tokens", "--max-per-client",
-        "--timeout", "--stall-timeout", "--timeout-head", "--timeout-keep-alive",
-        "--max-connections", "--max-connections-per-address", "--max-body", "--log-format", "--log-level", *MODEL_FLAGS,
-    },
+    "serve": {*SERVE_FLAGS, *MODEL_FLAGS},
+    "deploy": {"--name", "--delete", "--print-config", "--json", *SERVE_FLAGS, *MODEL_FLAGS},
     "top": {"url", "--api-key", "--every", "--once"},
     "doctor": {"target", "--try", "--profile", "--api-key", "--json"},
     "bench throughput": {
@@ -143,9 +146,12 @@ COMMANDS = {
         "--dtype", "--quantization", "--quick", "--threads",
     },
     "simulate": {
-        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate", *RUN_FLAGS,
+        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate",
+        "--replicas", "--route", *RUN_FLAGS,
     },
-    "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
+    "compare": {
+        "workload", "--presets", "--variant", "--replicas", "--routes", "--plot", *RUN_FLAGS,
+    },
     "sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
     "breakeven": {"--profile", "--plot", "--json"},
     "tune": {
