@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any, Protocol
 
 from headway.engine.async_engine import OnMessages
@@ -43,6 +44,7 @@ class DiscoveredFleet:
         self.client, self.links = client, dict[str, SocketLink]()
         self._directory, self._model, self._key = directory, model, key
         self._failures: dict[str, int] = {}
+        self._num_old_frames = 0  # of links that are closed
         self._tasks: set[asyncio.Task[None]] = set()
         self._connecting: set[str] = set()
 
@@ -62,10 +64,13 @@ class DiscoveredFleet:
             task.cancel()
         await self.client.close()
 
-    @property
-    def num_frames(self) -> int:
-        """Frames received from all replicas that are linked now."""
-        return sum(link.num_frames for link in self.links.values())
+    def counters(self) -> dict[str, int]:
+        """What has happened since the fleet started, by the names of `merge.FLEET_TEXTS`."""
+        found = asdict(self.client.dispatcher.counters)
+        named = {name.removeprefix("num_"): value for name, value in found.items()}
+        num_frames = self._num_old_frames + sum(link.num_frames for link in self.links.values())
+        num_replicas = len(self.client.dispatcher.replicas)
+        return {**named, "replicas": num_replicas, "frames": num_frames}
 
     async def _follow(self) -> None:
         while True:
@@ -80,7 +85,7 @@ class DiscoveredFleet:
         found = await asyncio.to_thread(self._directory.addresses)
         for name in self.links.keys() - found.keys():
             if not self.links[name].is_open:
-                del self.links[name]
+                self._num_old_frames += self.links.pop(name).num_frames
         for name, address in found.items():
             link = self.links.get(name)
             if name not in self._connecting and (link is None or not link.is_open):
@@ -96,6 +101,8 @@ class DiscoveredFleet:
             await self._failed(name, error)
         else:
             self._failures.pop(name, None)
+            if (before := self.links.get(name)) is not None:
+                self._num_old_frames += before.num_frames
             self.links[name] = link
             log.info("replica %s joined at %s:%d", name, *address)
         finally:

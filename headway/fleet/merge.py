@@ -25,6 +25,7 @@ FLEET_TEXTS = {
     "drains": "Replicas whose requests were moved before they stopped.",
     "resumed_tokens": "Tokens that moved requests had already generated.",
     "failed": "Requests that no replica could continue.",
+    "frames": "Messages received from replicas, each with the tokens of all requests of a step.",
 }
 
 

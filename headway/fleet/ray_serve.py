@@ -13,9 +13,9 @@ import json
 import logging
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, cast
 
 import ray
@@ -215,14 +215,11 @@ def gateway_engine(
 ) -> AsyncEngine:
     """The engine of a gateway: all replicas behind one client."""
     client = FleetClient(block_size=identity.block_size, route=parse_route(options.route))
-
-    def metrics(answers: Mapping[str, str]) -> str:
-        counters = asdict(client.dispatcher.counters).items()
-        fleet = {name.removeprefix("num_"): value for name, value in counters}
-        return merge_metrics(answers, {**fleet, "replicas": len(client.dispatcher.replicas)})
-
-    client.dispatcher.queries.combined |= {"metrics": metrics, "snapshot": merge_snapshots}
-    return AsyncEngine(DiscoveredFleet(client, directory, identity, options.key))
+    fleet = DiscoveredFleet(client, directory, identity, options.key)
+    combined = client.dispatcher.queries.combined
+    combined["metrics"] = lambda answers: merge_metrics(answers, fleet.counters())
+    combined["snapshot"] = merge_snapshots
+    return AsyncEngine(fleet)
 
 
 class Gateway:

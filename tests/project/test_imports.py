@@ -80,6 +80,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": TORCH,
     "fastapi": ("server",),
     "starlette": ("server",),
+    "ray": ("fleet.ray_serve", "fleet.ray_cluster", "lab.planner"),
     "uvicorn": ("server", "cli"),
     "matplotlib": ("lab.plots",),
     "typer": ("cli",),

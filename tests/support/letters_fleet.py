@@ -6,6 +6,8 @@ addresses of Ray and of the server. A number on its standard input sets the numb
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 from dataclasses import dataclass, field, replace
@@ -80,6 +82,7 @@ def main() -> None:
             app = replica_deployment(factory, replace(options, replicas=int(line)))
             target = serve.RunTarget(app, name=options.name, route_prefix=None)
             serve.run_many([target], wait_for_applications_running=False)
+        os.kill(os.getpid(), signal.SIGINT)  # the test has ended without stopping this server
 
     def ready(_: object) -> None:
         print(f"ray {ray.get_runtime_context().gcs_address}", file=sys.stderr)
