@@ -111,12 +111,12 @@ def config_file(name: str, serving: ServeOptions, fleet: FleetFlags, model: Mode
 
 def app(args: dict[str, Any]) -> Any:
     """The application of a config file: `args` has flags of `headway deploy` as Python names."""
-    from headway.fleet.ray_serve import application
-
     known = {field.name: part for part in PARTS for field in fields(part)}
     unknown = sorted(set(args) - set(known))
     if unknown:
         raise ConfigError(f"unknown args: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+
+    from headway.fleet.ray_serve import application
 
     def part(kind: type[Any]) -> Any:
         return kind(**{key: value for key, value in args.items() if known[key] is kind})

@@ -1,0 +1,105 @@
+"""Flags of replicas on Ray: what is refused before anything starts, and config files."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from headway.cli.commands.deploy import app as deployed_app
+from headway.cli.main import app
+from headway.errors import ConfigError, ExecutorError
+from headway.fleet.options import FleetOptions
+
+# Ray's own modules use old features of pydantic.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def problem(*arguments: str) -> str:
+    """The sentence with which a command ends."""
+    found = CliRunner().invoke(app, list(arguments))
+    assert isinstance(found.exception, ConfigError), found.output
+    assert "\n" not in str(found.exception)
+    return str(found.exception)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--replicas", "0"), ("--replicas 0", "1")),
+        (("--max-replicas", "3"), ("--max-replicas 3", "--replicas")),
+        (("--ray-address", "auto"), ("--ray-address auto", "--replicas")),
+        (("--replicas", "3", "--max-replicas", "2"), ("--max-replicas", "3", "2")),
+        (("--replicas", "2", "--route", "nearest"), ("nearest", "prefix_load", "round_robin")),
+        (("--replicas", "2", "--ray-address", "ray://host:1"), ("ray://host:1", "host:port")),
+        (("--replicas", "2", "--api-server-count", "2"), ("--api-server-count", "--replicas 2")),
+        (("--replicas", "2", "--engine-process"), ("--engine-process", "--replicas 2")),
+    ],
+)
+def test_wrong_flags_are_refused_in_one_sentence(
+    flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    said = problem("serve", "--device", "cpu", *flags)
+    assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("command", [("serve", "--replicas", "2"), ("deploy",)])
+def test_without_ray_the_command_says_how_to_install_it(
+    command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    said = problem(*command)
+    assert "ray" in said and "pip install" in said
+
+
+def test_a_config_file_has_the_flags_that_were_given() -> None:
+    flags = ["--replicas", "2", "--max-num-seqs", "8", "--port", "9000", "--name", "mine"]
+    found = CliRunner().invoke(app, ["deploy", "qwen", *flags, "--print-config"])
+    assert found.exit_code == 0, found.output
+    written = json.loads(found.output)
+    (application,) = written["applications"]
+    assert written["http_options"]["port"] == 9000 and application["name"] == "mine"
+    assert application["args"] == {
+        "model": "qwen", "replicas": 2, "max_num_seqs": 8, "port": 9000,
+    }  # fmt: skip
+
+
+def test_a_config_file_with_an_unknown_flag_is_refused() -> None:
+    with pytest.raises(ConfigError, match="replica_count.*known: .*replicas"):
+        deployed_app({"model": "qwen", "replica_count": 2})
+
+
+class NoReplicas:
+    """A directory in which no replica is announced."""
+
+    def __init__(self, error: bytes | None = None) -> None:
+        self._error = error
+
+    def addresses(self) -> dict[str, Any]:
+        return {}
+
+    def get(self, key: str) -> bytes | None:
+        return self._error if key == "error" else None
+
+
+def test_replicas_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_serve = pytest.importorskip("headway.fleet.ray_serve")
+    monkeypatch.setattr(ray_serve, "_status", lambda app: "waiting for 2 CPUs")
+    options = FleetOptions(replicas=2, start_seconds=0.01)
+    with pytest.raises(ExecutorError, match="0 of 2 replicas.*0.01 s; waiting for 2 CPUs"):
+        ray_serve.wait_until_ready(NoReplicas(), options)
+    with pytest.raises(ExecutorError, match="a replica cannot start: no model 'x'"):
+        ray_serve.wait_until_ready(NoReplicas(b"no model 'x'"), options)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
+def test_an_address_without_ray_is_named(address: str) -> None:
+    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+    with (
+        pytest.raises(ConfigError, match=f"--ray-address {address}: .*ray start"),
+        ray_cluster.connected(FleetOptions(replicas=1, address=address)),
+    ):
+        pass
