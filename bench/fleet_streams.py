@@ -176,6 +176,7 @@ def fleet_server(
         env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
     )  # fmt: skip
     lines: list[str] = []
+    reading: threading.Thread | None = None
     assert process.stderr is not None, "a pipe was asked for"
     try:
         for line in process.stderr:
@@ -184,7 +185,7 @@ def fleet_server(
                 break
         else:
             raise RuntimeError("the server did not start:\n" + "".join(lines))
-        reading = threading.Thread(target=lines.extend, args=(process.stderr,), daemon=True)
+        reading = threading.Thread(target=lines.extend, args=(process.stderr,))
         reading.start()
         yield FleetServer(process, found[1], lines)
     finally:
@@ -194,6 +195,11 @@ def fleet_server(
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        if reading is not None:
+            reading.join()
+        for pipe in (process.stdin, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def descendants(pid: int) -> list[int]:

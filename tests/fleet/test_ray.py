@@ -1,7 +1,7 @@
 """Replicas on a real Ray: kills, hangs, scaling, monitoring, and what is left at the end.
 
 One test, because it starts Ray once. The engines have no model, so that a replica starts in few
-seconds; `test_a_model_on_the_same_ray` is the exception. bench/fleet.py repeats it with a model.
+seconds; `model_on_the_same_ray` is the exception. bench/fleet.py repeats it with a model.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ def hang(server: FleetServer) -> None:
     server.wait_for_replicas(2)
 
 
-def scale_down(server: FleetServer) -> None:
-    """A replica that is scaled down hands its streams over at once."""
+def redeploy(server: FleetServer) -> None:
+    """Two replicas are replaced by one; they hand their streams over at once."""
     deaths = server.metric("headway_fleet:deaths_total")
 
     def scale() -> None:
@@ -122,7 +122,8 @@ def scale_down(server: FleetServer) -> None:
     run_with(server, letter_bodies(length=220), scale)
     server.wait_for_replicas(1)
     assert server.metric("headway_fleet:deaths_total") == deaths
-    assert server.metric("headway_fleet:drains_total") == 1
+    assert server.metric("headway_fleet:drains_total") == 2
+    assert server.metric("headway_fleet:failed_total") == 0
 
 
 def monitoring(server: FleetServer) -> None:
@@ -160,7 +161,7 @@ def test_a_fleet_on_ray() -> None:
         kills(server)
         hang(server)
         model_on_the_same_ray(server, given)
-        scale_down(server)
+        redeploy(server)
         started = descendants(server.process.pid)
     deadline = time.perf_counter() + 10
     while left := [command(pid) for pid in started if command(pid)]:
