@@ -18,7 +18,7 @@ from headway.errors import ExecutorError
 from headway.fleet.client import FleetClient
 from headway.fleet.sockets import Identity, SocketLink
 
-INTERVAL = 0.25  # seconds between two looks
+INTERVAL = 0.5  # seconds between two looks
 MAX_FAILURES = 8  # failed connections in a row until an address is dropped
 log = logging.getLogger(__name__)
 

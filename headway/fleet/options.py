@@ -19,6 +19,10 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "RAY_enable_worker_prestart": "0",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Less often than usual: on a small machine the replicas need the cores.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "600",
+    "REPORTER_UPDATE_INTERVAL_MS": "600000",
 }
 
 

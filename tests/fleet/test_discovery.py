@@ -1,0 +1,122 @@
+"""A gateway links announced replicas, drops stale entries, and links a replica that comes back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from headway import Engine, Scheduler, preset
+from headway.engine.async_engine import AsyncEngine, ThreadClient
+from headway.fleet import discovery
+from headway.fleet.client import FleetClient
+from headway.fleet.discovery import DiscoveredFleet
+from headway.fleet.sockets import Identity, ReplicaServer
+from headway.request import RequestParams
+from tests.support.served import Capitals, on_loop
+
+KEY = b"key"
+MODEL = Identity(name="", model="letters", block_size=16)
+
+
+@dataclass
+class Announced:
+    """A directory in memory."""
+
+    found: dict[str, tuple[str, int]] = field(default_factory=dict)
+
+    def addresses(self) -> dict[str, tuple[str, int]]:
+        return dict(self.found)
+
+    def forget(self, name: str) -> None:
+        self.found.pop(name, None)
+
+
+async def start(name: str, directory: Announced) -> ReplicaServer:
+    config = preset("headway", max_model_len=256, num_blocks=256, block_size=16)
+    executor = Capitals()
+    executor.seconds = 0.002
+    client = ThreadClient(Engine(Scheduler(config), executor))
+    client.loop.report_load = True
+    identity = Identity(name=name, model="letters", block_size=16)
+    server = ReplicaServer(client, identity, KEY)
+    await server.start("127.0.0.1")
+    directory.found[name] = server.address
+    return server
+
+
+@asynccontextmanager
+async def gateway(directory: Announced) -> AsyncIterator[tuple[AsyncEngine, DiscoveredFleet]]:
+    fleet = DiscoveredFleet(FleetClient(block_size=16), directory, MODEL, KEY)
+    engine = AsyncEngine(fleet)
+    await engine.start()
+    yield engine, fleet
+    await engine.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def complete(engine: AsyncEngine, id: str, text: bytes) -> bytes:
+    found: list[int] = []
+    params = RequestParams(max_tokens=len(text), ignore_eos=True)
+    async for updates in engine.stream(id, list(text), params):
+        found += [token for update in updates for token in update.tokens]
+    return bytes(found)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "INTERVAL", 0.02)
+
+
+@on_loop
+async def test_replicas_are_linked_at_the_start_and_later() -> None:
+    directory = Announced()
+    one = await start("one", directory)
+    async with gateway(directory) as (engine, fleet):
+        assert fleet.counters()["replicas"] == 1
+        assert await complete(engine, "r", b"hello") == b"HELLO"
+        two = await start("two", directory)
+        await until(lambda: fleet.counters()["replicas"] == 2)
+        assert fleet.counters()["frames"] > 0
+    await one.close()
+    await two.close()
+
+
+@on_loop
+async def test_a_request_continues_when_its_replica_stops_and_another_is_announced() -> None:
+    directory, text = Announced(), b"abcdefghij" * 12
+    one = await start("one", directory)
+    async with gateway(directory) as (engine, fleet):
+        running = asyncio.create_task(complete(engine, "r", text))
+        await until(lambda: one.num_open == 1)
+        two = await start("two", directory)
+        await until(lambda: fleet.counters()["replicas"] == 2)
+        directory.forget("one")
+        await one.drain("scaled down")
+        assert one.num_open == 0
+        assert await running == text.upper()
+        assert (fleet.counters()["drains"], fleet.counters()["deaths"]) == (1, 0)
+    await one.close()
+    await two.close()
+
+
+@on_loop
+async def test_a_stale_entry_is_dropped_and_a_lost_link_is_made_again() -> None:
+    directory = Announced({"gone": ("127.0.0.1", 1)})
+    one = await start("one", directory)
+    async with gateway(directory) as (engine, fleet):
+        await until(lambda: "gone" not in directory.found)
+        for worker in one.service.workers.values():
+            worker.writer.transport.abort()
+        await until(lambda: fleet.counters()["deaths"] == 1)
+        await until(lambda: fleet.counters()["replicas"] == 1)
+        assert await complete(engine, "r", b"hello") == b"HELLO"
+    await one.close()
