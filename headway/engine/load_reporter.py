@@ -7,12 +7,15 @@ idle or a step takes long, a thread repeats the latest report.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from headway.engine.messages import FromLoop, LoadReport
 from headway.scheduler import Scheduler
 
 HEARTBEAT_SECONDS = 0.25
+MAX_COUNTED = 64  # requests; a longer queue is counted at most every COUNT_SECONDS
+COUNT_SECONDS = 0.05
 
 
 class LoadReporter:
@@ -23,6 +26,7 @@ class LoadReporter:
         self._latest: LoadReport | None = None
         self._is_quiet = True  # no report since the latest heartbeat
         self._is_stopped = threading.Event()
+        self._waiting_tokens, self._counted_at = 0, -COUNT_SECONDS
 
     def start(self, scheduler: Scheduler) -> None:
         """Send the first report, and heartbeats from now on."""
@@ -34,15 +38,25 @@ class LoadReporter:
 
     def report(self, scheduler: Scheduler) -> LoadReport:
         """The present load; called on the loop's thread after every step."""
-        waiting = sum([request.num_known for request in scheduler.queue])
-        prefilling = scheduler.state.prefilling
-        waiting += sum([request.prefill_end - request.num_computed for request in prefilling])
+        left = [
+            request.prefill_end - request.num_computed for request in scheduler.state.prefilling
+        ]
         self._is_quiet = False
         self._latest = LoadReport(
-            scheduler.num_steps, len(scheduler.running), len(scheduler.queue), waiting,
-            scheduler.num_free, scheduler.config.num_blocks,
+            scheduler.num_steps, len(scheduler.running), len(scheduler.queue),
+            self._count_waiting(scheduler) + sum(left), scheduler.num_free,
+            scheduler.config.num_blocks,
         )  # fmt: skip
         return self._latest
+
+    def _count_waiting(self, scheduler: Scheduler) -> int:
+        """Tokens of the queue; a recent number if the queue is long."""
+        now = time.monotonic()
+        if len(scheduler.queue) <= MAX_COUNTED or now - self._counted_at > COUNT_SECONDS:
+            # A waiting request has no tokens outside these two lists.
+            lengths = [r.num_prompt + len(r.flushed_tokens) for r in scheduler.queue]
+            self._waiting_tokens, self._counted_at = sum(lengths), now
+        return self._waiting_tokens
 
     def _beat(self) -> None:
         while not self._is_stopped.wait(HEARTBEAT_SECONDS):

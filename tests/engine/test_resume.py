@@ -25,13 +25,15 @@ from headway.errors import InvalidRequest
 from headway.lab.film.builder import FilmBuilder
 from headway.lab.replay import check_replay
 from headway.observe.run_stats import RunStats
-from headway.observe.timeline import Timeline, record_of
+from headway.observe.server_metrics import ServerMetrics
 from headway.observe.trace import TraceWriter
 from headway.request import RequestParams
 from headway.sampling_params import SamplingParams, TokenLogprobs
 from tests.support import real
 from tests.support.features import FEATURES, PROMPT
 from tests.support.scripted import make_engine, script
+
+CUTS = (0, 1, 2, 5, 8, 11)  # every place with the first preset
 
 
 class Sample(NamedTuple):
@@ -118,7 +120,7 @@ def test_every_feature_continues_bit_equally_from_every_cut(
     submits, wanted = list[Submit](), dict[str, list[Sample]]()
     with LLM(tiny, preset=name, max_num_seqs=6, max_model_len=90, **settings) as llm:
         for feature, samples in baseline.items():
-            for place in (0, 1, 2, 5, 8, 11):
+            for place in range(max(len(s.tokens) for s in samples)) if name == "headway" else CUTS:
                 if (outputs := cut(samples, place)) is None:
                     continue
                 id = f"{feature} from {place}"
@@ -228,11 +230,17 @@ def test_a_continued_request_is_traced_and_replayed(swap: str) -> None:
     assert builder.state.generated(builder.numbers["a"]) == 4
 
 
-def test_the_first_token_of_a_continued_request_is_not_a_first_token() -> None:
-    engine, times = make_engine(), Timeline[Any]()
-    engine.add("a", [5] * 8, script(3), outputs=[(1,)])
+def test_times_of_a_continued_request_are_not_counted_as_those_of_a_new_one() -> None:
+    engine = make_engine()
+    metrics = ServerMetrics(EngineLoop(engine, lambda _: None), "model")
+    engine.add("a", [5] * 8, script(3), arrival=-100.0, outputs=[(1,)])
     engine.add("b", [5] * 8, script(3))
-    report = engine.step()
-    assert report is not None
-    stats = times.follow(record_of(report))
-    assert len(stats.first_tokens) == 1 and stats.num_output == 2
+    engine.run()
+    histograms = metrics.values.histograms
+    for name in ("time_to_first_token", "request_queue_time", "request_prefill_time"):
+        histogram = histograms[f"{name}_seconds"]
+        assert sum(histogram.counts) == 1 and histogram.total < 50
+    assert sum(histograms["e2e_request_latency_seconds"].counts) == 2
+    counters = metrics.values.counters
+    assert counters["generation_tokens", ""] == 2 + 3
+    assert counters["prefix_cache_hits", ""] <= counters["prefix_cache_queries", ""] == 16

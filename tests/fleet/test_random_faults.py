@@ -163,7 +163,7 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in fleet.replicas.values():
             link = self.world.link(replica)
             if not link.outbox:
-                assert fleet.router.tracker.keys_of(replica.name) == link.told_keys
+                assert fleet.router.tracker.keys_of(replica.name) == link.reported_keys
         assert fleet.router.tracker.match([]).keys() <= fleet.replicas.keys()
 
     def teardown(self) -> None:

@@ -55,7 +55,7 @@ class ScriptedReplica:
     aboard: dict[str, dict[int, list[int]]] = field(default_factory=dict)  # tokens by sample
     submits: dict[str, Submit] = field(default_factory=dict)
     keys: set[bytes] = field(default_factory=set)  # of its cache
-    told_keys: set[bytes] = field(default_factory=set)  # those that it has reported
+    reported_keys: set[bytes] = field(default_factory=set)  # those that it has reported
     num_steps: int = 0
     is_full: bool = False
     is_closed: bool = False
@@ -90,8 +90,8 @@ class ScriptedReplica:
         for wire_id in list(self.aboard):
             batch += self._advance(wire_id, num_tokens)
         self.num_steps += 1
-        added, removed = self.keys - self.told_keys, self.told_keys - self.keys
-        self.told_keys = set(self.keys)
+        added, removed = self.keys - self.reported_keys, self.reported_keys - self.keys
+        self.reported_keys = set(self.keys)
         batch.append(CacheDelta(sorted(added), sorted(removed), False))
         self.outbox.append([*batch, self.load()])
 
