@@ -25,7 +25,7 @@ from headway.server.process.engine_service import EngineService
 
 HANDSHAKE_SECONDS = 2.0
 MAX_HANDSHAKE = 1 << 16  # bytes of a frame before the key is proved
-DRAIN_SECONDS = 2.0  # for the gateways to move the requests of a replica
+DRAIN_SECONDS = 3.0  # for the gateways to move the requests of a replica and to disconnect
 LOST = (asyncio.IncompleteReadError, ConnectionError)
 log = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ class ReplicaServer:
         return sum(len(worker.num_open) for worker in self.service.workers.values())
 
     async def drain(self, reason: str) -> None:
-        """Ask all gateways to move their requests, and wait until they have."""
+        """Ask all gateways to move their requests, and wait until they have and disconnect."""
         notice = frame([Drain(reason)])
         for worker in self.service.workers.values():
             worker.writer.write(notice)
         with suppress(TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
-                while self.num_open:
+                while self.service.workers:
                     await asyncio.sleep(0.01)
 
     async def close(self) -> None:
