@@ -72,7 +72,9 @@ def faults(number: int, rounds: int, max_tokens: int) -> dict[str, Any]:
     """Send a signal to one of two replicas in every round, while all streams run."""
     sent, noticed, gaps = bodies(NUM_STREAMS, max_tokens), list[float](), list[float]()
     totals, back = {"failed": 0, "different": 0}, list[float]()
-    with fleet_server("--replicas", "2", "--log-level", "warning") as server:
+    # Prompts repeat, and the default rule would send all to the replica that has them cached.
+    flags = ("--replicas", "2", "--route", "round_robin", "--log-level", "warning")
+    with fleet_server(*flags) as server:
         alone = asyncio.run(one_by_one(server.url, sent))
         control = asyncio.run(all_streams(server.url, sent))
         for place in range(rounds):

@@ -73,7 +73,8 @@ def main() -> None:
     from headway.fleet.ray_serve import replica_deployment
 
     factory = ServerFactory(make_engine=make_engine, make_app=make_app, setup=setup, grace=0.0)
-    options = FleetOptions(replicas=2, num_cpus=0.0)
+    # Prompts repeat, and the default rule would send all to the replica that has them cached.
+    options = FleetOptions(replicas=2, num_cpus=0.0, route="round_robin")
     bound = bind("127.0.0.1", 0)
     stop_logs = setup()
 

@@ -85,7 +85,7 @@ def _deploy_now(
     if deployment.json_output:
         print(json.dumps({"name": options.name, "model": info.model_name, "url": url}))
         return
-    console.print(f"{info.model_name} at {url}; {info.description}; {options.replicas} replicas")
+    console.print(f"{info.model_name} at {url}; {info.description}; --replicas {options.replicas}")
     console.print(f"Stop it with `headway deploy --delete --name {options.name}`.")
 
 
