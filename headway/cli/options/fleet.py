@@ -49,18 +49,16 @@ class FleetFlags:
         str, _fleet("Rule that picks the replica of a request, as in headway simulate.")
     ] = "prefix_load"
 
-    def __post_init__(self) -> None:
-        given = {"--max-replicas": self.max_replicas, "--ray-address": self.ray_address}
-        for flag, value in given.items():
-            if value is not None and self.replicas is None:
-                raise ConfigError(f"{flag} {value} needs --replicas")
-
     def options(self, model: ModelOptions, name: str = "") -> FleetOptions | None:
         """The fleet that the flags describe; None without --replicas. ConfigError without Ray.
 
         `name` is that of the application; by default one that no other has.
         """
         if self.replicas is None:
+            given = {"--max-replicas": self.max_replicas, "--ray-address": self.ray_address}
+            for flag, value in given.items():
+                if value is not None:
+                    raise ConfigError(f"{flag} {value} needs --replicas")
             return None
         check_extras("--replicas", "ray")
         from headway.fleet.options import FleetOptions
