@@ -135,6 +135,7 @@ def overhead(rounds: int, max_tokens: int) -> dict[str, Any]:
         for _ in range(rounds + 1):
             for name, server in servers.items():
                 found[name].append(_run(server.url, NUM_STREAMS, max_tokens))
+                print(f"{name}: {found[name][-1]}", file=sys.stderr)
     medians = {
         name: {key: statistics.median(each[key] for each in runs[1:]) for key in runs[0]}
         for name, runs in found.items()  # the first round warms up
