@@ -98,7 +98,8 @@ def evaluate(job: Job) -> Outcome:
     if job.rate is not None:
         requests = at_rate(requests, job.rate)
     config, total = make_config(job.settings, job.profile), sum(r.n for r in requests)
-    counter = MissCounter(job.targets, total) if job.targets else None
+    max_gaps = sum(r.n * (r.num_output - 1) for r in requests)
+    counter = MissCounter(job.targets, total, max_gaps) if job.targets else None
     result = simulate(
         requests, config, job.profile, async_scheduling=job.async_scheduling, stop=counter
     )
