@@ -133,8 +133,12 @@ class RunStats:
     def longest_stalls(self) -> list[float]:
         """The largest time between tokens of each request that has two tokens."""
         self._timeline.update_stalls()
-        streams = self.requests if self.streams is None else self.streams
-        return [x.longest_stall for x in streams if x.num_output > 1 or x.longest_stall]
+        return stalls_of(self.requests if self.streams is None else self.streams)
+
+
+def stalls_of(requests: Iterable[RequestTimeline]) -> list[float]:
+    """The longest stalls of the requests that have two tokens."""
+    return [x.longest_stall for x in requests if x.num_output > 1 or x.longest_stall]
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:
