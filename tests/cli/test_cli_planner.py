@@ -129,12 +129,21 @@ def test_capacity_prints_an_interval_and_replicas(tmp_path: Path) -> None:
         (["capacity", WORK, "--rate", "-1"], "rate"),
         (["capacity", "requests=9"], "arrivals"),
         (["capacity", WORK, "--ttft-p99", "1us"], "ttft-p99"),
+        (["capacity", WORK, "--num-blocks", "1"], "num_blocks is 1"),
+        (["tune", WORK, "--num-blocks", "1"], "num_blocks is 1"),
         (["breakeven", "--profile", "b200"], "a100"),
         (["sweep", "max_num_seqs=2", "--history", "x"], "no-history"),
     ],
 )
 def test_wrong_input_is_named(arguments: list[str], named: str) -> None:
     assert named in problem(*arguments, *(FAST if arguments[0] != "breakeven" else []))
+
+
+def test_an_unknown_metric_is_named_before_anything_runs(tmp_path: Path) -> None:
+    history = tmp_path / "h.jsonl"
+    arguments = ["sweep", "max_num_seqs=2", "-w", WORK, "--jobs", "1", "--history", str(history)]
+    assert "ttft" in problem(*arguments, "--metric", "tfft.p99") and not history.read_text()
+    assert "finish_reasons.length" in run(*arguments, "--metric", "finish_reasons.length")
 
 
 def test_results_are_kept_in_the_history(tmp_path: Path) -> None:

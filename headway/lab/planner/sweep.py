@@ -10,11 +10,12 @@ from typing import Any
 
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
-from headway.lab.planner.evaluate import Job, Outcome, Settings
+from headway.lab.planner.evaluate import Job, Outcome, Settings, make_config
 from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.space import WORKLOAD_KNOBS, Space, points, text_of
 from headway.lab.planner.workload import Workload, rate_of
-from headway.lab.summary import Summary
+from headway.lab.simulate import simulate
+from headway.lab.summary import Summary, summarize
 from headway.lab.svg import Curve, Plot
 from headway.scheduler import policy_text
 from headway.scheduler.presets import SLOTS
@@ -66,6 +67,16 @@ def metric_of(summary: Summary, name: str) -> float:
         known = ", ".join(value) if isinstance(value, Mapping) else "none"
         raise ConfigError(f"metric {name!r} is not a number; below it: {known}")
     return float(value)
+
+
+def check_metric(name: str, base: Settings, profile: Profile) -> None:
+    """ConfigError for an unknown metric, before anything is simulated.
+
+    The names below a count by reason are known only after a run.
+    """
+    empty = summarize(simulate([], make_config(base, profile), profile).metrics)
+    if empty.get(_parts(name)[0]) != {}:
+        metric_of(empty, name)
 
 
 def _parts(name: str) -> list[str]:
