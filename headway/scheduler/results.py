@@ -19,7 +19,7 @@ def check_result(plan: Plan, result: StepResult) -> None:
     """ExecutorError unless the result has one token for everything that the plan samples."""
     num_columns = plan.num_steps if plan.decodes else 0
     num_first = sum([chunk.is_last for chunk in plan.chunks]) if plan.chunks else 0
-    lengths = [len(column) for column in result.decode_tokens]
+    lengths = list(map(len, result.decode_tokens))
     if lengths != [len(plan.decodes)] * num_columns or len(result.first_tokens) != num_first:
         raise ExecutorError(
             f"step {plan.step} samples {num_columns} x {len(plan.decodes)} decode tokens and "
