@@ -173,7 +173,8 @@ class Engine:
         with self.lock:
             report = self.scheduler.complete(plan, result)
             self._flight.popleft()
-            self._end_failed(report)
+            if result.failed:
+                self._end_failed(report)
         return report
 
     def run(self) -> None:

@@ -73,8 +73,9 @@ class SimulatedExecutor:
         self._clock.advance_to(launched)
         started = max(launched, self._free_at)
         self._free_at = started + self._seconds(plan)
-        num_columns = plan.num_steps if plan.decodes else 0
-        columns: list[Column] = [self._sample_decodes(plan) for _ in range(num_columns)]
+        columns: list[Column] = [self._sample_decodes(plan)] if plan.decodes else []
+        while columns and len(columns) < plan.num_steps:
+            columns.append(self._sample_decodes(plan))
         first_tokens = (
             [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
             if plan.chunks

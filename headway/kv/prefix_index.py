@@ -68,6 +68,8 @@ class PrefixIndex:
     def match(self, keys: list[bytes]) -> int:
         """The number of leading keys that are present."""
         low, high, block_of = 0, len(keys), self.block_of
+        if high and keys[0] not in block_of:  # as for most prompts that share nothing
+            return 0
         while low < high:
             middle = (low + high + 1) // 2
             if keys[middle - 1] in block_of:
