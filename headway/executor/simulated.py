@@ -96,12 +96,12 @@ class SimulatedExecutor:
         if not listed:
             return column
         # A deferred request is also listed under a later step.
-        ending = [r for r in listed if self._end_of.get(r) == now]
-        places = {request: place for place, request in enumerate(plan.decodes)} if ending else {}
+        ending = {r for r in listed if self._end_of.get(r) == now}  # a request may be listed twice
         for request in ending:
-            self._end_of.pop(request, None)  # a request may be listed twice
-            if not request.is_finished and request in places:
-                column[places[request]] = _script(request).end
+            del self._end_of[request]
+        for request, place in plan.places_of(ending).items():
+            if not request.is_finished:
+                column[place] = _script(request).end
         return column
 
     def _sample_first(self, request: Request, num_known: int) -> int:

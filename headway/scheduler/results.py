@@ -53,14 +53,13 @@ def _deliver(plan: Plan, column: Column, state: SchedulerState) -> None:
     """One token for each decode: through the batch, or singly to requests that have left it."""
     batch = state.decode_batch
     left = batch.left_in_flight.union(*plan.reaching_limit)
-    singly = [request for request in left if not batch.expects_next(request)] if left else None
+    singly = {request for request in left if not batch.expects_next(request)} if left else None
     batch.deliver(plan.rows, column)
     if not singly:
         return
-    places = {request: place for place, request in enumerate(plan.decodes)}
-    for request in singly:
-        if request not in plan.tokens_kept and request in places:
-            request.flushed_tokens.append(int(column[places[request]]))
+    for request, place in plan.places_of(singly).items():
+        if request not in plan.tokens_kept:
+            request.flushed_tokens.append(int(column[place]))
 
 
 def _finish_stopped(
