@@ -94,21 +94,22 @@ class RunStats:
             self._count_finished(stats)
 
     def _count_step(self, record: StepRecord[Any], num_computed: int) -> None:
-        prefill, totals = record.num_prefill, self.totals
-        values = (
-            record.num_running, record.num_waiting, record.num_free, prefill + record.num_decodes,
-            prefill, num_computed - prefill, record.ended - record.started,
-        )  # fmt: skip
-        for column, value in zip(self.steps.values(), values, strict=True):
-            column.append(value)
+        prefill, ended, steps, totals = record.num_prefill, record.ended, self.steps, self.totals
+        steps["running"].append(record.num_running)
+        steps["waiting"].append(record.num_waiting)
+        steps["free"].append(record.num_free)
+        steps["tokens"].append(prefill + record.num_decodes)
+        steps["prefill"].append(prefill)
+        steps["decodes"].append(num_computed - prefill)
+        steps["seconds"].append(ended - record.started)
         totals["computed_tokens"] += num_computed
         if any(record.copies):
             totals["blocks_out"] += record.copies[0]
             totals["blocks_in"] += record.copies[1]
         if record.swap_in:
             self.swap_ins.append(record.swap_in)
-        if record.ended > self.ended_at:
-            self.ended_at = record.ended
+        if ended > self.ended_at:
+            self.ended_at = ended
         for reason in record.reasons:
             self.reasons[reason] += 1
 
