@@ -27,6 +27,11 @@ if shutil.which("nvidia-smi") is None:  # checked without torch, before triton i
 
 # `make test-fast` leaves these out: they load the model, start processes or simulate long runs.
 SLOW = (
+    "lab/film/test_film_state.py",
+    "lab/film/test_film_truth.py",
+    "lab/planner/test_capacity.py",
+    "lab/planner/test_evaluator.py",
+    "lab/planner/test_tune.py",
     "lab/test_fit.py",
     "lab/test_loadgen.py",
     "lab/test_stories.py",
