@@ -34,6 +34,7 @@ SLOW = (
     "lab/planner/test_tune.py",
     "lab/test_fit.py",
     "lab/test_loadgen.py",
+    "lab/test_replay.py",
     "lab/test_stories.py",
     "lab/web/test_browser_controls.py",
     "lab/web/test_browser_live.py",
@@ -48,6 +49,7 @@ SLOW = (
     "model/test_batch_invariance.py",
     "scheduler/test_listings.py",
     "scheduler/test_output_lengths.py",
+    "text/test_tokenizer.py",
 )
 DECODERS: dict[tuple[Path, str], Decoder] = {}  # see shared_weights
 
