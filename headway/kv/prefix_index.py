@@ -122,6 +122,8 @@ class PrefixIndex:
 def num_leading(keys: Sequence[bytes], present: Container[bytes]) -> int:
     """The number of leading keys in a collection that is closed under prefixes."""
     low, high = 0, len(keys)
+    if high and keys[0] not in present:  # as for most prompts that share nothing
+        return 0
     while low < high:
         middle = (low + high + 1) // 2
         if keys[middle - 1] in present:
