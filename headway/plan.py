@@ -7,7 +7,7 @@ before it reads any. So a plan may use blocks that an earlier plan, still runnin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from headway.request import Request
 
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
+MAX_SEARCHED = 8  # requests that are searched in a list one by one, which is faster for a few
 Embedding = npt.NDArray[np.float32]  # [hidden size], normalized to length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
 Reason = Literal[
@@ -140,6 +141,13 @@ class Plan:
     def num_tokens(self) -> int:
         """Tokens that the first forward pass of this plan computes."""
         return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
+
+    def places_of(self, requests: Collection[Request]) -> dict[Request, int]:
+        """The places in `decodes` of those of the requests that decode."""
+        decodes = self.decodes
+        if len(requests) <= MAX_SEARCHED:
+            return {r: decodes.index(r) for r in requests if r in decodes}
+        return {r: place for place, r in enumerate(decodes) if r in requests}
 
 
 class Failure(NamedTuple):

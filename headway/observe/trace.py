@@ -87,7 +87,7 @@ def dropped(plan: Plan) -> tuple[int, int]:
     kept = plan.tokens_kept
     if not kept:
         return 0, 0
-    counts = [kept[request] for request in plan.decodes if request in kept]
+    counts = [kept[request] for request in plan.places_of(kept)]
     return counts.count(0), sum(plan.num_steps - count for count in counts)
 
 
