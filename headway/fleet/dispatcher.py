@@ -26,7 +26,7 @@ from headway.engine.messages import (
     TokenBatch,
     refusal_of,
 )
-from headway.errors import PolicyError, RequestError
+from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
@@ -279,8 +279,12 @@ class Dispatcher:
             self._emit(refusal)
 
     def _fail(self, request: OpenRequest, problem: str) -> None:
+        """End a request with an error; a new one is refused."""
         self.counters.num_failed += 1
         now, text = self.clock.now(), f"request {request.id!r} failed: {problem}"
+        if not request.has_begun:
+            self._refuse(request, refusal_of(request.id, ExecutorError(text)))
+            return
         for number, _ in list(request.open_samples()):
             self._emit(request.end(number, "error", now, text))
         self._forget(request)

@@ -63,6 +63,16 @@ def test_a_request_on_board_at_two_deaths_fails_alone(world: World) -> None:
     assert world.ends[innocent][0].reason == "length"
 
 
+def test_the_first_death_ends_a_request_if_the_settings_say_so(world: World) -> None:
+    world.fleet.settings = FleetSettings(max_deaths=1)
+    begun = world.submit()
+    world.step()
+    new = world.submit()
+    lost(world, "a")
+    assert world.ends[begun][0].reason == "error" and world.tokens[begun] != [[]]
+    assert world.refused[new].kind == "ExecutorError" and "limit 1" in world.refused[new].message
+
+
 def test_what_was_requested_before_a_death_happens(world: World) -> None:
     cancelled, stopped = world.submit(n=2), world.submit(n=2)
     world.step()

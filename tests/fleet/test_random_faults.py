@@ -151,7 +151,9 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in self.fleet.replicas.values():
             replica.quiet_ticks = 0
         self.fleet.tick()
-        assert not self.fleet.waiting and all(self.world.ends[id] for id in waiting)
+        assert not self.fleet.waiting and all(
+            self.world.ends[id] or id in self.world.refused for id in waiting
+        )
 
     @invariant()
     def books_agree(self) -> None:
