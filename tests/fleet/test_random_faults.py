@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headway.engine.messages import Cancel, Query
-from headway.fleet.dispatcher import TICK_SECONDS, Dispatcher
+from headway.fleet.dispatcher import Dispatcher
+from headway.fleet.replica import TICK_SECONDS
 from tests.support.scripted_fleet import SETTINGS, World, expected_tokens
 
 HANG_TICKS = round(SETTINGS.hang_seconds / TICK_SECONDS)
