@@ -89,6 +89,7 @@ class ServerMetrics:
         plan, counters = report.plan, self.values.counters
         histograms = self.values.histograms
         counters["generation_tokens", ""] += stats.num_output
+        counters["builds", ""] += report.result.num_builds
         if plan.step >= 0:
             histograms["iteration_tokens_total"].observe(stats.num_computed)
             histograms["scheduler_step_seconds"].observe(
