@@ -154,9 +154,8 @@ class Request:
         arrival: float = 0.0,
         parent: Request | None = None,
         sample: int = 0,
-        output: Sequence[int] = (),
+        output: Sequence[int] = (),  # see continue_from
     ) -> None:
-        """`output` holds the tokens that another engine has generated for this request."""
         self.id = id
         self.params = params
         self.arrival = arrival
@@ -180,8 +179,12 @@ class Request:
         self.error: str | None = None
         self.error_code: str | None = None  # see plan.Failure
         if output:
-            self.flushed_tokens = token_array(f"request {id!r}: output", output)
-            self.history.resumed = tuple(self.flushed_tokens)
+            self.continue_from(output)
+
+    def continue_from(self, output: Sequence[int]) -> None:
+        """Start with the tokens that another engine has generated for this request."""
+        self.flushed_tokens = token_array(f"request {self.id!r}: output", output)
+        self.history.resumed = tuple(self.flushed_tokens)
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.state.value} {self.num_computed}/{self.num_known}>"

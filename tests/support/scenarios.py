@@ -286,9 +286,7 @@ def continue_some(rng: random.Random, scenario: Scenario) -> None:
     for request in scenario.requests:
         if rng.random() < 0.08 and request.params.max_tokens is not None:
             output, _ = oracle(request.prompt, request.params, scenario.config.max_model_len)
-            known = output[: rng.randrange(len(output))] if output else []
-            request.flushed_tokens.extend(known)
-            request.history.resumed = tuple(known)
+            request.continue_from(output[: rng.randrange(len(output))] if output else [])
 
 
 # The driver.
