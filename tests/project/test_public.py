@@ -144,9 +144,12 @@ COMMANDS = {
         "--dtype", "--quantization", "--quick", "--threads",
     },
     "simulate": {
-        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate", *RUN_FLAGS,
+        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate",
+        "--replicas", "--route", *RUN_FLAGS,
     },
-    "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
+    "compare": {
+        "workload", "--presets", "--variant", "--replicas", "--routes", "--plot", *RUN_FLAGS,
+    },
     "sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
     "breakeven": {"--profile", "--plot", "--json"},
     "tune": {
