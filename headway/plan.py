@@ -169,6 +169,7 @@ class StepResult:
     swap_in: float = 0.0  # seconds to copy `copies_in` from the host; 0.0 without copies
     extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
     failed: dict[Request, Failure] = field(default_factory=dict)
+    num_builds: int = 0  # kernels compiled and graphs captured to launch it; it waited for them
 
 
 @dataclass(slots=True)

@@ -1,1 +1,1 @@
-"""Several engines behind one client: routing, links to replicas, and resuming after faults."""
+"""Many replicas behind one client: routing, open requests, and what happens when a replica fails."""

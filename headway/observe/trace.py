@@ -24,7 +24,7 @@ from headway.scheduler.presets import describe
 VERSION = 2
 Line = dict[str, Any]
 MAX_PACKED_BY_HAND = 64  # tokens; more are packed with numpy
-TIMES = frozenset({"t", "start", "end", "swap_in"})  # not part of the decisions
+TIMES = frozenset({"t", "start", "end", "swap_in", "builds"})  # not part of the decisions
 STEP_FIELDS = ("step", "t", "start", "end", "running", "waiting", "free", "decodes")
 
 
@@ -66,7 +66,7 @@ def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool 
         "dropped": _unless_zero(dropped(plan)), "in_flight": events.num_in_flight,
         "num_early": _unless_zero(events.num_early), "deferred": [r.id for r in plan.deferred],
         "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
-        "swap_in": result.swap_in,
+        "swap_in": result.swap_in, "builds": result.num_builds,
         "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
         "not_considered": list(plan.not_considered) if plan.not_considered else [],
         "finished": [_describe_end(r, redact) for r in report.finished],
@@ -119,10 +119,16 @@ def describe_request(request: Request, redact: bool = False) -> Line:
         ("client", params.client, ""), ("deadline", params.deadline, None),
         ("salt", params.salt, ""), ("stop_ids", sorted(request.stops), []),
         ("parent", parent, None), ("reads_cache", params.reads_cache, True),
-        ("pooling", params.pooling, None),
+        ("pooling", params.pooling, None), ("output", _resumed(request, redact), []),
         ("limit", request.limit, request.num_prompt + (params.max_tokens or 0)),
     ]  # fmt: skip
     return line | {key: value for key, value, default in optional if value != default}
+
+
+def _resumed(request: Request, redact: bool) -> list[Any] | int:
+    """The output that a continued request arrived with; empty for a new one."""
+    resumed = request.history.resumed
+    return len(resumed) if redact and resumed else pack_tokens(resumed)
 
 
 def request_of(line: Line, known: dict[str, Request]) -> Request:
@@ -136,8 +142,9 @@ def request_of(line: Line, known: dict[str, Request]) -> Request:
     )  # fmt: skip
     parent = known.get(line.get("parent", ""))
     return Request(
-        line["id"], unpack_tokens(line["prompt"]), params, arrival=line["arrival"], parent=parent
-    )
+        line["id"], unpack_tokens(line["prompt"]), params, arrival=line["arrival"], parent=parent,
+        output=unpack_tokens(line.get("output", ())),
+    )  # fmt: skip
 
 
 def _describe_end(request: Request, redact: bool = False) -> Line:

@@ -489,6 +489,42 @@ def test_a_captured_prefill_generates_the_same() -> None:
     assert executor.mixed.graphs and results == [answers(plain, config, about)] * 4
 
 
+def test_a_step_reports_what_it_had_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, about = settings(), FAMILIES["norms of heads"]
+    executor, built = on_device(config, about), iter(range(0, 2000, 3))
+    monkeypatch.setattr("headway.executor.gpu.executor.num_builds", lambda: next(built))
+    counts = list[int]()
+    answers(lambda *_: executor, config, about, watch=lambda r: counts.append(r.result.num_builds))
+    assert set(counts) == {3}
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="nothing is compiled or captured on a CPU")
+def test_nothing_is_built_after_warm_up() -> None:
+    """Random workloads: any number of rows, chunks and lengths, and requests that need the host."""
+    about = model(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=4096)
+    config = settings(
+        max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096, num_blocks=8000
+    )
+    executor, counts = on_device(config, about), list[int]()
+    executor.warm_up()
+    engine = Engine(Scheduler(config), executor, async_scheduling=True)
+    engine.observers.append(lambda report: counts.append(report.result.num_builds))
+    source = random.Random(7)
+    for number in range(200):
+        prompt = [source.randrange(32) for _ in range(source.choice((1, 5, 40, 300, 2500)))]
+        sampling = source.choice((
+            None, Sampling(temperature=0.7, top_p=0.9), Sampling(temperature=1.0, top_k=5),
+            Sampling(temperature=0.0, logprobs=2), Sampling(temperature=0.7, logit_bias={3: 5.0}),
+        ))  # fmt: skip
+        engine.add(
+            str(number), prompt, RequestParams(max_tokens=source.randint(1, 30), sampling=sampling)
+        )
+        for _ in range(source.choice((0, 0, 1, 5))):
+            engine.step()
+    engine.run()
+    assert len(counts) > 100 and not any(counts)
+
+
 def test_a_batch_is_padded_a_little_and_never_shortened() -> None:
     for count in range(1, 2000):
         padded = padded_rows(count)

@@ -55,6 +55,10 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
         "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
     ),
+    "fleet.ray_serve": (
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
+        "lab", "server", "fleet",
+    ),
     "server": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "lab", "server",
     ),

@@ -29,7 +29,7 @@ from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.model.kernels.launch import compile_all
+from headway.model.kernels.launch import compile_all, num_builds
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
 from headway.model.kernels.splits import choose_num_splits, split_counts
@@ -102,6 +102,11 @@ class GpuExecutor:
     def host_blocks(self) -> Tensor:
         return self.swapper.host_blocks
 
+    @property
+    def num_builds(self) -> int:
+        """Kernels compiled and graphs captured so far."""
+        return num_builds() + self.graphs.num_captures + self.mixed.graphs.num_captures
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         with self.guard():
@@ -123,7 +128,7 @@ class GpuExecutor:
         self.state.drop()
 
     def _launch(self, plan: Plan) -> PendingStep:
-        pending = PendingStep(self, plan, StepResult(started=self.now()))
+        pending, before = PendingStep(self, plan, StepResult(started=self.now())), self.num_builds
         pending.swap_in = self.swapper.run(plan)
         self._update_rows(plan)
         if plan.decodes and not plan.chunks and not self._needs_host[plan.rows].any():
@@ -135,6 +140,7 @@ class GpuExecutor:
                 failed = self.sampler.grammars.take_failed(step)
                 pending.result.failed = failed | pending.result.failed
             pending.result.extra = extras or None
+        pending.result.num_builds = self.num_builds - before
         if self.device.type == "cuda":
             pending.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.arrived.record()
