@@ -1,6 +1,6 @@
 """Routing rules on eight simulated replicas, and the time of one decision.
 
-    python bench/routing.py mooncake_conversation_first4000.jsonl --limit 2000 > routing.json
+    python bench/routing.py mooncake_conversation_first4000.jsonl > routing.json
 
 Workloads: a Mooncake trace; `hot`: 64 prefixes with a Zipf distribution, so that the first one has
 more requests than one replica can serve; `unshared`: no two prompts share a block. Each runs under

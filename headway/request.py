@@ -8,7 +8,7 @@ and `num_computed` counts the tokens that the plans made so far put into the KV 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, get_args
@@ -154,9 +154,8 @@ class Request:
         arrival: float = 0.0,
         parent: Request | None = None,
         sample: int = 0,
-        output: Iterable[int] = (),
+        output: Sequence[int] = (),  # see continue_from
     ) -> None:
-        """`output` holds the tokens that another engine has generated for this request."""
         self.id = id
         self.params = params
         self.arrival = arrival
@@ -165,8 +164,7 @@ class Request:
         self.prompt = token_array(f"request {id!r}: prompt", prompt)
         self.stops = _stop_ids(id, params)
         self.num_prompt = len(self.prompt)
-        # Use `output`, which includes buffered tokens.
-        self.flushed_tokens = token_array(f"request {id!r}: output", output)
+        self.flushed_tokens: array[int] = array("i")  # use `output`, which includes buffered ones
         self.flushed_tick = 0  # tick of its progress up to which tokens are flushed
         self.limit = 0  # length at which it ends; set when it is added
         self.state = RequestState.WAITING
@@ -175,11 +173,18 @@ class Request:
         self.progress = NOT_DECODING
         self.prefill_end = 0  # tokens to compute before it decodes; 0 while it waits
         self.kv = KVAllocation()
-        self.history = History(resumed=tuple(self.flushed_tokens))
+        self.history = History()
         self.finish_reason: str | None = None  # stop, length, abort or error
         self.stop_token: int | None = None
         self.error: str | None = None
         self.error_code: str | None = None  # see plan.Failure
+        if output:
+            self.continue_from(output)
+
+    def continue_from(self, output: Sequence[int]) -> None:
+        """Start with the tokens that another engine has generated for this request."""
+        self.flushed_tokens = token_array(f"request {self.id!r}: output", output)
+        self.history.resumed = tuple(self.flushed_tokens)
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.state.value} {self.num_computed}/{self.num_known}>"
@@ -223,7 +228,7 @@ def _stop_ids(id: str, params: RequestParams) -> frozenset[int]:
     """All token ids that end the request; InvalidRequest names the field that is not a set of ids."""
     for name in ("stop_ids", "eos_ids"):
         ids = getattr(params, name)
-        if not are_token_ids(ids):
+        if ids is not NO_TOKENS and not are_token_ids(ids):
             wanted = f"a set of at most {MAX_STOPS} token ids, each at most {MAX_TOKEN_ID}"
             raise InvalidRequest(f"request {id!r}: {name} must be {wanted}, not {shorten(ids)}")
     if not isinstance(params.ignore_eos, bool):

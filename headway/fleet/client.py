@@ -22,9 +22,9 @@ from headway.engine.async_engine import OnMessages
 from headway.engine.clock import Clock, RealClock
 from headway.engine.messages import Cancel, EngineStopped, FromLoop, Query, Submit, ToLoop
 from headway.errors import ExecutorError
-from headway.fleet.dispatcher import TICK_SECONDS, Dispatcher
+from headway.fleet.dispatcher import Dispatcher
 from headway.fleet.links import ReplicaLink
-from headway.fleet.replica import Replica
+from headway.fleet.replica import TICK_SECONDS, Replica
 from headway.fleet.router import Router
 from headway.fleet.routing import RouteRule, prefix_load
 from headway.fleet.settings import FleetSettings

@@ -2,7 +2,7 @@
 
 The caller of the fleet sees one engine: every request gets its tokens once and ends once. A replica
 that is gone is never heard again, even if its messages still arrive. Does no I/O and reads time from
-the clock it is given; `tick` must be called every TICK_SECONDS.
+the clock it is given; `tick` must be called every TICK_SECONDS (replica.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headway.engine.messages import (
     TokenBatch,
     refusal_of,
 )
-from headway.errors import PolicyError, RequestError
+from headway.errors import ExecutorError, PolicyError, RequestError
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
@@ -34,7 +34,6 @@ from headway.fleet.router import Router
 from headway.fleet.settings import FleetCounters, FleetSettings
 from headway.kv.prefix_index import extend_keys
 
-TICK_SECONDS = 0.25
 OnGone = Callable[[Replica], None]
 log = logging.getLogger(__name__)
 
@@ -153,19 +152,11 @@ class Dispatcher:
             self._release(replica, "the replica was removed")
 
     def tick(self) -> None:
-        """Find replicas that hang, and requests that have waited too long for a replica.
-
-        Counts ticks and not seconds: if this process itself was stopped, no replica is to blame.
-        """
-        settings = self.settings
+        """Find replicas that hang, and requests that have waited too long for a replica."""
         for replica in list(self.replicas.values()):
-            replica.quiet_ticks += 1
-            replica.idle_ticks = replica.idle_ticks + 1 if replica.open else 0
-            if replica.quiet_ticks * TICK_SECONDS >= settings.hang_seconds:
-                self.lose(replica, f"it sent nothing for {settings.hang_seconds:g} s")
-            elif replica.idle_ticks * TICK_SECONDS >= settings.stall_seconds:
-                self.lose(replica, f"it made no step for {settings.stall_seconds:g} s")
-        now, limit = self.clock.now(), settings.no_replica_seconds
+            if problem := replica.tick(self.settings):
+                self.lose(replica, problem)
+        now, limit = self.clock.now(), self.settings.no_replica_seconds
         for request in list(self.waiting):
             if now - request.waits_since >= limit:
                 self._fail(request, f"no replica was available for {limit:g} s")
@@ -279,8 +270,12 @@ class Dispatcher:
             self._emit(refusal)
 
     def _fail(self, request: OpenRequest, problem: str) -> None:
+        """End a request with an error; a new one is refused."""
         self.counters.num_failed += 1
         now, text = self.clock.now(), f"request {request.id!r} failed: {problem}"
+        if not request.has_begun:
+            self._refuse(request, refusal_of(request.id, ExecutorError(text)))
+            return
         for number, _ in list(request.open_samples()):
             self._emit(request.end(number, "error", now, text))
         self._forget(request)

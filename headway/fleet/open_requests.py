@@ -62,8 +62,9 @@ class OpenRequest:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it was accepted before, or one of its samples has ended."""
-        return self.num_moves > 0 or any(sample.is_ended for sample in self.samples)
+        """Whether a replica has accepted it, or a sample has gained tokens or ended."""
+        has_gained = any(sample.is_ended or sample.tokens for sample in self.samples)
+        return self.num_moves > 0 or has_gained
 
     def open_samples(self) -> Iterator[tuple[int, OpenSample]]:
         return ((i, each) for i, each in enumerate(self.samples) if not each.is_ended)

@@ -9,10 +9,12 @@ from headway.engine.messages import LoadReport, ToLoop
 from headway.fleet.links import ReplicaLink
 from headway.fleet.open_requests import OpenRequest
 from headway.fleet.router import ReplicaLoad
+from headway.fleet.settings import FleetSettings
 
 if TYPE_CHECKING:
     from headway.fleet.queries import PendingQuery
 
+TICK_SECONDS = 0.25
 NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0)
 REPORTS_TO_COUNT = 2  # a report may have been sent before the replica read the latest request
 
@@ -73,6 +75,19 @@ class Replica:
             id: (num_new, before) for id, (num_new, before) in self._unreported.items()
             if self.num_reports - before < REPORTS_TO_COUNT and id in self.open
         }  # fmt: skip
+
+    def tick(self, settings: FleetSettings) -> str | None:
+        """Why the replica counts as lost; None if it does not. Call it every TICK_SECONDS.
+
+        Counts ticks and not seconds: if this process itself was stopped, no replica is to blame.
+        """
+        self.quiet_ticks += 1
+        self.idle_ticks = self.idle_ticks + 1 if self.open else 0
+        if self.quiet_ticks * TICK_SECONDS >= settings.hang_seconds:
+            return f"it sent nothing for {settings.hang_seconds:g} s"
+        if self.idle_ticks * TICK_SECONDS >= settings.stall_seconds:
+            return f"it made no step for {settings.stall_seconds:g} s"
+        return None
 
     def router_load(self) -> ReplicaLoad:
         """The load with the requests that were sent since the latest report."""

@@ -12,8 +12,8 @@ elsewhere, such as a router's, follows it.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
-from struct import iter_unpack
 
+import numpy as np
 from xxhash import xxh3_128_digest
 
 from headway.request import Request
@@ -22,10 +22,11 @@ from headway.request import Request
 def extend_keys(keys: list[bytes], request: Request, block_size: int) -> None:
     """Append the missing keys of all full blocks of known tokens."""
     tokens = request.tokens if request.num_generated else request.prompt
-    data = tokens[len(keys) * block_size : len(tokens) // block_size * block_size].tobytes()
+    full = tokens[len(keys) * block_size : len(tokens) // block_size * block_size]
+    blocks: list[bytes] = np.frombuffer(full, f"V{block_size * full.itemsize}").tolist()
     parent = keys[-1] if keys else xxh3_128_digest(request.params.salt.encode())
     digest, append = xxh3_128_digest, keys.append
-    for (block,) in iter_unpack(f"{block_size * tokens.itemsize}s", data):
+    for block in blocks:
         parent = digest(parent + block)
         append(parent)
 
@@ -93,7 +94,7 @@ class PrefixIndex:
             key_of[block] = None
             if key is None:
                 continue
-            if key in duplicates:
+            if duplicates and key in duplicates:
                 self._forget_duplicate(key, block)
             else:
                 del block_of[key]

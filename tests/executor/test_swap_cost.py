@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -45,8 +41,8 @@ from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import swap_if_cheaper
 from headway.scheduler.presets import describe, slot
+from tests.support.processes import printed_by
 
-ROOT = Path(__file__).parents[2]
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
 CONFIG = preset("headway", num_blocks=4096, num_host_blocks=4096, max_model_len=40960)
 
@@ -234,31 +230,6 @@ def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[
     assert seen == sizes * MIN_TRIES
 
 
-def test_prompts_are_measured_in_their_own_graphs() -> None:
-    """A larger graph would take longer, until its own capture is worth the cost."""
-    executor, seen = Pretended(load_profile("qwen3-0.6b-h200-headway")), list[bool]()
-
-    class Mixed:
-        is_own = False
-
-        @contextmanager
-        def in_own_graphs(self) -> Iterator[None]:
-            self.is_own = True
-            yield
-            self.is_own = False
-
-    executor.mixed, launch = Mixed(), executor.launch  # type: ignore[attr-defined]
-
-    def watched(plan: Plan) -> SimulatedHandle:
-        seen.append(executor.mixed.is_own)  # type: ignore[attr-defined]
-        return launch(plan)
-
-    executor.launch = watched  # type: ignore[method-assign]
-    recompute_seconds(executor, CONFIG, 1000)
-    resume_seconds(executor, CONFIG, 1000)
-    assert len(seen) > 4 and all(seen) and not executor.mixed.is_own  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize("seconds", [
     [0.01], [3.0, 0.03, 0.01], [5.0, 0.4, 0.33, 0.33], [0.3, 0.3, 0.1], [30.0, 29.0], [0.03, 0.02, 0.015, 0.01],
 ])  # fmt: skip
@@ -288,14 +259,9 @@ def test_measuring_changes_no_output(make: Callable[[], Any]) -> None:
 
 
 def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench/gpu_schedule.py"), "--device", "cpu", "--tiny"]
     written, log = tmp_path / "out.json", tmp_path / "log.jsonl"
-    done = subprocess.run(
-        [*command, "--out", str(written), "--log", str(log)],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    options = ("--device", "cpu", "--tiny", "--out", str(written), "--log", str(log))
+    printed = json.loads(printed_by("bench/gpu_schedule.py", *options))
     assert printed == json.loads(written.read_text())
     for found in printed["gaps"]:
         assert 0 < found["p50_gap_ms"] <= found["p99_gap_ms"] <= found["worst_gap_ms"]

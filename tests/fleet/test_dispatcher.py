@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from headway.engine.messages import Cancel, FromLoop, Refusal, SampleUpdate
+from headway.engine.messages import Cancel, FromLoop, Refusal, SampleUpdate, Submit
 from headway.errors import ConfigError
-from headway.fleet.dispatcher import TICK_SECONDS
+from headway.fleet.replica import TICK_SECONDS
 from headway.fleet.settings import FleetSettings
+from headway.request import RequestParams
 from tests.support.scripted_fleet import SETTINGS, World, end_of, expected_tokens
 
 
@@ -63,6 +64,16 @@ def test_a_request_on_board_at_two_deaths_fails_alone(world: World) -> None:
     assert world.ends[innocent][0].reason == "length"
 
 
+def test_the_first_death_ends_a_request_if_the_settings_say_so(world: World) -> None:
+    world.fleet.settings = FleetSettings(max_deaths=1)
+    begun = world.submit()
+    world.step()
+    new = world.submit()
+    lost(world, "a")
+    assert world.ends[begun][0].reason == "error" and world.tokens[begun] != [[]]
+    assert world.refused[new].kind == "ExecutorError" and "limit 1" in world.refused[new].message
+
+
 def test_what_was_requested_before_a_death_happens(world: World) -> None:
     cancelled, stopped = world.submit(n=2), world.submit(n=2)
     world.step()
@@ -103,6 +114,22 @@ def test_a_failed_step_moves_all_samples_and_stops_those_that_still_run(world: W
     world.fleet.lose(world.fleet.replicas[str(world.where(id))], "killed")
     assert all(end.reason == "error" for end in world.ends[id].values())
     assert not other.is_closed
+
+
+def test_a_moved_request_keeps_its_arrival_and_the_rest_of_its_deadline(world: World) -> None:
+    world.tokens["d"], world.ends["d"] = [[]], {}
+    params = RequestParams(max_tokens=4, deadline=20.0)
+    world.clock.advance_to(5.0)
+    world.fleet.submit(Submit("d", [5], params))
+    world.fleet.flush()
+    world.step()
+    world.clock.advance_to(12.0)
+    link = world.add("b")
+    lost(world, "a")
+    link.step()
+    moved = link.submits["d~1"]
+    assert (moved.age, moved.deadline_in) == (7.0, 8.0)
+    assert moved.outputs == (tuple(expected_tokens("d", 0, 1)),)
 
 
 def test_an_error_of_the_request_itself_does_not_move_it(world: World) -> None:

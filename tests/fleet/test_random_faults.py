@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from headway.engine.messages import Cancel, Query
-from headway.fleet.dispatcher import TICK_SECONDS, Dispatcher
+from headway.fleet.dispatcher import Dispatcher
+from headway.fleet.replica import TICK_SECONDS
 from tests.support.scripted_fleet import SETTINGS, World, expected_tokens
 
 HANG_TICKS = round(SETTINGS.hang_seconds / TICK_SECONDS)
@@ -151,7 +152,9 @@ class FleetMachine(RuleBasedStateMachine):
         for replica in self.fleet.replicas.values():
             replica.quiet_ticks = 0
         self.fleet.tick()
-        assert not self.fleet.waiting and all(self.world.ends[id] for id in waiting)
+        assert not self.fleet.waiting and all(
+            self.world.ends[id] or id in self.world.refused for id in waiting
+        )
 
     @invariant()
     def books_agree(self) -> None:

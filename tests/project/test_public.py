@@ -127,7 +127,8 @@ COMMANDS = {
     "top": {"url", "--api-key", "--every", "--once"},
     "doctor": {"target", "--try", "--profile", "--api-key", "--json"},
     "bench throughput": {
-        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path", "--json",
+        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path",
+        "--dataset-name", "--max-input-len", "--max-output-len", "--json",
         *MODEL_FLAGS,
     },
     "bench latency": {

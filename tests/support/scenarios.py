@@ -286,9 +286,7 @@ def continue_some(rng: random.Random, scenario: Scenario) -> None:
     for request in scenario.requests:
         if rng.random() < 0.08 and request.params.max_tokens is not None:
             output, _ = oracle(request.prompt, request.params, scenario.config.max_model_len)
-            known = output[: rng.randrange(len(output))] if output else []
-            request.flushed_tokens.extend(known)
-            request.history.resumed = tuple(known)
+            request.continue_from(output[: rng.randrange(len(output))] if output else [])
 
 
 # The driver.
@@ -475,7 +473,7 @@ class ScenarioRun:
         left = (
             scheduler.requests, scheduler.running, scheduler.state.prefilling, scheduler.swapped,
             scheduler.queue, scheduler.in_flight, scheduler.state.stop_tokens, decode_batch.members,
-            decode_batch.due(), scheduler.queue._groups,
+            *decode_batch._due, decode_batch._ending, scheduler.queue._groups,
         )  # fmt: skip
         assert not any(left), f"not empty: {left}"
         assert decode_batch.context == 0 and not any(scheduler.kv.pool.refs)
