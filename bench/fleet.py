@@ -129,7 +129,7 @@ def _run(url: str, number: int, max_tokens: int) -> dict[str, float]:
 def overhead(rounds: int, max_tokens: int) -> dict[str, Any]:
     """One replica behind the gateway against a plain server, in turns on the same machine."""
     found: dict[str, list[dict[str, float]]] = {"plain": [], "fleet": []}
-    quiet = ("--log-level", "warning")
+    quiet = ("--log-level", "warning", "--threads", str(os.cpu_count() or 1))
     with fleet_server(*quiet) as plain, fleet_server("--replicas", "1", *quiet) as fleet:
         servers = {"plain": plain, "fleet": fleet}
         for _ in range(rounds + 1):

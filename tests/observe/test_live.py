@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from headway.config import SchedulerView
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import Engine
+from headway.fleet.merge import merge_snapshots
 from headway.observe.explain import DecisionLog, why_not_considered
 from headway.observe.server_metrics import ServerMetrics
 from headway.request import Request
@@ -209,10 +210,16 @@ def test_the_script_reads_only_keys_of_the_snapshot() -> None:
     for id in ("a", "b", "c"):
         engine.add(id, [1] * 9, scripted())
     engine.step()
-    s = metrics.snapshot()
+    s = merge_snapshots({"one": metrics.snapshot()})
     script = live.page("index.html", "live.css", "live.js").body.decode()
     row = s["waiting"]["requests"][0]
-    known = {"s": s, "r": row, "d": s["decisions"][0], "blocks": s["kv_blocks"]}
+    known = {
+        "s": s,
+        "r": row,
+        "d": s["decisions"][0],
+        "blocks": s["kv_blocks"],
+        "replica": s["replicas"][0],
+    }
     for name, value in known.items():
         used = set(re.findall(rf"(?<![\w.]){name}\.(\w+)", script)) - {"slice"}
         assert used and used <= set(value), (name, used - set(value))

@@ -150,12 +150,13 @@ function drawReplicas(replicas) {
   at("fleet").hidden = !replicas;
   if (!replicas) return;
   at("num_replicas").textContent = number(replicas.length);
-  at("replicas").replaceChildren(...replicas.map((r) => row([
-    [r.name, r.fault ? "unhealthy" : "", r.fault ?? r.name], [number(r.output_tokens), "num"],
-    [part(r.running, r.limit), "num"], [number(r.waiting), "num"],
-    [part(r.blocks_used, r.blocks_total), "num"],
-    [r.cache_hit_rate === null ? "–" : `${(100 * r.cache_hit_rate).toFixed(0)} %`, "num wide"],
-    [number(r.requests), "num wide"], [seconds(r.uptime), "num"],
+  at("replicas").replaceChildren(...replicas.map((replica) => row([
+    [replica.name, replica.fault ? "unhealthy" : "", replica.fault ?? replica.name],
+    [number(replica.output_tokens), "num"],
+    [part(replica.running, replica.limit), "num"], [number(replica.waiting), "num"],
+    [part(replica.blocks_used, replica.blocks_total), "num"],
+    [replica.cache_hit_rate === null ? "–" : `${(100 * replica.cache_hit_rate).toFixed(0)} %`, "num wide"],
+    [number(replica.requests), "num wide"], [seconds(replica.uptime), "num"],
   ])));
 }
 
