@@ -27,6 +27,7 @@ if shutil.which("nvidia-smi") is None:  # checked without torch, before triton i
 
 # `make test-fast` leaves these out: they load the model, start processes or simulate long runs.
 SLOW = (
+    "fleet/test_ray.py",
     "lab/film/test_film_state.py",
     "lab/film/test_film_truth.py",
     "lab/planner/test_capacity.py",
