@@ -171,7 +171,8 @@ def fleet_server(
 ) -> Iterator[FleetServer]:
     """A server with these flags on a free port; stopped by a signal at the end."""
     process = subprocess.Popen(
-        [sys.executable, *program, *flags], stderr=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
+        [sys.executable, *program, *flags], stderr=subprocess.PIPE, stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL, text=True,  # Ray reports dead workers there
         cwd=ROOT, start_new_session=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
     )  # fmt: skip
