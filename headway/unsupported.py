@@ -6,7 +6,6 @@ ONE_DEVICE = "a model runs on one device"
 NO_LORA = "there are no LoRA adapters"
 TEXT_ONLY = "models take and return text only"
 UNSUPPORTED = {
-    "tensor_parallel_size": ONE_DEVICE,
     "pipeline_parallel_size": ONE_DEVICE,
     "data_parallel_size": ONE_DEVICE,
     "enable_expert_parallel": ONE_DEVICE,
