@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from math import gcd
 from typing import NamedTuple, Protocol
 
@@ -186,7 +187,7 @@ def divided(count: int, size: int, unit: int = 1) -> list[range]:
     ends = [0]
     for rank in range(size):
         ends.append(ends[-1] + (least + (rank < extra)) * unit)
-    return [range(*pair) for pair in zip(ends, ends[1:], strict=False)]
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def check_size(model: ModelConfig, size: int) -> None:

@@ -92,14 +92,13 @@ class Ranks:
     def count_blocks(self, config: Config, utilization: float, own: Callable[[], int]) -> int:
         """KV blocks that fit on every device; `own` counts those of rank 0."""
         self._send({"count_blocks": config_sizes(config), "utilization": utilization})
-        return min(own(), *self._receive())
+        smallest: int = min(own(), *self._receive())
+        return smallest
 
     def start(self, config: Config, make_own: Callable[[], Any], *, enforce_eager: bool) -> Any:
         """Create the executors of all ranks; returns that of rank 0. Plans can be sent then."""
         capacity = 2 * largest_delta(config) + MIN_CAPACITY
-        self.channel = self.watch.channel = Channel(
-            self._files[1], 0, self.spec.size, capacity
-        )
+        self.channel = self.watch.channel = Channel(self._files[1], 0, self.spec.size, capacity)
         self._send({
             "start": config_sizes(config), "capacity": capacity, "enforce_eager": enforce_eager,
         })  # fmt: skip

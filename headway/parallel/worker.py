@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,16 +119,17 @@ class Worker:
 
 def main() -> None:
     worker = Worker(*map(int, sys.argv[1:]))
+    code = 1
     try:
         worker.run()
+        code = 0
     except HeadwayError as error:
-        reply = json.dumps({"error": str(error)}).encode() + b"\n"
         worker.channel.report(str(error))
-        worker.control.sendall(reply)
-        sys.exit(1)
+        with suppress(OSError):
+            worker.control.sendall(json.dumps({"error": str(error)}).encode() + b"\n")
     except Exception as error:
         worker.channel.report(f"{type(error).__name__}: {error}")
-        os._exit(1)  # waits for no thread and no device
+    os._exit(code)  # waits for no thread, connection or device
 
 
 if __name__ == "__main__":

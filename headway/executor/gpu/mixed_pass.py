@@ -124,7 +124,7 @@ class MixedPass:
         """Run a pass of padding for each combination of kernels; the largest comes last."""
         if not self.decoder.backend.supports_padding:
             return
-        num_rows, num_heads = len(self._rows.lengths), self.decoder.config.num_kv_heads
+        num_rows, num_heads = len(self._rows.lengths), self.decoder.max_kv_heads
         for decodes in sorted({round_up_decodes(count) for count in range(num_rows + 1)}):
             for num_splits in SPLIT_COUNTS if decodes * num_heads >= MANY else SPLIT_COUNTS[:1]:
                 self._try(PassSize(decodes, MIN_TOKENS, 1, num_splits))
@@ -144,7 +144,7 @@ class MixedPass:
         is_small = fits and self.decoder.backend.supports_padding
         if is_small:
             size = round_up_size(size)
-        num_heads, lengths = self.decoder.config.num_kv_heads, self._rows.lengths[rows]
+        num_heads, lengths = self.decoder.max_kv_heads, self._rows.lengths[rows]
         size = size._replace(
             num_splits=choose_num_splits(size.decodes * num_heads, lengths, num_heads)
         )
@@ -203,11 +203,14 @@ class MixedPass:
 
     @contextmanager
     def _tolerate_no_memory(self) -> Iterator[None]:
-        """Guard a capture: if it runs out of memory, go on without further captures."""
+        """Guard a capture: if it runs out of memory, go on without further captures.
+
+        Ranks of a group cannot: all of them must choose the same sizes.
+        """
         try:
             yield
         except RuntimeError as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or self.decoder.shard is not None:
                 raise
             self._is_out_of_memory = True
 
@@ -257,7 +260,9 @@ class MixedPass:
 def capture_cost_in_rows(decoder: Decoder) -> float:
     """How many rows the device computes in the time of one capture."""
     width = decoder.norm.element_size()
-    row_flops = 2 * decoder.num_bytes / width
+    shard = decoder.shard  # ranks must agree, so they use the mean of all ranks
+    num_params = shard.model.num_params / shard.size if shard else decoder.num_bytes / width
+    row_flops = 2 * num_params
     return CAPTURE_SECONDS * decoder.config.num_layers * FLOPS[width] / row_flops
 
 

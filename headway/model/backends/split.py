@@ -1,10 +1,12 @@
-"""A forward pass of one rank of a tensor-parallel group, for backends on a CPU.
+"""The output projections of one rank of a tensor-parallel group, with their communication.
 
-Runs the steps of a layer one by one, with communication before and after the output projections.
+`SplitPass` runs the steps of a layer one by one, for backends on a CPU. A GPU's passes use
+`add_parts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -49,3 +51,19 @@ class SplitPass:
         inner = ops.linear(ops.rms_norm(x, layer.post_norm, self._epsilon), layer.gate_up)
         active = ops.silu_multiply(inner)
         return x + shard.project(active, shard.inner, partial(ops.linear, weight=layer.down))
+
+
+def add_parts(
+    x: Tensor, inner: Tensor, shard: Shard, columns: list[range], multiply: Callable[..., Tensor]
+) -> None:
+    """x += inner w, in place, where each rank has a part of the sum or of the outputs.
+
+    `columns` of the whole `inner` are those of each rank. `multiply` takes the options
+    `residual_mn` and `out_mn` of kernels.linear.
+    """
+    if shard.is_exact:
+        x += shard.project(inner, columns, multiply)
+        return
+    # One rank adds x to its part, so that the sum over all ranks is the new x.
+    multiply(inner, residual_mn=x if shard.rank == 0 else None, out_mn=x)
+    shard.collectives.sum(x)
