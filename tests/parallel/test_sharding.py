@@ -101,7 +101,9 @@ def test_the_parts_of_all_ranks_are_the_whole_tensor(
         groups = [part.read_groups(name) for part in parts]
         if len(shape) == 2 and groups[0] is not None and groups[1] is not None:
             pair = [expand(own) for own in groups if own is not None]
-            torch.testing.assert_close(torch.cat(pair, axis), whole.read(name), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                torch.cat(pair, axis), whole.read(name), rtol=1e-6, atol=1e-6
+            )
 
 
 def test_a_rank_does_not_read_the_rows_of_others(tmp_path: Path) -> None:

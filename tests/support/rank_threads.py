@@ -117,7 +117,9 @@ class ThreadRanks:
         for thread in threads:
             thread.join()
         errors = [each for each in found.values() if isinstance(each, BaseException)]
-        for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+        for error in sorted(
+            errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)
+        ):
             raise error
         return [found[rank] for rank in range(len(self.groups))]
 
