@@ -42,7 +42,6 @@ class Ranks:
         channel = Channel(self._files[1], 0, spec.size, 0)
         processes = [self._start(rank) for rank in range(1, spec.size)]
         self.channel, self._processes = channel, processes
-        self._replies = [each.control.makefile("rb") for each in processes]
         self.watch = Watch(processes, channel)
         self.close = finalize(self, _close, self.watch, self._files, os.getpid())
         self._send({"spec": spec.as_json()})
@@ -59,7 +58,7 @@ class Ranks:
                 start_new_session=True,  # signals of the terminal are for rank 0
                 env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(self.spec.threads)},
             )  # fmt: skip
-        return RankProcess(rank, process, own)
+        return RankProcess(rank, process, own, own.makefile("rb"))
 
     def connect(self, model: ModelConfig) -> Shard:
         """Connect the ranks; returns rank 0's part of the model."""
@@ -140,13 +139,13 @@ class Ranks:
     def _receive(self) -> list[Any]:
         """One reply of each rank."""
         found = []
-        for rank, replies in enumerate(self._replies, start=1):
-            line = replies.readline()
+        for each in self._processes:
+            line = each.replies.readline()
             if not line:
-                raise ExecutorError(self.watch.wait(1.0) or f"rank {rank} closed its socket")
+                raise ExecutorError(self.watch.wait(1.0) or f"rank {each.rank} closed its socket")
             reply = json.loads(line)
             if "error" in reply:
-                raise ConfigError(f"rank {rank}: {reply['error']}")
+                raise ConfigError(f"rank {each.rank}: {reply['error']}")
             found.append(reply["value"])
         return found
 

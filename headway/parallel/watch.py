@@ -13,7 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from headway.parallel.channel import Channel
 
@@ -28,6 +28,7 @@ class RankProcess(NamedTuple):
     rank: int
     process: subprocess.Popen[bytes]
     control: socket.socket
+    replies: BinaryIO  # what the rank sends
 
 
 class Watch:
@@ -70,6 +71,7 @@ class Watch:
         for each in self._ranks:
             with suppress(OSError):
                 each.control.shutdown(socket.SHUT_RDWR)
+            each.replies.close()
             each.control.close()
         for each in self._ranks:
             try:
