@@ -13,6 +13,7 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from headway.parallel.channel import Channel
@@ -104,7 +105,17 @@ class Watch:
     def _stall(self, each: RankProcess) -> tuple[int, str] | None:
         beats, (before, missed) = self.channel.beats(each.rank), self._beats[each.rank]
         self._beats[each.rank] = (beats, missed + 1 if beats == before else 0)
-        limit = MAX_MISSED_LOADING if self.is_loading else MAX_MISSED
+        is_patient = self.is_loading and not _is_stopped(each.process.pid)
+        limit = MAX_MISSED_LOADING if is_patient else MAX_MISSED
         if missed < limit:
             return None
         return 0, f"rank {each.rank} did not run for {limit * INTERVAL:.1f} s"
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped a process; False where /proc does not say."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1").rpartition(")")[2]
+    except OSError:
+        return False
+    return state.split()[0] in "Tt"
