@@ -4,6 +4,7 @@
     python bench/tensor_parallel.py captured    one GPU: a group of one rank against no group
     python bench/tensor_parallel.py rank        one GPU: the compute of one rank of 2 and 4
     python bench/tensor_parallel.py             all; without a GPU only `delta`
+    python bench/tensor_parallel.py --tiny      all, with tiny models, also without a GPU
 
 `captured` runs the same decode steps as CUDA graphs with and without NCCL collectives; with one rank
 they move no data between GPUs, so the difference is what the division itself costs. `rank` gives
@@ -21,7 +22,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -44,10 +46,36 @@ from headway.request import Request, RequestParams
 from headway.scheduler import preset
 
 SHAPES = Path(__file__).parent / "shapes"
-ROWS = (1, 32, 256)
-PROMPT = 2048  # tokens of the prefill
-CONTEXT, ROOM = 512, 256  # tokens before the measured steps, and for them
-ROUNDS, REPLAYS = 7, 16
+TINY = {"hidden_size": 32, "intermediate_size": 128, "num_layers": 1, "num_heads": 4,
+        "num_kv_heads": 4, "head_dim": 16, "vocab_size": 64}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The device, and the size of what is measured there."""
+
+    device: torch.device
+    rows: tuple[int, ...] = (1, 32, 256)
+    prompt: int = 2048  # tokens of the prefill
+    context: int = 512  # tokens before the measured steps
+    room: int = 256  # tokens for the measured steps
+    rounds: int = 7
+    replays: int = 16
+    is_tiny: bool = False
+
+    @property
+    def config(self) -> Config:
+        blocks = max(self.rows) * (self.context + self.room) // 16
+        return preset(
+            max_num_seqs=max(self.rows), num_blocks=blocks, max_model_len=4096,
+            max_num_batched_tokens=self.prompt,
+        )  # fmt: skip
+
+    def model(self, name: str) -> ModelConfig:
+        model = load_hf(SHAPES / name)
+        return replace(model, **TINY) if self.is_tiny else model
+
+
 # NVLink 4 of an H200, in one direction, with the share of a link that all-reduces reach in the
 # profile llama3-70b-4xa100, and that profile's time per all-reduce. Not measured.
 LINK_BANDWIDTH, LINK_SECONDS = 450e9 * 230 / 300, 12e-6
@@ -98,55 +126,52 @@ def measure_delta() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bench_config(num_rows: int) -> Config:
-    blocks = num_rows * (CONTEXT + ROOM) // 16
-    return preset(
-        max_num_seqs=num_rows, num_blocks=blocks, max_model_len=4096, max_num_batched_tokens=PROMPT
-    )
-
-
-def load_decoder_of(model: ModelConfig, group: Group | None) -> Any:
+def load_part(model: ModelConfig, group: Group | None, device: torch.device) -> Any:
+    """A decoder with random weights: the whole model, or rank 0's part."""
     from headway.model.backends.gpu import GpuBackend
     from headway.model.loader import load_decoder
     from headway.model.weights.checkpoint import DummyCheckpoint
 
-    device = torch.device("cuda", 0)
     shard = Shard(model, group, is_exact=False) if group else None
-    checkpoint = DummyCheckpoint(model, device)
-    return load_decoder(checkpoint, GpuBackend(torch.bfloat16, "cuda:0"), device, shard=shard)
+    backend = GpuBackend(torch.bfloat16, str(device))
+    return load_decoder(DummyCheckpoint(model, device), backend, device, shard=shard)
 
 
-def captured_steps(decoder: Any, config: Config) -> Any:
-    """An executor with captured decode steps of ROWS rows, each after CONTEXT tokens."""
+@torch.inference_mode()
+def captured_steps(decoder: Any, setup: Setup) -> Any:
+    """An executor with captured decode steps of all numbers of rows."""
     from headway.executor.gpu.executor import GpuExecutor
     from headway.model.kernels.launch import compile_all
 
-    executor, steps = GpuExecutor(decoder, config), [(rows, 1) for rows in ROWS]
-    with decoder.shortened(2):
-        compile_all(lambda: [executor._decode_step(*step) for step in steps] and None, _no_progress)
+    executor, steps = GpuExecutor(decoder, setup.config), [(rows, 1) for rows in setup.rows]
+
+    def run_all() -> None:
+        for step in steps:
+            executor._decode_step(*step)
+
+    if setup.device.type == "cuda":
+        with decoder.shortened(2):
+            compile_all(run_all, lambda *_: None)
     for step in steps:
         executor._capture(*step)
     return executor
 
 
-def _no_progress(*_: int) -> None:
-    return None
+def step_seconds(executor: Any, num_rows: int, setup: Setup) -> Callable[[], float]:
+    """A function that measures the mean time of some decode steps."""
+    length = setup.context + setup.room
+    width = length // executor.rows.block_size
 
-
-@torch.inference_mode()
-def step_seconds(executor: Any, num_rows: int) -> Callable[[], float]:
-    """A function that measures the mean time of REPLAYS decode steps."""
-    width = (CONTEXT + ROOM) // executor.rows.block_size
-
+    @torch.inference_mode()
     def measure() -> float:
         for row in range(num_rows):
             executor.state.set_blocks(row, 0, list(range(row * width, (row + 1) * width)))
-            executor.state.set_limit(row, CONTEXT + ROOM - 1)
-            executor.state.set_length(row, CONTEXT)
-            executor.rows.lengths[row] = CONTEXT
+            executor.state.set_limit(row, length - 1)
+            executor.state.set_length(row, setup.context)
+            executor.rows.lengths[row] = setup.context
         executor.state.send()
         executor._send_rows(np.arange(num_rows))
-        return timed(lambda: executor.graphs.run((num_rows, 1)), REPLAYS)
+        return timed(lambda: executor.graphs.run((num_rows, 1)), setup.replays)
 
     return measure
 
@@ -154,6 +179,11 @@ def step_seconds(executor: Any, num_rows: int) -> Callable[[], float]:
 @torch.inference_mode()
 def timed(work: Callable[[], object], count: int) -> float:
     """Mean seconds on the device of `count` calls, after one more."""
+    if not torch.cuda.is_available():
+        begun_at = time.perf_counter()
+        for _ in range(count):
+            work()
+        return (time.perf_counter() - begun_at) / count
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in "ab")  # type: ignore[no-untyped-call]
     work()
     begun.record()  # type: ignore[no-untyped-call]
@@ -172,19 +202,18 @@ def divided(decoder: Any, shard: Shard | None) -> Iterator[None]:
     decoder.shard = decoder.backend.shard = None
 
 
-@torch.inference_mode()
-def measure_captured() -> dict[str, Any]:
+def measure_captured(setup: Setup) -> dict[str, Any]:
     """Decode steps of an 8B model with and without a group of one rank, alternating."""
-    model, device = load_hf(SHAPES / "llama-8b"), torch.device("cuda", 0)
-    decoder, config = load_decoder_of(model, None), bench_config(max(ROWS))
-    shard = Shard(model, connect(anonymous_file(), 0, 1, device), is_exact=False)
-    plain = captured_steps(decoder, config)
+    model = setup.model("llama-8b")
+    decoder = load_part(model, None, setup.device)
+    shard = Shard(model, connect(anonymous_file(), 0, 1, setup.device), is_exact=False)
+    plain = captured_steps(decoder, setup)
     with divided(decoder, shard):
-        grouped = captured_steps(decoder, config)
+        grouped = captured_steps(decoder, setup)
     found = {}
-    for num_rows in ROWS:
-        pair = [step_seconds(executor, num_rows) for executor in (plain, grouped)]
-        rounds = [[measure() for measure in pair] for _ in range(ROUNDS)]
+    for num_rows in setup.rows:
+        pair = [step_seconds(executor, num_rows, setup) for executor in (plain, grouped)]
+        rounds = [[measure() for measure in pair] for _ in range(setup.rounds)]
         without, with_group = (median(column) for column in zip(*rounds, strict=True))
         found[f"{num_rows} rows"] = {
             "ms": round(without * 1e3, 4), "ms_with_collectives": round(with_group * 1e3, 4),
@@ -194,14 +223,15 @@ def measure_captured() -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def prefill_seconds(decoder: Any, config: Config) -> float:
+def prefill_seconds(decoder: Any, setup: Setup) -> float:
+    """Time of a prompt in a step of its own."""
     from headway.executor.gpu.memory import prompt_batch
 
-    blocks = decoder.backend.kv_blocks(decoder.config, 1, config.block_size)
-    batch = prompt_batch(config, PROMPT, blocks.device)
-    work = lambda: decoder.logits(decoder.forward(batch, blocks)[-1:])  # noqa: E731
-    work()
-    return min(timed(work, 3) for _ in range(3))
+    blocks = decoder.backend.kv_blocks(decoder.config, 1, setup.config.block_size)
+    batch = prompt_batch(setup.config, setup.prompt, blocks.device)
+    return min(
+        timed(lambda: decoder.logits(decoder.forward(batch, blocks)[-1:]), 3) for _ in range(3)
+    )
 
 
 def communication_seconds(model: ModelConfig, size: int, tokens: int) -> float:
@@ -223,32 +253,30 @@ def communication_seconds(model: ModelConfig, size: int, tokens: int) -> float:
     return profile.unit_costs.fixed + tokens * profile.unit_costs.exchange
 
 
-def measure_rank(name: str, size: int) -> dict[str, Any]:
+def measure_rank(name: str, size: int, setup: Setup) -> dict[str, Any]:
     """The compute of rank 0 of `size`, and the predicted speed of the whole group."""
-    model = load_hf(SHAPES / name)
-    decoder, config = load_decoder_of(model, FakeGroup(size)), bench_config(max(ROWS))
-    executor, found = captured_steps(decoder, config), dict[str, Any]()
-    for num_rows in ROWS:
-        measure = step_seconds(executor, num_rows)
-        compute = median(measure() for _ in range(ROUNDS))
-        found[f"{num_rows} rows"] = _with_prediction(model, size, num_rows, num_rows, compute)
-    compute = prefill_seconds(decoder, config)
-    found[f"prompt of {PROMPT}"] = _with_prediction(model, size, PROMPT, PROMPT, compute)
+    model = setup.model(name)
+    decoder = load_part(model, FakeGroup(size) if size > 1 else None, setup.device)
+    executor, found = captured_steps(decoder, setup), dict[str, Any]()
+    for num_rows in setup.rows:
+        measure = step_seconds(executor, num_rows, setup)
+        compute = median(measure() for _ in range(setup.rounds))
+        found[f"{num_rows} rows"] = _with_prediction(model, size, num_rows, compute)
+    compute = prefill_seconds(decoder, setup)
+    found[f"prompt of {setup.prompt}"] = _with_prediction(model, size, setup.prompt, compute)
     return {"weights_gb": round(decoder.num_bytes / 1e9, 1), **found}
 
 
-def _with_prediction(
-    model: ModelConfig, size: int, tokens: int, done: int, compute: float
-) -> dict[str, Any]:
+def _with_prediction(model: ModelConfig, size: int, tokens: int, compute: float) -> dict[str, Any]:
     step = compute + communication_seconds(model, size, tokens)
     return {
         "measured_compute_ms": round(compute * 1e3, 3),
         "predicted_step_ms": round(step * 1e3, 3),
-        "predicted_tokens_per_second": round(done / step),
+        "predicted_tokens_per_second": round(tokens / step),
     }
 
 
-def measure_ranks() -> dict[str, Any]:
+def measure_ranks(setup: Setup) -> dict[str, Any]:
     found: dict[str, Any] = {
         "predictions": "measured compute of one rank plus assumed communication; not measured",
         "assumed_link": {
@@ -258,8 +286,9 @@ def measure_ranks() -> dict[str, Any]:
     }
     for name, sizes in (("llama-8b", (1, 2, 4)), ("llama-70b", (2, 4))):
         for size in sizes:
-            found[f"{name}, {size} ranks"] = measure_rank(name, size)
-            torch.cuda.empty_cache()
+            found[f"{name}, {size} ranks"] = measure_rank(name, size, setup)
+            if setup.device.type == "cuda":
+                torch.cuda.empty_cache()
     return found
 
 
@@ -268,15 +297,26 @@ def main() -> None:
     parser.add_argument(
         "part", nargs="?", choices=["all", "delta", "captured", "rank"], default="all"
     )
-    part = parser.parse_args().part
-    parts = {"delta": measure_delta, "captured": measure_captured, "rank": measure_ranks}
-    chosen = ["delta"] if part == "all" and not torch.cuda.is_available() else list(parts)
+    parser.add_argument("--tiny", action="store_true", help="tiny models, also without a GPU")
+    options = parser.parse_args()
+    has_gpu = torch.cuda.is_available()
+    setup = Setup(torch.device("cuda", 0) if has_gpu else torch.device("cpu"))
+    if options.tiny:
+        setup = replace(
+            setup, rows=(1, 3), prompt=24, context=8, room=24, rounds=1, replays=1, is_tiny=True
+        )
+    parts = {
+        "delta": measure_delta,
+        "captured": partial(measure_captured, setup),
+        "rank": partial(measure_ranks, setup),
+    }
+    chosen = list(parts) if has_gpu or options.tiny else ["delta"]
     results = {}
-    for name in chosen if part == "all" else [part]:
+    for name in chosen if options.part == "all" else [options.part]:
         begun = time.perf_counter()
         results[name] = parts[name]()
         print(f"{name}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)
-        if torch.cuda.is_available():
+        if has_gpu:
             torch.cuda.empty_cache()
     print(json.dumps(results, indent=2))
 

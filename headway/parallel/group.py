@@ -18,9 +18,9 @@ from torch._C import _distributed_c10d as c10d
 
 from headway.errors import ConfigError
 
-# Ranks that are dead or stopped are found in less than a second; see watch.py. This limit is for a
-# rank that is alive and never joins a collective.
-TIMEOUT = timedelta(seconds=120)
+# Ranks that are dead or stopped are found in less than a second; see watch.py. These limits are for
+# a rank that is alive and never joins a collective. Between GPUs, one may still compile kernels.
+TIMEOUT, NCCL_TIMEOUT = timedelta(seconds=120), timedelta(seconds=600)
 
 
 class Group:
@@ -40,22 +40,28 @@ class Group:
         if x.shape[1] < most:
             x = F.pad(x, (0, most - x.shape[1]))
         out = x.new_empty((self.size * num_rows, most))
-        self._group._allgather_base(out, x.contiguous(), self._gather).wait()
+        _finish(self._group._allgather_base(out, x.contiguous(), self._gather))
         parts = out.view(self.size, num_rows, most)
         if min(widths) == most:
             return parts.transpose(0, 1).reshape(num_rows, -1)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)
 
     def sum(self, x: Tensor) -> None:
-        self._group.allreduce([x], self._sum).wait()
+        _finish(self._group.allreduce([x], self._sum))
 
     def broadcast(self, x: Tensor) -> None:
-        self._group.broadcast([x], self._broadcast).wait()
+        _finish(self._group.broadcast([x], self._broadcast))
 
     def abort(self) -> None:
         """End collectives that wait for another rank, on any thread; the group is unusable then."""
         if dist.is_nccl_available() and isinstance(self._group, dist.ProcessGroupNCCL):
             self._group.abort()  # gloo's collectives end with the connection to a dead process
+
+
+def _finish(work: Any) -> None:
+    """Wait for a collective; NCCL's are done in the order of the stream, and may return None."""
+    if work is not None:
+        work.wait()
 
 
 def connect(file: int, rank: int, size: int, device: torch.device) -> Group:
@@ -81,5 +87,5 @@ def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     if not dist.is_nccl_available():
         raise ConfigError("tensor_parallel_size above 1 on GPUs needs a torch build with NCCL")
     options = dist.ProcessGroupNCCL.Options()
-    options._timeout = TIMEOUT
+    options._timeout = NCCL_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)

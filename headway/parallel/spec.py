@@ -1,4 +1,4 @@
-"""What the other ranks are told: how to load their part of the model, and which memory to use."""
+"""The messages to the other ranks: how to load their part of the model, and the sizes to use."""
 
 from __future__ import annotations
 

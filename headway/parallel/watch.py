@@ -19,7 +19,7 @@ from typing import BinaryIO, NamedTuple
 from headway.parallel.channel import Channel
 
 INTERVAL = 0.04  # seconds between two looks
-MAX_MISSED = 16  # looks without progress while plans run; 0.64 s
+MAX_MISSED = 13  # looks without progress while plans run; about 0.5 s
 MAX_MISSED_LOADING = 750  # while weights are loaded: importing and packing hold Python's lock
 
 
