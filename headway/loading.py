@@ -164,15 +164,13 @@ def _start_ranks(
         return None
     if is_gpu:
         check_gpus(size, device)
-    threads = options.threads or max(1, num_threads() // size)
+    threads, sums = options.threads or max(1, num_threads() // size), options.tensor_parallel_sums
     use_threads(threads)
-    is_exact = options.tensor_parallel_sums == "exact"
     spec = RankSpec(
-        size=size, is_exact=is_exact or (options.tensor_parallel_sums == "auto" and not is_gpu),
-        path=str(path), load_format=options.load_format,
-        precision=measured_precision(model, precision), kv_cache_dtype=options.kv_cache_dtype,
-        attention=options.attention, first_device=device.index if is_gpu else None,
-        threads=threads,
+        size=size, is_exact=sums == "exact" or (sums == "auto" and not is_gpu), path=str(path),
+        load_format=options.load_format, precision=measured_precision(model, precision),
+        kv_cache_dtype=options.kv_cache_dtype, attention=options.attention,
+        first_device=device.index if is_gpu else None, threads=threads,
     )  # fmt: skip
     return Ranks(spec)
 
@@ -227,7 +225,8 @@ def fit(
     config = preset(preset_name, **changes)
     block = config.block_size * model.kv_bytes(itemsize)
     host_block = num_ranks * block
-    block = host_block if room is None else block
+    if room is None:
+        block = host_block
     can_swap = config.swap is not recompute and "num_host_blocks" not in changes
     if can_swap and room is not None:
         config = replace(config, num_host_blocks=int(free_memory() * PINNED_FRACTION) // host_block)

@@ -155,11 +155,12 @@ def outcome(engine: Engine, num_requests: int = 9) -> Outcome:
             max_tokens=10, min_tokens=4 if own == 1 else 0, sampling=SAMPLINGS[own],
             n=2 if own == 2 else 1, stop_ids=frozenset({50}),
         )  # fmt: skip
-        requests += engine.add(f"r{number}", prompt, params)
+        # Given arrivals: queue rules read them, and one engine is slower than the other.
+        requests += engine.add(f"r{number}", prompt, params, arrival=number / 100)
         if number % 4 == 3:
             for _ in range(3):
                 engine.step()
-    requests += engine.add("vector", range(20), embedding_params("mean"))
+    requests += engine.add("vector", range(20), embedding_params("mean"), arrival=1.0)
     engine.run()
     assert engine.fault is None, engine.fault
     return Outcome([list(request.output) for request in requests], extras.found, seen)
