@@ -6,6 +6,7 @@ several engines. The ranks find each other through an open file without a name.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -86,6 +87,9 @@ def _gloo(store: dist.Store, rank: int, size: int) -> Any:
 def _nccl(store: dist.Store, rank: int, size: int) -> Any:
     if not dist.is_nccl_available():
         raise ConfigError("tensor_parallel_size above 1 on GPUs needs a torch build with NCCL")
+    # After an error of another rank, abort the communicator but not the process, so that rank 0 can
+    # report it. Set by the user, it stays.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = NCCL_TIMEOUT
     return dist.ProcessGroupNCCL(store, rank, size, options)

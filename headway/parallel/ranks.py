@@ -81,7 +81,7 @@ class Ranks:
         group = found[0]
         if isinstance(group, Exception):
             raise ExecutorError(self.watch.wait(EXPLAIN_SECONDS) or str(group)) from group
-        self.watch.on_failure = group.abort
+        self.watch.end_collectives = group.abort
         return Shard(model, group, self.spec.is_exact)
 
     def wait_until_loaded(self) -> None:

@@ -37,7 +37,7 @@ class Watch:
 
     def __init__(self, ranks: list[RankProcess], channel: Channel) -> None:
         self.failure: str | None = None
-        self.on_failure: Callable[[], None] | None = None  # called once, on the failing thread
+        self.end_collectives: Callable[[], None] | None = None  # of rank 0; on any thread
         self.is_loading = True
         self.channel = channel
         self._ranks = ranks
@@ -55,8 +55,8 @@ class Watch:
         for each in self._ranks:
             with suppress(ProcessLookupError):
                 each.process.kill()
-        if self.on_failure is not None:
-            self.on_failure()
+        if self.end_collectives is not None:
+            self.end_collectives()
 
     def wait(self, seconds: float) -> str | None:
         """The failure, if one is found within this time."""
@@ -69,6 +69,8 @@ class Watch:
     def close(self) -> None:
         """Stop watching and end all processes; they exit by themselves when their socket closes."""
         self._stopped.set()
+        if self.end_collectives is not None and self.failure is None:
+            self.end_collectives()  # before the other ranks: NCCL reports a lost peer as an error
         for each in self._ranks:
             with suppress(OSError):
                 each.control.shutdown(socket.SHUT_RDWR)

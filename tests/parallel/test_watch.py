@@ -62,7 +62,7 @@ def test_a_signal_is_the_cause_and_an_error_that_follows_is_not() -> None:
     with group(3) as made:
         made.own[1].report("RuntimeError: Connection closed by peer")
         ended = list[str]()
-        made.watch.on_failure = lambda: ended.append("aborted")
+        made.watch.end_collectives = lambda: ended.append("aborted")
         made.processes[1].process.terminate()
         made.processes[2].process.kill()
         failure = made.wait(beating=[1])
