@@ -108,9 +108,10 @@ bench: $(READY)  ## cost of the scheduler, quality of its decisions, and speed o
 	$(BIN)/python bench/scheduler_quality.py
 	$(BIN)/python bench/cpu_compare.py --skip-peers
 
-picture: $(READY) browser  ## make the pictures of the documents: `make run`, and the lab page
+picture: $(READY) browser  ## make the pictures of the documents: `make run`, the lab page, plots
 	$(BIN)/python docs/images/picture.py
 	$(BIN)/python docs/images/lab.py
+	$(BIN)/python docs/images/plots.py
 
 page:  ## build the lab page from lab-page/; needs npm
 	cd lab-page && $(NPM_CI) && touch ../$(PACKAGES)

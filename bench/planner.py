@@ -1,43 +1,47 @@
-"""The planner: `tune` against a full grid of settings, and how often `capacity` is right.
+"""The planner: `tune` against a grid of settings and optuna, and how often `capacity` is right.
 
-    python bench/planner.py [--jobs 2] [--quick] [--history FILE]
+    python bench/planner.py [--only NAME] [--budget 60] [--jobs 2] [--quick] [--history FILE]
 
 For three workloads, all settings of a grid run on the whole workload. The search gets the same grid
-and 60 full runs; its best settings are compared with the best of the grid, on the requests that both
-have seen. If optuna is installed, 300 of its trials are compared too. For the capacity, the mean over
-20 seeds is the truth; 20 tries of 8 other seeds each give an estimate and an interval. Prints one
-JSON object. --quick uses shorter workloads and a smaller grid.
+and a budget of full runs; its best settings are compared with the best of the grid, on the requests that both
+have seen. Then the search and 300 trials of optuna get the space that `headway tune` searches; the
+best settings of both run on other seeds. For the capacity, the mean over 20 seeds is the truth;
+20 tries of 8 other seeds each give an estimate and an interval. Prints one JSON object. --only runs
+one workload, or the capacity. --quick uses shorter workloads and a smaller grid.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Any
+
+import optuna
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from headway.lab.cost import load_profile
 from headway.lab.planner.capacity import CapacityQuestion, find_capacity
 from headway.lab.planner.confidence import interval
-from headway.lab.planner.evaluate import Settings
+from headway.lab.planner.evaluate import Settings, make_config
 from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.executors import Processes
 from headway.lab.planner.history import History
-from headway.lab.planner.objective import Objective
+from headway.lab.planner.objective import MET, Objective
 from headway.lab.planner.search import Search, TuneQuestion
-from headway.lab.planner.space import Space, points
+from headway.lab.planner.space import Space, default_space, points
 from headway.lab.planner.targets import Target
-from headway.lab.planner.tune import tune
+from headway.lab.planner.tune import Answer, explicit, tune
 from headway.lab.planner.workload import Workload
 
 PROFILE = load_profile("llama3.1-8b-a100-80gb")
-BUDGET, NUM_TRIALS = 60, 300
+NUM_TRIALS = 300
+FRESH = range(100_001, 100_011)  # seeds that no search has used
 NUM_TRUTH, NUM_TRIES, NUM_SEEDS = 20, 20, 8
 GRID: Space = {
     "preset": ["headway", "vllm_v1"],
@@ -63,22 +67,27 @@ CAPACITY = "requests=2000,arrivals=poisson(5),prompt=uniform(100,800),output=uni
 TARGETS = (Target("ttft", "p99", 1.0), Target("tbt", "p99", 0.1))
 
 
-def search_against_grid(name: str, evaluator: Evaluator, is_quick: bool) -> dict[str, Any]:
+def question_of(name: str, is_quick: bool) -> TuneQuestion:
     text, num_blocks, targets = WORKLOADS[name]
-    space = {k: v[::2] if is_quick and len(v) > 2 else v for k, v in GRID.items()}
-    question = TuneQuestion(
-        profile=PROFILE, space=space, targets=targets,
+    base = {"preset": "headway", "num_blocks": num_blocks}
+    return TuneQuestion(
+        profile=PROFILE, targets=targets, base=base,
         workload=Workload(text=text.replace("=300", "=120") if is_quick else text),
-        base={"preset": "headway", "num_blocks": num_blocks},
+        space=default_space(make_config(base, PROFILE)),
     )  # fmt: skip
-    start = perf_counter()
-    answer = tune(question, Evaluator(executor=evaluator.executor), budget=BUDGET)
-    seconds = perf_counter() - start
+
+
+def search_against_grid(
+    question: TuneQuestion, evaluator: Evaluator, budget: int, is_quick: bool
+) -> dict[str, Any]:
+    space = {k: v[::2] if is_quick and len(v) > 2 else v for k, v in GRID.items()}
+    question = replace(question, space=space)
+    answer, seconds = searched(question, evaluator, budget)
     objective, grid = answer.objective, points(space)
     outcomes = evaluator.run([replace(question.job(point), targets=()) for point in grid])
     best = max(outcomes, key=objective.score)
     (found,) = evaluator.run([replace(question.job(answer.settings), targets=())])
-    result: dict[str, Any] = {
+    return {
         "objective": objective.unit, "grid_points": len(grid),
         "grid_best": objective.figure(best), "grid_class": objective.score(best)[0],
         "search_best": objective.figure(found), "search_class": objective.score(found)[0],
@@ -86,30 +95,57 @@ def search_against_grid(name: str, evaluator: Evaluator, is_quick: bool) -> dict
         "search_cost": round(answer.cost, 1), "search_seconds": round(seconds, 1),
         "gain_over_defaults": list(answer.gain), "settings": answer.settings,
     }  # fmt: skip
-    if importlib.util.find_spec("optuna"):
-        trial = with_optuna(question, objective, evaluator)
-        result["optuna_to_grid"] = 1 + objective.gain(trial, objective.figure(best))
-    else:
-        result["optuna_to_grid"] = "optuna is not installed"
-    return result
 
 
-def with_optuna(question: TuneQuestion, objective: Objective, evaluator: Evaluator) -> float:
-    """The best figure of NUM_TRIALS trials of the default sampler, on the whole workload."""
-    import optuna
+def searched(question: TuneQuestion, evaluator: Evaluator, budget: int) -> tuple[Answer, float]:
+    """The answer of `tune`, without the history, and its seconds."""
+    start = perf_counter()
+    answer = tune(question, Evaluator(executor=evaluator.executor), budget=budget)
+    return answer, perf_counter() - start
 
+
+def search_against_optuna(
+    question: TuneQuestion, evaluator: Evaluator, budget: int
+) -> dict[str, Any]:
+    """The best settings of both, on seeds that neither has seen; a gain above 0 is the search's."""
+    answer, seconds = searched(question, evaluator, budget)
+    objective, start = answer.objective, perf_counter()
+    trial = with_optuna(question, objective)
+    optuna_seconds = perf_counter() - start
+    pairs = [
+        evaluator.run([
+            replace(question.job(point, seed=seed), targets=()) for point in (answer.settings, trial)
+        ]) for seed in FRESH
+    ]  # fmt: skip
+    figures = [[objective.figure(outcome) for outcome in pair] for pair in pairs]
+    classes = [[objective.score(outcome)[0] == MET for outcome in pair] for pair in pairs]
+    return {
+        "objective": objective.unit, "seeds": len(FRESH), "trials": NUM_TRIALS,
+        "search_mean": fmean(new for new, _ in figures),
+        "optuna_mean": fmean(old for _, old in figures),
+        "search_met": sum(new for new, _ in classes), "optuna_met": sum(old for _, old in classes),
+        "gain_over_optuna": list(interval([objective.gain(*pair) for pair in figures])),
+        "search_cost": round(answer.cost, 1), "search_seconds": round(seconds, 1),
+        "optuna_seconds": round(optuna_seconds, 1),
+        "settings": answer.settings, "optuna_settings": explicit(question, trial),
+    }  # fmt: skip
+
+
+def with_optuna(question: TuneQuestion, objective: Objective) -> Settings:
+    """The best point of NUM_TRIALS trials of the default sampler, on the whole workload."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
+    evaluator = Evaluator()
     (default,) = evaluator.run([replace(question.job({}), targets=())])
     search = Search(question, objective, evaluator, 0, default)
 
-    def value(trial: Any) -> float:
+    def value(trial: optuna.Trial) -> float:
         point: Settings = {k: trial.suggest_categorical(k, v) for k, v in question.space.items()}
         ((score, _),) = search.evaluate([point], 1.0)
         return score[0] * 1e6 + score[1]
 
     study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=0))
     study.optimize(value, n_trials=NUM_TRIALS)
-    return objective.figure(search.best.outcome)
+    return search.best.point
 
 
 def capacity_coverage(evaluator: Evaluator, is_quick: bool) -> dict[str, Any]:
@@ -137,20 +173,28 @@ def capacity_coverage(evaluator: Evaluator, is_quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the planner.")
+    parser.add_argument("--only", action="append", choices=(*WORKLOADS, "capacity"))
+    parser.add_argument("--budget", type=int, default=60)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--history", type=Path)
     options = parser.parse_args()
     executor = Processes(options.jobs)
     evaluator = Evaluator(executor=executor, history=History(options.history))
+    results: dict[str, Any] = {}
     try:
-        results: dict[str, Any] = {
-            name: search_against_grid(name, evaluator, options.quick) for name in WORKLOADS
-        }
-        results["capacity"] = capacity_coverage(evaluator, options.quick)
+        for name in options.only or (*WORKLOADS, "capacity"):
+            if name == "capacity":
+                results[name] = capacity_coverage(evaluator, options.quick)
+                continue
+            question = question_of(name, options.quick)
+            results[name] = {
+                "grid": search_against_grid(question, evaluator, options.budget, options.quick),
+                "optuna": search_against_optuna(question, evaluator, options.budget),
+            }
     finally:
         executor.close()
-    print(json.dumps({"quick": options.quick, **results}, indent=2))
+    print(json.dumps({"quick": options.quick, "budget": options.budget, **results}, indent=2))
 
 
 if __name__ == "__main__":

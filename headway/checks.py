@@ -31,7 +31,7 @@ def number_problem(value: object, low: float, high: float = inf, *, whole: bool)
     """What is wrong with a number, as "must be ..., not ..."; None if it is in [low, high]."""
     is_number = isinstance(value, int if whole else NUMBER) and not isinstance(value, bool)
     # Infinities, and integers that no float can hold, would fail later in arithmetic.
-    if is_number and low <= value <= min(high, MAX_FLOAT):  # type: ignore[operator]
+    if is_number and low <= value <= high and value <= MAX_FLOAT:  # type: ignore[operator]
         return None
     noun = "a whole number" if whole else "a number"
     if is_number and value < low:  # type: ignore[operator]
@@ -95,6 +95,8 @@ def one_of(name: str, value: str, known: Collection[str]) -> str:
 
 def token_array(name: str, ids: Iterable[int]) -> array[int]:
     """Token ids as 32-bit numbers; InvalidRequest names the first value that is not one."""
+    if isinstance(ids, array) and ids.typecode == "i" and len(ids) <= MAX_PROMPT:
+        return ids[:]
     if type(ids) in (list, array) and len(ids) <= MAX_PROMPT:  # type: ignore[arg-type]  # quickly
         with suppress(TypeError, OverflowError):
             return array("i", ids)

@@ -7,7 +7,7 @@ before it reads any. So a plan may use blocks that an earlier plan, still runnin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from headway.request import Request
 
 Rows = npt.NDArray[np.intp]
 NO_ROWS: Rows = np.zeros(0, dtype=np.intp)
+MAX_SEARCHED = 8  # requests that are searched in a list one by one, which is faster for a few
 Embedding = npt.NDArray[np.float32]  # [hidden size], normalized to length 1
 Column = npt.NDArray[np.intc] | Sequence[int]
 Reason = Literal[
@@ -141,6 +142,13 @@ class Plan:
         """Tokens that the first forward pass of this plan computes."""
         return len(self.decodes) + sum(c.end - c.start for c in self.chunks)
 
+    def places_of(self, requests: Collection[Request]) -> dict[Request, int]:
+        """The places in `decodes` of those of the requests that decode."""
+        decodes = self.decodes
+        if len(requests) <= MAX_SEARCHED:
+            return {r: decodes.index(r) for r in requests if r in decodes}
+        return {r: place for place, r in enumerate(decodes) if r in requests}
+
 
 class Failure(NamedTuple):
     """A request that cannot continue: the step of the plan that found it, and the reason."""
@@ -161,6 +169,7 @@ class StepResult:
     swap_in: float = 0.0  # seconds to copy `copies_in` from the host; 0.0 without copies
     extra: object = None  # logprobs, embeddings and the like; the scheduler does not read it
     failed: dict[Request, Failure] = field(default_factory=dict)
+    num_builds: int = 0  # kernels compiled and graphs captured to launch it; it waited for them
 
 
 @dataclass(slots=True)

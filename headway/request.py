@@ -219,7 +219,7 @@ def _stop_ids(id: str, params: RequestParams) -> frozenset[int]:
     """All token ids that end the request; InvalidRequest names the field that is not a set of ids."""
     for name in ("stop_ids", "eos_ids"):
         ids = getattr(params, name)
-        if not are_token_ids(ids):
+        if ids is not NO_TOKENS and not are_token_ids(ids):
             wanted = f"a set of at most {MAX_STOPS} token ids, each at most {MAX_TOKEN_ID}"
             raise InvalidRequest(f"request {id!r}: {name} must be {wanted}, not {shorten(ids)}")
     if not isinstance(params.ignore_eos, bool):

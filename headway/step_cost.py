@@ -1,7 +1,7 @@
 """The time of a forward pass, from the tokens that it computes, samples, reads and attends to.
 
 Simulated executors and the chunk rule `hold_tbt` use the same formula. A pass takes a fixed time,
-plus the longer of reading the weights and the matrix products, plus the longer of reading keys and
+which is longer if it computes prompts, plus the longer of reading the weights and the matrix products, plus the longer of reading keys and
 values and the attention products, plus the exchange between devices. Reads no clock: the numbers
 come from a profile or from a measurement.
 """
@@ -25,15 +25,18 @@ class UnitCosts(NamedTuple):
     min_attention: float
     overlap: float  # of reading and computing: 1 hides the shorter completely, 0 adds it
     exchange: float = 0.0  # between the devices of a tensor-parallel group, per token
+    prompt: float = 0.0  # fixed, in addition, if more tokens are computed than sampled
 
     def seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
         """Time of a forward pass: tokens computed, sampled and read, and attended pairs."""
-        weights, token, sample, read, pair, fixed, min_attention, overlap, exchange = self
+        weights, token, sample, read, pair, fixed, min_attention, overlap, exchange, prompt = self
         dense, reading, computing = tokens * token + samples * sample, reads * read, pairs * pair
         linear, attention = max(dense, weights), max(reading, computing)
         if overlap < 1:
             linear += (1 - overlap) * min(dense, weights)
             attention += (1 - overlap) * min(reading, computing)
+        if tokens > samples:
+            fixed += prompt
         return fixed + linear + max(attention, min_attention) + tokens * exchange
 
 

@@ -139,9 +139,10 @@ class Engine:
         self.step_began = self.clock.now()
         try:  # an error in a policy or the executor ends requests, not the engine
             plan = self._make_plan(self.step_began)
-            if not plan.is_empty:
+            is_empty = plan.is_empty
+            if not is_empty:
                 self._flight.append((plan, self.executor.launch(plan)))
-            is_due = self._flight and (plan.is_empty or len(self._flight) > self.async_scheduling)
+            is_due = self._flight and (is_empty or len(self._flight) > self.async_scheduling)
             report = self._complete_oldest() if is_due else None
         except ReplayMismatch:
             raise  # no step failed: the recorded run ends here
@@ -172,7 +173,8 @@ class Engine:
         with self.lock:
             report = self.scheduler.complete(plan, result)
             self._flight.popleft()
-            self._end_failed(report)
+            if result.failed:
+                self._end_failed(report)
         return report
 
     def run(self) -> None:

@@ -73,8 +73,9 @@ class SimulatedExecutor:
         self._clock.advance_to(launched)
         started = max(launched, self._free_at)
         self._free_at = started + self._seconds(plan)
-        num_columns = plan.num_steps if plan.decodes else 0
-        columns: list[Column] = [self._sample_decodes(plan) for _ in range(num_columns)]
+        columns: list[Column] = [self._sample_decodes(plan)] if plan.decodes else []
+        while columns and len(columns) < plan.num_steps:
+            columns.append(self._sample_decodes(plan))
         first_tokens = (
             [self._sample_first(c.request, c.end) for c in plan.chunks if c.is_last]
             if plan.chunks
@@ -95,12 +96,12 @@ class SimulatedExecutor:
         if not listed:
             return column
         # A deferred request is also listed under a later step.
-        ending = [r for r in listed if self._end_of.get(r) == now]
-        places = {request: place for place, request in enumerate(plan.decodes)} if ending else {}
+        ending = {r for r in listed if self._end_of.get(r) == now}  # a request may be listed twice
         for request in ending:
-            self._end_of.pop(request, None)  # a request may be listed twice
-            if not request.is_finished and request in places:
-                column[places[request]] = _script(request).end
+            del self._end_of[request]
+        for request, place in plan.places_of(ending).items():
+            if not request.is_finished:
+                column[place] = _script(request).end
         return column
 
     def _sample_first(self, request: Request, num_known: int) -> int:

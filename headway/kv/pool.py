@@ -32,8 +32,8 @@ class BlockPool:
 
     def take(self, count: int) -> list[int]:
         """Hand out `count` blocks for new content; the caller has checked that they are free."""
-        next_blank, refs = self._blank.popleft, self.refs
-        taken = [next_blank() for _ in range(min(count, len(self._blank)))]
+        next_blank, refs, num_blank = self._blank.popleft, self.refs, len(self._blank)
+        taken = [next_blank() for _ in range(min(count, num_blank))] if num_blank else []
         if len(taken) < count:
             taken += self._evict(count - len(taken))
         for block in taken:
@@ -43,7 +43,10 @@ class BlockPool:
     def _evict(self, count: int) -> list[int]:
         """The `count` cached blocks that were used least recently, without their content."""
         next_cached, num_stale = self._cached.popleft, self._num_stale
-        evicted: list[int] = []
+        if len(self._cached) == self._num_cached:  # no entry is stale
+            evicted = [next_cached() for _ in range(count)]
+        else:
+            evicted = []
         while len(evicted) < count:
             block = next_cached()
             if num_stale[block]:
@@ -80,13 +83,16 @@ class BlockPool:
         refs, key_of, cached = self.refs, self.index.key_of, self._cached
         num_before = len(cached)
         for block in blocks:
-            num_holders = refs[block] = refs[block] - 1
-            if num_holders == 0:
+            num_holders = refs[block]
+            if num_holders == 1:
+                refs[block] = 0
                 if key_of[block] is None:
                     self._blank.append(block)
                 else:
                     cached.append(block)
-            assert num_holders >= 0, f"block {block} was dropped more often than held"
+            else:
+                assert num_holders, f"block {block} was dropped more often than held"
+                refs[block] = num_holders - 1
         self._num_cached += len(cached) - num_before
 
     def forget_all(self) -> None:

@@ -8,8 +8,7 @@ So the longest match is found by binary search. Knows nothing of holders or free
 
 from __future__ import annotations
 
-from struct import iter_unpack
-
+import numpy as np
 from xxhash import xxh3_128_digest
 
 from headway.request import Request
@@ -18,10 +17,11 @@ from headway.request import Request
 def extend_keys(keys: list[bytes], request: Request, block_size: int) -> None:
     """Append the missing keys of all full blocks of known tokens."""
     tokens = request.tokens if request.num_generated else request.prompt
-    data = tokens[len(keys) * block_size : len(tokens) // block_size * block_size].tobytes()
+    full = tokens[len(keys) * block_size : len(tokens) // block_size * block_size]
+    blocks: list[bytes] = np.frombuffer(full, f"V{block_size * full.itemsize}").tolist()
     parent = keys[-1] if keys else xxh3_128_digest(request.params.salt.encode())
     digest, append = xxh3_128_digest, keys.append
-    for (block,) in iter_unpack(f"{block_size * tokens.itemsize}s", data):
+    for block in blocks:
         parent = digest(parent + block)
         append(parent)
 
@@ -51,7 +51,7 @@ class PrefixIndex:
             key_of[block] = None
             if key is None:
                 continue
-            if key in duplicates:
+            if duplicates and key in duplicates:
                 self._forget_duplicate(key, block)
             else:
                 del block_of[key]
@@ -68,6 +68,8 @@ class PrefixIndex:
     def match(self, keys: list[bytes]) -> int:
         """The number of leading keys that are present."""
         low, high, block_of = 0, len(keys), self.block_of
+        if high and keys[0] not in block_of:  # as for most prompts that share nothing
+            return 0
         while low < high:
             middle = (low + high + 1) // 2
             if keys[middle - 1] in block_of:

@@ -70,6 +70,7 @@ class Machine:
     num_devices: int = 1  # of a tensor-parallel group; the rates above are those of the group
     link_bandwidth: float = 0.0  # to other devices, per device and direction; 0: no link
     link_seconds: float = 0.0  # per all-reduce or transfer over the link
+    prompt_seconds: float = 0.0  # per forward pass that computes prompts, besides fixed_seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +115,7 @@ class Profile:
             min_attention=machine.attention_seconds,
             overlap=machine.overlap,
             exchange=self._exchange_seconds(),
+            prompt=machine.prompt_seconds,
         )
 
     def _exchange_seconds(self) -> float:

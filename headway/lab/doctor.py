@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from headway.lab.summary import Summary
+from headway.scheduler.presets import slot
 
 
 class Finding(NamedTuple):
@@ -195,6 +197,7 @@ def _swap_in(summary: Summary, config: dict[str, Any]) -> Finding | None:
 
 
 MIN_BUDGET = 64  # tokens; a lower one makes the prefill of short prompts slow
+MIN_GAP = 0.05  # seconds; p99 of the times between tokens
 MIN_STALL = 0.2  # seconds; p99 of the requests' longest stalls
 MIN_MAX_STALL = 1.0  # seconds; the longest stall of all
 
@@ -203,7 +206,7 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
     gaps, stalls = summary["time_between_tokens"], summary["longest_stall"]
     usual = gaps["p50"] or gaps["mean"]  # with multi-step decodes most gaps are 0
     limits = (
-        (gaps["p99"], 0.05), (stalls["p99"], MIN_STALL), (stalls["max"], MIN_MAX_STALL),
+        (gaps["p99"], MIN_GAP), (stalls["p99"], MIN_STALL), (stalls["max"], MIN_MAX_STALL),
     )  # fmt: skip
     if usual <= 0 or not any(value >= max(least, 8 * usual) for value, least in limits):
         return None
@@ -213,12 +216,30 @@ def _stalls(summary: Summary, config: dict[str, Any]) -> Finding | None:
         f"{_ms(stalls['p99'])}; time between tokens: p99 {_ms(gaps['p99'])}",
         f"long prompts{' or preemptions' if summary['preemptions'] else ''} delay decoding requests",
         *_remedies(
+            _held_steps(config, usual),
             _smaller_chunks(config),
             _lower_budget(config, stalls["max"]),
-            _use(config, "batching", "mixed"),
+            None
+            if _has(config, "batching", "swapped_first")
+            else _use(config, "batching", "mixed"),
             "avoid preemptions" if summary["preemptions"] else None,
         ),
     )
+
+
+def _held_steps(config: dict[str, Any], usual: float) -> Remedy | None:
+    """Steps of about four usual times between tokens; a shorter time makes long prompts wait.
+
+    None if the chunk rule holds that already.
+    """
+    wanted = max(MIN_GAP, 4 * usual)
+    power = 10.0 ** math.floor(math.log10(wanted))
+    seconds = max(digit * power for digit in (1, 2, 5) if digit * power <= wanted * (1 + 1e-9))
+    change = f"chunk=hold_tbt({seconds:g})"
+    if not _has(config, "chunk", "hold_tbt"):
+        return Remedy(f"use chunk hold_tbt({seconds:g}) to keep steps under {_ms(seconds)}", change)
+    is_longer = slot("chunk", config["chunk"]).seconds > seconds
+    return Remedy(f"lower seconds of hold_tbt to {seconds:g}", change) if is_longer else None
 
 
 def _smaller_chunks(config: dict[str, Any]) -> Remedy:

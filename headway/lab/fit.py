@@ -31,8 +31,8 @@ NEGLIGIBLE = 1e-9  # seconds
 # Physical limits of one device, by index of the search point: from a slow CPU core to several times
 # the fastest GPU.
 RATES = {0: ("bandwidth", 1e8, 2e13, "bytes/s"), 1: ("flops", 1e8, 1e16, "FLOP/s")}
-LOWER_BOUNDS = np.array([*(np.log(low) for _, low, _, _ in RATES.values()), -80, -80, -40])
-UPPER_BOUNDS = np.array([*(np.log(high) for _, _, high, _ in RATES.values()), 80, 80, 40])
+LOWER_BOUNDS = np.array([*(np.log(low) for _, low, _, _ in RATES.values()), -80, -80, -80, -40])
+UPPER_BOUNDS = np.array([*(np.log(high) for _, _, high, _ in RATES.values()), 80, 80, 80, 40])
 MAX_LOSS_RATIO = 1.01  # a point whose loss is within this ratio of the best fits equally well
 FASTER = 4.0  # a rate is undetermined if this multiple of it fits equally well
 NUM_HALVINGS = 8
@@ -123,6 +123,7 @@ def predict(costs: UnitCosts, seen: Observations) -> Numbers:
     linear = np.maximum(dense, costs.weights) + exposed * np.minimum(dense, costs.weights)
     attention = np.maximum(read, pair) + exposed * np.minimum(read, pair)
     seconds = costs.fixed + linear + np.maximum(attention, costs.min_attention)
+    seconds += (tokens > samples) * costs.prompt
     return _sums(seen, seconds + tokens * costs.exchange)
 
 
@@ -182,12 +183,13 @@ def missing_coverage(plain: Observations) -> list[str]:
 def _machine(point: Numbers) -> Machine:
     """The machine of a search point: logarithms, and the log-odds of the overlap."""
     bounded = np.minimum(np.maximum(point, LOWER_BOUNDS), UPPER_BOUNDS)
-    bandwidth, flops, fixed, min_attention = np.exp(bounded[:4]).tolist()
+    bandwidth, flops, fixed, min_attention, prompt = np.exp(bounded[:5]).tolist()
     return Machine(
         bandwidth=bandwidth, bandwidth_share=1.0, flops=flops, flops_share=1.0,
         fixed_seconds=fixed if fixed > NEGLIGIBLE else 0.0,
         attention_seconds=min_attention if min_attention > NEGLIGIBLE else 0.0,
-        overlap=float(1 / (1 + np.exp(-bounded[4]))),
+        prompt_seconds=prompt if prompt > NEGLIGIBLE else 0.0,
+        overlap=float(1 / (1 + np.exp(-bounded[5]))),
         host_seconds=0.0, copy_bandwidth=bandwidth, copy_seconds=0.0,
     )  # fmt: skip
 
@@ -204,7 +206,7 @@ def _starts(plain: Observations, model: Model) -> list[Numbers]:
     return [
         np.array([
             np.log(model.weight_bytes / shortest * wide), np.log(rate), np.log(shortest * share),
-            np.log(shortest / 100), odds,
+            np.log(shortest / 100), np.log(shortest / 100), odds,
         ])
         for wide, share, odds in product((1.0, 4.0), (0.05, 0.6), (-2.0, 2.0))
     ]  # fmt: skip

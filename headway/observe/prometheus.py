@@ -55,6 +55,7 @@ COUNTERS = {
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "request_success": "Finished requests by finish reason.",
+    "builds": "Kernels compiled and CUDA graphs captured after the engine was ready.",
     "prefill_tokens": "Tokens computed by prefill, including recomputed tokens.",
     "recomputed_tokens": "Tokens recomputed after a preemption.",
     "swapped_blocks": "KV blocks copied to the host (out) and from the host (in).",

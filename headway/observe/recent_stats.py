@@ -43,13 +43,20 @@ class RecentStats:
 
         Requests are those that arrived in it; stalls are those of all requests that were open.
         """
-        oldest = now - (NUM_SLICES + 1) * SLICE_SECONDS
-        recent = [each for each in self._slices if each.start > oldest]
-        timeline.update_stalls()
+        recent = self._recent(now)
         run = RunStats(self._header, recent[0].start if recent else now)
         run.ended_at = now
-        run.streams = [times for each in recent for times in each.finished]
-        run.streams += timeline.open.values()
+        run.streams = self.streams(timeline, now)
         for each in recent:
             run.merge(each.stats)
         return run
+
+    def streams(self, timeline: Timeline[Any], now: float) -> list[RequestTimeline]:
+        """The requests that were open in the last minute, with their longest stalls so far."""
+        timeline.update_stalls()
+        finished = [times for each in self._recent(now) for times in each.finished]
+        return [*finished, *timeline.open.values()]
+
+    def _recent(self, now: float) -> list[_Slice]:
+        oldest = now - (NUM_SLICES + 1) * SLICE_SECONDS
+        return [each for each in self._slices if each.start > oldest]

@@ -40,10 +40,11 @@ class RunStats:
         self.streams: list[RequestTimeline] | None = None  # whose stalls count; None: requests
         self.steps: dict[str, array[float]] = {name: array("d") for name in PER_STEP}
         self.swap_ins = array("d")  # seconds of each step that copied blocks from the host
+        # Times between tokens in seconds, and the number of tokens that each was measured for.
+        self.gap_seconds, self.gap_counts = array("d"), array("d")
         self.ended_at = 0.0
         self._timeline = Timeline[Any](started or 0.0)
         self._reader = TraceReader()
-        self._gaps, self._gap_counts = array("d"), array("d")
 
     def __call__(self, report: StepReport) -> None:
         self._follow(record_of(report))
@@ -62,13 +63,13 @@ class RunStats:
             self.steps[name].extend(column)
         self.swap_ins.extend(other.swap_ins)
         self.ended_at = max(self.ended_at, other.ended_at)
-        self._gaps.extend(other._gaps)
-        self._gap_counts.extend(other._gap_counts)
+        self.gap_seconds.extend(other.gap_seconds)
+        self.gap_counts.extend(other.gap_counts)
 
     def add_gap(self, seconds: float) -> None:
         """Add one time between tokens that no step has."""
-        self._gaps.append(seconds)
-        self._gap_counts.append(1)
+        self.gap_seconds.append(seconds)
+        self.gap_counts.append(1)
 
     def _follow(self, record: StepRecord[Any]) -> None:
         self.count(record, self._timeline.follow(record))
@@ -87,27 +88,28 @@ class RunStats:
         if record.step >= 0:
             self._count_step(record, stats.num_computed)
         for seconds, count in stats.gaps:
-            self._gaps.append(seconds)
-            self._gap_counts.append(count)
+            self.gap_seconds.append(seconds)
+            self.gap_counts.append(count)
         if stats.finished:
             self._count_finished(stats)
 
     def _count_step(self, record: StepRecord[Any], num_computed: int) -> None:
-        prefill, totals = record.num_prefill, self.totals
-        values = (
-            record.num_running, record.num_waiting, record.num_free, prefill + record.num_decodes,
-            prefill, num_computed - prefill, record.ended - record.started,
-        )  # fmt: skip
-        for column, value in zip(self.steps.values(), values, strict=True):
-            column.append(value)
+        prefill, ended, steps, totals = record.num_prefill, record.ended, self.steps, self.totals
+        steps["running"].append(record.num_running)
+        steps["waiting"].append(record.num_waiting)
+        steps["free"].append(record.num_free)
+        steps["tokens"].append(prefill + record.num_decodes)
+        steps["prefill"].append(prefill)
+        steps["decodes"].append(num_computed - prefill)
+        steps["seconds"].append(ended - record.started)
         totals["computed_tokens"] += num_computed
         if any(record.copies):
             totals["blocks_out"] += record.copies[0]
             totals["blocks_in"] += record.copies[1]
         if record.swap_in:
             self.swap_ins.append(record.swap_in)
-        if record.ended > self.ended_at:
-            self.ended_at = record.ended
+        if ended > self.ended_at:
+            self.ended_at = ended
         for reason in record.reasons:
             self.reasons[reason] += 1
 
@@ -120,7 +122,7 @@ class RunStats:
 
     def gaps(self) -> dict[str, float]:
         """Mean, percentiles and maximum of the times between tokens; zeros without any."""
-        gaps, counts = np.asarray(self._gaps), np.asarray(self._gap_counts)
+        gaps, counts = np.asarray(self.gap_seconds), np.asarray(self.gap_counts)
         if not len(gaps):
             return dict.fromkeys(STATISTICS, 0.0)
         order = np.argsort(gaps)
@@ -132,8 +134,12 @@ class RunStats:
     def longest_stalls(self) -> list[float]:
         """The largest time between tokens of each request that has two tokens."""
         self._timeline.update_stalls()
-        streams = self.requests if self.streams is None else self.streams
-        return [x.longest_stall for x in streams if x.num_output > 1 or x.longest_stall]
+        return stalls_of(self.requests if self.streams is None else self.streams)
+
+
+def stalls_of(requests: Iterable[RequestTimeline]) -> list[float]:
+    """The longest stalls of the requests that have two tokens."""
+    return [x.longest_stall for x in requests if x.num_output > 1 or x.longest_stall]
 
 
 def percentiles(values: Iterable[float]) -> dict[str, float]:

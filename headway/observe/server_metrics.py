@@ -14,7 +14,7 @@ from typing import get_args
 from headway.engine.loop import CachedReader, EngineLoop
 from headway.observe.prometheus import Exposition, MetricValues
 from headway.observe.recent_stats import RecentStats
-from headway.observe.run_stats import RunStats
+from headway.observe.run_stats import RunStats, percentiles, stalls_of
 from headway.observe.snapshot import Snapshot, SnapshotBuilder
 from headway.observe.timeline import RequestTimeline, StepStats, Timeline, record_of
 from headway.observe.trace import header
@@ -40,7 +40,7 @@ class ServerMetrics:
         self._labels = {"model_name": model_name, "engine": "0"}  # vLLM has the same two labels
         self._recent = RecentStats(header(engine.scheduler.config, engine.async_scheduling))
         self._latest_values = CachedReader(engine, self._read)
-        self._latest_snapshot = CachedReader(engine, self._builder.snapshot)
+        self._latest_snapshot = CachedReader(engine, self._take_snapshot)
         engine.observers.append(self)
         loop.concurrent_queries["metrics"] = lambda prefix: self.text(prefix or PREFIX)
         loop.concurrent_queries["snapshot"] = lambda _: self.snapshot()
@@ -76,6 +76,10 @@ class ServerMetrics:
         """The statistics of the last minute. The caller holds the engine's lock."""
         return self._recent.merged(self._timeline, self._engine.clock.now())
 
+    def _take_snapshot(self) -> Snapshot:
+        stalls = stalls_of(self._recent.streams(self._timeline, self._engine.clock.now()))
+        return self._builder.snapshot(percentiles(stalls)["p99"] if stalls else None)
+
     def _read(self) -> MetricValues:
         values = self.values.copy()
         values.gauges = _gauges(self._engine.scheduler, self._loop.num_unread)
@@ -85,6 +89,7 @@ class ServerMetrics:
         plan, counters = report.plan, self.values.counters
         histograms = self.values.histograms
         counters["generation_tokens", ""] += stats.num_output
+        counters["builds", ""] += report.result.num_builds
         if plan.step >= 0:
             histograms["iteration_tokens_total"].observe(stats.num_computed)
             histograms["scheduler_step_seconds"].observe(

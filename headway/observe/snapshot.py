@@ -48,11 +48,15 @@ class SnapshotBuilder:
         self._window.follow(report, stats)
         self._decisions.extend(self._log.follow(report))
 
-    def snapshot(self) -> Snapshot:
-        """The present state as plain data. The caller holds the engine's lock."""
+    def snapshot(self, p99_stall: float | None) -> Snapshot:
+        """The present state as plain data. The caller holds the engine's lock.
+
+        `p99_stall` is that of the requests' longest stalls in the last minute, in seconds.
+        """
         engine, now, num_new = self._engine, self._engine.clock.now(), self._loop.num_unread
         scheduler, window = engine.scheduler, self._window
-        computed, minute = _computed_before(scheduler), window.last_minute(now)
+        computed = _computed_before(scheduler)
+        minute = {**window.last_minute(now), "p99_stall": p99_stall}
         num_running, num_waiting = len(scheduler.running), len(scheduler.queue) + num_new
         running = [_row(r, now, computed) for r in islice(scheduler.running, MAX_REQUESTS)]
         return {

@@ -184,13 +184,14 @@ class Timeline(Generic[Key]):
             if key not in self._preempted and key in self.open:
                 self._last_token.setdefault(key, self._last_decode)
                 self._leave(key)
-        self._shared.add(now - self._last_decode)
-        late = [key for key in self._last_token if key not in deferred]
+        gap = now - self._last_decode
+        self._shared.add(gap)
+        late = [key for key in self._last_token if key not in deferred] if self._last_token else ()
         for key in late:
             self._add_gap(key, now - self._last_token.pop(key), stats)
             self._shared.join(key)
         if num_rows > len(late):
-            stats.gaps.append((now - self._last_decode, num_rows - len(late)))
+            stats.gaps.append((gap, num_rows - len(late)))
         if num_tokens > num_rows:  # a multi-step plan returns its tokens together
             stats.gaps.append((0.0, num_tokens - num_rows))
         stats.num_output += num_tokens

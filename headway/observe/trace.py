@@ -24,7 +24,7 @@ from headway.scheduler.presets import describe
 VERSION = 2
 Line = dict[str, Any]
 MAX_PACKED_BY_HAND = 64  # tokens; more are packed with numpy
-TIMES = frozenset({"t", "start", "end", "swap_in"})  # not part of the decisions
+TIMES = frozenset({"t", "start", "end", "swap_in", "builds"})  # not part of the decisions
 STEP_FIELDS = ("step", "t", "start", "end", "running", "waiting", "free", "decodes")
 
 
@@ -66,7 +66,7 @@ def describe_step(report: StepReport, *, has_blocks: bool = False, redact: bool 
         "dropped": _unless_zero(dropped(plan)), "in_flight": events.num_in_flight,
         "num_early": _unless_zero(events.num_early), "deferred": [r.id for r in plan.deferred],
         "copied_out": len(plan.copies_out), "copied_in": len(plan.copies_in),
-        "swap_in": result.swap_in,
+        "swap_in": result.swap_in, "builds": result.num_builds,
         "blocked": [[b.request.id, b.reason, b.need, b.have] for b in plan.blocked],
         "not_considered": list(plan.not_considered) if plan.not_considered else [],
         "finished": [_describe_end(r, redact) for r in report.finished],
@@ -87,7 +87,7 @@ def dropped(plan: Plan) -> tuple[int, int]:
     kept = plan.tokens_kept
     if not kept:
         return 0, 0
-    counts = [kept[request] for request in plan.decodes if request in kept]
+    counts = [kept[request] for request in plan.places_of(kept)]
     return counts.count(0), sum(plan.num_steps - count for count in counts)
 
 

@@ -24,9 +24,10 @@ class Vital(NamedTuple):
 def vitals(
     config: Config, running: int, waiting: int, minute: Mapping[str, float | None]
 ) -> list[Vital]:
-    """The values now, and those of `RateWindow.last_minute`. A full server is not unhealthy."""
+    """The values now, and those of a snapshot's last minute. A full server is not unhealthy."""
     is_loaded = waiting >= 1
-    preemptions, stall = minute["preemptions_per_second"] or 0.0, minute["max_itl"]
+    preemptions, stall = minute["preemptions_per_second"] or 0.0, minute["p99_stall"]
+    max_stall = minute["max_itl"]
     tokens, prefill = minute["tokens_per_step"], minute["prefill_share"]
     tax, swap_in = minute["recompute_tax"], minute["swap_in"]
     budget, limit = config.max_num_batched_tokens, config.max_num_seqs
@@ -43,6 +44,7 @@ def vitals(
             not is_loaded or tokens is None or tokens >= budget / 10,
         ),
         Vital("prefill share", prefill, "%", "20-40 %, at most 80 %", (prefill or 0) <= 0.8),
-        Vital("longest stall", stall, "s", "under 200 ms", (stall or 0) < 0.2),
+        Vital("longest stall, p99", stall, "s", "under 200 ms", (stall or 0) < 0.2),
+        Vital("longest stall, max", max_stall, "s", "under 1 s", (max_stall or 0) < 1),
         Vital("swap-in", swap_in, "s", "1-5 ms, at most 20 ms", (swap_in or 0) <= 0.02),
     ]  # fmt: skip

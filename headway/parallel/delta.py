@@ -19,11 +19,10 @@ from headway.plan import Admission, Chunk, Copy, Plan, Rows
 from headway.request import Request, RequestParams
 from headway.sampling_params import Sampling
 
-HEADER = struct.Struct("<B7I")  # flags, and the numbers of PlanEncoder.encode
+HEADER = struct.Struct("<B7I")  # see PlanEncoder.encode
 ADMISSION = struct.Struct("<IIIIB")  # row, prompt tokens, limit, blocks, is scored
 CHUNK = struct.Struct("<IIIIB")  # row, start, end, store_from, is_last
 SAMPLING = struct.Struct("<dqddQB")  # temperature, top_k, top_p, min_p, seed, needs_host
-HAS_ROWS, IN_OWN_GRAPHS, IN_ANY_GRAPH = 1, 2, 4
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -52,7 +51,7 @@ class PlanEncoder:
         has_rows = self._rows is None or not np.array_equal(self._rows, plan.rows)
         parts = [
             HEADER.pack(
-                HAS_ROWS if has_rows else 0, plan.num_steps, len(plan.decodes),
+                has_rows, plan.num_steps, len(plan.decodes),
                 len(plan.new_blocks), len(plan.copies_out), len(plan.copies_in),
                 len(plan.admitted), len(plan.chunks),
             )
@@ -68,11 +67,6 @@ class PlanEncoder:
             parts.append(np.array(copies, np.uint32).tobytes())
         parts += [_admission(each.request) for each in plan.admitted]
         return b"".join(parts + chunks)
-
-
-def in_own_graphs(is_on: bool) -> bytes:
-    """A message that switches `MixedPass.in_own_graphs` on all ranks."""
-    return HEADER.pack(IN_OWN_GRAPHS if is_on else IN_ANY_GRAPH, 0, 0, 0, 0, 0, 0, 0)
 
 
 def _admission(request: Request) -> bytes:
@@ -121,8 +115,10 @@ class PlanDecoder:
 
     def decode(self, data: bytes) -> Plan:
         self._data, self._at = data, 0
-        flags, num_steps, num_decodes, new, num_out, num_in, admitted, chunks = self._take(HEADER)
-        if flags & HAS_ROWS:
+        has_rows, num_steps, num_decodes, new, num_out, num_in, admitted, chunks = self._take(
+            HEADER
+        )
+        if has_rows:
             self._rows = self._array(num_decodes, self._row_type).astype(np.intp)
             self._decodes = [self._requests[row] for row in self._rows.tolist()]
         rows = self._array(new, self._row_type).tolist()
@@ -181,8 +177,3 @@ class PlanDecoder:
                 prompt_logprobs=before.prompt_logprobs if isinstance(before, Sampling) else None,
             )
         )  # fmt: skip
-
-
-def flags_of(data: bytes) -> int:
-    """The flags of a message: IN_OWN_GRAPHS or IN_ANY_GRAPH if it is not a plan."""
-    return data[0]

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from headway.executor.base import Handle
-from headway.parallel.delta import PlanEncoder, in_own_graphs
+from headway.parallel.delta import PlanEncoder
 from headway.parallel.ranks import Ranks
 from headway.plan import Plan, StepResult
 
@@ -60,27 +60,12 @@ class ParallelExecutor:
     def swapper(self) -> Swapper | None:
         return getattr(self.own, "swapper", None)
 
-    @property
-    def mixed(self) -> ParallelExecutor | None:
-        """Has `in_own_graphs`, as the mixed pass of a GPU executor; None on a CPU."""
-        return self if hasattr(self.own, "mixed") else None
-
     def launch(self, plan: Plan) -> ParallelStep:
         self.ranks.check()
         message = self._encoder.encode(plan)
         with uninterrupted(), self.ranks.guard():
             self.ranks.send_plan(message)
             return ParallelStep(self.own.launch(plan), self.ranks)
-
-    @contextmanager
-    def in_own_graphs(self) -> Iterator[None]:
-        """See MixedPass.in_own_graphs; on all ranks, because they must choose the same sizes."""
-        self.ranks.send_plan(in_own_graphs(True))
-        try:
-            with self.own.mixed.in_own_graphs():  # type: ignore[union-attr]
-                yield
-        finally:
-            self.ranks.send_plan(in_own_graphs(False))
 
 
 @contextmanager

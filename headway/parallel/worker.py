@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,22 +99,17 @@ class Worker:
 
     def _run_plans(self, decoder: Decoder, command: dict[str, Any]) -> None:
         from headway.executor.factory import make_executor
-        from headway.parallel.delta import IN_ANY_GRAPH, IN_OWN_GRAPHS, PlanDecoder, flags_of
+        from headway.parallel.delta import PlanDecoder
 
         config = config_of(command["start"])
         executor = make_executor(decoder, config, enforce_eager=command["enforce_eager"])
-        plans, flight, measuring = PlanDecoder(config.max_num_seqs), deque[Handle](), ExitStack()
+        plans, flight = PlanDecoder(config.max_num_seqs), deque[Handle]()
         self._reply(None)
         while self.control.recv(4096):
             while (message := self.channel.read()) is not None:
-                if flags_of(message) & IN_OWN_GRAPHS:
-                    measuring.enter_context(executor.mixed.in_own_graphs())  # type: ignore[union-attr]
-                elif flags_of(message) & IN_ANY_GRAPH:
-                    measuring.close()
-                else:
-                    flight.append(executor.launch(plans.decode(message)))
-                    while len(flight) > MAX_IN_FLIGHT:
-                        flight.popleft().wait()
+                flight.append(executor.launch(plans.decode(message)))
+                while len(flight) > MAX_IN_FLIGHT:
+                    flight.popleft().wait()
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ class future_peak(Checked):
 
     def __call__(self, request: Request, view: SchedulerView) -> int:
         requests = [*view.running, request]
-        most = sum(r.limit - r.prefill_end for r in requests) // view.block_size + len(requests)
+        most = sum([r.limit - r.prefill_end for r in requests]) // view.block_size + len(requests)
         margin = int(self.margin * view.num_blocks)
         if most + margin <= view.num_free:  # even the upper bound fits
             return most + margin - -(-request.num_known // view.block_size)

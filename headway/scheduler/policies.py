@@ -109,6 +109,7 @@ class hold_tbt(Checked):
     min_attention: float = number(3e-4, 0)
     overlap: float = number(1.0, 0, 1)
     exchange: float = number(0.0, 0)
+    prompt: float = number(0.0, 0)
 
     def __call__(self, want: int, left: int, is_first: bool) -> int:
         return min(want, left)

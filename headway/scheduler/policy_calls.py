@@ -96,16 +96,17 @@ def call_group(rule: QueueRule, request: Request) -> str:
 
 def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
     """Tokens of `want` that the chunk rule grants, in [0, min(want, left)]; floats round down."""
-    where = f"for {want} tokens wanted and {left} left"
     try:
         granted: Any = rule(want, left, is_first)
     except Exception as error:
+        where = f"for {want} tokens wanted and {left} left"
         raise policy_failed("chunk", rule, where, error) from error
     try:
         granted = granted if isinstance(granted, float) else index(granted)
         # In this order, NaN reaches int(), which raises.
         return int(max(min(granted, want, left), 0))
     except Exception:
+        where = f"for {want} tokens wanted and {left} left"
         raise _bad_result("chunk", rule, granted, where, "return a number") from None
 
 

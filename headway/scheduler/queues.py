@@ -140,8 +140,11 @@ class WaitingQueue:
             if start >= len(group):
                 start = NUM_REFRESHED
             self._next_refresh[name] = start
-            places = (*range(NUM_REFRESHED), *range(start, start + NUM_REFRESHED))
-            old = [(place, group[place]) for place in places if place < len(group)]
+            front, later = (
+                range(len(group))[:NUM_REFRESHED],
+                range(len(group))[start:][:NUM_REFRESHED],
+            )
+            old = [(place, group[place]) for place in (*front, *later)]
             new = [(self._key(request), request) for _, (_, request) in old]
             try:
                 moved = [(o, n) for o, n in zip(old, new, strict=True) if o[1][0] != n[0]]

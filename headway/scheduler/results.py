@@ -19,7 +19,7 @@ def check_result(plan: Plan, result: StepResult) -> None:
     """ExecutorError unless the result has one token for everything that the plan samples."""
     num_columns = plan.num_steps if plan.decodes else 0
     num_first = sum([chunk.is_last for chunk in plan.chunks]) if plan.chunks else 0
-    lengths = [len(column) for column in result.decode_tokens]
+    lengths = list(map(len, result.decode_tokens))
     if lengths != [len(plan.decodes)] * num_columns or len(result.first_tokens) != num_first:
         raise ExecutorError(
             f"step {plan.step} samples {num_columns} x {len(plan.decodes)} decode tokens and "
@@ -53,14 +53,13 @@ def _deliver(plan: Plan, column: Column, state: SchedulerState) -> None:
     """One token for each decode: through the batch, or singly to requests that have left it."""
     batch = state.decode_batch
     left = batch.left_in_flight.union(*plan.reaching_limit)
-    singly = [request for request in left if not batch.expects_next(request)] if left else None
+    singly = {request for request in left if not batch.expects_next(request)} if left else None
     batch.deliver(plan.rows, column)
     if not singly:
         return
-    places = {request: place for place, request in enumerate(plan.decodes)}
-    for request in singly:
-        if request not in plan.tokens_kept and request in places:
-            request.flushed_tokens.append(int(column[places[request]]))
+    for request, place in plan.places_of(singly).items():
+        if request not in plan.tokens_kept:
+            request.flushed_tokens.append(int(column[place]))
 
 
 def _finish_stopped(

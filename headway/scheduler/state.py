@@ -51,7 +51,8 @@ class SchedulerState:
     def arrive(self, request: Request) -> None:
         """Count a new request that is in the queue."""
         self.queue.counters.arrive(group_of(request))
-        self.stop_tokens.update(request.stops)
+        for token in request.stops:
+            self.stop_tokens[token] += 1
 
     def start(self, request: Request, cost: AdmissionCost) -> None:
         """Let a waiting request run: it gets a row, and blocks for all its known tokens."""

@@ -130,7 +130,8 @@ class StepBuilder:
 
     def admit(self, *, charge_cached: bool = False) -> None:
         """Admit waiting requests in queue order until one does not fit."""
-        self._admit(self._state.queue.walk(), charge_cached)
+        if self._state.queue:
+            self._admit(self._state.queue.walk(), charge_cached)
 
     def admit_swapped(self) -> None:
         """Admit swapped requests first, reserving blocks and tokens for the decodes."""
@@ -247,8 +248,6 @@ class StepBuilder:
 
     def _admit(self, candidates: Iterable[Request], charge_cached: bool = False) -> None:
         plan, max_overtakes = self.plan, self._config.queue.max_overtakes
-        if not self._state.queue:
-            return
         plan.blocked = []
         self._closed = self._reason_to_close()
         if self._closed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -128,12 +129,21 @@ def test_capacity_prints_an_interval_and_replicas(tmp_path: Path) -> None:
         (["capacity", WORK, "--rate", "-1"], "rate"),
         (["capacity", "requests=9"], "arrivals"),
         (["capacity", WORK, "--ttft-p99", "1us"], "ttft-p99"),
+        (["capacity", WORK, "--num-blocks", "1"], "num_blocks is 1"),
+        (["tune", WORK, "--num-blocks", "1"], "num_blocks is 1"),
         (["breakeven", "--profile", "b200"], "a100"),
         (["sweep", "max_num_seqs=2", "--history", "x"], "no-history"),
     ],
 )
 def test_wrong_input_is_named(arguments: list[str], named: str) -> None:
     assert named in problem(*arguments, *(FAST if arguments[0] != "breakeven" else []))
+
+
+def test_an_unknown_metric_is_named_before_anything_runs(tmp_path: Path) -> None:
+    history = tmp_path / "h.jsonl"
+    arguments = ["sweep", "max_num_seqs=2", "-w", WORK, "--jobs", "1", "--history", str(history)]
+    assert "ttft" in problem(*arguments, "--metric", "tfft.p99") and not history.read_text()
+    assert "finish_reasons.length" in run(*arguments, "--metric", "finish_reasons.length")
 
 
 def test_results_are_kept_in_the_history(tmp_path: Path) -> None:
@@ -163,3 +173,25 @@ def test_the_best_settings_are_measured_on_a_model(tmp_path: Path) -> None:
     ))  # fmt: skip
     rows = {row["name"]: row for row in found["verified"]}
     assert rows["TTFT p50"]["measured"] > 0 < rows["output tokens/s"]["predicted"]
+
+
+def test_a_sweep_with_seeds_shows_means_and_its_json_all_runs(tmp_path: Path) -> None:
+    knobs = ["seed=0,1,2", "headroom=watermark(0.0),watermark(0.2)", "max_num_seqs=8"]
+    path = tmp_path / "sweep.svg"
+    arguments = ("sweep", *knobs, "-w", WORK, "--metric", "ttft.mean", *FAST)
+    out = run(*arguments, "--plot", str(path))
+    assert "6 runs" in out and "means over 3 seeds" in out and "headroom=watermark" in out
+    found = json.loads(run(*arguments, "--json"))["runs"]
+    assert [r["knobs"]["seed"] for r in found] == [0, 0, 1, 1, 2, 2]
+    mean = fmean(r["ttft"]["mean"] for r in found if r["knobs"]["headroom"] == "watermark(0.2)")
+    assert f"{mean:,.4g}" in out + path.read_text()
+    assert path.read_text().count("<circle") == 2, "one point for each watermark"
+
+
+@pytest.mark.parametrize("columns", ["60", "80", "120"])
+def test_no_value_of_a_sweep_is_cut_off(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    knobs = ["max_num_seqs=4,8", "queue=fcfs,shortest_first"]
+    out = run("sweep", *knobs, "-w", WORK, "--num-blocks", "30", *FAST)
+    assert "…" not in out and max(map(len, out.splitlines())) <= max(80, int(columns))
+    assert ("too narrow for steps" in out) == (columns == "60")

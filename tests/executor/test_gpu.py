@@ -9,6 +9,7 @@ import gc
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -23,14 +24,14 @@ from headway.errors import ConfigError
 from headway.executor.base import Executor
 from headway.executor.cpu import CpuExecutor
 from headway.executor.gpu.graphs import padded_rows
-from headway.executor.gpu.mixed_pass import PassSize
+from headway.executor.gpu.mixed_pass import PassInputs, PassSize, captured_sizes
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.model.backends.plain import PlainBackend
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.weights.checkpoint import DummyCheckpoint
-from headway.plan import Copy, Embedding, Plan, StepReport
+from headway.plan import Chunk, Copy, Embedding, Plan, StepReport
 from headway.request import Pooling, Request, RequestParams
 from headway.sampling_params import Sampling
 from headway.scheduler import Scheduler, preset
@@ -40,7 +41,7 @@ from headway.executor.gpu.executor import GpuExecutor
 from headway.executor.gpu.row_state import DeviceRowState
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS, _pin, _unpin
 from headway.model.backends.gpu import GpuBackend
-from headway.model.kernels.splits import SPLIT_COUNTS
+from headway.model.kernels.splits import LEADING, SPLIT_COUNTS
 
 pytestmark = pytest.mark.usefixtures("small_padding")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -321,9 +322,11 @@ def test_a_pass_that_cannot_be_captured_runs_uncaptured(error: Exception, is_lat
         graphs._graphs[size] = Unlaunchable()  # type: ignore[assignment]
 
     graphs.capture = capture  # type: ignore[method-assign]
-    results = [answers(lambda *_: executor, config, about, count=2) for _ in range(2)]
-    assert results == [answers(plain, config, about, count=2)] * 2
+    graphs._stream = graphs._stream or object()  # type: ignore[assignment]
+    executor.mixed.capture(lambda *_: None)
     assert len(tried) == 1 and not len(graphs), "after one failure nothing more is captured"
+    expected = answers(plain, config, about, count=2)
+    assert answers(lambda *_: executor, config, about, count=2) == expected
 
 
 class Replayed:
@@ -333,83 +336,68 @@ class Replayed:
         self.replay = replay
 
 
-@pytest.mark.parametrize("is_worth", [True, False])
-def test_passes_run_in_larger_graphs_or_in_their_own(
-    is_worth: bool, monkeypatch: pytest.MonkeyPatch
+def test_small_passes_run_in_graphs_that_were_captured_at_warm_up(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Graphs for the most prompt tokens exist from the start."""
     monkeypatch.setattr("headway.executor.gpu.mixed_pass.MIN_TOKENS", 8)
     config, about = settings(max_num_batched_tokens=12), FAMILIES["norms of heads"]
-    executor, replayed = on_device(config, about), list[PassSize]()
-    mixed, graphs = executor.mixed, executor.mixed.graphs
-    mixed._capture_cost = 0 if is_worth else 1e9
+    executor, replayed, tried = on_device(config, about), list[PassSize](), list[PassSize]()
+    mixed, graphs, step = executor.mixed, executor.mixed.graphs, executor.mixed._step
 
     def capture(size: Any) -> None:
         def replay() -> None:
             replayed.append(size)
-            mixed._step(*size)
+            step(*size)
 
         graphs._graphs[size] = Replayed(replay)  # type: ignore[assignment]
 
-    largest = {mixed._largest, mixed._largest._replace(decodes=0)}
-    for size in largest:
-        capture(size)
     graphs.capture = capture  # type: ignore[method-assign]
+    graphs._stream = graphs._stream or object()  # type: ignore[assignment]
+    graphs._step = lambda *size: tried.append(PassSize(*size))
+    mixed.capture(lambda *_: None)
+    assert set(replayed) == set(graphs) == set(mixed.sizes), "each ran once"
+    replayed.clear()
     samplings = [None, Sampling(temperature=0.0, prompt_logprobs=1)]
     wanted, found = Scores(), Scores()
     expected = answers(plain, config, about, samplings=samplings, watch=wanted)
-    for scores in (Scores(), found):
-        outputs = answers(lambda *_: executor, config, about, samplings=samplings, watch=scores)
-        assert outputs == expected
+    outputs = answers(lambda *_: executor, config, about, samplings=samplings, watch=found)
+    assert outputs == expected and not tried
     found.check(wanted)
-    assert replayed and (len(graphs) > len(largest)) == is_worth
-    assert not is_worth or set(replayed) - largest
-    assert is_worth or set(replayed) == largest, "with decodes and without"
+    assert {size.decodes for size in replayed} == {0, 8}
 
 
-def test_a_pass_uses_the_smallest_larger_graph_until_padding_costs_a_capture() -> None:
-    source, executor = random.Random(3), on_device(settings(), FAMILIES["norms of heads"])
-    mixed = executor.mixed
-
-    def some() -> PassSize:
-        tokens, chunks = (source.choice((1, 4, 16, 64)) for _ in "tc")
-        return PassSize(source.choice((0, 8)), tokens, chunks, source.choice((1, 1, 1, 1, 4)))
-
-    num_larger = 0
-    for _ in range(300):
-        mixed._padding_cost.clear()
-        mixed._capture_cost, mixed._is_out_of_memory = (
-            source.choice((30, 100, 300)),
-            source.random() < 0.2,
-        )
-        graphs = [some() for _ in range(source.randint(0, 12))]
-        mixed.graphs._graphs = dict.fromkeys(graphs)  # type: ignore[arg-type]
-        size, lost = some(), 0
-        holding = [g for g in graphs if g.holds(size) and 2 * g.num_rows < mixed._capture_cost]
-        for _ in range(40):
-            found = mixed._choose_size(size)
-            if size in graphs or not holding:
-                assert found == size
-                continue
-            extra = min(g.num_rows for g in holding) - size.num_rows
-            lost += extra if extra > mixed._capture_cost / 64 else 0
-            assert found.holds(size) and found.num_rows == size.num_rows + extra * (found != size)
-            assert (found != size) == (lost < mixed._capture_cost or mixed._is_out_of_memory)
-            num_larger += found != size
-        with mixed.in_own_graphs():
-            assert mixed._choose_size(size) == size
-    assert num_larger > 1000
+@pytest.mark.parametrize("num_heads", [2, 8])
+def test_a_pass_is_padded_to_a_captured_size_or_is_large(num_heads: int) -> None:
+    about = model(num_attention_heads=num_heads, num_key_value_heads=num_heads)
+    config = settings(max_num_seqs=256, max_num_batched_tokens=16384, max_model_len=8192)
+    mixed, source = on_device(config, about).mixed, random.Random(3)
+    mixed._max_tokens, captured = 2000, set(captured_sizes(256, 2000, num_heads))
+    mixed._largest = max(captured, key=lambda size: size.decodes + size.tokens)
+    kinds = set[tuple[bool, bool]]()
+    for _ in range(2000):
+        num_chunks = source.choice((0, 1, 4, 60, 200))
+        sizes = [source.choice((1, 3, 60, 400)) for _ in range(num_chunks)]
+        rows = np.arange(source.randint(0 if num_chunks else 1, 256 - num_chunks))
+        mixed._rows.lengths[rows] = source.choice((10, 2000))
+        mixed._rows.lengths[:1] = source.choice((10, 5000))
+        size, is_small = mixed._size(rows, [Chunk(None, 0, n, 0, True) for n in sizes])  # type: ignore[arg-type]
+        assert size.decodes >= len(rows) and size.tokens >= sum(sizes)
+        assert size.chunks >= num_chunks and (size in captured) == is_small
+        if is_small and num_chunks:
+            assert size.tokens <= max(64, 1.25 * max(sum(sizes), 4 * num_chunks) + 64)
+            assert size.decodes <= max(8, 2 * len(rows) + 32)
+        else:
+            assert is_small or (size.tokens == sum(sizes) and size.chunks == num_chunks)
+        kinds.add((is_small, bool(num_chunks)))
+    assert kinds == {(True, True), (True, False), (False, True)}
 
 
-def test_a_size_holds_smaller_sizes_with_as_many_decodes() -> None:
-    size = PassSize(8, 64, 4)
-    assert all(each.holds(size) for each in (size, PassSize(8, 128, 4), PassSize(8, 64, 16)))
-    for other in (
-        PassSize(32, 64, 4), PassSize(0, 64, 4), PassSize(8, 32, 4),
-        PassSize(8, 128, 1), PassSize(8, 64, 4, 4),
-    ):  # fmt: skip
-        assert not other.holds(size)
-    assert not size.holds(PassSize(8, 0, 0)), "a pass of decodes only has faster kernels"
+def test_the_inputs_of_every_pass_are_aligned() -> None:
+    """Otherwise Triton compiles another kernel for some sizes."""
+    for decodes, tokens, chunks in product((0, 8, 32), (1, 7, 9001), (1, 3, 100)):
+        inputs = PassInputs.allocate(PassSize(decodes, tokens, chunks), torch.device("cpu"))
+        assert inputs.longs.shape == (3, decodes + tokens)
+        assert all(row.data_ptr() % 16 == 0 for row in (*inputs.longs, *inputs.ints))
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="only a GPU needs pinned memory")
@@ -449,15 +437,15 @@ def test_all_decode_sizes_are_captured_at_warm_up(num_heads: int) -> None:
             lengths[0] = longest
             ways.add(executor._num_splits(rows))
             assert (padded_rows(count), executor._num_splits(rows)) in ahead
-    assert ways == ({1} if num_heads == 2 else set(SPLIT_COUNTS))
-    assert len(ahead) == len(set(ahead)) <= len(SPLIT_COUNTS) * 28, "graph_bytes counts no more"
+    assert ways == {1, LEADING} | (set() if num_heads == 2 else set(SPLIT_COUNTS))
+    assert len(ahead) == len(set(ahead)) <= len(SPLIT_COUNTS) * 28
 
 
 @pytest.mark.parametrize(("longest", "num_rows", "is_small", "num_splits"), [
     (1020, 100, True, 8),  # padded to 128 rows, which makes enough programs
-    (1020, 100, False, 1),
+    (1020, 100, False, 16),
     (10, 100, True, 1),
-    (1020, 96, True, 1),
+    (1020, 96, True, 16),
 ])  # fmt: skip
 def test_the_number_of_splits_follows_the_rows_of_the_padded_pass(
     longest: int, num_rows: int, is_small: bool, num_splits: int, monkeypatch: pytest.MonkeyPatch
@@ -485,19 +473,56 @@ def test_only_a_backend_that_supports_padding_is_warmed_up() -> None:
     config, about = settings(), FAMILIES["its own head"]
     executor, sizes = exactly_on_device(config, about), list[object]()
     executor.mixed._step = lambda *size: sizes.append(size)  # type: ignore[method-assign]
-    executor.mixed.warm_up()
+    executor.mixed.try_sizes()
     assert not sizes
     executor.decoder.backend.supports_padding = True
-    executor.mixed.warm_up()
-    assert len(sizes) > 1 and max(map(sum, sizes)) == sum(executor.mixed._largest)  # type: ignore[arg-type]
+    executor.mixed.try_sizes()
+    assert sizes == executor.mixed.sizes
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a GPU only")
-def test_a_repeated_prefill_is_captured_and_generates_the_same() -> None:
+def test_a_captured_prefill_generates_the_same() -> None:
     config, about = settings(max_num_batched_tokens=8), FAMILIES["norms of heads"]
     executor = on_device(config, about)
+    executor.warm_up()
     results = [answers(lambda *_: executor, config, about, async_scheduling=1) for _ in range(4)]
     assert executor.mixed.graphs and results == [answers(plain, config, about)] * 4
+
+
+def test_a_step_reports_what_it_had_to_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, about = settings(), FAMILIES["norms of heads"]
+    executor, built = on_device(config, about), iter(range(0, 2000, 3))
+    monkeypatch.setattr("headway.executor.gpu.executor.num_builds", lambda: next(built))
+    counts = list[int]()
+    answers(lambda *_: executor, config, about, watch=lambda r: counts.append(r.result.num_builds))
+    assert set(counts) == {3}
+
+
+@pytest.mark.skipif(DEVICE != "cuda", reason="nothing is compiled or captured on a CPU")
+def test_nothing_is_built_after_warm_up() -> None:
+    """Random workloads: any number of rows, chunks and lengths, and requests that need the host."""
+    about = model(num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=4096)
+    config = settings(
+        max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096, num_blocks=8000
+    )
+    executor, counts = on_device(config, about), list[int]()
+    executor.warm_up()
+    engine = Engine(Scheduler(config), executor, async_scheduling=True)
+    engine.observers.append(lambda report: counts.append(report.result.num_builds))
+    source = random.Random(7)
+    for number in range(200):
+        prompt = [source.randrange(32) for _ in range(source.choice((1, 5, 40, 300, 2500)))]
+        sampling = source.choice((
+            None, Sampling(temperature=0.7, top_p=0.9), Sampling(temperature=1.0, top_k=5),
+            Sampling(temperature=0.0, logprobs=2), Sampling(temperature=0.7, logit_bias={3: 5.0}),
+        ))  # fmt: skip
+        engine.add(
+            str(number), prompt, RequestParams(max_tokens=source.randint(1, 30), sampling=sampling)
+        )
+        for _ in range(source.choice((0, 0, 1, 5))):
+            engine.step()
+    engine.run()
+    assert len(counts) > 100 and not any(counts)
 
 
 def test_a_batch_is_padded_a_little_and_never_shortened() -> None:

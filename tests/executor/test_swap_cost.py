@@ -6,8 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import astuple, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -232,31 +231,6 @@ def test_prompts_are_split_as_the_scheduler_splits_them(chunk: str, sizes: list[
     seen: list[int] = []
     recompute_seconds(Noting(H200), replace(SMALL, chunk=slot("chunk", chunk)), 30)
     assert seen == sizes * MIN_TRIES
-
-
-def test_prompts_are_measured_in_their_own_graphs() -> None:
-    """A larger graph would take longer, until its own capture is worth the cost."""
-    executor, seen = Pretended(load_profile("qwen3-0.6b-h200-headway")), list[bool]()
-
-    class Mixed:
-        is_own = False
-
-        @contextmanager
-        def in_own_graphs(self) -> Iterator[None]:
-            self.is_own = True
-            yield
-            self.is_own = False
-
-    executor.mixed, launch = Mixed(), executor.launch  # type: ignore[attr-defined]
-
-    def watched(plan: Plan) -> SimulatedHandle:
-        seen.append(executor.mixed.is_own)  # type: ignore[attr-defined]
-        return launch(plan)
-
-    executor.launch = watched  # type: ignore[method-assign]
-    recompute_seconds(executor, CONFIG, 1000)
-    resume_seconds(executor, CONFIG, 1000)
-    assert len(seen) > 4 and all(seen) and not executor.mixed.is_own  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("seconds", [

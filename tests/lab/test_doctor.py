@@ -12,9 +12,10 @@ from headway.lab.doctor import DERIVED, Finding, diagnose
 from headway.lab.simulate import simulate
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler import preset
+from headway.scheduler import policies, preset
 from headway.scheduler.presets import PRESETS, SLOTS, describe
 
+CHUNKS = ("split_any", "at_most(64)", "whole", "hold_tbt(0.03)", "hold_tbt(0.5)")
 CONFIG: dict[str, Any] = describe(preset("vllm_v1"))
 HEALTHY: Summary = {
     "steps": 1000,
@@ -48,7 +49,7 @@ SYMPTOMS: dict[str, tuple[dict[str, Any], str, str]] = {
         {"per_step.tokens_share": 0.01, "per_step.tokens": 80.0}, "80 tokens, 1.0%", "max_num_seqs",
     ),
     "prefill": ({"per_step.prefill_share": 0.9}, "90%", "max_num_batched_tokens"),
-    "stalls": ({"time_between_tokens.p99": 0.4}, "between tokens: p99 400 ms", "at_most"),
+    "stalls": ({"time_between_tokens.p99": 0.4}, "between tokens: p99 400 ms", "hold_tbt(0.05)"),
     "stalls of many": ({"longest_stall.p99": 0.4}, "p99 400 ms", "lower max_num_batched_tokens"),
     "a long stall": ({"longest_stall.max": 1.6}, "up to 1,600 ms, 80x", "at_most"),
     "stalls with multi-step": (
@@ -87,7 +88,7 @@ def test_a_symptom_gives_its_finding_and_no_other(name: str) -> None:
 @pytest.mark.parametrize("name", PRESETS)
 def test_no_remedy_names_what_the_configuration_has(name: str) -> None:
     queues = ("fcfs", "fair", "earliest_deadline")
-    for chunk, queue in ((c, q) for c in ("split_any", "at_most(9)", "whole") for q in queues):
+    for chunk, queue in ((c, q) for c in CHUNKS for q in queues):
         config: dict[str, Any] = describe(preset(name, chunk=chunk, queue=queue))
         for changes, _, _ in SYMPTOMS.values():
             summary = summary_with({**changes, "preemptions": 0})
@@ -170,7 +171,7 @@ def test_real_summaries_can_be_examined() -> None:
 
 
 @pytest.mark.parametrize("name", SYMPTOMS)
-@pytest.mark.parametrize("chunk", ["split_any", "at_most(64)", "whole"])
+@pytest.mark.parametrize("chunk", CHUNKS)
 def test_every_change_of_a_finding_is_a_valid_other_configuration(name: str, chunk: str) -> None:
     config: dict[str, Any] = describe(preset("vllm_v1", chunk=chunk))
     (finding,) = diagnose(summary_with(SYMPTOMS[name][0]), config)
@@ -181,9 +182,33 @@ def test_every_change_of_a_finding_is_a_valid_other_configuration(name: str, chu
         assert changed != config and changed | {slot: config[slot]} == config
 
 
+def stall_changes(chunk: str, usual: float = 0.02) -> tuple[str, ...]:
+    """The changes for stalls that are ten times as long as is not noticed."""
+    config = describe(preset("vllm_v1", chunk=chunk, max_num_batched_tokens=8192))
+    summary = summary_with({"longest_stall.max": 2.0, "time_between_tokens.p50": usual})
+    (finding,) = diagnose(summary, config)
+    return finding.changes
+
+
+def test_stalls_with_a_batching_rule_that_mixes_do_not_blame_it() -> None:
+    for batching, is_blamed in {"swapped_first": False, "mixed": False, "static": True}.items():
+        config = describe(preset("vllm_v1", batching=batching))
+        (finding,) = diagnose(summary_with({"longest_stall.max": 2.0}), config)
+        assert ("batching=mixed" in finding.changes) == is_blamed
+
+
 def test_a_change_for_stalls_makes_smaller_chunks() -> None:
     for chunk, smaller in {"split_any": "at_most(512)", "at_most(64)": "at_most(32)"}.items():
-        config = describe(preset("vllm_v1", chunk=chunk))
-        changes = {"longest_stall.max": 2.0}  # ten times what is not noticed
-        (finding,) = diagnose(summary_with(changes), {**config, "max_num_batched_tokens": 8192})
-        assert finding.changes == (f"chunk={smaller}", "max_num_batched_tokens=512")
+        held, *others = stall_changes(chunk)
+        assert others == [f"chunk={smaller}", "max_num_batched_tokens=512"]
+        assert held == "chunk=hold_tbt(0.05)"
+
+
+@pytest.mark.parametrize(("usual", "seconds"), [(0.002, 0.05), (0.03, 0.1), (0.15, 0.5)])
+def test_the_time_to_hold_follows_the_usual_time_between_tokens(
+    usual: float, seconds: float
+) -> None:
+    assert stall_changes("split_any", usual)[0] == f"chunk=hold_tbt({seconds:g})"
+    measured = str(policies.hold_tbt(2 * seconds, weights=0.001))
+    assert stall_changes(measured, usual)[0] == f"chunk=hold_tbt({seconds:g})"
+    assert not any("hold" in each for each in stall_changes(f"hold_tbt({seconds})", usual))

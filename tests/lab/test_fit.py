@@ -52,6 +52,7 @@ MACHINES = {
     "long fixed time": replace(SLOW, fixed_seconds=0.08),
     "low bandwidth": replace(SLOW, bandwidth=1.5e9),
     "slow arithmetic": replace(SLOW, flops=1.2e10),
+    "slower with prompts": replace(SLOW, prompt_seconds=0.02),
 }
 
 

@@ -25,6 +25,7 @@ from headway.executor.gpu.memory import (
     Budget,
     buffer_bytes,
     graph_bytes,
+    graph_sizes,
     num_blocks_in,
     prompt_batch,
     run_step,
@@ -494,9 +495,13 @@ def test_memory_is_unpinned_after_the_last_copy_even_if_the_device_is_lost(
 
 def test_the_memory_of_all_graphs_is_counted() -> None:
     """On an H200, with 28 layers, 91 graphs of mixed passes took 88 MiB and 34 of decodes 16."""
+    config = preset("headway", max_num_seqs=256, max_num_batched_tokens=8192)
     for num_layers in (1, 28, 80):
-        need = num_layers / 28 * (192 * 88 / 91 + 84 * 16 / 34) * 2**20
-        assert need < graph_bytes(num_layers, 256) < 1.5 * need
+        about = SimpleNamespace(num_layers=num_layers, num_kv_heads=8)
+        decoder = SimpleNamespace(config=about, num_bytes=4e7 * num_layers, norm=torch.zeros(1))
+        num_mixed, num_decodes = len(graph_sizes(decoder, config)), 61  # type: ignore[arg-type]
+        need = num_layers / 28 * (num_mixed * 88 / 91 + num_decodes * 16 / 34) * 2**20
+        assert num_mixed > 20 and need < graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]
 
 
 # Options and commands.

@@ -150,7 +150,7 @@ def test_rates_cover_a_sliding_window() -> None:
     assert later["last_minute"] == {
         **dict.fromkeys(("errors", "aborts", "preemptions_per_second"), 0),
         **dict.fromkeys(("prefix_cache_hit_rate", "tokens_per_step", "prefill_share"), None),
-        **dict.fromkeys(("recompute_tax", "max_itl", "swap_in"), None),
+        **dict.fromkeys(("recompute_tax", "max_itl", "p99_stall", "swap_in"), None),
     }
 
 

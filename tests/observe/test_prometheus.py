@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from headway.lab.simulate import with_profile
 from headway.lab.workload.synthetic import parse_synthetic
 from headway.observe.prometheus import COUNTERS, GAUGES, HISTOGRAMS, ITL_BUCKETS, Histogram
 from headway.observe.server_metrics import ServerMetrics
-from headway.plan import StepReport
+from headway.observe.trace import describe_step
+from headway.plan import Plan, StepReport
 from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 
@@ -134,6 +136,29 @@ def check_histogram(found: Samples, name: str, values: list[float]) -> None:
         )  # rounding may put them into either bucket
         label = next(k[1] for k in found if k[0] == f"{name}_bucket" and float(k[1]) == bound)
         assert abs(found[f"{name}_bucket", label] - len(share)) <= near, (name, bound)
+
+
+def test_builds_are_counted_and_traced() -> None:
+    engine, _ = engine_of("headway", 0)
+    metrics, lines = (
+        ServerMetrics(EngineLoop(engine, lambda _: None), "tiny"),
+        list[dict[str, Any]](),
+    )
+    engine.observers.append(lambda report: lines.append(describe_step(report)))
+    launch, builds = engine.executor.launch, iter([2, 0, 3])
+
+    def building(plan: Plan) -> Any:
+        handle = launch(plan)
+        result = handle.wait()
+        result.num_builds = next(builds, 0)
+        return SimpleNamespace(wait=lambda: result)
+
+    engine.executor.launch = building  # type: ignore[method-assign]
+    (job,) = parse_synthetic("requests=1,prompt=fixed(3),output=fixed(6)").generate()
+    engine.add(job.id, job.prompt(), job.params())
+    engine.run()
+    assert [line.get("builds", 0) for line in lines[:4]] == [2, 0, 3, 0]
+    assert samples(metrics.text())["builds_total",] == 5
 
 
 @pytest.mark.parametrize("async_scheduling", [0, 1])

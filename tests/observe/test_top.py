@@ -161,3 +161,15 @@ def test_top_shows_the_age_of_an_old_snapshot(snapshot: dict[str, Any]) -> None:
         texts.append(cast(io.StringIO, console.file).getvalue())
     assert "as of" not in texts[0]
     assert "as of 3.2 s ago" in texts[1] and "5 requests received" in texts[1]
+
+
+@pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 50)])
+def test_a_tall_terminal_shows_every_vital_with_its_healthy_range(
+    snapshot: dict[str, Any], width: int, height: int
+) -> None:
+    console = Console(file=io.StringIO(), width=width, height=height, color_system=None)
+    console.print(picture(snapshot, width, height))
+    text = cast(io.StringIO, console.file).getvalue()
+    assert {"longest stall, p99", "longest stall, max"} < {v["name"] for v in snapshot["vitals"]}
+    for vital in snapshot["vitals"]:
+        assert vital["name"] in text and vital["healthy"] in text

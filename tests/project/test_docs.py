@@ -330,7 +330,7 @@ def full_line() -> dict[str, Any]:
             value = getattr(record, field.name)
             if isinstance(value, list) and not value:  # of requests
                 setattr(record, field.name, [request])
-    report = StepReport(plan, StepResult([], [], 1.0, 2.0, 0.1), [request])
+    report = StepReport(plan, StepResult([], [], 1.0, 2.0, 0.1, num_builds=1), [request])
     return trace.describe_step(report, has_blocks=True)
 
 

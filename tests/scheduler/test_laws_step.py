@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
@@ -294,6 +295,22 @@ def test_a_new_plan_and_a_new_result_have_nothing_in_them() -> None:
     assert (events.schedule_started, events.schedule_ended) == (0.0, 0.0)
     assert (answer.started, answer.ended, answer.extra) == (0.0, 0.0, None)
     assert list(StepReport(plan, answer, []).outputs()) == []
+
+
+@pytest.mark.parametrize("num_requests", [0, 1, 8, 9, 40])
+def test_places_are_found_for_any_number_of_requests(num_requests: int) -> None:
+    requests = [Request(str(i), [1], RequestParams()) for i in range(80)]
+    plan = Plan(0, decodes=requests[::-2])  # the odd ones, last first
+    wanted = random.Random(num_requests).sample(requests, num_requests)
+    places = {plan.decodes[place]: place for place in range(40) if plan.decodes[place] in wanted}
+    assert plan.places_of(wanted) == places
+
+
+def test_a_request_keeps_its_own_copy_of_the_prompt() -> None:
+    prompt = array("i", [1, 2, 3])
+    request = Request("a", prompt, RequestParams())
+    prompt[0] = 9
+    assert list(request.prompt) == [1, 2, 3]
 
 
 def test_a_request_without_parameters_has_the_defaults() -> None:

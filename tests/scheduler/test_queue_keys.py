@@ -137,3 +137,25 @@ def test_the_group_rule_is_called_once_per_request() -> None:
     scheduler.schedule()
     assert scheduler.abort("a") and scheduler.abort("b")
     assert calls == ["a", "b"] and not scheduler.requests
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "rest"),
+    [(1, [()]), (16, [()]), (17, [(16,)]), (40, [range(16, 32), range(32, 40), range(16, 32)])],
+)
+def test_keys_are_refreshed_at_the_front_and_elsewhere_in_turn(
+    num_waiting: int, rest: list[Any]
+) -> None:
+    asked: list[int] = []
+
+    def key(request: Request, view: object) -> float:
+        asked.append(int(request.id))
+        return request.arrival
+
+    queue = Scheduler(preset(queue=key)).queue
+    for number in range(num_waiting):
+        queue.push(Request(str(number), [1], RequestParams(), arrival=float(number)))
+    for later in rest:
+        asked.clear()
+        next(queue.walk())
+        assert asked == [*range(min(16, num_waiting)), *later]

@@ -107,8 +107,9 @@ def test_a_trial_shows_before_and_after_and_changes_nothing() -> None:
         assert tried["before"]["completed"] == tried["measured"]["completed"]
         assert (await http.get("/doctor", headers=KEY)).json()["config"]["max_num_seqs"] == 256
         headers = {**KEY, "Accept": "text/plain"}
+        body = {"changes": {"chunk": "hold_tbt(0.05)"}}  # its costs are those of the trial
         text = (await http.post("/doctor/try", json=body, headers=headers)).text
-        assert "max_num_seqs=2" in text and "longest stall" in text
+        assert "chunk=hold_tbt(0.05)" in text and "longest stall" in text
 
     served(test)
 

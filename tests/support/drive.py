@@ -129,7 +129,8 @@ def check_no_leaks(scheduler: Scheduler) -> None:
     kv = scheduler.kv
     assert not scheduler.requests and not scheduler.running and not scheduler.state.prefilling
     assert not scheduler.swapped and not scheduler.queue and not scheduler.in_flight
-    assert not scheduler.state.decode_batch.members and not scheduler.state.decode_batch.due()
+    batch = scheduler.state.decode_batch
+    assert not batch.members and not any(batch._due) and not batch._ending
     kv.free_host_blocks()
     assert set(kv.pool.refs) == {0} and kv.num_free == kv.pool.num_blocks
     assert set(kv.host.refs) <= {0} and kv.host.num_free == kv.host.num_blocks

@@ -463,7 +463,7 @@ class ScenarioRun:
         left = (
             scheduler.requests, scheduler.running, scheduler.state.prefilling, scheduler.swapped,
             scheduler.queue, scheduler.in_flight, scheduler.state.stop_tokens, decode_batch.members,
-            decode_batch.due(), scheduler.queue._groups,
+            *decode_batch._due, decode_batch._ending, scheduler.queue._groups,
         )  # fmt: skip
         assert not any(left), f"not empty: {left}"
         assert decode_batch.context == 0 and not any(scheduler.kv.pool.refs)

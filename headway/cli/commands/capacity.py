@@ -11,6 +11,7 @@ from rich.console import Console
 
 from headway.cli.options import common as options
 from headway.cli.options import planner as planner_options
+from headway.cli.view import render
 from headway.errors import ConfigError
 from headway.lab.cost import load_profile
 from headway.lab.planner.capacity import Capacity, CapacityQuestion, find_capacity
@@ -84,7 +85,9 @@ def _print(question: CapacityQuestion, found: Capacity, rate: float | None) -> N
     mean, low, high = found.rate
     console.print(f"[bold]{mean:.2f} requests/s[/] meet {_listed(question.targets)} on {name}")
     console.print(f"95 % interval: {low:.2f} to {high:.2f}, from {len(found.by_seed)} seeds")
-    limits = ", ".join(f"{name} ({count} seeds)" for name, count in found.limited_by.items())
+    limits = ", ".join(
+        f"{name} ({render.counted(count, 'seed')})" for name, count in found.limited_by.items()
+    )
     console.print(f"Above it fails: {limits}. {found.num_runs} simulations.")
     for note in redundant(question.targets):
         console.print(f"Note: {note}.")
@@ -106,7 +109,7 @@ def _print(question: CapacityQuestion, found: Capacity, rate: float | None) -> N
 def _replicas(number: int | None, rate: float) -> str:
     if number is None:
         return "The interval is too wide to say how many replicas are needed; use more --seeds."
-    needed = f"[bold]{number} replica{'s' if number > 1 else ''}[/]"
+    needed = f"[bold]{render.counted(number, 'replica')}[/]"
     return f"{rate:g} requests/s need {needed}, by the lower end of the interval. {SPLITTING}"
 
 

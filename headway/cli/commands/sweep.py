@@ -16,7 +16,14 @@ from headway.cli.view import render
 from headway.lab.cost import load_profile
 from headway.lab.planner import breakeven
 from headway.lab.planner.space import KNOBS, WORKLOAD_KNOBS, check, parse_knobs, points, text_of
-from headway.lab.planner.sweep import SweepPoint, metric_of, plot_of, run_sweep
+from headway.lab.planner.sweep import (
+    SweepPoint,
+    check_metric,
+    metric_of,
+    over_seeds,
+    plot_of,
+    run_sweep,
+)
 
 BREAKEVEN_TERMS = (
     "swap: the copies out and in. recompute: the time that the tokens add to steps that run anyway. "
@@ -60,14 +67,18 @@ def sweep_command(
     base = planner_options.base_settings(preset, scheduler)
     with runs.evaluator() as evaluator:
         space = check(parse_knobs(knobs, (*KNOBS, *WORKLOAD_KNOBS)), base, chosen)
+        check_metric(metric, base, chosen)
         with options.progress_bar("simulating", len(points(space))) as evaluator.advance:
             results = run_sweep(space, base, chosen, work, evaluator, async_scheduling)
-    drawn = plot_of(results, metric)
+    num_seeds = len(space.get("seed", ()))
+    shown = over_seeds(results) if num_seeds > 1 and len(space) > 1 else results
+    drawn = plot_of(shown, metric)
     if json_:
         reports = [{"knobs": each.knobs, **each.outcome.summary} for each in results]
         print(json.dumps({**planner_options.described(chosen), "runs": reports}, indent=2))
     else:
-        _print_sweep(f"{len(results)} runs on {chosen.name}", results, metric)
+        means = f", means over {num_seeds} seeds" if shown is not results else ""
+        _print_sweep(f"{len(results)} runs on {chosen.name}{means}", shown, metric)
         planner_options.print_end(drawn, chosen)
     planner_options.save_plot(drawn, plot)
 

@@ -140,21 +140,30 @@ COLUMNS: dict[str, Callable[[Summary], str]] = {
     "rejected": lambda s: f"{s['rejected']:,}",
 }
 
+FIRST_HIDDEN = ("steps", "req/s", "recomp", "unfair", "hits", "late")  # in a narrow terminal
+
 
 def comparison(title: str, summaries: dict[str, Summary], header: str = "scheduler") -> Group:
-    """Several runs, a row each, without the columns that are zero in all rows."""
+    """Several runs, a row each, without the columns that are zero in all rows.
+
+    No value is cut off: in a narrow terminal some columns are left out, and a note names them.
+    """
+    cells = {name: [show(summary) for summary in summaries.values()]
+             for name, show in COLUMNS.items()}  # fmt: skip
+    cells = {name: cell for name, cell in cells.items() if set(cell) - {"0", "0%"}}
+    widths = {name: 1 + max(map(len, (name, *cell))) for name, cell in cells.items()}
+    left, hidden = Console().width - 1 - max(map(len, (header, *summaries))), list[str]()
+    for name in FIRST_HIDDEN:
+        if sum(widths.values()) > left and widths.pop(name, 0):
+            hidden.append(name)
     table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column(escape(header), style="bold", no_wrap=True)
-    shown = {
-        name: show
-        for name, show in COLUMNS.items()
-        if any(show(summary) not in ("0", "0%") for summary in summaries.values())
-    }
-    for name in shown:
+    table.add_column(escape(header), style="bold", overflow="fold")
+    for name in widths:
         table.add_column(name, justify="right", no_wrap=True)
-    for name, summary in summaries.items():
-        table.add_row(escape(name), *(show(summary) for show in shown.values()))
-    return Group(f"[bold]{escape(title)}[/]", "", table)
+    for place, name in enumerate(summaries):
+        table.add_row(escape(name), *(cells[shown][place] for shown in widths))
+    note = [f"\n[dim]too narrow for {', '.join(hidden)}[/]"] if hidden else []
+    return Group(f"[bold]{escape(title)}[/]", "", table, *note)
 
 
 def settings(config: dict[str, Any]) -> str:

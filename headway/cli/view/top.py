@@ -21,13 +21,15 @@ if TYPE_CHECKING:
 SPARKS = "▁▂▃▄▅▆▇█"
 BAR, MIN_ROWS, OTHER_LINES = 40, 3, 17
 ALL_LINES = 24  # a terminal with fewer lines shows only the main ones
+TALL = 40  # lines; a terminal with fewer shows the vitals in one line
 LONG_ID = re.compile("(?:(?:chat)?cmpl-)?([0-9a-f]{8})[0-9a-f]{8,}")
 STATE_STYLES = {"waiting": "dim", "prefill": "yellow", "decoding": "cyan", "swapped": "magenta"}
 
 
 def picture(s: Snapshot, width: int, height: int, problem: str = "") -> RenderableType:
     """A snapshot as lines for a terminal of this size."""
-    room = max(MIN_ROWS, (height - OTHER_LINES) // 3)
+    num_vitals = len(s["vitals"]) if height >= TALL else 0
+    room = max(MIN_ROWS, (height - OTHER_LINES - num_vitals) // 3)
     lines = [*_head(s, width, height, problem), *_bars(s, width, height)]
     running, waiting = s["running"], s["waiting"]
     title = f"{running['count']} running"
@@ -49,7 +51,7 @@ def _head(s: Snapshot, width: int, height: int, problem: str) -> Iterator[Render
     yield _rates(s, width)
     if height >= ALL_LINES:
         yield _failures(s)
-        yield _vitals(s, width)
+        yield _all_vitals(s) if height >= TALL else _vitals(s, width)
     if age := _age(s):
         yield Text(age, "yellow", no_wrap=True, overflow="ellipsis")
     if problem or s["fault"]:
@@ -108,6 +110,18 @@ def _vitals(s: Snapshot, width: int) -> Text:
         if vital["value"] is not None and len(line) + len(part) <= width:
             line.append(part, "default" if vital["is_healthy"] else "yellow")
     return line
+
+
+def _all_vitals(s: Snapshot) -> Table:
+    """All vitals with their healthy ranges, one in a line."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("last minute", "now", "healthy"):
+        table.add_column(name, no_wrap=True, justify="right" if name == "now" else "left")
+    for vital in s["vitals"]:
+        style = "default" if vital["is_healthy"] else "yellow"
+        value = show(vital["value"], vital["unit"])
+        table.add_row(vital["name"], value, Text(vital["healthy"], "dim"), style=style)
+    return table
 
 
 def _age(s: Snapshot) -> str:

@@ -29,10 +29,10 @@ from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
-from headway.model.kernels.launch import compile_all
+from headway.model.kernels.launch import compile_all, num_builds
 from headway.model.kernels.rows import finish, start
 from headway.model.kernels.sampling import sample, workspace
-from headway.model.kernels.splits import MANY, SPLIT_COUNTS, choose_num_splits
+from headway.model.kernels.splits import choose_num_splits, split_counts
 from headway.plan import Chunk, Plan, Rows, StepResult
 
 
@@ -102,6 +102,11 @@ class GpuExecutor:
     def host_blocks(self) -> Tensor:
         return self.swapper.host_blocks
 
+    @property
+    def num_builds(self) -> int:
+        """Kernels compiled and graphs captured so far."""
+        return num_builds() + self.graphs.num_captures + self.mixed.graphs.num_captures
+
     @torch.inference_mode()
     def launch(self, plan: Plan) -> PendingStep:
         with self.guard():
@@ -123,7 +128,7 @@ class GpuExecutor:
         self.state.drop()
 
     def _launch(self, plan: Plan) -> PendingStep:
-        pending = PendingStep(self, plan, StepResult(started=self.now()))
+        pending, before = PendingStep(self, plan, StepResult(started=self.now())), self.num_builds
         pending.swap_in = self.swapper.run(plan)
         self._update_rows(plan)
         if plan.decodes and not plan.chunks and not self._needs_host[plan.rows].any():
@@ -135,6 +140,7 @@ class GpuExecutor:
                 failed = self.sampler.grammars.take_failed(step)
                 pending.result.failed = failed | pending.result.failed
             pending.result.extra = extras or None
+        pending.result.num_builds = self.num_builds - before
         if self.device.type == "cuda":
             pending.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             pending.arrived.record()
@@ -155,22 +161,33 @@ class GpuExecutor:
             for step in steps:
                 self._decode_step(*step)
             self.mixed.try_sizes()
+            self._try_sampling()
 
         with self.decoder.shortened(2):
             compile_all(everything, partial(progress, "compiling kernels"))
+            self.mixed.try_sizes()
         for done, step in enumerate(steps, start=1):
             self._capture(*step)
             progress("capturing steps", done, len(steps))
-        self.mixed.warm_up()
+        self.mixed.capture(partial(progress, "capturing mixed steps"))
         torch.cuda.synchronize()
+
+    def _try_sampling(self) -> None:
+        """Sample from logits of both types: edited ones are float32."""
+        for dtype in {self.decoder.norm.dtype, torch.float32}:
+            for num_rows in (1, len(self._sampled)):
+                shape = num_rows, self.decoder.config.vocab_size
+                logits = torch.zeros(shape, dtype=dtype, device=self.device)
+                row_ids, out = self._decoding[:num_rows], self._sampled[:num_rows]
+                sample(logits, row_ids, self.state.sampling, out, self._workspace)
 
     def _steps(self) -> list[tuple[int, int]]:
         """All (number of rows, number of splits) of decode steps, largest first."""
         sizes = {padded_rows(count) for count in range(1, len(self.rows.lengths) + 1)}
-        steps = [(num_rows, 1) for num_rows in sorted(sizes, reverse=True)]
-        many = [num_rows for num_rows, _ in steps if num_rows * self._num_kv_heads >= MANY]
-        return steps + [
-            (num_rows, num_splits) for num_splits in SPLIT_COUNTS[1:] for num_rows in many
+        return [
+            (num_rows, num_splits)
+            for num_rows in sorted(sizes, reverse=True)
+            for num_splits in split_counts(num_rows * self._num_kv_heads)
         ]
 
     def _capture(self, num_rows: int, num_splits: int) -> None:

@@ -56,13 +56,11 @@ def capture_into(graph: CapturableGraph, pool: Any, work: Callable[[], None]) ->
 class Graphs:
     """Runs a function, from its CUDA graph if one was captured."""
 
-    def __init__(
-        self, step: StepFunction, device: torch.device, max_graphs: int | None = None
-    ) -> None:
-        """Keep at most `max_graphs` graphs, the most recently used ones."""
-        self._step, self._max_graphs = step, max_graphs
+    def __init__(self, step: StepFunction, device: torch.device) -> None:
+        self._step = step
         self._is_cuda = device.type == "cuda"
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self.num_captures = 0
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._stream = torch.cuda.Stream() if self._is_cuda else None  # type: ignore[no-untyped-call]
 
@@ -89,7 +87,7 @@ class Graphs:
             self._step(*key)
         else:
             graph.replay()
-            self._graphs[key] = graph  # now the most recent; a graph that fails is dropped
+            self._graphs[key] = graph  # a graph that fails is dropped
 
     def capture(self, key: GraphKey) -> None:
         """Capture without running. The function must have run before, so its kernels are loaded."""
@@ -107,5 +105,4 @@ class Graphs:
             FAILED_CAPTURES.append(graph)
             raise
         self._graphs[key] = graph
-        if self._max_graphs is not None and len(self._graphs) > self._max_graphs:
-            del self._graphs[next(iter(self._graphs))]
+        self.num_captures += 1

@@ -17,13 +17,13 @@ from torch import Tensor
 from headway.config import Config
 from headway.errors import ConfigError
 from headway.executor.gpu.graphs import padded_rows
-from headway.executor.gpu.mixed_pass import MAX_GRAPHS, max_captured_rows
+from headway.executor.gpu.mixed_pass import PassSize, captured_sizes, max_captured_tokens
 from headway.executor.gpu.swap import MAX_STAGED_BLOCKS
 from headway.executor.sampling.logprobs import SLICE, compute_logprobs
 from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import explain_out_of_memory, size
-from headway.model.kernels.splits import SPLIT_COUNTS
+from headway.model.kernels.splits import split_counts
 
 DRIVER_BYTES = 256 * 2**20  # bytes that the driver allocates later, for kernels and a workspace
 GRAPH_LAYER_BYTES = 40 * 2**10  # bytes that the driver allocates per layer of a captured graph
@@ -78,12 +78,9 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     step = _peak(decoder, config, config.max_num_batched_tokens, blocks)
-    captured = (
-        config.max_num_seqs,
-        max_captured_rows(config.max_num_seqs, config.max_num_batched_tokens),
-    )
+    captured = config.max_num_seqs, max_captured_rows(decoder, config)
     reserve = sum(_peak(decoder, config, count, blocks) for count in captured)
-    reserve += DRIVER_BYTES + graph_bytes(decoder.config.num_layers, config.max_num_seqs)
+    reserve += DRIVER_BYTES + graph_bytes(decoder, config)
     reserve += buffer_bytes(decoder, config)
     reserve += 2 * min(MAX_STAGED_BLOCKS, config.num_host_blocks) * blocks.nbytes
     torch.cuda.empty_cache()  # the KV blocks will be one allocation
@@ -97,17 +94,32 @@ def measure(decoder: Decoder, config: Config) -> Budget:
     )
 
 
-def graph_bytes(num_layers: int, num_rows: int) -> int:
-    """Driver memory of all graphs; decodes may have one graph per number of splits."""
-    num_decodes = len({padded_rows(count) for count in range(1, num_rows + 1)})
-    return GRAPH_LAYER_BYTES * num_layers * (MAX_GRAPHS + len(SPLIT_COUNTS) * num_decodes)
+def graph_sizes(decoder: Decoder, config: Config) -> list[PassSize]:
+    """The sizes of all captured mixed passes, largest first."""
+    max_tokens = max_captured_tokens(decoder, config.max_num_batched_tokens)
+    return captured_sizes(config.max_num_seqs, max_tokens, decoder.config.num_kv_heads)
+
+
+def max_captured_rows(decoder: Decoder, config: Config) -> int:
+    """The maximum number of rows of a captured pass."""
+    largest = graph_sizes(decoder, config)[0]
+    return largest.decodes + largest.tokens
+
+
+def graph_bytes(decoder: Decoder, config: Config) -> int:
+    """Driver memory of all graphs; decodes have one graph per number of splits."""
+    sizes = {padded_rows(count) for count in range(1, config.max_num_seqs + 1)}
+    num_heads = decoder.config.num_kv_heads
+    num_decodes = sum(len(split_counts(count * num_heads)) for count in sizes)
+    num_graphs = num_decodes + len(graph_sizes(decoder, config))
+    return GRAPH_LAYER_BYTES * decoder.config.num_layers * num_graphs
 
 
 def buffer_bytes(decoder: Decoder, config: Config) -> int:
     """Bytes of the executor's buffers: hidden states of a captured pass, and block tables."""
     row = decoder.config.hidden_size * decoder.norm.element_size()
     table = 4 * -(-config.max_model_len // config.block_size)
-    hidden = max_captured_rows(config.max_num_seqs, config.max_num_batched_tokens) * row
+    hidden = max_captured_rows(decoder, config) * row
     return hidden + (config.max_num_seqs + 1) * table
 
 

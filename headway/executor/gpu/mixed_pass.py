@@ -1,17 +1,14 @@
 """Runs one pass over decodes and prompt chunks.
 
 The host launches hundreds of kernels per pass, so in a small pass the device would wait for the
-host. A small pass is therefore padded to a rounded size. When the same size comes again, it is
-captured as a CUDA graph, which takes no longer than launching it; from then on it is one launch.
-Until a capture is worth its cost, a very small pass runs in the graph of a larger one. A large pass
-keeps the device busy while the host launches.
+host. A small pass is therefore padded to one of a fixed set of sizes, each captured as a CUDA graph
+at warm-up: it is then one launch. A large pass keeps the device busy while the host launches.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -25,17 +22,19 @@ from headway.model.batch import ForwardBatch
 from headway.model.decoder import Decoder
 from headway.model.devices import is_out_of_memory
 from headway.model.kernels.rows import start
-from headway.model.kernels.splits import MANY, SPLIT_COUNTS, choose_num_splits
+from headway.model.kernels.splits import choose_num_splits, mixed_num_splits, split_counts
 from headway.plan import Chunk, Rows
 
 MAX_CAPTURED_TOKENS = 8192  # of a captured pass
-MAX_GRAPHS = 192
+MAX_CAPTURED_CHUNKS = 256
+MIN_CHUNK = 4  # padded passes have room for one chunk per 4 tokens
 # Sizes are rounded up to multiples of these, because a few more rows take hardly longer. A pass
 # with few decodes is rounded less: their attention is split further, and they may be long.
 MIN_DECODES, MIN_TOKENS, FEW_DECODES = 32, 64, 8
-# For one layer: seconds that the host takes to launch or capture its kernels, and the device's
-# operations per second by bytes per number. Approximate figures of an H200 and its host.
-CAPTURE_SECONDS, FLOPS = 0.7e-3, {2: 4e14, 4: 4e13}
+ALIGNED = 16  # rows of the inputs start at multiples of 16 numbers: Triton compiles one kernel only
+# For one layer: seconds that the host takes to launch its kernels, on a busy host; and operations
+# per second of the device by bytes per number. Approximate figures of an H200 and its host.
+LAUNCH_SECONDS, FLOPS = 1e-3, {2: 6e14, 4: 4e13}
 
 
 class PassSize(NamedTuple):
@@ -46,18 +45,6 @@ class PassSize(NamedTuple):
     chunks: int
     num_splits: int = 1  # see ForwardBatch.num_splits
 
-    @property
-    def num_rows(self) -> int:
-        return self.decodes + self.tokens
-
-    def holds(self, other: PassSize) -> bool:
-        """Whether a pass of the other size can run in this one, with more padding.
-
-        The number of decodes must be equal: it decides how attention is split.
-        """
-        is_alike = (self.decodes, self.num_splits) == (other.decodes, other.num_splits)
-        return is_alike and self.tokens >= other.tokens > 0 and self.chunks >= other.chunks
-
 
 class PassInputs(NamedTuple):
     """The inputs of a pass that the host sends. Decodes come first."""
@@ -67,9 +54,10 @@ class PassInputs(NamedTuple):
 
     @staticmethod
     def allocate(size: PassSize, device: torch.device) -> PassInputs:
-        longs = torch.zeros((3, size.decodes + size.tokens), dtype=torch.int64, device=device)
-        width = size.decodes + size.chunks + 1
-        return PassInputs(longs, torch.zeros((3, width), dtype=torch.int32, device=device))
+        num_tokens, width = size.decodes + size.tokens, size.decodes + size.chunks + 1
+        longs = torch.zeros((3, _aligned(num_tokens)), dtype=torch.int64, device=device)
+        ints = torch.zeros((3, _aligned(width)), dtype=torch.int32, device=device)
+        return PassInputs(longs[:, :num_tokens], ints[:, :width])
 
     def view_for(self, size: PassSize) -> PassInputs:
         """The part of the buffers that a pass of this size reads."""
@@ -86,7 +74,7 @@ class PassOutput(NamedTuple):
 
 
 class MixedPass:
-    """Runs mixed passes, and keeps the graphs of sizes that came more than once."""
+    """Runs mixed passes, the small ones in graphs."""
 
     def __init__(
         self,
@@ -98,58 +86,46 @@ class MixedPass:
     ) -> None:
         self.decoder, self._blocks, self._rows, self._state = decoder, blocks, rows, state
         num_rows = len(rows.lengths)
-        self._max_tokens = min(max_num_batched_tokens, MAX_CAPTURED_TOKENS)
-        self._largest = round_up_size(PassSize(num_rows, self._max_tokens, num_rows))
+        self._max_tokens = max_captured_tokens(decoder, max_num_batched_tokens)
+        self._largest = PassSize(
+            round_up_decodes(num_rows, True), *round_up_chunks(self._max_tokens, 1)
+        )
         self._inputs = PassInputs.allocate(self._largest, blocks.device)
-        max_rows = max_captured_rows(num_rows, max_num_batched_tokens)
+        max_rows = self._largest.decodes + self._largest.tokens
         self._hidden = decoder.norm.new_empty((max_rows, decoder.config.hidden_size))
-        self.graphs = Graphs(self._step, blocks.device, MAX_GRAPHS)
-        self._seen: set[PassSize] = set()
-        self._is_out_of_memory = False  # no memory is left for more graphs
-        self._capture_cost = capture_cost_in_rows(decoder)
-        self._padding_cost: Counter[PassSize] = Counter()  # padding rows computed, by size
+        self.graphs = Graphs(self._step, blocks.device)
 
-    def warm_up(self) -> None:
-        """Run passes of padding only, so that their kernels are loaded.
-
-        The largest pass is captured, so that later captures find enough memory in the pool.
-        """
-        if self.decoder.backend.supports_padding:
-            self.try_sizes()
-            with self._tolerate_no_memory():
-                self.graphs.capture(self._largest)
-                self.graphs.run(self._largest)
+    @property
+    def sizes(self) -> list[PassSize]:
+        """All sizes of small passes, largest first."""
+        num_heads = self.decoder.max_kv_heads
+        return captured_sizes(len(self._rows.lengths), self._max_tokens, num_heads)
 
     def try_sizes(self) -> None:
-        """Run a pass of padding for each combination of kernels; the largest comes last."""
-        if not self.decoder.backend.supports_padding:
-            return
-        num_rows, num_heads = len(self._rows.lengths), self.decoder.max_kv_heads
-        for decodes in sorted({round_up_decodes(count) for count in range(num_rows + 1)}):
-            for num_splits in SPLIT_COUNTS if decodes * num_heads >= MANY else SPLIT_COUNTS[:1]:
-                self._try(PassSize(decodes, MIN_TOKENS, 1, num_splits))
-                if decodes:
-                    self._try(PassSize(decodes, 0, 0, num_splits))
-        self._try(self._largest)
+        """Run a pass of padding of each size, so that its kernels are compiled and loaded."""
+        if self.decoder.backend.supports_padding:
+            for size in self.sizes:
+                self._send(np.zeros(0, dtype=np.intp), [], size, self._inputs.view_for(size))
+                self._step(*size)
 
-    def _try(self, size: PassSize) -> None:
-        self._send(np.zeros(0, dtype=np.intp), [], size, self._inputs.view_for(size))
-        self._step(*size)
+    def capture(self, progress: Callable[[int, int], None]) -> None:
+        """Capture all sizes, which must have run before; stop if no memory is left for graphs.
+
+        Every graph runs once, because the driver allocates some of its memory then. A rank of a
+        group cannot stop, because the others would wait for it.
+        """
+        if not (self.decoder.backend.supports_padding and self.graphs.is_enabled):
+            return
+        sizes = self.sizes
+        with _tolerate_no_memory() if self.decoder.shard is None else nullcontext():
+            for num_done, size in enumerate(sizes, start=1):
+                self.graphs.capture(size)
+                self.graphs.run(size)
+                progress(num_done, len(sizes))
 
     def run(self, rows: Rows, chunks: list[Chunk]) -> PassOutput:
         """Run all decodes and chunks, and advance the rows' lengths on the device."""
-        num_tokens = sum(each.end - each.start for each in chunks)
-        size = PassSize(len(rows), num_tokens, len(chunks))
-        fits = size.decodes + size.tokens <= self._max_tokens
-        is_small = fits and self.decoder.backend.supports_padding
-        if is_small:
-            size = round_up_size(size)
-        num_heads, lengths = self.decoder.max_kv_heads, self._rows.lengths[rows]
-        size = size._replace(
-            num_splits=choose_num_splits(size.decodes * num_heads, lengths, num_heads)
-        )
-        if is_small:
-            size = self._choose_size(size)
+        size, is_small = self._size(rows, chunks)
         inputs = (
             self._inputs.view_for(size)
             if is_small
@@ -158,61 +134,26 @@ class MixedPass:
         sampled = self._send(rows, chunks, size, inputs)
         if not is_small:
             return PassOutput(self._forward(size, inputs), sampled, size.decodes)
-        self._run(size)
-        return PassOutput(self._hidden[: size.num_rows], sampled, size.decodes)
-
-    def _choose_size(self, size: PassSize) -> PassSize:
-        """Return the pass's own size, or that of a larger graph while padding costs less.
-
-        Padding that a capture could hardly ever pay back is not counted.
-        """
-        if size in self.graphs:
-            return size
-        captured = [each for each in self.graphs if isinstance(each, PassSize) and each.holds(size)]
-        larger = [each for each in captured if each.num_rows < self._capture_cost / 2]
-        if not larger:
-            return size
-        smallest = min(larger, key=lambda each: each.num_rows)
-        extra = smallest.num_rows - size.num_rows
-        if extra > self._capture_cost / 64:
-            self._padding_cost[size] += extra
-        return (
-            smallest
-            if self._is_out_of_memory or self._padding_cost[size] < self._capture_cost
-            else size
-        )
-
-    @contextmanager
-    def in_own_graphs(self) -> Iterator[None]:
-        """Run nothing in a larger graph meanwhile, so that measurements are exact."""
-        cost, self._capture_cost = self._capture_cost, 0.0
-        try:
-            yield
-        finally:
-            self._capture_cost = cost
-
-    def _run(self, size: PassSize) -> None:
-        if size in self._seen and size not in self.graphs and not self._is_out_of_memory:
-            with self._tolerate_no_memory():
-                self.graphs.capture(size)
-                self.graphs.run(size)
-                del self._padding_cost[size]  # the graph may be evicted and the size may come again
-                return
         self.graphs.run(size)
-        self._seen.add(size)
+        return PassOutput(self._hidden[: size.decodes + size.tokens], sampled, size.decodes)
 
-    @contextmanager
-    def _tolerate_no_memory(self) -> Iterator[None]:
-        """Guard a capture: if it runs out of memory, go on without further captures.
-
-        Ranks of a group cannot: all of them must choose the same sizes.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or self.decoder.shard is not None:
-                raise
-            self._is_out_of_memory = True
+    def _size(self, rows: Rows, chunks: list[Chunk]) -> tuple[PassSize, bool]:
+        """The size to run, and whether it is one of the captured ones."""
+        num_tokens = sum(each.end - each.start for each in chunks)
+        num_decodes, num_chunks, is_small = len(rows), len(chunks), False
+        if self.decoder.backend.supports_padding:
+            rounded = round_up_chunks(num_tokens, num_chunks)
+            is_small = rounded[0] <= self._largest.tokens and num_chunks <= MAX_CAPTURED_CHUNKS
+            num_decodes = round_up_decodes(num_decodes, is_small and num_chunks > 0)
+            if is_small:
+                num_tokens, num_chunks = rounded
+        num_heads = self.decoder.max_kv_heads
+        num_programs = num_decodes * num_heads
+        if num_tokens:
+            num_splits = mixed_num_splits(num_programs)
+        else:
+            num_splits = choose_num_splits(num_programs, self._rows.lengths[rows], num_heads)
+        return PassSize(num_decodes, num_tokens, num_chunks, num_splits), is_small
 
     def _send(self, rows: Rows, chunks: list[Chunk], size: PassSize, inputs: PassInputs) -> Tensor:
         """Send all inputs except those that decodes read from their rows; return rows to sample."""
@@ -257,33 +198,53 @@ class MixedPass:
         return self.decoder.forward(batch, self._blocks)
 
 
-def capture_cost_in_rows(decoder: Decoder) -> float:
-    """How many rows the device computes in the time of one capture."""
+@contextmanager
+def _tolerate_no_memory() -> Iterator[None]:
+    """Go on without the graphs for which no memory is left."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+
+
+def max_captured_tokens(decoder: Decoder, max_num_batched_tokens: int) -> int:
+    """Prompt tokens above which the device computes for longer than the host launches."""
     width = decoder.norm.element_size()
     shard = decoder.shard  # ranks must agree, so they use the mean of all ranks
     num_params = shard.model.num_params / shard.size if shard else decoder.num_bytes / width
-    row_flops = 2 * num_params
-    return CAPTURE_SECONDS * decoder.config.num_layers * FLOPS[width] / row_flops
+    row_seconds = 2 * num_params / FLOPS[width]
+    enough = int(LAUNCH_SECONDS * decoder.config.num_layers / row_seconds)
+    return min(max_num_batched_tokens, MAX_CAPTURED_TOKENS, max(enough, MIN_TOKENS))
 
 
-def max_captured_rows(num_rows: int, max_num_batched_tokens: int) -> int:
-    """The maximum number of rows of a captured pass."""
-    largest = round_up_size(PassSize(num_rows, min(max_num_batched_tokens, MAX_CAPTURED_TOKENS), 1))
-    return largest.decodes + largest.tokens
+def captured_sizes(num_rows: int, max_tokens: int, num_kv_heads: int) -> list[PassSize]:
+    """The sizes of all small passes: few, because each takes 10 to 20 ms to capture."""
+    mixed = [
+        PassSize(decodes, *each, mixed_num_splits(decodes * num_kv_heads))
+        for decodes in {round_up_decodes(count, True) for count in range(num_rows + 1)}
+        for each in {round_up_chunks(count, 1) for count in range(1, max_tokens + 1)}
+    ]
+    alone = [
+        PassSize(decodes, 0, 0, num_splits)
+        for decodes in {round_up_decodes(count, False) for count in range(1, num_rows + 1)}
+        for num_splits in split_counts(decodes * num_kv_heads)
+    ]
+    return sorted(mixed + alone, key=lambda size: (size.decodes + size.tokens, size), reverse=True)
 
 
-def round_up_size(size: PassSize) -> PassSize:
-    """Round a size up, so that few sizes occur. A padding chunk costs almost nothing."""
-    return PassSize(
-        round_up_decodes(size.decodes),
-        round_up(size.tokens, MIN_TOKENS, 8),
-        4 ** -(-(size.chunks - 1).bit_length() // 2) if size.chunks else 0,
-        size.num_splits,
-    )
+def round_up_decodes(count: int, is_coarse: bool) -> int:
+    """Decodes of the smallest padded pass; coarse sizes are for captured passes with chunks."""
+    least = FEW_DECODES if count <= FEW_DECODES else MIN_DECODES
+    return round_up(count, least, 1 if is_coarse else 2)
 
 
-def round_up_decodes(count: int) -> int:
-    return round_up(count, FEW_DECODES if count <= FEW_DECODES else MIN_DECODES, 2)
+def round_up_chunks(num_tokens: int, num_chunks: int) -> tuple[int, int]:
+    """Tokens and chunks of the smallest padded pass; a padding chunk costs almost nothing."""
+    if not num_chunks:
+        return 0, 0
+    tokens = round_up(max(num_tokens, MIN_CHUNK * num_chunks), MIN_TOKENS, 4)
+    return tokens, min(tokens // MIN_CHUNK, MAX_CAPTURED_CHUNKS)
 
 
 def round_up(count: int, least: int, num_steps: int) -> int:
@@ -291,3 +252,7 @@ def round_up(count: int, least: int, num_steps: int) -> int:
     power = 1 << max(count - 1, 0).bit_length()
     step = max(least, power // (2 * num_steps))
     return -(-count // step) * step
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNED) * ALIGNED

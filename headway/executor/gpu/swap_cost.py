@@ -7,7 +7,6 @@ blocks, but no policies: the caller decides whether swapping is cheaper.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from itertools import product
 from typing import NamedTuple, Protocol
 
@@ -116,9 +115,7 @@ def prefill_seconds(
     request.kv.blocks = list(range(-(-num_tokens // config.block_size)))
     plans = [Plan(0, chunks=[Chunk(request, a, b, a, False)]) for a, b in pieces]
     plans[0].admitted = [Admission(request, pieces[0][0], 0, False)]
-    mixed = getattr(executor, "mixed", None)
-    with mixed.in_own_graphs() if mixed else nullcontext():
-        return _best_time(lambda: _seconds(executor, plans))
+    return _best_time(lambda: _seconds(executor, plans))
 
 
 def _best_time(measure: Callable[[], float]) -> float:

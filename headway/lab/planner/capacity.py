@@ -15,18 +15,19 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
 from headway.lab.planner.confidence import Interval, interval
-from headway.lab.planner.evaluate import Job, Outcome, Settings
+from headway.lab.planner.evaluate import Job, Outcome, Settings, check_completed
 from headway.lab.planner.evaluator import Evaluator
-from headway.lab.planner.targets import Targets, missed
+from headway.lab.planner.targets import Targets, duration_text, missed
 from headway.lab.planner.workload import Workload, at_rate
 
 TOLERANCE = 0.01  # width of the last bracket, relative to its upper end
 LIGHT, ALONE = 1 / 16, 1 / 1000  # of the saturated rate; ALONE: requests hardly ever meet
+MAX_ALONE = 100  # requests whose figure a message gives
 NUM_ALONE = 3  # seeds that must fail before a target is called impossible
 SATURATED = "queue growth"
 MIN_SPANS = 5  # mean latencies that the arrivals should last
@@ -105,10 +106,10 @@ def find_capacity(
 ) -> Capacity:
     """ConfigError if the workload has no arrival process, Impossible if no rate meets the targets."""
     at_rate(question.workload.requests(), 1.0)
-    (at_once,) = evaluator.run([question.job(0, math.inf)])
+    job = question.job(0, math.inf)
+    (at_once,) = evaluator.run([job])
+    check_completed(job, at_once)
     saturated = at_once.summary["requests_per_second"]
-    if not saturated:
-        raise ConfigError("no request of the workload can run with these settings")
     num_runs = 1 + _check_possible(question, seeds[:NUM_ALONE], saturated, evaluator)
     searches = [SeedSearch(seed, saturated) for seed in seeds]
     latest: dict[int, Outcome] = {}
@@ -157,9 +158,12 @@ def _check_possible(
     outcomes = evaluator.run([question.job(seed, saturated * ALONE) for seed in seeds])
     failed = [set(failures(question.targets, outcome)) - {SATURATED} for outcome in outcomes]
     if hopeless := [t for t in question.targets if all(t.name in names for names in failed)]:
+        share = min(1.0, MAX_ALONE / len(question.workload.requests()))
+        job = replace(question.job(seeds[0], saturated * ALONE), targets=(), share=share)
+        (complete,) = evaluator.run([job])  # the others were stopped, so their figures are partial
         found = (
             f"{t} cannot be met: requests that run alone have {t.name} "
-            f"{t.measured(outcomes[0].summary):.3g} s already"
+            f"{duration_text(float(f'{t.measured(complete.summary):.3g}'))} already"
             for t in hopeless
         )
         raise Impossible("; ".join(found))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from headway.config import Config
+from headway.errors import ConfigError
 from headway.lab.cost import Profile
 from headway.lab.planner.targets import MissCounter, Targets
 from headway.lab.planner.workload import Workload, at_rate, part
@@ -98,7 +99,8 @@ def evaluate(job: Job) -> Outcome:
     if job.rate is not None:
         requests = at_rate(requests, job.rate)
     config, total = make_config(job.settings, job.profile), sum(r.n for r in requests)
-    counter = MissCounter(job.targets, total) if job.targets else None
+    max_gaps = sum(r.n * (r.num_output - 1) for r in requests)
+    counter = MissCounter(job.targets, total, max_gaps) if job.targets else None
     result = simulate(
         requests, config, job.profile, async_scheduling=job.async_scheduling, stop=counter
     )
@@ -110,6 +112,15 @@ def evaluate(job: Job) -> Outcome:
         queue_growth=queue_growth(result.metrics.requests, requests[-1].arrival),
         config=result.metrics.config,
     )  # fmt: skip
+
+
+def check_completed(job: Job, outcome: Outcome) -> None:
+    """ConfigError with the first reason if the settings reject all requests."""
+    if not outcome.summary["completed"]:
+        first = job.workload.requests(job.seed)[:1]
+        config = make_config(job.settings, job.profile)
+        _, reason = simulate(first, config, job.profile).rejected[0]
+        raise ConfigError(f"all requests are rejected; the first: {reason}")
 
 
 def queue_growth(requests: list[RequestTimeline], end: float) -> float:

@@ -6,6 +6,8 @@
    changes join after the first round.
 2. Coordinate descent. Every single change of the best settings runs on a third of the workload; the
    best ones, and all of them together, run on all of it.
+3. Jumps. If no single change is better, random changes of two or three knobs of the best settings run
+   on all of the workload, as long as the budget lasts; the descent goes on from a better one.
 
 All runs have the same requests (common random numbers), and a run that has certainly missed a
 target is stopped. Costs are counted in full runs.
@@ -16,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 from headway.lab.cost import Profile
 from headway.lab.planner.evaluate import Job, Outcome, Settings, make_config
@@ -30,6 +33,7 @@ SHARES = (1 / 9, 1 / 3, 1.0)
 MIN_REQUESTS = 30  # of a part of the workload; a smaller part says little
 RACE = 0.36  # of the budget; each round of the race gets the same part
 MAX_COMBINED = 6
+NUM_JUMPS = 4  # changes of several knobs, in a round
 NUM_TRIED = 4  # changes that run on all of the workload, in a round of the descent
 
 
@@ -83,6 +87,7 @@ class Search:
         self.shares = [s for s in SHARES if s == 1 or s * total >= MIN_REQUESTS]
         first = Tried(point={}, outcome=default, score=objective.score(default))
         self.tried = {question.identity({}): first}
+        self._identities: dict[tuple[tuple[str, Any], ...], str] = {}  # slow to find
         self._stops = True  # whether runs that have missed a target are stopped
 
     @property
@@ -90,17 +95,18 @@ class Search:
         return max(self.tried.values(), key=lambda tried: tried.score)
 
     def run(self, budget: float, limit: float) -> None:
-        """Race and descend until the evaluator's cost reaches `limit`, of a budget in full runs."""
+        """Race, descend and jump until the cost reaches `limit`, of a budget in full runs."""
         self._race(RACE * budget / len(self.shares), limit)
-        while self._descend(limit):
-            pass
+        num_rounds = int(budget / NUM_JUMPS)  # a limit, because runs that are stopped cost little
+        while self._descend(limit) or (num_rounds > 0 and self._jump(limit)):
+            num_rounds -= 1
 
     def evaluate(self, points: Sequence[Settings], share: float) -> list[tuple[Score, Settings]]:
         """Scores of points on a part of the workload, in their order."""
         if share < 1:
             outcomes = self._evaluator.run([self._job(point, share) for point in points])
             return list(zip(map(self.objective.score, outcomes), points, strict=True))
-        names = [self._question.identity(point) for point in points]
+        names = [self._identity(point) for point in points]
         new = {n: p for n, p in zip(names, points, strict=True) if n not in self.tried}
         outcomes = self._evaluator.run([self._job(point, 1.0) for point in new.values()])
         for (name, point), outcome in zip(new.items(), outcomes, strict=True):
@@ -183,6 +189,19 @@ class Search:
         self.evaluate(self._unique(tried)[:affordable], 1.0)
         return self.best.score > best.score
 
+    def _jump(self, limit: float) -> bool:
+        """Changes of two or three knobs of the best point at once; False if none is affordable.
+
+        A run for each knob is left, so that changes that buy nothing can be taken back.
+        """
+        space, points = self._question.space, list[Settings]()
+        for _ in range(NUM_JUMPS):
+            names = self._random.sample(list(space), min(len(space), self._random.choice((2, 3))))
+            points.append({**self.best.point, **{n: self._random.choice(space[n]) for n in names}})
+        points = self._unique(points)[: self.affordable(1.0, limit - len(space))]
+        self.evaluate(points, 1.0)
+        return bool(points)
+
     def _changes(self, point: Settings) -> list[tuple[str, Settings]]:
         """Every single change of a point, with the knob that it changes; new configs only."""
         question = self._question
@@ -199,7 +218,13 @@ class Search:
         return changes
 
     def _unique(self, points: Iterable[Settings]) -> list[Settings]:
-        return list({self._question.identity(p): p for p in reversed(list(points))}.values())[::-1]
+        return list({self._identity(p): p for p in reversed(list(points))}.values())[::-1]
+
+    def _identity(self, point: Settings) -> str:
+        key = tuple(sorted(point.items()))
+        if key not in self._identities:
+            self._identities[key] = self._question.identity(point)
+        return self._identities[key]
 
     def affordable(self, share: float, limit: float) -> int:
         """Runs of a share of the workload until the cost reaches the limit."""

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from headway.errors import ConfigError
 from headway.lab.cost import Profile
-from headway.lab.planner.evaluate import Job, Outcome, Settings
+from headway.lab.planner.evaluate import Job, Outcome, Settings, make_config
 from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.space import WORKLOAD_KNOBS, Space, points, text_of
 from headway.lab.planner.workload import Workload, rate_of
-from headway.lab.summary import Summary
+from headway.lab.simulate import simulate
+from headway.lab.summary import Summary, summarize
 from headway.lab.svg import Curve, Plot
 from headway.scheduler import policy_text
+from headway.scheduler.presets import SLOTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,30 +69,80 @@ def metric_of(summary: Summary, name: str) -> float:
     return float(value)
 
 
+def check_metric(name: str, base: Settings, profile: Profile) -> None:
+    """ConfigError for an unknown metric, before anything is simulated.
+
+    The names below a count by reason are known only after a run.
+    """
+    empty = summarize(simulate([], make_config(base, profile), profile).metrics)
+    if empty.get(_parts(name)[0]) != {}:
+        metric_of(empty, name)
+
+
 def _parts(name: str) -> list[str]:
     """The parts of a path; p99.9 is one part."""
     return name.replace("p99.9", "p99_9").replace(".", "\0").replace("p99_9", "p99.9").split("\0")
 
 
+def over_seeds(points: Sequence[SweepPoint]) -> list[SweepPoint]:
+    """Points without the knob `seed`: every number of a summary is the mean over the seeds."""
+    groups: dict[tuple[Any, ...], list[SweepPoint]] = {}
+    for point in points:
+        groups.setdefault(tuple(_without_seed(point).values()), []).append(point)
+    return [
+        SweepPoint(
+            knobs=_without_seed(same[0]),
+            outcome=replace(same[0].outcome, summary=_mean([p.outcome.summary for p in same])),
+        )
+        for same in groups.values()
+    ]
+
+
+def _without_seed(point: SweepPoint) -> Settings:
+    return {name: value for name, value in point.knobs.items() if name != "seed"}
+
+
+def _mean(values: Sequence[Any]) -> Any:
+    """The mean of numbers, rounded if they are whole, and of the numbers in mappings; else the first."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        common = [key for key in first if all(key in value for value in values)]
+        return {key: _mean([value[key] for value in values]) for key in common}
+    if not isinstance(first, int | float):
+        return first
+    return fmean(values) if isinstance(first, float) else round(fmean(values))
+
+
 def plot_of(points: Sequence[SweepPoint], metric: str) -> Plot:
     """The metric over the first knob with several numbers, a curve for each of the other values.
 
-    Without such a knob, a bar for each combination.
+    Policies that differ by one number, such as watermark(0.01), count as numbers. Without such a
+    knob, a bar for each combination.
     """
     values = [metric_of(point.outcome.summary, metric) for point in points]
-    x = next((name for name in points[0].knobs if _is_numeric(name, points)), None)
-    if x is None:
+    axes = ((name, _axis(name, points)) for name in points[0].knobs)
+    x, numbers = next(((name, at) for name, at in axes if at), ("", {}))
+    if not numbers:
         bars = Curve(name=metric, points=tuple((float(i), y) for i, y in enumerate(values)))
         labels = tuple(text_of(point.knobs) for point in points)
         return Plot(title=metric, x="", y="", curves=(bars,), labels=labels)
     curves: dict[str, list[tuple[float, float]]] = {}
     for point, y in zip(points, values, strict=True):
         others = {name: value for name, value in point.knobs.items() if name != x}
-        curves.setdefault(text_of(others) if others else metric, []).append((point.knobs[x], y))
+        name = text_of(others) if others else metric
+        curves.setdefault(name, []).append((numbers[point.knobs[x]], y))
     shown = tuple(Curve(name=name, points=tuple(sorted(at))) for name, at in curves.items())
-    return Plot(title=metric, x=x, y="", curves=shown)
+    policy = str(points[0].knobs[x]).partition("(")[0]
+    return Plot(title=metric, x=f"{x}={policy}" if x in SLOTS else x, y="", curves=shown)
 
 
-def _is_numeric(name: str, points: Sequence[SweepPoint]) -> bool:
+def _axis(name: str, points: Sequence[SweepPoint]) -> dict[Any, float]:
+    """The number of each value of a knob; empty if they have none, or there is one value only."""
     values = {point.knobs[name] for point in points}
-    return len(values) > 1 and all(isinstance(value, int | float) for value in values)
+    if all(isinstance(value, int | float) for value in values):
+        numbers = {value: float(value) for value in values}
+    else:
+        found = [re.fullmatch(r"(\w+)\((\d+\.?\d*)\)", str(value)) for value in values]
+        is_one = all(found) and len({match[1] for match in found if match}) == 1
+        numbers = {match[0]: float(match[2]) for match in found if match} if is_one else {}
+    return numbers if len(numbers) > 1 else {}

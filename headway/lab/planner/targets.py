@@ -99,21 +99,24 @@ def _implies(strong: Target, weak: Target) -> bool:
 
 
 class MissCounter:
-    """Counts requests that have missed a target, and says when the target is certainly missed.
+    """Counts what has missed a target, and says when the target is certainly missed.
 
     Exact: a run is stopped only if its complete statistic would be above the target, because more
-    requests have missed it than the statistic ignores. Follows all targets but percentiles of
-    `tbt`. Misses of `ttft` and `e2e` are known as soon as the time is over.
+    values have missed it than the statistic ignores. Values are requests; for `tbt` they are the
+    times between tokens, of which a run has at most `max_gaps`. Misses of `ttft` and `e2e` are known
+    as soon as the time is over.
     """
 
-    def __init__(self, targets: Sequence[Target], num_requests: int) -> None:
-        self._counts: list[_Count | _StallCount] = []
+    def __init__(self, targets: Sequence[Target], num_requests: int, max_gaps: int) -> None:
+        self._counts: list[_Count | _GapCount | _StallCount] = []
         for target in targets:
             num_ignored = _num_ignored(target.share, num_requests)
-            if target.latency in ("ttft", "e2e"):
-                self._counts.append(_Count(target, num_ignored))
-            elif target.latency == "stall" or target.statistic == "max":
+            if target.latency == "tbt":
+                self._counts.append(_GapCount(target, max_gaps))
+            elif target.latency == "stall":
                 self._counts.append(_StallCount(target, num_ignored))
+            else:
+                self._counts.append(_Count(target, num_ignored))
         self.missed: Target | None = None  # the first that was
 
     def __call__(self, metrics: RunStats) -> bool:
@@ -141,6 +144,24 @@ class _Count:
         return self._num_missed > self._num_ignored
 
 
+class _GapCount:
+    """The times between tokens above the target."""
+
+    def __init__(self, target: Target, max_gaps: int) -> None:
+        self.target, self._seconds = target, target.seconds
+        # A percentile of weighted values: without interpolation. Rounding must not stop a run.
+        self._num_ignored = math.floor((1 - target.share) * max_gaps + 1e-6)
+        self._next, self._num_missed = 0, 0.0
+
+    def is_missed(self, metrics: RunStats) -> bool:
+        gaps = metrics.gap_seconds
+        for place in range(self._next, len(gaps)):
+            if gaps[place] > self._seconds:
+                self._num_missed += metrics.gap_counts[place]
+        self._next = len(gaps)
+        return self._num_missed > self._num_ignored
+
+
 class _StallCount:
     """The requests with a longer stall; counted at some steps only, because it looks at all."""
 
@@ -152,7 +173,7 @@ class _StallCount:
         self._num_calls += 1
         if self._num_calls % STALL_STEPS:
             return False
-        return sum(r.longest_stall > self._seconds for r in metrics.requests) > self._num_ignored
+        return sum(s > self._seconds for s in metrics.longest_stalls()) > self._num_ignored
 
 
 def _num_ignored(share: float, num_values: int) -> int:

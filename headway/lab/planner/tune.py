@@ -10,7 +10,7 @@ from typing import Any
 from headway.errors import ConfigError
 from headway.lab.doctor import Finding, diagnose
 from headway.lab.planner.confidence import Interval, interval
-from headway.lab.planner.evaluate import Outcome, Settings, make_config
+from headway.lab.planner.evaluate import Outcome, Settings, check_completed, make_config
 from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.objective import MET, Objective, choose_objective
 from headway.lab.planner.search import Search, Tried, TuneQuestion
@@ -81,9 +81,9 @@ def tune(question: TuneQuestion, evaluator: Evaluator, *, budget: int, seed: int
         raise ConfigError(f"--budget must be at least {MIN_BUDGET} full runs, not {budget}")
     num_seeds = max(3, min(5, budget // 10))
     reasons, confirmation = budget // 12, 3 * num_seeds  # runs that are kept for the end
-    (default,) = evaluator.run([replace(question.job({}), targets=())])
-    if not default.summary["completed"]:
-        raise ConfigError("no request of the workload can run with the default settings")
+    job = replace(question.job({}), targets=())
+    (default,) = evaluator.run([job])
+    check_completed(job, default)
     objective = choose_objective(question.targets, default)
     search = Search(question, objective, evaluator, seed, default)
     search.run(budget, budget - confirmation - 2 * reasons)

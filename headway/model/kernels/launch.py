@@ -66,11 +66,15 @@ def ceil_div(count: int, size: int) -> int:
     return -(-count // size)
 
 
+KERNELS: list[Any] = []  # all kernels below `launched`
+
+
 class launched:
     """Decorator above triton.jit: inside `compile_all`, a launch only compiles the kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
+        KERNELS.append(kernel)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
         copies = COPIES.get()
@@ -128,6 +132,12 @@ def _merge_builds(copied: Any, kernel: Any) -> None:
 def _builds(kernel: Any) -> list[tuple[int, Any]]:
     """Triton's caches by device; the first element of each maps launch keys to builds."""
     return list(kernel.device_caches.items())
+
+
+def num_builds() -> int:
+    """The number of kernels that this process has compiled or loaded."""
+    kernels = [kernel for kernel in KERNELS if isinstance(kernel, triton.JITFunction)]
+    return sum(len(found) for kernel in kernels for _, (found, *_) in _builds(kernel))
 
 
 def _num_processors() -> int:

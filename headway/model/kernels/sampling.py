@@ -114,7 +114,7 @@ def _draw_kernel(
 
 
 @launched
-@triton.jit
+@triton.jit(do_not_specialize=["num_slices"])
 def _choose_kernel(out_n, scores, tokens, num_slices, SLICES: tl.constexpr):
     """The best of one row's slices."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, SLICES)

@@ -10,10 +10,13 @@ import numpy.typing as npt
 from headway.model.kernels.launch import ceil_div, power_of_2
 
 MANY = 1000  # programs that keep the device busy without splitting sequences
+FEW = 32  # programs; up to here a sequence is always split as far as it pays
 SPLIT_COUNTS = (1, 4, 8)  # programs per long sequence, if there are at least MANY programs
+MIN_SPLITS = 4  # programs per sequence below MANY
+LEADING = 16  # programs per long sequence below MANY, if few sequences are much longer
 LONG = 1300  # mean positions per sequence above which four programs per sequence are faster
 BUSY = 140  # programs that still keep the device busy
-WORTH = 1000  # lead of the longest sequences above which eight programs per sequence are faster
+WORTH = 1000  # lead of the longest sequences above which more programs per sequence are faster
 
 
 class DecodeSplit(NamedTuple):
@@ -26,19 +29,30 @@ class DecodeSplit(NamedTuple):
     stages: int
 
 
+def split_counts(num_programs: int) -> tuple[int, ...]:
+    """All values that choose_num_splits returns for this number of programs."""
+    return SPLIT_COUNTS if num_programs >= MANY else (1, LEADING) if num_programs > FEW else (1,)
+
+
 def choose_num_splits(num_programs: int, lengths: npt.NDArray[np.int64], num_kv_heads: int) -> int:
-    """Programs per long sequence, if one program per sequence and head makes many programs.
+    """Programs per long sequence; 1 means one program, or below MANY the default of split_for.
 
     All programs on the device advance at the same rate. When too few are left to keep it busy, each
     still has to read its lead over the last one that ended. If they end together, the programs that
     did not fit on the device are left, with all their positions.
     """
-    if num_programs < MANY or not len(lengths):
+    if num_programs <= FEW or not len(lengths):
         return 1
-    count = -(-BUSY // num_kv_heads)
+    is_many = num_programs >= MANY
+    count = -(-BUSY // (num_kv_heads if is_many else num_kv_heads * MIN_SPLITS))
     if len(lengths) > count and lengths.max() - np.partition(lengths, -count)[-count] > WORTH:
-        return 8
-    return 4 if lengths.mean() > LONG else 1
+        return SPLIT_COUNTS[-1] if is_many else LEADING
+    return SPLIT_COUNTS[1] if is_many and lengths.mean() > LONG else 1
+
+
+def mixed_num_splits(num_programs: int) -> int:
+    """The number of splits in a pass with prompts, which serves all lengths."""
+    return split_counts(num_programs)[-1]
 
 
 def split_for(
@@ -55,9 +69,9 @@ def split_for(
     if num_programs >= MANY:
         min_positions = 64 * num_splits  # 256 for four programs and 512 for eight were best
         return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
-    min_positions = 128 if num_programs > 32 else 64
-    wanted = max(4, min(1056 // num_programs, 64))
+    min_positions = 128 if num_programs > FEW else 64
+    wanted = max(MIN_SPLITS, num_splits, min(1056 // num_programs, 64))
     num_splits = power_of_2(min(wanted, ceil_div(max_positions, min_positions)))
-    if num_programs > 32:
+    if num_programs > FEW:
         return DecodeSplit(num_splits, min_positions, 16, 1, max(2, 4 // depth))
     return DecodeSplit(num_splits, min_positions, max(16, 64 // depth), 4, 2)

@@ -76,5 +76,5 @@ def test_a_workload_without_arrivals_has_no_capacity() -> None:
 
 def test_settings_that_reject_every_request_are_refused() -> None:
     refusing = replace(question(), settings={"max_model_len": 2})
-    with pytest.raises(ConfigError, match="no request"):
+    with pytest.raises(ConfigError, match="all requests are rejected.*max_model_len"):
         find_capacity(refusing, range(2), Evaluator())

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from headway.errors import ConfigError
 from headway.lab.cost import load_profile
-from headway.lab.planner.evaluate import Job, Outcome, evaluate
+from headway.lab.planner.evaluate import Job, Outcome, Settings, evaluate
 from headway.lab.planner.targets import (
     LATENCIES,
     STATISTICS,
@@ -76,7 +77,40 @@ def test_stopping_early_never_changes_the_verdict(
         assert (outcome.is_stopped or bool(missed((target,), outcome.summary))) == (factor < 1)
         assert outcome.stopped_by == (target.name if outcome.is_stopped else "")
         assert outcome.is_stopped or outcome.summary == complete.summary
-    assert num_stopped or latency in ("tbt", "stall")
+    assert num_stopped or latency == "stall"  # counted every 64 steps; this run is short
+
+
+TIGHT = {"num_blocks": 60, "headroom": "watermark(0.0)", "max_num_batched_tokens": 128}
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_async"),
+    [
+        ({**TIGHT, "swap": "recompute"}, True),  # requests that are preempted have long gaps
+        ({**FEW, "num_scheduler_steps": 4}, False),  # three of four gaps are 0
+        ({**FEW, "max_model_len": 300}, False),  # fewer gaps than the workload says
+    ],
+)
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_stops_by_time_between_tokens_are_exact(
+    statistic: str, settings: Settings, is_async: bool
+) -> None:
+    job = Job(profile=PROFILE, workload=BUSY, settings=settings, async_scheduling=is_async)
+    summary = evaluate(job).summary
+    assert bool(summary["preemptions"]) == ("num_blocks" in settings)
+    assert bool(summary["rejected"]) == ("max_model_len" in settings)
+    limit = summary["time_between_tokens"][statistic] or 1e-9
+    for seconds in (limit * 0.999999, limit):
+        target = Target("tbt", statistic, seconds)
+        outcome = evaluate(replace(job, targets=(target,)))
+        is_missed = bool(missed((target,), summary))
+        assert is_missed if outcome.is_stopped else outcome.summary == summary
+
+
+def test_most_of_a_run_is_saved_if_the_time_between_tokens_is_far_too_long() -> None:
+    target = Target("tbt", "p99", 0.001)
+    outcome = evaluate(Job(profile=PROFILE, workload=BUSY, settings=FEW, targets=(target,)))
+    assert outcome.stopped_by == "tbt-p99" and outcome.progress < 0.1
 
 
 def test_rejected_requests_are_infinitely_late() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 import pytest
@@ -10,11 +11,11 @@ from headway.errors import ConfigError
 from headway.lab.cost import load_profile
 from headway.lab.planner import advice
 from headway.lab.planner.confidence import interval
-from headway.lab.planner.evaluate import Job, evaluate
+from headway.lab.planner.evaluate import Job, Outcome, evaluate
 from headway.lab.planner.evaluator import Evaluator
 from headway.lab.planner.history import History
 from headway.lab.planner.objective import choose_objective
-from headway.lab.planner.search import TuneQuestion
+from headway.lab.planner.search import Search, TuneQuestion
 from headway.lab.planner.space import points
 from headway.lab.planner.targets import Target, missed
 from headway.lab.planner.tune import Answer, pareto, tune
@@ -91,6 +92,37 @@ def test_an_unsaturated_workload_is_tuned_for_latency() -> None:
     assert objective.figure(outcome) == outcome.summary["end_to_end"]["mean"]
     close = choose_objective((Target("ttft", "p99", 1.0),), outcome)
     assert close.figure(outcome) == outcome.summary["ttft"]["p99"]
+
+
+TOGETHER = {"chunk": "at_most(64)", "victim": "least_work", "max_num_batched_tokens": 2048}
+
+
+class Made(Evaluator):
+    """An evaluator of made outcomes: changes of TOGETHER cost throughput unless all are made."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__()
+        self.outcome = outcome
+
+    def run(self, jobs: Sequence[Job]) -> list[Outcome]:
+        self.cost += sum(job.share for job in jobs)
+        return [self._made(job) for job in jobs]
+
+    def _made(self, job: Job) -> Outcome:
+        num_made = sum(job.settings.get(name) == value for name, value in TOGETHER.items())
+        speed = 110 if num_made == len(TOGETHER) else 100 - num_made
+        summary = {**self.outcome.summary, "output_tokens_per_second": float(speed)}
+        return replace(self.outcome, summary=summary)
+
+
+def test_changes_that_gain_only_together_are_found_by_jumps() -> None:
+    question = replace(QUESTION, targets=())
+    evaluator = Made(evaluate(question.job({})))
+    (default,) = evaluator.run([question.job({})])
+    search = Search(question, choose_objective((), default), evaluator, 0, default)
+    while search.best.score[1] <= 100 and search._jump(60):
+        pass
+    assert search.best.score[1] == 110 and evaluator.cost <= 60 - len(SPACE)
 
 
 def test_a_setting_that_rejects_requests_loses() -> None:

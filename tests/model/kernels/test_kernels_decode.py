@@ -20,6 +20,7 @@ pytest.importorskip("triton")
 from headway.model.kernels.decode import HeadTransform, decode_attention
 from headway.model.kernels.splits import (
     BUSY,
+    LEADING,
     LONG,
     MANY,
     SPLIT_COUNTS,
@@ -408,6 +409,17 @@ def test_a_few_long_sequences_are_split_in_eight() -> None:
     assert choose_num_splits(many * heads, lengths, heads) == 1, "the lead is too small"
     assert choose_num_splits(MANY, np.array([9000, 10]), 1000) == 4, "too few sequences"
     assert choose_num_splits(MANY, np.array([], dtype=np.int64), 8) == 1, "only padding"
+
+
+def test_a_long_sequence_among_few_is_split_further() -> None:
+    lengths = np.full(40, 500)
+    assert choose_num_splits(40 * 8, lengths, 8) == 1
+    lengths[7] = 8000
+    assert choose_num_splits(40 * 8, lengths, 8) == LEADING
+    assert split_for(40 * 8, LEADING, 10**6, 256).num_splits == LEADING
+    assert split_for(40 * 8, 1, 10**6, 256).num_splits < LEADING
+    lengths[:20] = 8000
+    assert choose_num_splits(40 * 8, lengths, 8) == 1, "enough long sequences keep the device busy"
 
 
 def test_many_long_sequences_are_split_in_four() -> None:
