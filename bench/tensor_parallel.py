@@ -144,7 +144,8 @@ def captured_steps(decoder: Any, setup: Setup) -> Any:
     from headway.executor.gpu.executor import GpuExecutor
     from headway.model.kernels.launch import compile_all
 
-    executor, steps = GpuExecutor(decoder, setup.config), [(rows, 1) for rows in setup.rows]
+    executor = GpuExecutor(decoder, setup.config)
+    steps = [step_size(executor, num_rows, setup) for num_rows in setup.rows]
 
     def run_all() -> None:
         for step in steps:
@@ -158,9 +159,15 @@ def captured_steps(decoder: Any, setup: Setup) -> Any:
     return executor
 
 
+def step_size(executor: Any, num_rows: int, setup: Setup) -> tuple[int, int]:
+    """Rows and splits of the step that the executor would run."""
+    executor.rows.lengths[:num_rows] = setup.context
+    return num_rows, executor._num_splits(np.arange(num_rows))
+
+
 def step_seconds(executor: Any, num_rows: int, setup: Setup) -> Callable[[], float]:
     """A function that measures the mean time of some decode steps."""
-    length = setup.context + setup.room
+    length, size = setup.context + setup.room, step_size(executor, num_rows, setup)
     width = length // executor.rows.block_size
 
     @torch.inference_mode()
@@ -172,7 +179,7 @@ def step_seconds(executor: Any, num_rows: int, setup: Setup) -> Callable[[], flo
             executor.rows.lengths[row] = setup.context
         executor.state.send()
         executor._send_rows(np.arange(num_rows))
-        return timed(lambda: executor.graphs.run((num_rows, 1)), setup.replays)
+        return timed(lambda: executor.graphs.run(size), setup.replays)
 
     return measure
 
