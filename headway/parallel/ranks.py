@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 from weakref import finalize
 
@@ -29,6 +30,7 @@ from headway.parallel.group import Group, connect
 from headway.parallel.spec import RankSpec, config_sizes
 from headway.parallel.watch import INTERVAL, RankProcess, Watch
 
+ROOT = Path(__file__).parents[2]  # of this package, which may be in the working directory
 MIN_CAPACITY = 1 << 20  # bytes of shared memory for plans
 EXPLAIN_SECONDS = 0.3  # how long an error of a collective waits for its cause
 
@@ -48,7 +50,7 @@ class Ranks:
 
     def _start(self, rank: int) -> RankProcess:
         own, theirs = socket.socketpair()
-        path = os.pathsep.join(entry for entry in sys.path if entry)
+        path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
         files = (theirs.fileno(), *self._files)
         with theirs:
             process = subprocess.Popen(
@@ -91,7 +93,9 @@ class Ranks:
     def count_blocks(self, config: Config, utilization: float, own: Callable[[], int]) -> int:
         """KV blocks that fit on every device; `own` counts those of rank 0."""
         self._send({"count_blocks": config_sizes(config), "utilization": utilization})
-        smallest: int = min(own(), *self._receive())
+        with self.guard():
+            fitting = own()
+        smallest: int = min([fitting, *self._receive()])
         return smallest
 
     def start(self, config: Config, make_own: Callable[[], Any], *, enforce_eager: bool) -> Any:
@@ -101,7 +105,8 @@ class Ranks:
         self._send({
             "start": config_sizes(config), "capacity": capacity, "enforce_eager": enforce_eager,
         })  # fmt: skip
-        own = make_own()
+        with self.guard():
+            own = make_own()
         self._receive()
         self.watch.is_loading = False
         return own
