@@ -11,10 +11,14 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
 
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+
+# Two processes unpack the packages. The second command adds what torch needs on other platforms.
 $(READY): pyproject.toml requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	sort -r requirements.lock | tr '\n' '\0' | xargs -0 -n 12 -P 2 $(PIP) --no-deps
+	$(PIP) -r requirements.lock
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 run: $(READY)  ## run ten prompts with the default model and show the scheduler's decisions
@@ -23,12 +27,15 @@ run: $(READY)  ## run ten prompts with the default model and show the scheduler'
 demo: $(READY)  ## compare static with continuous batching, and all presets, in the simulator
 	@$(BIN)/headway demo
 
-test: $(READY)  ## all checks and all tests
-	@$(MAKE) --no-print-directory --jobs 2 check tests
+test:  ## all checks and all tests
+	@$(MAKE) --no-print-directory --jobs 3 $(READY) browser packages
+	@$(MAKE) --no-print-directory --jobs 2 check pytest
 
-tests: $(READY)  ## all tests
+tests: $(READY) browser packages  ## all tests
+	@$(MAKE) --no-print-directory pytest
+
+pytest: $(READY)
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
-	@$(MAKE) --no-print-directory browser packages
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Debian's Chromium, for the tests of the lab page. Only root can install it.
@@ -125,5 +132,5 @@ clean:  ## remove environments, caches and build output
 	rm -rf $(VENV) $(CLIENTS) $(MUTATION) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-.PHONY: help run demo test browser packages tests test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
+.PHONY: help run demo test browser packages tests pytest test-fast test-clients mutate test-gpu sanitize $(SANITIZED) check format bench \
   picture page dist clean

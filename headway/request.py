@@ -8,7 +8,7 @@ and `num_computed` counts the tokens that the plans made so far put into the KV 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, get_args
@@ -133,6 +133,7 @@ class History:
     group: str | None = None  # set by the queue's rule when the request is added
     num_discarded: int = 0  # most generated tokens that a preemption discarded
     max_num_computed: int = 0  # computing a token below this again is counted as recomputed
+    resumed: tuple[int, ...] = ()  # tokens that another engine had generated when it was added
 
 
 class Request:
@@ -153,6 +154,7 @@ class Request:
         arrival: float = 0.0,
         parent: Request | None = None,
         sample: int = 0,
+        output: Sequence[int] = (),  # see continue_from
     ) -> None:
         self.id = id
         self.params = params
@@ -176,6 +178,13 @@ class Request:
         self.stop_token: int | None = None
         self.error: str | None = None
         self.error_code: str | None = None  # see plan.Failure
+        if output:
+            self.continue_from(output)
+
+    def continue_from(self, output: Sequence[int]) -> None:
+        """Start with the tokens that another engine has generated for this request."""
+        self.flushed_tokens = token_array(f"request {self.id!r}: output", output)
+        self.history.resumed = tuple(self.flushed_tokens)
 
     def __repr__(self) -> str:
         return f"<Request {self.id} {self.state.value} {self.num_computed}/{self.num_known}>"

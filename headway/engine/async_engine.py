@@ -259,7 +259,7 @@ class AsyncEngine:
                 self._abandoned.pop(message.id, None)
             elif isinstance(message, QueryResult):
                 self._set_result(message)
-            else:
+            elif isinstance(message, EngineStopped):
                 self._end(message)
 
     def _put_tokens(self, gained: TokenBatch, is_late: bool) -> None:

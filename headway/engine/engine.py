@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from headway.checks import number_problem
 from headway.engine.clock import Clock, RealClock
@@ -97,22 +97,30 @@ class Engine:
         prompt: Iterable[int],
         params: RequestParams = PLAIN,
         arrival: float | None = None,
+        outputs: Sequence[Sequence[int] | None] = (),
     ) -> list[Request]:
         """Add a request; n samples become n requests that share the prompt's blocks.
 
-        All samples are added or none. RequestError if the request is wrong, PolicyError if a policy
-        failed; then nothing has changed.
+        `outputs` continue a request that another engine has begun: for each sample, the tokens that
+        it has generated, or None if it has ended. Then the open samples are added, the first of
+        them with the id of the request. All samples are added or none. RequestError if the request
+        is wrong, PolicyError if a policy failed; then nothing has changed.
         """
         if self.has_given_up:
             raise ExecutorError(self.stop_message)
-        _check_call(id, params)
+        check_call(id, params)
         had_work, now = self.has_work, self.clock.now()
         arrival = now if arrival is None else arrival
-        parent = Request(id, prompt, params, arrival=arrival)
+        known = _open_outputs(id, params.n, outputs)
+        (first, output), *others = known.items()
+        parent = Request(id, prompt, params, arrival=arrival, sample=first, output=output)
         samples = [parent] + [
-            Request(f"{id}/{i}", parent.prompt, params, arrival=arrival, parent=parent, sample=i)
-            for i in range(1, params.n)
-        ]
+            Request(
+                f"{id}/{i}", parent.prompt, params, arrival=arrival, parent=parent, sample=i,
+                output=output,
+            )
+            for i, output in others
+        ]  # fmt: skip
         self.scheduler.add(*samples)
         if not had_work:
             self._last_progress = now
@@ -133,6 +141,12 @@ class Engine:
     def stop(self, id: str) -> bool:
         """End one sample with finish reason "stop"; False if there is none."""
         return self.scheduler.abort(id, "stop")
+
+    def stop_sample(self, id: str, sample: int) -> bool:
+        """Like `stop`, for a sample given by its number."""
+        first = self.scheduler.requests.get(id)  # not sample 0 if that had ended elsewhere
+        is_first = first is not None and first.sample == sample
+        return self.stop(id) if is_first else sample > 0 and self.stop(f"{id}/{sample}")
 
     def step(self) -> StepReport | None:
         """Make and launch the next plan, complete the oldest; None if none was completed."""
@@ -232,7 +246,19 @@ class Engine:
         return self._report(report) if report else None
 
 
-def _check_call(id: object, params: object) -> None:
+def _open_outputs(
+    id: str, n: int, outputs: Sequence[Sequence[int] | None]
+) -> dict[int, Sequence[int]]:
+    """The output of each open sample, by number; InvalidRequest unless `outputs` has n entries."""
+    if outputs and len(outputs) != n:
+        raise InvalidRequest(f"request {id!r}: outputs must have {n} entries, not {len(outputs)}")
+    known = {i: each for i, each in enumerate(outputs or [()] * n) if each is not None}
+    if not known:
+        raise InvalidRequest(f"request {id!r}: all {n} samples have ended; nothing is left to do")
+    return known
+
+
+def check_call(id: object, params: object) -> None:
     """InvalidRequest unless id and params have the right types and n is in its range."""
     if not isinstance(id, str):
         raise InvalidRequest(f"the id of a request must be a string, not {shorten(id)}")

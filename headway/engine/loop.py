@@ -11,11 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from headway.engine.engine import Engine, Observer
+from headway.engine.load_reporter import LoadReporter
 from headway.engine.messages import (
+    CacheDelta,
     Cancel,
     EngineStopped,
     FromLoop,
@@ -84,12 +86,15 @@ class EngineLoop:
         why = CachedReader(engine, engine.why)
         self.step_queries: dict[str, Answer] = {  # called between two steps
             "reset_prefix_cache": lambda _: engine.scheduler.reset_cache(),
+            "report_cache": self._start_cache_report,
         }
         self.concurrent_queries: dict[str, Answer] = {  # called at once, on any thread
             "why": lambda _: why.get()[0],
             "now": lambda _: engine.clock.now(),
             "load": lambda _: self._load(),
         }
+        self.report_load = False  # send LoadReports: with every step, and as heartbeats
+        self.report_cache = False  # send a CacheDelta with the updates of a step
         self.on_submit: list[OnSubmit] = []  # called on the loop's thread, before the first step
         self.begin: Callable[[], None] = lambda: None  # called first on the loop's thread
         self.ended: str | None = None  # why the loop has ended; None while it runs
@@ -98,6 +103,7 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._is_stopping = False
         self._updates = StepUpdates(engine.clock)
+        self._load_reporter = LoadReporter(deliver)
         self._outbox: list[FromLoop] = []
         self._waiting_tokens: int | None = None  # counted at most once between two steps
         engine.observers.append(self._observe)
@@ -121,7 +127,7 @@ class EngineLoop:
     def num_unread(self) -> int:
         """Requests that arrived during the current step and are not scheduled yet."""
         with self._wake:
-            return sum(max(1, each.params.n) for each in self._inbox if isinstance(each, Submit))
+            return sum(each.num_open for each in self._inbox if isinstance(each, Submit))
 
     def reply(self, message: Query) -> QueryResult:
         """The answer to a query, or a result with an error."""
@@ -143,6 +149,8 @@ class EngineLoop:
         """Run until `stop`. Raises any error that the engine itself cannot handle."""
         try:
             self.begin()
+            if self.report_load:
+                self._load_reporter.start(self.engine.scheduler)
             while self._wait_for_work():
                 self._read()
                 if self.engine.has_work:
@@ -153,6 +161,7 @@ class EngineLoop:
             self.ended = f"{type(error).__name__}: {error}; restart the process"
             raise
         finally:
+            self._load_reporter.stop()
             self._outbox.append(EngineStopped(self.ended or ""))
             self._flush()
 
@@ -185,8 +194,9 @@ class EngineLoop:
 
     def _submit(self, message: Submit) -> None:
         try:
-            self._check_limits(message)
-            requests = self.engine.add(message.id, message.prompt, message.params)
+            if not message.outputs:  # the fleet has accepted a continued request before
+                self._check_limits(message)
+            requests = self._add(message)
         except (RequestError, PolicyError, ExecutorError) as error:
             self._outbox.append(refusal_of(message.id, error))
             return
@@ -195,6 +205,14 @@ class EngineLoop:
             notify(message, requests)
         if self._waiting_tokens is not None:
             self._waiting_tokens += len(requests) * requests[0].num_prompt
+
+    def _add(self, message: Submit) -> list[Request]:
+        """Add a request to the engine; times that are relative to now become absolute."""
+        now, params = self.engine.clock.now(), message.params
+        if message.deadline_in is not None:
+            params = replace(params, deadline=now + message.deadline_in)
+        arrival = now - message.age if message.age else None
+        return self.engine.add(message.id, message.prompt, params, arrival, message.outputs)
 
     def _check_limits(self, message: Submit) -> None:
         """Overloaded if the queue is full, or the client has too many open requests.
@@ -240,14 +258,27 @@ class EngineLoop:
         if message.sample is None:
             self.engine.abort(message.id)
         else:
-            self.engine.stop(f"{message.id}/{message.sample}" if message.sample else message.id)
+            self.engine.stop_sample(message.id, message.sample)
 
     def _load(self) -> dict[str, float]:
         scheduler, age = self.engine.scheduler, self.engine.step_seconds or 0.0
         num_waiting = len(scheduler.queue) + self.num_unread
         return {"running": len(scheduler.running), "waiting": num_waiting, "age": age}
 
+    def _start_cache_report(self, _: object) -> None:
+        """Send all keys of the prefix cache with the next messages, and changes from then on."""
+        self.engine.scheduler.kv.pool.index.start_journal()
+        self.report_cache = True
+
+    def _add_cache_delta(self) -> None:
+        index = self.engine.scheduler.kv.pool.index
+        journal = index.journal or index.start_journal()  # an engine that restarts has a new index
+        if journal.has_changes:
+            self._outbox.append(CacheDelta(*journal.drain()))
+
     def _flush(self) -> None:
+        if self.report_cache:
+            self._add_cache_delta()
         if self._outbox:
             messages, self._outbox = self._outbox, []
             self._deliver(messages)
@@ -263,6 +294,8 @@ class EngineLoop:
     def _observe(self, report: StepReport) -> None:
         """Deliver the updates of a step before anything else reacts to them."""
         self._outbox += self._updates.of(report)
+        if self.report_load:
+            self._outbox.append(self._load_reporter.report(self.engine.scheduler))
         self._flush()
 
 

@@ -29,6 +29,18 @@ class Submit:
     prompt: Sequence[int]
     params: RequestParams
     traceparent: str = ""  # W3C trace context of the caller; empty: none
+    # To continue a request that another engine has begun. One entry for each sample: the tokens
+    # that it has generated; None: it has ended. Empty: the request is new.
+    outputs: tuple[tuple[int, ...] | None, ...] = ()
+    age: float = 0.0  # seconds since the request arrived at the other engine
+    deadline_in: float | None = None  # seconds; replaces params.deadline, which is absolute
+
+    @property
+    def num_open(self) -> int:
+        """Samples whose ends will be sent; 1 for an invalid n, which gives one refusal."""
+        if self.outputs:
+            return sum(each is not None for each in self.outputs)
+        return max(1, self.params.n) if isinstance(self.params.n, int) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +122,28 @@ class QueryResult(NamedTuple):
     error: str | None = None
 
 
+class LoadReport(NamedTuple):
+    """The load of an engine after a step, or while it is idle or busy with a long step."""
+
+    step: int  # number of the next step
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int  # tokens that admitted and waiting requests have left to prefill
+    num_free_blocks: int
+    num_blocks: int
+
+
+class CacheDelta(NamedTuple):
+    """How the prefix keys in the KV cache changed since the last delta.
+
+    If `cleared`, keys of earlier deltas are gone, and `added` has all that are present.
+    """
+
+    added: list[bytes]
+    removed: list[bytes]
+    cleared: bool
+
+
 class EngineStopped(NamedTuple):
     """The loop has ended; open requests and queries get no further messages."""
 
@@ -117,7 +151,9 @@ class EngineStopped(NamedTuple):
 
 
 ToLoop = Submit | Cancel | Query
-FromLoop = TokenBatch | SampleUpdate | Refusal | QueryResult | EngineStopped
+FromLoop = (
+    TokenBatch | SampleUpdate | Refusal | QueryResult | LoadReport | CacheDelta | EngineStopped
+)
 
 # From the report of a step to messages.
 
@@ -176,11 +212,11 @@ class StepUpdates:
         for request in single:
             tokens = gained.pop(request, NO_TOKENS)
             yield _update(request, tokens, ended.get(request), extra)
-        plain = [request for request in gained if request.parent is None]
+        plain = [request for request in gained if request.parent is None and not request.sample]
         if plain:
             yield TokenBatch([request.id for request in plain], [gained[each] for each in plain])
         if len(plain) < len(gained):
-            yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent)
+            yield from (_update(r, tokens) for r, tokens in gained.items() if r.parent or r.sample)
 
     def _gained(self, report: StepReport) -> dict[Request, list[int]]:
         """New tokens by request; all tokens of a request that is not live and has ended."""

@@ -135,7 +135,7 @@ class OfflineRunner:
             raise
 
     def _stop_sample(self, id: str, sample: int) -> None:
-        self.engine.stop(f"{id}/{sample}" if sample else id)
+        self.engine.stop_sample(id, sample)
 
     def _observe(self, report: StepReport) -> None:
         if not self.open:

@@ -100,4 +100,7 @@ class BlockPool:
         self._blank.extend(self._without_stale())
         self._cached.clear()
         self._num_cached = 0
-        self.index = PrefixIndex(self.num_blocks)
+        journal = self.index.journal
+        if journal is not None:
+            journal.clear()
+        self.index = PrefixIndex(self.num_blocks, journal)

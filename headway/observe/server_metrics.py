@@ -124,15 +124,16 @@ class ServerMetrics:
 
     def _count_completed(self, request: Request, times: RequestTimeline) -> None:
         params, is_generation, end = request.params, not times.is_pooling, times.finished
+        is_new = not times.is_resumed  # otherwise it has spent a part of its time elsewhere
         admitted = times.admitted if times.admitted >= 0 else end
         first_token = times.first_token if times.first_token >= 0 else end
         values: dict[str, float | None] = {
             "e2e_request_latency_seconds": end - times.arrival,
-            "request_queue_time_seconds": admitted - times.arrival,
-            "request_prefill_time_seconds": first_token - admitted,
-            "request_decode_time_seconds": end - first_token if is_generation else None,
+            "request_queue_time_seconds": admitted - times.arrival if is_new else None,
+            "request_prefill_time_seconds": first_token - admitted if is_new else None,
+            "request_decode_time_seconds": end - first_token if is_generation and is_new else None,
             "request_longest_stall_seconds": times.longest_stall if times.num_output > 1 else None,
-            "request_inference_time_seconds": end - admitted,
+            "request_inference_time_seconds": end - admitted if is_new else None,
             "request_prompt_tokens": times.num_prompt,
             "request_generation_tokens": times.num_output if is_generation else None,
             "request_params_max_tokens": params.max_tokens if is_generation else None,

@@ -43,6 +43,7 @@ class RequestTimeline:
     deadline: float | None = None
     is_pooling: bool = False
     reads_cache: bool = True
+    is_resumed: bool = False  # another engine gave its first token
     admitted: float = NEVER  # the first admission
     first_token: float = NEVER
     finished: float = NEVER
@@ -173,7 +174,7 @@ class Timeline(Generic[Key]):
         if not is_resume:
             stats.num_admitted += times.num_prompt
             stats.num_queried += times.num_prompt if times.reads_cache else 0
-            stats.num_hit += num_cached
+            stats.num_hit += min(num_cached, times.num_prompt)
 
     def _decode(self, record: StepRecord[Key], stats: StepStats[Key]) -> None:
         """Add one gap for all requests of the latest decode step, and one for each other."""
@@ -220,7 +221,7 @@ class Timeline(Generic[Key]):
         if times.is_pooling:  # the sampled token is not part of the result
             return
         stats.num_output += 1
-        if is_first:
+        if is_first and not times.is_resumed:
             stats.first_tokens.append(stats.now - times.arrival)
         elif key in self._preempted:
             self._add_gap(key, stats.now - self._preempted.pop(key), stats)
@@ -287,5 +288,5 @@ def _times_of(request: Request) -> RequestTimeline:
     params = request.params
     return RequestTimeline(
         request.id, request.arrival, request.num_prompt, params.client, params.deadline,
-        params.pooling is not None, params.reads_cache,
+        params.pooling is not None, params.reads_cache, bool(request.history.resumed),
     )  # fmt: skip

@@ -119,10 +119,16 @@ def describe_request(request: Request, redact: bool = False) -> Line:
         ("client", params.client, ""), ("deadline", params.deadline, None),
         ("salt", params.salt, ""), ("stop_ids", sorted(request.stops), []),
         ("parent", parent, None), ("reads_cache", params.reads_cache, True),
-        ("pooling", params.pooling, None),
+        ("pooling", params.pooling, None), ("output", _resumed(request, redact), []),
         ("limit", request.limit, request.num_prompt + (params.max_tokens or 0)),
     ]  # fmt: skip
     return line | {key: value for key, value, default in optional if value != default}
+
+
+def _resumed(request: Request, redact: bool) -> list[Any] | int:
+    """The output that a continued request arrived with; empty for a new one."""
+    resumed = request.history.resumed
+    return len(resumed) if redact and resumed else pack_tokens(resumed)
 
 
 def request_of(line: Line, known: dict[str, Request]) -> Request:
@@ -136,8 +142,9 @@ def request_of(line: Line, known: dict[str, Request]) -> Request:
     )  # fmt: skip
     parent = known.get(line.get("parent", ""))
     return Request(
-        line["id"], unpack_tokens(line["prompt"]), params, arrival=line["arrival"], parent=parent
-    )
+        line["id"], unpack_tokens(line["prompt"]), params, arrival=line["arrival"], parent=parent,
+        output=unpack_tokens(line.get("output", ())),
+    )  # fmt: skip
 
 
 def _describe_end(request: Request, redact: bool = False) -> Line:

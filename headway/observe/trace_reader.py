@@ -80,4 +80,5 @@ def _times_in(added: Line) -> RequestTimeline:
     return RequestTimeline(
         added["id"], added["arrival"], num_packed(added["prompt"]), added.get("client", ""),
         added.get("deadline"), "pooling" in added, added.get("reads_cache", True),
+        "output" in added,
     )  # fmt: skip

@@ -39,7 +39,7 @@ def policy_failed(slot: str, rule: object, where: str, error: Exception) -> Poli
     return PolicyError(f"{text} ({line})" if line else text, slot=slot)
 
 
-def _bad_result(slot: str, rule: object, result: object, purpose: str, advice: str) -> PolicyError:
+def bad_result(slot: str, rule: object, result: object, purpose: str, advice: str) -> PolicyError:
     """The PolicyError for a value that a policy must not return."""
     text = f"{slot} policy {_name(rule)} returned {shorten(result)} {purpose}; {advice}"
     return PolicyError(text, slot=slot)
@@ -77,7 +77,7 @@ def call_key(rule: QueueRule, request: Request, view: SchedulerView) -> Any:
     except Exception as error:
         raise policy_failed("queue", rule, f"for request {request.id!r}", error) from error
     if not is_orderable(key):
-        raise _bad_result("queue", rule, key, f"as the sort key of request {request.id!r}", KEYS)
+        raise bad_result("queue", rule, key, f"as the sort key of request {request.id!r}", KEYS)
     return key
 
 
@@ -90,7 +90,7 @@ def call_group(rule: QueueRule, request: Request) -> str:
         raise policy_failed("queue", rule, where, error) from error
     if not isinstance(group, str):
         purpose = f"as the group of request {request.id!r}"
-        raise _bad_result("queue", rule, group, purpose, "return a string")
+        raise bad_result("queue", rule, group, purpose, "return a string")
     return group
 
 
@@ -107,7 +107,7 @@ def call_chunk(rule: ChunkRule, want: int, left: int, is_first: bool) -> int:
         return int(max(min(granted, want, left), 0))
     except Exception:
         where = f"for {want} tokens wanted and {left} left"
-        raise _bad_result("chunk", rule, granted, where, "return a number") from None
+        raise bad_result("chunk", rule, granted, where, "return a number") from None
 
 
 def call_most_tokens(rule: ChunkRule, want: int, work: StepWork, start: int) -> int:
@@ -127,7 +127,7 @@ def call_victim(rule: VictimRule, request: Request, view: SchedulerView) -> Any:
     except Exception as error:
         raise policy_failed("victim", rule, f"for request {request.id!r}", error) from error
     if not is_orderable(key):
-        raise _bad_result("victim", rule, key, f"as the key of request {request.id!r}", KEYS)
+        raise bad_result("victim", rule, key, f"as the key of request {request.id!r}", KEYS)
     return key
 
 
@@ -141,7 +141,7 @@ def call_headroom(rule: HeadroomRule, request: Request, view: SchedulerView) -> 
     try:
         return max(0, int(blocks + 0))  # int() alone would take a text
     except Exception:
-        raise _bad_result("headroom", rule, blocks, where, "return a number") from None
+        raise bad_result("headroom", rule, blocks, where, "return a number") from None
 
 
 def call_swap(rule: SwapRule, request: Request, view: SchedulerView) -> bool | Literal["discard"]:

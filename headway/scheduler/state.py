@@ -67,7 +67,7 @@ class SchedulerState:
         num_hit = min(cost.num_hits * self.config.block_size, cost.num_computed)
         is_resume = request.history.admission >= 0
         if not is_resume:
-            request.history.num_cached = num_hit
+            request.history.num_cached = min(num_hit, request.num_prompt)
         request.history.admission = self._num_admitted
         self._num_admitted += 1
         num_swapped = cost.num_computed - num_hit

@@ -304,7 +304,7 @@ class StepBuilder:
     def _check_dependencies(self, request: Request) -> Blocked | None:
         """Blocked if its parent has not computed the prompt, or a token of it is in flight."""
         parent = request.parent
-        if parent is not None and not parent.num_generated and parent.state in NOT_COMPUTED:
+        if parent is not None and parent.state in NOT_COMPUTED and not _has_sampled(parent):
             return Blocked(request, "parent", 1, 0)
         if request in self._state.preempted_in_flight:
             return Blocked(request, "just_preempted", 1, 0)
@@ -330,3 +330,8 @@ class StepBuilder:
         rule = self._config.headroom  # only the reason depends on which rule it is
         is_back_off = isinstance(rule, back_off) and need + rule.base(request, state.view) <= free
         return Blocked(request, "back_off" if is_back_off else "headroom", need + room, free)
+
+
+def _has_sampled(request: Request) -> bool:
+    """Whether a token of the request was sampled here, so that its prompt has been computed."""
+    return request.num_generated > len(request.history.resumed)

@@ -37,9 +37,10 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
     name = f"request {request.id!r}"
     if request.id in used_ids:
         raise InvalidRequest(f"{name}: this id is used by an open request; choose another id")
-    if request.state is not RequestState.WAITING or request.num_generated:
+    num_resumed = len(request.history.resumed)
+    if request.state is not RequestState.WAITING or request.num_generated != num_resumed:
         raise InvalidRequest(f"{name} has run before; create a new one")
-    _check_prompt(request, name)
+    _check_tokens(request, name)
     _check_params(request, name)
     if request.num_prompt >= config.max_model_len:
         raise RequestTooLong(
@@ -56,7 +57,13 @@ def validate_request(request: Request, config: Config, used_ids: Container[str])
             need=request.num_prompt + 1,
             limit=total,
         )
-    return _final_length(request, config, name)
+    length = _final_length(request, config, name)
+    if request.num_known >= length:
+        raise InvalidRequest(
+            f"{name}: output has {num_resumed} tokens already; with {request.num_prompt} prompt "
+            f"tokens the request ends at {length}"
+        )
+    return length
 
 
 def _final_length(request: Request, config: Config, name: str) -> int:
@@ -96,10 +103,11 @@ def _final_length(request: Request, config: Config, name: str) -> int:
     return length
 
 
-def _check_prompt(request: Request, name: str) -> None:
+def _check_tokens(request: Request, name: str) -> None:
     if request.num_prompt == 0:
         raise InvalidRequest(f"{name} has an empty prompt; at least one token is needed")
-    tokens = np.frombuffer(request.prompt, TOKEN)
+    known = request.tokens if request.history.resumed else request.prompt
+    tokens = np.frombuffer(known, TOKEN)
     least_token = tokens[tokens.argmin()]  # twice as fast as min()
     if least_token < 0:
         raise InvalidRequest(f"{name}: a token id must not be negative, got {least_token}")

@@ -14,7 +14,7 @@ import pytest
 import typer.main
 
 from headway import __version__
-from headway.cli.commands.simulate import parse_variant
+from headway.cli.commands.compare import parse_variant
 from headway.cli.main import COMMANDS, app, main
 from headway.cli.options.replaced import REPLACED
 from headway.errors import ConfigError

@@ -190,3 +190,52 @@ def test_percentiles_lie_between_minimum_and_maximum() -> None:
 def test_an_invalid_length_range_is_reported_with_its_name() -> None:
     with pytest.raises(ConfigError, match="output-len .*'7x'"):
         parse_length_range("output-len", "7x")
+
+
+# Datasets.
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for a model whose tokens are bytes."""
+    return options_of(save_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+def test_the_lengths_of_a_trace_are_measured_with_caps(bare: list[str], tmp_path: Path) -> None:
+    rows = ["arrival_s,prompt_tokens,output_tokens", "0,10,3", "1,40,9", "2,20,2", "3,9,9"]
+    (tmp_path / "trace.csv").write_text("\n".join(rows))
+    done = headway(
+        "bench", "throughput", *bare, "--dataset-path", tmp_path / "trace.csv", "--num-prompts",
+        "3", "--max-input-len", "25", "--max-output-len", "5", "--json",
+    )  # fmt: skip
+    result = json.loads(done.out)
+    assert (result["num_requests"], result["total_input_tokens"]) == (3, 10 + 25 + 20)
+    assert result["total_output_tokens"] == 3 + 5 + 2
+
+
+def test_conversations_in_the_format_of_sharegpt(tiny: list[str], tmp_path: Path) -> None:
+    said = [["a b c d e", "c d e a b c"], ["a", "too short before"], ["a b c d", "b b b b b"], []]
+    turns = [[{"from": "human", "value": text} for text in pair] for pair in said]
+    (tmp_path / "chats.json").write_text(json.dumps([{"conversations": each} for each in turns]))
+    done = headway(
+        "bench", "throughput", *tiny, "--dataset-path", tmp_path / "chats.json", "--json",
+        "--max-output-len", "10",
+    )  # fmt: skip
+    result = json.loads(done.out)
+    assert (result["num_requests"], result["total_input_tokens"]) == (2, 9 + 7)
+    assert result["total_output_tokens"] == 10 + 9
+
+
+@pytest.mark.parametrize(("options", "content", "said"), [
+    (["--dataset-name", "trace"], None, "needs --dataset-path"),
+    (["--dataset-name", "other"], "[]", "random, prompts, trace, sharegpt"),
+    (["--dataset-name", "random"], "[]", "no --dataset-path"),
+    ([], "{", "not JSON"), ([], "{}", "list of conversations"), ([], "[{}]", "no conversation"),
+])  # fmt: skip
+def test_a_wrong_dataset_is_one_sentence(
+    options: list[str], content: str | None, said: str, tiny: list[str], tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "chats.json").write_text(content)
+        options = [*options, "--dataset-path", str(tmp_path / "chats.json")]
+    assert said in sentence("bench", "throughput", *tiny, *options)

@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.processes import ROOT
+from tests.support.processes import printed_by
 
 pytest.importorskip("triton")
 
 
 def test_every_kernel_of_a_decode_step_is_timed(tmp_path: Path) -> None:
     written = tmp_path / "out.json"
-    done = subprocess.run(
-        [sys.executable, "bench/gpu_kernels.py", "--tiny", "--out", written],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    printed = json.loads(printed_by("bench/gpu_kernels.py", "--tiny", "--out", str(written)))
     assert printed == json.loads(written.read_text())
     assert list(printed["kernels"]) == [
         "qkv", "attention", "output", "gate and up", "down", "head", "draw"

@@ -32,13 +32,31 @@ from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 # The reference equals transformers.
 
 
+def groups_of_prompts() -> Iterator[list[str]]:
+    """Names of prompts of similar length, so that few passes of transformers have little padding."""
+    group: list[str] = []
+    for name, tokens in sorted(real.prompts().items(), key=lambda prompt: len(prompt[1])):
+        if group and (len(group) + 1) * (len(tokens) + NUM_TOKENS) > 512:
+            yield group
+            group = []
+        group.append(name)
+    yield group
+
+
+def logits_of_transformers() -> Iterator[tuple[str, Tensor]]:
+    """Each prompt's name, and the logits at the positions of its reference."""
+    for group in groups_of_prompts():
+        parts = [(real.prompts()[name], real.reference()[name]) for name in group]
+        yield from zip(group, real.batched_logits(real.transformers_model(), parts), strict=True)
+
+
 def test_the_reference_is_most_probable_in_transformers() -> None:
-    model, ties, wrong = real.transformers_model(), [], []
+    ties, wrong = [], []
     assert len(real.PROMPTS) >= 24 and list(real.reference()) == list(real.PROMPTS)
-    for name, prompt in real.prompts().items():
+    for name, logits in logits_of_transformers():
         output = real.reference()[name]
-        assert len(output) == NUM_TOKENS
-        values, tokens = real.transformers_logits(model, prompt, output).topk(2)
+        values, tokens = logits.topk(2)
+        assert len(output) == len(tokens) == NUM_TOKENS
         for place in range(NUM_TOKENS):
             pair, gap = tokens[place].tolist(), float(values[place, 0] - values[place, 1])
             if gap < real.TIE and output[place] in pair:
@@ -140,7 +158,7 @@ def test_the_offline_api_generates_the_reference(llm: LLM) -> None:
 def test_each_prompt_alone_generates_the_reference() -> None:
     """A step has one row here; test_batch_invariance.py compares the logits bit by bit."""
     trial = Trial(real.decoder(), max_num_seqs=1)
-    assert not unlike_reference(trial.ask_one(real.short_prompts(40), 4))
+    assert not unlike_reference(trial.ask_one(real.short_prompts(20), 3))
     assert trial.seen.most_decodes == 1
 
 
@@ -151,7 +169,7 @@ def test_every_preset_generates_the_reference_in_a_batch(preset: str) -> None:
     if preset == DEFAULT:
         outputs = trial.ask_one(real.prompts())
     else:
-        outputs = trial.ask_one(real.short_prompts(20), 4)
+        outputs = trial.ask_one(real.short_prompts(12), 4)
     assert not unlike_reference(outputs)
     assert trial.seen.most_decodes > 12
 
@@ -167,12 +185,12 @@ class Case:
     settings: dict[str, Any]
     happened: Callable[[Seen], bool]
     num_tokens: int = 6
-    longest: int = 20
+    longest: int = 12
     num_times: int = 1
     params: dict[str, Any] = field(default_factory=dict)
 
 
-CRAMPED = {"preset": "vllm_v1", "block_size": 2, "num_blocks": 75, "victim": "least_work"}
+CRAMPED = {"preset": "vllm_v1", "block_size": 2, "num_blocks": 52, "victim": "least_work"}
 CASES = {
     "chunks of 7": Case({"chunk": "at_most(7)"}, lambda seen: seen.longest_chunk == 7, longest=40),
     "recompute": Case(
@@ -183,7 +201,7 @@ CASES = {
         lambda seen: seen.num_swapped >= 20 and min(seen.num_copied) >= 20, 16,
     ),
     "blocks of 1, all asked twice": Case(
-        {"block_size": 1}, lambda seen: seen.num_full_hits >= len(real.short_prompts(20)), 4,
+        {"block_size": 1}, lambda seen: seen.num_full_hits >= len(real.short_prompts(12)), 4,
         num_times=2,
     ),
     "blocks of 64, one step ahead": Case(
@@ -198,7 +216,7 @@ CASES = {
     "four steps a plan, one ahead": Case(
         {"num_scheduler_steps": 4, "async_scheduling": 1}, lambda seen: seen.num_steps < 7, 9
     ),
-    "three samples": Case({}, lambda seen: seen.most_decodes >= 48, 3, params={"n": 3}),
+    "three samples": Case({}, lambda seen: seen.most_decodes >= 39, 3, params={"n": 3}),
 }  # fmt: skip
 
 

@@ -25,7 +25,6 @@ from headway.model.precision import choose_backend, why_not_native
 from headway.model.weights.checkpoint import open_checkpoint
 from tests.support import real
 
-transformers = pytest.importorskip("transformers")
 VOCABULARY, LENGTH = 199, 256
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
@@ -70,6 +69,8 @@ BACKENDS: dict[str, Callable[[], Backend]] = {"native": NativeBackend, "plain": 
 
 def save(family: Family, folder: Path) -> None:
     """Save a random model of the family with transformers."""
+    import transformers  # not above: every process collects the tests, and few need it
+
     numbers = {
         "vocab_size": VOCABULARY, "hidden_size": 96, "intermediate_size": 160,
         "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16,
@@ -88,14 +89,16 @@ def save(family: Family, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
     """Find the folder of a family, and transformers' model of it in float32; made on demand."""
+    from transformers import AutoModelForCausalLM
+
     made: dict[str, tuple[Path, Any]] = {}
 
     def find(name: str) -> tuple[Path, Any]:
         if name not in made:
             folder = tmp_path_factory.mktemp("family")
             save(FAMILIES[name], folder)
-            auto = transformers.AutoModelForCausalLM
-            made[name] = folder, auto.from_pretrained(folder, dtype=torch.float32).eval()
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            made[name] = folder, model.eval()
         return made[name]
 
     return find

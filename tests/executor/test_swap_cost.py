@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from itertools import chain, repeat
@@ -44,8 +41,8 @@ from headway.request import Request, RequestParams
 from headway.scheduler import Scheduler, preset
 from headway.scheduler.policies import swap_if_cheaper
 from headway.scheduler.presets import describe, slot
+from tests.support.processes import printed_by
 
-ROOT = Path(__file__).parents[2]
 CONTEXTS = (256, 1024, 2048, 4096, 8192, 16384, 32768)
 CONFIG = preset("headway", num_blocks=4096, num_host_blocks=4096, max_model_len=40960)
 
@@ -262,14 +259,9 @@ def test_measuring_changes_no_output(make: Callable[[], Any]) -> None:
 
 
 def test_the_benchmark_runs_on_a_tiny_model(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "bench/gpu_schedule.py"), "--device", "cpu", "--tiny"]
     written, log = tmp_path / "out.json", tmp_path / "log.jsonl"
-    done = subprocess.run(
-        [*command, "--out", str(written), "--log", str(log)],
-        capture_output=True, text=True, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    printed = json.loads(done.stdout)
+    options = ("--device", "cpu", "--tiny", "--out", str(written), "--log", str(log))
+    printed = json.loads(printed_by("bench/gpu_schedule.py", *options))
     assert printed == json.loads(written.read_text())
     for found in printed["gaps"]:
         assert 0 < found["p50_gap_ms"] <= found["p99_gap_ms"] <= found["worst_gap_ms"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +14,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, Rope, from_gguf, from_hf, load_hf
@@ -37,15 +29,24 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
-CONFIGS: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SMALL),
-    "llama, tied": LlamaConfig(**SMALL, tie_word_embeddings=True),
-    "llama, biases": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
-    "llama, wide heads": LlamaConfig(**SMALL, head_dim=32),
-    "mistral": MistralConfig(**SMALL, sliding_window=None),
-    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
-    "qwen3": Qwen3Config(**SMALL, head_dim=24),
-    "qwen3, biases": Qwen3Config(**SMALL, head_dim=16, attention_bias=True),
+
+
+def config_of(kind: str, **values: Any) -> Any:
+    """A small config of transformers, which only this import loads: collecting needs none."""
+    import transformers
+
+    return getattr(transformers, f"{kind}Config")(**{**SMALL, **values})
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": partial(config_of, "Llama"),
+    "llama, tied": partial(config_of, "Llama", tie_word_embeddings=True),
+    "llama, biases": partial(config_of, "Llama", attention_bias=True, mlp_bias=True),
+    "llama, wide heads": partial(config_of, "Llama", head_dim=32),
+    "mistral": partial(config_of, "Mistral", sliding_window=None),
+    "qwen2": partial(config_of, "Qwen2", tie_word_embeddings=True),
+    "qwen3": partial(config_of, "Qwen3", head_dim=24),
+    "qwen3, biases": partial(config_of, "Qwen3", head_dim=16, attention_bias=True),
 }
 SLIDING: dict[str, Any] = {"sliding_window": 128, "use_sliding_window": True}
 ROPES: dict[str, dict[str, Any]] = {
@@ -78,7 +79,7 @@ ROPES: dict[str, dict[str, Any]] = {
 
 def read(**changes: Any) -> ModelConfig:
     """The config of a small Llama, with some values of its config.json changed."""
-    return from_hf({**LlamaConfig(**SMALL).to_dict(), **changes}, "config.json")
+    return from_hf({**config_of("Llama").to_dict(), **changes}, "config.json")
 
 
 def error_of(**changes: Any) -> str:
@@ -90,9 +91,11 @@ def error_of(**changes: Any) -> str:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_tensors_equal_those_of_transformers(name: str) -> None:
-    config = from_hf(CONFIGS[name].to_dict(), name)
+    from transformers import AutoModelForCausalLM
+
+    config = from_hf(CONFIGS[name]().to_dict(), name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(CONFIGS[name])
+        model = AutoModelForCausalLM.from_config(CONFIGS[name]())
     theirs = {key: tuple(value.shape) for key, value in model.named_parameters()}
     assert config.shapes() == theirs
     assert config.num_params == sum(p.numel() for p in model.parameters())
@@ -100,7 +103,7 @@ def test_tensors_equal_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sizes_equal_those_of_transformers(name: str) -> None:
-    theirs = CONFIGS[name]
+    theirs = CONFIGS[name]()
     config = from_hf(theirs.to_dict(), name)
     assert config.architecture == theirs.model_type
     assert config.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // 4)
@@ -123,10 +126,13 @@ def test_architecture_is_read_from_architectures_before_model_type() -> None:
 @pytest.mark.parametrize("theta", [10_000.0, 100_000.0, 500_000.0, 1_000_000.0])
 @pytest.mark.parametrize("name", ROPES)
 def test_rope_equals_that_of_transformers(name: str, theta: float, head_dim: int) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
     kind = name.partition(",")[0]
     parameters = {"rope_type": kind, "rope_theta": theta, **ROPES[name]}
     long = {**SMALL, "max_position_embeddings": 131072, "head_dim": head_dim}
-    theirs = LlamaConfig(**long, rope_parameters=parameters)
+    theirs = config_of("Llama", **long, rope_parameters=parameters)
     rope = from_hf(theirs.to_dict(), name).rope
     if kind == "default":
         frequencies, scale = LlamaRotaryEmbedding(theirs).inv_freq, 1.0
@@ -146,10 +152,12 @@ def test_rope_equals_that_of_transformers(name: str, theta: float, head_dim: int
 def test_yarn_equals_that_of_transformers_at_its_limits(
     theta: float, betas: dict[str, Any], length: int
 ) -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     parameters = {"rope_type": "yarn", "rope_theta": theta, "factor": 4.0, "truncate": False}
     parameters |= {"original_max_position_embeddings": length, **betas}
     long = {**SMALL, "max_position_embeddings": 4 * length}
-    theirs = LlamaConfig(**long, rope_parameters=parameters)
+    theirs = config_of("Llama", **long, rope_parameters=parameters)
     rope = from_hf(theirs.to_dict(), "x").rope
     frequencies, _ = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
     np.testing.assert_allclose(rope.inverse_frequencies(16), frequencies.numpy(), rtol=5e-7, atol=0)
@@ -188,24 +196,29 @@ def test_rope_divisors_divide_the_frequencies() -> None:
 @pytest.mark.parametrize(
     ("theirs", "is_in_force"),
     [
-        (MistralConfig(**SMALL, sliding_window=128), True),
-        (MistralConfig(**SMALL, sliding_window=512), False),
-        (MistralConfig(**SMALL, sliding_window=None), False),
-        (Qwen2Config(**SMALL, sliding_window=128), False),
-        (Qwen2Config(**SMALL, sliding_window=128, use_sliding_window=True), False),
-        (Qwen2Config(**SMALL, **SLIDING, max_window_layers=3), False),
+        (partial(config_of, "Mistral", sliding_window=128), True),
+        (partial(config_of, "Mistral", sliding_window=512), False),
+        (partial(config_of, "Mistral", sliding_window=None), False),
+        (partial(config_of, "Qwen2", sliding_window=128), False),
+        (partial(config_of, "Qwen2", sliding_window=128, use_sliding_window=True), False),
+        (partial(config_of, "Qwen2", **SLIDING, max_window_layers=3), False),
         (
-            Qwen2Config(**SMALL, sliding_window=128, use_sliding_window=True, max_window_layers=2),
+            partial(
+                config_of, "Qwen2", sliding_window=128, use_sliding_window=True, max_window_layers=2
+            ),
             True,
         ),
         (
-            Qwen3Config(**SMALL, sliding_window=512, use_sliding_window=True, max_window_layers=0),
+            partial(
+                config_of, "Qwen3", sliding_window=512, use_sliding_window=True, max_window_layers=0
+            ),
             False,
         ),
     ],
 )
-def test_only_an_effective_window_is_rejected(theirs: PreTrainedConfig, is_in_force: bool) -> None:
-    for values in (theirs.to_dict(), {**theirs.to_dict(), "layer_types": None}):
+def test_only_an_effective_window_is_rejected(theirs: Callable[[], Any], is_in_force: bool) -> None:
+    described = theirs().to_dict()
+    for values in (described, {**described, "layer_types": None}):
         if is_in_force:
             with pytest.raises(ModelError, match=r"sliding_window 128.*512"):
                 from_hf(values, "config.json")
@@ -277,7 +290,7 @@ JUNK = st.recursive(
 @settings(max_examples=300, deadline=None)
 @given(base=st.sampled_from(sorted(CONFIGS)), junk=st.data())
 def test_random_values_are_read_or_rejected(base: str, junk: st.DataObject) -> None:
-    values = CONFIGS[base].to_dict()
+    values = CONFIGS[base]().to_dict()
     names = [*values, "rope_scaling", "quantization_config", "original_max_position_embeddings"]
     values[junk.draw(st.sampled_from(sorted(names)))] = junk.draw(JUNK)
     rope = {"rope_type": junk.draw(st.sampled_from(("linear", "llama3", "yarn")))}
@@ -332,7 +345,7 @@ def read_gguf(*tensors: str, **changes: Any) -> ModelConfig:
 
 
 def test_gguf_and_config_json_give_the_same_config() -> None:
-    theirs = LlamaConfig(**SMALL, eos_token_id=[2, 5], rope_theta=5e5).to_dict()
+    theirs = config_of("Llama", eos_token_id=[2, 5], rope_theta=5e5).to_dict()
     assert read_gguf("output.weight") == from_hf(theirs, "x")
 
 

@@ -31,6 +31,8 @@ import typer.main
 
 from headway.cli.main import app
 from headway.config import QueueRule, SchedulerView, StepActions
+from headway.fleet.client import FleetClient
+from headway.fleet.settings import FleetSettings
 from headway.lab.cost import FOLDER, Machine, Model, Profile
 from headway.lab.planner.executors import InProcess
 from headway.lab.stories.measure import report
@@ -312,7 +314,7 @@ def full_line() -> dict[str, Any]:
     request = Request("r", [1], params, parent=Request("parent", [1], params))
     request.finish_reason, request.stop_token, request.error = "error", 1, "step failed"
     for field in fields(request.history):
-        setattr(request.history, field.name, 1)
+        setattr(request.history, field.name, (1,) if field.name == "resumed" else 1)
     plan = Plan(
         step=1, decodes=[request], rows=np.zeros(1, np.intp), num_steps=2, decode_context=1,
         new_blocks=[(request, 0)], chunks=[Chunk(request, 0, 1, 0, True)],
@@ -365,6 +367,16 @@ def test_every_key_of_a_summary_is_documented() -> None:
     summary = summarize(RunStats(trace.header(preset(), 0)))
     document = read("docs/simulator.md")
     assert [key for key in summary if f"`{key}`" not in document] == []
+
+
+def test_settings_and_counters_of_a_fleet_are_documented() -> None:
+    document = read("docs/fleet_faults.md")
+    _, *rows = rows_after(document, "`FleetSettings` has these fields")
+    known = {name: default for name, default, _ in rows}
+    assert known == {f"`{field.name}`": str(field.default) for field in fields(FleetSettings)}
+    _, *rows = rows_after(document, "## Counters")
+    counters = {name.strip("`") for name, _ in rows}
+    assert counters == set(FleetClient(block_size=16).describe())
 
 
 def rewrite(path: Path) -> None:

@@ -48,15 +48,24 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
         "parallel", "unsupported",
     ),
+    "fleet": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "fleet"),
+    "fleet.routing": (*TYPES, "scheduler"),
+    "fleet.prefix_tracker": (*TYPES, "kv"),
+    "fleet.router": (*TYPES, "fleet.routing", "fleet.prefix_tracker"),
     "lab": (
-        *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe", "lab",
+        *TYPES, "kv", "scheduler", "executor.base", "executor.simulated", "engine", "observe",
+        "fleet.routing", "fleet.router", "fleet.prefix_tracker", "lab",
+    ),
+    "fleet.ray_serve": (
+        *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
+        "lab", "server", "fleet",
     ),
     "server": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "lab", "server",
     ),
     "cli": (
         *TYPES, "kv", "scheduler", "executor", "model", "text", "engine", "observe", "loading", "llm",
-        "lab", "server", "cli", "version", "unsupported",
+        "fleet", "lab", "server", "cli", "version", "unsupported",
     ),
     "__main__": ("cli",),
 }  # fmt: skip

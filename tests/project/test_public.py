@@ -126,7 +126,8 @@ COMMANDS = {
     "top": {"url", "--api-key", "--every", "--once"},
     "doctor": {"target", "--try", "--profile", "--api-key", "--json"},
     "bench throughput": {
-        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path", "--json",
+        "--num-prompts", "--input-len", "--output-len", "--seed", "--dataset-path",
+        "--dataset-name", "--max-input-len", "--max-output-len", "--json",
         *MODEL_FLAGS,
     },
     "bench latency": {
@@ -145,9 +146,12 @@ COMMANDS = {
         "--dtype", "--quantization", "--quick", "--threads",
     },
     "simulate": {
-        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate", *RUN_FLAGS,
+        "workload", "--preset", "--trace-out", "--trace-blocks", "--trace-redact", "--disaggregate",
+        "--replicas", "--route", *RUN_FLAGS,
     },
-    "compare": {"workload", "--presets", "--variant", *RUN_FLAGS},
+    "compare": {
+        "workload", "--presets", "--variant", "--replicas", "--routes", "--plot", *RUN_FLAGS,
+    },
     "sweep": {"knobs", "--workload", "-w", "--metric", "--plot", *PLANNER_FLAGS},
     "breakeven": {"--profile", "--plot", "--json"},
     "tune": {

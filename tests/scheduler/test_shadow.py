@@ -32,6 +32,7 @@ MIN_EVENTS = {
     "resets while running": 30, "crashes": 15, "multi-step plans": 160,
     "ends within a multi-step plan": 8, "samples of one prompt": 500,
     "plans while another is in flight": 1600,
+    "continued requests": 80,
     "blocked: token_budget": 80, "blocked: blocks": 800, "blocked: headroom": 800,
     "blocked: parent": 800, "blocked: back_off": 15, "blocked: just_preempted": 15,
     "not considered: max_num_seqs": 800, "not considered: token_budget": 160,

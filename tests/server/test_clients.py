@@ -7,11 +7,10 @@ import json
 import math
 import threading
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import anthropic
-import openai
 import pytest
 import uvicorn
 
@@ -124,7 +123,18 @@ def url(
 
 
 @pytest.fixture(scope="module")
-def client(url: str) -> Iterator[Any]:
+def openai() -> Any:
+    """The module. Imported here, because every process collects the tests and few need it."""
+    return import_module("openai")
+
+
+@pytest.fixture(scope="module")
+def anthropic() -> Any:
+    return import_module("anthropic")
+
+
+@pytest.fixture(scope="module")
+def client(openai: Any, url: str) -> Iterator[Any]:
     with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, timeout=60, max_retries=0) as client:
         yield client
 
@@ -232,7 +242,7 @@ def test_a_stop_string_ends_the_text_before_it(client: Any, alone: str) -> None:
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_the_client_raises_its_own_error_classes(client: Any) -> None:
+def test_the_client_raises_its_own_error_classes(openai: Any, client: Any) -> None:
     with pytest.raises(openai.NotFoundError, match=NAME):
         client.completions.create(model="unknown-model", prompt="x")
     with pytest.raises(openai.BadRequestError, match="temperature") as caught:
@@ -257,7 +267,7 @@ def test_a_stream_closed_early_ends_its_request(client: Any, llm: LLM) -> None:
     assert not llm.engine.has_work
 
 
-def test_the_async_client_runs_many_requests_at_once(url: str, alone: str) -> None:
+def test_the_async_client_runs_many_requests_at_once(openai: Any, url: str, alone: str) -> None:
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
             asks = (client.completions.create(prompt=PROMPT, max_tokens=8, **GREEDY)
@@ -313,7 +323,7 @@ def test_a_model_without_tools_in_its_template_calls_tools(client: Any) -> None:
     assert again.choices[0].message.content
 
 
-def test_responses_complete_streamed_and_structured(client: Any) -> None:
+def test_responses_complete_streamed_and_structured(openai: Any, client: Any) -> None:
     asked: Any = {"model": NAME, "input": TALK, "temperature": 0, "max_output_tokens": 6}
     whole = client.responses.create(**asked)
     chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)
@@ -352,12 +362,14 @@ def test_responses_call_functions(client: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def claude(url: str) -> Iterator[Any]:
+def claude(anthropic: Any, url: str) -> Iterator[Any]:
     with anthropic.Anthropic(base_url=url, api_key=KEY, timeout=60, max_retries=0) as client:
         yield client
 
 
-def test_anthropics_client_reads_messages_complete_and_streamed(client: Any, claude: Any) -> None:
+def test_anthropics_client_reads_messages_complete_and_streamed(
+    anthropic: Any, client: Any, claude: Any
+) -> None:
     asked: Any = {"model": NAME, "messages": TALK, "max_tokens": 6, "extra_body": {"top_k": 1}}
     whole = claude.messages.create(**asked)
     chat = client.chat.completions.create(messages=TALK, max_completion_tokens=6, **GREEDY)

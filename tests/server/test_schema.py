@@ -93,10 +93,18 @@ def test_every_response_conforms_to_the_schema(schema: Any) -> None:
     with requests.Session() as session:
         session.trust_env = False  # no search for proxies
         seen: dict[str, set[int]] = {}  # statuses by operation
+        sent: set[str] = set()
 
         def check(case: Any) -> None:
             if isinstance(case.body, dict):
                 _make_possible(case.body)
+            request = repr(
+                (case.operation.label, case.path_parameters, case.query, case.headers,
+                 case.cookies, case.media_type, case.body)
+            )  # fmt: skip
+            if request in sent:  # _make_possible makes requests alike
+                return
+            sent.add(request)
             response = case.call_and_validate(session=session, checks=CHECKS, timeout=20)
             seen[case.operation.label].add(response.status_code)
 

@@ -1,14 +1,16 @@
-"""Servers in separate processes: start them, send requests and signals."""
+"""Programs: servers in separate processes, and scripts in this one."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -40,6 +42,19 @@ def serving(
     finally:
         process.kill()
         process.communicate()
+
+
+def printed_by(script: str, *arguments: str) -> str:
+    """The output of a script of the repository, run in this process, which has imported torch."""
+    path, printed = ROOT / script, io.StringIO()
+    before = sys.argv, sys.path
+    sys.argv, sys.path = [str(path), *arguments], [str(path.parent), *sys.path]
+    try:
+        with redirect_stdout(printed):
+            runpy.run_path(str(path), run_name="__main__")
+    finally:
+        sys.argv, sys.path = before
+    return printed.getvalue()
 
 
 class Forked:

@@ -339,9 +339,26 @@ def transformers_model() -> Any:
 @torch.inference_mode()
 def transformers_logits(model: Any, prompt: Sequence[int], output: Sequence[int]) -> Tensor:
     """Logits at each position of the output, given all tokens before it."""
-    tokens = torch.tensor([[*prompt, *output]])
-    logits: Tensor = model(tokens[:, :-1], logits_to_keep=len(output)).logits[0]
+    (logits,) = batched_logits(model, [(prompt, output)])
     return logits
+
+
+@torch.inference_mode()
+def batched_logits(
+    model: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[Tensor]:
+    """`transformers_logits` of several prompts and outputs in one pass.
+
+    The sequences are padded at their ends: no position depends on a later one.
+    """
+    sequences = [[*prompt, *output][:-1] for prompt, output in parts]
+    width = max(map(len, sequences))
+    padded = [tokens + [0] * (width - len(tokens)) for tokens in sequences]
+    states = model.model(torch.tensor(padded)).last_hidden_state
+    return [
+        model.lm_head(row[len(prompt) - 1 :][: len(output)])
+        for row, (prompt, output) in zip(states, parts, strict=True)
+    ]
 
 
 def write_reference() -> None:

@@ -277,7 +277,16 @@ def random_scenario(seed: int, async_scheduling: int) -> Scenario:
         scenario.crash = rng.randrange(20)
     if rng.random() < 0.5:
         scenario.reads = frozenset(rng.choices(range(60), k=rng.choice((3, 20))))
+    continue_some(random.Random(-seed - 1), scenario)
     return scenario
+
+
+def continue_some(rng: random.Random, scenario: Scenario) -> None:
+    """Give some requests a part of their output, as if another engine had begun them."""
+    for request in scenario.requests:
+        if rng.random() < 0.08 and request.params.max_tokens is not None:
+            output, _ = oracle(request.prompt, request.params, scenario.config.max_model_len)
+            request.continue_from(output[: rng.randrange(len(output))] if output else [])
 
 
 # The driver.
@@ -340,7 +349,8 @@ class ScenarioRun:
                 assert self.scheduler.requests == before and request.finish_reason is None
                 self.seen["refused"] += 1
             else:
-                self.outputs[request] = []
+                self.outputs[request] = list(request.history.resumed)
+                self.seen["continued requests"] += bool(request.history.resumed)
                 self.seen["samples of one prompt"] += request.parent is not None
 
     def _launch(self) -> Plan:

@@ -6,7 +6,6 @@ import json
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,17 +13,16 @@ import typer
 from rich.console import Console
 
 from headway.cli.commands import bench_serve
-from headway.cli.options import prompts
 from headway.cli.options.command import Command
 from headway.cli.options.common import Json, progress_bar, spread
+from headway.cli.options.dataset import NAMES, Dataset, Work, random_work
 from headway.cli.options.model import ModelOptions
 from headway.cli.view import live
 from headway.engine.gc_freeze import gc_freeze
-from headway.errors import ConfigError, ExecutorError, InvalidRequest
+from headway.errors import ExecutorError
 from headway.lab.loadgen import report
-from headway.lab.loadgen.requests import LengthRange, parse_length_range, random_prompt
+from headway.lab.loadgen.requests import LengthRange, parse_length_range
 from headway.observe.trace import header
-from headway.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from headway.llm import LLM
@@ -41,14 +39,25 @@ Seed = Annotated[int, typer.Option(help="Random seed of the prompts.")]
 DatasetPath = Annotated[
     Path | None,
     typer.Option(
-        help="File with prompts, in the format of `headway generate --file`, instead of random "
-        "prompts. max_tokens of a line overrides --output-len."
+        help="File with prompts in the format of `headway generate --file` (max_tokens of a line "
+        "overrides --output-len), with the lengths of a trace (.csv), or with ShareGPT's "
+        "conversations (.json), instead of random prompts."
     ),
+]
+DatasetName = Annotated[
+    str | None,
+    typer.Option(
+        help=f"What --dataset-path contains: {', '.join(NAMES[1:])}. Default: by its name.",
+        show_default=False,
+    ),
+]
+MaxLen = Annotated[
+    int | None,
+    typer.Option(help="Cut longer ones of a trace or of conversations.", min=1, show_default=False),
 ]
 BatchSize = Annotated[int, typer.Option(help="Requests per batch.", min=1)]
 Iters = Annotated[int, typer.Option(help="Number of measured batches.", min=1)]
 Warmup = Annotated[int, typer.Option(help="Number of warm-up batches, not measured.", min=0)]
-Work = tuple[list[str | list[int]], list[SamplingParams]]
 app.command("serve", cls=Command)(bench_serve.serve_command)
 
 
@@ -60,6 +69,9 @@ def throughput_command(
     output_len: OutputLen = "64",
     seed: Seed = 0,
     dataset_path: DatasetPath = None,
+    dataset_name: DatasetName = None,
+    max_input_len: MaxLen = None,
+    max_output_len: MaxLen = None,
     json_: Json = False,
     *,
     model: ModelOptions,
@@ -68,15 +80,15 @@ def throughput_command(
 
     Prompts are random tokens, so they share no prefix; outputs have their full length.
     """
-    inputs = parse_length_range("input-len", input_len)
-    outputs = parse_length_range("output-len", output_len)
+    dataset = Dataset(
+        count=num_prompts, inputs=parse_length_range("input-len", input_len),
+        outputs=parse_length_range("output-len", output_len), name=dataset_name, path=dataset_path,
+        max_input=max_input_len, max_output=max_output_len,
+    )  # fmt: skip
     source = random.Random(seed)
     with model.load() as llm:
-        if dataset_path is None:
-            work = _random_work(llm, source, num_prompts, inputs, outputs)
-        else:
-            work = _read_work(llm, dataset_path, num_prompts, source, outputs)
-        warm_up = _random_work(llm, source, 1, LengthRange(8, 8), LengthRange(2, 2))
+        work = dataset.load(llm, source)
+        warm_up = random_work(llm, source, 1, LengthRange(8, 8), LengthRange(2, 2))
         _run(llm, warm_up)
         metrics = live.measure(llm)
         with gc_freeze(), live.bar(llm, "throughput", len(work[0])):
@@ -114,7 +126,7 @@ def latency_command(
         progress_bar("latency", num_iters_warmup + num_iters) as advance,
     ):
         for _ in range(num_iters_warmup + num_iters):
-            work = _random_work(llm, source, batch_size, *lengths)
+            work = random_work(llm, source, batch_size, *lengths)
             start = time.perf_counter()
             _run(llm, work)
             seconds.append(time.perf_counter() - start)
@@ -124,46 +136,6 @@ def latency_command(
         print(json.dumps({**_setting(llm, model), **result}, indent=2))
     else:
         _show_latency(result, batch_size * output_len)
-
-
-def _random_work(
-    llm: LLM, source: random.Random, count: int, inputs: LengthRange, outputs: LengthRange
-) -> Work:
-    limit = min(llm.config.max_model_len, llm.config.num_blocks * llm.config.block_size + 1)
-    if inputs.high + outputs.high > limit:
-        raise ConfigError(
-            f"{inputs.high} input and {outputs.high} output tokens exceed the limit of {limit} "
-            "tokens (model length and KV cache); lower --input-len or --output-len"
-        )
-    vocab_size = llm.loaded.decoder.config.vocab_size
-    contents: list[str | list[int]] = [
-        random_prompt(source, inputs.draw(source), vocab_size) for _ in range(count)
-    ]
-    return contents, [_params(source, outputs.draw(source)) for _ in range(count)]
-
-
-def _params(source: random.Random, num_output: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_output, ignore_eos=True, seed=source.getrandbits(32))
-
-
-def _read_work(
-    llm: LLM, file: Path, count: int, source: random.Random, outputs: LengthRange
-) -> Work:
-    """The first prompts of a file; InvalidRequest if one of them is invalid."""
-    entries = prompts.read_prompts((), file, SamplingParams(max_tokens=None))[:count]
-    prompts.apply_chat_template(llm, entries)
-    error = next((entry.error for entry in entries if entry.error), None)
-    if error is not None:
-        raise InvalidRequest(error)
-    params = [
-        replace(
-            entry.params,
-            max_tokens=entry.params.max_tokens or outputs.draw(source),
-            ignore_eos=True,
-        )
-        for entry in entries
-    ]
-    return [entry.content for entry in entries], params
 
 
 def _run(llm: LLM, work: Work) -> None:

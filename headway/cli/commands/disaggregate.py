@@ -11,8 +11,9 @@ from headway.cli.options import common as options
 from headway.cli.view import render
 from headway.config import Config
 from headway.errors import ConfigError
+from headway.fleet.routing import RouteRule
+from headway.lab.cluster import ReplicasResult, simulate_replicas
 from headway.lab.cost import Profile
-from headway.lab.disaggregate import ReplicasResult, simulate_replicas
 from headway.lab.summary import Summary
 from headway.lab.workload.request import WorkloadRequest
 
@@ -39,6 +40,7 @@ def compare_pools(
     profile: Profile,
     pools: tuple[int, int],
     *,
+    route: RouteRule,
     async_scheduling: bool,
     as_json: bool,
 ) -> ReplicasResult:
@@ -51,7 +53,7 @@ def compare_pools(
     ):
         with options.progress_bar(f"simulating {name}", len(requests)) as progress:
             results[name] = simulate_replicas(
-                requests, config, profile, number, decode=decode,
+                requests, config, profile, number, route=route, decode=decode,
                 async_scheduling=async_scheduling, progress=progress,
             )  # fmt: skip
     summaries = {name: result.summary() for name, result in results.items()}

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headway.cli.commands.simulate import parse_variant
+from headway.cli.commands.compare import parse_variant
 from headway.cli.options import common as options
 from headway.errors import ConfigError, FormatError, HeadwayError
 from headway.lab.cost import load_profile

@@ -16,6 +16,7 @@ from rich.table import Table
 from headway.cli.options.common import Json, progress_bar
 from headway.cli.options.packages import install
 from headway.errors import ModelError
+from headway.fleet.routing import ROUTES
 from headway.lab.cost import known_profiles, load_profile
 from headway.model.registry import ModelEntry, list_models, resolve
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, describe, preset
@@ -146,7 +147,7 @@ def presets_command(json_: Json = False) -> None:
     table = Table(title="Policies", header_style="bold", box=None)
     for column in ("slot", "policy", "description"):
         table.add_column(column)
-    for slot, policies in SLOTS.items():
+    for slot, policies in {**SLOTS, "route": ROUTES}.items():
         for policy in policies:
             table.add_row(slot, policy.__name__, (policy.__doc__ or "").strip().split("\n")[0])
     console.print(table)

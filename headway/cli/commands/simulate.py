@@ -1,7 +1,7 @@
-"""`headway simulate`, `headway compare` and `headway demo`: runs on a virtual clock.
+"""`headway simulate` and `headway demo`: runs on a virtual clock.
 
-`simulate` runs one workload with one scheduler, `compare` with several. `demo` shows static against
-continuous batching, and the presets side by side.
+`simulate` runs one workload with one scheduler, on one replica or several. `demo` shows static
+against continuous batching, and the presets side by side.
 """
 
 from __future__ import annotations
@@ -11,36 +11,27 @@ from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from headway.cli.commands import replicas as replicas_command
+from headway.cli.commands.compare import run_all, summaries_of
 from headway.cli.commands.disaggregate import compare_pools, parse_pools
 from headway.cli.options import common as options
 from headway.cli.view import render
-from headway.config import Config
 from headway.errors import ConfigError, FormatError
-from headway.lab.cost import Profile, load_profile
+from headway.lab.cost import load_profile
 from headway.lab.simulate import simulate
-from headway.lab.summary import Summary, summarize
+from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.lab.workload.synthetic import parse_synthetic
-from headway.scheduler.presets import PRESETS, read_changes
+from headway.scheduler.presets import PRESETS
 
 TraceOut = Annotated[
     Path | None, typer.Option(help="Write a trace of all decisions; see `headway trace`.")
 ]
-ALL_PRESETS = ",".join(PRESETS)
-Presets = Annotated[str, typer.Option(help="Comma-separated presets.")]
-Variants = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--variant",
-        help="A further scheduler: 'name: preset; slot=value; number=value'. May be repeated.",
-    ),
-]
-
 Disaggregate = Annotated[
     str | None,
     typer.Option(
@@ -72,6 +63,8 @@ def simulate_command(
     trace_redact: Annotated[
         bool, typer.Option("--trace-redact", help=options.TRACE_REDACT)
     ] = False,
+    replicas: replicas_command.Replicas = None,
+    route: replicas_command.Route = None,
     disaggregate: Disaggregate = None,
     json_: options.Json = False,
     async_scheduling: options.AsyncScheduling = False,
@@ -85,18 +78,27 @@ def simulate_command(
     """
     chosen = load_profile(profile)
     config = options.make_config(preset, chosen, scheduler.changes())
-    if disaggregate is not None:
-        pools = parse_pools(disaggregate)
-        if trace_out:
-            raise ConfigError(
-                "--trace-out writes one scheduler; it cannot be used with --disaggregate"
-            )
+    if disaggregate is not None or replicas is not None:
+        pools = _pools(disaggregate, replicas, trace_out)
+        rule = replicas_command.read_route(route)
         requests = selection.load(workload)
-        rejected = compare_pools(
-            requests, config, chosen, pools, async_scheduling=async_scheduling, as_json=json_
-        ).rejected
+        if isinstance(pools, tuple):
+            rejected = compare_pools(
+                requests, config, chosen, pools, route=rule, async_scheduling=async_scheduling,
+                as_json=json_,
+            ).rejected  # fmt: skip
+        else:
+            several = replicas_command.run_replicas(
+                requests, config, chosen, pools, rule, async_scheduling=async_scheduling,
+                trace_out=trace_out, trace_blocks=trace_blocks, trace_redact=trace_redact,
+            )  # fmt: skip
+            rejected = several.rejected
+            title = f"{preset} on {pools} x {chosen.name}, route {several.route}"
+            replicas_command.print_replicas(title, several, as_json=json_)
         _check_rejected(rejected, requests)
         return
+    if route is not None:
+        raise ConfigError(f"--route {route} needs --replicas or --disaggregate")
     requests = selection.load(workload)
     total = sum(request.n for request in requests)
     try:
@@ -122,76 +124,25 @@ def simulate_command(
     _check_rejected(result.rejected, requests)
 
 
+def _pools(
+    disaggregate: str | None, replicas: int | None, trace_out: Path | None
+) -> tuple[int, int] | int:
+    """The numbers of prefill and decode replicas, or the number of colocated ones."""
+    if disaggregate is None:
+        return replicas_command.read_replicas(replicas or 0)
+    if replicas is not None:
+        raise ConfigError(
+            "--replicas cannot be used with --disaggregate, which has its own numbers"
+        )
+    if trace_out:
+        raise ConfigError("--trace-out cannot be used with --disaggregate")
+    return parse_pools(disaggregate)
+
+
 def _check_rejected(rejected: list[tuple[str, str]], requests: list[WorkloadRequest]) -> None:
     if len(rejected) == len(requests):
         render.print_error(f"all requests were rejected; the first: {rejected[0][1]}")
         raise typer.Exit(1)
-
-
-@options.spread
-def compare_command(
-    workload: options.Workload = options.DEFAULT_WORKLOAD,
-    presets: Presets = ALL_PRESETS,
-    variant: Variants = None,
-    profile: options.ProfileName = "llama3.1-8b-a100-80gb",
-    json_: options.Json = False,
-    async_scheduling: options.AsyncScheduling = False,
-    *,
-    selection: options.WorkloadOptions,
-    scheduler: options.SchedulerOptions,
-) -> None:
-    """Run one workload under several presets and variants, and show the results side by side."""
-    chosen, changes = load_profile(profile), scheduler.changes()
-    configs = {
-        name: options.make_config(name, chosen, changes)
-        for name in filter(None, map(str.strip, presets.split(",")))
-    }
-    if not configs and not variant:
-        raise ConfigError(f"nothing to compare; give --presets ({ALL_PRESETS}) or --variant")
-    for text in variant or ():
-        name, base, own = parse_variant(text)
-        if name in configs:
-            raise ConfigError(f"variant {name!r}: this name is already used")
-        configs[name] = options.make_config(base, chosen, {**changes, **own})
-    requests = selection.load(workload)
-    summaries = run_all(requests, configs, chosen, async_scheduling)
-    if json_:
-        print(json.dumps(summaries, indent=2))
-        return
-    Console().print(render.comparison(f"{len(requests)} requests on {chosen.name}", summaries))
-
-
-def run_all(
-    requests: list[WorkloadRequest],
-    configs: dict[str, Config],
-    profile: Profile,
-    async_scheduling: bool,
-) -> dict[str, Summary]:
-    """Simulate the workload under every config; the summaries by name."""
-    summaries, total = {}, sum(request.n for request in requests)
-    for name, config in configs.items():
-        with options.progress_bar(f"simulating {name}", total) as progress:
-            result = simulate(
-                requests, config, profile, async_scheduling=async_scheduling, progress=progress
-            )
-        summaries[name] = summarize(result.metrics, len(result.rejected))
-    return summaries
-
-
-def parse_variant(text: str) -> tuple[str, str, dict[str, Any]]:
-    """Name, preset and changes of 'name: preset; slot=value; ...'; ConfigError if invalid."""
-    name, colon, rest = text.partition(":")
-    base, *changes = [part.strip() for part in rest.split(";")]
-    pairs = [change.partition("=") for change in changes if change]
-    if not colon or not name.strip() or not all(equals for _, equals, _ in pairs):
-        raise ConfigError(
-            f"a variant must look like 'name: preset; slot=value; number=value', not {text!r}"
-        )
-    try:
-        values = read_changes({key.strip(): value.strip() for key, _, value in pairs})
-    except ConfigError as error:
-        raise ConfigError(f"variant {name.strip()!r}: {error}") from None
-    return name.strip(), base, values
 
 
 def demo_command(json_: options.Json = False) -> None:
@@ -201,7 +152,7 @@ def demo_command(json_: options.Json = False) -> None:
     shares = {name: sum(counts[:LONG]) / LONG / MAX_NUM_SEQS for name, counts in running.items()}
     requests = parse_synthetic(DEMO_WORKLOAD).generate()
     configs = {name: options.make_config(name, profile, DEMO_CHANGES) for name in PRESETS}
-    summaries = run_all(requests, configs, profile, False)
+    summaries = summaries_of(run_all(requests, configs, profile, False))
     if json_:
         print(json.dumps({"utilization": shares, "presets": summaries}, indent=2))
         return

@@ -41,8 +41,8 @@ def print_run(
         return
     console = Console()
     console.print(report(title, summary))
-    _print_rejected(console, rejected)
-    _print_findings(console, findings)
+    print_rejected(console, rejected)
+    print_findings(console, findings)
 
 
 def report(title: str, summary: Summary) -> Group:
@@ -170,7 +170,7 @@ def settings(config: dict[str, Any]) -> str:
     return "  ".join(f"[dim]{key}[/] {escape(str(value))}" for key, value in config.items())
 
 
-def _print_findings(console: Console, findings: list[Finding]) -> None:
+def print_findings(console: Console, findings: list[Finding]) -> None:
     if not findings:
         console.print("\n[green]The doctor found no problems.[/]")
         return
@@ -183,7 +183,7 @@ def _print_findings(console: Console, findings: list[Finding]) -> None:
         console.print(table, "", highlight=False)
 
 
-def _print_rejected(console: Console, rejected: Sequence[tuple[str, str]]) -> None:
+def print_rejected(console: Console, rejected: Sequence[tuple[str, str]]) -> None:
     """The number of rejected requests, and the reasons of the first few."""
     if rejected:
         verb = "was" if len(rejected) == 1 else "were"

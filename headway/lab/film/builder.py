@@ -173,6 +173,8 @@ class FilmBuilder:
         self.entries.append(entry)
         self._frame.added.append(entry)
         self._emit(Op.ADD, number)
+        if "output" in line:  # another engine has generated these tokens
+            self._emit(Op.GENERATED, number, num_packed(line["output"]))
         return number
 
     def _finish(self, end: Line) -> None:

@@ -100,7 +100,7 @@ class EngineService:
                 messages[place] = replace(message, number=number)
                 continue
             if isinstance(message, Submit):
-                worker.num_open[message.id] = max(1, message.params.n)
+                worker.num_open[message.id] = message.num_open
             messages[place] = replace(message, id=worker.engine_id(message.id))
         return messages
 
@@ -119,8 +119,9 @@ class EngineService:
             elif isinstance(message, QueryResult):
                 worker, number_there = self._queries.pop(message.number)
                 batches.setdefault(worker, []).append(message._replace(number=number_there))
-            else:
-                self.stopped = message
+            else:  # it concerns all workers
+                if isinstance(message, EngineStopped):
+                    self.stopped = message
                 for batch in batches.values():
                     batch.append(message)
         for worker, batch in batches.items():

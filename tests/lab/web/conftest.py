@@ -1,7 +1,7 @@
 """A lab, a browser, and pages in it, for the tests of the lab page.
 
 Needs Debian's chromium, which `make test` installs where it may. One browser and one lab serve all
-tests of a module.
+tests of this folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.lab_page import CHROMIUM, opened, wait_for_step
 WORKLOAD = "requests=12,prompt=uniform(20,60),output=uniform(8,30)"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recorded run of twelve requests with preemptions."""
     path = tmp_path_factory.mktemp("lab") / "run.trace.jsonl"
@@ -34,7 +34,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def lab(trace: Path) -> Iterator[LabServer]:
     """A lab with a recorded run and all stories."""
     server = LabServer(LabApp(traces={"run": trace}))
@@ -44,7 +44,7 @@ def lab(trace: Path) -> Iterator[LabServer]:
     server.server_close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")  # while it is open, the main thread cannot run an event loop
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api")
     if CHROMIUM is None:

@@ -1,9 +1,10 @@
-"""Several replicas on a virtual clock: colocated, or with prefill and decode in separate pools.
+"""Several replicas on one virtual clock: colocated, or with prefill and decode in separate pools.
+
+Every replica is an engine with its own scheduler and KV cache. A router with a routing rule sends
+each request to a replica; it is the router of the gateway.
 
 A disaggregated request has two parts: a prefill replica computes its prompt and samples the first
-token, its keys and values travel to a decode replica, and that replica generates the other tokens. Every replica is an engine with its own scheduler, KV cache and clock. The router sends a
-request to the replica with the fewest prompt tokens in its open requests.
-
+token, its keys and values travel to a decode replica, and that replica generates the other tokens.
 A transfer takes `Profile.transfer_seconds` of all prompt tokens; a replica sends one request at a
 time. Arrived blocks are cached on the decode replica, where the request finds them as a prefix: it
 computes the tokens of its last, incomplete block again, at most one block. Blocks that are reused
@@ -15,20 +16,23 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from headway.config import Config
+from headway.engine.engine import Observer
 from headway.errors import ConfigError, InvalidRequest, PolicyError, RequestError
+from headway.fleet.router import Router
+from headway.fleet.routing import RouteRule, format_route, prefix_load
+from headway.kv.prefix_index import extend_keys
 from headway.lab.cost import Profile
-from headway.lab.simulate import Progress, SimulatedEngine, with_profile
+from headway.lab.replica import SimulatedReplica
+from headway.lab.simulate import Progress, with_profile
 from headway.lab.summary import Summary, summarize
 from headway.lab.workload.request import WorkloadRequest
 from headway.observe.run_stats import RunStats, percentiles
 from headway.observe.timeline import RequestTimeline
-from headway.plan import StepReport
-from headway.request import Request
 from headway.scheduler.validate import validate_request
 
 
@@ -37,9 +41,10 @@ class ReplicasResult:
     """The statistics of all replicas as one run, those of each pool, and the transfers."""
 
     metrics: RunStats
-    pools: dict[str, list[RunStats]]
+    pools: dict[str, dict[str, RunStats]]  # by pool and by replica
     transfers: list[tuple[int, float]]  # tokens, and seconds from the first token to the arrival
-    rejected: list[tuple[str, str]] = field(default_factory=list)  # id and reason
+    rejected: list[tuple[str, str]]  # id and reason
+    route: str
 
     def summary(self) -> Summary:
         """The summary of the run, with one entry for each pool and one for the transfers."""
@@ -47,6 +52,7 @@ class ReplicasResult:
         tokens, seconds = [list(each) for each in zip(*self.transfers, strict=True)] or ([], [])
         return {
             **whole,
+            "route": self.route,
             "pools": {
                 name: _pool_summary(stats, whole["seconds"]) for name, stats in self.pools.items()
             },
@@ -56,53 +62,88 @@ class ReplicasResult:
         }  # fmt: skip
 
 
-def _pool_summary(replicas: list[RunStats], seconds: float) -> Summary:
-    merged = _merged(replicas)
-    one = summarize(merged)
-    busy = sum(sum(stats.steps["seconds"]) for stats in replicas)
+def _pool_summary(replicas: dict[str, RunStats], seconds: float) -> Summary:
+    one = summarize(_merged(list(replicas.values())))
+    each = [_replica_summary(name, stats, seconds) for name, stats in replicas.items()]
     shown = ("steps", "preemptions", "recompute_tax", "cache_hit_ratio", "queue_time", "per_step")
     return {
         "replicas": len(replicas),
         "requests": one["requests"],
-        "busy": busy / (seconds * len(replicas)) if seconds else 0.0,
+        "busy": sum(replica["busy"] for replica in each) / len(each),
         **{name: one[name] for name in shown},
+        "balance": {name: balance([replica[name] for replica in each]) for name in LOADS},
+        "each": each,
     }
 
 
-class Replica(SimulatedEngine):
-    """One engine, and what the router needs to know about it."""
+def _replica_summary(name: str, stats: RunStats, seconds: float) -> Summary:
+    """The values that are compared between replicas."""
+    one = summarize(stats)
+    shown = ("requests", "cache_hit_ratio", "preemptions", "ttft", "queue_time", "per_step")
+    return {
+        "name": name,
+        "busy": sum(stats.steps["seconds"]) / seconds if seconds else 0.0,
+        "computed_tokens": stats.totals["computed_tokens"],
+        **{key: one[key] for key in shown},
+    }
 
-    def __init__(self, config: Config, profile: Profile, async_scheduling: bool) -> None:
-        super().__init__(config, profile, async_scheduling)
-        self.num_open_tokens = 0  # of prompts
-        self.link_free_at = 0.0
-        self.ended: list[tuple[Request, float]] = []  # in the latest step
-        self.engine.observers.append(self._observe)
 
-    def _observe(self, report: StepReport) -> None:
-        for request in report.finished:
-            self.num_open_tokens -= request.num_prompt
-            self.ended.append((request, report.result.ended))
+LOADS = ("busy", "computed_tokens", "requests")
 
-    def add(self, request: WorkloadRequest, now: float) -> None:
-        """Queue a request that arrives now; RequestError if it can never run."""
-        self.clock.advance_to(now)  # an idle replica; a busy one is never behind
-        self.engine.add(request.id, request.prompt(), request.params(), now)
-        self.num_open_tokens += request.num_prompt
 
-    def step(self) -> list[tuple[Request, float]]:
-        """One step; the requests that ended with it, and when."""
-        self.ended = []
-        self.engine.step()
-        if self.engine.fault:  # only a user's policy can fail here
-            raise ConfigError(f"the simulation failed: {self.engine.fault}")
-        return self.ended
+def balance(loads: Sequence[float]) -> float:
+    """The largest load divided by the mean; 1 if no replica has any."""
+    return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+class Pool:
+    """Replicas that the same router chooses from."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        config: Config,
+        profile: Profile,
+        rule: RouteRule,
+        async_scheduling: bool = False,
+    ) -> None:
+        self.name, self.config = name, with_profile(config, profile)
+        self.router = Router(rule, config.block_size)
+        self.replicas = [
+            SimulatedReplica(
+                str(place), self.router.tracker, self.config, profile, async_scheduling
+            )
+            for place in range(number)
+        ]
+
+    def choose(self, request: WorkloadRequest, now: float) -> tuple[SimulatedReplica, int]:
+        """The replica for a request, and the prompt tokens that it will compute."""
+        prompt, keys = request.request(), list[bytes]()
+        extend_keys(keys, prompt, self.config.block_size)
+        return self._choose(request, now, prompt.num_prompt, keys)
+
+    def choose_for_output(
+        self, request: WorkloadRequest, now: float
+    ) -> tuple[SimulatedReplica, int]:
+        """The replica for a request whose prompt arrives computed, but for its last token."""
+        return self._choose(request, now, 1, [])
+
+    def _choose(
+        self, request: WorkloadRequest, now: float, num_prompt: int, keys: list[bytes]
+    ) -> tuple[SimulatedReplica, int]:
+        loads = [replica.load(now) for replica in self.replicas]
+        try:
+            place, view = self.router.choose(request.id, num_prompt, keys, request.client, loads)
+        except PolicyError as error:
+            raise ConfigError(str(error)) from None
+        return self.replicas[place], view.num_new
 
 
 class Cluster:
-    """Replicas, a router, and the transfers between the pools; without decode pool, colocated."""
+    """Pools of replicas, and the transfers between them; without decode pool, colocated."""
 
-    def __init__(self, prefill: list[Replica], decode: list[Replica], profile: Profile) -> None:
+    def __init__(self, prefill: Pool, decode: Pool | None, profile: Profile) -> None:
         self._prefill, self._decode, self._profile = prefill, decode, profile
         self._open: dict[str, WorkloadRequest] = {}  # in the prefill pool, with output to come
         self._arriving: list[tuple[float, int, WorkloadRequest]] = []  # at the decode pool
@@ -112,7 +153,8 @@ class Cluster:
 
     def run(self, requests: Iterator[WorkloadRequest], progress: Progress | None) -> None:
         """Always advance what is earliest: an arrival, a transfer, or the replica behind the others."""
-        coming, replicas = next(requests, None), [*self._prefill, *self._decode]
+        coming = next(requests, None)
+        replicas = [*self._prefill.replicas, *(self._decode.replicas if self._decode else ())]
         while True:
             busy = [replica for replica in replicas if replica.engine.has_work]
             behind = min(busy, key=lambda replica: replica.clock.now(), default=None)
@@ -135,13 +177,13 @@ class Cluster:
 
     def _submit(self, request: WorkloadRequest) -> None:
         """To a prefill replica; with a decode pool, for its first token only."""
-        replica = min(self._prefill, key=lambda each: each.num_open_tokens)
+        replica, num_new = self._prefill.choose(request, request.arrival)
         first = request
         try:
             if self._decode:
-                _check(request, self._decode[0].config)
+                _check(request, self._decode.config)
                 first = replace(request, num_output=1, max_tokens=1)
-            replica.add(first, request.arrival)
+            replica.add(first, request.arrival, num_new)
         except RequestError as error:
             self.rejected.append((request.id, str(error)))
         except PolicyError as error:
@@ -150,7 +192,7 @@ class Cluster:
             if self._decode and request.num_output > 1:
                 self._open[request.id] = request
 
-    def _send(self, source: Replica, request: WorkloadRequest, now: float) -> None:
+    def _send(self, source: SimulatedReplica, request: WorkloadRequest, now: float) -> None:
         source.link_free_at = max(now, source.link_free_at)
         source.link_free_at += self._profile.transfer_seconds(request.num_prompt)
         self.transfers.append((request.num_prompt, source.link_free_at - now))
@@ -158,14 +200,15 @@ class Cluster:
 
     def _receive(self, now: float, _: int, request: WorkloadRequest) -> None:
         """The prompt is in the cache of a decode replica; the first token is part of it there."""
-        replica = min(self._decode, key=lambda each: each.num_open_tokens)
+        assert self._decode, "only a prefill pool sends"
+        replica, num_new = self._decode.choose_for_output(request, now)
         first_token = array("i", [request.params().sampling.filler])  # type: ignore[attr-defined]
         rest = replace(
             request, pieces=(*request.pieces, first_token), num_output=request.num_output - 1,
             max_tokens=request.max_tokens - 1,
         )  # fmt: skip
         replica.engine.scheduler.kv.import_prefix(request.request())
-        replica.add(rest, now)
+        replica.add(rest, now, num_new)
 
 
 def _check(request: WorkloadRequest, config: Config) -> None:
@@ -183,23 +226,33 @@ def simulate_replicas(
     profile: Profile,
     num_replicas: int,
     *,
+    route: RouteRule = prefix_load,
     decode: tuple[Config, int] | None = None,
     async_scheduling: bool = False,
+    observers: Sequence[Observer] = (),
     progress: Progress | None = None,
 ) -> ReplicasResult:
-    """Run all requests on some replicas; with `decode`, a config and a number, on two pools."""
+    """Run all requests on some replicas; with `decode`, a config and a number, on two pools.
 
-    def pool(config: Config, number: int) -> list[Replica]:
-        config = with_profile(config, profile)
-        return [Replica(config, profile, async_scheduling) for _ in range(number)]
+    `observers` are one for each of the first replicas, such as writers of their traces.
+    """
 
-    first, second = pool(config, num_replicas), pool(*decode) if decode else []
+    def pool(name: str, config: Config, number: int) -> Pool:
+        return Pool(name, number, config, profile, route, async_scheduling)
+
+    first = pool("prefill" if decode else "colocated", config, num_replicas)
+    second = pool("decode", *decode) if decode else None
+    for replica, observer in zip(first.replicas, observers, strict=False):
+        replica.engine.observers.append(observer)
     cluster = Cluster(first, second, profile)
     cluster.run(iter(requests), progress)
-    pools = {"prefill": first, "decode": second} if decode else {"colocated": first}
-    stats = {name: [replica.metrics for replica in each] for name, each in pools.items()}
-    metrics = _merged(stats["colocated"]) if not decode else _joined(**stats)
-    return ReplicasResult(metrics, stats, cluster.transfers, cluster.rejected)
+    pools = {
+        each.name: {replica.name: replica.metrics for replica in each.replicas}
+        for each in (first, second) if each
+    }  # fmt: skip
+    stats = [list(each.values()) for each in pools.values()]
+    metrics = _merged(stats[0]) if not decode else _joined(*stats)
+    return ReplicasResult(metrics, pools, cluster.transfers, cluster.rejected, format_route(route))
 
 
 def _merged(replicas: list[RunStats]) -> RunStats:

@@ -1,14 +1,16 @@
-"""Laws of simulations with several replicas: colocated, and with prefill and decode apart."""
+"""Laws of simulations with several replicas: routed, colocated, and with prefill and decode apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from headway.fleet.routing import ReplicaView, RouteRequest, parse_route, prefix_load
+from headway.lab.cluster import Cluster, Pool, ReplicasResult, balance, simulate_replicas
 from headway.lab.cost import load_profile
-from headway.lab.disaggregate import ReplicasResult, simulate_replicas
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
@@ -68,7 +70,7 @@ def test_one_request_takes_its_prefill_its_transfer_and_its_decodes() -> None:
 
 def test_decode_replicas_compute_at_most_a_block_of_a_prompt() -> None:
     result = apart()
-    decode, prefill = result.pools["decode"][0], result.pools["prefill"][0]
+    decode, prefill = result.pools["decode"]["0"], result.pools["prefill"]["0"]
     assert sum(prefill.steps["decodes"]) == 0
     assert 0 < sum(decode.steps["prefill"]) <= 17 * len(REQUESTS)
 
@@ -111,3 +113,69 @@ def test_a_request_that_can_never_run_is_rejected_before_its_prefill() -> None:
     assert "n must be 1" in result.rejected[1][1]
     assert [times.id for times in result.metrics.requests] == ["fine"]
     assert result.summary()["rejected"] == 2 and not result.transfers
+
+
+SHARED = "requests=120,arrivals=poisson(30),prompt=uniform(20,300),output=uniform(2,40)"
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_the_router_knows_exactly_what_the_caches_hold(async_scheduling: bool) -> None:
+    """With a small cache, blocks are evicted all the time."""
+    requests = parse_synthetic(f"{SHARED},prefix=12x256@0.8").generate()
+    pool = Pool("all", 3, config(num_blocks=200), PROFILE, prefix_load, async_scheduling)
+    Cluster(pool, None, PROFILE).run(iter(requests), None)
+    tracker = pool.router.tracker
+    for replica in pool.replicas:
+        load = replica.load(float("inf"))
+        assert tracker.keys_of(replica.name) == set(replica.engine.scheduler.kv.pool.index.block_of)
+        assert (load.waiting_tokens, load.num_running, load.num_waiting) == (0, 0, 0)
+        assert load.num_free_blocks == load.num_blocks == 200
+    assert 0 < tracker.num_keys <= 3 * 200
+
+
+def longest_prefix(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+    return max(range(len(replicas)), key=lambda place: replicas[place].num_cached)
+
+
+def test_a_hot_prefix_is_shared_by_all_replicas() -> None:
+    hot = parse_synthetic("requests=150,arrivals=poisson(60),prompt=100,output=40,prefix=1x2000")
+    results = [
+        simulate_replicas(hot.generate(), config(), PROFILE, 3, route=rule).summary()
+        for rule in (prefix_load, longest_prefix)
+    ]
+    ours, saturated = (each["pools"]["colocated"]["balance"]["busy"] for each in results)
+    assert ours < 1.25 and saturated > 2.5
+    assert results[0]["cache_hit_ratio"] > 0.95 * results[1]["cache_hit_ratio"]
+    assert results[0]["end_to_end"]["p90"] < results[1]["end_to_end"]["p90"]
+
+
+def test_a_router_that_reads_the_caches_hits_more_than_one_that_does_not() -> None:
+    requests = parse_synthetic(f"{SHARED},prefix=24x1024").generate()
+    hits = {
+        name: simulate_replicas(
+            requests, config(), PROFILE, 4, route=parse_route(name)
+        ).summary()["cache_hit_ratio"]
+        for name in ("prefix_load", "sglang", "round_robin")
+    }  # fmt: skip
+    assert min(hits["prefix_load"], hits["sglang"]) > 1.2 * hits["round_robin"], hits
+
+
+def test_an_arrival_during_a_step_is_routed_with_the_state_before_it() -> None:
+    """The router must not know a prefix before the step that computes it has ended."""
+    seen: list[list[int]] = []
+
+    def rule(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+        seen.append([replicas[0].num_cached, replicas[0].waiting_tokens, replicas[0].num_waiting])
+        return 0
+
+    prompt = TokenSpace().take(1600)
+    requests = [
+        WorkloadRequest(id=str(i), arrival=at, pieces=(prompt,), num_output=2, max_tokens=2)
+        for i, at in enumerate((0.0, 0.001, 5.0))
+    ]
+    simulate_replicas(requests, config(), PROFILE, 1, route=rule)
+    assert seen == [[0, 0, 0], [0, 1600, 1], [1600, 0, 0]]
+
+
+def test_balance_is_the_largest_by_the_mean() -> None:
+    assert balance([1, 1, 4]) == 2 and balance([0, 0]) == 1

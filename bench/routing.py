@@ -1,0 +1,165 @@
+"""Routing rules on eight simulated replicas, and the time of one decision.
+
+    python bench/routing.py mooncake_conversation_first4000.jsonl > routing.json
+
+Workloads: a Mooncake trace; `hot`: 64 prefixes with a Zipf distribution, so that the first one has
+more requests than one replica can serve; `unshared`: no two prompts share a block. Each runs under
+all rules, and under an oracle that sends a request to the longest cached prefix whatever the load.
+
+hits           share of prompt tokens found in a cache, and as a share of the oracle's
+balance        largest busy time and largest number of computed tokens of a replica, by the mean
+decision_us    one decision for an 8,192-token prompt with 8 full pools, half of it cached on one:
+               match and rule; keys: the hashes of the prompt's blocks, which the gateway also needs
+Prints one JSON object. Times of requests are simulated seconds; decision_us is measured here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from headway.fleet.router import ReplicaLoad, Router
+from headway.fleet.routing import ROUTES, ReplicaView, RouteRequest, RouteRule, parse_route
+from headway.kv.prefix_index import extend_keys
+from headway.lab.cluster import simulate_replicas
+from headway.lab.cost import load_profile
+from headway.lab.settings import config_for
+from headway.lab.summary import Summary
+from headway.lab.workload.files import adjust, read_workload
+from headway.lab.workload.request import TokenSpace, WorkloadRequest
+from headway.lab.workload.synthetic import parse_synthetic, zipf
+from headway.request import Request, RequestParams
+
+PROFILE, NUM_REPLICAS = "llama3.1-8b-a100-80gb", 8
+NUM_REQUESTS, HOT_RATE, UNSHARED_RATE = 2000, 48.0, 36.0
+NUM_PREFIXES, PREFIX = 64, 6000  # tokens; together, as many as one replica's cache holds
+OTHERS = ("chwbl(prefix_blocks=64)",)  # beside the rules with their default numbers
+
+
+def longest_prefix(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+    """The oracle: most cached tokens; among equals the fewest open requests."""
+    turn = request.tick % len(replicas)
+    return min(
+        range(len(replicas)),
+        key=lambda i: (-replicas[i].num_cached, replicas[i].num_open, (i - turn) % len(replicas)),
+    )
+
+
+def hot() -> list[WorkloadRequest]:
+    """Requests with a shared prefix each, whose popularity falls as 1 / rank."""
+    space, random = TokenSpace(), Random(0)
+    weights, arrival, requests = zipf(1.0)(NUM_PREFIXES), 0.0, list[WorkloadRequest]()
+    for number in range(NUM_REQUESTS):
+        which = random.choices(range(NUM_PREFIXES), weights)[0]
+        own = space.take(round(random.uniform(50, 800)))
+        output = round(random.uniform(20, 200))
+        requests.append(WorkloadRequest(
+            id=str(number), arrival=arrival, pieces=(*space.shared(which, PREFIX), own),
+            num_output=output, max_tokens=output,
+        ))  # fmt: skip
+        arrival += random.expovariate(HOT_RATE)
+    return requests
+
+
+def unshared() -> list[WorkloadRequest]:
+    return parse_synthetic(
+        f"requests={NUM_REQUESTS},arrivals=poisson({UNSHARED_RATE}),prompt=lognormal(1500,0.9),"
+        "output=lognormal(100,0.7)"
+    ).generate()
+
+
+def measure(requests: list[WorkloadRequest], rule: RouteRule) -> dict[str, Any]:
+    """The figures of one run."""
+    profile = load_profile(PROFILE)
+    start = perf_counter()
+    summary = simulate_replicas(
+        requests, config_for("headway", profile, {}), profile, NUM_REPLICAS, route=rule
+    ).summary()
+    pool = summary["pools"]["colocated"]
+    return {
+        "hits": round(summary["cache_hit_ratio"], 4),
+        "ttft": _times(summary["ttft"]),
+        "time_between_tokens": _times(summary["time_between_tokens"]),
+        "end_to_end": _times(summary["end_to_end"]),
+        "busy": round(pool["busy"], 3),
+        "balance": {name: round(value, 3) for name, value in pool["balance"].items()},
+        "completed": summary["completed"],
+        "wall_seconds": round(perf_counter() - start, 1),
+    }
+
+
+def _times(values: Summary) -> dict[str, float]:
+    return {mark: round(values[mark], 4) for mark in ("p50", "p90", "p99")}
+
+
+def compare(name: str, requests: list[WorkloadRequest]) -> dict[str, Any]:
+    """All rules on one workload, with their hits as a share of the oracle's."""
+    rules: dict[str, RouteRule] = {rule.__name__: parse_route(rule.__name__) for rule in ROUTES}
+    rules |= {text: parse_route(text) for text in OTHERS} | {"oracle": longest_prefix}
+    found = {}
+    for rule_name, rule in rules.items():
+        found[rule_name] = measure(requests, rule)
+        print(f"{name} {rule_name}: {found[rule_name]}", file=sys.stderr, flush=True)
+    for each in found.values():
+        best = found["oracle"]["hits"]
+        each["share_of_oracle_hits"] = round(each["hits"] / best, 4) if best else None
+    return {"requests": len(requests), "rules": found}
+
+
+def decision_us(num_tokens: int = 8192, block_size: int = 16) -> dict[str, float]:
+    """Medians over many decisions, in microseconds; pools hold 27,000 keys each."""
+    prompt = Request("p", range(num_tokens), RequestParams(max_tokens=1))
+    keys: list[bytes] = []
+    extend_keys(keys, prompt, block_size)
+    router = Router(parse_route("prefix_load"), block_size)
+    loads = []
+    for place in range(NUM_REPLICAS):
+        full = [place.to_bytes(8, "big") + number.to_bytes(8, "big") for number in range(27_000)]
+        router.tracker.apply(str(place), full, [], True)
+        loads.append(ReplicaLoad(str(place), 100 * place, place, place, 1000, 28_000))
+    router.tracker.apply("3", keys[: len(keys) // 2], [])
+    return {
+        "choose": _median_us(lambda: router.choose("p", num_tokens, keys, "", loads)),
+        "keys": _median_us(lambda: extend_keys([], prompt, block_size)),
+    }
+
+
+def _median_us(work: Any) -> float:
+    times = []
+    for _ in range(500):
+        start = perf_counter()
+        work()
+        times.append(perf_counter() - start)
+    return round(median(times) * 1e6, 1)
+
+
+def main() -> None:
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("trace", nargs="?", help="a Mooncake .jsonl; without it, the others only")
+    parser.add_argument("--limit", type=int, help="use only the first N requests of the trace")
+    parser.add_argument("--only", default="trace,hot,unshared,decision", help="parts to run")
+    given = parser.parse_args()
+    parts, results = given.only.split(","), dict[str, Any]()
+    if "decision" in parts:
+        results["decision_us"] = decision_us()
+    if "hot" in parts:
+        results["hot"] = compare("hot", hot())
+    if "unshared" in parts:
+        results["unshared"] = compare("unshared", unshared())
+    if given.trace and "trace" in parts:
+        requests = adjust(read_workload(given.trace), given.limit, 1.0)
+        results[Path(given.trace).stem] = compare("trace", requests)
+    print(json.dumps(results, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,313 @@
+"""Places requests on replicas, and moves them when a replica is lost, hangs or is drained.
+
+The caller of the fleet sees one engine: every request gets its tokens once and ends once. A replica
+that is gone is never heard again, even if its messages still arrive. Does no I/O and reads time from
+the clock it is given; `tick` must be called every TICK_SECONDS (replica.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from headway.engine.clock import Clock
+from headway.engine.engine import check_call
+from headway.engine.messages import (
+    CacheDelta,
+    Cancel,
+    EngineStopped,
+    FinishInfo,
+    FromLoop,
+    LoadReport,
+    QueryResult,
+    Refusal,
+    SampleUpdate,
+    Submit,
+    TokenBatch,
+    refusal_of,
+)
+from headway.errors import ExecutorError, PolicyError, RequestError
+from headway.fleet.open_requests import OpenRequest
+from headway.fleet.queries import FleetQueries
+from headway.fleet.replica import Replica
+from headway.fleet.router import Router
+from headway.fleet.settings import FleetCounters, FleetSettings
+from headway.kv.prefix_index import extend_keys
+
+OnGone = Callable[[Replica], None]
+log = logging.getLogger(__name__)
+
+
+class Dispatcher:
+    """All replicas and all open requests of a fleet."""
+
+    def __init__(
+        self,
+        router: Router,
+        settings: FleetSettings,
+        clock: Clock,
+        emit: Callable[[FromLoop], None],
+        on_gone: OnGone,
+    ) -> None:
+        """`emit` takes messages for the caller, `on_gone` replicas whose link must be closed."""
+        self.router, self.settings, self.clock = router, settings, clock
+        self.counters = FleetCounters()
+        self.replicas: dict[str, Replica] = {}
+        self.requests: dict[str, OpenRequest] = {}
+        self.waiting: dict[OpenRequest, None] = {}  # for a replica
+        self.queries = FleetQueries(self.replicas, emit)
+        self._emit, self._on_gone = emit, on_gone
+
+    # From the caller.
+
+    def submit(self, message: Submit) -> None:
+        try:
+            check_call(message.id, message.params)
+            request = OpenRequest.of(message, self.clock.now())
+            request.known()
+        except RequestError as error:
+            self._emit(refusal_of(message.id, error))
+            return
+        self.requests[message.id] = request
+        self._place(request)
+
+    def cancel(self, message: Cancel) -> None:
+        request = self.requests.get(message.id)
+        if request is None:
+            return
+        if message.sample is None:
+            request.is_cancelled = True
+        elif message.sample < len(request.samples):
+            request.samples[message.sample].is_stopping = True
+        if request.replica is None:
+            self._end_requested(request)
+        else:
+            self.replicas[request.replica].post(Cancel(request.replica_id, message.sample))
+
+    def flush(self) -> None:
+        """Send what was queued for the replicas, one batch for each."""
+        while ready := [each for each in self.replicas.values() if each.has_messages]:
+            for replica in ready:
+                replica.flush()
+
+    # From replicas and their links.
+
+    def add(self, replica: Replica) -> None:
+        """A replica takes requests from now on."""
+        if (before := self.replicas.get(replica.name)) is not None:
+            self.lose(before, "it has connected again")
+        self.replicas[replica.name] = replica
+        for request in list(self.waiting):
+            self._place(request)
+
+    def receive(self, replica: Replica, messages: list[FromLoop]) -> None:
+        """Process a batch of a replica; ignored if the replica is gone."""
+        replica.quiet_ticks = 0
+        for message in messages:
+            if replica.is_gone:
+                return
+            if isinstance(message, TokenBatch):
+                self._take_tokens(replica, message)
+            elif isinstance(message, SampleUpdate):
+                self._take_update(replica, message)
+            elif isinstance(message, LoadReport):
+                replica.report(message)
+            elif isinstance(message, CacheDelta):
+                self.router.tracker.apply(replica.name, *message)
+            elif isinstance(message, Refusal):
+                self._take_refusal(replica, message)
+            elif isinstance(message, QueryResult):
+                self.queries.receive(replica, message)
+            elif isinstance(message, EngineStopped):
+                self.lose(replica, message.reason)
+
+    def lose(self, replica: Replica, reason: str) -> None:
+        """A replica is dead or hangs: its requests continue elsewhere."""
+        if replica.is_gone:
+            return
+        self.counters.num_deaths += 1
+        log.warning(
+            "replica %s was lost with %d requests: %s", replica.name, len(replica.open), reason
+        )
+        for request in self._release(replica, reason):
+            self._move(request, reason, is_death=True)
+
+    def drain(self, replica: Replica) -> None:
+        """Move the requests of a replica elsewhere. It gets no new ones, but is still heard."""
+        if not replica.takes_requests:
+            return
+        replica.is_draining = True
+        self.counters.num_drains += 1
+        requests, replica.open = list(replica.open.values()), {}
+        for request in requests:
+            replica.post(Cancel(request.replica_id))
+        for request in requests:
+            self._move(request, "its replica was drained")
+
+    def remove(self, replica: Replica) -> None:
+        """A replica leaves as planned."""
+        self.drain(replica)
+        if not replica.is_gone:
+            replica.flush()
+            self._release(replica, "the replica was removed")
+
+    def tick(self) -> None:
+        """Find replicas that hang, and requests that have waited too long for a replica."""
+        for replica in list(self.replicas.values()):
+            if problem := replica.tick(self.settings):
+                self.lose(replica, problem)
+        now, limit = self.clock.now(), self.settings.no_replica_seconds
+        for request in list(self.waiting):
+            if now - request.waits_since >= limit:
+                self._fail(request, f"no replica was available for {limit:g} s")
+
+    # One request.
+
+    def _place(self, request: OpenRequest) -> None:
+        """Send a request to the replica that the rule chooses; without any, it waits."""
+        ready = [each for each in self.replicas.values() if each.takes_requests]
+        replicas = [each for each in ready if each.name not in request.avoids] or ready
+        if not replicas:
+            if request not in self.waiting:
+                request.waits_since = self.clock.now()
+            self.waiting[request] = None
+            return
+        known, keys = request.known(), list[bytes]()
+        if known.params.reads_cache:
+            extend_keys(keys, known, self.router.block_size)
+        loads, client = [each.router_load() for each in replicas], known.params.client
+        try:
+            place, view = self.router.choose(request.id, known.num_known, keys, client, loads)
+        except PolicyError as error:
+            self._refuse(request, refusal_of(request.id, error))
+            return
+        self.waiting.pop(request, None)
+        request.num_sent += 1
+        replicas[place].board(request, view.num_new)
+        replicas[place].post(request.message(self.clock.now()))
+
+    def _move(self, request: OpenRequest, reason: str, *, is_death: bool = False) -> None:
+        """Continue a request elsewhere; it fails if it has reached a limit."""
+        request.avoids = {request.replica or ""}
+        request.replica = None
+        self._end_requested(request)
+        if request.is_ended:
+            return
+        settings = self.settings
+        request.num_deaths += is_death
+        if request.num_deaths >= settings.max_deaths:
+            text = f"it was on board when replicas failed {request.num_deaths} times"
+            limit = f"limit {settings.max_deaths}: the request may be the cause"
+            self._fail(request, f"{text} ({limit}); the latest failure: {reason}")
+        elif request.num_moves >= settings.max_moves:
+            text = f"it has moved {request.num_moves} times (limit {settings.max_moves})"
+            self._fail(request, f"{text} and cannot stay: {reason}")
+        else:
+            request.num_moves += 1
+            self.counters.num_moves += 1
+            self.counters.num_resumed_tokens += request.num_tokens
+            self._place(request)
+
+    def _take_tokens(self, replica: Replica, batch: TokenBatch) -> None:
+        ids, tokens, now = list[str](), list[list[int]](), self.clock.now()
+        for id, gained in zip(batch.ids, batch.tokens, strict=True):
+            request = replica.open.get(id)
+            if request is not None:
+                request.samples[0].tokens += gained
+                if request.first_token is None:
+                    request.first_token = now
+                ids.append(request.id)
+                tokens.append(gained)
+        if ids:
+            self._emit(TokenBatch(ids, tokens))
+
+    def _take_update(self, replica: Replica, update: SampleUpdate) -> None:
+        request = replica.open.get(update.id)
+        if request is None:
+            return
+        end = update.end
+        has_failed = end is not None and _is_replicas_fault(end)
+        is_dropped = end is not None and end.reason == "abort" and not request.is_cancelled
+        if has_failed or is_dropped:
+            update = update._replace(end=None)
+        if update.end or update.tokens or update.prompt_logprobs:
+            passed = request.apply(update, self.clock.now())
+            if passed is not None:
+                self._emit(passed)
+        if has_failed or is_dropped:
+            del replica.open[request.replica_id]
+            replica.post(Cancel(request.replica_id))  # its other samples
+            reason = (end and end.error) or "the replica aborted it"
+            self._move(request, reason, is_death=has_failed)
+        elif request.is_ended:
+            del replica.open[request.replica_id]
+            self._forget(request)
+
+    def _take_refusal(self, replica: Replica, message: Refusal) -> None:
+        request = replica.open.get(message.id)
+        if request is None:
+            return
+        if message.kind == "ExecutorError":  # the engine has given up: it refuses everything
+            self.lose(replica, message.message)
+            return
+        del replica.open[message.id]
+        request.replica = None
+        if message.kind == "Overloaded":
+            request.avoids.add(replica.name)
+            ready = [each.name for each in self.replicas.values() if each.takes_requests]
+            if not request.avoids.issuperset(ready):
+                self._place(request)
+                return
+        text = message.message.replace(message.id, request.id)
+        self._refuse(request, message._replace(id=request.id, message=text))
+
+    def _refuse(self, request: OpenRequest, refusal: Refusal) -> None:
+        """Refuse a new request; one that has begun ends with the same text as its error."""
+        if request.has_begun:
+            self._fail(request, f"it could not be continued: {refusal.message}")
+        else:
+            self._forget(request)
+            self._emit(refusal)
+
+    def _fail(self, request: OpenRequest, problem: str) -> None:
+        """End a request with an error; a new one is refused."""
+        self.counters.num_failed += 1
+        now, text = self.clock.now(), f"request {request.id!r} failed: {problem}"
+        if not request.has_begun:
+            self._refuse(request, refusal_of(request.id, ExecutorError(text)))
+            return
+        for number, _ in list(request.open_samples()):
+            self._emit(request.end(number, "error", now, text))
+        self._forget(request)
+
+    def _end_requested(self, request: OpenRequest) -> None:
+        """End the samples whose end was requested, for a request that no replica has."""
+        now = self.clock.now()
+        for number, sample in list(request.open_samples()):
+            if sample.is_stopping or request.is_cancelled:
+                reason = "stop" if sample.is_stopping else "abort"
+                self._emit(request.end(number, reason, now))
+        if request.is_ended:
+            self._forget(request)
+
+    def _forget(self, request: OpenRequest) -> None:
+        self.waiting.pop(request, None)
+        del self.requests[request.id]
+
+    def _release(self, replica: Replica, reason: str) -> list[OpenRequest]:
+        """Take a replica out of the fleet; returns the requests on board."""
+        replica.is_gone = True
+        requests, replica.open = list(replica.open.values()), {}
+        if self.replicas.get(replica.name) is replica:
+            del self.replicas[replica.name]
+            self.router.tracker.clear(replica.name)
+        self.queries.fail(replica, reason)
+        if requests:  # it may hang and come back
+            replica.link.send([Cancel(request.replica_id) for request in requests])
+        self._on_gone(replica)
+        return requests
+
+
+def _is_replicas_fault(end: FinishInfo) -> bool:
+    """True if a step failed, false if the request itself caused the error."""
+    return end.reason == "error" and end.error_code is None

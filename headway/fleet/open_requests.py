@@ -1,0 +1,118 @@
+"""What a fleet keeps of an open request, so that another replica can continue it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from headway.engine.messages import FinishInfo, SampleUpdate, Submit
+from headway.request import Request
+
+
+@dataclass(slots=True, eq=False)
+class OpenSample:
+    """One sample: the tokens so far, and whether a stop was requested or its end was sent."""
+
+    tokens: list[int] = field(default_factory=list)
+    is_stopping: bool = False
+    is_ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """An open request, where it runs, and how often it has moved."""
+
+    submit: Submit
+    arrived: float  # on the fleet's clock, as all times here
+    samples: list[OpenSample]
+    replica: str | None = None  # None: it waits for a replica
+    waits_since: float = 0.0  # while it waits for a replica
+    num_sent: int = 0  # replicas that it was sent to
+    num_moves: int = 0
+    num_deaths: int = 0  # replicas that were lost with this request on board
+    first_token: float | None = None
+    num_scored: int = 0  # prompt positions whose log probabilities were passed on
+    is_cancelled: bool = False
+    avoids: set[str] = field(default_factory=set)  # replicas that were full, or failed with it
+
+    @classmethod
+    def of(cls, submit: Submit, now: float) -> OpenRequest:
+        """The open request for a valid Submit."""
+        outputs = submit.outputs or ((),) * submit.params.n
+        samples = [OpenSample(list(each or ()), is_ended=each is None) for each in outputs]
+        return cls(submit, now - submit.age, samples)
+
+    @property
+    def id(self) -> str:
+        return self.submit.id
+
+    @property
+    def replica_id(self) -> str:
+        """The id at its replica: a new one for each move, so that old and new are never mixed up."""
+        return self.id if self.num_sent <= 1 else f"{self.id}~{self.num_sent - 1}"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that its open samples have generated."""
+        return sum(len(sample.tokens) for sample in self.samples if not sample.is_ended)
+
+    @property
+    def is_ended(self) -> bool:
+        return all(sample.is_ended for sample in self.samples)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a replica has accepted it, or a sample has gained tokens or ended."""
+        has_gained = any(sample.is_ended or sample.tokens for sample in self.samples)
+        return self.num_moves > 0 or has_gained
+
+    def open_samples(self) -> Iterator[tuple[int, OpenSample]]:
+        return ((i, each) for i, each in enumerate(self.samples) if not each.is_ended)
+
+    def known(self) -> Request:
+        """Its first open sample, with the tokens so far; RequestError if it is malformed."""
+        _, sample = next(self.open_samples())
+        return Request(self.id, self.submit.prompt, self.submit.params, output=sample.tokens)
+
+    def message(self, now: float) -> Submit:
+        """The message that starts the request on a replica, or continues it there."""
+        outputs: tuple[tuple[int, ...] | None, ...] = self.submit.outputs
+        if self.has_begun:
+            outputs = tuple(None if each.is_ended else tuple(each.tokens) for each in self.samples)
+        deadline = self.submit.params.deadline
+        return replace(
+            self.submit, id=self.replica_id, outputs=outputs, age=max(0.0, now - self.arrived),
+            deadline_in=None if deadline is None else deadline - now,
+        )  # fmt: skip
+
+    def apply(self, update: SampleUpdate, now: float) -> SampleUpdate | None:
+        """Keep what a sample gained; returns the update for the caller, None if it has ended."""
+        sample = self.samples[update.sample]
+        if sample.is_ended:
+            return None
+        sample.tokens += update.tokens
+        if update.tokens and self.first_token is None:
+            self.first_token = now
+        scores, end = update.prompt_logprobs, update.end
+        if scores:  # a replica that continues the request computes the prompt again
+            scores = [each for each in scores if each[0] > self.num_scored] or None
+            self.num_scored = scores[-1][0] if scores else self.num_scored
+        if end is not None:
+            sample.is_ended = True
+            end = self._times(end)
+        return update._replace(id=self.id, prompt_logprobs=scores, end=end)
+
+    def end(self, number: int, reason: str, now: float, error: str | None = None) -> SampleUpdate:
+        """End a sample without a replica."""
+        self.samples[number].is_ended = True
+        total = now - self.arrived
+        first = total if self.first_token is None else self.first_token - self.arrived
+        info = FinishInfo(reason, None, error, 0, 0, first, first, total)
+        return SampleUpdate(self.id, number, [], end=info)
+
+    def _times(self, end: FinishInfo) -> FinishInfo:
+        """The end as the caller saw it: the first token may have come from an earlier replica."""
+        if not self.num_moves or self.first_token is None:
+            return end
+        first = self.first_token - self.arrived
+        return end._replace(queue=min(end.queue, first), first_token=first)

@@ -1,0 +1,104 @@
+"""A replica as its fleet sees it: the link, the latest load, and the requests on board."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from headway.engine.messages import LoadReport, ToLoop
+from headway.fleet.links import ReplicaLink
+from headway.fleet.open_requests import OpenRequest
+from headway.fleet.router import ReplicaLoad
+from headway.fleet.settings import FleetSettings
+
+if TYPE_CHECKING:
+    from headway.fleet.queries import PendingQuery
+
+TICK_SECONDS = 0.25
+NO_LOAD = LoadReport(0, 0, 0, 0, 0, 0)
+REPORTS_TO_COUNT = 2  # a report may have been sent before the replica read the latest request
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica, from the time its link is opened until it is lost or drained."""
+
+    link: ReplicaLink
+    load: LoadReport = NO_LOAD
+    is_draining: bool = False
+    is_gone: bool = False  # lost, or its link was closed; later messages are ignored
+    open: dict[str, OpenRequest] = field(default_factory=dict)  # by their ids at the replica
+    queries: dict[int, PendingQuery] = field(default_factory=dict)  # by number
+    num_reports: int = 0
+    quiet_ticks: int = 0  # in a row without any message
+    idle_ticks: int = 0  # in a row without a step, with requests on board
+    _outgoing: list[ToLoop] = field(default_factory=list)
+    # Prompt tokens of requests that the load may not include, and the number of reports before.
+    _unreported: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.link.name
+
+    @property
+    def takes_requests(self) -> bool:
+        return not (self.is_gone or self.is_draining)
+
+    @property
+    def has_messages(self) -> bool:
+        return bool(self._outgoing)
+
+    def post(self, message: ToLoop) -> None:
+        """Queue a message for the next `flush`."""
+        self._outgoing.append(message)
+
+    def flush(self) -> None:
+        """Send all queued messages at once."""
+        if self._outgoing:
+            messages, self._outgoing = self._outgoing, []
+            self.link.send(messages)
+
+    def board(self, request: OpenRequest, num_new: int) -> None:
+        """Take a request on board, with `num_new` tokens to compute first."""
+        self.open[request.replica_id] = request
+        self._unreported[request.replica_id] = num_new, self.num_reports
+        request.replica = self.name
+
+    def report(self, load: LoadReport) -> None:
+        """Use a newer load; a heartbeat may repeat an old one."""
+        if load.step > self.load.step:
+            self.idle_ticks = 0
+        if load.step >= self.load.step:
+            self.load = load
+        self.num_reports += 1
+        self._unreported = {
+            id: (num_new, before) for id, (num_new, before) in self._unreported.items()
+            if self.num_reports - before < REPORTS_TO_COUNT and id in self.open
+        }  # fmt: skip
+
+    def tick(self, settings: FleetSettings) -> str | None:
+        """Why the replica counts as lost; None if it does not. Call it every TICK_SECONDS.
+
+        Counts ticks and not seconds: if this process itself was stopped, no replica is to blame.
+        """
+        self.quiet_ticks += 1
+        self.idle_ticks = self.idle_ticks + 1 if self.open else 0
+        if self.quiet_ticks * TICK_SECONDS >= settings.hang_seconds:
+            return f"it sent nothing for {settings.hang_seconds:g} s"
+        if self.idle_ticks * TICK_SECONDS >= settings.stall_seconds:
+            return f"it made no step for {settings.stall_seconds:g} s"
+        return None
+
+    def router_load(self) -> ReplicaLoad:
+        """The load with the requests that were sent since the latest report."""
+        load, new = self.load, self._unreported.values()
+        return ReplicaLoad(
+            self.name, load.waiting_tokens + sum([num_new for num_new, _ in new]),
+            load.num_running, load.num_waiting + len(new), load.num_free_blocks, load.num_blocks,
+        )  # fmt: skip
+
+    def describe(self) -> dict[str, Any]:
+        """State and load as plain values."""
+        return {"name": self.name, "is_draining": self.is_draining, "num_open": len(self.open)} | {
+            key: value for key, value in self.load._asdict().items() if key != "step"
+        }

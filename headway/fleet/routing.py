@@ -1,0 +1,190 @@
+"""Routing rules: which replica gets a request. The gateway and the simulator call the same rules.
+
+A rule is called with a request and a view of every replica that takes requests, and returns an
+index into the views. A rule without numbers is a function. A rule with numbers is a callable frozen
+dataclass. Neither keeps state: the serial number of the decision and the views have what it needs.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import index
+from typing import Any, NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from headway.config import Checked, count, number
+from headway.errors import ConfigError, shorten
+from headway.scheduler import policy_text
+from headway.scheduler.policy_calls import bad_result, policy_failed
+
+
+class RouteRequest(NamedTuple):
+    """What a rule may read of a request."""
+
+    id: str
+    num_prompt: int
+    keys: Sequence[bytes]  # prefix keys of the full blocks of its prompt
+    client: str
+    tick: int  # serial number of the decision
+
+
+class ReplicaView(NamedTuple):
+    """What a rule may read of a replica."""
+
+    name: str
+    num_cached: int  # prompt tokens of this request that its cache holds
+    num_new: int  # prompt tokens left to compute after these hits, at least 1
+    waiting_tokens: int  # prompt tokens not yet computed of requests sent to it
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+
+    @property
+    def num_open(self) -> int:
+        """Requests that were sent to it and have not ended."""
+        return self.num_running + self.num_waiting
+
+
+RouteRule = Callable[[RouteRequest, Sequence[ReplicaView]], int]
+
+
+NEW, BATCH = 8, 0.25  # see prefix_load
+
+
+def prefix_load(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+    """Least delay that the request has and causes, in prompt tokens; ties to the fewest requests.
+
+    It waits for the prompt tokens before it. Each of its new tokens delays it and requests after it,
+    about NEW in all on a busy replica. Its decodes read its whole context in every step, beside those
+    of all open requests: BATCH of its prompt for each of them. So a cached prefix attracts requests
+    until its replica has a longer queue or a larger batch than computing the prefix elsewhere costs.
+    """
+    batch = BATCH * request.num_prompt
+    costs = [
+        (view.waiting_tokens + NEW * view.num_new + batch * view.num_open, view.num_open)
+        for view in replicas
+    ]
+    return _least(costs, request.tick)
+
+
+def least_loaded(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+    """Fewest open requests, then fewest prompt tokens to compute; ties in turn."""
+    return _least([(view.num_open, view.waiting_tokens) for view in replicas], request.tick)
+
+
+def round_robin(request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+    """Each replica in turn."""
+    return request.tick % len(replicas)
+
+
+@dataclass(frozen=True)
+class chwbl(Checked):
+    """Consistent hashing with bounded loads, of the first blocks of the prompt.
+
+    A request goes to the first replica on the ring, from the hash of its first `prefix_blocks`
+    blocks on, that then has at most `load_factor` times the mean of open requests. A prompt without
+    a full block goes to the least loaded replica. `replication` is the number of points of each
+    replica on the ring. Does not read the caches.
+    """
+
+    load_factor: float = number(1.25, 1)
+    prefix_blocks: int = count(8, 1)
+    replication: int = count(256, 1, 4096)
+
+    def __call__(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+        if not request.keys:
+            return least_loaded(request, replicas)
+        points, owners = _ring(tuple(view.name for view in replicas), self.replication)
+        key = request.keys[min(self.prefix_blocks, len(request.keys)) - 1]
+        first = bisect(points, int.from_bytes(key[:8], "big"))
+        num_open = sum(view.num_open for view in replicas) + 1
+        limit = self.load_factor * num_open / len(replicas)
+        order = (owners[(first + step) % len(owners)] for step in range(len(owners)))
+        return next(
+            (place for place in order if replicas[place].num_open + 1 <= max(1.0, limit)),
+            least_loaded(request, replicas),
+        )
+
+
+@lru_cache(maxsize=64)
+def _ring(names: tuple[str, ...], replication: int) -> tuple[list[int], list[int]]:
+    """Points on the ring in order, and for each the index of its replica."""
+    points = sorted(
+        (xxh3_64_intdigest(f"{name}/{point}".encode()), place)
+        for place, name in enumerate(names)
+        for point in range(replication)
+    )
+    return [point for point, _ in points], [place for _, place in points]
+
+
+@dataclass(frozen=True)
+class sglang(Checked):
+    """The longest cached prefix, unless the numbers of open requests are too far apart.
+
+    Too far apart means that the largest exceeds the smallest by more than `balance_abs` requests
+    and by more than `balance_rel` times. Then, and if less than `cache_threshold` of the prompt is
+    cached, the request goes to the least loaded replica. SGLang's gateway sends such requests to
+    the replica with the smallest cache, however busy it is.
+    """
+
+    cache_threshold: float = number(0.3, 0, 1)
+    balance_abs: int = count(64, 0)
+    balance_rel: float = number(1.5, 1)
+
+    def __call__(self, request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+        loads = [view.num_open for view in replicas]
+        low, high = min(loads), max(loads)
+        is_apart = high - low > self.balance_abs and high > self.balance_rel * low
+        most = max(view.num_cached for view in replicas)
+        if is_apart or most <= self.cache_threshold * request.num_prompt:
+            return least_loaded(request, replicas)
+        return _least([(-view.num_cached, view.num_open) for view in replicas], request.tick)
+
+
+def _least(keys: Sequence[Any], tick: int) -> int:
+    """The index of the least key; equal ones are taken in turn."""
+    least = min(keys)
+    places = [place for place, key in enumerate(keys) if key == least]
+    return places[tick % len(places)]
+
+
+ROUTES: tuple[Any, ...] = (prefix_load, least_loaded, round_robin, chwbl, sglang)
+DEFAULT_ROUTE = "prefix_load"
+
+
+def parse_route(text: str) -> RouteRule:
+    """The rule that a text names; ConfigError if it is unknown or takes other arguments."""
+    known = {rule.__name__: rule for rule in ROUTES}
+    rule: Any = policy_text.parse_policy("route", text, known, {})
+    if not callable(rule):
+        raise ConfigError(
+            f"route must be a rule name, module:function or a callable, not {shorten(rule)}"
+        )
+    policy_text.check_arguments("route", rule, "request replicas")
+    return rule  # type: ignore[no-any-return]
+
+
+def format_route(rule: RouteRule) -> str:
+    """The text that `parse_route` reads as this rule."""
+    return policy_text.format_policy(rule, ROUTES)
+
+
+def call_route(rule: RouteRule, request: RouteRequest, replicas: Sequence[ReplicaView]) -> int:
+    """The index of the chosen replica; PolicyError if a rule raises or returns no valid index."""
+    try:
+        place: Any = rule(request, replicas)
+    except Exception as error:
+        raise policy_failed("route", rule, f"for request {request.id!r}", error) from error
+    try:
+        number = index(place)
+    except TypeError:
+        number = -1
+    if not 0 <= number < len(replicas):
+        purpose, most = f"for request {request.id!r}", len(replicas) - 1
+        raise bad_result("route", rule, place, purpose, f"return an index from 0 to {most}")
+    return number

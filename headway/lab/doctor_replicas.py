@@ -1,0 +1,96 @@
+"""The doctor for several replicas: problems that the summary of one engine cannot show."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import mean, median
+from typing import Any
+
+from headway.lab.doctor import Finding, diagnose
+from headway.lab.summary import Summary
+
+MAX_BALANCE = 1.25  # largest load of a replica divided by the mean
+MIN_BUSY = 0.2  # of the busiest replica; uneven load matters only where there is some
+HOT = 4.0  # times the median of the queue times
+MIN_QUEUE = 0.5  # seconds; shorter queue times are no problem
+COLD = 0.5  # of the mean hit ratio
+MIN_HITS = 0.1  # mean hit ratio; below, no replica's cache is worth much
+MIN_SHARED = 20  # requests; a replica with fewer has hardly had a chance to hit
+
+
+def diagnose_replicas(summary: Summary, config: dict[str, Any]) -> list[Finding]:
+    """Problems between the replicas of each pool, then those of the run as a whole."""
+    checks: tuple[Callable[[Sequence[Summary], str], Finding | None], ...] = (
+        _hot_spot, _imbalance, _cold,
+    )  # fmt: skip
+    found = [
+        finding
+        for pool in summary["pools"].values() if pool["replicas"] > 1
+        for check in checks if (finding := check(pool["each"], summary["route"]))
+    ]  # fmt: skip
+    return [*found, *diagnose(summary, config)]
+
+
+def _hot_spot(replicas: Sequence[Summary], route: str) -> Finding | None:
+    """One replica queues requests while the others have nearly no queue."""
+    times = [each["queue_time"]["p90"] for each in replicas]
+    hottest, usual = max(times), median(times)
+    if hottest < max(MIN_QUEUE, HOT * usual):
+        return None
+    hot = replicas[times.index(hottest)]
+    return Finding(
+        f"hot spot: p90 of the queue time is {hottest:.1f} s on replica {hot['name']} and "
+        f"{usual:.1f} s on the median replica; it has {_share(hot, replicas, 'requests')} of the "
+        "requests",
+        "requests with a popular prefix follow its cache to one replica, or one replica has the "
+        "longest prompts",
+        _other_rule(route, "a rule that weighs hits against load"),
+        _changes(route),
+    )
+
+
+def _imbalance(replicas: Sequence[Summary], route: str) -> Finding | None:
+    """The busiest replica works much longer than the mean."""
+    busy = [each["busy"] for each in replicas]
+    most, usual = max(busy), mean(busy)
+    if most < MIN_BUSY or most <= MAX_BALANCE * usual:
+        return None
+    first, last = replicas[busy.index(most)], replicas[busy.index(min(busy))]
+    return Finding(
+        f"imbalance: replica {first['name']} is busy {most:.0%} of the time, replica "
+        f"{last['name']} {min(busy):.0%}; the largest is {most / usual:.2f} times the mean "
+        f"(limit {MAX_BALANCE:g})",
+        "the routing rule does not count the work that it sends",
+        _other_rule(route, "a rule that counts the tokens to compute"),
+        _changes(route),
+    )
+
+
+def _cold(replicas: Sequence[Summary], route: str) -> Finding | None:
+    """One replica hits much less than the others."""
+    ratios = [each["cache_hit_ratio"] for each in replicas]
+    usual, least = mean(ratios), min(ratios)
+    cold = replicas[ratios.index(least)]
+    if usual < MIN_HITS or least >= COLD * usual or cold["requests"] < MIN_SHARED:
+        return None
+    return Finding(
+        f"cold replica: {least:.0%} of the prompt tokens hit on replica {cold['name']}, "
+        f"{usual:.0%} on average",
+        "it gets requests whose prefixes other replicas hold",
+        _other_rule(route, "a rule that reads the caches"),
+        _changes(route),
+    )
+
+
+def _share(replica: Summary, replicas: Sequence[Summary], name: str) -> str:
+    return f"{replica[name] / max(1, sum(each[name] for each in replicas)):.0%}"
+
+
+def _other_rule(route: str, what: str) -> str:
+    if _changes(route):
+        return f"use {what}: --route prefix_load"
+    return "add replicas: the default rule already weighs hits against load"
+
+
+def _changes(route: str) -> tuple[str, ...]:
+    return () if route == "prefix_load" else ("route=prefix_load",)

@@ -1,0 +1,53 @@
+"""An engine loop in a fleet reports its load after each step and while it is idle or busy."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from headway.engine import load_reporter
+from headway.engine.loop import EngineLoop
+from headway.engine.messages import FromLoop, LoadReport, Submit
+from tests.support.gated import gated_engine, scripted
+
+
+def test_reports_follow_steps_and_heartbeats_fill_long_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_reporter, "HEARTBEAT_SECONDS", 0.01)
+    engine, gate = gated_engine()
+    batches: list[list[FromLoop]] = []
+    loop = EngineLoop(engine, batches.append)
+    loop.report_load = True
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    wait_until(lambda: len(batches) > 2)
+    blocks = engine.scheduler.config.num_blocks
+    idle = LoadReport(0, 0, 0, 0, blocks, blocks)
+    assert batches[:3] == [[idle]] * 3
+    gate.open.clear()
+    loop.post([Submit(str(i), [5] * 9, scripted(3)) for i in range(2)])
+    wait_until(lambda: engine.step_seconds is not None)
+    num_before = len(batches)
+    wait_until(lambda: len(batches) > num_before + 2)  # during a step that does not end
+    assert batches[num_before:] and all(batch == [idle] for batch in batches[num_before:])
+    gate.open.set()
+    wait_until(lambda: not engine.has_work)
+    loop.stop()
+    thread.join()
+    reports = [each for batch in batches for each in batch if isinstance(each, LoadReport)]
+    assert any(each.num_running == 2 and each.step == 1 for each in reports)
+    assert reports[-1] == idle._replace(step=engine.scheduler.num_steps)
+    num_batches = len(batches)
+    time.sleep(0.03)
+    assert len(batches) == num_batches, "no heartbeat after the end"
+
+
+def wait_until(is_done: Callable[[], bool]) -> None:
+    ends_at = time.monotonic() + 5
+    while not is_done():
+        assert time.monotonic() < ends_at
+        time.sleep(0.002)

@@ -1,0 +1,93 @@
+"""A fleet of real engines: texts do not depend on replicas that die, hang or are drained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from headway import LLM
+from headway.engine.async_engine import AsyncEngine
+from headway.engine.outputs import RequestOutput
+from headway.fleet.client import FleetClient
+from headway.fleet.links import ThreadLink
+from headway.sampling_params import SamplingParams
+from tests.support import real
+from tests.support.faults import Faults
+from tests.support.features import FEATURES, PROMPT
+
+CASES = FEATURES | {
+    "stop string": {"seed": 3, "max_tokens": 60, "stop": ["e"], "min_tokens": 9},
+    "stop strings with n": {"seed": 3, "max_tokens": 60, "stop": ["the", "o"], "n": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(real.write_tiny(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: str) -> Iterator[dict[str, RequestOutput]]:
+    """Every case by itself, on one engine."""
+    with LLM(tiny, num_blocks=200) as llm:
+        yield {
+            name: llm.generate(PROMPT, SamplingParams(**fields), use_tqdm=False)[0]
+            for name, fields in CASES.items()
+        }
+
+
+def shown(output: RequestOutput) -> Any:
+    """All that a caller sees of an output, without times."""
+    return output.prompt_logprobs, output.outputs
+
+
+async def run_cases(fleet: FleetClient, llm: LLM) -> dict[str, RequestOutput]:
+    engine = AsyncEngine(fleet, input_processor=llm.input_processor)
+    await engine.start()
+
+    async def one(name: str) -> RequestOutput:
+        outputs = engine.generate(PROMPT, SamplingParams(**CASES[name]), name)
+        return [output async for output in outputs][-1]
+
+    try:
+        async with asyncio.timeout(60):
+            outputs = await asyncio.gather(*map(one, CASES))
+    finally:
+        await engine.close()
+    return dict(zip(CASES, outputs, strict=True))
+
+
+def test_texts_survive_a_death_and_a_drain(tiny: str, alone: dict[str, RequestOutput]) -> None:
+    """A dies in the middle, B is drained later, and C, which joined last, ends what is left."""
+    settings = {"max_num_seqs": 4, "block_size": 8, "num_blocks": 60}
+    llms = [LLM(tiny, **{**settings, "max_num_seqs": n}) for n in (3, 4, 6)]  # type: ignore[arg-type]
+    links = [ThreadLink(name, llm.engine) for name, llm in zip("abc", llms, strict=True)]
+    Faults(llms[0].engine).dies_at = 7
+    second, drained = Faults(llms[1].engine), list[asyncio.Task[None]]()
+    fleet = FleetClient(links[:2], block_size=8)
+
+    async def drain() -> None:
+        await fleet.add(links[2])
+        await fleet.drain("b")
+
+    async def run() -> dict[str, RequestOutput]:
+        loop = asyncio.get_running_loop()
+        start = partial(
+            loop.call_soon_threadsafe, lambda: drained.append(loop.create_task(drain()))
+        )
+        second.calls[12] = start
+        found = await run_cases(fleet, llms[0])
+        await asyncio.gather(*drained)
+        return found
+
+    found = asyncio.run(run())
+    assert {name: shown(output) for name, output in found.items()} == {
+        name: shown(output) for name, output in alone.items()
+    }
+    counters = fleet.dispatcher.counters
+    assert counters.num_deaths == 1 and counters.num_drains == 1 and counters.num_failed == 0
+    assert counters.num_moves > 5 and counters.num_resumed_tokens > 20

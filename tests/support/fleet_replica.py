@@ -1,0 +1,22 @@
+"""A replica in its own process: an engine without a model behind a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from headway.engine.async_engine import ThreadClient
+from headway.server.process.engine_service import EngineService
+from tests.support.scripted import make_engine
+
+
+async def main(path: str) -> None:
+    client = ThreadClient(make_engine(0.02))
+    client.loop.report_load = True
+    await EngineService(client).start(path)
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
