@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn
+from typing import IO, TYPE_CHECKING, Any, NoReturn
 
 from headway.config import Config
 from headway.engine.clock import RealClock
@@ -57,13 +57,19 @@ from headway.executor.gpu.chunk_cost import measured_step
 from headway.executor.gpu.swap_cost import Timed, measured
 from headway.loading import Loaded, LoadOptions, Progress, load
 from headway.observe.trace import TraceWriter
+from headway.parallel.executor import ParallelExecutor
+from headway.parallel.ranks import ended_on_error
 from headway.request import Pooling, RequestParams
 from headway.sampling_params import SamplingParams
 from headway.scheduler import Scheduler
 from headway.scheduler.policies import hold_tbt, swap_if_cheaper
 from headway.scheduler.presets import NUMBERS, SLOTS
 from headway.text.tokenizer import Tokenizer
-from headway.unsupported import ONE_DEVICE, unsupported
+from headway.unsupported import unsupported
+
+if TYPE_CHECKING:
+    from headway.executor.cpu import CpuExecutor
+    from headway.executor.gpu.executor import GpuExecutor
 
 Prompts = PromptInput | Sequence[PromptInput]
 AllParams = SamplingParams | Sequence[SamplingParams] | None  # one for all prompts, or one for each
@@ -79,7 +85,8 @@ class LLM:
     measurement; see `headway models`). `kv_memory` is in bytes, or a text such as "2GiB".
 
     `seed` makes runs reproducible: requests without a seed get one derived from it, in order.
-    `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` must be 1.
+    `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` divides the model among
+    as many GPUs or processes; `tensor_parallel_sums` is exact, fast, or auto: exact on a CPU.
     `trust_remote_code` has no effect, because no code of a model repository is ever run.
     `async_scheduling` plans the next step while one runs; the default is on for a GPU.
 
@@ -104,6 +111,7 @@ class LLM:
         enforce_eager: bool = False,
         seed: int | None = None,
         tensor_parallel_size: int = 1,
+        tensor_parallel_sums: str = "auto",
         trust_remote_code: bool = False,
         threads: int | None = None,
         async_scheduling: bool | None = None,
@@ -115,14 +123,11 @@ class LLM:
         **settings: Any,
     ) -> None:
         _check_settings(settings)
-        if tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size must be 1, not {tensor_parallel_size!r}; {ONE_DEVICE}"
-            )
         options = LoadOptions(
             device=device, dtype=dtype, quantization=quantization, load_format=load_format,
             attention=attention, kv_cache_dtype=kv_cache_dtype, kv_memory=kv_memory,
             threads=threads, gpu_memory_utilization=gpu_memory_utilization,
+            tensor_parallel_size=tensor_parallel_size, tensor_parallel_sums=tensor_parallel_sums,
         )  # fmt: skip
         self.loaded: Loaded = load(
             model, options, preset_name=preset, settings=settings, progress=progress,
@@ -136,9 +141,7 @@ class LLM:
             new_seed=_seeds(seed),
         )  # fmt: skip
         self.config = self.loaded.config
-        self.executor = make_executor(
-            self.loaded.decoder, self.config, progress, enforce_eager=enforce_eager
-        )
+        self.executor = self._make_executor(progress, enforce_eager=enforce_eager)
         matchers = self.executor.sampler.grammars.matchers
         matchers.use(self.tokenizer, self.loaded.eos_ids)
         clock = RealClock()
@@ -163,6 +166,19 @@ class LLM:
         self._is_closed = False
         self.engine.observers += observers
         self._numbers = count()
+
+    def _make_executor(
+        self, progress: Progress | None, *, enforce_eager: bool
+    ) -> CpuExecutor | GpuExecutor | ParallelExecutor:
+        config, ranks = self.config, self.loaded.ranks
+        make = partial(
+            make_executor, self.loaded.decoder, config, progress, enforce_eager=enforce_eager
+        )
+        if ranks is None:
+            return make()
+        with ended_on_error(ranks):
+            own = ranks.start(config, make, enforce_eager=enforce_eager)
+            return ParallelExecutor(own, ranks, config.max_num_seqs)
 
     def generate(
         self,
@@ -281,9 +297,14 @@ class LLM:
         return self.engine.scheduler.reset_cache()
 
     def close(self) -> None:
-        """Abort open requests and close the trace file. Later calls raise ExecutorError."""
+        """Abort open requests, end other ranks and close the trace file.
+
+        Later calls raise ExecutorError.
+        """
         self._is_closed = True
         self._runner.close_all()
+        if self.loaded.ranks is not None:
+            self.loaded.ranks.close()
         if self._trace is not None:
             self._trace.close()
             self._trace = None

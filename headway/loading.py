@@ -7,40 +7,45 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headway.checks import number_problem, one_of
 from headway.config import Config
 from headway.errors import ConfigError
-from headway.model.backends.base import Backend
 from headway.model.config import ModelConfig
 from headway.model.decoder import Decoder
 from headway.model.devices import (
     Device,
+    check_gpus,
     free_device_memory,
     free_memory,
     parse_size,
-    room_for_weights,
     size,
     use_device,
 )
+from headway.model.loader import Steps, load_decoder, open_weights
 from headway.model.precision import (
     check_attention,
     choose_backend,
     kv_dtype_for,
+    measured_precision,
+    num_threads,
     resolved,
     use_threads,
-    weight_bytes,
 )
 from headway.model.registry import resolve
-from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint, open_checkpoint
+from headway.model.sharding import SUMS, check_size
 from headway.model.weights.gguf import read_metadata
+from headway.parallel.channel import MAX_RANKS
+from headway.parallel.ranks import Ranks, ended_on_error
+from headway.parallel.spec import RankSpec
 from headway.scheduler import preset
 from headway.scheduler.policies import recompute
 from headway.text.tokenizer import Tokenizer, load_tokenizer, tokenizer_from_gguf
 
 Progress = Callable[[str, int, int], None]  # (description, done, total)
-Steps = Callable[[int, int], None]  # (done, total)
 # The number of KV blocks that fit in a fraction of GPU memory.
 Measure = Callable[[Decoder, Config, float], int]
 KV_FRACTION = 0.1  # default fraction of free CPU memory for the KV cache
@@ -61,6 +66,8 @@ class LoadOptions:
     kv_memory: int | str | None = None
     gpu_memory_utilization: float = 0.9
     threads: int | None = None
+    tensor_parallel_size: int = 1
+    tensor_parallel_sums: str = "auto"
 
     def __post_init__(self) -> None:
         fraction, threads = self.gpu_memory_utilization, self.threads
@@ -70,6 +77,9 @@ class LoadOptions:
             )
         if threads is not None and threads < 1:
             raise ConfigError(f"threads must be at least 1, not {threads}")
+        if problem := number_problem(self.tensor_parallel_size, 1, MAX_RANKS, whole=True):
+            raise ConfigError(f"tensor_parallel_size {problem}")
+        one_of("tensor_parallel_sums", self.tensor_parallel_sums, SUMS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +93,8 @@ class Loaded:
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     config: Config
-    kv_bytes: int  # size of all device blocks
+    kv_bytes: int  # size of all device blocks, of one rank
+    ranks: Ranks | None = None  # the other ranks of a tensor-parallel group
 
     @property
     def is_on_gpu(self) -> bool:
@@ -115,44 +126,66 @@ def load(
     kv_dtype = kv_dtype_for(options.kv_cache_dtype, device)
     check_attention(options.attention, device)
     path = resolve(model, progress=_with_title(progress, f"downloading {model}"))
-    checkpoint = _checkpoint(path, options.load_format, device)
-    _max_model_len(checkpoint.config, settings)  # before the weights are loaded, which takes long
-    backend = choose_backend(checkpoint.config, precision, device, kv_dtype, options.attention)
-    decoder = _decoder(checkpoint, backend, device, _with_title(progress, f"loading {model}"))
-    tokenizer = find_tokenizer(path)
-    itemsize = backend.kv_blocks(decoder.config, 0, 1).element_size()
-    room = _gpu_room(decoder, device, options.gpu_memory_utilization, measure)
-    config = fit(decoder.config, itemsize, preset_name, options.kv_memory, settings, room)
+    checkpoint = open_weights(path, options.load_format, device)
+    # Before the weights are loaded, which takes long.
+    _max_model_len(checkpoint.config, settings)
+    ranks = _start_ranks(checkpoint.config, path, options, device, precision)
+    with ended_on_error(ranks):
+        if ranks is not None:
+            precision = ranks.spec.precision
+        backend = choose_backend(checkpoint.config, precision, device, kv_dtype, options.attention)
+        shard = ranks.connect(checkpoint.config) if ranks else None
+        title = _with_title(progress, f"loading {model}")
+        decoder = load_decoder(checkpoint, backend, device, title, shard)
+        if ranks is not None:
+            ranks.wait_until_loaded()
+        tokenizer = find_tokenizer(path)
+        itemsize = backend.kv_blocks(decoder.config, 0, 1).element_size()
+        room = _gpu_room(decoder, device, options.gpu_memory_utilization, measure, ranks)
+        config = fit(
+            decoder.config, itemsize, preset_name, options.kv_memory, settings, room,
+            num_ranks=options.tensor_parallel_size,
+        )  # fmt: skip
     ends = decoder.config.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
     kv_bytes = config.num_blocks * config.block_size * decoder.config.kv_bytes(itemsize)
     return Loaded(
         path=path, device=str(device), precision=precision, decoder=decoder, tokenizer=tokenizer,
-        eos_ids=ends, config=config, kv_bytes=kv_bytes,
+        eos_ids=ends, config=config, kv_bytes=kv_bytes, ranks=ranks,
     )  # fmt: skip
 
 
-def _checkpoint(path: Path, load_format: str, device: Device) -> Checkpoint:
-    opened = open_checkpoint(path, load_format)
-    # Random weights are created on the device itself.
-    return DummyCheckpoint(opened.config, device) if load_format == "dummy" else opened
-
-
-def _decoder(
-    checkpoint: Checkpoint, backend: Backend, device: Device, progress: Steps | None
-) -> Decoder:
-    if device.type != "cuda":
-        return Decoder(checkpoint, backend, progress)
-    with room_for_weights(weight_bytes(checkpoint.config, backend), device):
-        return Decoder(checkpoint, backend, progress)
+def _start_ranks(
+    model: ModelConfig, path: Path, options: LoadOptions, device: Device, precision: str
+) -> Ranks | None:
+    """Start the other ranks of a tensor-parallel group; None for one rank."""
+    size, is_gpu = options.tensor_parallel_size, device.type == "cuda"
+    check_size(model, size)
+    if size == 1:
+        return None
+    if is_gpu:
+        check_gpus(size, device)
+    threads, sums = options.threads or max(1, num_threads() // size), options.tensor_parallel_sums
+    use_threads(threads)
+    spec = RankSpec(
+        size=size, is_exact=sums == "exact" or (sums == "auto" and not is_gpu), path=str(path),
+        load_format=options.load_format, precision=measured_precision(model, precision),
+        kv_cache_dtype=options.kv_cache_dtype, attention=options.attention,
+        first_device=device.index if is_gpu else None, threads=threads,
+    )  # fmt: skip
+    return Ranks(spec)
 
 
 def _gpu_room(
-    decoder: Decoder, device: Device, fraction: float, measure: Measure
+    decoder: Decoder, device: Device, fraction: float, measure: Measure, ranks: Ranks | None
 ) -> GpuRoom | None:
     if device.type != "cuda":
         return None
-    free = free_device_memory(device)
-    return GpuRoom(free=free, measure=lambda config: measure(decoder, config, fraction))
+
+    def fitting(config: Config) -> int:
+        own = partial(measure, decoder, config, fraction)
+        return own() if ranks is None else ranks.count_blocks(config, fraction, own)
+
+    return GpuRoom(free=free_device_memory(device), measure=fitting)
 
 
 def _with_title(progress: Progress | None, title: str) -> Steps | None:
@@ -179,23 +212,31 @@ def fit(
     kv_memory: int | str | None,
     settings: Mapping[str, Any],
     room: GpuRoom | None = None,
+    *,
+    num_ranks: int = 1,
 ) -> Config:
-    """A preset with these settings, and with the length and blocks that model and memory allow."""
+    """A preset with these settings, and with the length and blocks that model and memory allow.
+
+    `num_ranks` processes with the sizes of `model` share the host's memory.
+    """
     changes = {name: value for name, value in settings.items() if value is not None}
     changes["max_model_len"] = _max_model_len(model, settings)
     _set_limits(changes, preset_name, is_gpu=room is not None)
     config = preset(preset_name, **changes)
     block = config.block_size * model.kv_bytes(itemsize)
+    host_block = num_ranks * block
+    if room is None:
+        block = host_block
     can_swap = config.swap is not recompute and "num_host_blocks" not in changes
     if can_swap and room is not None:
-        config = replace(config, num_host_blocks=int(free_memory() * PINNED_FRACTION) // block)
+        config = replace(config, num_host_blocks=int(free_memory() * PINNED_FRACTION) // host_block)
     if "num_blocks" not in changes:
         changes["num_blocks"] = _num_blocks(config, block, kv_memory, room)
     if can_swap:
         limit = changes["num_blocks"] if room is None else config.num_host_blocks
         changes["num_host_blocks"] = min(limit, changes["num_blocks"])
     config = preset(preset_name, **changes)
-    _check_memory(config.num_blocks * block, config.num_host_blocks * block, room)
+    _check_memory(config.num_blocks * block, config.num_host_blocks * host_block, room)
     return config
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-ONE_DEVICE = "a model runs on one device"
+TENSOR_ONLY = "only tensor_parallel_size divides a model among devices"
 NO_LORA = "there are no LoRA adapters"
 TEXT_ONLY = "models take and return text only"
 UNSUPPORTED = {
-    "tensor_parallel_size": ONE_DEVICE,
-    "pipeline_parallel_size": ONE_DEVICE,
-    "data_parallel_size": ONE_DEVICE,
-    "enable_expert_parallel": ONE_DEVICE,
-    "distributed_executor_backend": ONE_DEVICE,
+    "pipeline_parallel_size": TENSOR_ONLY,
+    "data_parallel_size": TENSOR_ONLY,
+    "enable_expert_parallel": TENSOR_ONLY,
+    "distributed_executor_backend": TENSOR_ONLY,
     "enable_lora": NO_LORA,
     "lora_modules": NO_LORA,
     "lora_request": NO_LORA,
@@ -22,7 +21,7 @@ UNSUPPORTED = {
     "enable_prefix_caching": "the prefix cache is always on",
     "enable_chunked_prefill": "the slot `chunk` says how prompts are split",
     "swap_space": "num_host_blocks sets the memory for swapping",
-    "cpu_offload_gb": "weights are kept on one device",
+    "cpu_offload_gb": "weights are kept on the devices",
     "tokenizer": "the tokenizer is the model's own",
     "tokenizer_mode": "the tokenizer is the model's own",
     "hf_overrides": "a model's configuration is used as it is",

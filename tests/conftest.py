@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from headway.model.backends.base import Backend
     from headway.model.decoder import Decoder
     from headway.model.devices import Device
+    from headway.model.sharding import Shard
     from headway.model.weights.checkpoint import Checkpoint
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
@@ -91,17 +92,23 @@ def shared_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load the weights of a model file once per process, however many LLMs use it on a CPU."""
     from headway import loading
 
-    load_decoder = loading._decoder
+    load_decoder = loading.load_decoder
 
-    def shared(checkpoint: Checkpoint, backend: Backend, device: Device, progress: Any) -> Decoder:
-        if checkpoint.path is None or device.type != "cpu":
-            return load_decoder(checkpoint, backend, device, progress)
+    def shared(
+        checkpoint: Checkpoint,
+        backend: Backend,
+        device: Device,
+        progress: Any = None,
+        shard: Shard | None = None,
+    ) -> Decoder:
+        if checkpoint.path is None or device.type != "cpu" or shard is not None:
+            return load_decoder(checkpoint, backend, device, progress, shard)
         key = checkpoint.path, backend.name
         if key not in DECODERS:
             DECODERS[key] = load_decoder(checkpoint, backend, device, progress)
         return DECODERS[key]
 
-    monkeypatch.setattr(loading, "_decoder", shared)
+    monkeypatch.setattr(loading, "load_decoder", shared)
 
 
 @pytest.fixture

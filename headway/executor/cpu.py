@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -104,7 +105,9 @@ class CpuExecutor:
     def _sample(self, logits: Tensor | None, rows: np.ndarray) -> np.ndarray:
         if logits is None:
             return np.zeros(0, dtype=np.intc)
-        tokens: np.ndarray = self.sampler.sample(logits, rows).to(torch.int32).cpu().numpy()
+        sample, shard = partial(self.sampler.sample, logits, rows), self.decoder.shard
+        found = sample() if shard is None else shard.sampled(sample, len(rows), logits.device)
+        tokens: np.ndarray = found.to(torch.int32).cpu().numpy()
         return tokens
 
     def _finish_chunks(self, chunks: list[Chunk], tokens: np.ndarray, result: StepResult) -> None:

@@ -28,6 +28,7 @@ class Decoder:
     ) -> None:
         self.config = checkpoint.config
         self.backend = backend
+        self.shard = backend.shard
         self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
         self.layers: list[LayerWeights] = []
         for number in range(self.config.num_layers):
@@ -72,7 +73,7 @@ class Decoder:
         watch: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
         """Hidden states [T, hidden] before the final norm; `watch` is called after every layer."""
-        x = self.embedding.rows(batch.tokens_t)
+        x = self._embedded(batch.tokens_t)
         forward_pass = self.backend.begin(self.config, batch, blocks, *self._rope(batch))
         for number, layer in enumerate(self.layers):
             x = forward_pass.layer(number, layer, x)
@@ -95,7 +96,17 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [N, vocabulary] of hidden states [N, hidden]."""
-        return self.backend.linear(self.final_norm(hidden), self.head)
+        own = self.backend.linear(self.final_norm(hidden), self.head)
+        return own if self.shard is None else self.shard.gather(own, self.shard.vocabulary)
+
+    @property
+    def max_kv_heads(self) -> int:
+        """Key-value heads of this decoder, or of the rank that has most."""
+        return self.config.num_kv_heads if self.shard is None else self.shard.max_kv_heads
+
+    def _embedded(self, tokens_t: Tensor) -> Tensor:
+        rows = self.embedding.rows
+        return rows(tokens_t) if self.shard is None else self.shard.embed(rows, tokens_t)
 
     def _rope(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Cosines and sines, of every token or, if the backend looks them up, of every position."""

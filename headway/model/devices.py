@@ -82,6 +82,16 @@ def gpu_index(wanted: str, count: int, current: int) -> int:
     return int(number or current)
 
 
+def check_gpus(size: int, first: Device) -> None:
+    """ConfigError unless `size` GPUs are visible, from the first on."""
+    visible = torch.cuda.device_count() - first.index
+    if size > visible:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but only {visible} GPUs are visible from {first} on; "
+            "change --tensor-parallel-size, --device or CUDA_VISIBLE_DEVICES"
+        )
+
+
 def gpus() -> list[Gpu]:
     """All GPUs that torch sees; empty if none can be used."""
     if why_no_cuda() is not None:

@@ -58,8 +58,7 @@ def choose_backend(
     device = torch.device(device)
     if device.type == "cuda":
         return _gpu_backend(getattr(torch, precision), device, kv_dtype, attention)
-    if precision == FASTEST:
-        precision = fastest(probe(config))
+    precision = measured_precision(config, precision)
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
     reason = why_not_native(config)
@@ -104,6 +103,11 @@ def resolved(dtype: str, quantization: str | None, device: torch.device) -> str:
     if dtype not in ("auto", "float32"):
         raise ConfigError(f"quantization {quantization} needs dtype auto or float32, not {dtype}")
     return "int8" if quantization == "int8" else FASTEST
+
+
+def measured_precision(config: ModelConfig, precision: str) -> str:
+    """The precision, with FASTEST replaced by the fastest one on this machine."""
+    return fastest(probe(config)) if precision == FASTEST else precision
 
 
 def weight_bytes(config: ModelConfig, backend: Backend) -> int:

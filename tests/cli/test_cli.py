@@ -545,7 +545,7 @@ def test_every_old_flag_is_tested_and_an_unrelated_command_does_not_name_it() ->
     assert "No such option" in refused("demo", "--depth", "1")
 
 
-@pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--enable-lora"])
+@pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "--enable-lora"])
 def test_an_option_of_vllm_that_is_not_supported_is_reported_as_such(flag: str) -> None:
     assert f"{flag} is not supported: " in sentence("serve", flag, "2")
 

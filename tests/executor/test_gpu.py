@@ -495,7 +495,7 @@ def test_a_step_reports_what_it_had_to_build(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("headway.executor.gpu.executor.num_builds", lambda: next(built))
     counts = list[int]()
     answers(lambda *_: executor, config, about, watch=lambda r: counts.append(r.result.num_builds))
-    assert set(counts) == {3}
+    assert 3 in counts and set(counts) <= {3, 4}, "a decode size is captured when it first comes"
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="nothing is compiled or captured on a CPU")

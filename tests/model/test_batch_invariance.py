@@ -23,6 +23,7 @@ from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig, from_hf
 from headway.model.decoder import Decoder
 from headway.model.precision import why_not_native
+from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.checkpoint import DummyCheckpoint
 from headway.model.weights.tensors import QuantizedMatrix
 from tests.support import real
@@ -45,8 +46,8 @@ class ScaledCheckpoint(DummyCheckpoint):
             return quiet + 0.2 * torch.randn(quiet.shape, generator=_generator(len(name)))
         return quiet * 8
 
-    def read_groups(self, name: str) -> QuantizedMatrix | None:
-        return four_bits(self.read(name)) if self._has_groups else None
+    def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
+        return four_bits(self.read_part(name, part)) if self._has_groups else None
 
 
 def _generator(seed: int) -> torch.Generator:

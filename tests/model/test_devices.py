@@ -497,8 +497,10 @@ def test_the_memory_of_all_graphs_is_counted() -> None:
     """On an H200, with 28 layers, 91 graphs of mixed passes took 88 MiB and 34 of decodes 16."""
     config = preset("headway", max_num_seqs=256, max_num_batched_tokens=8192)
     for num_layers in (1, 28, 80):
-        about = SimpleNamespace(num_layers=num_layers, num_kv_heads=8)
-        decoder = SimpleNamespace(config=about, num_bytes=4e7 * num_layers, norm=torch.zeros(1))
+        decoder = SimpleNamespace(
+            config=SimpleNamespace(num_layers=num_layers), num_bytes=4e7 * num_layers,
+            norm=torch.zeros(1), shard=None, max_kv_heads=8,
+        )  # fmt: skip
         num_mixed, num_decodes = len(graph_sizes(decoder, config)), 61  # type: ignore[arg-type]
         need = num_layers / 28 * (num_mixed * 88 / 91 + num_decodes * 16 / 34) * 2**20
         assert num_mixed > 20 and need < graph_bytes(decoder, config) < 1.5 * need  # type: ignore[arg-type]

@@ -42,10 +42,11 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
     "observe.explain": (*TYPES, "scheduler", "observe"),
     "observe.trace": (*TYPES, "scheduler", "observe"),
     "engine": (*TYPES, "kv", "scheduler", "executor.base", "text", "observe", "engine"),
-    "loading": (*TYPES, "scheduler", "model", "text", "engine"),
+    "parallel": (*TYPES, "executor", "model", "parallel"),
+    "loading": (*TYPES, "scheduler", "model", "text", "engine", "parallel"),
     "llm": (
         *TYPES, "scheduler", "executor", "model", "text", "engine", "observe", "loading",
-        "unsupported",
+        "parallel", "unsupported",
     ),
     "fleet": (*TYPES, "kv", "scheduler", "executor.base", "engine", "observe", "fleet"),
     "fleet.routing": (*TYPES, "scheduler"),
@@ -72,7 +73,7 @@ MAY_SEE: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 TORCH = (
     "executor.cpu", "executor.row_table", "executor.pooling", "executor.factory",
-    "executor.gpu", "executor.sampling", "model",
+    "executor.gpu", "executor.sampling", "model", "parallel.group", "parallel.ranks",
 )  # fmt: skip
 # Packages, and the only parts that may import them.
 ONLY_IN: dict[str, tuple[str, ...]] = {

@@ -212,6 +212,8 @@ def _use_device(llm: LLM, threads: int | None) -> None:
     from headway.model.precision import use_threads
 
     use_device(llm.loaded.device)
+    if llm.loaded.ranks is not None:
+        threads = llm.loaded.ranks.spec.threads
     if threads is not None:
         use_threads(threads)
 

@@ -74,7 +74,19 @@ class ModelOptions(options.SchedulerOptions):
         float,
         _model("Fraction of GPU memory that may be used, including other processes."),
     ] = 0.9
-    threads: Annotated[int | None, _model("CPU threads.", show_default="chosen by torch")] = None
+    tensor_parallel_size: Annotated[
+        int, _model("Divide the model among this many GPUs, or processes on a CPU.")
+    ] = 1
+    tensor_parallel_sums: Annotated[
+        str,
+        _model(
+            "exact: the same results as on one device, bit for bit on a CPU; fast: add partial "
+            "sums; or auto: exact on a CPU, fast on GPUs."
+        ),
+    ] = "auto"
+    threads: Annotated[
+        int | None, _model("CPU threads of each process.", show_default="chosen by torch")
+    ] = None
     trace_out: Annotated[
         Path | None, _model("Write a trace of all decisions to this file; see `headway trace`.")
     ] = None
@@ -117,6 +129,8 @@ class ModelOptions(options.SchedulerOptions):
                 load_format=self.load_format, preset=self.preset, attention=self.attention,
                 kv_cache_dtype=self.kv_cache_dtype, kv_memory=self.kv_memory,
                 gpu_memory_utilization=self.gpu_memory_utilization, threads=self.threads,
+                tensor_parallel_size=self.tensor_parallel_size,
+                tensor_parallel_sums=self.tensor_parallel_sums,
                 async_scheduling=self.async_scheduling, trace_out=self.trace_out,
                 trace_blocks=self.trace_blocks, trace_redact=self.trace_redact, progress=progress, **settings,
             )  # fmt: skip

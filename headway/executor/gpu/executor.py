@@ -91,7 +91,7 @@ class GpuExecutor:
         self._sampled = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
         self._sent: Rows | None = None  # the rows in `_decoding`, before they were reordered
         self._order: Rows | None = None  # index in `_decoding` of each row of `_sent`
-        self._num_kv_heads = decoder.config.num_kv_heads
+        self._num_kv_heads = decoder.max_kv_heads
         self.graphs = Graphs(self._decode_step, self.device)
         self.mixed = MixedPass(
             decoder, self.device_blocks, self.rows, self.state, config.max_num_batched_tokens
@@ -267,7 +267,7 @@ class GpuExecutor:
         rows = np.concatenate([plan.rows, np.array([c.request.row for c in last], dtype=np.intp)])
         if len(rows):
             logits = self.decoder.logits(hidden[sampled_n])
-            tokens = self.sampler.sample(logits, rows).int()
+            tokens = self._sample(logits, rows)
             finish(upload(rows.astype(np.int32), self.device), tokens, self.state.tensors)
             self._copy_to_host(tokens, pending)
         requests = (*plan.decodes, *(chunk.request for chunk in last))
@@ -276,6 +276,11 @@ class GpuExecutor:
         starts = np.cumsum([first, *counts])[:-1].tolist()
         extras.score_prompts(self.decoder, chunks, hidden, starts)
         extras.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
+
+    def _sample(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Sample where the host takes part; rank 0 does it for all ranks of a group."""
+        sample, shard = partial(self.sampler.sample, logits, rows), self.decoder.shard
+        return sample().int() if shard is None else shard.sampled(sample, len(rows), self.device)
 
     def _choose(self, logits: Tensor, rows: Rows) -> Tensor:
         out = torch.empty(len(rows), dtype=torch.int32, device=self.device)

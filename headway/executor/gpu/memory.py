@@ -97,7 +97,7 @@ def measure(decoder: Decoder, config: Config) -> Budget:
 def graph_sizes(decoder: Decoder, config: Config) -> list[PassSize]:
     """The sizes of all captured mixed passes, largest first."""
     max_tokens = max_captured_tokens(decoder, config.max_num_batched_tokens)
-    return captured_sizes(config.max_num_seqs, max_tokens, decoder.config.num_kv_heads)
+    return captured_sizes(config.max_num_seqs, max_tokens, decoder.max_kv_heads)
 
 
 def max_captured_rows(decoder: Decoder, config: Config) -> int:
@@ -109,7 +109,7 @@ def max_captured_rows(decoder: Decoder, config: Config) -> int:
 def graph_bytes(decoder: Decoder, config: Config) -> int:
     """Driver memory of all graphs; decodes have one graph per number of splits."""
     sizes = {padded_rows(count) for count in range(1, config.max_num_seqs + 1)}
-    num_heads = decoder.config.num_kv_heads
+    num_heads = decoder.max_kv_heads
     num_decodes = sum(len(split_counts(count * num_heads)) for count in sizes)
     num_graphs = num_decodes + len(graph_sizes(decoder, config))
     return GRAPH_LAYER_BYTES * decoder.config.num_layers * num_graphs

@@ -8,7 +8,7 @@ at warm-up: it is then one launch. A large pass keeps the device busy while the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -98,7 +98,7 @@ class MixedPass:
     @property
     def sizes(self) -> list[PassSize]:
         """All sizes of small passes, largest first."""
-        num_heads = self.decoder.config.num_kv_heads
+        num_heads = self.decoder.max_kv_heads
         return captured_sizes(len(self._rows.lengths), self._max_tokens, num_heads)
 
     def try_sizes(self) -> None:
@@ -111,12 +111,13 @@ class MixedPass:
     def capture(self, progress: Callable[[int, int], None]) -> None:
         """Capture all sizes, which must have run before; stop if no memory is left for graphs.
 
-        Every graph runs once, because the driver allocates some of its memory then.
+        Every graph runs once, because the driver allocates some of its memory then. A rank of a
+        group cannot stop, because the others would wait for it.
         """
         if not (self.decoder.backend.supports_padding and self.graphs.is_enabled):
             return
         sizes = self.sizes
-        with _tolerate_no_memory():
+        with _tolerate_no_memory() if self.decoder.shard is None else nullcontext():
             for num_done, size in enumerate(sizes, start=1):
                 self.graphs.capture(size)
                 self.graphs.run(size)
@@ -146,7 +147,7 @@ class MixedPass:
             num_decodes = round_up_decodes(num_decodes, is_small and num_chunks > 0)
             if is_small:
                 num_tokens, num_chunks = rounded
-        num_heads = self.decoder.config.num_kv_heads
+        num_heads = self.decoder.max_kv_heads
         num_programs = num_decodes * num_heads
         if num_tokens:
             num_splits = mixed_num_splits(num_programs)
@@ -210,7 +211,9 @@ def _tolerate_no_memory() -> Iterator[None]:
 def max_captured_tokens(decoder: Decoder, max_num_batched_tokens: int) -> int:
     """Prompt tokens above which the device computes for longer than the host launches."""
     width = decoder.norm.element_size()
-    row_seconds = 2 * decoder.num_bytes / width / FLOPS[width]
+    shard = decoder.shard  # ranks must agree, so they use the mean of all ranks
+    num_params = shard.model.num_params / shard.size if shard else decoder.num_bytes / width
+    row_seconds = 2 * num_params / FLOPS[width]
     enough = int(LAUNCH_SECONDS * decoder.config.num_layers / row_seconds)
     return min(max_num_batched_tokens, MAX_CAPTURED_TOKENS, max(enough, MIN_TOKENS))
 

@@ -88,11 +88,14 @@ class OnRay:
             raise ConfigError(
                 "--ray needs ray, which is not installed: pip install '.[ray]' in Headway's folder"
             ) from None
-        self._ray.init(ignore_reinit_error=True, log_to_driver=False)
+        self._is_connected = False
 
     def run(
         self, function: Callable[[Any], Any], items: Sequence[Any]
     ) -> Iterator[tuple[int, Any]]:
+        if not self._is_connected:  # late, because a local Ray takes seconds to start
+            self._ray.init(ignore_reinit_error=True, log_to_driver=False, logging_level="WARNING")
+            self._is_connected = True
         task = self._ray.remote(function)
         places = {task.remote(item): place for place, item in enumerate(items)}
         left = list(places)
@@ -102,4 +105,5 @@ class OnRay:
                 yield places[reference], self._ray.get(reference)
 
     def close(self) -> None:
-        self._ray.shutdown()
+        if self._is_connected:
+            self._ray.shutdown()

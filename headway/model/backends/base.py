@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
+from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 
 
@@ -58,6 +59,7 @@ class Backend(Protocol):
     name: str
     uses_rope_table: bool  # takes cosine and sine of all positions, not of the batch's tokens
     supports_padding: bool  # accepts padding rows, so that a pass can be captured
+    shard: Shard | None  # set before weights are read, if the model is divided among ranks
 
     def prepared(self, layer: LayerWeights) -> LayerWeights:
         """Convert a complete layer to the backend's form."""

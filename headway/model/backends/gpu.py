@@ -10,6 +10,7 @@ Shapes as in base.py.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from headway.errors import ConfigError
 from headway.model.backends.base import ForwardPass, LayerWeights, Weight
 from headway.model.backends.plain import PlainBackend, PlainWeight
+from headway.model.backends.split import add_parts
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
 from headway.model.kernels.activation import silu_multiply
@@ -27,6 +29,7 @@ from headway.model.kernels.linear import linear, num_squares, row_squares
 from headway.model.kernels.norm import rms_norm
 from headway.model.kernels.prefill import prefill_attention
 from headway.model.kernels.rotary import rotate_and_store
+from headway.model.sharding import Shard
 
 FEW_ROWS = 256  # up to here, reading the matrix limits the speed of a product
 
@@ -125,8 +128,8 @@ class GpuBackend(PlainBackend):
     ) -> ForwardPass:
         is_small = batch.num_decodes == len(batch.tokens_t) <= FEW_ROWS
         if is_small and self.attention.fuses_decode:
-            return FusedDecodePass(config, batch, blocks, cosine, sine)
-        return UnfusedPass(config, batch, blocks, (cosine, sine), self.attention)
+            return FusedDecodePass(config, batch, blocks, (cosine, sine), self.shard)
+        return UnfusedPass(config, batch, blocks, (cosine, sine), self.attention, self.shard)
 
 
 def _scaled(weight: Weight, norm: Tensor) -> PlainWeight:
@@ -156,11 +159,12 @@ class FusedDecodePass:
         config: ModelConfig,
         batch: ForwardBatch,
         blocks: Tensor,
-        cosine_pd: Tensor,
-        sine_pd: Tensor,
+        rope_pd: tuple[Tensor, Tensor],
+        shard: Shard | None = None,
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
-        self._rope = cosine_pd, sine_pd
+        self._rope, self._shard = rope_pd, shard
+        self._columns = (shard.attended, shard.inner) if shard else ([], [])
         self._squares: Tensor | None = None
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
@@ -169,11 +173,11 @@ class FusedDecodePass:
             self._squares = row_squares(x)
         qkv = _multiply(x, layer.qkv, epsilon=epsilon, squares_mj=self._squares)
         attended = self._attention(number, layer, qkv)
-        self._add(x, attended, layer.output)
+        self._add(x, attended, layer.output, self._columns[0])
         inner = _multiply(
             x, layer.gate_up, epsilon=epsilon, squares_mj=self._squares, is_gated=True
         )
-        self._add(x, inner, layer.down)
+        self._add(x, inner, layer.down, self._columns[1])
         return x
 
     def _attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor:
@@ -188,9 +192,16 @@ class FusedDecodePass:
         )  # fmt: skip
         return out
 
-    def _add(self, x: Tensor, inner: Tensor, weight: Weight) -> None:
-        """x += inner w, in place; also computes the squares for the next norm."""
+    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
+        """x += inner w, in place; also computes the squares for the next norm.
+
+        `columns` of the whole `inner` are those of each rank of a group.
+        """
         assert isinstance(weight, PlainWeight)
+        if self._shard is not None:
+            add_parts(x, inner, self._shard, columns, partial(_multiply, weight=weight))
+            self._squares = row_squares(x) if len(x) > 1 else None
+            return
         if len(x) > 1:
             num_outputs, num_inputs = weight.matrix.shape
             count = num_squares(len(x), num_outputs, num_inputs, x.dtype)
@@ -213,9 +224,11 @@ class UnfusedPass:
         blocks: Tensor,
         rope_pd: tuple[Tensor, Tensor],
         kernels: AttentionKernels,
+        shard: Shard | None = None,
     ) -> None:
         self._config, self._batch, self._blocks = config, batch, blocks
-        self._rope, self._kernels = rope_pd, kernels
+        self._rope, self._kernels, self._shard = rope_pd, kernels, shard
+        self._columns = (shard.attended, shard.inner) if shard else ([], [])
         self._attended: Tensor | None = None  # [T, H, D], zero in padding rows
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
@@ -230,10 +243,17 @@ class UnfusedPass:
             slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
         )  # fmt: skip
         self._attend(number, qkv, self._attended)
-        _add_linear(x, self._attended.flatten(1), layer.output)
+        self._add(x, self._attended.flatten(1), layer.output, self._columns[0])
         inner = _linear(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
-        _add_linear(x, silu_multiply(inner), layer.down)
+        self._add(x, silu_multiply(inner), layer.down, self._columns[1])
         return x
+
+    def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
+        """x += inner w, in place; `columns` of `inner` are those of each rank of a group."""
+        if self._shard is None:
+            _add_linear(x, inner, weight)
+        else:
+            add_parts(x, inner, self._shard, columns, partial(_multiply_into, weight=weight))
 
     def _attend(self, number: int, qkv: Tensor, out: Tensor) -> None:
         batch, config = self._batch, self._config
@@ -248,6 +268,20 @@ class UnfusedPass:
 def _linear(x: Tensor, weight: Weight) -> Tensor:
     assert isinstance(weight, PlainWeight)
     return F.linear(x, weight.matrix, weight.bias)
+
+
+def _multiply_into(
+    x: Tensor, weight: Weight, residual_mn: Tensor | None = None, out_mn: Tensor | None = None
+) -> Tensor:
+    """x w, plus the residual if one is given; into `out_mn`, which may be the residual."""
+    assert isinstance(weight, PlainWeight)
+    if residual_mn is not None:
+        _add_linear(residual_mn, x, weight)
+        return residual_mn
+    out = _linear(x, weight) if out_mn is None else torch.mm(x, weight.matrix.t(), out=out_mn)
+    if out_mn is not None and weight.bias is not None:
+        out += weight.bias
+    return out
 
 
 def _add_linear(x: Tensor, inner: Tensor, weight: Weight) -> None:

@@ -14,8 +14,10 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.split import SplitPass
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
+from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 
 
@@ -42,6 +44,7 @@ class PlainBackend:
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
         self.dtype = dtype
         self.device = torch.device(device)
+        self.shard: Shard | None = None
         self.name = f"torch {dtype}".replace("torch.", "")
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> PlainWeight:
@@ -82,7 +85,9 @@ class PlainBackend:
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
-        return PlainPass(self, config, batch, blocks, cosine.to(self.dtype), sine.to(self.dtype))
+        rope = cosine.to(self.dtype), sine.to(self.dtype)
+        whole = PlainPass(self, config, batch, blocks, *rope)
+        return whole if self.shard is None else SplitPass(whole, self, self.shard, config.norm_eps)
 
 
 class PlainPass:

@@ -13,6 +13,7 @@ import torch
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, load_hf, read_json
+from headway.model.sharding import EVERYTHING, Part
 from headway.model.weights.gguf_checkpoint import GgufCheckpoint
 from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
 
@@ -36,12 +37,23 @@ class Checkpoint(Protocol):
         """Whether the model has this tensor and the file contains it."""
         ...
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the tensor that `read` returns."""
+        ...
+
     def read(self, name: str) -> torch.Tensor:
         """The tensor in its stored type; float32 if it is quantized."""
         ...
 
-    def read_groups(self, name: str) -> QuantizedMatrix | None:
-        """The tensor in its quantized form; None if it is not quantized."""
+    def read_part(self, name: str, part: Part) -> torch.Tensor:
+        """Like `read`, for some rows and columns; the others are not read from the file."""
+        ...
+
+    def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
+        """The tensor, or a part of it, in its quantized form.
+
+        None if it is not quantized, or if the part does not consist of whole groups.
+        """
         ...
 
 
@@ -60,7 +72,21 @@ class SafetensorsCheckpoint:
     def has(self, name: str) -> bool:
         return name in self._expected.shapes and self._stored(name) in self._files
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._expected.shapes[name]
+
     def read(self, name: str) -> torch.Tensor:
+        self._entry(name)
+        tensor: torch.Tensor = self._files[self._stored(name)].get_tensor(self._stored(name))
+        return tensor
+
+    def read_part(self, name: str, part: Part) -> torch.Tensor:
+        entry = self._entry(name)
+        tensor: torch.Tensor = entry[part[: len(entry.get_shape())]]
+        return tensor
+
+    def _entry(self, name: str) -> Any:
+        """The tensor's entry in its file; ModelError if it is missing or not as expected."""
         stored = self._stored(name)
         entry = self._files[stored].get_slice(stored) if stored in self._files else None
         self._expected.check(name, None if entry is None else entry.get_shape())
@@ -70,10 +96,9 @@ class SafetensorsCheckpoint:
                 f"{self.path}: tensor {name} has type {entry.get_dtype()}; "
                 f"supported: {', '.join(FLOATS)}"
             )
-        tensor: torch.Tensor = self._files[stored].get_tensor(stored)
-        return tensor
+        return entry
 
-    def read_groups(self, name: str) -> QuantizedMatrix | None:
+    def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
         return None
 
     def _stored(self, name: str) -> str:
@@ -94,6 +119,9 @@ class DummyCheckpoint:
     def has(self, name: str) -> bool:
         return name in self._expected.shapes
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._expected.shapes[name]
+
     def read(self, name: str) -> torch.Tensor:
         shape = self._expected.check(name, self._expected.shapes.get(name))
         if name.endswith("norm.weight"):
@@ -101,7 +129,11 @@ class DummyCheckpoint:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         return torch.empty(shape, device=self._device).normal_(0.0, 0.02, generator=generator)
 
-    def read_groups(self, name: str) -> QuantizedMatrix | None:
+    def read_part(self, name: str, part: Part) -> torch.Tensor:
+        whole = self.read(name)
+        return whole[part[: whole.dim()]].contiguous()
+
+    def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
         return None
 
 

@@ -21,6 +21,7 @@ from headway.errors import ModelError
 MAGIC, VERSIONS, ALIGNMENT, MAX_DIMENSIONS = b"GGUF", (2, 3), 32, 4
 STRING, ARRAY = 8, 9
 CHUNK = 1 << 20  # numbers dequantized at once
+GROUP, ALL_ROWS = 32, slice(None)
 GROUP_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34}  # per 32 numbers
 NUMBERS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<b1", 10: "<u8",
@@ -168,17 +169,28 @@ def read_bytes(path: Path, info: TensorInfo) -> NDArray[np.uint8]:
 
 
 @np.errstate(all="ignore")  # a damaged file may have NaN scales; the caller checks the result
-def dequantize(path: Path, info: TensorInfo) -> NDArray[np.float32]:
-    """A tensor's numbers; NotImplementedError for a type that the gguf package does not support."""
+def dequantize(path: Path, info: TensorInfo, wanted: slice = ALL_ROWS) -> NDArray[np.float32]:
+    """A tensor's numbers, all or some rows of a matrix; other rows are not read.
+
+    NotImplementedError for a type that the gguf package does not support.
+    """
     from gguf import GGMLQuantizationType, quants
 
-    stored, kind = read_bytes(path, info), GGMLQuantizationType(info.kind)
+    stored, kind = read_bytes(path, info)[wanted], GGMLQuantizationType(info.kind)
     values = np.empty((len(stored), info.shape[-1]), dtype=np.float32)
     step = max(1, CHUNK // info.shape[-1])  # rows at a time, to avoid a second full copy
     for start in range(0, len(stored), step):
         rows = np.array(stored[start : start + step])
         values[start : start + step] = quants.dequantize(rows, kind)
-    return values.reshape(info.shape)
+    return values[0] if len(info.shape) == 1 else values
+
+
+def byte_columns(info: TensorInfo, kind: str, columns: slice) -> slice | None:
+    """The stored bytes of a row that hold these columns; None unless they are whole groups."""
+    start, stop, _ = columns.indices(info.shape[-1])
+    if start % GROUP or stop % GROUP:
+        return None
+    return slice(start // GROUP * GROUP_BYTES[kind], stop // GROUP * GROUP_BYTES[kind])
 
 
 @np.errstate(all="ignore")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from headway.errors import ModelError
 from headway.model.config import ModelConfig, from_gguf
+from headway.model.sharding import EVERYTHING, WHOLE, Part
 from headway.model.weights import gguf
 from headway.model.weights.tensors import ExpectedTensors, QuantizedMatrix
 
@@ -50,18 +51,31 @@ class GgufCheckpoint:
     def has(self, name: str) -> bool:
         return name in self._expected.shapes and gguf_name(name) in self._infos
 
-    def read(self, name: str) -> torch.Tensor:
-        values = _dequantize(self._file, name, self._info(name))
-        return torch.from_numpy(self._in_order(name, values))
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._expected.shapes[name]
 
-    def read_groups(self, name: str) -> QuantizedMatrix | None:
+    def read(self, name: str) -> torch.Tensor:
+        return self.read_part(name, EVERYTHING)
+
+    def read_part(self, name: str, part: Part) -> torch.Tensor:
+        info = self._info(name)
+        if len(info.shape) == 1:  # a vector is one row of the file
+            values = _dequantize(self._file, name, info)
+            return torch.from_numpy(self._in_order(name, values[part.rows]))
+        values = _dequantize(self._file, name, info, part.rows)
+        own = np.ascontiguousarray(self._in_order(name, values)[:, part.columns])
+        return torch.from_numpy(own)
+
+    def read_groups(self, name: str, part: Part = EVERYTHING) -> QuantizedMatrix | None:
         from gguf import GGMLQuantizationType
 
         info = self._info(name)
         kind = GGMLQuantizationType(info.kind).name
-        if kind not in GROUP_BITS:
+        columns = gguf.byte_columns(info, kind, part.columns) if kind in GROUP_BITS else None
+        if columns is None:
             return None
-        parts = gguf.unpack_groups(gguf.read_bytes(self._file, info), kind)
+        stored = gguf.read_bytes(self._file, info)[part.rows, columns]
+        parts = gguf.unpack_groups(stored, kind)
         _check_numbers(self._file, name, *parts[1:])
         q, scale, minimum = (torch.from_numpy(self._in_order(name, part)) for part in parts)
         return QuantizedMatrix(q=q, scale=scale, minimum=minimum, bits=GROUP_BITS[kind])
@@ -72,11 +86,13 @@ class GgufCheckpoint:
         return self._infos[gguf_name(name)]
 
     def _in_order(self, name: str, rows: NDArray[Any]) -> NDArray[Any]:
-        """Undo llama.cpp's row order, which interleaves the two halves of each Llama head."""
-        found = re.search(r"\.(q|k)_proj\.", name)
-        if self.config.architecture != "llama" or found is None:
+        """Undo llama.cpp's row order, which interleaves the two halves of each Llama head.
+
+        `rows` are those of whole heads.
+        """
+        if self.config.architecture != "llama" or not re.search(r"\.(q|k)_proj\.", name):
             return rows
-        heads = self.config.num_heads if found[1] == "q" else self.config.num_kv_heads
+        heads = len(rows) // self.config.head_dim
         paired = rows.reshape(heads, len(rows) // heads // 2, 2, *rows.shape[1:])
         return np.ascontiguousarray(paired.swapaxes(1, 2)).reshape(rows.shape)
 
@@ -100,9 +116,11 @@ def _gguf_config(path: Path, header: gguf.Header) -> ModelConfig:
     return from_gguf(header.metadata, str(path), tensors=header.tensors, divisors=divisors)
 
 
-def _dequantize(path: Path, name: str, info: gguf.TensorInfo) -> NDArray[np.float32]:
+def _dequantize(
+    path: Path, name: str, info: gguf.TensorInfo, rows: slice = WHOLE
+) -> NDArray[np.float32]:
     try:
-        values = gguf.dequantize(path, info)
+        values = gguf.dequantize(path, info, rows)
     except NotImplementedError as error:
         raise ModelError(f"{path}: cannot dequantize tensor {name}: {error}") from error
     _check_numbers(path, name, values)

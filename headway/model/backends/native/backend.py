@@ -20,8 +20,10 @@ from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
 from headway.model.backends.native.weights import GROUP, NativeWeight, layout
+from headway.model.backends.split import SplitPass
 from headway.model.batch import ForwardBatch
 from headway.model.config import ModelConfig
+from headway.model.sharding import Shard
 from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.tensors import QuantizedMatrix
 
@@ -53,13 +55,14 @@ class NativeBackend:
             LayerWeights, structs.LayerStruct
         ]()  # created on first use
         self._is_quantized = is_quantized
+        self.shard: Shard | None = None
         self.name = "native quantized" if is_quantized else "native float32"
 
     def weight(self, checkpoint: Checkpoint, names: Sequence[str]) -> NativeWeight:
         biases = [f"{name}.bias" for name in names if checkpoint.has(f"{name}.bias")]
         bias = torch.cat([checkpoint.read(name).float() for name in biases]) if biases else None
         matrices = [f"{name}.weight" for name in names]
-        width = checkpoint.config.shapes()[matrices[0]][1]
+        width = checkpoint.shape(matrices[0])[1]
         if self._is_quantized and width % GROUP == 0:
             return packing.pack_groups(_groups(checkpoint, matrices), bias)
         whole = [checkpoint.read(name).float() for name in matrices]
@@ -122,7 +125,8 @@ class NativeBackend:
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
-        return NativePass(self, config, batch, blocks, cosine, sine)
+        whole = NativePass(self, config, batch, blocks, cosine, sine)
+        return whole if self.shard is None else SplitPass(whole, self, self.shard, config.norm_eps)
 
 
 def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:

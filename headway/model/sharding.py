@@ -1,0 +1,215 @@
+"""The part of a model that one rank of a tensor-parallel group computes.
+
+Query and key-value heads, the inner size of the MLP and the vocabulary are divided among the ranks;
+hidden states are whole on every rank. `fast` sums divide the inputs of the output projections
+(o_proj, down_proj) and add the partial results of all ranks. `exact` sums divide their outputs: the
+inputs are gathered first, so every sum has the same terms in the same order as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from headway.errors import ConfigError
+from headway.model.config import ModelConfig
+
+SUMS = ("auto", "exact", "fast")
+UNIT = 32  # widths are divided in multiples of it: quantized groups and vector lanes stay whole
+WHOLE = slice(None)
+
+
+class Collectives(Protocol):
+    """Communication between the ranks; every rank must make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
+        """The columns [T, sum of widths] of all ranks; rank r has x [T, widths[r]]."""
+        ...
+
+    def sum(self, x: Tensor) -> None:
+        """Replace x by its sum over all ranks, in place."""
+        ...
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace x by that of rank 0, in place."""
+        ...
+
+
+class Part(NamedTuple):
+    """The rows and columns of a tensor that a rank reads."""
+
+    rows: slice = WHOLE
+    columns: slice = WHOLE
+
+
+EVERYTHING = Part()
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's part of a model. ConfigError if the heads cannot be divided."""
+
+    model: ModelConfig  # of the whole model
+    collectives: Collectives
+    is_exact: bool
+
+    def __post_init__(self) -> None:
+        check_size(self.model, self.size)
+
+    @property
+    def rank(self) -> int:
+        return self.collectives.rank
+
+    @property
+    def size(self) -> int:
+        return self.collectives.size
+
+    @cached_property
+    def kv_heads(self) -> list[range]:
+        """Key-value heads of each rank; with fewer heads than ranks, several ranks have the same."""
+        count, copies = self.model.num_kv_heads, max(1, self.size // self.model.num_kv_heads)
+        return [each for each in divided(count, self.size // copies) for _ in range(copies)]
+
+    @cached_property
+    def heads(self) -> list[range]:
+        """Query heads of each rank: those that use its key-value heads, or its part of them."""
+        group = self.model.num_heads // self.model.num_kv_heads
+        copies = max(1, self.size // self.model.num_kv_heads)
+        found = []
+        for rank, own in enumerate(self.kv_heads):
+            part = divided(len(own) * group, copies)[rank % copies]
+            found.append(range(own.start * group + part.start, own.start * group + part.stop))
+        return found
+
+    @cached_property
+    def inner(self) -> list[range]:
+        """Columns of the MLP of each rank."""
+        return divided(self.model.intermediate_size, self.size, UNIT)
+
+    @cached_property
+    def hidden(self) -> list[range]:
+        """Outputs of o_proj and down_proj of each rank, with exact sums."""
+        return divided(self.model.hidden_size, self.size, UNIT)
+
+    @cached_property
+    def vocabulary(self) -> list[range]:
+        """Token ids whose embeddings and logits each rank has."""
+        return divided(self.model.vocab_size, self.size, UNIT)
+
+    @cached_property
+    def attended(self) -> list[range]:
+        """Columns of the attention's output of each rank."""
+        return [_scaled(heads, self.model.head_dim) for heads in self.heads]
+
+    @property
+    def config(self) -> ModelConfig:
+        """The sizes that this rank computes with; the vocabulary is whole, as logits are."""
+        return replace(
+            self.model,
+            num_heads=len(self.heads[self.rank]),
+            num_kv_heads=len(self.kv_heads[self.rank]),
+            intermediate_size=len(self.inner[self.rank]),
+        )
+
+    @property
+    def max_kv_heads(self) -> int:
+        """The most key-value heads of any rank: all ranks choose sizes of captured steps by it."""
+        return max(map(len, self.kv_heads))
+
+    def part(self, name: str) -> Part:
+        """The rows and columns of a tensor (by its Hugging Face name) that this rank has."""
+        kind, rank = name.split(".")[-2], self.rank
+        if kind in ("o_proj", "down_proj"):
+            if self.is_exact:
+                return Part(_slice(self.hidden[rank]))
+            if name.endswith(".bias"):
+                return EVERYTHING
+            return Part(WHOLE, _slice((self.attended if kind == "o_proj" else self.inner)[rank]))
+        rows = {
+            "q_proj": self.attended, "gate_proj": self.inner, "up_proj": self.inner,
+            "embed_tokens": self.vocabulary, "lm_head": self.vocabulary,
+        }.get(kind)  # fmt: skip
+        if kind in ("k_proj", "v_proj"):
+            return Part(_slice(_scaled(self.kv_heads[rank], self.model.head_dim)))
+        return EVERYTHING if rows is None else Part(_slice(rows[rank]))
+
+    def has(self, name: str) -> bool:
+        """Whether this rank has a part of the tensor: with fast sums one rank adds a bias."""
+        is_added = name.endswith(("o_proj.bias", "down_proj.bias")) and not self.is_exact
+        return self.rank == 0 or not is_added
+
+    def project(
+        self, x: Tensor, inputs: list[range], multiply: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """An output projection of x, which has this rank's range of the inputs: [T, hidden]."""
+        if self.is_exact:
+            return self.gather(multiply(self.gather(x, inputs)), self.hidden)
+        out = multiply(x)
+        self.collectives.sum(out)
+        return out
+
+    def gather(self, x: Tensor, columns: list[range]) -> Tensor:
+        """The columns of all ranks; x has this rank's range of them."""
+        return self.collectives.gather(x, tuple(map(len, columns)))
+
+    def embed(self, rows: Callable[[Tensor], Tensor], tokens_t: Tensor) -> Tensor:
+        """Embeddings of tokens; `rows` looks up those of this rank, numbered from 0."""
+        own = self.vocabulary[self.rank]
+        is_other = (tokens_t < own.start) | (tokens_t >= own.stop)
+        found = rows((tokens_t - own.start).clamp_(0, len(own) - 1))
+        found = found.masked_fill_(is_other[:, None], 0.0)
+        self.collectives.sum(found.view(torch.int32))  # bits of one rank and zeros: nothing rounds
+        return found
+
+    def sampled(self, sample: Callable[[], Tensor], count: int, device: torch.device) -> Tensor:
+        """Tokens [count] int32 that rank 0 samples, on all ranks."""
+        tokens = sample().int() if self.rank == 0 else torch.empty(0)
+        if self.rank:
+            tokens = torch.empty(count, dtype=torch.int32, device=device)
+        self.collectives.broadcast(tokens)
+        return tokens
+
+
+def divided(count: int, size: int, unit: int = 1) -> list[range]:
+    """`size` ranges of [0, count), longer ones first, in multiples of a unit that divides count."""
+    unit = gcd(count, unit)
+    least, extra = divmod(count // unit, size)
+    ends = [0]
+    for rank in range(size):
+        ends.append(ends[-1] + (least + (rank < extra)) * unit)
+    return [range(*pair) for pair in pairwise(ends)]
+
+
+def check_size(model: ModelConfig, size: int) -> None:
+    """ConfigError unless every rank of `size` gets heads and a part of the MLP."""
+    most = min(model.num_heads, model.intermediate_size // gcd(model.intermediate_size, UNIT))
+    sizes = [each for each in range(1, most + 1) if _is_divisible(model, each)]
+    if size not in sizes:
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, but the {model.num_heads} query heads and "
+            f"{model.num_kv_heads} key-value heads of this model can be divided among "
+            f"{', '.join(map(str, sizes))} ranks; change --tensor-parallel-size"
+        )
+
+
+def _is_divisible(model: ModelConfig, size: int) -> bool:
+    """Ranks have whole key-value heads, or as many ranks share each key-value head."""
+    return size <= model.num_kv_heads or size % model.num_kv_heads == 0
+
+
+def _scaled(heads: range, head_dim: int) -> range:
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
+def _slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one engine, several processes that each compute a part of the model."""

@@ -1,0 +1,202 @@
+"""Ranks as processes: they generate what one process does, and end together however one ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
+from headway.errors import ConfigError, ExecutorError
+from headway.model.precision import why_not_native
+from headway.parallel.ranks import Ranks
+from headway.request import RequestParams
+from headway.scheduler import preset
+from tests.parallel.test_equality import VOCABULARY, outcome
+
+pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
+CONFIG = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": VOCABULARY, "hidden_size": 64,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "num_key_value_heads": 3, "head_dim": 32, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True, "eos_token_id": 0,
+}  # fmt: skip
+SETTINGS = {
+    "device": "cpu", "load_format": "dummy", "threads": 1, "block_size": 4, "num_blocks": 60,
+    "num_host_blocks": 60, "max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 120,
+}  # fmt: skip
+LONG = RequestParams(max_tokens=100, ignore_eos=True)
+MAX_SECONDS = 1.0  # from the end of a rank to the error
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def group(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), tensor_parallel_size=2, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> LLM:
+    return LLM(str(model), **SETTINGS)
+
+
+def ranks_of(llm: LLM) -> Ranks:
+    assert llm.loaded.ranks is not None
+    return llm.loaded.ranks
+
+
+def pids(ranks: Ranks) -> list[int]:
+    return [each.process.pid for each in ranks.watch._ranks]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(all_pids: list[int], seconds: float = 3.0) -> None:
+    limit = time.monotonic() + seconds
+    while any(map(is_running, all_pids)):
+        assert time.monotonic() < limit, f"still running: {[*filter(is_running, all_pids)]}"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_generates_what_one_process_does(name: str, group: LLM, alone: LLM) -> None:
+    """With too few blocks for all requests: they are preempted, and swapped where a preset does."""
+    sizes = {
+        key: value
+        for key, value in SETTINGS.items()
+        if key not in ("device", "load_format", "threads")
+    }
+    config = preset(name, **sizes)
+    found = [outcome(Engine(Scheduler(config), llm.executor), 5) for llm in (alone, group)]
+    assert found[0].tokens == found[1].tokens and found[0].extras == found[1].extras
+
+
+def test_the_offline_api_and_its_results_are_the_same(group: LLM, alone: LLM) -> None:
+    prompts, params = [[5, 6, 7], list(range(30))], SamplingParams(seed=1, logprobs=2)
+    texts = [
+        [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
+        for llm in (group, alone)
+    ]
+    assert texts[0] == texts[1]
+    vectors = [llm.embed(prompts)[1].outputs.embedding for llm in (group, alone)]
+    assert list(vectors[0]) == list(vectors[1])
+
+
+def test_weights_and_cache_are_divided(group: LLM, alone: LLM) -> None:
+    assert group.loaded.decoder.num_bytes < 0.75 * alone.loaded.decoder.num_bytes
+    assert group.loaded.kv_bytes == alone.loaded.kv_bytes * 2 // 3  # rank 0 has 2 of 3 heads
+
+
+def test_an_interrupt_in_a_step_is_delayed_and_ends_no_rank(group: LLM) -> None:
+    engine = Engine(Scheduler(group.config), group.executor)
+    engine.add("r", [1, 2, 3], LONG)
+    launch, executor = ranks_of(group).send_plan, ranks_of(group)
+
+    def interrupting(message: bytes) -> None:
+        launch(message)
+        signal.raise_signal(signal.SIGINT)
+
+    executor.send_plan = interrupting  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    del executor.send_plan  # type: ignore[method-assign]
+    (request,) = engine.add("next", [1, 2, 3], RequestParams(max_tokens=4, ignore_eos=True))
+    engine.run()
+    assert engine.fault is None and len(request.output) == 4
+
+
+def test_a_size_that_the_heads_do_not_allow_is_refused_before_processes_start(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 5, .* 3 query heads"):
+        LLM(str(model), tensor_parallel_size=5, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("sent", "size", "named"),
+    [
+        (signal.SIGKILL, 3, "rank 2 was killed by SIGKILL"),
+        (signal.SIGSTOP, 2, "rank 1 did not run for"),
+    ],
+)
+def test_a_rank_that_ends_or_stops_is_an_error_within_a_second(
+    sent: signal.Signals, size: int, named: str, model: Path
+) -> None:
+    with LLM(str(model), tensor_parallel_size=size, **SETTINGS) as llm:
+        engine, ranks = Engine(Scheduler(llm.config), llm.executor), ranks_of(llm)
+        all_pids = pids(ranks)
+        (request,) = engine.add("first", [1, 2, 3], LONG)
+        for _ in range(5):
+            engine.step()
+        os.kill(all_pids[-1], sent)
+        begun = time.monotonic()
+        while not engine.fault:
+            engine.step()
+        assert time.monotonic() - begun < MAX_SECONDS
+        assert named in str(engine.fault) and "restart the process" in str(engine.fault)
+        assert request.finish_reason == "error"
+        wait_until_gone(all_pids)
+        with pytest.raises(ExecutorError, match="restart"):  # at once, from now on
+            llm.executor.launch(llm.engine.scheduler.schedule())
+
+
+SCRIPT = """
+import sys
+from headway import LLM, SamplingParams
+llm = LLM({model!r}, tensor_parallel_size=2, **{settings!r})
+print("pids", *[each.process.pid for each in llm.loaded.ranks.watch._ranks], flush=True)
+while True:
+    llm.generate([[1, 2, 3]] * 4, SamplingParams(max_tokens=100, ignore_eos=True))
+"""
+
+
+def children_of(pid: int) -> list[int]:
+    listed = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(child) for child in listed.read_text().split()] if listed.exists() else []
+
+
+@pytest.mark.parametrize("moment", ["loading", "running"])
+def test_ranks_exit_when_rank_0_is_killed(moment: str, model: Path) -> None:
+    memory = Path("/dev/shm")
+    before = set(memory.iterdir()) if memory.is_dir() else set()
+    script = SCRIPT.format(model=str(model), settings=SETTINGS)
+    path = os.pathsep.join(filter(None, sys.path))
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert rank_0.stdout is not None
+    children: list[int] = []
+    while moment == "loading" and not children:
+        children = children_of(rank_0.pid)
+        assert rank_0.poll() is None
+        time.sleep(0.05)
+    if moment == "running":
+        children = [int(word) for word in rank_0.stdout.readline().split()[1:]]
+    assert children
+    time.sleep(0.3)
+    rank_0.kill()
+    rank_0.wait()
+    rank_0.stdout.close()
+    wait_until_gone(children)
+    left = set(memory.iterdir()) - before if memory.is_dir() else set()
+    assert not [file for file in left if "sem" not in file.name], left

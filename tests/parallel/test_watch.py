@@ -1,0 +1,109 @@
+"""What ends a group, and the reason that is given for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from headway.parallel.channel import Channel, anonymous_file
+from headway.parallel.watch import MAX_MISSED, RankProcess, Watch
+
+
+class Group:
+    """Processes that do nothing, in place of ranks."""
+
+    def __init__(self, count: int) -> None:
+        self.file = anonymous_file()
+        self.channel = Channel(self.file, 0, count + 1, 0)
+        self.own = [Channel(self.file, rank, count + 1, 0) for rank in range(1, count + 1)]
+        self.processes, self.others = [], []
+        for rank in range(1, count + 1):
+            control, other = socket.socketpair()
+            process = subprocess.Popen(["sleep", "60"])
+            self.others.append(other)
+            self.processes.append(RankProcess(rank, process, control, control.makefile("rb")))
+        self.watch = Watch(self.processes, self.channel)
+
+    def wait(self, *, beating: list[int]) -> str:
+        """The failure that is found while these ranks advance their counters."""
+        limit = time.monotonic() + 10
+        while self.watch.failure is None:
+            assert time.monotonic() < limit
+            for rank in beating:
+                self.own[rank - 1].beat()
+            time.sleep(0.01)
+        return self.watch.failure
+
+
+@contextmanager
+def group(count: int) -> Iterator[Group]:
+    made = Group(count)
+    try:
+        yield made
+    finally:
+        for each in made.processes:
+            each.process.kill()
+        made.watch.close()
+        for other in made.others:
+            other.close()
+        os.close(made.file)
+
+
+def test_a_signal_is_the_cause_and_an_error_that_follows_is_not() -> None:
+    with group(3) as made:
+        made.own[1].report("RuntimeError: Connection closed by peer")
+        ended = list[str]()
+        made.watch.end_collectives = lambda: ended.append("aborted")
+        made.processes[1].process.terminate()
+        made.processes[2].process.kill()
+        failure = made.wait(beating=[1])
+        assert "was killed by SIG" in failure and "restart the process" in failure
+        assert all(each.process.wait(1) is not None for each in made.processes)
+        assert ended == ["aborted"]
+        made.watch.fail("later")
+        assert made.watch.failure == failure
+
+
+def test_the_report_of_a_rank_is_the_reason() -> None:
+    made = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+    made.wait()
+    with group(1) as other:
+        other.own[0].report("OutOfMemoryError: 3 GiB")
+        exited = other.processes[0]._replace(process=made)
+        assert other.watch._death(exited) == (1, "rank 1 failed: OutOfMemoryError: 3 GiB")
+
+
+def test_a_rank_that_no_longer_advances_is_ended_while_plans_run() -> None:
+    with group(2) as made:
+        made.watch.is_loading = False
+        begun = time.monotonic()
+        assert "rank 2 did not run for" in made.wait(beating=[1])
+        assert time.monotonic() - begun < 4  # about 0.5 s on an idle machine
+
+
+def test_while_weights_are_loaded_only_a_stopped_rank_is_ended() -> None:
+    with group(2) as made:
+        deadline = time.monotonic() + 3 * MAX_MISSED * 0.04
+        while time.monotonic() < deadline:
+            assert made.watch.failure is None
+            time.sleep(0.05)
+        made.processes[1].process.send_signal(signal.SIGSTOP)
+        assert "rank 2 did not run for" in made.wait(beating=[1])
+
+
+def test_closing_waits_for_processes_and_closes_their_sockets() -> None:
+    with group(1) as made:
+        made.processes[0].process.kill()
+        made.watch.close()
+        assert made.processes[0].process.returncode == -signal.SIGKILL
+        with pytest.raises(OSError, match="closed|descriptor"):
+            made.processes[0].control.sendall(json.dumps({}).encode())
