@@ -68,7 +68,8 @@ class FleetFlags:
         on_gpu = _uses_gpu(model.device)
         return FleetOptions(
             replicas=self.replicas, max_replicas=self.max_replicas, address=self.ray_address,
-            num_cpus=1.0 if on_gpu else self._num_cpus(model), num_gpus=float(model.tensor_parallel_size) if on_gpu else 0.0,
+            num_cpus=1.0 if on_gpu else self._num_cpus(model),
+            num_gpus=float(model.tensor_parallel_size) if on_gpu else 0.0,
             route=self.route, name=name,
         )  # fmt: skip
 
