@@ -64,6 +64,12 @@ class Stream:
     def longest_gap(self) -> float:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
+    def pause_at(self, moment: float) -> float | None:
+        """Seconds between the events before and after a moment; None if one is missing."""
+        before = [time for time in self.times if time <= moment]
+        after = [time for time in self.times if time > moment]
+        return after[0] - before[-1] if before and after else None
+
     def add(self, event: dict[str, Any], now: float) -> None:
         if "error" in event:
             self.error = json.dumps(event["error"])
@@ -140,11 +146,12 @@ class FleetServer:
 
     def replica_pids(self) -> list[int]:
         """The processes of the replicas, oldest first."""
-        return sorted(
-            pid
-            for pid in descendants(self.process.pid)
-            if command(pid).startswith("ray::ServeReplica")
-        )
+        return self.ray_pids("ServeReplica")
+
+    def ray_pids(self, name: str) -> list[int]:
+        """The processes of Ray actors of this class, oldest first."""
+        started = descendants(self.process.pid)
+        return sorted(pid for pid in started if command(pid).startswith(f"ray::{name}"))
 
     def num_replicas(self) -> int:
         """Replicas that the gateway can use."""
