@@ -151,6 +151,14 @@ def monitoring(server: FleetServer) -> None:
     assert sorted(row["name"] for row in rows) == sorted(name for name, _ in each)
 
 
+def processes(server: FleetServer) -> None:
+    """Replicas have the server's priority, and no process of Ray runs without a purpose."""
+    pids = descendants(server.process.pid)
+    assert not re.search(r"dashboard\.py|monitor\.py", " ".join(command(pid) for pid in pids))
+    usual = os.getpriority(os.PRIO_PROCESS, server.process.pid)
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in server.replica_pids()} == {usual}
+
+
 def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
     """`headway serve --ray-address`: a killed replica, then a signal that ends only its own app."""
     address = next(line.split()[1] for line in server.lines if line.startswith("ray "))
@@ -171,13 +179,12 @@ def test_a_fleet_on_ray() -> None:
     given = environment(None)
     with fleet_server(program=LETTERS, environment=given) as server:
         monitoring(server)
+        processes(server)
         kills(server)
         hang(server)
         model_on_the_same_ray(server, given)
         redeploy(server)
         started = descendants(server.process.pid)
-        commands = " ".join(command(pid) for pid in started)
-        assert not re.search(r"dashboard\.py|monitor\.py", commands), "processes without work"
     deadline = time.perf_counter() + 10
     while left := [command(pid) for pid in started if command(pid)]:
         assert time.perf_counter() < deadline, left
