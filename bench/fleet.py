@@ -5,13 +5,14 @@
     python bench/fleet.py hang
     python bench/fleet.py overhead
     python bench/fleet.py messages
+    python bench/fleet.py moves
 
 kills: one of two replicas is killed while 32 streams run that use seeds, n = 2, a JSON schema, log
 probabilities and stop strings; every stream must equal the same request alone. late_restart: the
 same, but Ray starts the new replica only after the round, so that it takes no CPU from the streams.
 hang: a replica is stopped with SIGSTOP. overhead: a server with one replica against a plain one,
-request by request. messages: frames from the replica per step with 1 to 256 streams. Prints one
-JSON object; times are seconds on this machine.
+request by request. messages: frames from the replica per step with 1 to 256 streams. moves: the
+gateway's own time to move requests. Prints one JSON object; times are seconds on this machine.
 """
 
 from __future__ import annotations
@@ -208,6 +209,26 @@ def messages(rounds: int, max_tokens: int) -> dict[str, Any]:
     return found
 
 
+def moves(rounds: int, max_tokens: int) -> dict[str, Any]:
+    """Time in which a gateway moves the requests of a lost replica; the replicas are scripted."""
+    from tests.support.scripted_fleet import World
+
+    found = []
+    for _ in range(rounds):
+        world = World()
+        world.add("a")
+        world.add("b")
+        for _ in range(NUM_STREAMS):
+            world.submit(length=max_tokens)
+        for _ in range(max_tokens // 2):
+            world.step()
+        start = time.perf_counter()
+        world.fleet.lose(world.fleet.replicas["a"], "killed")
+        world.fleet.flush()
+        found.append(time.perf_counter() - start)
+    return {"requests": world.fleet.counters.num_moves, "seconds": statistics.median(found)}
+
+
 def _frames(server: FleetServer) -> tuple[float, float]:
     """Frames received by the gateway, and steps of the engines."""
     text = server.client.get("/metrics").text
@@ -222,6 +243,7 @@ PARTS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "hang": lambda rounds, tokens: faults(signal.SIGSTOP, rounds, tokens),
     "overhead": overhead,
     "messages": messages,
+    "moves": moves,
 }
 
 
