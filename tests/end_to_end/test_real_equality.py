@@ -199,11 +199,11 @@ CASES = {
         {"chunk": "at_most(7)"}, lambda seen: seen.longest_chunk == 7, lengths=range(7, 24)
     ),
     "recompute": Case(
-        {**CRAMPED, "swap": "recompute"}, lambda seen: seen.num_recomputed >= 20, 16
+        {**CRAMPED, "swap": "recompute"}, lambda seen: seen.num_recomputed >= 10, 8
     ),
     "swap": Case(
         {**CRAMPED, "swap": "swap", "num_host_blocks": 400},
-        lambda seen: seen.num_swapped >= 20 and min(seen.num_copied) >= 20, 16,
+        lambda seen: seen.num_swapped >= 10 and min(seen.num_copied) >= 20, 8,
     ),
     "blocks of 1, all asked twice": Case(
         {"block_size": 1}, lambda seen: seen.num_full_hits >= len(real.prompts_of(SHORT)), 4,
