@@ -1,15 +1,17 @@
 """A fleet on Ray under faults, and its cost: kills, hangs, scaling, overhead, messages.
 
     python bench/fleet.py kills --rounds 100
+    python bench/fleet.py late_restart
     python bench/fleet.py hang
     python bench/fleet.py overhead
     python bench/fleet.py messages
 
 kills: one of two replicas is killed while 32 streams run that use seeds, n = 2, a JSON schema, log
-probabilities and stop strings; every stream must equal the same request alone. hang: a replica is
-stopped with SIGSTOP. overhead: a server with one replica against a plain one, in turns. messages:
-frames from the replica per step with 1 to 256 streams. Prints one JSON object; times are seconds
-on this machine.
+probabilities and stop strings; every stream must equal the same request alone. late_restart: the
+same, but Ray starts the new replica only after the round, so that it takes no CPU from the streams.
+hang: a replica is stopped with SIGSTOP. overhead: a server with one replica against a plain one,
+request by request. messages: frames from the replica per step with 1 to 256 streams. Prints one
+JSON object; times are seconds on this machine.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +45,7 @@ from bench.fleet_streams import (
 )
 
 NUM_STREAMS = 32
+NUM_ALONE, WARM_UP = 200, 5  # requests one after the other, for the time to the first token
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -49,9 +53,12 @@ def percentile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def lost_after(server: FleetServer, number: int, pid: int, seen: list[float]) -> None:
-    """Send a signal to a replica, and note after how many seconds the gateway reports the loss."""
+def lost_after(
+    server: FleetServer, number: int, pid: int, sent: list[float], seen: list[float]
+) -> None:
+    """Send a signal to a replica; note when, and after how many seconds the loss is reported."""
     known, start = len(server.lines), time.perf_counter()
+    sent.append(start)
     os.kill(pid, number)
     while not any("was lost" in line for line in server.lines[known:]):
         if time.perf_counter() - start > 60:
@@ -68,10 +75,26 @@ def compare(streams: list[Stream], alone: list[Stream]) -> dict[str, int]:
     }
 
 
-def faults(number: int, rounds: int, max_tokens: int) -> dict[str, Any]:
-    """Send a signal to one of two replicas in every round, while all streams run."""
-    sent, noticed, gaps = bodies(NUM_STREAMS, max_tokens), list[float](), list[float]()
-    totals, back = {"failed": 0, "different": 0}, list[float]()
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Processes that do nothing meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+def faults(number: int, rounds: int, max_tokens: int, late: bool = False) -> dict[str, Any]:
+    """Send a signal to one of two replicas in every round, while all streams run.
+
+    `late`: Ray does not replace the replica before the end of the round.
+    """
+    sent, moments, noticed = bodies(NUM_STREAMS, max_tokens), list[float](), list[float]()
+    gaps, pauses, back = list[float](), list[float](), list[float]()
+    totals = {"failed": 0, "different": 0}
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
     flags = ("--replicas", "2", "--route", "round_robin", "--log-level", "warning")
     with fleet_server(*flags) as server:
@@ -79,70 +102,84 @@ def faults(number: int, rounds: int, max_tokens: int) -> dict[str, Any]:
         control = asyncio.run(all_streams(server.url, sent))
         for place in range(rounds):
             victim = server.replica_pids()[place % 2]
-            work = partial(lost_after, server, number, victim, noticed)
-            streams = asyncio.run(all_streams(server.url, sent, once_after(100, work)))
+            work = partial(lost_after, server, number, victim, moments, noticed)
+            with stopped(server.ray_pids("ServeController") if late else []):
+                streams = asyncio.run(all_streams(server.url, sent, once_after(100, work)))
             for name, count in compare(streams, alone).items():
                 totals[name] += count
             gaps += [stream.longest_gap for stream in streams]
+            found = [stream.pause_at(moments[-1]) for stream in streams]
+            pauses += [pause for pause in found if pause is not None]
             if number == signal.SIGSTOP:
                 os.kill(victim, signal.SIGCONT)
             back.append(server.wait_for_replicas(2))
             print(f"round {place + 1} of {rounds}: {totals}", file=sys.stderr)
         moves = server.metric("headway_fleet:moves_total")
+        resumed = server.metric("headway_fleet:resumed_tokens_total")
     usual = [stream.longest_gap for stream in control]
     return {
         "rounds": rounds, "streams": NUM_STREAMS * rounds, **totals, "moves": int(moves),
-        "control": compare(control, alone),
+        "resumed_tokens": int(resumed), "control": compare(control, alone),
         "noticed_p50": statistics.median(noticed), "noticed_max": max(noticed),
+        "pause_p50": statistics.median(pauses), "pause_p99": percentile(pauses, 0.99),
         "longest_gap_p50": statistics.median(gaps), "longest_gap_p99": percentile(gaps, 0.99),
         "longest_gap_p99_without_fault": percentile(usual, 0.99),
         "replica_back_p50": statistics.median(back),
     }  # fmt: skip
 
 
-def _run(url: str, number: int, max_tokens: int) -> dict[str, float]:
-    """Time to the first event alone (median of 20), and tokens per second of many streams."""
-    plain = {"model": MODEL, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+def _body(i: int, max_tokens: int) -> dict[str, Any]:
+    return {
+        "model": MODEL, "max_tokens": max_tokens, "temperature": 0, "stream": True,
+        "prompt": f"{time.time_ns()} {i}: a short story", "ignore_eos": True,
+    }  # fmt: skip
 
-    def prompt(i: int) -> dict[str, Any]:
-        return {**plain, "prompt": f"{time.time_ns()} {i}: a short story", "ignore_eos": True}
 
-    async def first() -> float:
-        import httpx
-
-        async with httpx.AsyncClient(base_url=url, timeout=600) as client:
-            start = time.perf_counter()
-            body = {**prompt(0), "max_tokens": 1}
-            async with client.stream("POST", "/v1/completions", json=body) as response:
-                async for line in response.aiter_lines():
-                    if line.startswith("data: {"):
-                        return time.perf_counter() - start
-        raise RuntimeError("no event")
-
-    ttft = statistics.median(asyncio.run(first()) for _ in range(20))
+def _first(server: FleetServer) -> float:
+    """Seconds from a request alone to its first event."""
     start = time.perf_counter()
-    streams = asyncio.run(all_streams(url, [prompt(i) for i in range(number)]))
+    with server.client.stream("POST", "/v1/completions", json=_body(0, 1)) as response:
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                found = time.perf_counter() - start
+    return found
+
+
+def _throughput(server: FleetServer, number: int, max_tokens: int) -> float:
+    """Tokens per second of many streams."""
+    start = time.perf_counter()
+    sent = [_body(i, max_tokens) for i in range(number)]
+    streams = asyncio.run(all_streams(server.url, sent))
     assert not any(stream.error for stream in streams)
-    return {"ttft": ttft, "tokens_per_second": number * max_tokens / (time.perf_counter() - start)}
+    return number * max_tokens / (time.perf_counter() - start)
 
 
 def overhead(rounds: int, max_tokens: int) -> dict[str, Any]:
     """One replica behind the gateway against a plain server, in turns on the same machine."""
-    found: dict[str, list[dict[str, float]]] = {"plain": [], "fleet": []}
     quiet = ("--log-level", "warning", "--threads", str(os.cpu_count() or 1))
     with fleet_server(*quiet) as plain, fleet_server("--replicas", "1", *quiet) as fleet:
         servers = {"plain": plain, "fleet": fleet}
+        ttft: dict[str, list[float]] = {name: [] for name in servers}
+        speed: dict[str, list[float]] = {name: [] for name in servers}
+        for place in range(NUM_ALONE + WARM_UP):
+            for name in sorted(servers, reverse=bool(place % 2)):  # neither is always first
+                ttft[name].append(_first(servers[name]))
         for _ in range(rounds + 1):
             for name, server in servers.items():
-                found[name].append(_run(server.url, NUM_STREAMS, max_tokens))
-                print(f"{name}: {found[name][-1]}", file=sys.stderr)
+                speed[name].append(_throughput(server, NUM_STREAMS, max_tokens))
+                print(f"{name}: {speed[name][-1]:.1f} tokens per second", file=sys.stderr)
     medians = {
-        name: {key: statistics.median(each[key] for each in runs[1:]) for key in runs[0]}
-        for name, runs in found.items()  # the first round warms up
+        name: {
+            "ttft": statistics.median(ttft[name][WARM_UP:]),
+            "ttft_p10": percentile(ttft[name][WARM_UP:], 0.1),
+            "tokens_per_second": statistics.median(speed[name][1:]),
+        }
+        for name in servers
     }
     usual, other = medians["plain"], medians["fleet"]
     return {
-        **medians, "added_ttft": other["ttft"] - usual["ttft"],
+        "requests": NUM_ALONE, **medians, "added_ttft": other["ttft"] - usual["ttft"],
+        "added_ttft_p10": other["ttft_p10"] - usual["ttft_p10"],
         "throughput_ratio": other["tokens_per_second"] / usual["tokens_per_second"],
     }  # fmt: skip
 
@@ -157,7 +194,7 @@ def messages(rounds: int, max_tokens: int) -> dict[str, Any]:
         for number in (1, 16, 64, 256):
             before = _frames(server)
             start = time.perf_counter()
-            _run(server.url, number, max_tokens)
+            _throughput(server, number, max_tokens)
             frames, steps = (b - a for a, b in zip(before, _frames(server), strict=True))
             seconds = time.perf_counter() - start
             found[str(number)] = {
@@ -168,9 +205,7 @@ def messages(rounds: int, max_tokens: int) -> dict[str, Any]:
 
 def _frames(server: FleetServer) -> tuple[float, float]:
     """Frames received by the gateway, and steps of the engines."""
-    import httpx
-
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    text = server.client.get("/metrics").text
     name = r"^headway_fleet:iteration_tokens_total_count\{.*\} (\S+)$"
     steps = re.search(name, text, re.MULTILINE)
     return server.metric("headway_fleet:frames_total"), float(steps[1]) if steps else 0.0
@@ -178,6 +213,7 @@ def _frames(server: FleetServer) -> tuple[float, float]:
 
 PARTS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "kills": lambda rounds, tokens: faults(signal.SIGKILL, rounds, tokens),
+    "late_restart": lambda rounds, tokens: faults(signal.SIGKILL, rounds, tokens, late=True),
     "hang": lambda rounds, tokens: faults(signal.SIGSTOP, rounds, tokens),
     "overhead": overhead,
     "messages": messages,

@@ -64,6 +64,12 @@ class Stream:
     def longest_gap(self) -> float:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
+    def pause_at(self, moment: float) -> float | None:
+        """Seconds between the events before and after a moment; None if one is missing."""
+        before = [time for time in self.times if time <= moment]
+        after = [time for time in self.times if time > moment]
+        return after[0] - before[-1] if before and after else None
+
     def add(self, event: dict[str, Any], now: float) -> None:
         if "error" in event:
             self.error = json.dumps(event["error"])
@@ -116,13 +122,13 @@ async def all_streams(
 ) -> list[Stream]:
     """Send all requests at once."""
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits, verify=False) as client:
         return list(await asyncio.gather(*(stream(client, body, on_event) for body in bodies)))
 
 
 async def one_by_one(url: str, bodies: Sequence[dict[str, Any]]) -> list[Stream]:
     """Send each request alone."""
-    async with httpx.AsyncClient(base_url=url, timeout=600) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, verify=False) as client:
         return [await stream(client, body) for body in bodies]
 
 
@@ -133,14 +139,19 @@ class FleetServer:
     process: subprocess.Popen[str]
     url: str
     lines: list[str]  # of its log
+    client: httpx.Client = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = httpx.Client(base_url=self.url, timeout=30, verify=False)
 
     def replica_pids(self) -> list[int]:
         """The processes of the replicas, oldest first."""
-        return sorted(
-            pid
-            for pid in descendants(self.process.pid)
-            if command(pid).startswith("ray::ServeReplica")
-        )
+        return self.ray_pids("ServeReplica")
+
+    def ray_pids(self, name: str) -> list[int]:
+        """The processes of Ray actors of this class, oldest first."""
+        started = descendants(self.process.pid)
+        return sorted(pid for pid in started if command(pid).startswith(f"ray::{name}"))
 
     def num_replicas(self) -> int:
         """Replicas that the gateway can use."""
@@ -148,16 +159,16 @@ class FleetServer:
 
     def metric(self, name: str) -> float:
         """The value of a metric without labels; 0 if there is none."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = self.client.get("/metrics").text
         found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
         return float(found[1]) if found else 0.0
 
-    def wait_for_replicas(self, number: int, seconds: float = 300.0) -> float:
-        """Wait until the gateway has this many replicas; returns the seconds."""
+    def wait_for_replicas(self, *allowed: int, seconds: float = 300.0) -> float:
+        """Wait until the gateway has one of these numbers of replicas; returns the seconds."""
         start = time.perf_counter()
-        while self.num_replicas() != number:
+        while (found := self.num_replicas()) not in allowed:
             if time.perf_counter() - start > seconds:
-                raise TimeoutError(f"{self.num_replicas()} of {number} replicas after {seconds} s")
+                raise TimeoutError(f"{found} replicas, not {allowed}, after {seconds} s")
             time.sleep(0.1)
         return time.perf_counter() - start
 
@@ -188,7 +199,9 @@ def fleet_server(
             raise RuntimeError("the server did not start:\n" + "".join(lines))
         reading = threading.Thread(target=lines.extend, args=(process.stderr,))
         reading.start()
-        yield FleetServer(process, found[1], lines)
+        server = FleetServer(process, found[1], lines)
+        with server.client:
+            yield server
     finally:
         process.send_signal(signal.SIGINT)
         try:

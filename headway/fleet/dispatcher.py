@@ -139,6 +139,7 @@ class Dispatcher:
         replica.is_draining = True
         self.counters.num_drains += 1
         requests, replica.open = list(replica.open.values()), {}
+        log.info("replica %s is drained; %d requests move", replica.name, len(requests))
         for request in requests:
             replica.post(Cancel(request.replica_id))
         for request in requests:

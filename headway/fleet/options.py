@@ -15,6 +15,7 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "RAY_AUTH_MODE": "token",
     "RAY_enable_metrics_collection": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill replicas when other programs use memory
+    "RAY_worker_niceness": "0",  # by default 15: any other program would delay the replicas
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "1",

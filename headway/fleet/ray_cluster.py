@@ -14,6 +14,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private import node
 
 from headway.errors import ConfigError
 from headway.fleet.options import FleetOptions
@@ -55,11 +56,35 @@ def connected(options: FleetOptions) -> Iterator[None]:
 
 def _start(folder: str) -> None:
     """Start a Ray on this machine, with its files in a private folder."""
-    ray.init(
-        address="local", num_cpus=os.cpu_count() or 1, include_dashboard=False, _temp_dir=folder,
-        object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
-        namespace=NAMESPACE,
-    )  # fmt: skip
+    with _fewer_processes():
+        ray.init(
+            address="local", num_cpus=os.cpu_count() or 1, include_dashboard=False, _temp_dir=folder,
+            object_store_memory=OBJECT_STORE_BYTES, log_to_driver=False, configure_logging=False,
+            namespace=NAMESPACE,
+        )  # fmt: skip
+
+
+class _SmallNode(node.Node):  # type: ignore[misc]  # Ray has no types
+    """A Ray without three processes that do nothing here and that `ray.init` waits for."""
+
+    def start_monitor(self) -> None:
+        """No autoscaler: there is one machine."""
+
+    def start_log_monitor(self) -> None:
+        """No copies of log lines: they are only read from the files."""
+
+    def start_api_server(self, **_: Any) -> None:
+        """No dashboard process: without its pages it only sends usage statistics."""
+
+
+@contextmanager
+def _fewer_processes() -> Iterator[None]:
+    """`ray.init` has no arguments for it. In another version of Ray this may have no effect."""
+    usual, node.Node = node.Node, _SmallNode
+    try:
+        yield
+    finally:
+        node.Node = usual
 
 
 def _connect(address: str) -> None:

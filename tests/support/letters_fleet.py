@@ -1,6 +1,6 @@
 """Replicas on Ray without a model: call `main`.
 
-Starts a local Ray, two replicas and a server, whose outputs are the prompts in capitals. Prints the
+Starts a local Ray, three replicas and a server, whose outputs are the prompts in capitals. Prints the
 addresses of Ray and of the server. A number on its standard input sets the number of replicas.
 """
 
@@ -74,7 +74,7 @@ def main() -> None:
 
     factory = ServerFactory(make_engine=make_engine, make_app=make_app, setup=setup, grace=0.0)
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
-    options = FleetOptions(replicas=2, num_cpus=0.0, route="round_robin")
+    options = FleetOptions(replicas=3, num_cpus=0.0, route="round_robin")
     bound = bind("127.0.0.1", 0)
     stop_logs = setup()
 
