@@ -282,20 +282,25 @@ def _copying(
 # there are dimensions moves downhill: its worst corner is reflected through the others, further if
 # that improves it, back towards them if not.
 MAX_MOVES = 400
+NUM_FIRST_MOVES = 60  # from every start, before all but the best are given up
+NUM_KEPT = 2  # starts
 CLOSE = 1e-7  # difference of the corners' values at which the search ends
 STRIDE = 0.7  # from the start to the other corners
 
 
-def minimize(function: Loss, starts: Iterable[Numbers]) -> Numbers:
+def minimize(function: Loss, starts: list[Numbers]) -> Numbers:
     """The lowest point found from these starts."""
+    if len(starts) > NUM_KEPT:
+        found = (_descend(function, start, NUM_FIRST_MOVES) for start in starts)
+        starts = sorted(found, key=function)[:NUM_KEPT]
     best = min((_descend(function, start) for start in starts), key=function)
     return _descend(function, best)  # with a new simplex: the first may collapse before it arrives
 
 
-def _descend(function: Loss, start: Numbers) -> Numbers:
+def _descend(function: Loss, start: Numbers, max_moves: int = MAX_MOVES) -> Numbers:
     corners = np.vstack([start, start + STRIDE * np.eye(len(start))])
     values = np.array([function(corner) for corner in corners])
-    for _ in range(MAX_MOVES):
+    for _ in range(max_moves):
         order = np.argsort(values)
         corners, values = corners[order], values[order]
         if values[-1] - values[0] < CLOSE:

@@ -27,11 +27,10 @@ from headway.model.registry import BUNDLED, resolve
 from headway.model.weights.checkpoint import open_checkpoint
 from headway.observe.trace import TraceWriter, read_trace
 from tests.support import real
-from tests.support.real import Seen, Trial, unlike_reference
+from tests.support.real import NUM_TOKENS, Seen, Trial, unlike_reference
 
 MODEL = "smollm2-135m"
 FEW = ("one token", "capital", "python", "json", "emoji", "chat", "dijkstra", "long list")
-NUM_FEW = 24  # tokens, for tests in which the settings matter and not the length
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -126,7 +125,7 @@ def test_all_prompts_together_generate_the_reference(
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_generates_the_reference(decoder: Decoder, preset: str) -> None:
     trial = GpuTrial(decoder, preset)
-    check(trial.ask_one(few(), NUM_FEW))
+    check(trial.ask_one(few()))
     assert trial.seen.most_decodes > 4
 
 
@@ -166,7 +165,7 @@ def test_no_setting_changes_a_token(decoder: Decoder, name: str, async_schedulin
     case = CASES[name]
     trial = GpuTrial(decoder, async_scheduling=async_scheduling, **case.settings)
     for _ in range(case.num_times):
-        outputs = trial.ask(few(), NUM_FEW, **case.params)
+        outputs = trial.ask(few(), **case.params)
         for number in range(case.params.get("n", 1)):
             check({key: found[number] for key, found in outputs.items()})
     assert case.happened(trial.seen), trial.seen
@@ -174,13 +173,13 @@ def test_no_setting_changes_a_token(decoder: Decoder, name: str, async_schedulin
 
 def test_a_shared_prefix_is_found_and_changes_no_token(decoder: Decoder) -> None:
     """Prompts with a common prefix, one a prefix of another, one after the other."""
-    start, right = len(real.prompts()["long story"]), real.reference()["long story"]
-    tokens = real.prompts()["long story"] + right
+    start, right = len(real.prompts()["long list"]), real.reference()["long list"]
+    tokens = real.prompts()["long list"] + right
     trial = GpuTrial(decoder)
-    for length in (320, 336, 336, 350):  # whole blocks, so that the third is fully cached
-        (output,) = trial.ask_one({str(length): tokens[:length]}, 8).values()
-        assert output == right[length - start :][:8]
-    assert trial.seen.num_cached == 320 + 335 + 336 and trial.seen.num_full_hits == 1
+    for length in (128, 144, 144, 147):  # whole blocks, so that the third is fully cached
+        (output,) = trial.ask_one({str(length): tokens[:length]}, 2).values()
+        assert output == right[length - start :][:2]
+    assert trial.seen.num_cached == 128 + 143 + 144 and trial.seen.num_full_hits == 1
 
 
 # Other attention libraries and the offline API.
@@ -198,7 +197,7 @@ def test_an_installed_library_chooses_equally_good_tokens(name: str) -> None:
     settings = {"block_size": LIBRARIES[name], "chunk": "at_most(300)"}
     trial = GpuTrial(Decoder(checkpoint, backend), **settings)
     for _ in range(2):  # the second time with cached prefixes
-        found = trial.ask_one(real.prompts(), NUM_FEW)
+        found = trial.ask_one(real.prompts())
         worse = [
             (prompt, place, gap)
             for prompt, place, right, wrong in unlike_reference(dict(found))
@@ -211,7 +210,7 @@ def test_an_installed_library_chooses_equally_good_tokens(name: str) -> None:
 def test_the_offline_api_generates_the_reference_and_its_trace_replays(tmp_path: Path) -> None:
     path = tmp_path / "run.trace.jsonl"
     cramped = {**CRAMPED, "swap": "swap", "num_host_blocks": 400, "max_num_seqs": len(FEW)}
-    params = SamplingParams(temperature=0, max_tokens=NUM_FEW, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     with LLM(MODEL, device="cuda", dtype="float32", trace_out=path, **cramped) as llm:
         given = [real.PROMPTS[name] for name in FEW]
         asked = [each if isinstance(each, str) else llm.chat_tokens(each) for each in given]
@@ -219,7 +218,7 @@ def test_the_offline_api_generates_the_reference_and_its_trace_replays(tmp_path:
         assert llm.engine.is_healthy, llm.engine.fault
     check({n: r.outputs[0].token_ids for n, r in zip(FEW, results, strict=True)})
     for name, result in zip(FEW, results, strict=True):
-        assert result.outputs[0].text == real.tokenizer().decode(real.reference()[name][:NUM_FEW])
+        assert result.outputs[0].text == real.tokenizer().decode(real.reference()[name])
     lines = list(read_trace(path))
-    assert lines[0]["async_scheduling"] == 1 and check_replay(lines) == len(lines) - 1 > NUM_FEW
+    assert lines[0]["async_scheduling"] == 1 and check_replay(lines) == len(lines) - 1 > NUM_TOKENS
     assert any(kind == "swap" for line in lines for _, kind, *_ in line.get("preempted", ()))

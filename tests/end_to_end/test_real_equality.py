@@ -82,7 +82,7 @@ def test_transformers_generates_the_reference() -> None:
 @cache
 def chat_of_transformers() -> tuple[list[int], list[Tensor]]:
     """A chat's tokens, the states after every layer but the last, and the logits."""
-    tokens = real.prompts()["long chat"] + real.reference()["long chat"][:20]
+    tokens = real.prompts()["chat with system"] + real.reference()["chat with system"][:4]
     with torch.inference_mode():
         found = real.transformers_model()(torch.tensor([tokens]), output_hidden_states=True)
     # The first are the embeddings; the last are after the final norm.
@@ -158,7 +158,7 @@ def test_the_offline_api_generates_the_reference(llm: LLM) -> None:
 def test_each_prompt_alone_generates_the_reference() -> None:
     """A step has one row here; test_batch_invariance.py compares the logits bit by bit."""
     trial = Trial(real.decoder(), max_num_seqs=1)
-    assert not unlike_reference(trial.ask_one(real.short_prompts(20), 3))
+    assert not unlike_reference(trial.ask_one(real.prompts_of(range(21)), 3))
     assert trial.seen.most_decodes == 1
 
 
@@ -169,48 +169,53 @@ def test_every_preset_generates_the_reference_in_a_batch(preset: str) -> None:
     if preset == DEFAULT:
         outputs = trial.ask_one(real.prompts())
     else:
-        outputs = trial.ask_one(real.short_prompts(12), 4)
+        outputs = trial.ask_one(real.prompts_of(SHORT), 4)
     assert not unlike_reference(outputs)
     assert trial.seen.most_decodes > 12
+
+
+SHORT = range(13)
 
 
 @dataclass(frozen=True)
 class Case:
     """Settings to try, and what must have happened for the test to be meaningful.
 
-    All prompts of at most `longest` tokens are continued for `num_tokens`; the default preset above
-    generates the whole reference.
+    The prompts with a number of tokens in `lengths` are continued for `num_tokens`; the default
+    preset above generates the whole reference.
     """
 
     settings: dict[str, Any]
     happened: Callable[[Seen], bool]
     num_tokens: int = 6
-    longest: int = 12
+    lengths: range = SHORT
     num_times: int = 1
     params: dict[str, Any] = field(default_factory=dict)
 
 
 CRAMPED = {"preset": "vllm_v1", "block_size": 2, "num_blocks": 52, "victim": "least_work"}
 CASES = {
-    "chunks of 7": Case({"chunk": "at_most(7)"}, lambda seen: seen.longest_chunk == 7, longest=40),
+    "chunks of 7": Case(
+        {"chunk": "at_most(7)"}, lambda seen: seen.longest_chunk == 7, lengths=range(7, 24)
+    ),
     "recompute": Case(
-        {**CRAMPED, "swap": "recompute"}, lambda seen: seen.num_recomputed >= 20, 16
+        {**CRAMPED, "swap": "recompute"}, lambda seen: seen.num_recomputed >= 10, 8
     ),
     "swap": Case(
         {**CRAMPED, "swap": "swap", "num_host_blocks": 400},
-        lambda seen: seen.num_swapped >= 20 and min(seen.num_copied) >= 20, 16,
+        lambda seen: seen.num_swapped >= 10 and min(seen.num_copied) >= 20, 8,
     ),
     "blocks of 1, all asked twice": Case(
-        {"block_size": 1}, lambda seen: seen.num_full_hits >= len(real.short_prompts(12)), 4,
+        {"block_size": 1}, lambda seen: seen.num_full_hits >= len(real.prompts_of(SHORT)), 4,
         num_times=2,
     ),
     "blocks of 64, one step ahead": Case(
         {"block_size": 64, "async_scheduling": 1}, lambda seen: seen.longest_chunk > 64, 4,
-        longest=70,
+        lengths=range(10, 70, 4),
     ),
     "blocks of 16, all asked twice, one step ahead": Case(
         {"preset": "vllm_v1", "async_scheduling": 1}, lambda seen: seen.num_cached > 120, 4,
-        longest=40, num_times=2,
+        lengths=range(16, 38), num_times=2,
     ),
     "four steps a plan": Case({"num_scheduler_steps": 4}, lambda seen: seen.num_steps < 7, 9),
     "four steps a plan, one ahead": Case(
@@ -225,7 +230,7 @@ def test_no_setting_changes_a_token(name: str) -> None:
     case = CASES[name]
     trial = Trial(real.decoder(), **case.settings)
     for _ in range(case.num_times):
-        outputs = trial.ask(real.short_prompts(case.longest), case.num_tokens, **case.params)
+        outputs = trial.ask(real.prompts_of(case.lengths), case.num_tokens, **case.params)
         for number in range(case.params.get("n", 1)):
             assert not unlike_reference({key: found[number] for key, found in outputs.items()})
     assert case.happened(trial.seen), trial.seen
@@ -235,9 +240,9 @@ def test_a_shared_prefix_is_found_and_changes_no_token() -> None:
     """Prompts with a common prefix, one a prefix of another, one after the other."""
     prompt, output = real.prompts()["long list"], real.reference()["long list"]
     trial = Trial(real.decoder())
-    for length in (128, 144, 144, 150):  # whole blocks, so that the third is fully cached
+    for length in (128, 144, 144, 147):  # whole blocks, so that the third is fully cached
         num_known = length - len(prompt)
         assert num_known >= 0
-        found = trial.ask_one({"long list": [*prompt, *output[:num_known]]}, 4)["long list"]
-        assert found == output[num_known:][:4]
+        found = trial.ask_one({"long list": [*prompt, *output[:num_known]]}, 2)["long list"]
+        assert found == output[num_known:][:2]
     assert trial.seen.num_cached == 128 + 143 + 144 and trial.seen.num_full_hits == 1

@@ -29,6 +29,7 @@ NAMES = [story.name for story in STORIES]
 EXAMPLE = FOLDER / "05-free-first.toml"
 
 
+@pytest.mark.usefixtures("shared_films")
 @pytest.mark.parametrize("story", STORIES, ids=NAMES)
 def test_the_runs_of_a_story_give_what_it_says(story: Story) -> None:
     """One test for numbers and steps: the runs are made once."""

@@ -261,6 +261,7 @@ def test_a_new_request_has_no_history() -> None:
     request = Request("a", [1, 2], RequestParams())
     counts = {f.name: getattr(request.history, f.name) for f in fields(request.history)}
     assert (counts.pop("serial"), counts.pop("admission"), counts.pop("group")) == (-1, -1, None)
+    assert counts.pop("resumed") == ()
     assert set(counts.values()) == {0} and len(counts) == 8
     assert (request.row, request.num_computed, request.num_generated, request.num_known) == (
         -1,

@@ -15,8 +15,9 @@ from tests.support.scenarios import Scenario, run
 from tests.support.shadow import EOS
 
 SHAPES = ((1, 4), (2, 3), (3, 2), (1, 1))  # prompt tokens, output tokens; each fits in 4 slots
-# Block size, blocks, and the longest sequence of requests; (2, 2) has the 4 slots of (1, 4).
-GEOMETRIES = ((1, 4, 4), (2, 2, 3), (2, 3, 4))
+# Block size, blocks, and the longest sequence of requests. In (1, 4) a fourth request waits for a
+# row or for blocks; (2, 2) has the same 4 slots, (2, 3) has room for one more block.
+GEOMETRIES = ((1, 4, 4), (2, 2, 3), (2, 3, 3))
 MAX_REQUESTS = 4
 Shapes = tuple[tuple[int, int], ...]
 

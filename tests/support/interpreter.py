@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from functools import cache
 from typing import Any
 
 import numpy as np
+
+ARITHMETIC = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+NUMBERS = (int, float, bool)
 
 
 def speed_up() -> None:
@@ -19,6 +23,7 @@ def speed_up() -> None:
     interpreter.InterpretedFunction.__call__ = prepared_once(interpreter.InterpretedFunction)
     interpreter._patch_attr = called_directly(interpreter.interpreter_semantic)
     semantic.binary_op_sanitize_overflow_impl = check_overflow
+    semantic.binary_op_type_checking_impl = checked_by_type(semantic, core.tensor)
     semantic.broadcast_impl_value = broadcast_values(interpreter.TensorHandle, core.block_type)
     core._unwrap_if_constexpr = unwrapped_by_type(core)
     core.dtype.__eq__ = equal_if_same(core.dtype)
@@ -65,10 +70,53 @@ def check_overflow(_self: Any, left: Any, right: Any, operation: Any) -> None:
     operations, and does not report it. This takes a few numpy operations, and asserts."""
     kind, name = left.type.scalar, operation.__name__
     if kind.int_bitwidth < 64:
-        numbers = (np.asarray(each.handle.data, np.float64) for each in (left, right))
-        found = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[name](*numbers)
+        a, b, calculate = left.handle.data, right.handle.data, ARITHMETIC[name]
         low, high = kind.get_int_min_value(), kind.get_int_max_value()
-        assert low <= found.min() and found.max() <= high, f"{name}: {kind} overflows"
+        if a.size == b.size == 1:
+            fits = low <= calculate(a.item(), b.item()) <= high
+        else:
+            found = calculate(np.asarray(a, np.float64), np.asarray(b, np.float64))
+            fits = low <= found.min() and found.max() <= high
+        assert fits, f"{name}: {kind} overflows"
+
+
+def checked_by_type(semantic: Any, tensor: Any) -> Any:
+    """Operands mostly have the same type, or one is a number, which becomes a constant only once.
+
+    A constant has the type of the other operand and one element: numpy broadcasts it.
+    """
+    check, constants = semantic.binary_op_type_checking_impl, dict[Any, Any]()
+
+    def constant(self: Any, value: Any, other: Any, div_or_mod: bool) -> Any:
+        key = repr(value), str(other.type), div_or_mod
+        if key not in constants:
+            kind, own = other.dtype, self.to_tensor_type(value)
+            is_kept = not kind.is_ptr() and kind == self.computation_type_impl(
+                own, True, kind, False, div_or_mod
+            )
+            number = self._cast_to_computation_type(value, kind) if is_kept else None
+            constants[key] = None if number is None else self.make_tensor(number.handle, other.type)
+        return constants[key]
+
+    def checked(
+        self: Any, left: Any, right: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        kinds = type(left), type(right)
+        if kinds == (tensor, tensor):
+            kind = left.dtype
+            if kind is right.dtype and not (kind.is_ptr() or (div_or_mod and kind.is_floating())):
+                return self.broadcast_impl_value(left, right)  # type: ignore[no-any-return]
+        elif arithmetic_check and tensor in kinds and not set(kinds).isdisjoint(NUMBERS):
+            is_left = kinds[0] is tensor
+            value, other = (right, left) if is_left else (left, right)
+            if (found := constant(self, value, other, div_or_mod)) is not None:
+                return (left, found) if is_left else (found, right)
+        return check(  # type: ignore[no-any-return]
+            self, left, right, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod
+        )
+
+    return checked
 
 
 def broadcast_values(handle: Any, block_type: Any) -> Any:

@@ -33,7 +33,7 @@ from headway.text.chat_template import render_chat
 from headway.text.tokenizer import Tokenizer
 
 REFERENCE = Path(__file__).with_name("real_reference.json")
-NUM_TOKENS = 40
+NUM_TOKENS = 24  # every output enters a new block of 16
 TIE = 1e-4  # logits this close may be in either order
 # (prompt, position in the output, the reference's token, the other token) of every such pair.
 TIES: list[tuple[str, int, int, int]] = []
@@ -113,9 +113,9 @@ def prompts() -> dict[str, list[int]]:
     }
 
 
-def short_prompts(longest: int) -> dict[str, list[int]]:
-    """The prompts of at most `longest` tokens."""
-    return {name: tokens for name, tokens in prompts().items() if len(tokens) <= longest}
+def prompts_of(lengths: range) -> dict[str, list[int]]:
+    """The prompts whose number of tokens is in `lengths`."""
+    return {name: tokens for name, tokens in prompts().items() if len(tokens) in lengths}
 
 
 @cache

@@ -40,6 +40,7 @@ NUM_ARGUMENTS = {
     Op.COMPUTED: 2, Op.RESULT: 1, Op.GENERATED: 2, Op.BLOCK: 2, Op.PREEMPT: 4, Op.FINISH: 4,
     Op.WAIT: 4, Op.REST: 2, Op.DEFER: 1, Op.COPY: 2, Op.FORGET: 1,
 }  # fmt: skip
+OPS = {op.value: op for op in Op}
 HAS_LIST = frozenset({Op.ADMIT, Op.PREEMPT})  # the last argument is the length of a list
 
 
@@ -70,7 +71,7 @@ def split(ops: Sequence[int]) -> Iterator[tuple[Op, Sequence[int]]]:
     """The operations of a list, each with its arguments."""
     place, end = 0, len(ops)
     while place < end:
-        op = Op(ops[place])
+        op = OPS[ops[place]]  # faster than Op(...)
         last = place + 1 + NUM_ARGUMENTS[op]
         if op in HAS_LIST:
             last += ops[last - 1]
