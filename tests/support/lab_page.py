@@ -56,6 +56,8 @@ def press(page: Any, *keys: str) -> None:
 
 
 def jump(page: Any, number: int) -> None:
+    """Go to a step by its number, once the run has all its steps."""
+    wait_for_end(page)
     page.fill("#jump", str(number))
     page.press("#jump", "Enter")
     page.locator("#jump").blur()
