@@ -1,5 +1,7 @@
 // Forwards, backwards, play, jump: all movement through a run.
 
+import { signal } from "@preact/signals";
+
 import { color, paint } from "../colors";
 import {
   a, b, chosenMarks, clock, frameOf, isComparing, isByTime, isFollowing, isLive, isPlaying, MARKS, numFrames,
@@ -16,6 +18,7 @@ const MARK_TEXTS: Record<string, string> = {
   ADMISSION: "admission", ARRIVAL: "arrival",
 };
 const MARK_COLORS: [string, string][] = [["PREEMPTION", "red"], ["ABORT", "red"], ["HIT", "cached"]];
+const typed = signal<string | null>(null); // in the field for a step, until it is left or entered
 
 export function Transport() {
   const view = shownView(), last = Math.max(0, numFrames.value - 1);
@@ -56,9 +59,14 @@ export function Transport() {
         <label>
           step{" "}
           <input
-            id="jump" type="number" min="0" value={view?.step ?? ""} disabled={!view}
+            id="jump" type="number" min="0" value={typed.value ?? view?.step ?? ""} disabled={!view}
             aria-label="Jump to step"
-            onChange={(event) => seekStep(Number(event.currentTarget.value))}
+            onInput={(event) => (typed.value = event.currentTarget.value)}
+            onChange={(event) => {
+              typed.value = null;
+              seekStep(Number(event.currentTarget.value));
+            }}
+            onBlur={() => (typed.value = null)}
           />
         </label>
         <span>of {count(lastStep())}</span>

@@ -131,6 +131,21 @@ def test_two_schedulers_side_by_side_and_where_they_part(run: Any) -> None:
     assert run.locator(".half").count() == 0
 
 
+def test_a_typed_step_stays_while_another_run_loads(run: Any) -> None:
+    wait_for_end(run)
+    run.fill("#jump", "9")
+    longer = {**SPEC, "workload": "requests=15,prompt=uniform(20,60),output=uniform(8,30)"}
+    packed = base64.urlsafe_b64encode(json.dumps(longer).encode()).decode().rstrip("=")
+    before = run.inner_text(".where")
+    run.evaluate("hash => { location.hash = hash }", f"spec={packed}")
+    run.wait_for_function("old => document.querySelector('.where').innerText !== old", arg=before)
+    wait_for_end(run)
+    assert step(run) == 9
+    run.press("#jump", "Enter")
+    wait_for_step(run, 9)
+    assert run.locator(".where").get_attribute("data-step") == "9"
+
+
 def test_a_fork_shows_both_futures(run: Any) -> None:
     jump(run, 9)
     run.click("nav >> text=Fork")
