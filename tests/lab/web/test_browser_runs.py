@@ -215,8 +215,10 @@ def test_a_trace_file_is_read_from_the_page(run: Any, trace: Path, tmp_path: Pat
     recorded = film(film_of_file(trace))
     assert summary(run)["steps"] - 1 == last_step(recorded)
     assert step(run) == 0
+    wait_for_end(run)
     press(run, "End")
     wait_for_step(run, last_step(recorded))
+    pane(run, "Requests").locator(".finished .id").nth(11).wait_for(state="attached")
     assert len(ids(run, "finished")) == 12
     press(run, "f")
     run.select_option("dialog select", "queue")
