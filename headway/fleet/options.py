@@ -12,6 +12,8 @@ from headway.errors import ConfigError
 LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # use the loopback address, as on those systems
     "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray's agents wait this long for a GCS that is gone, by default a minute, before they end.
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_AUTH_MODE": "token",
     "RAY_enable_metrics_collection": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill replicas when other programs use memory
@@ -39,6 +41,8 @@ class FleetOptions:
     route: str = "prefix_load"
     name: str = ""  # of the application; empty: one that no other has
     start_seconds: float = 600.0  # for all replicas to become ready
+    upscale_seconds: float = 3.0  # of load that needs another replica, until it is started
+    downscale_seconds: float = 30.0  # of load that needs one replica less, until one is drained
     id: str = field(default_factory=lambda: secrets.token_hex(8))  # of this deployment
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from headway.cli.commands.deploy import app as deployed_app
 from headway.cli.main import app
+from headway.cli.options import fleet
+from headway.cli.options.model import ModelOptions
 from headway.errors import ConfigError, ExecutorError
 from headway.fleet.options import FleetOptions
+from headway.model import devices
 
 # Ray's own modules use old features of pydantic.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -55,6 +59,25 @@ def test_without_ray_the_command_says_how_to_install_it(
     assert "ray" in said and "pip install" in said
 
 
+@pytest.mark.parametrize(
+    ("files", "problem", "num_gpus"), [((), None, 0), (("nvidia0",), None, 2), (("kfd",), "old", 0)]
+)
+def test_a_replica_gets_gpus_where_torch_can_use_them(
+    files: tuple[str, ...],
+    problem: str | None,
+    num_gpus: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch is asked only if a driver has made its files."""
+    for name in files:
+        (tmp_path / name).touch()
+    monkeypatch.setattr(fleet, "DEVICES", tmp_path)
+    monkeypatch.setattr(devices, "why_no_cuda", lambda: problem)
+    options = fleet.FleetFlags(replicas=1).options(ModelOptions(tensor_parallel_size=2))
+    assert options is not None and options.num_gpus == num_gpus
+
+
 def test_a_config_file_has_the_flags_that_were_given() -> None:
     flags = ["--replicas", "2", "--max-num-seqs", "8", "--port", "9000", "--name", "mine"]
     found = CliRunner().invoke(app, ["deploy", "qwen", *flags, "--print-config"])
@@ -63,7 +86,7 @@ def test_a_config_file_has_the_flags_that_were_given() -> None:
     (application,) = written["applications"]
     assert written["http_options"]["port"] == 9000 and application["name"] == "mine"
     assert application["args"] == {
-        "model": "qwen", "replicas": 2, "max_num_seqs": 8, "port": 9000,
+        "app_name": "mine", "model": "qwen", "replicas": 2, "max_num_seqs": 8, "port": 9000,
     }  # fmt: skip
 
 
@@ -72,27 +95,22 @@ def test_a_config_file_with_an_unknown_flag_is_refused() -> None:
         deployed_app({"model": "qwen", "replica_count": 2})
 
 
+@dataclass
 class NoReplicas:
     """A directory in which no replica is announced."""
 
-    def __init__(self, error: bytes | None = None) -> None:
-        self._error = error
-
-    def addresses(self) -> dict[str, Any]:
-        return {}
-
-    def get(self, key: str) -> bytes | None:
-        return self._error if key == "error" else None
+    error: str | None = None
+    info: None = None
 
 
 def test_replicas_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_serve = pytest.importorskip("headway.fleet.ray_serve")
     monkeypatch.setattr(ray_serve, "_status", lambda app: "waiting for 2 CPUs")
     options = FleetOptions(replicas=2, start_seconds=0.01)
-    with pytest.raises(ExecutorError, match="0 of 2 replicas.*0.01 s; waiting for 2 CPUs"):
-        ray_serve.wait_until_ready(NoReplicas(), options)
+    with pytest.raises(ExecutorError, match="1 of 2 replicas.*0.01 s; waiting for 2 CPUs"):
+        ray_serve.wait_until_ready(NoReplicas(), options, lambda: 1)
     with pytest.raises(ExecutorError, match="a replica cannot start: no model 'x'"):
-        ray_serve.wait_until_ready(NoReplicas(b"no model 'x'"), options)
+        ray_serve.wait_until_ready(NoReplicas("no model 'x'"), options, lambda: 0)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])

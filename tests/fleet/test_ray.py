@@ -7,18 +7,26 @@ seconds; `model_on_the_same_ray` is the exception. bench/fleet.py repeats it wit
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from bench.fleet_streams import (
+    ROOT,
     FleetServer,
     Stream,
     all_streams,
@@ -34,6 +42,12 @@ from headway.fleet.options import environment
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'headway[ray]'")
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
 NUM_KILLS = 10
+TINY = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 64, "eos_token_id": 0,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -112,16 +126,21 @@ def hang(server: FleetServer) -> None:
     server.wait_for_replicas(3)
 
 
+def update(server: FleetServer, **options: float) -> None:
+    """Replace the replicas by those of other options."""
+    assert server.process.stdin is not None, "a pipe was asked for"
+    server.process.stdin.write(json.dumps(options) + "\n")
+    server.process.stdin.flush()
+
+
 def redeploy(server: FleetServer) -> None:
     """Three replicas are replaced by one; they hand their long streams over and end at once."""
     moves, deaths = (server.metric(f"headway_fleet:{name}_total") for name in ("moves", "deaths"))
     known, old = len(server.lines), server.replica_pids()
     drained, ended = list[float](), list[float]()
 
-    def scale() -> None:
-        assert server.process.stdin is not None, "a pipe was asked for"
-        server.process.stdin.write("1\n")
-        server.process.stdin.flush()
+    def replace() -> None:
+        update(server, replicas=1, max_replicas=2, upscale_seconds=0.5, downscale_seconds=1.0)
         while len(ended) < len(old):
             time.sleep(0.02)
             now = time.perf_counter()
@@ -129,13 +148,24 @@ def redeploy(server: FleetServer) -> None:
             drained.extend([now] * (num_drained - len(drained)))
             ended.extend([now] * (sum(not command(pid) for pid in old) - len(ended)))
 
-    run_with(server, letter_bodies(8, 200), scale)
+    run_with(server, letter_bodies(8, 200), replace)
     server.wait_for_replicas(1)
     seconds = [end - start for start, end in zip(drained, ended, strict=True)]
     assert max(seconds) <= 2.0, "a replica that stops is free within 2 s"
     assert server.metric("headway_fleet:moves_total") > moves
     assert server.metric("headway_fleet:deaths_total") == deaths
     assert server.metric("headway_fleet:drains_total") == len(old)
+    assert server.metric("headway_fleet:failed_total") == 0
+
+
+def autoscaling(server: FleetServer) -> None:
+    """A queue adds a replica; when it is gone, one replica hands its long streams over and ends."""
+    drains = server.metric("headway_fleet:drains_total")
+    run_with(server, letter_bodies(150, 150), partial(server.wait_for_replicas, 2, seconds=25))
+    moves = server.metric("headway_fleet:moves_total")
+    run_with(server, letter_bodies(8, 250), partial(server.wait_for_replicas, 1, seconds=25))
+    assert server.metric("headway_fleet:drains_total") == drains + 1
+    assert server.metric("headway_fleet:moves_total") > moves
     assert server.metric("headway_fleet:failed_total") == 0
 
 
@@ -161,8 +191,16 @@ def processes(server: FleetServer) -> None:
 
 def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
     """`headway serve --ray-address`: a killed replica, then a signal that ends only its own app."""
-    address = next(line.split()[1] for line in server.lines if line.startswith("ray "))
-    flags = ("--replicas", "2", "--threads", "1", "--device", "cpu", "--ray-address", address)
+    flags = (
+        "--replicas",
+        "2",
+        "--threads",
+        "1",
+        "--device",
+        "cpu",
+        "--ray-address",
+        said(server, "ray"),
+    )
     before = set(server.replica_pids())
     with fleet_server(*flags, environment=given) as real:
         sent = bodies(6, 8)
@@ -175,7 +213,53 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
 
 
-def test_a_fleet_on_ray() -> None:
+def said(server: FleetServer, name: str) -> str:
+    """What the server has printed after a name."""
+    return next(line.split()[1] for line in server.lines if line.startswith(f"{name} "))
+
+
+def run(*arguments: str, environment: dict[str, str]) -> str:
+    """The standard output of a program that must succeed."""
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def deployments(server: FleetServer, given: dict[str, str], folder: Path) -> None:
+    """An application from a config file is updated by `headway deploy`; its stream continues."""
+    ray, port = ("--ray-address", said(server, "ray")), ("--port", said(server, "proxies"))
+    (folder / "config.json").write_text(json.dumps(TINY))
+    flags = (str(folder), "--load-format", "dummy", "--device", "cpu", "--threads", "1", *port)
+    config = run("-m", "headway", "deploy", *flags, "--print-config", environment=given)
+    (folder / "app.json").write_text(config)
+    serve = ("-m", "ray.serve.scripts", "run", "--non-blocking", "--address", ray[1])
+    run(*serve, str(folder / "app.json"), environment=given)
+    with httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=60) as client:
+        wait_until_served(client)
+        body = {"model": folder.name, "prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 0}
+        alone = client.post("/v1/completions", json=body)
+        with ThreadPoolExecutor(1) as pool:
+            streamed = pool.submit(client.post, "/v1/completions", json=body)
+            told = run("-m", "headway", "deploy", *flags, *ray, "--json", environment=given)
+            assert streamed.result().json()["choices"] == alone.json()["choices"]
+        assert json.loads(told)["url"] == str(client.base_url).rstrip("/")
+        run("-m", "headway", "deploy", "--delete", *ray, environment=given)
+        assert client.get("/health").status_code == 404
+
+
+def wait_until_served(client: httpx.Client) -> None:
+    for _ in range(300):
+        with suppress(httpx.HTTPError):
+            if client.get("/health").is_success:
+                return
+        time.sleep(0.1)
+    pytest.fail("the application does not answer after 30 s")
+
+
+def test_a_fleet_on_ray(tmp_path: Path) -> None:
     given = environment(None)
     with fleet_server(program=LETTERS, environment=given) as server:
         monitoring(server)
@@ -184,6 +268,8 @@ def test_a_fleet_on_ray() -> None:
         hang(server)
         model_on_the_same_ray(server, given)
         redeploy(server)
+        autoscaling(server)
+        deployments(server, given, tmp_path)
         started = descendants(server.process.pid)
     deadline = time.perf_counter() + 10
     while left := [command(pid) for pid in started if command(pid)]:

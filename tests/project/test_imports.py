@@ -81,7 +81,7 @@ ONLY_IN: dict[str, tuple[str, ...]] = {
     "triton": TORCH,
     "fastapi": ("server",),
     "starlette": ("server",),
-    "ray": ("fleet.ray_serve", "fleet.ray_cluster", "lab.planner"),
+    "ray": ("fleet.ray_serve", "fleet.ray_cluster", "fleet.ray_directory", "lab.planner"),
     "uvicorn": ("server", "cli"),
     "matplotlib": ("lab.plots",),
     "typer": ("cli",),

@@ -77,9 +77,13 @@ def _deploy_now(
     model = replace(model, threads=fleet.threads(model))
     factory = make_factory(serving, model, serving.settings())
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    with console.status(f"deploying {options.replicas} replicas"):
+    with console.status("connecting to Ray") as status:
+
+        def show(num_ready: int) -> None:
+            status.update(f"starting replicas: {num_ready} of {options.replicas} run")
+
         info, url = deploy(
-            factory, options, host=serving.host, port=serving.port,
+            factory, options, show, host=serving.host, port=serving.port,
             num_gateways=serving.api_server_count,
         )  # fmt: skip
     if deployment.json_output:
@@ -100,7 +104,7 @@ def config_file(name: str, serving: ServeOptions, fleet: FleetFlags, model: Mode
     given = {**asdict(serving), **asdict(fleet), **asdict(model)}
     usual = {key: value for kind in PARTS for key, value in asdict(kind()).items()}
     changed = {key: value for key, value in given.items() if value != usual[key]}
-    args = {"model": model.model, **changed, "replicas": fleet.replicas}
+    args = {"app_name": name, "model": model.model, **changed, "replicas": fleet.replicas}
     args.pop("ray_address", None)
     application = {"name": name, "route_prefix": "/", "import_path": IMPORT_PATH, "args": args}
     options = {"host": serving.host, "port": serving.port}
@@ -110,21 +114,27 @@ def config_file(name: str, serving: ServeOptions, fleet: FleetFlags, model: Mode
 
 
 def app(args: dict[str, Any]) -> Any:
-    """The application of a config file: `args` has flags of `headway deploy` as Python names."""
+    """The application of a config file: `args` has flags of `headway deploy` as Python names.
+
+    `app_name` must be the name of the application, so that an update keeps its requests.
+    """
+    args = dict(args)
+    name = str(args.pop("app_name", "headway"))
     known = {field.name: part for part in PARTS for field in fields(part)}
     unknown = sorted(set(args) - set(known))
     if unknown:
         raise ConfigError(f"unknown args: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
 
-    from headway.fleet.ray_serve import application
+    from headway.fleet.ray_serve import application, shared
 
     def part(kind: type[Any]) -> Any:
         return kind(**{key: value for key, value in args.items() if known[key] is kind})
 
     serving, fleet, model = part(ServeOptions), part(FleetFlags), part(ModelOptions)
     fleet = replace(fleet, replicas=fleet.replicas or 1, ray_address="auto")
-    options = fleet.options(model)
+    options = fleet.options(model, name=name)
+    assert options is not None, "replicas has a value"
     model = replace(model, threads=fleet.threads(model))
     return application(
-        make_factory(serving, model, serving.settings()), options, serving.api_server_count
+        make_factory(serving, model, serving.settings()), shared(options), serving.api_server_count
     )

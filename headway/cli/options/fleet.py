@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from headway.server.process.serve import ServerFactory
 
 _fleet = panel("Replicas")
+DEVICES = Path("/dev")
+GPU_FILES = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")  # made by the drivers of GPUs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,8 @@ class FleetFlags:
 def _uses_gpu(device: str) -> bool:
     if device != "auto":
         return device != "cpu"
+    if not any(any(DEVICES.glob(name)) for name in GPU_FILES):
+        return False  # without importing torch, which a gateway does not need
     from headway.model.devices import why_no_cuda
 
     return why_no_cuda() is None
