@@ -10,8 +10,10 @@
 kills: one of two replicas is killed while 32 streams run that use seeds, n = 2, a JSON schema, log
 probabilities and stop strings; every stream must equal the same request alone. late_restart: the
 same, but Ray starts the new replica only after the round, so that it takes no CPU from the streams.
-hang: a replica is stopped with SIGSTOP. overhead: a server with one replica against a plain one,
-request by request. messages: frames from the replica per step with 1 to 256 streams. moves: the
+hang: a replica is stopped with SIGSTOP. In these three, `resume` is the time from sending a moved
+request to another replica until its next token, `added` what else its pause has, and `others` the
+pauses of streams that did not move. overhead: a server with one replica against a plain one, in
+turns; the processes of the other server are stopped meanwhile. messages: frames from the replica per step with 1 to 256 streams. moves: the
 gateway's own time to move requests. Prints one JSON object; times are seconds on this machine.
 """
 
@@ -37,21 +39,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from bench.fleet_streams import (
     MODEL,
     FleetServer,
+    Pauses,
     Stream,
     all_streams,
     bodies,
+    descendants,
     fleet_server,
     once_after,
     one_by_one,
+    percentile,
 )
 
 NUM_STREAMS = 32
-NUM_ALONE, WARM_UP = 200, 5  # requests one after the other, for the time to the first token
-
-
-def percentile(values: list[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+NUM_ALONE, NUM_IN_TURN = 200, 10  # requests one after the other, for the time to the first token
 
 
 def lost_after(
@@ -94,23 +94,20 @@ def faults(number: int, rounds: int, max_tokens: int, late: bool = False) -> dic
     `late`: Ray does not replace the replica before the end of the round.
     """
     sent, moments, noticed = bodies(NUM_STREAMS, max_tokens), list[float](), list[float]()
-    gaps, pauses, back = list[float](), list[float](), list[float]()
+    pauses, back = Pauses(), list[float]()
     totals = {"failed": 0, "different": 0}
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
-    flags = ("--replicas", "2", "--route", "round_robin", "--log-level", "warning")
-    with fleet_server(*flags) as server:
+    with fleet_server("--replicas", "2", "--route", "round_robin") as server:
         alone = asyncio.run(one_by_one(server.url, sent))
         control = asyncio.run(all_streams(server.url, sent))
         for place in range(rounds):
-            victim = server.replica_pids()[place % 2]
+            victim, known = server.replica_pids()[place % 2], len(server.lines)
             work = partial(lost_after, server, number, victim, moments, noticed)
             with stopped(server.ray_pids("ServeController") if late else []):
                 streams = asyncio.run(all_streams(server.url, sent, once_after(100, work)))
             for name, count in compare(streams, alone).items():
                 totals[name] += count
-            gaps += [stream.longest_gap for stream in streams]
-            found = [stream.pause_at(moments[-1]) for stream in streams]
-            pauses += [pause for pause in found if pause is not None]
+            pauses.add(streams, moments[-1], server.lines[known:])
             if number == signal.SIGSTOP:
                 os.kill(victim, signal.SIGCONT)
             back.append(server.wait_for_replicas(2))
@@ -122,9 +119,7 @@ def faults(number: int, rounds: int, max_tokens: int, late: bool = False) -> dic
         "rounds": rounds, "streams": NUM_STREAMS * rounds, **totals, "moves": int(moves),
         "resumed_tokens": int(resumed), "control": compare(control, alone),
         "noticed_p50": statistics.median(noticed), "noticed_max": max(noticed),
-        "pause_p50": statistics.median(pauses), "pause_p99": percentile(pauses, 0.99),
-        "longest_gap_p50": statistics.median(gaps), "longest_gap_p99": percentile(gaps, 0.99),
-        "longest_gap_p99_without_fault": percentile(usual, 0.99),
+        "pause": pauses.summary(), "longest_gap_p99_without_fault": percentile(usual, 0.99),
         "replica_back_p50": statistics.median(back),
     }  # fmt: skip
 
@@ -160,19 +155,22 @@ def overhead(rounds: int, max_tokens: int) -> dict[str, Any]:
     quiet = ("--log-level", "warning", "--threads", str(os.cpu_count() or 1))
     with fleet_server(*quiet) as plain, fleet_server("--replicas", "1", *quiet) as fleet:
         servers = {"plain": plain, "fleet": fleet}
+        trees = {name: _processes(server) for name, server in servers.items()}
         ttft: dict[str, list[float]] = {name: [] for name in servers}
         speed: dict[str, list[float]] = {name: [] for name in servers}
-        for place in range(NUM_ALONE + WARM_UP):
+        for place in range(NUM_ALONE // NUM_IN_TURN + 1):
             for name in sorted(servers, reverse=bool(place % 2)):  # neither is always first
-                ttft[name].append(_first(servers[name]))
-        for _ in range(rounds + 1):
-            for name, server in servers.items():
-                speed[name].append(_throughput(server, NUM_STREAMS, max_tokens))
+                with stopped(trees["plain" if name == "fleet" else "fleet"]):
+                    ttft[name] += [_first(servers[name]) for _ in range(NUM_IN_TURN)]
+        for place in range(rounds + 1):
+            for name in sorted(servers, reverse=bool(place % 2)):
+                with stopped(trees["plain" if name == "fleet" else "fleet"]):
+                    speed[name].append(_throughput(servers[name], NUM_STREAMS, max_tokens))
                 print(f"{name}: {speed[name][-1]:.1f} tokens per second", file=sys.stderr)
     medians = {
         name: {
-            "ttft": statistics.median(ttft[name][WARM_UP:]),
-            "ttft_p10": percentile(ttft[name][WARM_UP:], 0.1),
+            "ttft": statistics.median(ttft[name][NUM_IN_TURN:]),  # the first turn warms up
+            "ttft_p10": percentile(ttft[name][NUM_IN_TURN:], 0.1),
             "tokens_per_second": statistics.median(speed[name][1:]),
         }
         for name in servers
@@ -183,6 +181,10 @@ def overhead(rounds: int, max_tokens: int) -> dict[str, Any]:
         "added_ttft_p10": other["ttft_p10"] - usual["ttft_p10"],
         "throughput_ratio": other["tokens_per_second"] / usual["tokens_per_second"],
     }  # fmt: skip
+
+
+def _processes(server: FleetServer) -> list[int]:
+    return [server.process.pid, *descendants(server.process.pid)]
 
 
 def messages(rounds: int, max_tokens: int) -> dict[str, Any]:

@@ -10,13 +10,14 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
+CONTINUES = re.compile(r"request (\S+) continues on replica \S+ after (\S+) s")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -59,6 +61,7 @@ class Stream:
     choices: dict[int, dict[str, Any]] = field(default_factory=dict)
     times: list[float] = field(default_factory=list)
     error: str | None = None
+    id: str = ""
 
     @property
     def longest_gap(self) -> float:
@@ -75,6 +78,7 @@ class Stream:
             self.error = json.dumps(event["error"])
             return
         self.times.append(now)
+        self.id = event["id"]
         for choice in event["choices"]:
             found = self.choices.setdefault(
                 choice["index"], {"text": "", "finish": None, "logprobs": []}
@@ -83,6 +87,43 @@ class Stream:
             found["finish"] = choice["finish_reason"] or found["finish"]
             if choice.get("logprobs"):
                 found["logprobs"] += choice["logprobs"]["token_logprobs"]
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@dataclass
+class Pauses:
+    """What happened to the streams of all rounds at the moment of a fault, in seconds."""
+
+    moved: list[float] = field(default_factory=list)
+    resume: list[float] = field(default_factory=list)
+    added: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+
+    def add(self, streams: list[Stream], moment: float, lines: list[str]) -> None:
+        """Add a round; `lines` of the gateway's log say when moved requests continued."""
+        found = [match for line in lines if (match := CONTINUES.search(line))]
+        resumed = {match[1]: float(match[2]) for match in found}
+        for stream in streams:
+            if (pause := stream.pause_at(moment)) is None:
+                continue
+            seconds = [value for id, value in resumed.items() if id.startswith(stream.id)]
+            if seconds:
+                self.moved.append(pause)
+                self.resume.append(max(seconds))
+                self.added.append(pause - max(seconds))
+            else:
+                self.others.append(pause)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            name: {"p50": statistics.median(values), "p99": percentile(values, 0.99)}
+            for name, values in asdict(self).items()
+            if values
+        }
 
 
 OnEvent = Callable[[], None]
