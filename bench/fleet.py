@@ -3,7 +3,8 @@
     python bench/fleet.py kills --rounds 100
     python bench/fleet.py late_restart
     python bench/fleet.py hang
-    python bench/fleet.py overhead
+    python bench/fleet.py ttft --rounds 20
+    python bench/fleet.py throughput
     python bench/fleet.py messages
     python bench/fleet.py moves
 
@@ -12,9 +13,10 @@ probabilities and stop strings; every stream must equal the same request alone. 
 same, but Ray starts the new replica only after the round, so that it takes no CPU from the streams.
 hang: a replica is stopped with SIGSTOP. In these three, `resume` is the time from sending a moved
 request to another replica until its next token, `added` what else its pause has, and `others` the
-pauses of streams that did not move. overhead: a server with one replica against a plain one, in
-turns; the processes of the other server are stopped meanwhile. messages: frames from the replica per step with 1 to 256 streams. moves: the
-gateway's own time to move requests. Prints one JSON object; times are seconds on this machine.
+pauses of streams that did not move. ttft, throughput: a server with one replica against a plain one,
+in turns; the processes of the other server are stopped meanwhile. messages: frames from the replica
+per step with 1 to 256 streams. moves: the gateway's own time to move requests. Prints one JSON
+object; times are seconds on this machine.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,10 +49,11 @@ from bench.fleet_streams import (
     once_after,
     one_by_one,
     percentile,
+    stopped,
 )
 
 NUM_STREAMS = 32
-NUM_ALONE, NUM_IN_TURN = 200, 10  # requests one after the other, for the time to the first token
+NUM_IN_TURN = 10  # requests one after the other, for the time to the first token
 
 
 def lost_after(
@@ -74,18 +76,6 @@ def compare(streams: list[Stream], alone: list[Stream]) -> dict[str, int]:
         "failed": sum(stream.error is not None for stream in streams),
         "different": sum(s.choices != a.choices for s, a in zip(streams, alone, strict=True)),
     }
-
-
-@contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    """Processes that do nothing meanwhile."""
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
 
 
 def faults(number: int, rounds: int, max_tokens: int, late: bool = False) -> dict[str, Any]:
@@ -150,37 +140,45 @@ def _throughput(server: FleetServer, number: int, max_tokens: int) -> float:
     return number * max_tokens / (time.perf_counter() - start)
 
 
-def overhead(rounds: int, max_tokens: int) -> dict[str, Any]:
-    """One replica behind the gateway against a plain server, in turns on the same machine."""
+Measure = Callable[[FleetServer], list[float]]
+
+
+def in_turns(measure: Measure, rounds: int) -> dict[str, list[float]]:
+    """What is measured of a plain server and of one with one replica, in turns on this machine.
+
+    The processes of the other server do nothing meanwhile. The first turn of each warms up.
+    """
     quiet = ("--log-level", "warning", "--threads", str(os.cpu_count() or 1))
     with fleet_server(*quiet) as plain, fleet_server("--replicas", "1", *quiet) as fleet:
         servers = {"plain": plain, "fleet": fleet}
-        trees = {name: _processes(server) for name, server in servers.items()}
-        ttft: dict[str, list[float]] = {name: [] for name in servers}
-        speed: dict[str, list[float]] = {name: [] for name in servers}
-        for place in range(NUM_ALONE // NUM_IN_TURN + 1):
+        trees = {"fleet": _processes(plain), "plain": _processes(fleet)}  # of the other server
+        found: dict[str, list[float]] = {name: [] for name in servers}
+        for place in range(-1, rounds):
             for name in sorted(servers, reverse=bool(place % 2)):  # neither is always first
-                with stopped(trees["plain" if name == "fleet" else "fleet"]):
-                    ttft[name] += [_first(servers[name]) for _ in range(NUM_IN_TURN)]
-        for place in range(rounds + 1):
-            for name in sorted(servers, reverse=bool(place % 2)):
-                with stopped(trees["plain" if name == "fleet" else "fleet"]):
-                    speed[name].append(_throughput(servers[name], NUM_STREAMS, max_tokens))
-                print(f"{name}: {speed[name][-1]:.1f} tokens per second", file=sys.stderr)
-    medians = {
-        name: {
-            "ttft": statistics.median(ttft[name][NUM_IN_TURN:]),  # the first turn warms up
-            "ttft_p10": percentile(ttft[name][NUM_IN_TURN:], 0.1),
-            "tokens_per_second": statistics.median(speed[name][1:]),
-        }
-        for name in servers
-    }
-    usual, other = medians["plain"], medians["fleet"]
+                with stopped(trees[name]):
+                    values = measure(servers[name])
+                print(f"{name}: {statistics.median(values):.4f}", file=sys.stderr)
+                found[name] += values if place >= 0 else []
+    return found
+
+
+def ttft(rounds: int, max_tokens: int) -> dict[str, Any]:
+    """Seconds to the first token of requests alone, ten in each turn."""
+    del max_tokens
+    found = in_turns(lambda server: [_first(server) for _ in range(NUM_IN_TURN)], rounds)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    p10 = {name: percentile(values, 0.1) for name, values in found.items()}
     return {
-        "requests": NUM_ALONE, **medians, "added_ttft": other["ttft"] - usual["ttft"],
-        "added_ttft_p10": other["ttft_p10"] - usual["ttft_p10"],
-        "throughput_ratio": other["tokens_per_second"] / usual["tokens_per_second"],
+        "requests": rounds * NUM_IN_TURN, "p50": medians, "p10": p10,
+        "added_p50": medians["fleet"] - medians["plain"], "added_p10": p10["fleet"] - p10["plain"],
     }  # fmt: skip
+
+
+def throughput(rounds: int, max_tokens: int) -> dict[str, Any]:
+    """Tokens per second of many streams."""
+    found = in_turns(lambda server: [_throughput(server, NUM_STREAMS, max_tokens)], rounds)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {**found, "ratio": medians["fleet"] / medians["plain"]}
 
 
 def _processes(server: FleetServer) -> list[int]:
@@ -243,7 +241,8 @@ PARTS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     "kills": lambda rounds, tokens: faults(signal.SIGKILL, rounds, tokens),
     "late_restart": lambda rounds, tokens: faults(signal.SIGKILL, rounds, tokens, late=True),
     "hang": lambda rounds, tokens: faults(signal.SIGSTOP, rounds, tokens),
-    "overhead": overhead,
+    "ttft": ttft,
+    "throughput": throughput,
     "messages": messages,
     "moves": moves,
 }
@@ -257,6 +256,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=24)
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let stopped processes continue
     results = {name: PARTS[name](given.rounds, given.max_tokens) for name in given.parts}
     print(json.dumps(results, indent=2))
 

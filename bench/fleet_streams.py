@@ -214,6 +214,18 @@ class FleetServer:
         return time.perf_counter() - start
 
 
+@contextmanager
+def stopped(pids: list[int]) -> Iterator[None]:
+    """Processes that do nothing meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
 SERVE = ("-m", "headway", "serve", MODEL, "--port", "0", "--grace", "0")
 
 

@@ -12,8 +12,6 @@ from headway.errors import ConfigError
 LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # use the loopback address, as on those systems
     "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray's agents wait this long for a GCS that is gone, by default a minute, before they end.
-    "RAY_gcs_rpc_server_reconnect_timeout_s": "5",
     "RAY_AUTH_MODE": "token",
     "RAY_enable_metrics_collection": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # it would kill replicas when other programs use memory

@@ -29,6 +29,7 @@ from headway.fleet.ray_serve import (
     shared,
     wait_until_ready,
 )
+from headway.fleet.reaper import reaper
 from headway.fleet.sockets import Identity
 from headway.server.http.connection_table import Listener
 from headway.server.process.serve import (
@@ -47,7 +48,9 @@ def connected(options: FleetOptions) -> Iterator[None]:
     """Connect to a Ray, or start one that ends with this context and with this process."""
     with ExitStack() as stack:
         if options.address is None:
-            _start(stack.enter_context(TemporaryDirectory(**FOLDER)))
+            folder = stack.enter_context(TemporaryDirectory(**FOLDER))
+            stack.enter_context(reaper(folder))
+            _start(folder)
         else:
             _connect(options.address)
         stack.callback(ray.shutdown)

@@ -41,6 +41,7 @@ def problem(*arguments: str) -> str:
         (("--replicas", "2", "--ray-address", "ray://host:1"), ("ray://host:1", "host:port")),
         (("--replicas", "2", "--api-server-count", "2"), ("--api-server-count", "--replicas 2")),
         (("--replicas", "2", "--engine-process"), ("--engine-process", "--replicas 2")),
+        (("--replicas", "2", "--trace-out", "t.jsonl"), ("--trace-out t.jsonl", "replicas")),
     ],
 )
 def test_wrong_flags_are_refused_in_one_sentence(
@@ -48,6 +49,11 @@ def test_wrong_flags_are_refused_in_one_sentence(
 ) -> None:
     said = problem("serve", "--device", "cpu", *flags)
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("flags", [("--port", "0"), ("--engine-process",)])
+def test_flags_without_meaning_behind_proxies_are_refused(flags: tuple[str, ...]) -> None:
+    assert " ".join(flags) in problem("deploy", *flags)
 
 
 @pytest.mark.parametrize("command", [("serve", "--replicas", "2"), ("deploy",)])
@@ -88,6 +94,31 @@ def test_a_config_file_has_the_flags_that_were_given() -> None:
     assert application["args"] == {
         "app_name": "mine", "model": "qwen", "replicas": 2, "max_num_seqs": 8, "port": 9000,
     }  # fmt: skip
+
+
+def test_replicas_get_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may run in another folder. Their config file is read as it was written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").mkdir()
+    flags = ["--chat-template", "chat.jinja", "--api-key-file", "keys"]
+    found = CliRunner().invoke(app, ["deploy", "tiny", *flags, "--print-config"])
+    (application,) = json.loads(found.output)["applications"]
+    args = application["args"]
+    assert args["model"] == str(tmp_path / "tiny")
+    assert args["chat_template"] == str(tmp_path / "chat.jinja")
+    (tmp_path / "keys").write_text("secret\n")
+    ray_serve = pytest.importorskip("headway.fleet.ray_serve")
+    monkeypatch.setattr(ray_serve, "shared", lambda options: options)
+    monkeypatch.setattr(ray_serve, "application", lambda factory, options, gateways: factory)
+    assert deployed_app(args).make_app.args[0].api_keys == ("secret",)
+
+
+def test_a_config_file_does_not_lose_the_key_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HEADWAY_API_KEY", "secret")
+    said = problem("deploy", "--print-config")
+    assert "HEADWAY_API_KEY" in said and "--api-key-file" in said and "secret" not in said
 
 
 def test_a_config_file_with_an_unknown_flag_is_refused() -> None:
