@@ -13,10 +13,10 @@ probabilities and stop strings; every stream must equal the same request alone. 
 same, but Ray starts the new replica only after the round, so that it takes no CPU from the streams.
 hang: a replica is stopped with SIGSTOP. In these three, `resume` is the time from sending a moved
 request to another replica until its next token, `added` what else its pause has, and `others` the
-pauses of streams that did not move. ttft, throughput: a server with one replica against a plain one,
-in turns; the processes of the other server are stopped meanwhile. messages: frames from the replica
-per step with 1 to 256 streams. moves: the gateway's own time to move requests. Prints one JSON
-object; times are seconds on this machine.
+pauses of streams that did not move. ttft, throughput: a server with one replica against a plain
+one, in turns; the processes of the other server are stopped meanwhile. messages: frames from the
+replica per step with 1 to 256 streams. moves: the gateway's own time to move requests. Prints one
+JSON object; times are seconds on this machine.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from bench.fleet_streams import (
     once_after,
     one_by_one,
     percentile,
+    served,
     stopped,
 )
 
@@ -143,13 +144,14 @@ def _throughput(server: FleetServer, number: int, max_tokens: int) -> float:
 Measure = Callable[[FleetServer], list[float]]
 
 
-def in_turns(measure: Measure, rounds: int) -> dict[str, list[float]]:
+def in_turns(measure: Measure, rounds: int, model: str) -> dict[str, list[float]]:
     """What is measured of a plain server and of one with one replica, in turns on this machine.
 
     The processes of the other server do nothing meanwhile. The first turn of each warms up.
     """
     quiet = ("--log-level", "warning", "--threads", str(os.cpu_count() or 1))
-    with fleet_server(*quiet) as plain, fleet_server("--replicas", "1", *quiet) as fleet:
+    server = partial(fleet_server, *quiet, program=served(model))
+    with server() as plain, server("--replicas", "1") as fleet:
         servers = {"plain": plain, "fleet": fleet}
         trees = {"fleet": _processes(plain), "plain": _processes(fleet)}  # of the other server
         found: dict[str, list[float]] = {name: [] for name in servers}
@@ -162,10 +164,10 @@ def in_turns(measure: Measure, rounds: int) -> dict[str, list[float]]:
     return found
 
 
-def ttft(rounds: int, max_tokens: int) -> dict[str, Any]:
+def ttft(rounds: int, max_tokens: int, model: str = MODEL) -> dict[str, Any]:
     """Seconds to the first token of requests alone, ten in each turn."""
     del max_tokens
-    found = in_turns(lambda server: [_first(server) for _ in range(NUM_IN_TURN)], rounds)
+    found = in_turns(lambda server: [_first(server) for _ in range(NUM_IN_TURN)], rounds, model)
     medians = {name: statistics.median(values) for name, values in found.items()}
     p10 = {name: percentile(values, 0.1) for name, values in found.items()}
     return {
@@ -174,9 +176,9 @@ def ttft(rounds: int, max_tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def throughput(rounds: int, max_tokens: int) -> dict[str, Any]:
+def throughput(rounds: int, max_tokens: int, model: str = MODEL) -> dict[str, Any]:
     """Tokens per second of many streams."""
-    found = in_turns(lambda server: [_throughput(server, NUM_STREAMS, max_tokens)], rounds)
+    found = in_turns(lambda server: [_throughput(server, NUM_STREAMS, max_tokens)], rounds, model)
     medians = {name: statistics.median(values) for name, values in found.items()}
     return {**found, "ratio": medians["fleet"] / medians["plain"]}
 
@@ -255,9 +257,14 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=PARTS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=24)
+    parser.add_argument("--model", default=MODEL, help="for ttft and throughput")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let stopped processes continue
-    results = {name: PARTS[name](given.rounds, given.max_tokens) for name in given.parts}
+    parts = {
+        **PARTS, "ttft": partial(ttft, model=given.model),
+        "throughput": partial(throughput, model=given.model),
+    }  # fmt: skip
+    results = {name: parts[name](given.rounds, given.max_tokens) for name in given.parts}
     print(json.dumps(results, indent=2))
 
 

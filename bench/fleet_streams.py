@@ -26,6 +26,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m"
+SERVE = ("-m", "headway", "serve")
 CONTINUES = re.compile(r"request (\S+) continues on replica \S+ after (\S+) s")
 SCHEMA = {
     "type": "object",
@@ -226,12 +227,16 @@ def stopped(pids: list[int]) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-SERVE = ("-m", "headway", "serve", MODEL, "--port", "0", "--grace", "0")
+def served(model: str) -> tuple[str, ...]:
+    """The program that serves a model under the name MODEL."""
+    return (*SERVE, model, "--served-model-name", MODEL, "--port", "0", "--grace", "0")
 
 
 @contextmanager
 def fleet_server(
-    *flags: str, program: Sequence[str] = SERVE, environment: Mapping[str, str] | None = None
+    *flags: str,
+    program: Sequence[str] = served(MODEL),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[FleetServer]:
     """A server with these flags on a free port; stopped by a signal at the end."""
     process = subprocess.Popen(

@@ -16,6 +16,7 @@ import ray
 from ray import serve
 from ray._private import node
 from ray.serve.context import _get_global_client as get_client
+from ray.serve.exceptions import RayServeException
 
 from headway.errors import ConfigError
 from headway.fleet.options import FleetOptions
@@ -102,7 +103,7 @@ def _connect(address: str) -> None:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(
             f"no Ray cluster answers at --ray-address {address}: {reason}; start one with `ray "
-            "start --head`, or leave --ray-address out to start a local one"
+            "start --head`, set RAY_AUTH_MODE=token if it has a token, or leave --ray-address out"
         ) from None
 
 
@@ -144,8 +145,16 @@ def running_replicas(
 
 
 def _run(app: Any, options: FleetOptions, route_prefix: str | None) -> None:
+    """Start or update an application; ConfigError if another one is in its place."""
     target = serve.RunTarget(app, options.name, route_prefix, QUIET)
-    serve.run_many([target], wait_for_applications_running=False)
+    try:
+        serve.run_many([target], wait_for_applications_running=False)
+    except RayServeException as error:
+        reason = str(error).strip().splitlines()[-1].partition("Exception: ")[2]
+        raise ConfigError(
+            f"--name {options.name} cannot be deployed: {reason or error} Use the name of the other "
+            "application to update it, or stop it with --delete"
+        ) from None
 
 
 def _remove(directory: RayDirectory, *, stops_serve: bool) -> None:
@@ -214,7 +223,8 @@ def deploy(
     with connected(options):
         _check_resources(options)
         was_running, is_new = _serve_is_running(), options.name not in serve.status().applications
-        serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
+        if not was_running:
+            serve.start(proxy_location="EveryNode", http_options={"host": host, "port": port})
         options = shared(options)
         directory = RayDirectory.of(options)
         try:

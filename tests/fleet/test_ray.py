@@ -41,6 +41,7 @@ from bench.fleet_streams import (
 )
 from headway.cli.main import app
 from headway.fleet.options import environment
+from tests.support.letters_fleet import NUM_REPLICAS
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'headway[ray]'")
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
@@ -103,13 +104,13 @@ def kills(server: FleetServer) -> None:
     Ray starts new replicas meanwhile.
     """
     for _ in range(NUM_KILLS):
-        server.wait_for_replicas(2, 3)
+        server.wait_for_replicas(*range(2, NUM_REPLICAS + 1))
         moves = server.metric("headway_fleet:moves_total")
         victim = server.replica_pids()[0]
         run_with(server, letter_bodies(), partial(os.kill, victim, signal.SIGKILL))
         assert server.metric("headway_fleet:moves_total") > moves
     assert server.metric("headway_fleet:deaths_total") == NUM_KILLS
-    server.wait_for_replicas(3)
+    server.wait_for_replicas(NUM_REPLICAS)
 
 
 def hang(server: FleetServer) -> None:
@@ -126,7 +127,7 @@ def hang(server: FleetServer) -> None:
 
     run_with(server, letter_bodies(), stop)
     assert noticed[0] <= 2.5, "2 s, and some time for a machine that runs other tests"
-    server.wait_for_replicas(3)
+    server.wait_for_replicas(NUM_REPLICAS)
 
 
 def update(server: FleetServer, **options: float) -> None:
@@ -137,7 +138,7 @@ def update(server: FleetServer, **options: float) -> None:
 
 
 def redeploy(server: FleetServer) -> None:
-    """Three replicas are replaced by one; they hand their long streams over and end at once."""
+    """All replicas are replaced by one; they hand their long streams over and end at once."""
     moves, deaths = (server.metric(f"headway_fleet:{name}_total") for name in ("moves", "deaths"))
     known, old = len(server.lines), server.replica_pids()
     drained, ended = list[float](), list[float]()
@@ -178,7 +179,7 @@ def monitoring(server: FleetServer) -> None:
     text = server.client.get("/metrics").text
     each = re.findall(r'^headway:generation_tokens_total\{.*replica="(.+)"\} (\S+)$', text, re.M)
     total = re.search(r"^headway_fleet:generation_tokens_total\{.*\} (\S+)$", text, re.M)
-    assert len({name for name, _ in each}) == 3 and total is not None
+    assert len({name for name, _ in each}) == NUM_REPLICAS and total is not None
     assert sum(float(value) for _, value in each) == float(total[1])
     rows = server.client.get("/live").json()["replicas"]
     assert sorted(row["name"] for row in rows) == sorted(name for name, _ in each)
@@ -247,9 +248,9 @@ def deployments(server: FleetServer, given: dict[str, str], folder: Path) -> Non
         alone = client.post("/v1/completions", json=body)
         with ThreadPoolExecutor(1) as pool:
             streamed = pool.submit(client.post, "/v1/completions", json=body)
-            told = run("-m", "headway", "deploy", *flags, *ray, "--json", environment=given)
+            printed = run("-m", "headway", "deploy", *flags, *ray, "--json", environment=given)
             assert streamed.result().json()["choices"] == alone.json()["choices"]
-        assert json.loads(told)["url"] == str(client.base_url).rstrip("/")
+        assert json.loads(printed)["url"] == str(client.base_url).rstrip("/")
         run("-m", "headway", "deploy", "--delete", *ray, environment=given)
         assert client.get("/health").status_code == 404
 

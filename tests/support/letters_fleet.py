@@ -1,8 +1,8 @@
 """Replicas on Ray without a model: call `main`.
 
-Starts a local Ray, three replicas and a server, whose outputs are the prompts in capitals. Prints the
-addresses of Ray, of Serve's proxies and of the server. A line on its standard input has fields of
-FleetOptions, as JSON, with which the replicas are replaced.
+Starts a local Ray, several replicas and a server, whose outputs are the prompts in capitals. Prints
+the addresses of Ray, of Serve's proxies and of the server. A line on its standard input has fields
+of FleetOptions, as JSON, with which the replicas are replaced.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from headway.server.process.serve import ServedEngine, ServerFactory, bind
 from tests.support.served import END, HIDDEN_SIZE, MODEL, VOCAB_SIZE, Capitals, letters
 
 STEP_SECONDS = 0.02
+NUM_REPLICAS = 4  # so that several can be starting while a test goes on
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def main() -> None:
 
     factory = ServerFactory(make_engine=make_engine, make_app=make_app, setup=setup, grace=0.0)
     # Prompts repeat, and the default rule would send all to the replica that has them cached.
-    options = FleetOptions(replicas=3, num_cpus=0.0, route="round_robin")
+    options = FleetOptions(replicas=NUM_REPLICAS, num_cpus=0.0, route="round_robin")
     bound, stop_logs = bind("127.0.0.1", 0), setup()
     port = bound.getsockname()[1]
     with bind("127.0.0.1", 0) as free:
