@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ LOCAL_ENVIRONMENT: Mapping[str, str] = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "600",
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
 }
+ADDRESS = re.compile(r"auto|[^/]+:\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,7 @@ class FleetOptions:
                 f"--max-replicas must be at least --replicas ({self.replicas}), not "
                 f"{self.max_replicas}"
             )
-        if self.address is not None and "://" in self.address:
+        if self.address is not None and not ADDRESS.fullmatch(self.address):
             raise ConfigError(
                 f"--ray-address {self.address}: give host:port of the cluster's GCS, or auto on a "
                 "machine of the cluster; Ray Client addresses cannot carry the replicas' streams"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray import serve
@@ -55,9 +57,15 @@ def connected(options: FleetOptions) -> Iterator[None]:
         else:
             _connect(options.address)
         stack.callback(ray.shutdown)
+        signal.signal(signal.SIGTERM, _exit)  # Ray's own handler prints a stack trace
         logging.setLogRecordFactory(logging.LogRecord)  # Ray's adds a field to every line
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         yield
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    """End this process as an exception does, so that all that was started ends."""
+    sys.exit(128 + number)
 
 
 def _start(folder: str) -> None:

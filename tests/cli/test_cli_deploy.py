@@ -6,6 +6,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -39,6 +40,7 @@ def problem(*arguments: str) -> str:
         (("--replicas", "3", "--max-replicas", "2"), ("--max-replicas", "3", "2")),
         (("--replicas", "2", "--route", "nearest"), ("nearest", "prefix_load", "round_robin")),
         (("--replicas", "2", "--ray-address", "ray://host:1"), ("ray://host:1", "host:port")),
+        (("--replicas", "2", "--ray-address", "nowhere"), ("nowhere", "host:port")),
         (("--replicas", "2", "--api-server-count", "2"), ("--api-server-count", "--replicas 2")),
         (("--replicas", "2", "--engine-process"), ("--engine-process", "--replicas 2")),
         (("--replicas", "2", "--trace-out", "t.jsonl"), ("--trace-out t.jsonl", "replicas")),
@@ -144,11 +146,40 @@ def test_replicas_that_do_not_start_are_reported(monkeypatch: pytest.MonkeyPatch
         ray_serve.wait_until_ready(NoReplicas("no model 'x'"), options, lambda: 0)
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere"])
-def test_an_address_without_ray_is_named(address: str) -> None:
-    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+def test_an_address_without_ray_is_named() -> None:
+    ray_cluster, address = pytest.importorskip("headway.fleet.ray_cluster"), "127.0.0.1:1"
     with (
         pytest.raises(ConfigError, match=f"--ray-address {address}: .*ray start"),
         ray_cluster.connected(FleetOptions(replicas=1, address=address)),
     ):
         pass
+
+
+def test_another_application_in_the_same_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+
+    def refuse(*_: object, **__: object) -> None:
+        text = 'Prefix / is being used by application "old".'
+        raise ray_cluster.RayServeException(f"trace\nray.RayServeException: {text}")
+
+    monkeypatch.setattr(ray_cluster.serve, "run_many", refuse)
+    with pytest.raises(ConfigError, match=r'^--name new .*application "old"\. .*--delete$'):
+        ray_cluster._run(None, FleetOptions(replicas=1, name="new"), "/")
+
+
+@pytest.mark.parametrize(
+    ("proxies", "words"), [({}, ("without HTTP proxies",)), ({"node": 1}, ("8000", "9000"))]
+)
+def test_proxies_that_are_off_or_elsewhere_are_reported(
+    proxies: dict[str, int], words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray_cluster = pytest.importorskip("headway.fleet.ray_cluster")
+    http = SimpleNamespace(host="127.0.0.1", port=9000)
+    monkeypatch.setattr(ray_cluster, "get_client", lambda: SimpleNamespace(http_config=http))
+    status = SimpleNamespace(proxies=proxies)
+    monkeypatch.setattr(ray_cluster.serve, "status", lambda: status)
+    with pytest.raises(ConfigError) as refused:
+        ray_cluster._proxy_url("127.0.0.1", 8000)
+    assert all(word in str(refused.value) for word in ("serve shutdown", *words))
+    status.proxies = {"node": 1}
+    assert ray_cluster._proxy_url("127.0.0.1", 9000) == "http://127.0.0.1:9000"
