@@ -62,11 +62,6 @@ class FleetOptions:
                 "machine of the cluster; Ray Client addresses cannot carry the replicas' streams"
             )
 
-    @property
-    def most(self) -> int:
-        """The largest number of replicas."""
-        return self.max_replicas or self.replicas
-
 
 def environment(address: str | None) -> dict[str, str]:
     """The variables for Ray: for one that this process starts, with a token of its own."""

@@ -123,7 +123,7 @@ def _check_resources(options: FleetOptions) -> None:
     for what, each in (("GPU", options.num_gpus), ("CPU", options.num_cpus)):
         needed, free = each * options.replicas, have.get(what, 0.0)
         if needed > free + 1e-6:
-            flag = "--threads or --replicas" if what == "CPU" else "--replicas"
+            flag = "--threads or --replicas" if what == "CPU" else "--replicas or use --device cpu"
             raise ConfigError(
                 f"--replicas {options.replicas} needs {needed:g} {what}s ({each:g} each), but Ray "
                 f"has {free:g} free of {total.get(what, 0.0):g}; lower {flag}"
