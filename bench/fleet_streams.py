@@ -68,11 +68,13 @@ class Stream:
     def longest_gap(self) -> float:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
-    def pause_at(self, moment: float) -> float | None:
-        """Seconds between the events before and after a moment; None if one is missing."""
-        before = [time for time in self.times if time <= moment]
-        after = [time for time in self.times if time > moment]
-        return after[0] - before[-1] if before and after else None
+    def pause_after(self, moment: float) -> float | None:
+        """The longest gap that ends after a moment; None if no event does.
+
+        Events that were on their way at the moment still arrive.
+        """
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return max((b - a for a, b in pairs if b > moment), default=None)
 
     def add(self, event: dict[str, Any], now: float) -> None:
         if "error" in event:
@@ -109,7 +111,7 @@ class Pauses:
         found = [match for line in lines if (match := CONTINUES.search(line))]
         resumed = {match[1]: float(match[2]) for match in found}
         for stream in streams:
-            if (pause := stream.pause_at(moment)) is None:
+            if (pause := stream.pause_after(moment)) is None:
                 continue
             seconds = [value for id, value in resumed.items() if id.startswith(stream.id)]
             if seconds:
