@@ -69,10 +69,7 @@ class Stream:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
     def pause_after(self, moment: float) -> float | None:
-        """The longest gap that ends after a moment; None if no event does.
-
-        Events that were on their way at the moment still arrive.
-        """
+        """The longest gap that ends after a moment, when events may be on their way; None if none."""
         pairs = zip(self.times, self.times[1:], strict=False)
         return max((b - a for a, b in pairs if b > moment), default=None)
 
