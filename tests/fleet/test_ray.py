@@ -1,7 +1,7 @@
 """Replicas on a real Ray: kills, hangs, scaling, monitoring, and what is left at the end.
 
-One test, because it starts Ray once. The engines have no model, so that a replica starts in few
-seconds; `model_on_the_same_ray` is the exception. bench/fleet.py repeats it with a model.
+One test, because it starts Ray once. Most engines have no model, so that a replica starts in few
+seconds; the others have a small one. bench/fleet.py repeats the kills with SmolLM2.
 """
 
 from __future__ import annotations
@@ -37,21 +37,17 @@ from bench.fleet_streams import (
     fleet_server,
     once_after,
     one_by_one,
+    served,
     stopped,
 )
 from headway.cli.main import app
 from headway.fleet.options import environment
+from tests.support import real
 from tests.support.letters_fleet import NUM_REPLICAS
 
 pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'headway[ray]'")
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
 NUM_KILLS = 10
-TINY = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 64, "hidden_size": 64, "eos_token_id": 0,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-}  # fmt: skip
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 FEATURES: list[dict[str, Any]] = [{}, {"n": 2}, {"logprobs": 2}, {"stop": ["ZA"]}, {"n": 3}]
 
@@ -193,7 +189,7 @@ def processes(server: FleetServer) -> None:
     assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in server.replica_pids()} == {usual}
 
 
-def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
+def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Path) -> None:
     """`headway serve --ray-address`: a killed replica, then a signal that ends only its own app."""
     flags = (
         "--replicas",
@@ -206,15 +202,16 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str]) -> None:
         said(server, "ray"),
     )
     before = set(server.replica_pids())
-    with fleet_server(*flags, environment=given) as real:
-        sent = bodies(6, 8)
-        alone = asyncio.run(one_by_one(real.url, sent))
+    with fleet_server(*flags, program=served(str(model)), environment=given) as other:
+        sent = bodies(6, 400)
+        alone = asyncio.run(one_by_one(other.url, sent))
         victim = max(set(server.replica_pids()) - before)
         kill = partial(os.kill, victim, signal.SIGKILL)
         with stopped(server.ray_pids("ServeController")):  # a new replica would only take CPU time
-            streams = asyncio.run(all_streams(real.url, sent, once_after(10, kill)))
+            streams = asyncio.run(all_streams(other.url, sent, once_after(60, kill)))
         assert [stream.error for stream in streams if stream.error] == []
         assert [s.choices for s in streams] == [s.choices for s in alone]
+        assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
 
 
@@ -233,18 +230,20 @@ def run(*arguments: str, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-def deployments(server: FleetServer, given: dict[str, str], folder: Path) -> None:
-    """An application from a config file is updated by `headway deploy`; its stream continues."""
+def deployments(server: FleetServer, given: dict[str, str], model: Path) -> None:
+    """An application from a config file is updated by `headway deploy` while it answers."""
     ray, port = ("--ray-address", said(server, "ray")), ("--port", said(server, "proxies"))
-    (folder / "config.json").write_text(json.dumps(TINY))
-    flags = (str(folder), "--load-format", "dummy", "--device", "cpu", "--threads", "1", *port)
+    flags = (str(model), "--device", "cpu", "--threads", "1", *port)
     config = CliRunner().invoke(app, ["deploy", *flags, "--print-config"])
-    (folder / "app.json").write_text(config.output)
+    (model / "app.json").write_text(config.output)
     serve = ("-m", "ray.serve.scripts", "run", "--non-blocking", "--address", ray[1])
-    run(*serve, str(folder / "app.json"), environment=given)
+    run(*serve, str(model / "app.json"), environment=given)
     with httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=60) as client:
         wait_until_served(client)
-        body = {"model": folder.name, "prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 0}
+        body = {
+            "model": model.name, "prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 0,
+            "ignore_eos": True,
+        }  # fmt: skip
         alone = client.post("/v1/completions", json=body)
         with ThreadPoolExecutor(1) as pool:
             streamed = pool.submit(client.post, "/v1/completions", json=body)
@@ -265,16 +264,16 @@ def wait_until_served(client: httpx.Client) -> None:
 
 
 def test_a_fleet_on_ray(tmp_path: Path) -> None:
-    given = environment(None)
+    given, model = environment(None), real.write_tiny(tmp_path, max_position_embeddings=4096)
     with fleet_server(program=LETTERS, environment=given) as server:
         monitoring(server)
         processes(server)
         kills(server)
         hang(server)
-        model_on_the_same_ray(server, given)
+        model_on_the_same_ray(server, given, model)
         redeploy(server)
         autoscaling(server)
-        deployments(server, given, tmp_path)
+        deployments(server, given, model)
         started = descendants(server.process.pid)
     deadline = time.perf_counter() + 10
     while left := [command(pid) for pid in started if command(pid)]:
