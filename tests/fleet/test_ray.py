@@ -241,15 +241,19 @@ def deployments(server: FleetServer, given: dict[str, str], model: Path) -> None
     with httpx.Client(base_url=f"http://127.0.0.1:{port[1]}", timeout=60) as client:
         wait_until_served(client)
         body = {
-            "model": model.name, "prompt": [1, 2, 3], "max_tokens": 3000, "temperature": 0,
+            "model": model.name, "prompt": [1, 2, 3], "max_tokens": 500, "temperature": 0,
             "ignore_eos": True,
         }  # fmt: skip
         alone = client.post("/v1/completions", json=body)
+        deploy = ("-m", "headway", "deploy", *flags, *ray, "--json")
         with ThreadPoolExecutor(1) as pool:
-            streamed = pool.submit(client.post, "/v1/completions", json=body)
-            printed = run("-m", "headway", "deploy", *flags, *ray, "--json", environment=given)
-            assert streamed.result().json()["choices"] == alone.json()["choices"]
-        assert json.loads(printed)["url"] == str(client.base_url).rstrip("/")
+            updated, answers = pool.submit(run, *deploy, environment=given), [alone]
+            while not updated.done():  # one request is always open
+                answers.append(client.post("/v1/completions", json=body))
+        assert [each.json()["choices"] for each in answers] == [alone.json()["choices"]] * len(
+            answers
+        )
+        assert json.loads(updated.result())["url"] == str(client.base_url).rstrip("/")
         run("-m", "headway", "deploy", "--delete", *ray, environment=given)
         assert client.get("/health").status_code == 404
 
