@@ -34,6 +34,10 @@ SETTINGS = {
 }  # fmt: skip
 LONG = RequestParams(max_tokens=100, ignore_eos=True)
 MAX_SECONDS = 1.0  # from the end of a rank to the error
+HANGING = """
+import signal, time  # the main thread sleeps; the others run
+signal.signal(signal.SIGUSR1, lambda *_: time.sleep(600))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -135,11 +139,14 @@ def test_a_size_that_the_heads_do_not_allow_is_refused_before_processes_start(mo
     [
         (signal.SIGKILL, 3, "rank 2 was killed by SIGKILL"),
         (signal.SIGSTOP, 2, "rank 1 did not run for"),
+        (signal.SIGUSR1, 2, "rank 1 made no progress for"),
     ],
 )
-def test_a_rank_that_ends_or_stops_is_an_error_within_a_second(
-    sent: signal.Signals, size: int, named: str, model: Path
+def test_a_rank_that_ends_stops_or_hangs_is_an_error_within_a_second(
+    sent: signal.Signals, size: int, named: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (model / "sitecustomize.py").write_text(HANGING)
+    monkeypatch.syspath_prepend(model)  # of the ranks, too
     with LLM(str(model), tensor_parallel_size=size, **SETTINGS) as llm:
         engine, ranks = Engine(Scheduler(llm.config), llm.executor), ranks_of(llm)
         all_pids = pids(ranks)
