@@ -171,9 +171,7 @@ def requests_of(lines: Sequence[Line]) -> list[WorkloadRequest]:
     Tokens that another engine had generated before belong to the prompt.
     """
     outputs = {
-        end["id"]: num_packed(end["output"])
-        for line in lines
-        for end in line.get("finished", ())
+        end["id"]: num_packed(end["output"]) for line in lines for end in line.get("finished", ())
     }
     added = [each for line in _align_arrivals(lines) for each in line.get("added", ())]
     start = min((each["arrival"] for each in added), default=0.0)

@@ -24,7 +24,8 @@ from headway.parallel.progress import Progress
 
 INTERVAL = 0.04  # seconds between two looks
 MAX_MISSED = 13  # looks without progress while plans run; about 0.5 s
-MAX_SLOWER = 4  # times what rank 0 needed, if that is more than MAX_MISSED looks
+MAX_LATE = 16  # looks at a rank that stays behind; longer, so that a stopped rank is named as such
+MAX_SLOWER = 4  # times what rank 0 needed, if that is more than MAX_LATE looks
 MAX_MISSED_LOADING = 750  # while weights are loaded: importing and packing hold Python's lock
 
 
@@ -131,7 +132,7 @@ class Watch:
         is_late = own.is_waiting and not self.is_loading and where[1] < where[0]
         looks = looks + 1 if is_late and where == (*before,) else 0
         self._late = *where, looks
-        if looks < max(MAX_MISSED, MAX_SLOWER * own.seconds / INTERVAL):
+        if looks < max(MAX_LATE, MAX_SLOWER * own.seconds / INTERVAL):
             return None
         seconds = f"{looks * INTERVAL:.1f} s"
         return 0, f"rank {last} made no progress for {seconds} while rank 0 waited for it"

@@ -167,7 +167,9 @@ def test_the_rest_of_a_continued_request_is_compared_with_a_simulation() -> None
     """Its log has one prefill of all known tokens, and then the tokens that were left."""
     prompt, before = list(range(300)), [7] * 90
     profile, lines = profile_of(SLOW), list[Line]()
-    simulated = SimulatedEngine(CONFIG, profile, observers=[lambda r: lines.append(describe_step(r))])
+    simulated = SimulatedEngine(
+        CONFIG, profile, observers=[lambda r: lines.append(describe_step(r))]
+    )
     params = RequestParams(max_tokens=100, sampling=Script(100, filler=7, end=0))
     simulated.engine.add("a", prompt, params, 0.0, (tuple(before),))
     simulated.engine.run()

@@ -1,4 +1,4 @@
-"""Ranks as processes: they generate what one process does, and end together however one ends."""
+"""Ranks as processes: they divide the model, and end together however one ends."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
+from headway import LLM, Engine, Scheduler
 from headway.errors import ConfigError, ExecutorError
 from headway.model.precision import why_not_native
 from headway.parallel.ranks import Ranks
 from headway.request import RequestParams
-from headway.scheduler import preset
-from tests.parallel.test_equality import VOCABULARY, outcome
+from tests.parallel.test_equality import VOCABULARY
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 CONFIG = {
@@ -80,30 +79,6 @@ def wait_until_gone(all_pids: list[int], seconds: float = 3.0) -> None:
     while any(map(is_running, all_pids)):
         assert time.monotonic() < limit, f"still running: {[*filter(is_running, all_pids)]}"
         time.sleep(0.02)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_generates_what_one_process_does(name: str, group: LLM, alone: LLM) -> None:
-    """With too few blocks for all requests: they are preempted, and swapped where a preset does."""
-    sizes = {
-        key: value
-        for key, value in SETTINGS.items()
-        if key not in ("device", "load_format", "threads")
-    }
-    config = preset(name, **sizes)
-    found = [outcome(Engine(Scheduler(config), llm.executor), 5) for llm in (alone, group)]
-    assert found[0].tokens == found[1].tokens and found[0].extras == found[1].extras
-
-
-def test_the_offline_api_and_its_results_are_the_same(group: LLM, alone: LLM) -> None:
-    prompts, params = [[5, 6, 7], list(range(30))], SamplingParams(seed=1, logprobs=2)
-    texts = [
-        [(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in llm.generate(prompts, params)]
-        for llm in (group, alone)
-    ]
-    assert texts[0] == texts[1]
-    vectors = [llm.embed(prompts)[1].outputs.embedding for llm in (group, alone)]
-    assert list(vectors[0]) == list(vectors[1])
 
 
 def test_weights_and_cache_are_divided(group: LLM, alone: LLM) -> None:
