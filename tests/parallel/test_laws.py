@@ -1,19 +1,18 @@
 """The laws of the real-model suite, with two ranks as processes, gloo and exact sums.
 
 No setting changes a token: in float32 the tokens are those of transformers, with quantized weights
-those of one process. The model is tiny and random, with three key-value heads for two ranks.
+those of one process. The model is tiny and random.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
-import torch
 
 from headway import LLM, PRESETS, Engine, SamplingParams, Scheduler
 from headway.model.precision import why_not_native
@@ -24,16 +23,33 @@ from tests.support import real
 
 pytestmark = pytest.mark.skipif(why_not_native() is not None, reason=str(why_not_native()))
 SIZES = {
-    "block_size": 4, "num_blocks": 40, "num_host_blocks": 60, "max_num_seqs": 6,
+    "block_size": 2, "num_blocks": 32, "num_host_blocks": 60, "max_num_seqs": 6,
     "max_num_batched_tokens": 64, "max_model_len": 120,
 }  # fmt: skip
-NUM_TOKENS = 12
-LENGTHS = (1, 4, 11, 28, 32, 34, 37, 40, 41)  # too much for the KV cache at once
+LENGTHS = (1, 2, 4, 6, 8, 9, 10, 12)  # too much for the KV cache at once
+NUM_TOKENS = 10
+# The greedy tokens of transformers, by the length of the prompt; test_real_families.py checks them.
+REFERENCE = {
+    "1": [210, 144, 61, 122, 145, 77, 2, 115, 131, 85],
+    "2": [7, 141, 88, 155, 105, 171, 133, 188, 162, 12],
+    "4": [4, 171, 161, 199, 158, 228, 158, 222, 34, 13],
+    "6": [251, 132, 219, 105, 158, 1, 203, 79, 161, 206],
+    "8": [47, 145, 164, 255, 210, 195, 128, 175, 195, 59],
+    "9": [228, 48, 150, 194, 63, 81, 102, 201, 42, 129],
+    "10": [79, 246, 144, 252, 228, 146, 206, 43, 119, 43],
+    "12": [165, 168, 67, 34, 199, 168, 111, 76, 254, 73],
+}
 
 
 def prompts(seed: int = 1) -> dict[str, list[int]]:
     random = Random(seed)
     return {str(n): [random.randrange(3, 250) for _ in range(n)] for n in LENGTHS}
+
+
+def write_model(folder: Path) -> Path:
+    """A model with one layer, and three key-value heads for two ranks."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    return real.write_tiny(folder, hidden_size=96, num_hidden_layers=1, **heads)
 
 
 @dataclass
@@ -47,34 +63,18 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    numbers = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
-    return real.write_tiny(tmp_path_factory.mktemp("tiny"), **numbers)
+    return write_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture(scope="module", params=["none", "int8"])
+@pytest.fixture(scope="module")
 def pair(request: pytest.FixtureRequest, folder: Path) -> Iterator[Pair]:
     settings: dict[str, Any] = {
         "device": "cpu", "threads": 1, "dtype": "float32", "quantization": request.param, **SIZES,
     }  # fmt: skip
     with LLM(str(folder), tensor_parallel_size=2, **settings) as group:
         alone = LLM(str(folder), **settings)
-        found, _ = run(alone, "headway")
-        reference = {name: samples[0] for name, samples in found.items()}
-        if request.param == "none":
-            check_against_transformers(folder, reference)
+        reference = REFERENCE if request.param == "none" else greedy(run(alone, "headway")[0])
         yield Pair(group, alone, reference)
-
-
-def check_against_transformers(folder: Path, reference: dict[str, list[int]]) -> None:
-    """By induction: at every position, the token is the most probable one after those before."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    parts = [(prompt, reference[name]) for name, prompt in prompts().items()]
-    for (_, output), logits in zip(parts, real.batched_logits(model, parts), strict=True):
-        best = logits.topk(2).values
-        assert (best[:, 0] - best[:, 1]).min() > real.TIE, "a tie: use another seed"
-        assert logits.argmax(-1).tolist() == output and len(output) == NUM_TOKENS
 
 
 def run(
@@ -93,6 +93,10 @@ def run(
     return found, seen
 
 
+def greedy(found: dict[str, list[list[int]]]) -> dict[str, list[int]]:
+    return {name: samples[0] for name, samples in found.items()}
+
+
 @dataclass(frozen=True)
 class Case:
     """A configuration, and what must have happened for its test to be meaningful."""
@@ -100,34 +104,44 @@ class Case:
     settings: dict[str, Any]
     happened: Callable[[real.Seen], bool] = lambda seen: seen.most_decodes > 3
     preset: str = "headway"
-    num_samples: int = field(default=1)
+    num_samples: int = 1
 
 
 CASES = {
     **{name: Case({}, preset=name) for name in PRESETS},
     "chunks of 7": Case({"chunk": "at_most(7)"}, lambda seen: seen.longest_chunk == 7),
-    "recompute": Case({"swap": "recompute"}, lambda seen: seen.num_recomputed > 3, "vllm_v1"),
+    "recompute": Case({"swap": "recompute"}, lambda seen: seen.num_recomputed > 1, "vllm_v1"),
     "swap": Case(
-        {"swap": "swap"}, lambda seen: seen.num_swapped > 3 and min(seen.num_copied) > 9, "vllm_v1"
+        {"swap": "swap"}, lambda seen: seen.num_swapped > 1 and min(seen.num_copied) > 5, "vllm_v1"
     ),
-    "asked twice": Case({"times": 2}, lambda seen: seen.num_full_hits > 1 and seen.num_cached > 50),
+    "asked twice": Case({"times": 2}, lambda seen: seen.num_full_hits > 1 and seen.num_cached > 20),
     "one step ahead": Case({"ahead": True}),
-    "four steps a plan": Case({"num_scheduler_steps": 4}, lambda seen: seen.num_steps < 25),
+    "four steps a plan": Case({"num_scheduler_steps": 4}, lambda seen: seen.num_steps < 17),
     "four steps a plan, one ahead": Case(
-        {"num_scheduler_steps": 4, "ahead": True}, lambda seen: seen.num_steps < 25
+        {"num_scheduler_steps": 4, "ahead": True}, lambda seen: seen.num_steps < 19
     ),
     "three samples": Case({"n": 3}, num_samples=3),
 }
+# Quantized weights change how a product is computed, and nothing of what a setting changes.
+QUANTIZED = ("headway", "static", "chunks of 7", "swap", "one step ahead")
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_no_setting_changes_a_token(name: str, pair: Pair) -> None:
+both = pytest.mark.parametrize("pair", ["none", "int8"], indirect=True)
+
+
+@pytest.mark.parametrize(
+    ("pair", "name"),
+    [*(("none", name) for name in CASES), *(("int8", name) for name in QUANTIZED)],
+    indirect=["pair"],
+)
+def test_no_setting_changes_a_token(pair: Pair, name: str) -> None:
     case = CASES[name]
     found, seen = run(pair.group, case.preset, **case.settings)
     assert found == {name: [each] * case.num_samples for name, each in pair.reference.items()}
     assert case.happened(seen), seen
 
 
+@both
 def test_sampled_tokens_and_log_probabilities_are_those_of_one_process(pair: Pair) -> None:
     config = preset(**SIZES)
     found = [
@@ -136,6 +150,7 @@ def test_sampled_tokens_and_log_probabilities_are_those_of_one_process(pair: Pai
     assert found[0].tokens == found[1].tokens and found[0].extras == found[1].extras
 
 
+@both
 def test_results_of_the_offline_api_are_equal_bit_for_bit(pair: Pair) -> None:
     """Log probabilities of 20 tokens at every position, of prompts and outputs; embeddings."""
     asked = list(prompts(2).values())
