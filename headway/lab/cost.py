@@ -72,7 +72,7 @@ class Machine:
     link_bandwidth: float = 0.0  # to other devices, per device and direction; 0: no link
     link_seconds: float = 0.0  # per all-reduce or transfer over the link
     prompt_seconds: float = 0.0  # per forward pass that computes prompts, besides fixed_seconds
-    corrections: Corrections = ()  # measured time over that of the formula, by tokens of a pass
+    corrections: Corrections = ()  # measured time over that of the formula, by rows of a decode pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class Profile:
     def pass_seconds(self, tokens: int, samples: int, reads: int, pairs: float) -> float:
         """Time of a forward pass: tokens computed, sampled and read, and attended pairs."""
         seconds = self.unit_costs.seconds(tokens, samples, reads, pairs)
-        if not self.machine.corrections:
+        if tokens > samples or not self.machine.corrections:
             return seconds
         if tokens not in self._factors:
             self._factors[tokens] = float(factors(self.machine.corrections, tokens))
@@ -154,7 +154,7 @@ class Profile:
 
     @cached_property
     def _factors(self) -> dict[int, float]:
-        """The corrections so far, by tokens."""
+        """The corrections so far, by rows."""
         return {}
 
     def prefill_seconds(self, num_tokens: int) -> float:
@@ -297,16 +297,16 @@ def _held_out(values: Any) -> dict[str, float]:
 
 
 def _corrections(shown: str, values: Any) -> Corrections:
-    """Pairs of tokens and factor, ascending."""
+    """Pairs of rows and factor, ascending."""
     is_list = isinstance(values, list)
     if not is_list or not all(isinstance(each, list) and len(each) == 2 for each in values):
-        raise ValueError(f"{shown} must be a list of pairs: a number of tokens and a factor")
-    for tokens, factor in values:
-        number(f"tokens of {shown}", tokens, low=1)
+        raise ValueError(f"{shown} must be a list of pairs: a number of rows and a factor")
+    for rows, factor in values:
+        number(f"rows of {shown}", rows, low=1)
         number(f"a factor of {shown}", factor, above=0)
     if values != sorted(values):
-        raise ValueError(f"{shown} must be in the order of tokens")
-    return tuple((tokens, factor) for tokens, factor in values)
+        raise ValueError(f"{shown} must be in the order of rows")
+    return tuple((rows, factor) for rows, factor in values)
 
 
 # Fields that may be 0 although they do not end in _seconds.

@@ -118,8 +118,9 @@ def _gaps(steps: list[Line]) -> list[float]:
 
 def predict(profile: Profile, seen: Observations) -> Numbers:
     """Seconds of every step without copies, as `Profile.step_seconds` but for a whole log."""
-    passes = _pass_seconds(profile.unit_costs, seen)
-    return _sums(seen, passes * factors(profile.machine.corrections, seen.passes[:, 0]))
+    tokens, samples, *_ = seen.passes.T
+    corrected = np.where(tokens > samples, 1.0, factors(profile.machine.corrections, tokens))
+    return _sums(seen, _pass_seconds(profile.unit_costs, seen) * corrected)
 
 
 def _pass_seconds(costs: UnitCosts, seen: Observations) -> Numbers:
@@ -208,10 +209,12 @@ def _profile(machine: Machine, model: Model) -> Profile:
 
 
 def _corrections(profile: Profile, plain: Observations) -> Corrections:
-    """Those of the steps with one pass; the passes of other steps are not timed one by one."""
+    """Those of the steps with one decode pass; several passes are not timed one by one."""
     is_single = np.bincount(plain.step_of, minlength=len(plain.seconds)) == 1
     single = plain.select(is_single)
-    return fit_corrections(single.passes[:, 0], single.seconds / predict(profile, single))
+    rows, samples, *_ = single.passes.T
+    ratios = single.seconds / predict(profile, single)
+    return fit_corrections(rows[rows == samples], ratios[rows == samples])
 
 
 def _starts(plain: Observations, model: Model) -> list[Numbers]:
