@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -66,11 +67,21 @@ def _finish(work: Any) -> None:
 
 
 def connect(file: int, rank: int, size: int, device: torch.device) -> Group:
-    """Join the group; blocks until all ranks have. `file` is an open file that all ranks share."""
-    store = dist.FileStore(f"/dev/fd/{file}", size)
+    """Join the group; blocks until all ranks have. `file` is an open file that all ranks share.
+
+    The store opens and writes the path even in its destructor, so its descriptor stays open until
+    then: another file with the same number would be overwritten.
+    """
+    own = os.dup(file)
+    store = dist.FileStore(f"/dev/fd/{own}", size)
     store.set_timeout(TIMEOUT)
     make: Callable[..., Any] = _nccl if device.type == "cuda" else _gloo
-    group = Group(make(store, rank, size), rank, size)
+    holder: Any = store
+    try:
+        holder = make(store, rank, size)
+    finally:
+        finalize(holder, os.close, own).atexit = False
+    group = Group(holder, rank, size)
     group.sum(torch.zeros(1, device=device))  # NCCL connects at the first call
     return group
 
