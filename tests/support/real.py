@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -213,17 +213,24 @@ class Trial:
         """All blocks and requests have been released."""
         scheduler = self.engine.scheduler
         assert not scheduler.requests and not self.engine.has_work
-        assert scheduler.num_free == scheduler.config.num_blocks
-        assert scheduler.kv.host.num_free == self.config.num_host_blocks
+        assert scheduler.kv.is_unused
 
 
 # Single forward passes.
 
 
-def blocks_for(model: Decoder, num_tokens: int, block_size: int = 16) -> Tensor:
-    """Blocks for `num_tokens`, filled with NaN so that reading them by mistake is noticed."""
-    num_blocks = -(-num_tokens // block_size)
-    return model.backend.kv_blocks(model.config, num_blocks, block_size).fill_(math.nan)
+def blocks_for(
+    model: Decoder, num_tokens: int, block_size: int = 16, *, windowed: bool = False
+) -> Tensor:
+    """Blocks for `num_tokens`, filled with NaN so that reading them by mistake is noticed.
+
+    Those of the sliding-window layers, or of the others.
+    """
+    num_blocks, config = (
+        -(-num_tokens // block_size),
+        model.config.layers_of_kind(windowed=windowed),
+    )
+    return model.backend.kv_blocks(config, num_blocks, block_size).fill_(math.nan)
 
 
 def batch_of(
@@ -259,7 +266,12 @@ def whole(tokens: Sequence[int], block_size: int = 16) -> ForwardBatch:
 @torch.inference_mode()
 def logits_of(model: Decoder, tokens: Sequence[int]) -> Tensor:
     """Logits at every position of one sequence, computed in one pass."""
-    return model.logits(model.forward(whole(tokens), blocks_for(model, len(tokens))))
+    batch, window_blocks = whole(tokens), None
+    if model.config.windowed_layers:
+        batch.windowed = replace(batch, window=model.config.sliding_window)
+        window_blocks = blocks_for(model, len(tokens), windowed=True)
+    blocks = blocks_for(model, len(tokens))
+    return model.logits(model.forward(batch, blocks, window_blocks=window_blocks))
 
 
 # A tiny model with a tokenizer, for tests in which the model's size does not matter.
