@@ -79,9 +79,8 @@ def _final_length(request: Request, config: Config, name: str) -> int:
         length = max(length, request.num_prompt + 1)
     num_stored = length - 1  # the last token is sampled but never computed
     num_blocks = -(-num_stored // config.block_size)
-    advice = (
-        "shorten the prompt" if max_tokens is None else "lower max_tokens or shorten the prompt"
-    )
+    lower = "" if max_tokens is None else "lower max_tokens or "
+    advice = f"{lower}shorten the prompt"
     if num_blocks > config.num_blocks:
         settings_advice = ", or raise num_blocks"
         raise RequestTooLong(

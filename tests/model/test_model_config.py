@@ -408,8 +408,8 @@ def test_an_unsupported_gguf_is_rejected_by_name(changes: dict[str, Any], detail
 
 
 def test_an_unknown_gguf_architecture_is_named_with_the_known_ones() -> None:
-    with pytest.raises(ModelError, match=r"'gemma3'.*llama, qwen2"):
-        from_gguf({**GGUF, "general.architecture": "gemma3"}, "m.gguf", tensors=())
+    with pytest.raises(ModelError, match=r"'gemma2'.*llama, qwen2, qwen3, gemma3"):
+        from_gguf({**GGUF, "general.architecture": "gemma2"}, "m.gguf", tensors=())
 
 
 @settings(max_examples=200, deadline=None)
