@@ -99,6 +99,21 @@ def test_a_request_waits_for_blocks_of_the_windowed_layers() -> None:
     driver.check_outputs()
 
 
+def test_a_higher_priority_preempts_for_blocks_of_the_windowed_layers() -> None:
+    """Rows, tokens and other blocks are free; one victim's reservation is enough."""
+    queue = "priority(aging=0,preempts=True)"
+    driver = windowed(num_window_blocks=9, max_num_batched_tokens=24, queue=queue)
+    for name in "ab":
+        driver.add(name, 7, 40, priority=1)
+    driver.steps(3)
+    driver.add("c", 7, 40, priority=0)
+    plan = driver.step()
+    assert [a.request.id for a in plan.admitted] == ["c"]
+    assert [p.request.id for p in plan.events.preempted] == ["b"]
+    driver.run()
+    driver.check_outputs()
+
+
 def test_a_hit_needs_the_blocks_of_one_window_only() -> None:
     """The first blocks of the prefix are gone from the windowed layers; that is no miss."""
     driver = windowed(num_window_blocks=12, max_num_batched_tokens=64)
@@ -111,6 +126,21 @@ def test_a_hit_needs_the_blocks_of_one_window_only() -> None:
     assert window is not None and first.kv.keys[0] not in window.pool.index.block_of
     driver.add("c", [*prompt, 7, 8], 2)
     assert driver.step().admitted[0].num_cached == 40
+
+
+def test_a_hit_needs_all_blocks_of_the_window() -> None:
+    """The window of 10 tokens is in the last 3 of 10 blocks, and one of the 3 is gone."""
+    driver = windowed(num_window_blocks=12, max_num_batched_tokens=64)
+    prompt = list(range(40))
+    first = driver.add("a", prompt, 2)
+    driver.run()
+    driver.add("b", 40, 1)  # takes 2 blank blocks and 8 cached ones
+    driver.run()
+    window = driver.scheduler.kv.window
+    assert window is not None
+    assert [key in window.pool.index.block_of for key in first.kv.keys[7:]] == [False, True, True]
+    driver.add("c", [*prompt, 7, 8], 2)
+    assert driver.step().admitted[0].num_cached == 0
 
 
 def test_a_prefix_whose_window_was_evicted_is_computed_again() -> None:
