@@ -27,7 +27,7 @@ from tests.model.test_checkpoint import write_gguf
 from tests.support import real
 from tests.support.real import Seen, Trial
 
-WINDOW, NUM_TOKENS = 20, 30
+WINDOW, NUM_TOKENS = 20, 24
 Tokens = dict[str, list[int]]
 
 
