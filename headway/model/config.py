@@ -32,12 +32,8 @@ BIASED = ("llama", "qwen3", "gemma3")  # have attention_bias
 QK_NORMED = ("qwen3", "gemma3")
 HEAD_DIMS = {"qwen3": 128, "gemma3": 256}  # defaults; for others hidden_size / heads
 MAX_LAYERS = 10_000  # so that a wrong value does not create a table of billions of tensors
-GGUF_ARCHITECTURES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma3",
-)  # Mistral files use llama: the layers are the same
+# Mistral files use llama: the layers are the same.
+GGUF_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 
 
 @dataclass(frozen=True, kw_only=True)
