@@ -57,6 +57,8 @@ def choose_backend(
     """The backend for a precision; on a CPU the native kernels, if they can be built and used."""
     device = torch.device(device)
     if device.type == "cuda":
+        if config.plain_only:
+            raise ConfigError(f"{config.plain_only}, which runs on CPUs only; use --device cpu")
         return _gpu_backend(getattr(torch, precision), device, kv_dtype, attention)
     precision = measured_precision(config, precision)
     if precision in ("bfloat16", "float16"):
@@ -168,7 +170,7 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
         load()
     except NativeUnavailable as reason:
         return str(reason)
-    return native.unsupported_reason(config) if config else None
+    return (config.plain_only or native.unsupported_reason(config)) if config else None
 
 
 def fastest(results: list[ProbeResult]) -> str:
