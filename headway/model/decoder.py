@@ -75,10 +75,11 @@ class Decoder:
         """Hidden states [T, hidden] before the final norm; `watch` is called after every layer."""
         x = self._embedded(batch.tokens_t)
         forward_pass = self.backend.begin(self.config, batch, blocks, *self._rope(batch))
+        if watch is None:
+            return forward_pass.layers(self.layers, x)
         for number, layer in enumerate(self.layers):
             x = forward_pass.layer(number, layer, x)
-            if watch:
-                watch(number, x)
+            watch(number, x)
         return x
 
     @contextmanager

@@ -52,6 +52,12 @@ class ForwardPass(Protocol):
         """Return the hidden states [T, hidden] after a layer; may change x in place."""
         ...
 
+    def layers(self, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
+        """Run all layers; may change x in place."""
+        for number, layer in enumerate(layers):
+            x = self.layer(number, layer, x)
+        return x
+
 
 class Backend(Protocol):
     """Stores weights, multiplies by them, and takes batches through the layers."""

@@ -99,6 +99,3 @@ ALWAYS vec load_halves(const uint16_t *p) {
     return v;
 }
 #endif
-
-/* The layout for Python, which packs the weights: lanes, panel, whether 8-bit weights are signed. */
-void layout(int64_t *out) { out[0] = LANES, out[1] = PANEL, out[2] = SIGNED; }
