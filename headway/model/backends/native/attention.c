@@ -1,6 +1,8 @@
 /* The parts of a layer between its products: norms, gates, rotation, attention by block tables. */
 
-#define KEYS 64 /* positions per tile of keys; tiles start at position 0 of the sequence */
+/* Positions per tile of keys; tiles start at position 0 of the sequence. Two tiles of keys and values
+   fit in the first cache. */
+#define KEYS (LANES == 4 ? 32 : 64)
 #define MAX_QUERIES 32
 #define MAX_HEAD 256
 
@@ -180,8 +182,15 @@ static void find(const Cache *cache, int64_t head, const int32_t *table, int64_t
     }
 }
 
+/* Keys and values that will be read later: the first `count` positions of a sequence. */
+typedef struct {
+    const int32_t *table;
+    int64_t head;
+    int count;
+} Ahead;
+
 static void attend(const Queries *queries, const Cache *cache, int64_t head, const int32_t *table,
-                   float scale) {
+                   float scale, const Ahead *after) {
     const int64_t D = cache->head_size;
     float scores[MAX_QUERIES][KEYS], out[MAX_QUERIES][MAX_HEAD];
     float most[MAX_QUERIES], total[MAX_QUERIES];
@@ -196,17 +205,18 @@ static void attend(const Queries *queries, const Cache *cache, int64_t head, con
         find(cache, head, table, first, count, keys);
         for (int j = 0; j < count; j++) values[j] = keys[j] + cache->value_offset;
         const int64_t rest = queries->last - first - KEYS;
-        const int next = rest < 0 ? 0 : rest < KEYS ? (int)rest : KEYS;
+        const int next = rest <= 0 ? after->count : rest < KEYS ? (int)rest : KEYS;
         const float *later[KEYS];
-        find(cache, head, table, first + KEYS, next, later);
+        if (rest > 0) find(cache, head, table, first + KEYS, next, later);
+        else find(cache, after->head, after->table, 0, next, later);
         int started = 0; /* first row that sees these keys; later rows see more positions */
         while (queries->end[started] <= first) started++;
         for (int r = started, fetched = 0; r < queries->rows; r++) {
             const int upto = next * (r - started + 1) / (queries->rows - started);
-            for (; fetched < upto; fetched++) /* prefetch a part of the next tile before each row */
+            for (; fetched < upto; fetched++) /* prefetch a part of what comes next before each row */
                 for (int64_t d = 0; d < D; d += 16) {
-                    __builtin_prefetch(later[fetched] + d);
-                    __builtin_prefetch(later[fetched] + d + cache->value_offset);
+                    __builtin_prefetch(later[fetched] + d, 0, 2);
+                    __builtin_prefetch(later[fetched] + d + cache->value_offset, 0, 2);
                 }
             score(queries->q[r], keys, count, D, scale, scores[r]);
             weigh(scores[r], queries->end[r] - first, &most[r], &total[r], out[r], D);
@@ -244,6 +254,12 @@ static void share_attention(Member *me, const float *qkv, int64_t H, const Cache
                 queries.out[queries.rows] = out + m * H * D + h * D;
                 queries.end[queries.rows++] = queries.last = ends[s] - (rows - 1 - m);
             }
-        attend(&queries, cache, part / split, tables + s * table_width, (float)scale);
+        Ahead after = {.count = 0};
+        if (task + 1 < num_tasks * G * split) {
+            const int64_t next = tasks[2 * ((task + 1) / (G * split))];
+            after = (Ahead){tables + next * table_width, (task + 1) % (G * split) / split,
+                            ends[next] < KEYS ? ends[next] : KEYS};
+        }
+        attend(&queries, cache, part / split, tables + s * table_width, (float)scale, &after);
     }
 }

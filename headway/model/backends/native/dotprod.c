@@ -13,7 +13,7 @@
 #define WIDTH 16
 #define WIDE_BYTES (WIDTH * WIDE + WIDTH * 2)
 #define WIDE_ROWS_IN_CACHE 128
-#define WIDE_AHEAD 2048 /* bytes ahead of use at which a tile of one row prefetches weights */
+#define WIDE_AHEAD 4096 /* bytes ahead of use at which a tile of one row prefetches weights */
 #define MAGIC 12582912.0f /* 1.5 * 2^23: the bits of MAGIC + i are those of MAGIC, plus i */
 #define MAGIC_BITS 0x4b400000
 

@@ -19,7 +19,7 @@ ALWAYS void tile(const int rows, const int vecs, const float *x, int64_t stride,
         for (int r = 0; r < rows; r++) inputs[r] = vld1q_f32(x + r * stride + k);
 #pragma GCC unroll 4
         for (int i = 0; i < 4; i++) {
-            if (rows < 5) __builtin_prefetch(w + (i + AHEAD) * PANEL);
+            if (rows < 5) __builtin_prefetch(w + (i + 4 * AHEAD) * PANEL);
 #pragma GCC unroll 4
             for (int v = 0; v < vecs; v++) {
                 const float32x4_t weights = vld1q_f32(w + i * PANEL + v * 4);

@@ -14,11 +14,11 @@
 #endif
 
 #define MAX_THREADS 128
-#define SPINS 4000 /* then give up the core: the thread that is waited for may need it */
+#define SPINS 4000 /* about 10 us; then give up the core: the thread that is waited for may need it */
 #if defined(__x86_64__)
 #define PAUSE() __builtin_ia32_pause()
 #elif defined(__aarch64__)
-#define PAUSE() __asm__ volatile("isb")
+#define PAUSE() __asm__ volatile("yield")
 #else
 #define PAUSE() ((void)0)
 #endif
