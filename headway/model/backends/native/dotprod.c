@@ -5,8 +5,9 @@
    scales as float16. Inputs are quantized per row in the same groups: x = step * i.
 
    Rows are quantized in blocks of 8, 4 or 1, the sizes for which there is a tile: 4 outputs of 8
-   rows, 8 of 4 or 16 of 1 fill the registers. A group of a block has four inputs of each row next to
-   each other. Dot products are exact integers, and every tile adds groups in the same order, so the
+   rows, 8 of 4 or 16 of 1 fill the registers. A group of a block has four inputs of each of the first
+   four rows next to each other, and then those of the other rows. Threads quantize four rows each,
+   because rows that are interleaved share cache lines. Dot products are exact integers, and every tile adds groups in the same order, so the
    result of a row does not depend on the block that it is in. */
 
 #define WIDE 64
@@ -39,7 +40,8 @@ static void quantize_wide(const float *x, WideRows to, int row) {
         float32x4_t most = vdupq_n_f32(0);
         for (int i = 0; i < WIDE; i += 4) most = vmaxq_f32(most, vabsq_f32(vld1q_f32(x + i)));
         const float top = vmaxvq_f32(most), inverse = top > 0 ? 127.0f / top : 0;
-        int8_t *q = to.q + (g * WIDE * to.rows) + row * 4;
+        const int stride = to.rows == 1 ? 4 : 16;
+        int8_t *q = to.q + g * WIDE * to.rows + row / 4 * 4 * WIDE + row % 4 * 4;
         for (int i = 0; i < WIDE; i += 16) {
             int32x4_t whole[4];
 #pragma GCC unroll 4
@@ -50,7 +52,7 @@ static void quantize_wide(const float *x, WideRows to, int row) {
             const int16x8_t high = vuzp1q_s16(vreinterpretq_s16_s32(whole[2]), vreinterpretq_s16_s32(whole[3]));
             int8_t bytes[16];
             vst1q_s8(bytes, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));
-            for (int j = 0; j < 4; j++) memcpy(q + (i / 4 + j) * 4 * to.rows, bytes + 4 * j, 4);
+            for (int j = 0; j < 4; j++) memcpy(q + (i / 4 + j) * stride, bytes + 4 * j, 4);
         }
         to.steps[g * to.rows + row] = top / 127.0f;
     }
@@ -118,7 +120,7 @@ ALWAYS void wide_tile(const int rows, const int vecs, const int8_t *w, int first
                 const int8x16_t weights = vld1q_s8(w + quad * 64 + first * 4 + v * 16);
 #pragma GCC unroll 8
                 for (int r = 0; r < rows; r++) {
-                    const int8x16_t four = vld1q_s8(q + quad * 4 * rows + r / 4 * 16);
+                    const int8x16_t four = vld1q_s8(q + r / 4 * 4 * WIDE + quad * 16);
                     dots[v * rows + r] = DOT(dots[v * rows + r], weights, four, r % 4);
                 }
             }

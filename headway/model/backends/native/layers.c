@@ -6,6 +6,12 @@ typedef struct {
     int64_t outputs, inputs, bits, group; /* 32 bits: floats; group: inputs that share a scale */
 } Weight;
 
+#if defined(__ARM_FEATURE_DOTPROD)
+#define IS_WIDE(w) ((w)->group == WIDE)
+#else
+#define IS_WIDE(w) 0
+#endif
+
 typedef struct {
     const float *input_norm, *post_norm, *q_norm, *k_norm;
     Weight qkv, output, gate_up, down;
@@ -84,7 +90,10 @@ static void share_multiply(Member *me, const Input *in, int64_t M, const Weight 
         if (!is_ready) prepare(in, 0, 1, w, row, prepared);
     } else if (!is_ready) {
         const int64_t padded = w->bits < 32 && USE_TILES(M, w->inputs) ? WHOLE(M) : M;
-        for (int64_t m; (m = next_task(me, padded)) >= 0;) prepare(in, m, M, w, row, prepared);
+        const int64_t each = IS_WIDE(w) ? 4 : 1;
+        for (int64_t task; (task = next_task(me, (padded + each - 1) / each)) >= 0;)
+            for (int64_t m = task * each; m < padded && m < (task + 1) * each; m++)
+                prepare(in, m, M, w, row, prepared);
         meet(me);
     }
     mark(me, space, PREPARATION);
