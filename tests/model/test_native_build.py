@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from headway.model.backends.native import build
+from headway.model.backends.native.weights import layout
 from headway.model.precision import why_not_native
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -20,6 +21,15 @@ needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C co
 @needs_compiler
 def test_kernels_are_available_with_a_compiler() -> None:
     assert why_not_native() is None
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="64-bit Arm processors")
+def test_the_layout_names_the_byte_products_of_this_cpu() -> None:
+    """The compiler's idea of this CPU is the kernel's idea of it."""
+    has_dots = "asimddp" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    assert layout().byte_products.startswith("Arm dot products" if has_dots else "portable C")
+    assert (layout().wide_group > 0) == has_dots
 
 
 @needs_compiler

@@ -252,14 +252,11 @@ void weight_rows(const Weight *w, const int64_t *ids, int64_t M, float *y) {
 }
 
 /* The layout for Python, which packs the weights: lanes, panel, whether 8-bit weights are signed,
-   the size of a wide group (0: not supported) and the outputs in its panels, whether threads are
-   those of OpenMP. */
+   the size of a wide group (0: not supported) and the outputs in its panels, and the instructions of
+   byte products (BYTE_PRODUCTS in bytes.c). */
 void layout(int64_t *out) {
-    out[0] = LANES, out[1] = PANEL, out[2] = SIGNED, out[3] = out[4] = out[5] = 0;
+    out[0] = LANES, out[1] = PANEL, out[2] = SIGNED, out[3] = out[4] = 0, out[5] = BYTE_PRODUCTS;
 #if defined(WIDE)
     out[3] = WIDE, out[4] = WIDTH;
-#endif
-#if defined(_OPENMP)
-    out[5] = 1;
 #endif
 }

@@ -17,6 +17,13 @@ from headway.model.weights.tensors import QuantizedMatrix
 
 GROUP = 32  # inputs that share a scale
 PANELS_PER_TASK = 4  # panels per task of the quantized product
+BYTE_PRODUCTS = (
+    "portable C (the CPU has no dot products of bytes)",
+    "Arm dot products, weights in 8-bit groups of 64",
+    "AVX2",
+    "AVX-512 VNNI",
+    "AVX-512 VNNI and AMX",
+)
 LINE = 64  # bytes of a cache line
 CHUNK = 1 << 25  # bytes
 
@@ -40,13 +47,15 @@ class Layout:
     is_signed: bool  # whether the byte product takes signed weights
     wide_group: int  # inputs per group of the 8-bit format for Arm; 0 if it cannot be used
     wide_panel: int  # outputs per panel of that format
+    byte_products: str  # the instructions that multiply quantized weights
 
 
 @cache
 def layout() -> Layout:
-    numbers = (ctypes.c_int64 * 5)()
+    numbers = (ctypes.c_int64 * 6)()
     load().layout(ctypes.addressof(numbers))
-    return Layout(numbers[0], numbers[1], bool(numbers[2]), numbers[3], numbers[4])
+    lanes, panel, is_signed, group, outputs, kind = numbers
+    return Layout(lanes, panel, bool(is_signed), group, outputs, BYTE_PRODUCTS[kind])
 
 
 class Arena:
