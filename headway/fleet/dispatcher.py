@@ -32,7 +32,7 @@ from headway.fleet.queries import FleetQueries
 from headway.fleet.replica import Replica
 from headway.fleet.router import Router
 from headway.fleet.settings import FleetCounters, FleetSettings
-from headway.kv.prefix_index import extend_keys
+from headway.kv.prefix_index import PromptKeys
 
 OnGone = Callable[[Replica], None]
 log = logging.getLogger(__name__)
@@ -173,9 +173,8 @@ class Dispatcher:
                 request.waits_since = self.clock.now()
             self.waiting[request] = None
             return
-        known, keys = request.known(), list[bytes]()
-        if known.params.reads_cache:
-            extend_keys(keys, known, self.router.block_size)
+        known = request.known()
+        keys = PromptKeys(known, self.router.block_size) if known.params.reads_cache else ()
         loads, client = [each.router_load() for each in replicas], known.params.client
         try:
             place, view = self.router.choose(request.id, known.num_known, keys, client, loads)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from headway.checks import token_array
 from headway.engine.messages import FinishInfo, SampleUpdate, Submit
 from headway.request import Request
 
@@ -37,10 +38,11 @@ class OpenRequest:
 
     @classmethod
     def of(cls, submit: Submit, now: float) -> OpenRequest:
-        """The open request for a valid Submit."""
+        """The open request for a valid Submit; RequestError if its prompt is malformed."""
+        prompt = token_array(f"request {submit.id!r}: prompt", submit.prompt)
         outputs = submit.outputs or ((),) * submit.params.n
         samples = [OpenSample(list(each or ()), is_ended=each is None) for each in outputs]
-        return cls(submit, now - submit.age, samples)
+        return cls(replace(submit, prompt=prompt), now - submit.age, samples)
 
     @property
     def id(self) -> str:

@@ -23,6 +23,7 @@ from headway.model.backends.plain import PlainBackend
 from headway.model.decoder import Decoder
 from headway.model.precision import choose_backend, why_not_native
 from headway.model.weights.checkpoint import open_checkpoint
+from tests.parallel import test_laws
 from tests.support import real
 
 VOCABULARY, LENGTH = 199, 256
@@ -143,6 +144,20 @@ def test_logits_and_tokens_equal_transformers(saved: Saved, name: str, backend: 
     is_sharded = (folder / "model.safetensors.index.json").exists()
     assert is_sharded == ("shards" in name), "the model's size no longer gives several shards"
     check_against_transformers(Decoder(open_checkpoint(folder), BACKENDS[backend]()), reference)
+
+
+def test_the_reference_of_the_tests_with_ranks_equals_transformers(tmp_path: Path) -> None:
+    """By induction: at every position, the token is the most probable one after those before."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        test_laws.write_model(tmp_path), dtype=torch.float32
+    )
+    parts = [(prompt, test_laws.REFERENCE[name]) for name, prompt in test_laws.prompts().items()]
+    for (_, output), logits in zip(parts, real.batched_logits(model.eval(), parts), strict=True):
+        best = logits.topk(2).values
+        assert (best[:, 0] - best[:, 1]).min() > real.TIE, "a tie: use another seed"
+        assert logits.argmax(-1).tolist() == output and len(output) == test_laws.NUM_TOKENS
 
 
 def test_sizes_that_the_kernels_do_not_support_run_on_torch(saved: Saved) -> None:
