@@ -3,7 +3,7 @@
    The work between two meetings is a phase: a number of tasks. Each thread owns a contiguous part of
    the tasks, so that it reads memory in order, and takes tasks of other threads when its own are
    done: a thread that is slow, because another process uses its core, does not delay the others by
-   more than one task. Tasks write different outputs, so results do not depend on who runs them. */
+   more than one task. Tasks write different outputs, so results do not depend on the order. */
 
 #include <sched.h>
 #include <stdint.h>
