@@ -97,6 +97,8 @@ class Decoder:
         """
         x = self._embedded(batch.tokens_t)
         forward_pass = self.backend.begin(self.config, batch, blocks, *self._rope(batch))
+        if watch is None and window_blocks is None:
+            return forward_pass.layers(self.layers, x)
         window_pass = forward_pass
         if window_blocks is not None:
             window_pass = self._begin_windowed(batch, window_blocks)

@@ -18,6 +18,7 @@ from headway.errors import ConfigError
 from headway.model.backends.base import Backend
 from headway.model.backends.native import backend as native
 from headway.model.backends.native.build import NativeUnavailable, load
+from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
@@ -171,6 +172,11 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
     except NativeUnavailable as reason:
         return str(reason)
     return (config.plain_only or native.unsupported_reason(config)) if config else None
+
+
+def byte_products() -> str:
+    """The instructions that the native kernels use for quantized weights."""
+    return layout().byte_products
 
 
 def fastest(results: list[ProbeResult]) -> str:

@@ -57,6 +57,12 @@ class ForwardPass(Protocol):
         """
         ...
 
+    def layers(self, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
+        """Run all layers; may change x in place."""
+        for number, layer in enumerate(layers):
+            x = self.layer(number, layer, x)
+        return x
+
 
 class Backend(Protocol):
     """Stores weights, multiplies by them, and takes batches through the layers."""

@@ -95,7 +95,7 @@ class PlainBackend:
         return whole if self.shard is None else SplitPass(whole, self, self.shard, config.norm_eps)
 
 
-class PlainPass:
+class PlainPass(ForwardPass):
     """One batch; attention computes one sequence at a time."""
 
     def __init__(
