@@ -74,26 +74,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(folder: Path) -> Iterator[Callable[[str], Pair]]:
-    """The pair for a quantization, started once: ranks take seconds to start."""
+    """Starts the pair of a quantization once."""
     with ExitStack() as stack:
 
         @cache
-        def make(quantization: str) -> Pair:
+        def start(quantization: str) -> Pair:
             settings: dict[str, Any] = {
                 "device": "cpu", "threads": 1, "dtype": "float32", "quantization": quantization,
                 **SIZES,
             }  # fmt: skip
             group = stack.enter_context(LLM(str(folder), tensor_parallel_size=2, **settings))
             alone = LLM(str(folder), **settings)
-            is_exact = quantization == "none"
-            return Pair(group, alone, REFERENCE if is_exact else greedy(run(alone, "headway")[0]))
+            reference = REFERENCE if quantization == "none" else greedy(run(alone, "headway")[0])
+            return Pair(group, alone, reference)
 
-        yield make
+        yield start
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest, pairs: Callable[[str], Pair]) -> Pair:
-    return pairs(request.param)
+def pair(pairs: Callable[[str], Pair], quantization: str) -> Pair:
+    return pairs(quantization)
 
 
 def run(
@@ -145,13 +145,12 @@ CASES = {
 QUANTIZED = ("headway", "static", "chunks of 7", "swap", "one step ahead")
 
 
-both = pytest.mark.parametrize("pair", ["none", "int8"], indirect=True)
+both = pytest.mark.parametrize("quantization", ["none", "int8"])
 
 
 @pytest.mark.parametrize(
-    ("pair", "name"),
+    ("quantization", "name"),
     [*(("none", name) for name in CASES), *(("int8", name) for name in QUANTIZED)],
-    indirect=["pair"],
 )
 def test_no_setting_changes_a_token(pair: Pair, name: str) -> None:
     case = CASES[name]
@@ -185,7 +184,7 @@ def test_results_of_the_offline_api_are_equal_bit_for_bit(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("pair", ["none"], indirect=True)
+@pytest.mark.parametrize("quantization", ["none"])
 def test_random_policies_change_no_token(pair: Pair, seed: int) -> None:
     """Policies that decide at random, with any batching, few blocks, and plans in flight."""
     random = Random(seed)
@@ -199,7 +198,7 @@ def test_random_policies_change_no_token(pair: Pair, seed: int) -> None:
     assert greedy(found) == pair.reference
 
 
-@pytest.mark.parametrize("pair", ["none"], indirect=True)
+@pytest.mark.parametrize("quantization", ["none"])
 def test_a_recorded_run_replays_with_the_same_decisions(pair: Pair, tmp_path: Path) -> None:
     path, config = tmp_path / "trace.jsonl", preset("vllm_v1", **SIZES, swap="swap")
     with path.open("w") as file:
@@ -262,7 +261,7 @@ def outcomes(results: list[RequestOutput]) -> list[tuple[str, list[int], str | N
     ]
 
 
-@pytest.mark.parametrize("pair", ["none"], indirect=True)
+@pytest.mark.parametrize("quantization", ["none"])
 def test_a_stream_adds_up_and_leaving_it_early_frees_everything(pair: Pair) -> None:
     llm, params = (
         pair.group,
