@@ -37,7 +37,6 @@ from bench.fleet_streams import (
     descendants,
     fleet_server,
     once_after,
-    one_by_one,
     served,
     stopped,
 )
@@ -215,13 +214,13 @@ def model_on_the_same_ray(server: FleetServer, given: dict[str, str], model: Pat
     before = set(server.replica_pids())
     with fleet_server(*flags, program=served(str(model)), environment=given) as other:
         sent = bodies(6, 1500)  # the model is quick: outputs must be longer than the way to here
-        alone = asyncio.run(one_by_one(other.url, sent))
+        undisturbed = asyncio.run(all_streams(other.url, sent))
         victim = max(set(server.replica_pids()) - before)
         kill = partial(os.kill, victim, signal.SIGKILL)
         with stopped(server.ray_pids("ServeController")):  # a new replica would only take CPU time
             streams = asyncio.run(all_streams(other.url, sent, once_after(1, kill)))
         assert [stream.error for stream in streams if stream.error] == []
-        assert [s.choices for s in streams] == [s.choices for s in alone]
+        assert [s.choices for s in streams] == [s.choices for s in undisturbed]
         assert other.metric("headway_fleet:moves_total") > 0
     check_letters(asyncio.run(all_streams(server.url, sent := letter_bodies(4))), sent)
 
