@@ -2,7 +2,7 @@
 
 Runs as a program of its own: waits until its standard input closes, which happens when the parent
 ends, then kills all processes of this Ray and removes its folder. They have its token in their
-environment, or write their output to its folder: some of Ray's processes overwrite their environment
+environment, or write to files in its folder: some of Ray's processes overwrite their environment
 with a title. Imports nothing of Headway, because it starts with every private Ray.
 """
 
@@ -60,11 +60,17 @@ def _belongs(pid: int, token: str, folder: str) -> bool:
     process = Path("/proc", str(pid))
     with suppress(OSError):  # it has ended, or is not ours
         variables = (process / "environ").read_bytes().split(b"\0")
-        outputs = [os.readlink(process / "fd" / number) for number in ("1", "2")]
         return f"{TOKEN}={token}".encode() in variables or any(
-            output.startswith(f"{folder}/") for output in outputs
+            os.readlink(file).startswith(f"{folder}/") and _is_written(process, file.name)
+            for file in (process / "fd").iterdir()
         )
     return False
+
+
+def _is_written(process: Path, number: str) -> bool:
+    """Whether a process has opened a file to write; others may read the logs of Ray."""
+    flags = (process / "fdinfo" / number).read_text().partition("flags:")[2].split()[0]
+    return int(flags, 8) & (os.O_WRONLY | os.O_RDWR) != 0
 
 
 if __name__ == "__main__":

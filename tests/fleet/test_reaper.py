@@ -21,7 +21,7 @@ from headway.fleet.reaper import reaper
 with reaper(sys.argv[1]):
     child = subprocess.Popen(["sleep", "60"], start_new_session=True)
     with open(sys.argv[1] + "/log", "w") as log:  # without the token, as after a change of title
-        other = subprocess.Popen(["sleep", "60"], stdout=log, env={})
+        other = subprocess.Popen(["sleep", "60"], pass_fds=[log.fileno()], env={})
     print(child.pid, other.pid, flush=True)
     time.sleep(float(sys.argv[2]))
 """
