@@ -335,6 +335,15 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     assert sampler_of(samplings, 4).sample(logits, np.arange(3)).tolist() == [1, 0, 3]
 
 
+def test_known_best_tokens_are_used_for_greedy_rows_only() -> None:
+    logits, best, rows = some_logits(2, 9), torch.tensor([3, 4]), np.arange(2)
+    greedy, random = Sampling(temperature=0), Sampling(temperature=1, seed=1)
+    assert sampler_of([greedy, greedy], 9).sample(logits, rows, best).tolist() == [3, 4]
+    for other in (random, Sampling(temperature=0, logit_bias={7: 100.0})):
+        found = sampler_of([greedy, other], 9).sample(logits, rows, best)
+        assert torch.equal(found, sampler_of([greedy, other], 9).sample(logits, rows))
+
+
 def test_no_rows_yield_no_tokens() -> None:
     assert sampler_of([None], 4).sample(torch.zeros(0, 4), np.zeros(0, dtype=np.intp)).shape == (0,)
 

@@ -22,7 +22,7 @@ from headway.executor.sampling.grammar import Grammars
 from headway.executor.sampling.logprobs import compute_logprobs
 from headway.plan import Rows
 from headway.request import Request
-from headway.sampling_params import Sampling, TokenLogprobs, sampling_of
+from headway.sampling_params import COLDEST, Sampling, TokenLogprobs, sampling_of
 
 
 class Sampler:
@@ -64,8 +64,11 @@ class Sampler:
             row in self.processors,
         )
 
-    def sample(self, logits_nv: Tensor, rows: Rows) -> Tensor:
-        """Choose the next token of each row and record it as generated. [n] int64."""
+    def sample(self, logits_nv: Tensor, rows: Rows, best_n: Tensor | None = None) -> Tensor:
+        """Choose the next token of each row and record it as generated. [n] int64.
+
+        `best_n` are the first tokens with the highest logits, if they are known.
+        """
         settings = self.settings[rows]
         edited = np.flatnonzero(settings["has_processor"])
         choice_nv = logits_nv
@@ -74,11 +77,15 @@ class Sampler:
             for at, row in zip(edited.tolist(), rows[edited].tolist(), strict=True):
                 self.processors[row].apply(choice_nv[at], int(settings["num_generated"][at]))
             self.grammars.mask(choice_nv, logits_nv, rows)
-        chosen_n = self._choose(choice_nv, rows).long()
+        if best_n is None or edited.size or (settings["temperature"] >= COLDEST).any():
+            best_n = self._choose(choice_nv, rows).long()
+        chosen_n = best_n
         self.settings["num_generated"][rows] += 1
         if edited.size:
             self._remember(rows[edited], chosen_n[index(edited, chosen_n)])
-        self._store_logprobs(logits_nv, chosen_n, rows, settings["num_logprobs"])
+        self.logprobs = {}
+        if (settings["num_logprobs"] >= 0).any():
+            self._store_logprobs(logits_nv, chosen_n, rows, settings["num_logprobs"])
         return chosen_n
 
     def _choose_by_settings(self, logits_nv: Tensor, rows: Rows) -> Tensor:
@@ -104,7 +111,6 @@ class Sampler:
     def _store_logprobs(
         self, logits_nv: Tensor, chosen_n: Tensor, rows: Rows, num_logprobs: npt.NDArray[np.int64]
     ) -> None:
-        self.logprobs = {}
         for num_top in np.unique(num_logprobs[num_logprobs >= 0]).tolist():
             wanting = np.flatnonzero(num_logprobs == num_top)
             at = index(wanting, chosen_n)

@@ -47,6 +47,25 @@ class LayerWeights:
     mlp_norm: Tensor | None = None  # of the MLP's output
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelWeights:
+    """The weights of a model."""
+
+    embedding: Weight
+    layers: list[LayerWeights]
+    norm: Tensor
+    head: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """The results of a pass; N sampled rows, V tokens of the vocabulary."""
+
+    hidden: Tensor  # [T, hidden], before the final norm
+    logits: Tensor | None  # [N, V]; None if no row is sampled
+    best: Tensor | None = None  # [N] int64: the first token with the highest logit, if computed
+
+
 class ForwardPass(Protocol):
     """Takes one batch through the layers."""
 
@@ -62,6 +81,14 @@ class ForwardPass(Protocol):
         for number, layer in enumerate(layers):
             x = self.layer(number, layer, x)
         return x
+
+
+class WholePass(ForwardPass):
+    """A pass that can take its batch through the whole model in one call."""
+
+    def run(self, model: ModelWeights) -> PassOutput:
+        """Embed the batch's tokens, run all layers, and compute logits of the sampled rows."""
+        raise NotImplementedError
 
 
 class Backend(Protocol):

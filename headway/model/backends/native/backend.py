@@ -15,7 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import (
+    ForwardPass,
+    LayerWeights,
+    ModelWeights,
+    PassOutput,
+    Weight,
+    WholePass,
+)
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
@@ -30,7 +37,9 @@ from headway.model.weights.tensors import QuantizedMatrix
 MAX_QUERIES = 32  # rows of queries in one attention task
 MAX_HEAD = 256
 QUANTIZED_TOGETHER = 16  # maximum number of rows that the quantized product quantizes together
-PARTS = ("preparation", "qkv", "rotation", "attention", "output", "gate_up", "down")
+PARTS = (
+    "preparation", "qkv", "rotation", "attention", "output", "gate_up", "down", "head", "choice",
+)  # fmt: skip
 OWN_ROWS = 8  # size of a thread's own buffer, in rows of floats
 
 
@@ -49,12 +58,12 @@ def unsupported_reason(config: ModelConfig) -> str | None:
 class NativeBackend:
     """Weights as floats, or quantized: the file's groups, or new 8-bit groups."""
 
-    uses_rope_table = supports_padding = False
+    uses_rope_table, supports_padding = True, False
 
     def __init__(self, *, is_quantized: bool = False) -> None:
         self.library = load()
-        self._structs = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
-        self._stacks = WeakKeyDictionary[LayerWeights, structs.LayerStack]()
+        self._layers = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
+        self._models = WeakKeyDictionary[ModelWeights, structs.ModelPointers]()
         self._arena = packing.Arena()
         self._is_quantized = is_quantized
         self.shard: Shard | None = None
@@ -122,16 +131,15 @@ class NativeBackend:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.from_numpy(np.empty((num_blocks, *shape), np.float32))  # in large pages
 
-    def stack_of(self, layers: Sequence[LayerWeights], epsilon: float) -> structs.LayerStack:
-        """The C structs of consecutive layers, valid while these are alive."""
-        stack = self._stacks.get(layers[0])
-        if stack is None or len(stack) != len(layers):
-            for layer in layers:
-                if layer not in self._structs:
-                    self._structs[layer] = structs.layer_struct(layer, epsilon)
-            stack = structs.stack_of([self._structs[layer] for layer in layers])
-            self._stacks[layers[0]] = stack
-        return stack
+    def layer_struct(self, layer: LayerWeights, epsilon: float) -> structs.LayerStruct:
+        if (found := self._layers.get(layer)) is None:
+            found = self._layers[layer] = structs.layer_struct(layer, epsilon)
+        return found
+
+    def model_pointers(self, model: ModelWeights, epsilon: float) -> structs.ModelPointers:
+        if (found := self._models.get(model)) is None:
+            found = self._models[model] = structs.ModelPointers(model, epsilon)
+        return found
 
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
@@ -154,7 +162,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
     return packing.stack(kept) if len(kept) > 1 else kept[0]
 
 
-class NativePass(ForwardPass):
+class NativePass(WholePass):
     """One batch; its attention tasks and buffers are created once, and all layers use them."""
 
     def __init__(
@@ -166,39 +174,41 @@ class NativePass(ForwardPass):
         cosine: Tensor,
         sine: Tensor,
     ) -> None:
-        self._backend, self._config = backend, config
-        group, size = config.num_heads // config.num_kv_heads, config.head_dim
-        tokens, rows = MAX_QUERIES // group, len(batch.tokens_t)
-        tasks = tasks_of(batch.starts_s.numpy(), tokens)
-        is_few = len(tasks) * config.num_kv_heads < 4 * torch.get_num_threads()
+        self._backend, self._config, self._batch = backend, config, batch
+        size, rows, num_sampled = config.head_dim, len(batch.tokens_t), len(batch.sampled_n)
         cache = structs.CacheStruct(
             blocks.data_ptr(), blocks.stride(0), blocks.stride(1), blocks.stride(2), blocks.shape[4],
             config.num_kv_heads, size,
         )  # fmt: skip
-        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * size)
-        space, buffers = Space(rows, widest, backend.times), _buffers(config, rows)
-        self._struct = structs.PassStruct(
-            cache, space.struct, rows, config.num_heads, cosine.data_ptr(), sine.data_ptr(),
-            batch.slots_t.data_ptr(), batch.tables_sw.data_ptr(), batch.starts_s.data_ptr(),
-            batch.ends_s.data_ptr(), tasks.ctypes.data, batch.tables_sw.stride(0), len(tasks),
-            tokens, group if is_few else 1, 1 / math.sqrt(size),
-            *(part.data_ptr() for part in buffers),
+        space, buffers = Space(rows, _widest(config), backend.times), _buffers(config, rows)
+        inputs = (
+            cosine, sine, batch.tokens_t, batch.positions_t, batch.slots_t, batch.tables_sw,
+            batch.starts_s, batch.ends_s, batch.sampled_n, torch.empty(rows, 2, dtype=torch.int32),
         )  # fmt: skip
-        self._kept = (batch, blocks, cosine, sine, tasks, space, buffers)  # keeps pointers valid
+        self._struct = structs.PassStruct(
+            cache, space.struct, rows, config.num_heads, len(batch.ends_s),
+            batch.tables_sw.stride(0), num_sampled, *map(Tensor.data_ptr, inputs),
+            0, MAX_QUERIES // (config.num_heads // config.num_kv_heads), 1, 1 / math.sqrt(size),
+            *map(Tensor.data_ptr, buffers),
+        )  # fmt: skip
+        self._kept = (blocks, inputs, space, buffers)  # keeps pointers valid
         self._pointer = ctypes.addressof(self._struct)
+        backend.library.divide(self._pointer)
+
+    def run(self, model: ModelWeights) -> PassOutput:
+        assert isinstance(model.head, NativeWeight)
+        batch, pointers = self._batch, self._backend.model_pointers(model, self._config.norm_eps)
+        hidden = torch.empty(len(batch.tokens_t), self._config.hidden_size)
+        logits = torch.empty(len(batch.sampled_n), model.head.num_outputs)
+        best = torch.empty(len(logits), dtype=torch.int64)
+        self._backend.library.forward(
+            pointers.address, self._pointer, hidden.data_ptr(), logits.data_ptr(), best.data_ptr()
+        )
+        return PassOutput(hidden, logits, best) if len(best) else PassOutput(hidden, None)
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        return self._run(number, [layer], x)
-
-    def layers(self, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
-        return self._run(0, layers, x)
-
-    def _run(self, first: int, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
-        """Run consecutive layers in one call."""
-        stack = self._backend.stack_of(layers, self._config.norm_eps)
-        self._backend.library.layers(
-            ctypes.addressof(stack), first, len(layers), self._pointer, x.data_ptr()
-        )
+        struct = self._backend.layer_struct(layer, self._config.norm_eps)
+        self._backend.library.layer(ctypes.addressof(struct), number, self._pointer, x.data_ptr())
         return x
 
     def rotate_and_store(
@@ -227,17 +237,13 @@ class Space:
         self.struct = structs.SpaceStruct(threads, start, start + 4 * shared, own, address(times))
 
 
+def _widest(config: ModelConfig) -> int:
+    """The largest number of inputs of a product."""
+    return max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+
+
 def _buffers(config: ModelConfig, rows: int) -> list[Tensor]:
     """Buffers for the intermediate results of a layer."""
     heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
     widths = (heads * size, config.num_heads * size, 2 * config.intermediate_size)
     return [torch.empty(rows, width) for width in widths]
-
-
-def tasks_of(starts_s: np.ndarray, tokens: int) -> np.ndarray:
-    """[tasks, 2] int32: a sequence, and the first of at most `tokens` of its rows."""
-    counts = -(-np.diff(starts_s) // tokens)
-    sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = starts_s[sequence] + tokens * within
-    return np.ascontiguousarray(np.stack([sequence, first], axis=1).astype(np.int32))

@@ -7,8 +7,8 @@
    Rows are quantized in blocks of 8, 4 or 1, the sizes for which there is a tile: 4 outputs of 8
    rows, 8 of 4 or 16 of 1 fill the registers. A group of a block has four inputs of each of the first
    four rows next to each other, and then those of the other rows. Threads quantize four rows each,
-   because rows that are interleaved share cache lines. Dot products are exact integers, and every tile adds groups in the same order, so the
-   result of a row does not depend on the block that it is in. */
+   because rows that are interleaved share cache lines. Dot products are exact integers, and every
+   tile adds groups in the same order, so the result of a row does not depend on its block. */
 
 #define WIDE 64
 #define WIDTH 16
@@ -167,16 +167,14 @@ static void share_wide_linear(Member *me, float *space, int64_t M, int64_t K, co
     }
 }
 
-/* Rows `ids` of the weights, as floats. */
-static void wide_rows(const int64_t *ids, int64_t M, int64_t K, const int8_t *w, float *y) {
-    for (int64_t m = 0; m < M; m++) {
-        const int8_t *group = w + ids[m] / WIDTH * (K / WIDE) * WIDE_BYTES;
-        const int output = (int)(ids[m] % WIDTH);
-        for (int64_t k = 0; k < K; group += WIDE_BYTES) {
-            float scales[4];
-            vst1q_f32(scales, wide_scales(group, output / 4 * 4));
-            for (int i = 0; i < WIDE; i++, k++)
-                y[m * K + k] = scales[output % 4] * (float)group[i / 4 * 64 + output * 4 + i % 4];
-        }
+/* Row `id` of the weights, as floats. */
+static void wide_weight_row(int64_t id, int64_t K, const int8_t *w, float *y) {
+    const int8_t *group = w + id / WIDTH * (K / WIDE) * WIDE_BYTES;
+    const int output = (int)(id % WIDTH);
+    for (int64_t k = 0; k < K; group += WIDE_BYTES) {
+        float scales[4];
+        vst1q_f32(scales, wide_scales(group, output / 4 * 4));
+        for (int i = 0; i < WIDE; i++, k++)
+            y[k] = scales[output % 4] * (float)group[i / 4 * 64 + output * 4 + i % 4];
     }
 }

@@ -81,3 +81,9 @@ static void share_linear(Member *me, const float *x, int64_t M, int64_t K, const
         }
     }
 }
+
+/* Row `id` of the weights. */
+static void panel_row(int64_t id, int64_t K, const float *w, float *y) {
+    w += id / PANEL * K * PANEL + id % PANEL;
+    for (int64_t k = 0; k < K; k++) y[k] = w[k * PANEL];
+}

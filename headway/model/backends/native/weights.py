@@ -108,9 +108,6 @@ class NativeWeight:
         return self.packed.nbytes
 
     def rows(self, ids: Tensor) -> Tensor:
-        if self.struct.bits == 32:
-            panel = layout().panel
-            return self.packed[ids // panel, :, ids % panel].contiguous()
         out = torch.empty(len(ids), self.num_inputs)
         struct = ctypes.addressof(self.struct)
         load().weight_rows(struct, ids.data_ptr(), len(ids), out.data_ptr())
