@@ -116,9 +116,11 @@ class CpuExecutor:
         logits, shard = output.logits, self.decoder.shard
         if logits is None:
             return np.zeros(0, dtype=np.intc)
-        sample = partial(self.sampler.sample, logits, rows, output.best)
+        if output.best is not None and self.sampler.takes_best(rows):
+            return output.best
+        sample = partial(self.sampler.sample, logits, rows)
         found = sample() if shard is None else shard.sampled(sample, len(rows), logits.device)
-        tokens: np.ndarray = found.to(torch.int32).cpu().numpy()
+        tokens: np.ndarray = found.cpu().numpy().astype(np.intc)
         return tokens
 
     def _finish_chunks(self, chunks: list[Chunk], tokens: np.ndarray, result: StepResult) -> None:

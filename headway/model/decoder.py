@@ -18,7 +18,6 @@ from headway.model.backends.base import (
     LayerWeights,
     ModelWeights,
     PassOutput,
-    WholePass,
 )
 from headway.model.batch import ForwardBatch
 from headway.model.rope import Rope
@@ -136,8 +135,9 @@ class Decoder:
     ) -> PassOutput:
         """A pass with the logits of its sampled rows, in one call of the backend if it has one."""
         forward_pass = self._begin(batch, blocks)
-        if isinstance(forward_pass, WholePass):
-            return forward_pass.run(self._weights)
+        output = forward_pass.run(self._weights)
+        if output is not None:
+            return output
         hidden = self._hidden(forward_pass, batch, None, window_blocks)
         sampled = hidden[batch.sampled_n] if len(batch.sampled_n) else None
         return PassOutput(hidden, None if sampled is None else self.logits(sampled))

@@ -40,6 +40,7 @@ class Sampler:
         self._choose = choose or self._choose_by_settings
         self.device = torch.device(device)
         self.settings: SamplingSettings = np.zeros(num_rows, dtype=SETTINGS_DTYPE)
+        self._others: set[int] = set()  # rows that are not greedy, or have edits or logprobs
         self.processors: dict[int, LogitsProcessor] = {}  # by row, of the requests that need one
         self.grammars = Grammars(vocab_size)
         self.logprobs: dict[int, TokenLogprobs] = {}
@@ -63,12 +64,19 @@ class Sampler:
             -1 if sampling.logprobs is None else sampling.logprobs,
             row in self.processors,
         )
+        self._others.discard(row)
+        if sampling.temperature >= COLDEST or self.needs_host(row):
+            self._others.add(row)
 
-    def sample(self, logits_nv: Tensor, rows: Rows, best_n: Tensor | None = None) -> Tensor:
-        """Choose the next token of each row and record it as generated. [n] int64.
+    def takes_best(self, rows: Rows) -> bool:
+        """Whether the next token of each row is the first with the highest logit, and only that.
 
-        `best_n` are the first tokens with the highest logits, if they are known.
+        Then no state changes with the token, and `sample` need not be called.
         """
+        return not (self._others and self._others.intersection(rows.tolist()))
+
+    def sample(self, logits_nv: Tensor, rows: Rows) -> Tensor:
+        """Choose the next token of each row and record it as generated. [n] int64."""
         settings = self.settings[rows]
         edited = np.flatnonzero(settings["has_processor"])
         choice_nv = logits_nv
@@ -77,9 +85,7 @@ class Sampler:
             for at, row in zip(edited.tolist(), rows[edited].tolist(), strict=True):
                 self.processors[row].apply(choice_nv[at], int(settings["num_generated"][at]))
             self.grammars.mask(choice_nv, logits_nv, rows)
-        if best_n is None or edited.size or (settings["temperature"] >= COLDEST).any():
-            best_n = self._choose(choice_nv, rows).long()
-        chosen_n = best_n
+        chosen_n = self._choose(choice_nv, rows).long()
         self.settings["num_generated"][rows] += 1
         if edited.size:
             self._remember(rows[edited], chosen_n[index(edited, chosen_n)])

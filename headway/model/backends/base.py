@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from headway.model.batch import ForwardBatch
@@ -59,11 +60,14 @@ class ModelWeights:
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """The results of a pass; N sampled rows, V tokens of the vocabulary."""
+    """The results of a pass; N sampled rows, V tokens of the vocabulary.
+
+    Logits may be in a buffer of the backend, which its next pass uses again.
+    """
 
     hidden: Tensor  # [T, hidden], before the final norm
     logits: Tensor | None  # [N, V]; None if no row is sampled
-    best: Tensor | None = None  # [N] int64: the first token with the highest logit, if computed
+    best: np.ndarray | None = None  # [N] intc: the first token with the highest logit, if computed
 
 
 class ForwardPass(Protocol):
@@ -82,13 +86,9 @@ class ForwardPass(Protocol):
             x = self.layer(number, layer, x)
         return x
 
-
-class WholePass(ForwardPass):
-    """A pass that can take its batch through the whole model in one call."""
-
-    def run(self, model: ModelWeights) -> PassOutput:
-        """Embed the batch's tokens, run all layers, and compute logits of the sampled rows."""
-        raise NotImplementedError
+    def run(self, model: ModelWeights) -> PassOutput | None:
+        """Take the batch through the whole model in one call; None if that is not supported."""
+        return None
 
 
 class Backend(Protocol):

@@ -21,7 +21,6 @@ from headway.model.backends.base import (
     ModelWeights,
     PassOutput,
     Weight,
-    WholePass,
 )
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
@@ -65,6 +64,7 @@ class NativeBackend:
         self._layers = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
         self._models = WeakKeyDictionary[ModelWeights, structs.ModelPointers]()
         self._arena = packing.Arena()
+        self._buffers: PassBuffers | None = None  # of the latest pass
         self._is_quantized = is_quantized
         self.shard: Shard | None = None
         self.times: Tensor | None = None  # int64, nanoseconds by part (PARTS), if set
@@ -141,6 +141,13 @@ class NativeBackend:
             found = self._models[model] = structs.ModelPointers(model, epsilon)
         return found
 
+    def buffers(self, config: ModelConfig, rows: int, num_sampled: int) -> PassBuffers:
+        """Buffers that a call of the library uses; one call runs at a time."""
+        found = self._buffers
+        if found is None or not found.fit(config, rows, num_sampled, self.times):
+            found = self._buffers = PassBuffers(config, rows, num_sampled, self.times)
+        return found
+
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
     ) -> ForwardPass:
@@ -162,8 +169,8 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
     return packing.stack(kept) if len(kept) > 1 else kept[0]
 
 
-class NativePass(WholePass):
-    """One batch; its attention tasks and buffers are created once, and all layers use them."""
+class NativePass(ForwardPass):
+    """One batch; all layers use the same arguments and buffers."""
 
     def __init__(
         self,
@@ -174,37 +181,38 @@ class NativePass(WholePass):
         cosine: Tensor,
         sine: Tensor,
     ) -> None:
-        self._backend, self._config, self._batch = backend, config, batch
-        size, rows, num_sampled = config.head_dim, len(batch.tokens_t), len(batch.sampled_n)
+        self._backend, self._config = backend, config
+        rows, size = batch.tokens_t.shape[0], config.head_dim
+        task_rows = MAX_QUERIES // (config.num_heads // config.num_kv_heads)
         cache = structs.CacheStruct(
             blocks.data_ptr(), blocks.stride(0), blocks.stride(1), blocks.stride(2), blocks.shape[4],
             config.num_kv_heads, size,
         )  # fmt: skip
-        space, buffers = Space(rows, _widest(config), backend.times), _buffers(config, rows)
         inputs = (
             cosine, sine, batch.tokens_t, batch.positions_t, batch.slots_t, batch.tables_sw,
-            batch.starts_s, batch.ends_s, batch.sampled_n, torch.empty(rows, 2, dtype=torch.int32),
+            batch.starts_s, batch.ends_s, batch.sampled_n,
         )  # fmt: skip
+        num_sampled = batch.sampled_n.shape[0]
+        self._buffers = buffers = backend.buffers(config, rows, num_sampled)
         self._struct = structs.PassStruct(
-            cache, space.struct, rows, config.num_heads, len(batch.ends_s),
+            cache, buffers.space.struct, rows, config.num_heads, batch.ends_s.shape[0],
             batch.tables_sw.stride(0), num_sampled, *map(Tensor.data_ptr, inputs),
-            0, MAX_QUERIES // (config.num_heads // config.num_kv_heads), 1, 1 / math.sqrt(size),
-            *map(Tensor.data_ptr, buffers),
+            buffers.tasks, 0, task_rows, 1, 1 / math.sqrt(size), *buffers.results,
         )  # fmt: skip
-        self._kept = (blocks, inputs, space, buffers)  # keeps pointers valid
+        self._kept = (blocks, inputs)  # keeps pointers valid
         self._pointer = ctypes.addressof(self._struct)
-        backend.library.divide(self._pointer)
 
     def run(self, model: ModelWeights) -> PassOutput:
-        assert isinstance(model.head, NativeWeight)
-        batch, pointers = self._batch, self._backend.model_pointers(model, self._config.norm_eps)
-        hidden = torch.empty(len(batch.tokens_t), self._config.hidden_size)
-        logits = torch.empty(len(batch.sampled_n), model.head.num_outputs)
-        best = torch.empty(len(logits), dtype=torch.int64)
+        pointers = self._backend.model_pointers(model, self._config.norm_eps)
+        hidden = torch.empty(self._struct.rows, self._config.hidden_size)
+        logits, num_sampled = self._buffers.logits, self._struct.num_sampled
+        best = np.empty(num_sampled, dtype=np.intc)
         self._backend.library.forward(
-            pointers.address, self._pointer, hidden.data_ptr(), logits.data_ptr(), best.data_ptr()
+            pointers.address, self._pointer, hidden.data_ptr(), logits.data_ptr(), best.ctypes.data
         )
-        return PassOutput(hidden, logits, best) if len(best) else PassOutput(hidden, None)
+        if not num_sampled:
+            return PassOutput(hidden, None)
+        return PassOutput(hidden, logits[:num_sampled], best)
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
         struct = self._backend.layer_struct(layer, self._config.norm_eps)
@@ -237,13 +245,24 @@ class Space:
         self.struct = structs.SpaceStruct(threads, start, start + 4 * shared, own, address(times))
 
 
-def _widest(config: ModelConfig) -> int:
-    """The largest number of inputs of a product."""
-    return max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
+class PassBuffers:
+    """Buffers for passes of at most `rows` rows, of which `num_sampled` are sampled."""
 
+    def __init__(
+        self, config: ModelConfig, rows: int, num_sampled: int, times: Tensor | None
+    ) -> None:
+        heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        attended, inner = config.num_heads * size, config.intermediate_size
+        self._config, self._rows, self._times = config, rows, times
+        self.space = Space(rows, max(config.hidden_size, inner, attended), times)
+        self.logits = torch.empty(num_sampled, config.vocab_size)
+        widths = (heads * size, attended, 2 * inner)
+        self._results = [torch.empty(rows, width) for width in widths]
+        self._tasks = torch.empty(rows, 2, dtype=torch.int32)
+        self.results = [each.data_ptr() for each in self._results]
+        self.tasks = self._tasks.data_ptr()
 
-def _buffers(config: ModelConfig, rows: int) -> list[Tensor]:
-    """Buffers for the intermediate results of a layer."""
-    heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
-    widths = (heads * size, config.num_heads * size, 2 * config.intermediate_size)
-    return [torch.empty(rows, width) for width in widths]
+    def fit(self, config: ModelConfig, rows: int, num_sampled: int, times: Tensor | None) -> bool:
+        is_same = config is self._config and times is self._times
+        is_large = rows <= self._rows and num_sampled <= self.logits.shape[0]
+        return is_same and is_large and self.space.struct.threads == torch.get_num_threads()

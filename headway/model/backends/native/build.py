@@ -29,7 +29,6 @@ OPENMP = "-fopenmp"  # without it, as with Apple's compiler, team.c starts threa
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 SIGNATURES = {
     "layout": [POINTER],
-    "divide": [POINTER],
     "forward": [POINTER, POINTER, POINTER, POINTER, POINTER],
     "layer": [POINTER, INTEGER, POINTER, POINTER],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, REAL, POINTER, INTEGER, POINTER],

@@ -153,6 +153,19 @@ static Cache cache_of(const Pass *pass, int64_t layer) {
     return cache;
 }
 
+/* Divide the attention of a pass into tasks of at most task_rows rows of a sequence. If these are few,
+   split the query heads too. */
+static void divide(Pass *pass) {
+    const int64_t group = pass->heads / pass->cache.heads;
+    pass->num_tasks = 0;
+    for (int64_t s = 0; s < pass->sequences; s++)
+        for (int64_t m = pass->starts[s]; m < pass->starts[s + 1]; m += pass->task_rows) {
+            int32_t *task = pass->tasks + 2 * pass->num_tasks++;
+            task[0] = (int32_t)s, task[1] = (int32_t)m;
+        }
+    pass->split = pass->num_tasks * pass->cache.heads < 4 * pass->space.threads ? group : 1;
+}
+
 /* Row `id` of weights, as floats. */
 static void weight_row(const Weight *w, int64_t id, float *y) {
     if (w->bits == 32) panel_row(id, w->inputs, w->panels, y);
@@ -164,13 +177,13 @@ static void weight_row(const Weight *w, int64_t id, float *y) {
 
 /* The logits of the sampled rows of x, and the first token with the highest logit of each. */
 static void share_head(Member *me, const Model *model, const Pass *p, const float *x, float *logits,
-                       int64_t *best) {
+                       int32_t *best) {
     const Input normed = {.x = x, .norm = model->norm, .epsilon = model->epsilon, .rows = p->sampled};
     const int64_t N = model->head.outputs;
     share_multiply(me, &normed, p->num_sampled, &model->head, logits, 0, &p->space);
     mark(me, &p->space, HEAD);
     for (int64_t m; (m = next_task(me, p->num_sampled)) >= 0;)
-        best[m] = first_largest(logits + m * N, N);
+        best[m] = (int32_t)first_largest(logits + m * N, N);
     mark(me, &p->space, CHOICE);
 }
 
@@ -179,7 +192,7 @@ typedef struct {
     const Model *model;
     const Pass *pass;
     float *x, *logits;
-    int64_t *best;
+    int32_t *best;
 } ForwardCall;
 
 static void run_forward(Member *me, const void *call) {
@@ -200,22 +213,10 @@ static void run_forward(Member *me, const void *call) {
 
 /* Take a batch through the whole model with one team of threads: the hidden states x[M, hidden] after
    the last layer, and of the sampled rows the logits and the most probable tokens. */
-void forward(const Model *model, const Pass *pass, float *x, float *logits, int64_t *best) {
+void forward(const Model *model, Pass *pass, float *x, float *logits, int32_t *best) {
+    divide(pass);
     const ForwardCall call = {model, pass, x, logits, best};
     run_team(pass->space.threads, run_forward, &call);
-}
-
-/* Divide the attention of a pass into tasks of at most task_rows rows of a sequence. If these are few,
-   split the query heads too. */
-void divide(Pass *pass) {
-    const int64_t group = pass->heads / pass->cache.heads;
-    pass->num_tasks = 0;
-    for (int64_t s = 0; s < pass->sequences; s++)
-        for (int64_t m = pass->starts[s]; m < pass->starts[s + 1]; m += pass->task_rows) {
-            int32_t *task = pass->tasks + 2 * pass->num_tasks++;
-            task[0] = (int32_t)s, task[1] = (int32_t)m;
-        }
-    pass->split = pass->num_tasks * pass->cache.heads < 4 * pass->space.threads ? group : 1;
 }
 
 typedef struct {
@@ -231,7 +232,8 @@ static void run_layer(Member *me, const void *call) {
 }
 
 /* Run one layer on x[M, hidden] in place; `number` is its place in the KV blocks. */
-void layer(const Layer *layer, int64_t number, const Pass *pass, float *x) {
+void layer(const Layer *layer, int64_t number, Pass *pass, float *x) {
+    divide(pass);
     const LayerCall call = {layer, pass, cache_of(pass, number), x};
     run_team(pass->space.threads, run_layer, &call);
 }
@@ -255,65 +257,6 @@ void multiply(const Weight *w, const float *x, int64_t M, const float *norm, dou
               int64_t adds, const Space *space) {
     const MultiplyCall call = {{x, norm, epsilon, 0, 0}, M, w, y, adds, space};
     run_team(space->threads, run_multiply, &call);
-}
-
-/* The steps of a layer one by one, for models that are divided among processes. */
-
-typedef struct {
-    Input in;
-    int64_t M, K;
-    float *y;
-} RowsCall;
-
-static void run_rows(Member *me, const void *call) {
-    const RowsCall *c = call;
-    for (int64_t m; (m = next_task(me, c->M)) >= 0;) input_row(&c->in, m, c->K, c->y + m * c->K);
-}
-
-/* y[M, K] = x / (root mean square of its row) * weight. */
-void rms_norm(const float *x, const float *weight, int64_t M, int64_t K, double epsilon, float *y,
-              int64_t threads) {
-    const RowsCall call = {{x, weight, epsilon, 0, 0}, M, K, y};
-    run_team(M > 4 ? threads : 1, run_rows, &call);
-}
-
-/* y[M, K] = silu(x[M, :K]) * x[M, K:]. */
-void silu_multiply(const float *x, int64_t M, int64_t K, float *y, int64_t threads) {
-    const RowsCall call = {{x, 0, 0, 1, 0}, M, K, y};
-    run_team(M > 4 ? threads : 1, run_rows, &call);
-}
-
-typedef struct {
-    const Pass *pass;
-    Cache cache;
-    const float *q_norm, *k_norm;
-    double epsilon;
-    float *qkv, *out;
-} StepCall;
-
-static void run_rotate_and_store(Member *me, const void *call) {
-    const StepCall *c = call;
-    const Pass *p = c->pass;
-    share_rotate_and_store(me, c->qkv, p->rows, p->heads, p->cosine, p->sine, p->positions,
-                           c->q_norm, c->k_norm, c->epsilon, p->slots, &c->cache);
-}
-
-void rotate_and_store(const Pass *pass, int64_t layer, float *qkv, const float *q_norm,
-                      const float *k_norm, double epsilon) {
-    const StepCall call = {pass, cache_of(pass, layer), q_norm, k_norm, epsilon, qkv, 0};
-    run_team(pass->rows > 4 ? pass->space.threads : 1, run_rotate_and_store, &call);
-}
-
-static void run_attention(Member *me, const void *call) {
-    const StepCall *c = call;
-    const Pass *p = c->pass;
-    share_attention(me, c->qkv, p->heads, &c->cache, p->tables, p->table_width, p->starts, p->ends,
-                    p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, c->out);
-}
-
-void attention(const Pass *pass, int64_t layer, float *qkv, float *out) {
-    const StepCall call = {pass, cache_of(pass, layer), 0, 0, 0, qkv, out};
-    run_team(pass->space.threads, run_attention, &call);
 }
 
 /* Rows `ids` of weights, as floats: the embeddings of tokens. */
