@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,6 +26,7 @@ from headway.model.backends.base import (
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
+from headway.model.backends.native.forms import Forms, can_be_wide, matrix_of
 from headway.model.backends.native.weights import GROUP, NativeWeight, address, layout
 from headway.model.backends.split import SplitPass
 from headway.model.batch import ForwardBatch
@@ -59,13 +61,14 @@ class NativeBackend:
 
     uses_rope_table, supports_padding = True, False
 
-    def __init__(self, *, is_quantized: bool = False) -> None:
+    def __init__(self, *, is_quantized: bool = False, forms: Forms | None = None) -> None:
+        """`forms` are those of quantized matrices where they differ from the default."""
         self.library = load()
         self._layers = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
         self._models = WeakKeyDictionary[ModelWeights, structs.ModelPointers]()
         self._arena = packing.Arena()
         self._buffers: PassBuffers | None = None  # of the latest pass
-        self._is_quantized = is_quantized
+        self._is_quantized, self._forms = is_quantized, forms or {}
         self.shard: Shard | None = None
         self.times: Tensor | None = None  # int64, nanoseconds by part (PARTS), if set
         self.name = "native quantized" if is_quantized else "native float32"
@@ -75,16 +78,17 @@ class NativeBackend:
         bias = torch.cat([checkpoint.read(name).float() for name in biases]) if biases else None
         matrices = [f"{name}.weight" for name in names]
         width = checkpoint.shape(matrices[0])[1]
-        if self._is_quantized and self._can_be_wide(width):
-            packed = packing.pack_wide(_floats(checkpoint, matrices), bias)
-        elif self._is_quantized and width % GROUP == 0:
-            packed = packing.pack_groups(_groups(checkpoint, matrices), bias)
-        else:
+        wanted = self._forms.get(matrix_of(names[0]))
+        if not (self._is_quantized and width % GROUP == 0):
             packed = packing.pack_floats(_floats(checkpoint, matrices), bias)
+        elif can_be_wide(width) and (wanted is None or wanted.group > GROUP):
+            packed = packing.pack_wide(_floats(checkpoint, matrices), bias)
+        else:
+            groups = _groups(checkpoint, matrices)
+            if wanted is not None and wanted.bits == 8 and groups.bits == 4:
+                groups = replace(groups, bits=5)  # the same numbers, one in each byte
+            packed = packing.pack_groups(groups, bias)
         return packed.placed(self._arena)
-
-    def _can_be_wide(self, width: int) -> bool:
-        return layout().wide_group > 0 and width % layout().wide_group == 0
 
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
         return checkpoint.read(name).float().contiguous()
