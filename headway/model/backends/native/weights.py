@@ -23,6 +23,7 @@ BYTE_PRODUCTS = (
     "AVX2",
     "AVX-512 VNNI",
     "AVX-512 VNNI and AMX",
+    "Arm dot products and 8-bit matrix products (i8mm), weights in 8-bit groups of 64",
 )
 LINE = 64  # bytes of a cache line
 CHUNK = 1 << 25  # bytes
