@@ -10,7 +10,7 @@ ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsi
     vec squares = {0};
     float rest = 0;
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i + LANES <= n; i += LANES) squares = multiply_add(load(x + i), load(x + i), squares);
     for (; i < n; i++) rest += x[i] * x[i];
     float factor = 1.0f / sqrtf((sum(squares) + rest) / (float)n + epsilon);
     for (i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
@@ -138,7 +138,8 @@ ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D
         for (int64_t d = 0; d < D; d += LANES) {
             vec part = load(q + d);
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) sums[i] += part * load(keys[first + i] + d);
+            for (int i = 0; i < LANES; i++)
+                sums[i] = multiply_add(part, load(keys[first + i] + d), sums[i]);
         }
         store(out + first, sums_of(sums) * scale);
     }
@@ -158,7 +159,8 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
         for (int v = 0; v < vecs; v++) {
             vec value = load(from + v * LANES);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sums[r][v] += weights[r][j] * value;
+            for (int r = 0; r < rows; r++)
+                sums[r][v] = multiply_add(splat(weights[r][j]), value, sums[r][v]);
         }
     }
 #pragma GCC unroll 4

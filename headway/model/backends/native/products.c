@@ -24,7 +24,8 @@ ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w,
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) sums[r][v] += x[r * stride + k] * b[v];
+            for (int v = 0; v < VECS; v++)
+                sums[r][v] = multiply_add(splat(x[r * stride + k]), b[v], sums[r][v]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)

@@ -44,8 +44,8 @@ static void round_row(const float *x, QuantizedRows to) {
 /* Add one group to some outputs of a row, in the order that all variants of the product use. */
 ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, QuantizedRows x, int64_t at) {
     vec part = dots * x.steps[at];
-    sums += part * scale;
-    sums += minimum * x.totals[at];
+    sums = multiply_add(part, scale, sums);
+    sums = multiply_add(minimum, splat(x.totals[at]), sums);
     return sums;
 }
 
