@@ -190,7 +190,7 @@ def byte_products() -> str:
 
 
 def probe_products(checkpoint: Checkpoint) -> list[MatrixProbe]:
-    """Benchmark the forms of a model's quantized matrices on this CPU; takes about a second."""
+    """Benchmark the forms of a model's quantized matrices on this CPU; takes about two seconds."""
     return probe_forms(checkpoint, native.NativeBackend().linear)
 
 

@@ -63,8 +63,9 @@ ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-/* For rows qkv[M, (H + 2 G) D]: normalize q and k if there are norm weights, rotate them in place by
-   the angles of their positions, and store k and v in their slots (block * block_size + offset; negative: do not store). */
+/* For rows qkv[M, (H + 2 G) D]: normalize q and k if there are norm weights, rotate them in place
+   by the angles of their positions, and store k and v in their slots (block * block_size + offset;
+   negative: do not store). */
 static void share_rotate_and_store(Member *me, float *qkv, int64_t M, int64_t H, const float *cosine,
                                    const float *sine, const int64_t *positions,
                                    const float *q_norm, const float *k_norm, double epsilon,

@@ -135,7 +135,7 @@ def forms_of(num_inputs: int, file_bits: int | None) -> list[Form]:
 def probe(checkpoint: Checkpoint, multiply: Multiply) -> list[MatrixProbe]:
     """Measure products with random weights in the shapes of a model's first layer and head.
 
-    Takes about a second. `multiply` computes the product of rows and a weight.
+    Takes about two seconds. `multiply` computes the product of rows and a weight.
     """
     config, found = checkpoint.config, []
     for matrix in MATRICES:
