@@ -7,10 +7,10 @@ machine    bandwidth_gb_s (reads) and gmac_s (a large fp32 product of torch) are
            cached_gmac_s is the rate of our products of 128 rows with weights in the first cache
 steps      by quantization and batch size, means over the decoding steps of 128-token prompts:
   step_ms    a whole step of the engine
-  parts_ms   where it goes. preparation: norms, gates and quantization of inputs; rotation: rotary
-             positions and writes to the KV cache; head: the final norm and the output product;
-             inputs: embeddings, rotary tables and arguments of the pass; host: everything outside
-             the model (scheduler, batch, sampling)
+  parts_ms   where it goes. preparation: embeddings, norms, gates and quantization of inputs;
+             rotation: rotary positions and writes to the KV cache; head: the output product;
+             choice: the most probable tokens; arguments: those of the one call that runs all these;
+             host: everything outside the model (scheduler, batch, sampling)
   products   by matrix: [outputs, inputs], bytes read per step and the rates that were reached
 """
 
@@ -50,25 +50,20 @@ class Clocks:
         if not isinstance(backend, NativeBackend):
             raise SystemExit(f"the native kernels are not used, but {backend.name}")
         self.inside = backend.times = torch.zeros(len(PARTS), dtype=torch.int64)
-        self.head = self.forward = 0.0
-        self._wrap("logits", "head")
-        self._wrap("forward", "forward")
+        self.whole, run = 0.0, self.decoder.run
 
-    def _wrap(self, method: str, clock: str) -> None:
-        inner = getattr(self.decoder, method)
-
-        def timed(*arguments: Any) -> Any:
+        def timed(*arguments: Any, **options: Any) -> Any:
             begun = perf_counter()
-            result = inner(*arguments)
-            setattr(self, clock, getattr(self, clock) + perf_counter() - begun)
+            result = run(*arguments, **options)
+            self.whole += perf_counter() - begun
             return result
 
-        setattr(self.decoder, method, timed)
+        self.decoder.run = timed
 
     def read(self) -> Figures:
         """Seconds by part."""
         inside = dict(zip(PARTS, (self.inside / 1e9).tolist(), strict=True))
-        return {**inside, "head": self.head, "inputs": self.forward - sum(inside.values())}
+        return {**inside, "arguments": self.whole - sum(inside.values())}
 
 
 def profile(llm: LLM, clocks: Clocks, prompts: list[list[int]]) -> Figures:

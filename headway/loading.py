@@ -134,7 +134,9 @@ def load(
     with ended_on_error(ranks):
         if ranks is not None:
             precision = ranks.spec.precision
-        backend = choose_backend(checkpoint.config, precision, device, kv_dtype, options.attention)
+        backend = choose_backend(
+            checkpoint.config, precision, device, kv_dtype, options.attention, checkpoint
+        )
         shard = ranks.connect(checkpoint.config) if ranks else None
         title = _with_title(progress, f"loading {model}")
         decoder = load_decoder(checkpoint, backend, device, title, shard)

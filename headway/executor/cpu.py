@@ -19,6 +19,7 @@ from headway.executor.pooling import Pooler
 from headway.executor.row_table import RowTable
 from headway.executor.sampling.logprobs import ExtraOutputs
 from headway.executor.sampling.sampler import Sampler
+from headway.model.backends.base import PassOutput
 from headway.model.decoder import Decoder
 from headway.plan import Chunk, Column, Copy, Plan, StepResult
 
@@ -92,30 +93,34 @@ class CpuExecutor:
             return
         batch = self.rows.batch(plan.rows, chunks)
         begun = time.perf_counter()
-        hidden = self.decoder.forward(batch, self.device_blocks, window_blocks=self.window_blocks)
-        logits = self.decoder.logits(hidden[batch.sampled_n]) if len(batch.sampled_n) else None
+        output = self.decoder.run(batch, self.device_blocks, window_blocks=self.window_blocks)
         self.model_seconds += time.perf_counter() - begun
-        last = [chunk for chunk in chunks if chunk.is_last]
-        first_tokens = np.array([chunk.request.row for chunk in last], dtype=np.intp)
-        rows = np.concatenate([plan.rows, first_tokens])
-        tokens = self._sample(logits, rows)
+        last = [chunk.request for chunk in chunks if chunk.is_last]
+        num_decodes, rows = len(plan.decodes), plan.rows
+        if last:
+            first_tokens = np.array([request.row for request in last], dtype=np.intp)
+            rows = np.concatenate([rows, first_tokens])
+        tokens = self._sample(output, rows)
         if plan.decodes:
-            column: Column = tokens[: len(plan.decodes)]
+            column: Column = tokens[:num_decodes]
             result.decode_tokens.append(column)
-            self.rows.advance(plan.rows, tokens[: len(plan.decodes)])
-        self._finish_chunks(chunks, tokens[len(plan.decodes) :], result)
-        requests = (*plan.decodes, *(chunk.request for chunk in last))
-        extras.add_logprobs(self.sampler.take_logprobs(), requests)
-        starts = batch.starts_s[len(plan.decodes) : -1].tolist()
-        extras.score_prompts(self.decoder, chunks, hidden, starts)
-        extras.embeddings |= self.pooler.pool(self.decoder, chunks, hidden, starts)
+            self.rows.advance(plan.rows, tokens[:num_decodes])
+        extras.add_logprobs(self.sampler.take_logprobs(), (*plan.decodes, *last))
+        if chunks:
+            self._finish_chunks(chunks, tokens[num_decodes:], result)
+            starts = batch.starts_s[num_decodes:-1].tolist()
+            extras.score_prompts(self.decoder, chunks, output.hidden, starts)
+            extras.embeddings |= self.pooler.pool(self.decoder, chunks, output.hidden, starts)
 
-    def _sample(self, logits: Tensor | None, rows: np.ndarray) -> np.ndarray:
+    def _sample(self, output: PassOutput, rows: np.ndarray) -> np.ndarray:
+        logits, shard = output.logits, self.decoder.shard
         if logits is None:
             return np.zeros(0, dtype=np.intc)
-        sample, shard = partial(self.sampler.sample, logits, rows), self.decoder.shard
+        if output.best is not None and self.sampler.takes_best(rows):
+            return output.best
+        sample = partial(self.sampler.sample, logits, rows)
         found = sample() if shard is None else shard.sampled(sample, len(rows), logits.device)
-        tokens: np.ndarray = found.to(torch.int32).cpu().numpy()
+        tokens: np.ndarray = found.cpu().numpy().astype(np.intc)
         return tokens
 
     def _finish_chunks(self, chunks: list[Chunk], tokens: np.ndarray, result: StepResult) -> None:

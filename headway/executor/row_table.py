@@ -54,35 +54,41 @@ class RowTable:
 
         A row at its limit still decodes with the others, but its key and value are not stored.
         """
-        size, lengths = self.block_size, self.lengths[rows]
-        positions = np.minimum(lengths, self.limits[rows] - 1)
-        slots = self.tables[rows, positions // size].astype(np.int64) * size + positions % size
-        slots[lengths >= self.limits[rows]] = -1
-        parts = [(self.last[rows], positions, slots)] + [self._chunk(chunk) for chunk in chunks]
-        tokens, all_positions, all_slots = (
-            np.concatenate(column) for column in zip(*parts, strict=True)
-        )
-        counts = [1] * len(rows) + [chunk.end - chunk.start for chunk in chunks]
-        starts = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=starts[1:])
-        ends = _joined(positions + 1, [chunk.end for chunk in chunks], np.int32)
-        row_ids = _joined(rows, [chunk.request.row for chunk in chunks], np.intp)
-        width = -(-int(ends.max(initial=1)) // size)
-        is_sampled = [True] * len(rows) + [chunk.is_last for chunk in chunks]
+        columns, num_rows = self._decodes(rows), len(rows)
+        starts, sampled = np.arange(num_rows + 1, dtype=np.int32), np.arange(num_rows)
+        ends, row_ids = (columns[1] + 1).astype(np.int32), rows
+        if chunks:
+            columns = tuple(
+                map(np.concatenate, zip(columns, *map(self._chunk, chunks), strict=True))
+            )
+            lengths = np.array([chunk.end - chunk.start for chunk in chunks])
+            starts = _joined(starts, num_rows + np.cumsum(lengths))
+            ends = _joined(ends, [chunk.end for chunk in chunks])
+            row_ids = _joined(rows, [chunk.request.row for chunk in chunks])
+            is_last = np.array([chunk.is_last for chunk in chunks])
+            sampled = _joined(sampled, starts[num_rows + 1 :][is_last] - 1)
+        tokens, positions, slots = map(torch.from_numpy, columns)
+        width = -(-int(ends.max(initial=1)) // self.block_size)
         batch = ForwardBatch(
-            tokens_t=torch.from_numpy(tokens),
-            positions_t=torch.from_numpy(all_positions),
-            slots_t=torch.from_numpy(all_slots),
+            tokens_t=tokens,
+            positions_t=positions,
+            slots_t=slots,
             tables_sw=torch.from_numpy(self.tables[row_ids, :width]),
             starts_s=torch.from_numpy(starts),
             ends_s=torch.from_numpy(ends),
-            sampled_n=torch.from_numpy(
-                starts[1:][np.array(is_sampled, dtype=bool)].astype(np.int64) - 1
-            ),
+            sampled_n=torch.from_numpy(sampled),
         )
         if self.window is not None:
-            batch.windowed = self._windowed(batch, row_ids, np.repeat(row_ids, counts))
+            batch.windowed = self._windowed(batch, row_ids, np.repeat(row_ids, np.diff(starts)))
         return batch
+
+    def _decodes(self, rows: Rows) -> tuple[np.ndarray, ...]:
+        """Token, position and slot of each row's next token."""
+        size, lengths, limits = self.block_size, self.lengths[rows], self.limits[rows]
+        positions = np.minimum(lengths, limits - 1)
+        slots = self.tables[rows, positions // size].astype(np.int64) * size + positions % size
+        slots[lengths >= limits] = -1
+        return self.last[rows], positions, slots
 
     def _windowed(
         self, batch: ForwardBatch, row_ids: np.ndarray, row_of_token: np.ndarray
@@ -118,5 +124,5 @@ class RowTable:
         self.lengths[rows] = np.minimum(self.lengths[rows] + 1, self.limits[rows])
 
 
-def _joined(first: np.ndarray, second: list[int], kind: type) -> np.ndarray:
-    return np.concatenate([first, np.array(second, dtype=kind)]).astype(kind, copy=False)
+def _joined(first: np.ndarray, second: np.ndarray | list[int]) -> np.ndarray:
+    return np.concatenate([first, np.asarray(second, dtype=first.dtype)])

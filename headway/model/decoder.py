@@ -12,7 +12,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import Backend, ForwardPass, LayerWeights
+from headway.model.backends.base import (
+    Backend,
+    ForwardPass,
+    LayerWeights,
+    ModelWeights,
+    PassOutput,
+)
 from headway.model.batch import ForwardBatch
 from headway.model.rope import Rope
 from headway.model.weights.checkpoint import Checkpoint
@@ -46,6 +52,9 @@ class Decoder:
         # The place of each layer in the KV blocks of its kind.
         self._places = [kinds[:number].count(kind) for number, kind in enumerate(kinds)]
         self._rope_table: tuple[Tensor, Tensor] | None = None
+        self._weights = ModelWeights(
+            embedding=self.embedding, layers=self.layers, norm=self.norm, head=self.head
+        )
 
     def _inverse_frequencies(self, rope: Rope) -> Tensor:
         found = torch.from_numpy(rope.inverse_frequencies(self.config.head_dim))
@@ -95,8 +104,19 @@ class Decoder:
 
         `window_blocks` are the KV blocks of the sliding-window layers, if the model has such layers.
         """
+        return self._hidden(self._begin(batch, blocks), batch, watch, window_blocks)
+
+    def _begin(self, batch: ForwardBatch, blocks: Tensor) -> ForwardPass:
+        return self.backend.begin(self.config, batch, blocks, *self._rope(batch, blocks.shape[4]))
+
+    def _hidden(
+        self,
+        forward_pass: ForwardPass,
+        batch: ForwardBatch,
+        watch: Callable[[int, Tensor], None] | None,
+        window_blocks: Tensor | None,
+    ) -> Tensor:
         x = self._embedded(batch.tokens_t)
-        forward_pass = self.backend.begin(self.config, batch, blocks, *self._rope(batch))
         if watch is None and window_blocks is None:
             return forward_pass.layers(self.layers, x)
         window_pass = forward_pass
@@ -109,6 +129,18 @@ class Decoder:
             if watch:
                 watch(number, x)
         return x
+
+    def run(
+        self, batch: ForwardBatch, blocks: Tensor, *, window_blocks: Tensor | None = None
+    ) -> PassOutput:
+        """A pass with the logits of its sampled rows, in one call of the backend if it has one."""
+        forward_pass = self._begin(batch, blocks)
+        output = forward_pass.run(self._weights)
+        if output is not None:
+            return output
+        hidden = self._hidden(forward_pass, batch, None, window_blocks)
+        sampled = hidden[batch.sampled_n] if len(batch.sampled_n) else None
+        return PassOutput(hidden, None if sampled is None else self.logits(sampled))
 
     def _begin_windowed(self, batch: ForwardBatch, blocks: Tensor) -> ForwardPass:
         """A pass through the sliding-window layers."""
@@ -145,12 +177,16 @@ class Decoder:
         found = rows(tokens_t) if self.shard is None else self.shard.embed(rows, tokens_t)
         return found if scale == 1.0 else found * torch.tensor(scale, dtype=found.dtype)
 
-    def _rope(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+    def _rope(self, batch: ForwardBatch, block_size: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, of every token or, if the backend looks them up, of every position."""
         if not self.backend.uses_rope_table:
             return _cos_sin(batch.positions_t, self._frequencies, self.config.rope.scale)
-        if self._rope_table is None:
-            positions = torch.arange(self.config.max_model_len, device=self._frequencies.device)
+        length = self.config.max_model_len
+        if not self.backend.supports_padding:  # a captured pass keeps the table's address
+            num_positions = batch.tables_sw.shape[1] * block_size  # limits those of the batch
+            length = min(length, 1 << max(10, num_positions.bit_length()))
+        if self._rope_table is None or len(self._rope_table[0]) < length:
+            positions = torch.arange(length, device=self._frequencies.device)
             self._rope_table = _cos_sin(positions, self._frequencies, self.config.rope.scale)
         return self._rope_table
 

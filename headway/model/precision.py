@@ -18,11 +18,13 @@ from headway.errors import ConfigError
 from headway.model.backends.base import Backend
 from headway.model.backends.native import backend as native
 from headway.model.backends.native.build import NativeUnavailable, load
+from headway.model.backends.native.forms import MatrixProbe
+from headway.model.backends.native.forms import probe as probe_forms
 from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
-from headway.model.weights.checkpoint import DummyCheckpoint
+from headway.model.weights.checkpoint import Checkpoint, DummyCheckpoint
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 QUANTIZATIONS = ("none", "int8", "auto")
@@ -54,19 +56,27 @@ def choose_backend(
     device: torch.device | str = "cpu",
     kv_dtype: torch.dtype | None = None,
     attention: str = "triton",
+    checkpoint: Checkpoint | None = None,
 ) -> Backend:
-    """The backend for a precision; on a CPU the native kernels, if they can be built and used."""
+    """The backend for a precision; on a CPU the native kernels, if they can be built and used.
+
+    If the precision is FASTEST and turns out to be int8, the forms of the checkpoint's matrices are
+    chosen by their speed too.
+    """
     device = torch.device(device)
     if device.type == "cuda":
         if config.plain_only:
             raise ConfigError(f"{config.plain_only}, which runs on CPUs only; use --device cpu")
         return _gpu_backend(getattr(torch, precision), device, kv_dtype, attention)
-    precision = measured_precision(config, precision)
+    wanted, precision = precision, measured_precision(config, precision)
     if precision in ("bfloat16", "float16"):
         return PlainBackend(getattr(torch, precision))
     reason = why_not_native(config)
     if reason is None:
-        return native.NativeBackend(is_quantized=precision == "int8")
+        forms = None
+        if wanted == FASTEST and precision == "int8" and checkpoint is not None:
+            forms = {each.matrix: each.chosen for each in probe_products(checkpoint)}
+        return native.NativeBackend(is_quantized=precision == "int8", forms=forms)
     if precision == "int8":
         raise ConfigError(f"quantization int8 needs the native kernels: {reason}")
     return PlainBackend()
@@ -177,6 +187,11 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
 def byte_products() -> str:
     """The instructions that the native kernels use for quantized weights."""
     return layout().byte_products
+
+
+def probe_products(checkpoint: Checkpoint) -> list[MatrixProbe]:
+    """Benchmark the forms of a model's quantized matrices on this CPU; takes about two seconds."""
+    return probe_forms(checkpoint, native.NativeBackend().linear)
 
 
 def fastest(results: list[ProbeResult]) -> str:

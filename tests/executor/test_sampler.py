@@ -335,6 +335,16 @@ def test_greedy_takes_the_first_of_the_largest() -> None:
     assert sampler_of(samplings, 4).sample(logits, np.arange(3)).tolist() == [1, 0, 3]
 
 
+@pytest.mark.parametrize(
+    "other", [{"temperature": 1.0, "seed": 1}, {"logit_bias": {7: 100.0}}, {"logprobs": 0}]
+)
+def test_only_plain_greedy_rows_take_the_best_token(other: dict[str, Any]) -> None:
+    sampler = sampler_of([None, Sampling(temperature=0, seed=3), Sampling(**other)], 9)
+    assert sampler.takes_best(np.arange(2)) and not sampler.takes_best(np.arange(3))
+    sampler.add_request(2, a_request(None), [0])
+    assert sampler.takes_best(np.arange(3))
+
+
 def test_no_rows_yield_no_tokens() -> None:
     assert sampler_of([None], 4).sample(torch.zeros(0, 4), np.zeros(0, dtype=np.intp)).shape == (0,)
 

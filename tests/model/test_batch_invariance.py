@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headway.model.backends.base import PassOutput
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.backend import NativeBackend
 from headway.model.backends.plain import PlainBackend
@@ -115,7 +116,11 @@ def logits_in_batches(
             for s, step in zip(chosen, steps, strict=True)
         ]
         batch = real.batch_of(parts, block_size)
-        logits = model.logits(model.forward(batch, blocks))
+        batch.sampled_n = torch.arange(len(batch.tokens_t))
+        output = model.run(batch, blocks)
+        assert output.logits is not None and output.best is not None
+        logits = output.logits.clone()
+        assert output.best.tolist() == logits.argmax(-1).tolist()
         for s, rows in zip(
             chosen, torch.split(logits, [len(part[0]) for part in parts]), strict=True
         ):
@@ -163,6 +168,34 @@ def test_logits_do_not_depend_on_the_number_of_threads() -> None:
             finally:
                 torch.set_num_threads(before)
         assert torch.equal(*found), precision
+
+
+@pytest.mark.parametrize("vocab_size", [3, 131, 600])
+def test_the_best_token_is_the_first_with_the_highest_logit(vocab_size: int) -> None:
+    """Repeated rows of the head give equal logits."""
+
+    class Repeating(DummyCheckpoint):
+        def read(self, name: str) -> Tensor:
+            found = super().read(name)
+            if name == "lm_head.weight":
+                found = found[torch.arange(vocab_size) % (vocab_size // 2 + 1)]
+            return found
+
+    model = Decoder(Repeating(sizes(2, 1, 32, vocab_size=vocab_size)), NativeBackend())
+    batch = real.whole([1, 2, 0, 1, 1])
+    batch.sampled_n = torch.tensor([4, 0, 2])
+    output, hidden = run_whole(model, batch), model.forward(batch, real.blocks_for(model, 5))
+    assert output.logits is not None and output.best is not None
+    assert torch.equal(output.hidden, hidden)
+    assert torch.equal(output.logits, model.logits(hidden[batch.sampled_n]))
+    assert output.best.tolist() == output.logits.numpy().argmax(-1).tolist()
+    batch.sampled_n = batch.sampled_n[:0]
+    output = run_whole(model, batch)
+    assert output.logits is output.best is None and torch.equal(output.hidden, hidden)
+
+
+def run_whole(model: Decoder, batch: ForwardBatch) -> PassOutput:
+    return model.run(batch, real.blocks_for(model, len(batch.tokens_t)))
 
 
 def test_two_decoders_can_share_a_backend() -> None:
@@ -328,14 +361,15 @@ OnBackend = tuple[Any, Tensor]  # a pass that can run the steps of a layer, and 
 def on_both_backends(config: ModelConfig, batch: ForwardBatch, blocks: Tensor) -> list[OnBackend]:
     """The same batch and cache on the native backend in float32 and the plain one in float64."""
     generator = _generator(int(batch.ends_s.sum()))
-    angles = torch.rand(len(batch.tokens_t), config.head_dim // 2, generator=generator) * 6
+    angles = torch.rand(config.max_model_len, config.head_dim // 2, generator=generator) * 6
     pair: list[OnBackend] = []
     for backend, kind in (
         (NativeBackend(), torch.float32),
         (PlainBackend(torch.float64), torch.float64),
     ):
         copy = blocks.to(kind, copy=True)
-        pair.append((backend.begin(config, batch, copy, angles.cos(), angles.sin()), copy))
+        own = angles if backend.uses_rope_table else angles[batch.positions_t]
+        pair.append((backend.begin(config, batch, copy, own.cos(), own.sin()), copy))
     return pair
 
 

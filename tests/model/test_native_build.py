@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from headway.model.backends.native import build
-from headway.model.backends.native.weights import layout
+from headway.model.backends.native.backend import NativeBackend
+from headway.model.backends.native.weights import layout, pack_wide
 from headway.model.precision import why_not_native
 
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
@@ -55,11 +56,26 @@ def check_source(options: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+# The 8-bit matrix instruction of newer Arm CPUs, as C.
+MATRIX_PRODUCT = """
+#if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
+#include <arm_neon.h>
+#define __ARM_FEATURE_MATMUL_INT8 1
+static inline int32x4_t vmmlaq_s32(int32x4_t sums, int8x16_t a, int8x16_t b) {
+    for (int i = 0; i < 32; i++) sums[i / 8] += a[i / 16 * 8 + i % 8] * b[i / 8 % 2 * 8 + i % 8];
+    return sums;
+}
+#endif
+"""
+
+
 @needs_compiler
-def test_the_library_runs_without_openmp(tmp_path: Path) -> None:
-    """As with Apple's compiler, which has no OpenMP: the threads are started by team.c."""
-    target = tmp_path / "kernels.so"
+def test_the_library_runs_without_openmp_and_with_matrix_instructions(tmp_path: Path) -> None:
+    """Apple's compiler has no OpenMP, and its CPUs have these instructions: equal bits there."""
+    target, emulation = tmp_path / "kernels.so", tmp_path / "emulation.h"
+    emulation.write_text(MATRIX_PRODUCT, encoding="utf-8")
     flags = [flag if flag != "-O3" else "-O1" for flag in build.FLAGS]
+    flags += ["-include", str(emulation)]
     command = ["gcc", *flags, "-shared", "-o", str(target), str(build.SOURCE), "-pthread", "-lm"]
     subprocess.run(command, check=True)
     other = build.with_signatures(ctypes.CDLL(str(target)))
@@ -68,6 +84,13 @@ def test_the_library_runs_without_openmp(tmp_path: Path) -> None:
     for library, y in ((build.load(), ours), (other, theirs)):
         library.rms_norm(x.data_ptr(), norm.data_ptr(), 64, 96, 1e-5, y.data_ptr(), 3)
     torch.testing.assert_close(ours, theirs)
+    if layout().wide_group:
+        backend, reference = NativeBackend(), NativeBackend()
+        backend.library = other
+        weight, rows = pack_wide(torch.randn(33, 128), None), torch.randn(13, 128)
+        for count in (1, 3, 4, 8, 13):
+            found = backend.linear(rows[:count], weight)
+            assert torch.equal(found, reference.linear(rows[:count], weight)), count
 
 
 @needs_compiler

@@ -143,7 +143,7 @@ COMMANDS = {
         "--trace", "--speed", "--max-input-len", "--max-output-len", "--goodput", "--plot",
         "--json",
     },
-    "models": {"--fetch", "--json"},
+    "models": {"--fetch", "--json", "--verbose"},
     "profile": {
         "model", "--device", "--json", "--kv-memory", "--load-format", "--name", "--out",
         "--dtype", "--quantization", "--quick", "--threads",

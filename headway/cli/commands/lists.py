@@ -22,14 +22,22 @@ from headway.model.registry import ModelEntry, list_models, resolve
 from headway.scheduler.presets import NUMBERS, PRESETS, SLOTS, describe, preset
 
 Fetch = Annotated[str | None, typer.Option(help="Download this model into the cache first.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", help="Measure the forms of quantized matrices too, and show the chosen ones."
+    ),
+]
 
 
-def models_command(fetch: Fetch = None, json_: Json = False) -> None:
+def models_command(fetch: Fetch = None, verbose: Verbose = False, json_: Json = False) -> None:
     """List bundled and cached models, the GPUs, and which --quantization is fastest on this CPU."""
     if fetch is not None:
         with progress_bar(f"fetching {fetch}", 1) as advance:
             resolve(fetch, progress=fractions(advance))
     models, machine = list_models(), _machine()
+    if verbose and "layer" in machine and machine["native_kernels"] == "yes":
+        machine["products"] = _products()
     if json_:
         print(json.dumps({"models": [_row(m) for m in models], "machine": machine}, indent=2))
         return
@@ -88,6 +96,34 @@ def _machine() -> dict[str, Any]:
     return found | {"fastest": fastest(speeds), "layer": layers}
 
 
+def _products() -> dict[str, Any]:
+    """The forms of each quantized matrix of the default model, and why one is chosen."""
+    from headway.model.precision import probe_products
+    from headway.model.weights.checkpoint import open_checkpoint
+
+    path = next(m.path for m in list_models() if m.path is not None)
+    return {each.matrix: each.summary() for each in probe_products(open_checkpoint(path))}
+
+
+def _print_products(console: Console, products: dict[str, Any]) -> None:
+    first = next(iter(products.values()))["forms"]
+    rows = list(next(iter(first.values()))["us_by_rows"])
+    title = "Products by form (bits/inputs that share a scale), µs"
+    table = Table(title=title, header_style="bold")
+    for column in ("matrix", "form", *(f"{n} rows" if n != "1" else "1 row" for n in rows)):
+        table.add_column(column, justify="right" if "row" in column else "left", no_wrap=True)
+    for matrix, product in products.items():
+        name = f"{matrix} {product['shape'][0]:,} x {product['shape'][1]:,}"
+        for form, found in product["forms"].items():
+            shown = f"[bold]{form}[/] (chosen)" if form == product["chosen"] else form
+            table.add_row(name, shown, *(f"{us:,.0f}" for us in found["us_by_rows"].values()))
+            name = ""
+    console.print(table)
+    console.print("A matrix has one form, so that a row does not depend on the rows beside it.")
+    for matrix, product in products.items():
+        console.print(f"{matrix}: {product['why']}", highlight=False)
+
+
 def _print_machine(console: Console, machine: dict[str, Any]) -> None:
     if "layer" in machine:
         title = f"Time of one layer on this CPU, {machine['threads']} threads"
@@ -111,6 +147,8 @@ def _print_machine(console: Console, machine: dict[str, Any]) -> None:
         console.print(f"{reason}. Plain torch is slower; a C compiler (gcc) enables them.")
     if "byte_products" in machine:
         console.print(f"Products with quantized weights: {machine['byte_products']}")
+    if machine.get("products"):
+        _print_products(console, machine["products"])
     if "error" in machine:
         console.print(f"[dim]{escape(machine['error'])}[/]")
 

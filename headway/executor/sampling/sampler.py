@@ -22,7 +22,7 @@ from headway.executor.sampling.grammar import Grammars
 from headway.executor.sampling.logprobs import compute_logprobs
 from headway.plan import Rows
 from headway.request import Request
-from headway.sampling_params import Sampling, TokenLogprobs, sampling_of
+from headway.sampling_params import COLDEST, Sampling, TokenLogprobs, sampling_of
 
 
 class Sampler:
@@ -40,6 +40,7 @@ class Sampler:
         self._choose = choose or self._choose_by_settings
         self.device = torch.device(device)
         self.settings: SamplingSettings = np.zeros(num_rows, dtype=SETTINGS_DTYPE)
+        self._others: set[int] = set()  # rows that are not greedy, or have edits or logprobs
         self.processors: dict[int, LogitsProcessor] = {}  # by row, of the requests that need one
         self.grammars = Grammars(vocab_size)
         self.logprobs: dict[int, TokenLogprobs] = {}
@@ -63,6 +64,16 @@ class Sampler:
             -1 if sampling.logprobs is None else sampling.logprobs,
             row in self.processors,
         )
+        self._others.discard(row)
+        if sampling.temperature >= COLDEST or self.needs_host(row):
+            self._others.add(row)
+
+    def takes_best(self, rows: Rows) -> bool:
+        """Whether the next token of each row is the first with the highest logit, and only that.
+
+        Then no state changes with the token, and `sample` need not be called.
+        """
+        return not (self._others and self._others.intersection(rows.tolist()))
 
     def sample(self, logits_nv: Tensor, rows: Rows) -> Tensor:
         """Choose the next token of each row and record it as generated. [n] int64."""
@@ -78,7 +89,9 @@ class Sampler:
         self.settings["num_generated"][rows] += 1
         if edited.size:
             self._remember(rows[edited], chosen_n[index(edited, chosen_n)])
-        self._store_logprobs(logits_nv, chosen_n, rows, settings["num_logprobs"])
+        self.logprobs = {}
+        if (settings["num_logprobs"] >= 0).any():
+            self._store_logprobs(logits_nv, chosen_n, rows, settings["num_logprobs"])
         return chosen_n
 
     def _choose_by_settings(self, logits_nv: Tensor, rows: Rows) -> Tensor:
@@ -104,7 +117,6 @@ class Sampler:
     def _store_logprobs(
         self, logits_nv: Tensor, chosen_n: Tensor, rows: Rows, num_logprobs: npt.NDArray[np.int64]
     ) -> None:
-        self.logprobs = {}
         for num_top in np.unique(num_logprobs[num_logprobs >= 0]).tolist():
             wanting = np.flatnonzero(num_logprobs == num_top)
             at = index(wanting, chosen_n)

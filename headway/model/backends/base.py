@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from headway.model.batch import ForwardBatch
@@ -47,6 +48,28 @@ class LayerWeights:
     mlp_norm: Tensor | None = None  # of the MLP's output
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelWeights:
+    """The weights of a model."""
+
+    embedding: Weight
+    layers: list[LayerWeights]
+    norm: Tensor
+    head: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class PassOutput:
+    """The results of a pass; N sampled rows, V tokens of the vocabulary.
+
+    Logits may be in a buffer of the backend, which its next pass uses again.
+    """
+
+    hidden: Tensor  # [T, hidden], before the final norm
+    logits: Tensor | None  # [N, V]; None if no row is sampled
+    best: np.ndarray | None = None  # [N] intc: the first token with the highest logit, if computed
+
+
 class ForwardPass(Protocol):
     """Takes one batch through the layers."""
 
@@ -62,6 +85,10 @@ class ForwardPass(Protocol):
         for number, layer in enumerate(layers):
             x = self.layer(number, layer, x)
         return x
+
+    def run(self, model: ModelWeights) -> PassOutput | None:
+        """Take the batch through the whole model in one call; None if that is not supported."""
+        return None
 
 
 class Backend(Protocol):

@@ -10,10 +10,30 @@ ALWAYS void normalize(const float *x, const float *weight, int64_t n, float epsi
     vec squares = {0};
     float rest = 0;
     int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) squares += load(x + i) * load(x + i);
+    for (; i + LANES <= n; i += LANES) squares = multiply_add(load(x + i), load(x + i), squares);
     for (; i < n; i++) rest += x[i] * x[i];
     float factor = 1.0f / sqrtf((sum(squares) + rest) / (float)n + epsilon);
     for (i = 0; i < n; i++) y[i] = x[i] * factor * weight[i];
+}
+
+/* The place of the largest of n numbers, the first if there are several. */
+static int64_t first_largest(const float *x, int64_t n) {
+    vec tops[4] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; v++) tops[v] = larger(tops[v], load(x + i + v * LANES));
+    float top = largest(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
+    for (; i < n; i++) top = x[i] > top ? x[i] : top;
+    for (i = 0; i + 8 * LANES <= n; i += 8 * LANES) {
+        ivec is_top = {0};
+#pragma GCC unroll 8
+        for (int v = 0; v < 8; v++) is_top |= load(x + i + v * LANES) == splat(top);
+        if (sum(__builtin_convertvector(is_top, vec)) != 0) break;
+    }
+    for (; i < n; i++)
+        if (x[i] == top) return i;
+    return 0;
 }
 
 /* y[N] = silu(x[:N]) * x[N:]. N is a multiple of LANES. */
@@ -43,18 +63,21 @@ ALWAYS void rotate(float *x, const float *cosine, const float *sine, int64_t hal
     }
 }
 
-/* For rows qkv[M, (H + 2 G) D]: normalize q and k if there are norm weights, rotate them in place,
-   and store k and v in their slots (block * block_size + offset; negative: do not store). */
+/* For rows qkv[M, (H + 2 G) D]: normalize q and k if there are norm weights, rotate them in place
+   by the angles of their positions, and store k and v in their slots (block * block_size + offset;
+   negative: do not store). */
 static void share_rotate_and_store(Member *me, float *qkv, int64_t M, int64_t H, const float *cosine,
-                                   const float *sine, const float *q_norm, const float *k_norm,
-                                   double epsilon, const int64_t *slots, const Cache *cache) {
+                                   const float *sine, const int64_t *positions,
+                                   const float *q_norm, const float *k_norm, double epsilon,
+                                   const int64_t *slots, const Cache *cache) {
     const int64_t G = cache->heads, D = cache->head_size, half = D / 2;
     for (int64_t m; (m = next_task(me, M)) >= 0;) {
         float *row = qkv + m * (H + 2 * G) * D;
+        const int64_t angle = positions[m] * half;
         for (int64_t h = 0; h < H + G; h++) {
             const float *norm = h < H ? q_norm : k_norm;
             if (norm) normalize(row + h * D, norm, D, (float)epsilon, row + h * D);
-            rotate(row + h * D, cosine + m * half, sine + m * half, half);
+            rotate(row + h * D, cosine + angle, sine + angle, half);
         }
         if (slots[m] < 0) continue;
         for (int64_t g = 0; g < G; g++) {
@@ -116,7 +139,8 @@ ALWAYS void score(const float *q, const float *const *keys, int count, int64_t D
         for (int64_t d = 0; d < D; d += LANES) {
             vec part = load(q + d);
 #pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) sums[i] += part * load(keys[first + i] + d);
+            for (int i = 0; i < LANES; i++)
+                sums[i] = multiply_add(part, load(keys[first + i] + d), sums[i]);
         }
         store(out + first, sums_of(sums) * scale);
     }
@@ -136,7 +160,8 @@ ALWAYS void gather(const int rows, const int vecs, float (*weights)[KEYS], const
         for (int v = 0; v < vecs; v++) {
             vec value = load(from + v * LANES);
 #pragma GCC unroll 4
-            for (int r = 0; r < rows; r++) sums[r][v] += weights[r][j] * value;
+            for (int r = 0; r < rows; r++)
+                sums[r][v] = multiply_add(splat(weights[r][j]), value, sums[r][v]);
         }
     }
 #pragma GCC unroll 4

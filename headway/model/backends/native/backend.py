@@ -9,16 +9,24 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headway.model.backends.base import ForwardPass, LayerWeights, Weight
+from headway.model.backends.base import (
+    ForwardPass,
+    LayerWeights,
+    ModelWeights,
+    PassOutput,
+    Weight,
+)
 from headway.model.backends.native import structs
 from headway.model.backends.native import weights as packing
 from headway.model.backends.native.build import load
+from headway.model.backends.native.forms import Forms, can_be_wide, matrix_of
 from headway.model.backends.native.weights import GROUP, NativeWeight, address, layout
 from headway.model.backends.split import SplitPass
 from headway.model.batch import ForwardBatch
@@ -30,7 +38,9 @@ from headway.model.weights.tensors import QuantizedMatrix
 MAX_QUERIES = 32  # rows of queries in one attention task
 MAX_HEAD = 256
 QUANTIZED_TOGETHER = 16  # maximum number of rows that the quantized product quantizes together
-PARTS = ("preparation", "qkv", "rotation", "attention", "output", "gate_up", "down")
+PARTS = (
+    "preparation", "qkv", "rotation", "attention", "output", "gate_up", "down", "head", "choice",
+)  # fmt: skip
 OWN_ROWS = 8  # size of a thread's own buffer, in rows of floats
 
 
@@ -49,14 +59,16 @@ def unsupported_reason(config: ModelConfig) -> str | None:
 class NativeBackend:
     """Weights as floats, or quantized: the file's groups, or new 8-bit groups."""
 
-    uses_rope_table = supports_padding = False
+    uses_rope_table, supports_padding = True, False
 
-    def __init__(self, *, is_quantized: bool = False) -> None:
+    def __init__(self, *, is_quantized: bool = False, forms: Forms | None = None) -> None:
+        """`forms` are those of quantized matrices where they differ from the default."""
         self.library = load()
-        self._structs = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
-        self._stacks = WeakKeyDictionary[LayerWeights, structs.LayerStack]()
+        self._layers = WeakKeyDictionary[LayerWeights, structs.LayerStruct]()
+        self._models = WeakKeyDictionary[ModelWeights, structs.ModelPointers]()
         self._arena = packing.Arena()
-        self._is_quantized = is_quantized
+        self._buffers: PassBuffers | None = None  # of the latest pass
+        self._is_quantized, self._forms = is_quantized, forms or {}
         self.shard: Shard | None = None
         self.times: Tensor | None = None  # int64, nanoseconds by part (PARTS), if set
         self.name = "native quantized" if is_quantized else "native float32"
@@ -66,16 +78,17 @@ class NativeBackend:
         bias = torch.cat([checkpoint.read(name).float() for name in biases]) if biases else None
         matrices = [f"{name}.weight" for name in names]
         width = checkpoint.shape(matrices[0])[1]
-        if self._is_quantized and self._can_be_wide(width):
-            packed = packing.pack_wide(_floats(checkpoint, matrices), bias)
-        elif self._is_quantized and width % GROUP == 0:
-            packed = packing.pack_groups(_groups(checkpoint, matrices), bias)
-        else:
+        wanted = self._forms.get(matrix_of(names[0]))
+        if not (self._is_quantized and width % GROUP == 0):
             packed = packing.pack_floats(_floats(checkpoint, matrices), bias)
+        elif can_be_wide(width) and (wanted is None or wanted.group > GROUP):
+            packed = packing.pack_wide(_floats(checkpoint, matrices), bias)
+        else:
+            groups = _groups(checkpoint, matrices)
+            if wanted is not None and wanted.bits == 8 and groups.bits == 4:
+                groups = replace(groups, bits=5)  # the same numbers, one in each byte
+            packed = packing.pack_groups(groups, bias)
         return packed.placed(self._arena)
-
-    def _can_be_wide(self, width: int) -> bool:
-        return layout().wide_group > 0 and width % layout().wide_group == 0
 
     def vector(self, checkpoint: Checkpoint, name: str) -> Tensor:
         return checkpoint.read(name).float().contiguous()
@@ -122,16 +135,22 @@ class NativeBackend:
         shape = (config.num_layers, 2, config.num_kv_heads, block_size, config.head_dim)
         return torch.from_numpy(np.empty((num_blocks, *shape), np.float32))  # in large pages
 
-    def stack_of(self, layers: Sequence[LayerWeights], epsilon: float) -> structs.LayerStack:
-        """The C structs of consecutive layers, valid while these are alive."""
-        stack = self._stacks.get(layers[0])
-        if stack is None or len(stack) != len(layers):
-            for layer in layers:
-                if layer not in self._structs:
-                    self._structs[layer] = structs.layer_struct(layer, epsilon)
-            stack = structs.stack_of([self._structs[layer] for layer in layers])
-            self._stacks[layers[0]] = stack
-        return stack
+    def layer_struct(self, layer: LayerWeights, epsilon: float) -> structs.LayerStruct:
+        if (found := self._layers.get(layer)) is None:
+            found = self._layers[layer] = structs.layer_struct(layer, epsilon)
+        return found
+
+    def model_pointers(self, model: ModelWeights, epsilon: float) -> structs.ModelPointers:
+        if (found := self._models.get(model)) is None:
+            found = self._models[model] = structs.ModelPointers(model, epsilon)
+        return found
+
+    def buffers(self, config: ModelConfig, rows: int, num_sampled: int) -> PassBuffers:
+        """Buffers that a call of the library uses; one call runs at a time."""
+        found = self._buffers
+        if found is None or not found.fit(config, rows, num_sampled, self.times):
+            found = self._buffers = PassBuffers(config, rows, num_sampled, self.times)
+        return found
 
     def begin(
         self, config: ModelConfig, batch: ForwardBatch, blocks: Tensor, cosine: Tensor, sine: Tensor
@@ -155,7 +174,7 @@ def _groups(checkpoint: Checkpoint, names: list[str]) -> QuantizedMatrix:
 
 
 class NativePass(ForwardPass):
-    """One batch; its attention tasks and buffers are created once, and all layers use them."""
+    """One batch; all layers use the same arguments and buffers."""
 
     def __init__(
         self,
@@ -167,38 +186,41 @@ class NativePass(ForwardPass):
         sine: Tensor,
     ) -> None:
         self._backend, self._config = backend, config
-        group, size = config.num_heads // config.num_kv_heads, config.head_dim
-        tokens, rows = MAX_QUERIES // group, len(batch.tokens_t)
-        tasks = tasks_of(batch.starts_s.numpy(), tokens)
-        is_few = len(tasks) * config.num_kv_heads < 4 * torch.get_num_threads()
+        rows, size = batch.tokens_t.shape[0], config.head_dim
+        task_rows = MAX_QUERIES // (config.num_heads // config.num_kv_heads)
         cache = structs.CacheStruct(
             blocks.data_ptr(), blocks.stride(0), blocks.stride(1), blocks.stride(2), blocks.shape[4],
             config.num_kv_heads, size,
         )  # fmt: skip
-        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * size)
-        space, buffers = Space(rows, widest, backend.times), _buffers(config, rows)
-        self._struct = structs.PassStruct(
-            cache, space.struct, rows, config.num_heads, cosine.data_ptr(), sine.data_ptr(),
-            batch.slots_t.data_ptr(), batch.tables_sw.data_ptr(), batch.starts_s.data_ptr(),
-            batch.ends_s.data_ptr(), tasks.ctypes.data, batch.tables_sw.stride(0), len(tasks),
-            tokens, group if is_few else 1, 1 / math.sqrt(size),
-            *(part.data_ptr() for part in buffers),
+        inputs = (
+            cosine, sine, batch.tokens_t, batch.positions_t, batch.slots_t, batch.tables_sw,
+            batch.starts_s, batch.ends_s, batch.sampled_n,
         )  # fmt: skip
-        self._kept = (batch, blocks, cosine, sine, tasks, space, buffers)  # keeps pointers valid
+        num_sampled = batch.sampled_n.shape[0]
+        self._buffers = buffers = backend.buffers(config, rows, num_sampled)
+        self._struct = structs.PassStruct(
+            cache, buffers.space.struct, rows, config.num_heads, batch.ends_s.shape[0],
+            batch.tables_sw.stride(0), num_sampled, *map(Tensor.data_ptr, inputs),
+            buffers.tasks, 0, task_rows, 1, 1 / math.sqrt(size), *buffers.results,
+        )  # fmt: skip
+        self._kept = (blocks, inputs)  # keeps pointers valid
         self._pointer = ctypes.addressof(self._struct)
 
-    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
-        return self._run(number, [layer], x)
-
-    def layers(self, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
-        return self._run(0, layers, x)
-
-    def _run(self, first: int, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
-        """Run consecutive layers in one call."""
-        stack = self._backend.stack_of(layers, self._config.norm_eps)
-        self._backend.library.layers(
-            ctypes.addressof(stack), first, len(layers), self._pointer, x.data_ptr()
+    def run(self, model: ModelWeights) -> PassOutput:
+        pointers = self._backend.model_pointers(model, self._config.norm_eps)
+        hidden = torch.empty(self._struct.rows, self._config.hidden_size)
+        logits, num_sampled = self._buffers.logits, self._struct.num_sampled
+        best = np.empty(num_sampled, dtype=np.intc)
+        self._backend.library.forward(
+            pointers.address, self._pointer, hidden.data_ptr(), logits.data_ptr(), best.ctypes.data
         )
+        if not num_sampled:
+            return PassOutput(hidden, None)
+        return PassOutput(hidden, logits[:num_sampled], best)
+
+    def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        struct = self._backend.layer_struct(layer, self._config.norm_eps)
+        self._backend.library.layer(ctypes.addressof(struct), number, self._pointer, x.data_ptr())
         return x
 
     def rotate_and_store(
@@ -227,17 +249,24 @@ class Space:
         self.struct = structs.SpaceStruct(threads, start, start + 4 * shared, own, address(times))
 
 
-def _buffers(config: ModelConfig, rows: int) -> list[Tensor]:
-    """Buffers for the intermediate results of a layer."""
-    heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
-    widths = (heads * size, config.num_heads * size, 2 * config.intermediate_size)
-    return [torch.empty(rows, width) for width in widths]
+class PassBuffers:
+    """Buffers for passes of at most `rows` rows, of which `num_sampled` are sampled."""
 
+    def __init__(
+        self, config: ModelConfig, rows: int, num_sampled: int, times: Tensor | None
+    ) -> None:
+        heads, size = config.num_heads + 2 * config.num_kv_heads, config.head_dim
+        attended, inner = config.num_heads * size, config.intermediate_size
+        self._config, self._rows, self._times = config, rows, times
+        self.space = Space(rows, max(config.hidden_size, inner, attended), times)
+        self.logits = torch.empty(num_sampled, config.vocab_size)
+        widths = (heads * size, attended, 2 * inner)
+        self._results = [torch.empty(rows, width) for width in widths]
+        self._tasks = torch.empty(rows, 2, dtype=torch.int32)
+        self.results = [each.data_ptr() for each in self._results]
+        self.tasks = self._tasks.data_ptr()
 
-def tasks_of(starts_s: np.ndarray, tokens: int) -> np.ndarray:
-    """[tasks, 2] int32: a sequence, and the first of at most `tokens` of its rows."""
-    counts = -(-np.diff(starts_s) // tokens)
-    sequence = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-    within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = starts_s[sequence] + tokens * within
-    return np.ascontiguousarray(np.stack([sequence, first], axis=1).astype(np.int32))
+    def fit(self, config: ModelConfig, rows: int, num_sampled: int, times: Tensor | None) -> bool:
+        is_same = config is self._config and times is self._times
+        is_large = rows <= self._rows and num_sampled <= self.logits.shape[0]
+        return is_same and is_large and self.space.struct.threads == torch.get_num_threads()

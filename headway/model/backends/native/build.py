@@ -24,12 +24,15 @@ from headway.model.registry import cache_root
 
 SOURCE = Path(__file__).with_name("kernels.c")
 NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-FLAGS = ("-O3", NATIVE, "-std=gnu11", "-fPIC", "-Wno-psabi")
+# A product and a sum are fused only where the source says so: compilers fuse an expression in one
+# place and not in another, for example to avoid long chains of fused sums on some processors.
+FLAGS = ("-O3", NATIVE, "-std=gnu11", "-fPIC", "-Wno-psabi", "-ffp-contract=off")
 OPENMP = "-fopenmp"  # without it, as with Apple's compiler, team.c starts threads itself
 POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 SIGNATURES = {
     "layout": [POINTER],
-    "layers": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
+    "forward": [POINTER, POINTER, POINTER, POINTER, POINTER],
+    "layer": [POINTER, INTEGER, POINTER, POINTER],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, REAL, POINTER, INTEGER, POINTER],
     "weight_rows": [POINTER, POINTER, INTEGER, POINTER],
     "rms_norm": [POINTER, POINTER, INTEGER, INTEGER, REAL, POINTER, INTEGER],

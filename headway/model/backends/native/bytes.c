@@ -11,6 +11,8 @@
 #define BYTE_PRODUCTS 3
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define BYTE_PRODUCTS 2
+#elif defined(__ARM_FEATURE_DOTPROD) && defined(__ARM_FEATURE_MATMUL_INT8)
+#define BYTE_PRODUCTS 5 /* matrix instructions for several rows */
 #elif defined(__ARM_FEATURE_DOTPROD)
 #define BYTE_PRODUCTS 1
 #else

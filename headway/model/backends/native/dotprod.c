@@ -5,10 +5,11 @@
    scales as float16. Inputs are quantized per row in the same groups: x = step * i.
 
    Rows are quantized in blocks of 8, 4 or 1, the sizes for which there is a tile: 4 outputs of 8
-   rows, 8 of 4 or 16 of 1 fill the registers. A group of a block has four inputs of each of the first
-   four rows next to each other, and then those of the other rows. Threads quantize four rows each,
-   because rows that are interleaved share cache lines. Dot products are exact integers, and every tile adds groups in the same order, so the
-   result of a row does not depend on the block that it is in. */
+   rows, 8 of 4 or 16 of 1 fill the registers. A group of a block has four inputs (eight for CPUs with
+   8-bit matrix instructions) of each of the first four rows next to each other, and then those of the
+   other rows. Threads quantize four rows each,
+   because rows that are interleaved share cache lines. Dot products are exact integers, and every
+   tile adds groups in the same order, so the result of a row does not depend on its block. */
 
 #define WIDE 64
 #define WIDTH 16
@@ -34,14 +35,24 @@ ALWAYS WideRows wide_block(float *space, int64_t M, int64_t K, int64_t m) {
     return (WideRows){all + first * K, space + first * groups, rows, K};
 }
 
+/* The place of four inputs of a row in a group of its block. */
+ALWAYS int wide_place(int rows, int row, int quad) {
+    if (rows == 1) return quad * 4;
+    const int first = row / 4 * 4 * WIDE;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    return first + quad / 2 * 32 + row % 4 * 8 + quad % 2 * 4;
+#else
+    return first + quad * 16 + row % 4 * 4;
+#endif
+}
+
 /* Quantize a row into its place in a block. */
 static void quantize_wide(const float *x, WideRows to, int row) {
     for (int64_t g = 0; g < to.K / WIDE; g++, x += WIDE) {
         float32x4_t most = vdupq_n_f32(0);
         for (int i = 0; i < WIDE; i += 4) most = vmaxq_f32(most, vabsq_f32(vld1q_f32(x + i)));
         const float top = vmaxvq_f32(most), inverse = top > 0 ? 127.0f / top : 0;
-        const int stride = to.rows == 1 ? 4 : 16;
-        int8_t *q = to.q + g * WIDE * to.rows + row / 4 * 4 * WIDE + row % 4 * 4;
+        int8_t *q = to.q + g * WIDE * to.rows;
         for (int i = 0; i < WIDE; i += 16) {
             int32x4_t whole[4];
 #pragma GCC unroll 4
@@ -52,7 +63,8 @@ static void quantize_wide(const float *x, WideRows to, int row) {
             const int16x8_t high = vuzp1q_s16(vreinterpretq_s16_s32(whole[2]), vreinterpretq_s16_s32(whole[3]));
             int8_t bytes[16];
             vst1q_s8(bytes, vuzp1q_s8(vreinterpretq_s8_s16(low), vreinterpretq_s8_s16(high)));
-            for (int j = 0; j < 4; j++) memcpy(q + (i / 4 + j) * stride, bytes + 4 * j, 4);
+            for (int j = 0; j < 4; j++)
+                memcpy(q + wide_place(to.rows, row, i / 4 + j), bytes + 4 * j, 4);
         }
         to.steps[g * to.rows + row] = top / 127.0f;
     }
@@ -101,6 +113,53 @@ static void wide_row(const int8_t *w, WideRows x, float out[8][WIDTH]) {
     for (int p = 0; p < 4; p++) vst1q_f32(out[0] + p * 4, sums[p]);
 }
 
+/* The dot products of a group, plus MAGIC_BITS: those of row r and vector v in dots[v * rows + r]. */
+ALWAYS void wide_dots(const int rows, const int vecs, const int8_t *w, int first, const int8_t *q,
+                      int32x4_t dots[8]) {
+    const int tiles = rows * vecs;
+#if defined(__ARM_FEATURE_MATMUL_INT8) /* one instruction multiplies two rows and two outputs */
+    int32x4_t pairs[8]; /* of rows 2 r and 2 r + 1: outputs 0 and 1, then outputs 2 and 3 */
+#pragma GCC unroll 8
+    for (int t = 0; t < tiles; t++) pairs[t] = vdupq_n_s32(MAGIC_BITS);
+#pragma GCC unroll 1
+    for (int quad = 0; quad < WIDE / 4; quad += 2)
+#pragma GCC unroll 2
+        for (int v = 0; v < vecs; v++) {
+            const int8_t *from = w + quad * 64 + first * 4 + v * 16;
+            const int32x4_t low = vreinterpretq_s32_s8(vld1q_s8(from));
+            const int32x4_t high = vreinterpretq_s32_s8(vld1q_s8(from + 64));
+            const int8x16_t weights[2] = {vreinterpretq_s8_s32(vzip1q_s32(low, high)),
+                                          vreinterpretq_s8_s32(vzip2q_s32(low, high))};
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const int8x16_t two = vld1q_s8(q + wide_place(rows, r / 2 * 2, quad));
+                pairs[v * rows + r] = vmmlaq_s32(pairs[v * rows + r], two, weights[r % 2]);
+            }
+        }
+#pragma GCC unroll 8
+    for (int t = 0; t < tiles; t += 2) {
+        const int64x2_t left = vreinterpretq_s64_s32(pairs[t]);
+        const int64x2_t right = vreinterpretq_s64_s32(pairs[t + 1]);
+        dots[t] = vreinterpretq_s32_s64(vzip1q_s64(left, right));
+        dots[t + 1] = vreinterpretq_s32_s64(vzip2q_s64(left, right));
+    }
+#else
+#pragma GCC unroll 8
+    for (int t = 0; t < tiles; t++) dots[t] = vdupq_n_s32(MAGIC_BITS);
+#pragma GCC unroll 1 /* with more, the compiler runs out of registers */
+    for (int quad = 0; quad < WIDE / 4; quad++)
+#pragma GCC unroll 2
+        for (int v = 0; v < vecs; v++) {
+            const int8x16_t weights = vld1q_s8(w + quad * 64 + first * 4 + v * 16);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) {
+                const int8x16_t four = vld1q_s8(q + wide_place(rows, r / 4 * 4, quad));
+                dots[v * rows + r] = DOT(dots[v * rows + r], weights, four, r % 4);
+            }
+        }
+#endif
+}
+
 /* Four times `vecs` outputs, from output `first` of a panel on, of a block of `rows` rows. */
 ALWAYS void wide_tile(const int rows, const int vecs, const int8_t *w, int first, WideRows x,
                       float out[8][WIDTH]) {
@@ -111,19 +170,7 @@ ALWAYS void wide_tile(const int rows, const int vecs, const int8_t *w, int first
     const int8_t *q = x.q;
     for (int64_t g = 0; g < x.K / WIDE; g++, w += WIDE_BYTES, q += WIDE * rows) {
         int32x4_t dots[8];
-#pragma GCC unroll 8
-        for (int t = 0; t < tiles; t++) dots[t] = vdupq_n_s32(MAGIC_BITS);
-#pragma GCC unroll 1 /* with more, the compiler runs out of registers */
-        for (int quad = 0; quad < WIDE / 4; quad++)
-#pragma GCC unroll 2
-            for (int v = 0; v < vecs; v++) {
-                const int8x16_t weights = vld1q_s8(w + quad * 64 + first * 4 + v * 16);
-#pragma GCC unroll 8
-                for (int r = 0; r < rows; r++) {
-                    const int8x16_t four = vld1q_s8(q + r / 4 * 4 * WIDE + quad * 16);
-                    dots[v * rows + r] = DOT(dots[v * rows + r], weights, four, r % 4);
-                }
-            }
+        wide_dots(rows, vecs, w, first, q, dots);
 #pragma GCC unroll 8
         for (int t = 0; t < tiles; t++) {
             const float32x4_t steps = vld1q_f32(x.steps + g * rows + t % rows / 4 * 4);
@@ -167,16 +214,14 @@ static void share_wide_linear(Member *me, float *space, int64_t M, int64_t K, co
     }
 }
 
-/* Rows `ids` of the weights, as floats. */
-static void wide_rows(const int64_t *ids, int64_t M, int64_t K, const int8_t *w, float *y) {
-    for (int64_t m = 0; m < M; m++) {
-        const int8_t *group = w + ids[m] / WIDTH * (K / WIDE) * WIDE_BYTES;
-        const int output = (int)(ids[m] % WIDTH);
-        for (int64_t k = 0; k < K; group += WIDE_BYTES) {
-            float scales[4];
-            vst1q_f32(scales, wide_scales(group, output / 4 * 4));
-            for (int i = 0; i < WIDE; i++, k++)
-                y[m * K + k] = scales[output % 4] * (float)group[i / 4 * 64 + output * 4 + i % 4];
-        }
+/* Row `id` of the weights, as floats. */
+static void wide_weight_row(int64_t id, int64_t K, const int8_t *w, float *y) {
+    const int8_t *group = w + id / WIDTH * (K / WIDE) * WIDE_BYTES;
+    const int output = (int)(id % WIDTH);
+    for (int64_t k = 0; k < K; group += WIDE_BYTES) {
+        float scales[4];
+        vst1q_f32(scales, wide_scales(group, output / 4 * 4));
+        for (int i = 0; i < WIDE; i++, k++)
+            y[k] = scales[output % 4] * (float)group[i / 4 * 64 + output * 4 + i % 4];
     }
 }

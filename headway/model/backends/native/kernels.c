@@ -20,3 +20,4 @@
 #endif
 #include "attention.c"
 #include "layers.c"
+#include "steps.c"

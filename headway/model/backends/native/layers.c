@@ -18,8 +18,16 @@ typedef struct {
     double epsilon;
 } Layer;
 
+typedef struct {
+    Weight embedding, head;
+    const float *norm; /* before the head */
+    double epsilon;
+    const Layer *const *layers;
+    int64_t num_layers;
+} Model;
+
 /* The parts of a pass that can be timed. */
-enum { BEGINNING = -1, PREPARATION, QKV, ROTATION, ATTENTION, OUTPUT, GATE_UP, DOWN };
+enum { BEGINNING = -1, PREPARATION, QKV, ROTATION, ATTENTION, OUTPUT, GATE_UP, DOWN, HEAD, CHOICE };
 
 /* Buffers that the rows of a pass share, or that each thread has for itself. */
 typedef struct {
@@ -34,11 +42,13 @@ typedef struct {
 typedef struct {
     Cache cache;
     Space space;
-    int64_t rows, heads;
-    const float *cosine, *sine;
-    const int64_t *slots;
-    const int32_t *tables, *starts, *ends, *tasks;
-    int64_t table_width, num_tasks, tokens, split;
+    int64_t rows, heads, sequences, table_width, num_sampled;
+    const float *cosine, *sine; /* of every position */
+    const int64_t *tokens, *positions, *slots;
+    const int32_t *tables, *starts, *ends;
+    const int64_t *sampled; /* rows whose logits are computed */
+    int32_t *tasks;         /* of attention: sequence and first row; at most one for each row */
+    int64_t num_tasks, task_rows, split;
     double scale;
     float *qkv, *attended, *inner;
 } Pass;
@@ -58,11 +68,13 @@ typedef struct {
     const float *x, *norm;
     double epsilon;
     int is_gated;
+    const int64_t *rows; /* which rows of x, to normalize them; 0: all */
 } Input;
 
 /* Row m of an input with K columns, computed in `to` if it is not just x. */
 ALWAYS const float *input_row(const Input *in, int64_t m, int64_t K, float *to) {
-    if (in->norm) normalize(in->x + m * K, in->norm, K, (float)in->epsilon, to);
+    if (in->norm)
+        normalize(in->x + (in->rows ? in->rows[m] : m) * K, in->norm, K, (float)in->epsilon, to);
     else if (in->is_gated) gate(in->x + m * 2 * K, K, to);
     else return in->x + m * K;
     return to;
@@ -118,12 +130,12 @@ static void share_layer(Member *me, const Layer *l, const Pass *p, const Cache *
     mark(me, &p->space, BEGINNING);
     share_multiply(me, &normed, p->rows, &l->qkv, p->qkv, 0, &p->space);
     mark(me, &p->space, QKV);
-    share_rotate_and_store(me, p->qkv, p->rows, p->heads, p->cosine, p->sine, l->q_norm, l->k_norm,
-                           l->epsilon, p->slots, cache);
+    share_rotate_and_store(me, p->qkv, p->rows, p->heads, p->cosine, p->sine, p->positions,
+                           l->q_norm, l->k_norm, l->epsilon, p->slots, cache);
     meet(me);
     mark(me, &p->space, ROTATION);
     share_attention(me, p->qkv, p->heads, cache, p->tables, p->table_width, p->starts, p->ends,
-                    p->scale, p->tasks, p->num_tasks, p->tokens, p->split, p->attended);
+                    p->scale, p->tasks, p->num_tasks, p->task_rows, p->split, p->attended);
     meet(me);
     mark(me, &p->space, ATTENTION);
     share_multiply(me, &attended, p->rows, &l->output, x, 1, &p->space);
@@ -141,26 +153,89 @@ static Cache cache_of(const Pass *pass, int64_t layer) {
     return cache;
 }
 
-/* The arguments of an exported function, for the threads of its team. */
-typedef struct {
-    const Pass *pass;
-    const Layer *const *layers;
-    int64_t first, count;
-    float *x;
-} LayersCall;
-
-static void run_layers(Member *me, const void *call) {
-    const LayersCall *c = call;
-    for (int64_t i = 0; i < c->count; i++) {
-        const Cache cache = cache_of(c->pass, c->first + i);
-        share_layer(me, c->layers[i], c->pass, &cache, c->x);
-    }
+/* Divide the attention of a pass into tasks of at most task_rows rows of a sequence. If these are few,
+   split the query heads too. */
+static void divide(Pass *pass) {
+    const int64_t group = pass->heads / pass->cache.heads;
+    pass->num_tasks = 0;
+    for (int64_t s = 0; s < pass->sequences; s++)
+        for (int64_t m = pass->starts[s]; m < pass->starts[s + 1]; m += pass->task_rows) {
+            int32_t *task = pass->tasks + 2 * pass->num_tasks++;
+            task[0] = (int32_t)s, task[1] = (int32_t)m;
+        }
+    pass->split = pass->num_tasks * pass->cache.heads < 4 * pass->space.threads ? group : 1;
 }
 
-/* Run layers [first, first + count) on x[M, hidden] in place, with one team of threads. */
-void layers(const Layer *const *layers, int64_t first, int64_t count, const Pass *pass, float *x) {
-    const LayersCall call = {pass, layers, first, count, x};
-    run_team(pass->space.threads, run_layers, &call);
+/* Row `id` of weights, as floats. */
+static void weight_row(const Weight *w, int64_t id, float *y) {
+    if (w->bits == 32) panel_row(id, w->inputs, w->panels, y);
+#if defined(WIDE)
+    else if (w->group == WIDE) wide_weight_row(id, w->inputs, w->panels, y);
+#endif
+    else quantized_weight_row(id, w->inputs, w->panels, w->bits, y);
+}
+
+/* The logits of the sampled rows of x, and the first token with the highest logit of each. */
+static void share_head(Member *me, const Model *model, const Pass *p, const float *x, float *logits,
+                       int32_t *best) {
+    const Input normed = {.x = x, .norm = model->norm, .epsilon = model->epsilon, .rows = p->sampled};
+    const int64_t N = model->head.outputs;
+    share_multiply(me, &normed, p->num_sampled, &model->head, logits, 0, &p->space);
+    mark(me, &p->space, HEAD);
+    for (int64_t m; (m = next_task(me, p->num_sampled)) >= 0;)
+        best[m] = (int32_t)first_largest(logits + m * N, N);
+    mark(me, &p->space, CHOICE);
+}
+
+/* The arguments of an exported function, for the threads of its team. */
+typedef struct {
+    const Model *model;
+    const Pass *pass;
+    float *x, *logits;
+    int32_t *best;
+} ForwardCall;
+
+static void run_forward(Member *me, const void *call) {
+    const ForwardCall *c = call;
+    const Pass *p = c->pass;
+    const int64_t K = c->model->embedding.inputs;
+    mark(me, &p->space, BEGINNING);
+    for (int64_t m; (m = next_task(me, p->rows)) >= 0;)
+        weight_row(&c->model->embedding, p->tokens[m], c->x + m * K);
+    meet(me);
+    mark(me, &p->space, PREPARATION);
+    for (int64_t i = 0; i < c->model->num_layers; i++) {
+        const Cache cache = cache_of(p, i);
+        share_layer(me, c->model->layers[i], p, &cache, c->x);
+    }
+    if (p->num_sampled) share_head(me, c->model, p, c->x, c->logits, c->best);
+}
+
+/* Take a batch through the whole model with one team of threads: the hidden states x[M, hidden] after
+   the last layer, and of the sampled rows the logits and the most probable tokens. */
+void forward(const Model *model, Pass *pass, float *x, float *logits, int32_t *best) {
+    divide(pass);
+    const ForwardCall call = {model, pass, x, logits, best};
+    run_team(pass->space.threads, run_forward, &call);
+}
+
+typedef struct {
+    const Layer *layer;
+    const Pass *pass;
+    Cache cache;
+    float *x;
+} LayerCall;
+
+static void run_layer(Member *me, const void *call) {
+    const LayerCall *c = call;
+    share_layer(me, c->layer, c->pass, &c->cache, c->x);
+}
+
+/* Run one layer on x[M, hidden] in place; `number` is its place in the KV blocks. */
+void layer(const Layer *layer, int64_t number, Pass *pass, float *x) {
+    divide(pass);
+    const LayerCall call = {layer, pass, cache_of(pass, number), x};
+    run_team(pass->space.threads, run_layer, &call);
 }
 
 typedef struct {
@@ -180,75 +255,13 @@ static void run_multiply(Member *me, const void *call) {
 /* y[M, outputs] = x w, or added to y; x is normalized first if there are norm weights. */
 void multiply(const Weight *w, const float *x, int64_t M, const float *norm, double epsilon, float *y,
               int64_t adds, const Space *space) {
-    const MultiplyCall call = {{x, norm, epsilon, 0}, M, w, y, adds, space};
+    const MultiplyCall call = {{x, norm, epsilon, 0, 0}, M, w, y, adds, space};
     run_team(space->threads, run_multiply, &call);
-}
-
-/* The steps of a layer one by one, for models that are divided among processes. */
-
-typedef struct {
-    Input in;
-    int64_t M, K;
-    float *y;
-} RowsCall;
-
-static void run_rows(Member *me, const void *call) {
-    const RowsCall *c = call;
-    for (int64_t m; (m = next_task(me, c->M)) >= 0;) input_row(&c->in, m, c->K, c->y + m * c->K);
-}
-
-/* y[M, K] = x / (root mean square of its row) * weight. */
-void rms_norm(const float *x, const float *weight, int64_t M, int64_t K, double epsilon, float *y,
-              int64_t threads) {
-    const RowsCall call = {{x, weight, epsilon, 0}, M, K, y};
-    run_team(M > 4 ? threads : 1, run_rows, &call);
-}
-
-/* y[M, K] = silu(x[M, :K]) * x[M, K:]. */
-void silu_multiply(const float *x, int64_t M, int64_t K, float *y, int64_t threads) {
-    const RowsCall call = {{x, 0, 0, 1}, M, K, y};
-    run_team(M > 4 ? threads : 1, run_rows, &call);
-}
-
-typedef struct {
-    const Pass *pass;
-    Cache cache;
-    const float *q_norm, *k_norm;
-    double epsilon;
-    float *qkv, *out;
-} StepCall;
-
-static void run_rotate_and_store(Member *me, const void *call) {
-    const StepCall *c = call;
-    const Pass *p = c->pass;
-    share_rotate_and_store(me, c->qkv, p->rows, p->heads, p->cosine, p->sine, c->q_norm, c->k_norm,
-                           c->epsilon, p->slots, &c->cache);
-}
-
-void rotate_and_store(const Pass *pass, int64_t layer, float *qkv, const float *q_norm,
-                      const float *k_norm, double epsilon) {
-    const StepCall call = {pass, cache_of(pass, layer), q_norm, k_norm, epsilon, qkv, 0};
-    run_team(pass->rows > 4 ? pass->space.threads : 1, run_rotate_and_store, &call);
-}
-
-static void run_attention(Member *me, const void *call) {
-    const StepCall *c = call;
-    const Pass *p = c->pass;
-    share_attention(me, c->qkv, p->heads, &c->cache, p->tables, p->table_width, p->starts, p->ends,
-                    p->scale, p->tasks, p->num_tasks, p->tokens, p->split, c->out);
-}
-
-void attention(const Pass *pass, int64_t layer, float *qkv, float *out) {
-    const StepCall call = {pass, cache_of(pass, layer), 0, 0, 0, qkv, out};
-    run_team(pass->space.threads, run_attention, &call);
 }
 
 /* Rows `ids` of weights, as floats: the embeddings of tokens. */
 void weight_rows(const Weight *w, const int64_t *ids, int64_t M, float *y) {
-#if defined(WIDE)
-    if (w->group == WIDE) return wide_rows(ids, M, w->inputs, w->panels, y);
-#endif
-    quantized_rows(ids, M, w->inputs, w->panels, w->bits, y);
+    for (int64_t m = 0; m < M; m++) weight_row(w, ids[m], y + m * w->inputs);
 }
 
 /* The layout for Python, which packs the weights: lanes, panel, whether 8-bit weights are signed,

@@ -24,7 +24,8 @@ ALWAYS void tile(const int rows, const float *x, int64_t stride, const float *w,
 #pragma GCC unroll 16
         for (int r = 0; r < rows; r++)
 #pragma GCC unroll 4
-            for (int v = 0; v < VECS; v++) sums[r][v] += x[r * stride + k] * b[v];
+            for (int v = 0; v < VECS; v++)
+                sums[r][v] = multiply_add(splat(x[r * stride + k]), b[v], sums[r][v]);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
@@ -80,4 +81,10 @@ static void share_linear(Member *me, const float *x, int64_t M, int64_t K, const
                 put(y + (m + r) * N + first, out[r], bias ? bias + first : 0, width, (int)adds);
         }
     }
+}
+
+/* Row `id` of the weights. */
+static void panel_row(int64_t id, int64_t K, const float *w, float *y) {
+    w += id / PANEL * K * PANEL + id % PANEL;
+    for (int64_t k = 0; k < K; k++) y[k] = w[k * PANEL];
 }

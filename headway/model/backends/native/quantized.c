@@ -44,8 +44,8 @@ static void round_row(const float *x, QuantizedRows to) {
 /* Add one group to some outputs of a row, in the order that all variants of the product use. */
 ALWAYS vec add_group(vec sums, vec dots, vec scale, vec minimum, QuantizedRows x, int64_t at) {
     vec part = dots * x.steps[at];
-    sums += part * scale;
-    sums += minimum * x.totals[at];
+    sums = multiply_add(part, scale, sums);
+    sums = multiply_add(minimum, splat(x.totals[at]), sums);
     return sums;
 }
 
@@ -165,23 +165,20 @@ static void share_quantized_linear(Member *me, QuantizedRows x, int64_t M, const
     else share_panels(me, x, M, w, N, bits, bias, y, adds);
 }
 
-/* Rows `ids` of the weights, as floats. */
-static void quantized_rows(const int64_t *ids, int64_t M, int64_t K, const uint8_t *w, int64_t bits,
-                    float *y) {
+/* Row `id` of the weights, as floats. */
+static void quantized_weight_row(int64_t id, int64_t K, const uint8_t *w, int64_t bits, float *y) {
     const int64_t groups = K / GROUP;
-    for (int64_t m = 0; m < M; m++) {
-        const uint8_t *panel = w + ids[m] / LANES * groups * GROUP_BYTES(bits);
-        const int lane = (int)(ids[m] % LANES);
-        for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits)) {
-            const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * bits);
-            const float scale = load_halves(halves)[lane], minimum = load_halves(halves + LANES)[lane];
-            for (int i = 0; i < GROUP; i++) {
-                const int quad = bits == 4 ? i / 8 : i / 4;
-                int q = panel[quad * LANES * 4 + lane * 4 + i % 4];
-                if (bits == 4) q = i / 4 % 2 ? q >> 4 : q & 15;
-                else if (SIGNED) q = (int8_t)q;
-                y[m * K + g * GROUP + i] = scale * (float)q + minimum;
-            }
+    const uint8_t *panel = w + id / LANES * groups * GROUP_BYTES(bits);
+    const int lane = (int)(id % LANES);
+    for (int64_t g = 0; g < groups; g++, panel += GROUP_BYTES(bits)) {
+        const uint16_t *halves = (const uint16_t *)(panel + LANES * 4 * bits);
+        const float scale = load_halves(halves)[lane], minimum = load_halves(halves + LANES)[lane];
+        for (int i = 0; i < GROUP; i++) {
+            const int quad = bits == 4 ? i / 8 : i / 4;
+            int q = panel[quad * LANES * 4 + lane * 4 + i % 4];
+            if (bits == 4) q = i / 4 % 2 ? q >> 4 : q & 15;
+            else if (SIGNED) q = (int8_t)q;
+            y[g * GROUP + i] = scale * (float)q + minimum;
         }
     }
 }

@@ -34,6 +34,19 @@ class LayerStruct(ctypes.Structure):
     )
 
 
+class ModelStruct(ctypes.Structure):
+    """All weights of a model; `layers` points to the addresses of LayerStructs."""
+
+    _fields_ = (
+        ("embedding", WeightStruct),
+        ("head", WeightStruct),
+        *_pointers("norm"),
+        ("epsilon", ctypes.c_double),
+        *_pointers("layers"),
+        *_integers("num_layers"),
+    )
+
+
 class SpaceStruct(ctypes.Structure):
     """Buffers that the rows of a pass share, or that each thread has for itself."""
 
@@ -51,9 +64,10 @@ class PassStruct(ctypes.Structure):
     _fields_ = (
         ("cache", CacheStruct),
         ("space", SpaceStruct),
-        *_integers("rows", "heads"),
-        *_pointers("cosine", "sine", "slots", "tables", "starts", "ends", "tasks"),
-        *_integers("table_width", "num_tasks", "tokens", "split"),
+        *_integers("rows", "heads", "sequences", "table_width", "num_sampled"),
+        *_pointers("cosine", "sine", "tokens", "positions", "slots", "tables", "starts", "ends"),
+        *_pointers("sampled", "tasks"),
+        *_integers("num_tasks", "task_rows", "split"),
         ("scale", ctypes.c_double),
         *_pointers("qkv", "attended", "inner"),
     )
@@ -73,8 +87,15 @@ def _struct_of(weight: base.Weight) -> WeightStruct:
     return weight.struct
 
 
-LayerStack = ctypes.Array[ctypes.c_void_p]  # addresses of layers
+class ModelPointers:
+    """The C structs of a model, valid while its weights are alive."""
 
-
-def stack_of(layers: list[LayerStruct]) -> LayerStack:
-    return (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
+    def __init__(self, model: base.ModelWeights, epsilon: float) -> None:
+        layers = [layer_struct(layer, epsilon) for layer in model.layers]
+        stack = (ctypes.c_void_p * len(layers))(*map(ctypes.addressof, layers))
+        struct = ModelStruct(
+            _struct_of(model.embedding), _struct_of(model.head), address(model.norm), epsilon,
+            ctypes.addressof(stack), len(layers),
+        )  # fmt: skip
+        self._kept = (layers, stack, struct)
+        self.address = ctypes.addressof(struct)

@@ -42,6 +42,26 @@ typedef int32_t ivec __attribute__((vector_size(LANES * 4)));
 ALWAYS vec load(const float *p) { return *(const loose *)p; }
 ALWAYS void store(float *p, vec v) { *(loose *)p = v; }
 ALWAYS vec splat(float x) { return x - (vec){0}; }
+
+/* a * b + c with one rounding where the CPU has such an instruction. The compiler must not choose:
+   it fuses the same expression in one place and not in another (see FLAGS in build.py), and then a
+   row would get other bits in another batch. */
+#if defined(__AVX512F__)
+ALWAYS vec multiply_add(vec a, vec b, vec c) {
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+#elif defined(__AVX2__) && defined(__FMA__)
+ALWAYS vec multiply_add(vec a, vec b, vec c) {
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+#elif defined(__aarch64__)
+ALWAYS vec multiply_add(vec a, vec b, vec c) {
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+}
+#else
+ALWAYS vec multiply_add(vec a, vec b, vec c) { return a * b + c; }
+#endif
+
 ALWAYS vec either(ivec which, vec a, vec b) { return (vec)((which & (ivec)a) | (~which & (ivec)b)); }
 #if defined(__AVX512F__)
 ALWAYS vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
@@ -83,16 +103,16 @@ ALWAYS vec exponential(vec x) {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds to an integer */
     ivec vanishes = x < splat(-87.0f);
     vec t = larger(either(x < splat(88.0f), x, splat(88.0f)), splat(-87.0f));
-    vec whole = (t * 1.44269504f + magic) - magic;
-    vec r = t - whole * 0.693359375f;
-    r = r - whole * -2.12194440e-4f;
+    vec whole = multiply_add(t, splat(1.44269504f), splat(magic)) - magic;
+    vec r = multiply_add(whole, splat(-0.693359375f), t);
+    r = multiply_add(whole, splat(2.12194440e-4f), r);
     vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
+    p = multiply_add(p, r, splat(1.3981999507e-3f));
+    p = multiply_add(p, r, splat(8.3334519073e-3f));
+    p = multiply_add(p, r, splat(4.1665795894e-2f));
+    p = multiply_add(p, r, splat(1.6666665459e-1f));
+    p = multiply_add(p, r, splat(5.0000001201e-1f));
+    p = multiply_add(p, r * r, r) + 1.0f;
     ivec power = (__builtin_convertvector(whole, ivec) + 127) << 23;
     return (vec)((ivec)(p * (vec)power) & ~vanishes);
 }

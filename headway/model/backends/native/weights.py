@@ -23,6 +23,7 @@ BYTE_PRODUCTS = (
     "AVX2",
     "AVX-512 VNNI",
     "AVX-512 VNNI and AMX",
+    "Arm dot products and 8-bit matrix products (i8mm), weights in 8-bit groups of 64",
 )
 LINE = 64  # bytes of a cache line
 CHUNK = 1 << 25  # bytes
@@ -108,9 +109,6 @@ class NativeWeight:
         return self.packed.nbytes
 
     def rows(self, ids: Tensor) -> Tensor:
-        if self.struct.bits == 32:
-            panel = layout().panel
-            return self.packed[ids // panel, :, ids % panel].contiguous()
         out = torch.empty(len(ids), self.num_inputs)
         struct = ctypes.addressof(self.struct)
         load().weight_rows(struct, ids.data_ptr(), len(ids), out.data_ptr())
