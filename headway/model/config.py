@@ -14,6 +14,7 @@ from typing import Any
 
 from headway.errors import ModelError
 from headway.model.fields import Fields
+from headway.model.quantization import stored_quantization
 from headway.model.rope import Rope, rope_from_gguf, rope_from_hf
 
 __all__ = ["ModelConfig", "Rope", "from_gguf", "from_hf", "load_hf", "read_json"]
@@ -50,6 +51,7 @@ class ModelConfig:
     qk_norm: bool
     bos_id: int | None
     eos_ids: frozenset[int]
+    quantization: str | None = None  # of the weights in the file: "fp8", or None
 
     @property
     def num_params(self) -> int:
@@ -125,8 +127,6 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
     architecture = _architecture(fields)
     if values.get("hidden_act", "silu") != "silu":
         raise fields.error(f"hidden_act {values['hidden_act']!r} is not supported; only silu is")
-    if values.get("quantization_config"):
-        raise fields.error("quantization_config: quantized weights are supported only as GGUF")
     _refuse_window(fields, architecture)
     hidden, num_heads = fields.count("hidden_size"), fields.count("num_attention_heads")
     has_bias = fields.flag("attention_bias") and architecture in ("llama", "qwen3")
@@ -149,6 +149,7 @@ def from_hf(values: Mapping[str, Any], where: str) -> ModelConfig:
         qk_norm=architecture == "qwen3",
         bos_id=next(iter(fields.ids("bos_token_id")), None),
         eos_ids=fields.ids("eos_token_id"),
+        quantization=stored_quantization(fields),
     )
     return _checked(config, fields)
 
