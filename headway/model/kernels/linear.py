@@ -5,6 +5,9 @@ which is one factor per row and needs only the row's sum of squares. After it: a
 activation (silu of one number times the other), or the sum with a residual. Prefills are limited by
 arithmetic; cuBLAS is faster there. Knows no layers and no norm weights.
 
+The matrix, or both matrix and rows, may be fp8 with a scale for each output and each row. An fp8
+matrix is converted to the type of the rows.
+
 Shapes: M rows, N outputs, K inputs, J parts of a sum of squares.
 """
 
@@ -36,6 +39,18 @@ def _paired(total_mn, ROWS: tl.constexpr, OUTPUTS: tl.constexpr):
 
 
 @triton.jit
+def _scale(scales, place):
+    """The scales at these places, or ones without scales: products with them are compiled away."""
+    return tl.full(place.shape, 1.0, tl.float32) if scales is None else tl.load(scales + place)
+
+
+@triton.jit
+def _converted(b, a):
+    """b in the type of a. fp8 goes through float32: the direct conversion to bfloat16 is slow."""
+    return b if b.dtype == a.dtype else b.to(tl.float32).to(a.dtype)
+
+
+@triton.jit
 def _product(
     x_mk, weight_nk, near_m, near_n, k, x_stride, K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
@@ -50,7 +65,7 @@ def _product(
         else:
             a = tl.load(x + start, mask=k[None, :] < K - start, other=0.0)
             b = tl.load(weight + start, mask=k[:, None] < K - start, other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = tl.dot(a, _converted(b, a), total, input_precision="ieee")
     return total
 
 
@@ -67,14 +82,14 @@ def _sliced_product(
     totals = tl.zeros((SLICES, ROWS, OUTPUTS), tl.float32)
     for start in range(0, SLICE, INPUTS):
         a, b = tl.load(x + start), tl.load(weight + start)
-        totals = tl.dot(a, b, totals, input_precision="ieee")
+        totals = tl.dot(a, _converted(b, a), totals, input_precision="ieee")
     return tl.sum(totals, 0)
 
 
 @launched
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear(
-    x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+    x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj, scale_n, x_scale_m,
     num_rows, num_outputs, epsilon, x_stride, out_stride,
     K: tl.constexpr, NUM_SQUARES: tl.constexpr, SQUARES_ROOM: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -104,6 +119,7 @@ def _linear(
             squares_mj + near_m[:, None] * NUM_SQUARES + j[None, :],
             mask=j[None, :] < NUM_SQUARES, other=0.0,
         )  # fmt: skip
+    scale, x_scale = _scale(scale_n, near_n[None, :]), _scale(x_scale_m, near_m[:, None])
     if HAS_BIAS:
         bias = tl.load(bias_n + near_n)
     if HAS_RESIDUAL:
@@ -114,6 +130,7 @@ def _linear(
         total = _sliced_product(
             x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS, SLICES
         )
+    total *= scale * x_scale
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 1) / K + epsilon)[:, None]
     if HAS_BIAS:
@@ -133,7 +150,7 @@ def _linear(
 @launched
 @triton.jit
 def _vector(
-    x_mk, weight_nk, bias_n, residual_mn, out_mn,
+    x_mk, weight_nk, bias_n, residual_mn, out_mn, scale_n,
     num_outputs, epsilon, x_stride, out_stride,
     K: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
@@ -154,6 +171,7 @@ def _vector(
     place_n = tl.program_id(0) * width + tl.arange(0, width)
     place = row * out_stride + place_n
     is_inside = place_n < num_outputs // (2 if IS_GATED else 1)
+    scale = _scale(scale_n, tl.where(is_output, n, 0))
     if HAS_BIAS:
         bias = tl.load(bias_n + n, mask=is_output, other=0.0)
     if HAS_RESIDUAL:
@@ -166,6 +184,7 @@ def _vector(
         total += tl.sum(b.to(tl.float32) * a[None, :], 1)
         if start + INPUTS < K:
             b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
+    total *= scale
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     if HAS_BIAS:
@@ -188,13 +207,17 @@ def linear(
     residual_mn: Tensor | None = None,
     out_mn: Tensor | None = None,
     squares_out_mj: Tensor | None = None,
+    scale_n: Tensor | None = None,
+    x_scale_m: Tensor | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """x weight^T, in this order: divided by the root mean square of x if `epsilon` is given; plus
-    bias; if gated, pairs of outputs become silu(first) * second; plus residual (may be `out_mn`).
+    """x weight^T, in this order: times the scales of an fp8 matrix and of fp8 rows; divided by the
+    root mean square of x if `epsilon` is given; plus bias; if gated, pairs of outputs become
+    silu(first) * second; plus residual (may be `out_mn`).
 
     With more than one row, `squares_mj` must contain the sums of squares of x for the norm, and
-    `squares_out_mj` receives those of the output, both in any number of parts.
+    `squares_out_mj` receives those of the output, both in any number of parts. fp8 rows need
+    `out_mn`, and there must be more than one.
     """
     num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
     if out_mn is None:
@@ -205,13 +228,13 @@ def linear(
     strides = (x_mk.stride(0), out_mn.stride(0))
     is_alike = residual_mn is None or num_rows == 1 or residual_mn.stride(0) == strides[1]
     assert is_alike, "the residual must have the output's stride"
-    tile = tile or tile_for(num_rows, num_outputs, num_inputs, x_mk.dtype)
+    tile = tile or tile_for(num_rows, num_outputs, num_inputs, weight_nk.dtype, x_mk.dtype)
     num_tiles = ceil_div(num_outputs, tile.outputs)
     flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
     options = launch_options(tile.warps, tile.stages)
     if tile.rows == 1:
         _vector[(num_tiles, num_rows)](
-            x_mk, weight_nk, bias_n, residual_mn, out_mn, num_outputs, epsilon or 0.0, *strides,
+            x_mk, weight_nk, bias_n, residual_mn, out_mn, scale_n, num_outputs, epsilon or 0.0, *strides,
             num_inputs, *flags, tile.outputs, tile.inputs, **options,
         )  # fmt: skip
         return out_mn
@@ -219,7 +242,7 @@ def linear(
     assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "one per tile"
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
     _linear[(num_tiles * ceil_div(num_rows, tile.rows),)](
-        x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj,
+        x_mk, weight_nk, squares_mj, bias_n, residual_mn, out_mn, squares_out_mj, scale_n, x_scale_m,
         num_rows, num_outputs, epsilon or 0.0, *strides, num_inputs, num_parts,
         power_of_2(num_parts), *flags, squares_out_mj is not None,
         tile.rows, tile.outputs, tile.inputs, tile.slices, **options, **NO_FP_FUSION,
@@ -227,9 +250,19 @@ def linear(
     return out_mn
 
 
-def num_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
-    """The number of parts in which a product of this shape writes the squares of its output."""
-    return -(-num_outputs // tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
+def num_squares(
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype | None = None,
+) -> int:
+    """The number of parts in which a product of this shape writes the squares of its output.
+
+    `dtype` is that of the matrix, and of the rows if `x_dtype` is not given.
+    """
+    tile = tile_for(num_rows, num_outputs, num_inputs, dtype, x_dtype or dtype)
+    return ceil_div(num_outputs, tile.outputs)
 
 
 @launched

@@ -20,9 +20,19 @@ class Tile(NamedTuple):
 
 
 @cache
-def tile_for(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tile:
-    """The tile for this product on this device."""
-    return tile_within(device_limits(), num_rows, num_outputs, num_inputs, dtype)
+def tile_for(
+    num_rows: int,
+    num_outputs: int,
+    num_inputs: int,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype | None = None,
+) -> Tile:
+    """The tile for this product on this device; `x_dtype` is that of the rows, if it differs."""
+    limits = device_limits()
+    if dtype.itemsize == 1:
+        x_itemsize = (x_dtype or dtype).itemsize
+        return fp8_tile_within(limits, num_rows, num_outputs, num_inputs, x_itemsize)
+    return tile_within(limits, num_rows, num_outputs, num_inputs, dtype)
 
 
 def tile_within(
@@ -53,6 +63,22 @@ def tile_within(
     stage = width * inputs * slices * dtype.itemsize
     stages = max(1, min(6, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
+
+
+def fp8_tile_within(
+    limits: tuple[int, int], num_rows: int, num_outputs: int, num_inputs: int, x_itemsize: int
+) -> Tile:
+    """Like `tile_within`, for an fp8 matrix and rows of `x_itemsize` bytes per number."""
+    tile = tile_within(limits, num_rows, num_outputs, num_inputs, torch.bfloat16)
+    if num_rows == 1:
+        return tile
+    rows, outputs, inputs, slices, warps, _ = tile
+    inputs = max(inputs, 128)  # bytes of a row: a line of memory
+    stage = (rows * x_itemsize + outputs) * inputs * slices
+    # From 64 rows on, matrix units read a converted matrix from shared memory.
+    converted = 2 * outputs * inputs if x_itemsize > 1 and rows >= 64 else 0
+    stages = max(1, min(6, (limits[1] - converted) // stage))
+    return Tile(rows, outputs, inputs, slices, warps, stages)
 
 
 @cache
