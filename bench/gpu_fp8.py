@@ -6,10 +6,10 @@
     python bench/gpu_fp8.py --tiny                  runs in seconds without a GPU, as a test
 
 quality   perplexity of bench/gpu_quality.py's text in bfloat16 and in fp8; the goal is within 1
-          percent
+          percent; also by the number of layers that stay bfloat16
 products  us per product of the 7B shape, and its relative error against float32, by rows: cuBLAS in
           bfloat16 (`bfloat16`), torch._scaled_mm (`scaled_mm`), our kernel with rows in bfloat16
-          (`float_rows`) and in fp8 (`fp8_rows`), each with the chosen tile and with others;
+          (`float_rows`) and in fp8 (`fp8_rows`), each with the chosen tile first, then others;
           `quantize` is the time to quantize the rows
 7b        one request of 16 tokens in and 256 out, and 128 requests of 256 to 1,024 in and 128 to
           512 out, random weights, median of --repeat runs after one warm-up; builds after the start
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import random
 import statistics
@@ -45,10 +46,14 @@ from gpu_kernels import seconds
 from torch import Tensor
 
 from headway import LLM
+from headway.model.backends.fp8 import Fp8Backend
+from headway.model.batch import ForwardBatch
+from headway.model.decoder import Decoder
 from headway.model.kernels.fp8 import quantize_rows, scaled_linear
 from headway.model.kernels.launch import compile_all
 from headway.model.kernels.linear import linear
 from headway.model.kernels.tiles import Tile, tile_for
+from headway.model.weights.checkpoint import open_checkpoint
 from headway.model.weights.fp8 import FP8, quantize
 
 Figures = dict[str, Any]
@@ -167,15 +172,14 @@ def launch_all(product: Product, rows: tuple[int, ...]) -> None:
 def measure_rows(product: Product, num_rows: int, device: str) -> Figures:
     found: Figures = {}
     for way in product.ways(num_rows):
-        if not way.tile:
-            figures = {"us": 1e6 * seconds(list(way.launches), device)}
-            found[way.name] = figures
-            continue
+        figures: Figures = {"tile": list(way.tile)} if way.tile else {}
         try:
-            took = {"tile": list(way.tile), "us": 1e6 * seconds(list(way.launches), device)}
-        except Exception as error:  # a tile that does not fit on this GPU
-            took = {"tile": list(way.tile), "skipped": f"{type(error).__name__}: {error}"[:200]}
-        found.setdefault(way.name, []).append(took)
+            figures["us"] = 1e6 * seconds(list(way.launches), device)
+        except Exception as error:  # for example a tile that does not fit on this GPU
+            if device == "cpu":
+                raise
+            figures["skipped"] = f"{type(error).__name__}: {error}"[:200]
+        found.setdefault(way.name, []).append(figures)
     return found | {"errors": errors(product, num_rows)}
 
 
@@ -185,10 +189,11 @@ def errors(product: Product, num_rows: int) -> Figures:
     rounded = quantize_rows(x)
     weight, scale = product.matrices[0].q, product.matrices[0].scale
     wide, values = product.matrices[0].wide(), rounded.values_tk.float() * rounded.scale_t
-    given = {"scaled_mm": (scaled_linear(rounded, weight, scale), values)}
+    given = {}
     if num_rows <= 64:
         given["float_rows"] = linear(x, weight, scale_n=scale), x.float()
     if num_rows > 1:
+        given["scaled_mm"] = scaled_linear(rounded, weight, scale), values
         out = torch.empty((num_rows, product.outputs), dtype=product.dtype, device=x.device)
         options = {"x_scale_m": rounded.scale_t, "scale_n": scale, "out_mn": out}
         given["fp8_rows"] = linear(rounded.values_tk, weight, **options), values
@@ -204,12 +209,14 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def summary(found: Figures) -> str:
-    parts = [f"{name} {found[name]['us']:.1f}" for name in ("bfloat16", "scaled_mm", "quantize")]
-    for name in ("float_rows", "fp8_rows"):
-        timed = [each for each in found.get(name, []) if "us" in each]
+    parts = []
+    for name, ways in found.items():
+        timed = [each for each in ways if "us" in each] if name != "errors" else []
         if timed:
             best = min(timed, key=lambda each: each["us"])
-            parts.append(f"{name} {timed[0]['us']:.1f}, best {best['us']:.1f} {best['tile']}")
+            parts.append(f"{name} {timed[0]['us']:.1f}")
+            if len(timed) > 1:
+                parts[-1] += f" best {best['us']:.1f} {best['tile']}"
     return "; ".join(parts)
 
 
@@ -261,7 +268,42 @@ def measure_quality(asked: argparse.Namespace) -> Figures:
         log(f"perplexity, {part}: {found[part]:.4f}")
         gc.collect()
     cost = 100 * (found["fp8_weights"] / found["bfloat16"] - 1)
-    return {"perplexity": found, "cost_percent": cost, "reached": abs(cost) <= 1}
+    return {
+        "perplexity": found, "cost_percent": cost, "reached": abs(cost) <= 1,
+        "by_float_layers": measure_float_layers(model, text),
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def measure_float_layers(model: Path, text: list[int]) -> Figures:
+    """Percent of perplexity that fp8 costs, by the first and last layers that stay bfloat16."""
+    checkpoint = open_checkpoint(model)
+    batch = prompt_batch(text)
+    count = checkpoint.config.num_layers
+    found: Figures = {}
+    for first, last in ((count, 0), (0, 0), (1, 0), (1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 4)):
+        kept = frozenset(n for n in range(count) if n < first or n >= count - last)
+        decoder = Decoder(checkpoint, Fp8Backend(torch.bfloat16, float_layers=kept))
+        blocks = decoder.backend.kv_blocks(decoder.config, -(-len(text) // 16), 16)
+        logprobs = decoder.logits(decoder.forward(batch, blocks)).float().log_softmax(-1)
+        targets = torch.tensor(text[1:], device="cuda")[:, None]
+        perplexity = math.exp(-float(logprobs[:-1].gather(1, targets).double().mean()))
+        base = found.setdefault("bfloat16", perplexity)  # the first keeps all layers
+        found[f"first {first}, last {last}"] = 100 * (perplexity / base - 1)
+    log(f"cost in percent by float layers: {found}")
+    return found
+
+
+def prompt_batch(text: list[int]) -> ForwardBatch:
+    """A prefill of one prompt in blocks of 16 tokens, in order."""
+    places, count = torch.arange(len(text), device="cuda"), len(text)
+    ends = torch.tensor([0, count], dtype=torch.int32, device="cuda")
+    return ForwardBatch(
+        tokens_t=torch.tensor(text, device="cuda"), positions_t=places, slots_t=places,
+        tables_sw=torch.arange(-(-count // 16), dtype=torch.int32, device="cuda")[None],
+        starts_s=ends, ends_s=ends[1:], sampled_n=places, longest=count,
+        row_ids_s=torch.zeros(1, dtype=torch.int32, device="cuda"),
+    )  # fmt: skip
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], Figures]] = {

@@ -32,7 +32,8 @@ class Decoder:
         self.embedding = backend.weight(checkpoint, ["model.embed_tokens"])
         self.layers: list[LayerWeights] = []
         for number in range(self.config.num_layers):
-            self.layers.append(self._layer(checkpoint, f"model.layers.{number}"))
+            layer = self._layer(checkpoint, f"model.layers.{number}")
+            self.layers.append(backend.prepared(number, layer))
             if progress:
                 progress(number + 1, self.config.num_layers)
         self.norm = backend.vector(checkpoint, "model.norm.weight")
@@ -45,7 +46,7 @@ class Decoder:
     def _layer(self, checkpoint: Checkpoint, prefix: str) -> LayerWeights:
         weight, vector = self.backend.weight, self.backend.vector
         attention, mlp, has_norms = f"{prefix}.self_attn", f"{prefix}.mlp", self.config.qk_norm
-        layer = LayerWeights(
+        return LayerWeights(
             input_norm=vector(checkpoint, f"{prefix}.input_layernorm.weight"),
             qkv=weight(checkpoint, [f"{attention}.{name}_proj" for name in "qkv"]),
             q_norm=vector(checkpoint, f"{attention}.q_norm.weight") if has_norms else None,
@@ -55,7 +56,6 @@ class Decoder:
             gate_up=weight(checkpoint, [f"{mlp}.gate_proj", f"{mlp}.up_proj"]),
             down=weight(checkpoint, [f"{mlp}.down_proj"]),
         )
-        return self.backend.prepared(layer)
 
     @property
     def num_bytes(self) -> int:

@@ -79,7 +79,7 @@ def _gpu_backend(
     kv_dtype: torch.dtype | None,
     attention: str,
 ) -> Backend:
-    from headway.model.backends.fp8 import Fp8Backend  # needs triton
+    from headway.model.backends.fp8 import Fp8Backend, float_layers  # needs triton
     from headway.model.backends.gpu import GpuBackend
 
     is_fp8 = precision == FP8
@@ -92,8 +92,11 @@ def _gpu_backend(
     if not is_fp8:
         return GpuBackend(dtype, str(device), kv_dtype, kernels)
     check_fp8_sizes(config)
-    folds_norms = config.quantization != FP8
-    return Fp8Backend(dtype, str(device), kv_dtype, kernels, folds_norms=folds_norms)
+    is_stored = config.quantization == FP8
+    return Fp8Backend(
+        dtype, str(device), kv_dtype, kernels, folds_norms=not is_stored,
+        float_layers=float_layers(config),
+    )  # fmt: skip
 
 
 def check_fp8_sizes(config: ModelConfig) -> None:

@@ -263,7 +263,7 @@ class Rounded(PlainBackend):
         is_rounded = checkpoint.read_fp8(f"{names[0]}.weight") is not None
         return replace(found, scale=torch.ones(1)) if is_rounded else found
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
         if not self.folds_norms:
             return layer
         ones = torch.ones_like(layer.input_norm)
@@ -350,6 +350,17 @@ def test_a_matrix_that_the_file_keeps_in_floats_stays_float(tmp_path: Path) -> N
     assert layer.qkv.matrix.dtype == layer.gate_up.matrix.dtype == FP8  # type: ignore[attr-defined]
     same = Rounded(folds_norms=False, has_float_decodes=True)
     assert distance(logits(opened, backend), logits(opened, same)) < 0.03
+
+
+def test_the_outer_layers_of_a_narrow_model_stay_floats() -> None:
+    config = config_of(num_hidden_layers=8)
+    backend = choose_backend(config, "fp8", "cuda")
+    kept = backend.float_layers  # type: ignore[attr-defined]
+    assert kept == fp8.float_layers(config) == {0, 1, 2, 6, 7}
+    assert not fp8.float_layers(config_of(hidden_size=4096))
+    some = fp8.Fp8Backend(torch.float32, "cpu", float_layers=frozenset({1}))
+    layers: list[Any] = Decoder(Loud(config_of(num_hidden_layers=2)), some).layers
+    assert [layer.down.matrix.dtype for layer in layers] == [FP8, torch.float32]
 
 
 def test_only_the_matrices_of_the_layers_are_in_8_bits() -> None:

@@ -42,15 +42,26 @@ from headway.model.weights.fp8 import FP8, Fp8Matrix, quantize, stacked
 
 Rows = Tensor | QuantizedRows
 FLOAT_ROWS = 64  # decodes up to here keep rows in the model's type
+NARROW, FLOAT_LAYERS = 1024, (3, 2)  # hidden size, and first and last layers; see `float_layers`
 FEW_SCALED_ROWS = 256  # up to here our kernel multiplies quantized rows, from here cuBLASLt
+
+
+def float_layers(config: ModelConfig) -> frozenset[int]:
+    """Layers that are not quantized at load: the first and last ones of a narrow model.
+
+    Rounding in these raises the perplexity most; wide models lose little in any layer.
+    """
+    first, last = FLOAT_LAYERS if config.hidden_size <= NARROW else (0, 0)
+    count = config.num_layers
+    return frozenset(n for n in range(count) if n < first or n >= count - last)
 
 
 class Fp8Backend(GpuBackend):
     """Matrices of the layers in fp8: those of the file, or quantized when they are loaded.
 
-    Norm weights are multiplied into the matrices before these are quantized. The matrices of a file
-    in fp8 are used unchanged, so `folds_norms` is false for one, and matrices that it stores as
-    floats stay floats.
+    Norm weights are multiplied into the matrices before these are quantized, except in
+    `float_layers`, which stay floats. The matrices of a file in fp8 are used unchanged, so
+    `folds_norms` is false for one, and matrices that it stores as floats stay floats.
     """
 
     def __init__(
@@ -61,9 +72,10 @@ class Fp8Backend(GpuBackend):
         attention: AttentionKernels | None = None,
         *,
         folds_norms: bool = True,
+        float_layers: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(dtype, device, kv_dtype, attention)
-        self.folds_norms = folds_norms
+        self.folds_norms, self.float_layers = folds_norms, float_layers
         self.name = "gpu fp8"
 
     @property
@@ -84,10 +96,12 @@ class Fp8Backend(GpuBackend):
             matrix.q.to(self.device).contiguous(), bias, matrix.scale.to(self.device)
         )
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
         if not self.folds_norms:
             return replace(layer, gate_up=interleaved(layer.gate_up))
-        folded, round_ = super().prepared(layer), self._quantized
+        folded, round_ = super().prepared(number, layer), self._quantized
+        if number in self.float_layers:
+            return folded
         return replace(
             folded, qkv=round_(folded.qkv), output=round_(folded.output),
             gate_up=round_(folded.gate_up), down=round_(folded.down),

@@ -99,7 +99,7 @@ class GpuBackend(PlainBackend):
         self.supports_padding = self.attention.supports_padding
         self.name = f"gpu {dtype}".replace("torch.", "")
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
         ones = torch.ones_like(layer.input_norm)
         return replace(
             layer,

@@ -69,7 +69,7 @@ class PlainBackend:
             return checkpoint.read(names[0]).to(self.device, self.dtype).contiguous()
         return torch.cat([checkpoint.read(n).to(self.device, self.dtype) for n in names])
 
-    def prepared(self, layer: LayerWeights) -> LayerWeights:
+    def prepared(self, number: int, layer: LayerWeights) -> LayerWeights:
         return layer
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
