@@ -34,9 +34,10 @@ test:  ## all checks and all tests
 tests: $(READY) browser packages  ## all tests
 	@$(MAKE) --no-print-directory pytest
 
+# Three processes for two cores: many tests wait for servers, timers and browsers.
 pytest: $(READY)
 	@$(BIN)/headway models --fetch smollm2-135m --json > /dev/null
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 # Debian's Chromium, for the tests of the lab page. Only root can install it.
 browser:

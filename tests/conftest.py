@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run in parallel; set before torch is imported
 if shutil.which("nvidia-smi") is None:  # checked without torch, before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels run on the CPU
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell without job control ran `pytest &`
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `make test-fast` leaves these out: they load the model, start processes or simulate long runs.
 SLOW = (

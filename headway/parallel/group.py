@@ -27,14 +27,20 @@ TIMEOUT, NCCL_TIMEOUT = timedelta(seconds=120), timedelta(seconds=600)
 class Group:
     """Collectives over a process group of torch; see model.sharding.Collectives."""
 
-    def __init__(self, process_group: Any, rank: int, size: int) -> None:
+    def __init__(self, process_group: Any, rank: int, size: int, file: int | None = None) -> None:
         self.rank, self.size = rank, size
-        self._group = process_group
+        self._group, self._file = process_group, file
         self._gather, self._sum = c10d.AllgatherOptions(), c10d.AllreduceOptions()
         self._broadcast = c10d.BroadcastOptions()
         self._broadcast.rootRank = 0
         for options in (self._gather, self._sum, self._broadcast):
             options.asyncOp = False  # NCCL then runs on the current stream
+
+    def __del__(self) -> None:
+        """Close the file, if there is one, after its last user, which is the store of the group."""
+        self._group = None
+        if self._file is not None:
+            os.close(self._file)
 
     def gather(self, x: Tensor, widths: tuple[int, ...]) -> Tensor:
         num_rows, most = len(x), max(widths)
@@ -67,10 +73,16 @@ def _finish(work: Any) -> None:
 
 def connect(file: int, rank: int, size: int, device: torch.device) -> Group:
     """Join the group; blocks until all ranks have. `file` is an open file that all ranks share."""
+    # The store writes to its path once more when it is destroyed: until then, the number must not
+    # become that of another file. After a failure it stays open, as the error may keep the store.
+    file = os.dup(file)
     store = dist.FileStore(f"/dev/fd/{file}", size)
     store.set_timeout(TIMEOUT)
     make: Callable[..., Any] = _nccl if device.type == "cuda" else _gloo
-    group = Group(make(store, rank, size), rank, size)
+    process_group = make(store, rank, size)
+    del store
+    group = Group(process_group, rank, size, file)
+    del process_group
     group.sum(torch.zeros(1, device=device))  # NCCL connects at the first call
     return group
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ from bench.fleet_streams import (
 )
 from headway.fleet.options import environment
 
-pytest.importorskip("ray.serve", reason="Ray is not installed: pip install 'headway[ray]'")
+pytestmark = pytest.mark.skipif(  # without an import, which takes a second of every collection
+    find_spec("ray") is None, reason="Ray is not installed: pip install 'headway[ray]'"
+)
 LETTERS = ("-c", "from tests.support.letters_fleet import main; main()")
 NUM_KILLS = 10
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
