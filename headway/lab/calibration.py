@@ -20,9 +20,10 @@ from headway.lab.cost import Profile
 from headway.lab.fit import observations, predict
 from headway.lab.simulate import simulate
 from headway.lab.summary import summarize
+from headway.lab.workload.recorded import known_tokens
 from headway.lab.workload.request import WorkloadRequest
 from headway.observe.run_stats import RunStats
-from headway.observe.trace import Line, header, unpack_tokens
+from headway.observe.trace import Line, header, num_packed, unpack_tokens
 
 MIN_TOKENS = 64  # prompt and output of a request
 
@@ -180,18 +181,21 @@ def _align_arrivals(lines: Sequence[Line]) -> list[Line]:
 
 
 def requests_of(lines: Sequence[Line]) -> list[WorkloadRequest]:
-    """The requests of a log, with the lengths of their outputs."""
+    """The requests of a log, with the lengths of their outputs.
+
+    Tokens that another engine had generated before belong to the prompt.
+    """
     outputs = {
-        end["id"]: len(unpack_tokens(end["output"]))
-        for line in lines
-        for end in line.get("finished", ())
+        end["id"]: num_packed(end["output"]) for line in lines for end in line.get("finished", ())
     }
     added = [each for line in _align_arrivals(lines) for each in line.get("added", ())]
     start = min((each["arrival"] for each in added), default=0.0)
-    return [
-        WorkloadRequest(
-            id=each["id"], pieces=(unpack_tokens(each["prompt"]),), num_output=outputs[each["id"]],
-            max_tokens=each["max_tokens"], arrival=each["arrival"] - start,
-        )
-        for each in added
-    ]  # fmt: skip
+    found = []
+    for each in added:
+        num_resumed = num_packed(each.get("output", ()))
+        found.append(WorkloadRequest(
+            id=each["id"], pieces=(unpack_tokens(known_tokens(each)),),
+            num_output=outputs[each["id"]] - num_resumed,
+            max_tokens=each["max_tokens"] - num_resumed, arrival=each["arrival"] - start,
+        ))  # fmt: skip
+    return found

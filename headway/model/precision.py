@@ -19,6 +19,7 @@ from headway.errors import ConfigError
 from headway.model.backends.base import Backend
 from headway.model.backends.native import backend as native
 from headway.model.backends.native.build import NativeUnavailable, load
+from headway.model.backends.native.weights import layout
 from headway.model.backends.plain import PlainBackend
 from headway.model.config import ModelConfig
 from headway.model.devices import why_no_cuda
@@ -60,6 +61,8 @@ def choose_backend(
     """The backend for a precision; on a CPU the native kernels, if they can be built and used."""
     device = torch.device(device)
     if device.type == "cuda":
+        if config.plain_only:
+            raise ConfigError(f"{config.plain_only}, which runs on CPUs only; use --device cpu")
         return _gpu_backend(config, precision, device, kv_dtype, attention)
     precision = measured_precision(config, precision)
     if precision in ("bfloat16", "float16"):
@@ -224,7 +227,12 @@ def why_not_native(config: ModelConfig | None = None) -> str | None:
         load()
     except NativeUnavailable as reason:
         return str(reason)
-    return native.unsupported_reason(config) if config else None
+    return (config.plain_only or native.unsupported_reason(config)) if config else None
+
+
+def byte_products() -> str:
+    """The instructions that the native kernels use for quantized weights."""
+    return layout().byte_products
 
 
 def fastest(results: list[ProbeResult]) -> str:

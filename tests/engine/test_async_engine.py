@@ -15,8 +15,9 @@ import pytest
 
 from headway.engine.async_engine import AsyncEngine, ThreadClient
 from headway.engine.engine import MAX_FAULTS, Engine
-from headway.engine.loop import EngineLoop, QueueLimits
+from headway.engine.loop import EngineLoop
 from headway.engine.messages import FinishInfo, FromLoop, SampleUpdate, Submit
+from headway.engine.queue_limits import QueueLimits
 from headway.errors import ExecutorError, InvalidRequest, Overloaded, RequestTooLong
 from headway.plan import StepReport
 from headway.request import RequestParams

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from headway.errors import ConfigError, FormatError
+from headway.executor.simulated import Script
 from headway.lab.calibration import (
     CPU_CALIBRATION,
     GPU_CALIBRATION,
@@ -28,7 +29,7 @@ from headway.lab.calibration import (
 )
 from headway.lab.cost import Machine, Model, Profile, load_profile, save_profile
 from headway.lab.fit import RATES, Fit, fit, minimize, missing_coverage, observations, predict
-from headway.lab.simulate import simulate
+from headway.lab.simulate import SimulatedEngine, simulate
 from headway.lab.workload.request import TokenSpace, WorkloadRequest
 from headway.observe.trace import Line, describe_step
 from headway.plan import Chunk, Copy, Plan, StepReport, StepResult
@@ -169,6 +170,23 @@ def test_no_number_is_negative_and_every_profile_can_be_read_again(
     assert len(simulate(requests_of(held_out), CONFIG, again).metrics.requests) == len(
         requests_of(held_out)
     )
+
+
+def test_the_rest_of_a_continued_request_is_compared_with_a_simulation() -> None:
+    """Its log has one prefill of all known tokens, and then the tokens that were left."""
+    prompt, before = list(range(300)), [7] * 90
+    profile, lines = profile_of(SLOW), list[Line]()
+    simulated = SimulatedEngine(
+        CONFIG, profile, observers=[lambda r: lines.append(describe_step(r))]
+    )
+    params = RequestParams(max_tokens=100, sampling=Script(100, filler=7, end=0))
+    simulated.engine.add("a", prompt, params, 0.0, (tuple(before),))
+    simulated.engine.run()
+    (request,) = requests_of(lines)
+    assert list(request.prompt()) == prompt + before
+    assert (request.num_output, request.max_tokens) == (10, 10)
+    real, again = compare_with_simulation(lines, CONFIG, profile)
+    assert again["seconds"] == pytest.approx(real["seconds"]) and again["steps"] == real["steps"]
 
 
 def test_corrections_follow_a_machine_that_computes_in_tiles() -> None:

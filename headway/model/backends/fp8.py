@@ -138,7 +138,7 @@ class AttentionSteps(Protocol):
     def attention(self, number: int, layer: LayerWeights, qkv: Tensor) -> Tensor: ...
 
 
-class ScaledPass:
+class ScaledPass(ForwardPass):
     """Any batch: rows are quantized before each product with an fp8 matrix."""
 
     def __init__(self, steps: AttentionSteps, epsilon: float, shard: Shard | None) -> None:

@@ -151,7 +151,7 @@ def interleaved(weight: Weight) -> PlainWeight:
     return PlainWeight(matrix, bias, scale)
 
 
-class FusedDecodePass:
+class FusedDecodePass(ForwardPass):
     """A batch of decodes only, with few rows: fused kernels."""
 
     def __init__(
@@ -220,7 +220,7 @@ def multiply(x: Tensor, weight: Weight, **options: object) -> Tensor:
     return linear(x, weight.matrix, bias_n=weight.bias, scale_n=weight.scale, **options)  # type: ignore[arg-type]
 
 
-class UnfusedPass:
+class UnfusedPass(ForwardPass):
     """Any batch: decodes first, then prompt chunks."""
 
     def __init__(

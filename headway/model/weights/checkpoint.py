@@ -85,14 +85,19 @@ class SafetensorsCheckpoint:
         if (quantized := self.read_fp8(name)) is not None:
             return quantized.wide()
         tensor: torch.Tensor = self._files[self._stored(name)].get_tensor(self._stored(name))
-        return tensor
+        return self._with_offset(name, tensor)
 
     def read_part(self, name: str, part: Part) -> torch.Tensor:
         if (quantized := self.read_fp8(name, part)) is not None:
             return quantized.wide()
         entry = self._entry(name)
         tensor: torch.Tensor = entry[part[: len(entry.get_shape())]]
-        return tensor
+        return self._with_offset(name, tensor)
+
+    def _with_offset(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Norm weights as factors; a family may store their difference from 1."""
+        offset = self.config.norm_offset if name.endswith("norm.weight") else 0.0
+        return tensor.float() + offset if offset else tensor
 
     def read_fp8(self, name: str, part: Part = EVERYTHING) -> Fp8Matrix | None:
         entry = self._entry(name)
