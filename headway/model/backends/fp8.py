@@ -1,8 +1,8 @@
 """The GPU's arithmetic with fp8 weights: matrices of the layers in 8 bits, the rest as in gpu.py.
 
-Decodes of few rows read 8-bit matrices and multiply with rows in the model's type. All other
-passes quantize the rows too, each with its own scale: in the norm, in the gated activation, and
-after attention. Embeddings, the output head, norms and biases keep the model's type.
+A decode of one row keeps the row in the model's type. All other passes quantize the rows too, each
+with its own scale: in the norm, in the gated activation, and after attention. Embeddings, the
+output head, norms and biases keep the model's type.
 
 Shapes as in base.py.
 """
@@ -41,9 +41,11 @@ from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import FP8, Fp8Matrix, quantize, stacked
 
 Rows = Tensor | QuantizedRows
-FLOAT_ROWS = 64  # decodes up to here keep rows in the model's type
 NARROW = 1024  # hidden size; see `float_layers`
-FEW_SCALED_ROWS = 256  # up to here our kernel multiplies quantized rows, from here cuBLASLt
+# Up to these rows our kernel is faster than cuBLASLt, with any matrix and with one of few outputs,
+# where cuBLASLt does not use all multiprocessors. Measured on an H200.
+MAX_KERNEL_ROWS, MAX_NARROW_KERNEL_ROWS = 64, 256
+FEW_OUTPUTS = 8192
 
 
 def float_layers(config: ModelConfig) -> frozenset[int]:
@@ -117,14 +119,14 @@ class Fp8Backend(GpuBackend):
         if batch.num_decodes < num_rows or not self.attention.fuses_decode or num_rows > FEW_ROWS:
             wide = UnfusedPass(*given, self.attention)
             return ScaledPass(wide, config.norm_eps, self.shard)
-        if num_rows > FLOAT_ROWS:
+        if num_rows > 1:
             return ScaledPass(FusedDecodePass(*given), config.norm_eps, self.shard)
         kind = FusedDecodePass if self.folds_norms else NormedDecodePass
         return kind(*given, self.shard)
 
 
 class NormedDecodePass(FusedDecodePass):
-    """Decodes with few rows, where norm weights are not part of the matrices."""
+    """A decode of one row, where norm weights are not part of the matrices."""
 
     def _normed_product(
         self, x: Tensor, norm: Tensor, weight: Weight, *, is_gated: bool = False
@@ -147,13 +149,23 @@ class ScaledPass(ForwardPass):
         self._pending: Tensor | None = None  # to be added to x, by the next norm if possible
 
     def layer(self, number: int, layer: LayerWeights, x: Tensor) -> Tensor:
+        self._run(number, layer, x)
+        self._add_pending(x)
+        return x
+
+    def layers(self, layers: Sequence[LayerWeights], x: Tensor) -> Tensor:
+        for number, layer in enumerate(layers):
+            self._run(number, layer, x)
+        self._add_pending(x)
+        return x
+
+    def _run(self, number: int, layer: LayerWeights, x: Tensor) -> None:
+        """One layer; x is complete after `_add_pending`."""
         qkv = product(self._normed(x, layer.input_norm, layer.qkv), layer.qkv)
         attended = self._steps.attention(number, layer, qkv)
         self._add(x, attended, layer.output, self._columns[0])
         normed = self._normed(x, layer.post_norm, layer.gate_up)
         self._add(x, self._gated(normed, layer), layer.down, self._columns[1])
-        self._add_pending(x)
-        return x
 
     def _normed(self, x: Tensor, norm: Tensor, weight: Weight) -> Rows:
         if not is_fp8(weight):
@@ -227,6 +239,9 @@ def is_fp8(weight: Weight) -> bool:
 
 
 def uses_kernel(x: Rows, weight: Weight) -> bool:
-    """Whether our kernel computes this product; it needs two rows."""
+    """Whether our kernel computes this product of quantized rows; it needs two."""
     num_rows = len(x.values_tk if isinstance(x, QuantizedRows) else x)
-    return is_fp8(weight) and 1 < num_rows <= FEW_SCALED_ROWS
+    if not isinstance(weight, PlainWeight) or weight.scale is None:
+        return False
+    is_narrow = len(weight.matrix) <= FEW_OUTPUTS
+    return 1 < num_rows <= (MAX_NARROW_KERNEL_ROWS if is_narrow else MAX_KERNEL_ROWS)

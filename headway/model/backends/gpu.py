@@ -208,8 +208,7 @@ class FusedDecodePass(ForwardPass):
             return
         if len(x) > 1:
             num_outputs, num_inputs = weight.matrix.shape
-            types = weight.matrix.dtype, x.dtype
-            count = num_squares(len(x), num_outputs, num_inputs, *types)
+            count = num_squares(len(x), num_outputs, num_inputs, x.dtype)
             self._squares = torch.empty((len(x), count), dtype=torch.float32, device=x.device)
         multiply(inner, weight, residual_mn=x, out_mn=x, squares_out_mj=self._squares)
 

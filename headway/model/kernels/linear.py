@@ -5,8 +5,8 @@ which is one factor per row and needs only the row's sum of squares. After it: a
 activation (silu of one number times the other), or the sum with a residual. Prefills are limited by
 arithmetic; cuBLAS is faster there. Knows no layers and no norm weights.
 
-The matrix, or both matrix and rows, may be fp8 with a scale for each output and each row. An fp8
-matrix is converted to the type of the rows.
+The matrix may be fp8, with a scale for each output. One row then has a wider type; several rows are
+fp8 too, with a scale each.
 
 Shapes: M rows, N outputs, K inputs, J parts of a sum of squares.
 """
@@ -45,27 +45,23 @@ def _scale(scales, place):
 
 
 @triton.jit
-def _converted(b, a):
-    """b in the type of a. fp8 goes through float32: the direct conversion to bfloat16 is slow."""
-    return b if b.dtype == a.dtype else b.to(tl.float32).to(a.dtype)
-
-
-@triton.jit
 def _product(
-    x_mk, weight_nk, near_m, near_n, k, x_stride, K: tl.constexpr,
+    x_mk, weight_nk, near_m, near_n, k, is_row, x_stride, K: tl.constexpr,
     ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows times some outputs, float32."""
+    """Some rows times some outputs, float32. Padding rows of fp8, where most may be, read nothing."""
+    IS_FP8: tl.constexpr = x_mk.dtype.element_ty.primitive_bitwidth == 8
     x = x_mk + near_m[:, None] * x_stride + k[None, :]
     weight = weight_nk + near_n[None, :] * K + k[:, None]
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     for start in range(0, K, INPUTS):
         if K % INPUTS == 0:
-            a, b = tl.load(x + start), tl.load(weight + start)
+            a = tl.load(x + start, mask=is_row[:, None]) if IS_FP8 else tl.load(x + start)
+            b = tl.load(weight + start)
         else:
             a = tl.load(x + start, mask=k[None, :] < K - start, other=0.0)
             b = tl.load(weight + start, mask=k[:, None] < K - start, other=0.0)
-        total = tl.dot(a, _converted(b, a), total, input_precision="ieee")
+        total = tl.dot(a, b, total, input_precision="ieee")
     return total
 
 
@@ -82,7 +78,7 @@ def _sliced_product(
     totals = tl.zeros((SLICES, ROWS, OUTPUTS), tl.float32)
     for start in range(0, SLICE, INPUTS):
         a, b = tl.load(x + start), tl.load(weight + start)
-        totals = tl.dot(a, _converted(b, a), totals, input_precision="ieee")
+        totals = tl.dot(a, b, totals, input_precision="ieee")
     return tl.sum(totals, 0)
 
 
@@ -125,7 +121,9 @@ def _linear(
     if HAS_RESIDUAL:
         residual = tl.load(residual_mn + place, mask=is_inside, other=0.0)
     if SLICES == 1:
-        total = _product(x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS)
+        total = _product(
+            x_mk, weight_nk, near_m, near_n, k, is_row, x_stride, K, ROWS, OUTPUTS, INPUTS
+        )
     else:
         total = _sliced_product(
             x_mk, weight_nk, near_m, near_n, k, x_stride, K, ROWS, OUTPUTS, INPUTS, SLICES
@@ -158,7 +156,12 @@ def _vector(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row, without matrix units. The first load of the matrix starts before x is ready."""
+    """One row, without matrix units. The first load of the matrix starts before x is ready, and each
+    of the others before the numbers of the one before are used.
+
+    Each thread sums its own numbers, VECTOR adjacent ones at a time; the threads add their sums once.
+    """
+    VECTOR: tl.constexpr = 128 // weight_nk.dtype.element_ty.primitive_bitwidth  # one load
     row = tl.program_id(1)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, INPUTS)
@@ -176,15 +179,16 @@ def _vector(
         bias = tl.load(bias_n + n, mask=is_output, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_mn + place, mask=is_inside, other=0.0)
-    total = tl.zeros((OUTPUTS,), tl.float32)
+    totals = tl.zeros((OUTPUTS, INPUTS // VECTOR), tl.float32)
     squares = tl.zeros((INPUTS,), tl.float32)
-    for start in tl.static_range(0, K, INPUTS):
+    for start in range(0, K, INPUTS):
+        used = b
+        b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
         a = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
         squares += a * a
-        total += tl.sum(b.to(tl.float32) * a[None, :], 1)
-        if start + INPUTS < K:
-            b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
-    total *= scale
+        products = tl.reshape(used.to(tl.float32) * a[None, :], (OUTPUTS, INPUTS // VECTOR, VECTOR))
+        totals += tl.sum(products, 2)
+    total = tl.sum(totals, 1) * scale
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     if HAS_BIAS:
@@ -217,7 +221,7 @@ def linear(
 
     With more than one row, `squares_mj` must contain the sums of squares of x for the norm, and
     `squares_out_mj` receives those of the output, both in any number of parts. fp8 rows need
-    `out_mn`, and there must be more than one.
+    `out_mn`, and there must be more than one; several rows need the type of the matrix.
     """
     num_rows, (num_outputs, num_inputs) = len(x_mk), weight_nk.shape
     if out_mn is None:
@@ -228,7 +232,7 @@ def linear(
     strides = (x_mk.stride(0), out_mn.stride(0))
     is_alike = residual_mn is None or num_rows == 1 or residual_mn.stride(0) == strides[1]
     assert is_alike, "the residual must have the output's stride"
-    tile = tile or tile_for(num_rows, num_outputs, num_inputs, weight_nk.dtype, x_mk.dtype)
+    tile = tile or tile_for(num_rows, num_outputs, num_inputs, weight_nk.dtype)
     num_tiles = ceil_div(num_outputs, tile.outputs)
     flags = (epsilon is not None, bias_n is not None, residual_mn is not None, is_gated)
     options = launch_options(tile.warps, tile.stages)
@@ -238,6 +242,7 @@ def linear(
             num_inputs, *flags, tile.outputs, tile.inputs, **options,
         )  # fmt: skip
         return out_mn
+    assert x_mk.dtype == weight_nk.dtype, "several rows need the type of the matrix"
     assert epsilon is None or squares_mj is not None, "the norm of several rows needs their squares"
     assert squares_out_mj is None or squares_out_mj.shape == (num_rows, num_tiles), "one per tile"
     num_parts = squares_mj.shape[1] if squares_mj is not None else 1
@@ -250,19 +255,9 @@ def linear(
     return out_mn
 
 
-def num_squares(
-    num_rows: int,
-    num_outputs: int,
-    num_inputs: int,
-    dtype: torch.dtype,
-    x_dtype: torch.dtype | None = None,
-) -> int:
-    """The number of parts in which a product of this shape writes the squares of its output.
-
-    `dtype` is that of the matrix, and of the rows if `x_dtype` is not given.
-    """
-    tile = tile_for(num_rows, num_outputs, num_inputs, dtype, x_dtype or dtype)
-    return ceil_div(num_outputs, tile.outputs)
+def num_squares(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> int:
+    """The number of parts in which a product of this shape writes the squares of its output."""
+    return ceil_div(num_outputs, tile_for(num_rows, num_outputs, num_inputs, dtype).outputs)
 
 
 @launched
