@@ -356,11 +356,12 @@ def test_a_matrix_that_the_file_keeps_in_floats_stays_float(tmp_path: Path) -> N
     assert distance(logits(opened, backend), logits(opened, Rounded(folds_norms=False))) < LIMIT
 
 
-def test_the_first_and_last_layer_of_a_narrow_model_stay_floats() -> None:
+def test_the_first_and_last_layers_of_a_narrow_model_stay_floats() -> None:
     config = config_of(num_hidden_layers=8)
     backend = choose_backend(config, "fp8", "cuda")
     kept = backend.float_layers  # type: ignore[attr-defined]
-    assert kept == fp8.float_layers(config) == {0, 7}
+    assert kept == fp8.float_layers(config) == {0, 1, 2, 5, 6, 7}
+    assert fp8.float_layers(config_of(num_hidden_layers=2)) == {0, 1}
     assert not fp8.float_layers(config_of(hidden_size=4096))
     some = fp8.Fp8Backend(torch.float32, "cpu", float_layers=frozenset({1}))
     layers: list[Any] = Decoder(Loud(config_of(num_hidden_layers=2)), some).layers

@@ -41,7 +41,7 @@ from headway.model.weights.checkpoint import Checkpoint
 from headway.model.weights.fp8 import FP8, Fp8Matrix, quantize, stacked
 
 Rows = Tensor | QuantizedRows
-NARROW = 1024  # hidden size; see `float_layers`
+NARROW, NUM_ENDS = 1024, 3  # hidden size and layers; see `float_layers`
 # Up to these rows our kernel is faster than cuBLASLt, with any matrix and with one of few outputs,
 # where cuBLASLt does not use all multiprocessors. Measured on an H200.
 MAX_KERNEL_ROWS, MAX_NARROW_KERNEL_ROWS = 64, 256
@@ -49,11 +49,14 @@ FEW_OUTPUTS = 8192
 
 
 def float_layers(config: ModelConfig) -> frozenset[int]:
-    """Layers that are not quantized at load: the first and the last of a narrow model.
+    """Layers that are not quantized at load: the first and the last three of a narrow model.
 
-    Of the 5 percent that fp8 adds to the perplexity of the bundled model, 4 come from these two.
+    With them in fp8 too, the perplexity of the bundled model is 2 percent higher.
     """
-    return frozenset({0, config.num_layers - 1} if config.hidden_size <= NARROW else ())
+    if config.hidden_size > NARROW:
+        return frozenset()
+    last = config.num_layers - NUM_ENDS
+    return frozenset(n for n in range(config.num_layers) if n < NUM_ENDS or n >= last)
 
 
 class Fp8Backend(GpuBackend):

@@ -156,12 +156,7 @@ def _vector(
     OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row, without matrix units. The first load of the matrix starts before x is ready, and each
-    of the others before the numbers of the one before are used.
-
-    Each thread sums its own numbers, VECTOR adjacent ones at a time; the threads add their sums once.
-    """
-    VECTOR: tl.constexpr = 128 // weight_nk.dtype.element_ty.primitive_bitwidth  # one load
+    """One row, without matrix units. The first load of the matrix starts before x is ready."""
     row = tl.program_id(1)
     n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, INPUTS)
@@ -179,16 +174,15 @@ def _vector(
         bias = tl.load(bias_n + n, mask=is_output, other=0.0)
     if HAS_RESIDUAL:
         residual = tl.load(residual_mn + place, mask=is_inside, other=0.0)
-    totals = tl.zeros((OUTPUTS, INPUTS // VECTOR), tl.float32)
+    total = tl.zeros((OUTPUTS,), tl.float32)
     squares = tl.zeros((INPUTS,), tl.float32)
-    for start in range(0, K, INPUTS):
-        used = b
-        b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
+    for start in tl.static_range(0, K, INPUTS):
         a = tl.load(x + start, mask=k < K - start, other=0.0).to(tl.float32)
         squares += a * a
-        products = tl.reshape(used.to(tl.float32) * a[None, :], (OUTPUTS, INPUTS // VECTOR, VECTOR))
-        totals += tl.sum(products, 2)
-    total = tl.sum(totals, 1) * scale
+        total += tl.sum(b.to(tl.float32) * a[None, :], 1)
+        if start + INPUTS < K:
+            b = tl.load(weight + start + INPUTS, mask=k[None, :] < K - start - INPUTS, other=0.0)
+    total *= scale
     if HAS_NORM:
         total *= tl.rsqrt(tl.sum(squares, 0) / K + epsilon)
     if HAS_BIAS:
