@@ -82,7 +82,8 @@ class LLM:
     `model` is a bundled name, a folder, a .gguf file or a Hugging Face Hub id. `device` is auto (a
     GPU if one is usable), cpu, cuda or cuda:1. `dtype` is auto (float32 on a CPU, bfloat16 on a
     GPU), float32, bfloat16 or float16. `quantization` on a CPU is int8, or auto (the fastest by
-    measurement; see `headway models`). `kv_memory` is in bytes, or a text such as "2GiB".
+    measurement; see `headway models`), and on a GPU fp8. `kv_memory` is in bytes, or a text such as
+    "2GiB".
 
     `seed` makes runs reproducible: requests without a seed get one derived from it, in order.
     `enforce_eager` runs a GPU without CUDA graphs. `tensor_parallel_size` divides the model among

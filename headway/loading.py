@@ -34,6 +34,7 @@ from headway.model.precision import (
     measured_precision,
     num_threads,
     resolved,
+    stored_precision,
     use_threads,
 )
 from headway.model.registry import resolve
@@ -130,6 +131,7 @@ def load(
     checkpoint = open_weights(path, options.load_format, device)
     # Before the weights are loaded, which takes long.
     _max_model_len(checkpoint.config, settings)
+    precision = stored_precision(checkpoint.config, precision, options.dtype, device)
     ranks = _start_ranks(checkpoint.config, path, options, device, precision)
     with ended_on_error(ranks):
         if ranks is not None:

@@ -36,8 +36,9 @@ Dtype = Annotated[
 Quantization = Annotated[
     str,
     _model(
-        "none, int8 (CPU only: 8-bit matrix products with the file's quantized weights), or auto: "
-        "the fastest on this CPU."
+        "none; on a CPU int8 (8-bit matrix products with the file's quantized weights) or auto (the "
+        "fastest); on a GPU fp8 (8-bit weights and activations). A file in fp8 runs in fp8 if the "
+        "GPU has it."
     ),
 ]
 
