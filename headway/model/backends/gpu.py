@@ -236,17 +236,22 @@ class UnfusedPass:
         if self._attended is None:
             self._attended = x.new_zeros((len(x), self._config.num_heads, self._config.head_dim))
         qkv = _linear(rms_norm(x, layer.input_norm, epsilon), layer.qkv)
-        rotate_and_store(
-            qkv, num_heads=self._config.num_heads, num_kv_heads=self._config.num_kv_heads,
-            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=epsilon, cosine_pd=self._rope[0],
-            sine_pd=self._rope[1], positions_t=self._batch.positions_t,
-            slots_t=self._batch.slots_t, blocks=self._blocks, layer=number,
-        )  # fmt: skip
+        self._rotate(number, layer, qkv)
         self._attend(number, qkv, self._attended)
         self._add(x, self._attended.flatten(1), layer.output, self._columns[0])
         inner = _linear(rms_norm(x, layer.post_norm, epsilon), layer.gate_up)
         self._add(x, silu_multiply(inner), layer.down, self._columns[1])
         return x
+
+    def _rotate(self, number: int, layer: LayerWeights, qkv: Tensor) -> None:
+        """Normalize and rotate queries and keys, and store keys and values."""
+        config, batch = self._config, self._batch
+        rotate_and_store(
+            qkv, num_heads=config.num_heads, num_kv_heads=config.num_kv_heads,
+            q_norm=layer.q_norm, k_norm=layer.k_norm, epsilon=config.norm_eps,
+            cosine_pd=self._rope[0], sine_pd=self._rope[1], positions_t=batch.positions_t,
+            slots_t=batch.slots_t, blocks=self._blocks, layer=number,
+        )  # fmt: skip
 
     def _add(self, x: Tensor, inner: Tensor, weight: Weight, columns: list[range]) -> None:
         """x += inner w, in place; `columns` of `inner` are those of each rank of a group."""

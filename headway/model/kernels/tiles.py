@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+FEW_ROWS = 32  # up to here, tiles have fewer than 64 rows
+
 
 class Tile(NamedTuple):
     """The part of a product that a program computes, and the slices in which it sums the inputs."""
@@ -34,7 +36,7 @@ def tile_within(
     """
     if num_rows == 1:
         return Tile(1, 4, 512, 1, 1, 1) if num_inputs <= 1024 else Tile(1, 4, 2048, 1, 4, 1)
-    rows = 16 if num_rows <= 16 else 32 if num_rows <= 32 else 64
+    rows = 16 if num_rows <= 16 else 32 if num_rows <= FEW_ROWS else 64
     processors, memory = limits
     outputs, num_row_tiles = 8 if rows <= 32 else 16, -(-num_rows // rows)
     while outputs < 128 and num_row_tiles * num_outputs > 1.4 * outputs * processors:
@@ -53,6 +55,22 @@ def tile_within(
     stage = width * inputs * slices * dtype.itemsize
     stages = max(1, min(6, memory // stage))
     return Tile(rows, outputs, inputs, slices, 8 if rows * outputs >= 128 * 128 else 4, stages)
+
+
+@cache
+def invariant_tile(num_rows: int, num_outputs: int, num_inputs: int, dtype: torch.dtype) -> Tile:
+    """The tile for any number of rows, such that a row's result is the same bits for all of them.
+
+    A tile sums the inputs in order, in one accumulator. Hopper GPUs multiply tiles of 64 rows and
+    more by another kind of instruction than smaller ones, so no tile has fewer.
+    """
+    limits = processors, memory = device_limits()
+    tile = tile_within(limits, max(num_rows, FEW_ROWS + 1), num_outputs, num_inputs, dtype)
+    num_wide = num_rows // 128 * (num_outputs // 256)  # tiles of 128 rows and 256 outputs
+    if dtype.itemsize == 2 and num_wide >= 2 * processors and memory >= 192 * 1024:
+        tile = Tile(128, 256, 64, 1, 8, memory // ((128 + 256) * 64 * 2))
+    assert tile.rows >= 64 and tile.slices == 1, "the order of the sum must not depend on the rows"
+    return tile
 
 
 @cache
