@@ -48,7 +48,7 @@ from tests.support import schedule_worlds as worlds
 
 Figures = dict[str, Any]
 GOAL = 25_000  # output tokens per second of the 256 requests
-NUM_TARGETS, LONGEST_PROMPT, NUM_OUTPUT = 40, 900, 40
+NUM_TARGETS, LONGEST_PROMPT, NUM_OUTPUT = 40, 800, 40
 LIMITS: dict[str, Any] = {  # of the executors that run the worlds
     "block_size": 16, "max_num_seqs": 24, "max_model_len": 1024, "max_num_batched_tokens": 1024,
     "num_blocks": 1600, "num_host_blocks": 400,

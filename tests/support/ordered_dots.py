@@ -23,7 +23,8 @@ def use_ordered_dots(patch: pytest.MonkeyPatch) -> None:
 def _dot(_builder: Any, a: Any, b: Any, d: Any, *_options: Any) -> Any:
     """d + a b, one input after the other."""
     kind = d.data.dtype
-    left, right = a.data.astype(kind), b.data.astype(kind)
+    used = a.data.any(axis=tuple(range(a.data.ndim - 1)))  # other inputs add zeros
+    left, right = a.data[..., used].astype(kind), b.data[..., used, :].astype(kind)
     terms = left.swapaxes(-1, -2)[..., :, :, None] * right[..., :, None, :]
     total = np.add.reduce(np.concatenate([d.data[..., None, :, :], terms], axis=-3), axis=-3)
     return type(d)(total, d.dtype.scalar)

@@ -80,14 +80,15 @@ def random_world(rng: random.Random, targets: list[Asked], limits: Config) -> Wo
     requests = rng.choices(targets, k=rng.randint(2, limits.max_num_seqs))
     size = limits.block_size
     least = max(-(-each.length // size) for each in requests) + 1
-    budget = rng.choice((limits.max_num_batched_tokens, limits.max_num_batched_tokens // 4, 24))
+    most = limits.max_num_batched_tokens
+    budget = rng.choice((most, most // 2, most // 4))
     changes: dict[str, Any] = {
         "max_num_seqs": min(rng.randint(2, limits.max_num_seqs), budget),
         "max_num_batched_tokens": budget, "block_size": size,
         "max_model_len": limits.max_model_len,
-        "num_blocks": min(rng.choice((least, 2 * least, limits.num_blocks)), limits.num_blocks),
+        "num_blocks": min(rng.choice((least, least, 2 * least, limits.num_blocks)), limits.num_blocks),
         "num_host_blocks": limits.num_host_blocks, "swap": rng.choice(("recompute", "swap")),
-        "chunk": rng.choice(("split_any", f"at_most({rng.choice((1, 7, 32, 200))})")),
+        "chunk": rng.choice(("split_any", f"at_most({rng.choice((7, 32, 100, 200))})")),
         "num_scheduler_steps": rng.choice((1, 1, 3)), "headroom": "watermark(0)",
     }  # fmt: skip
     return World(
